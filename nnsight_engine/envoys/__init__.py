@@ -1,1 +1,1 @@
-"""The tree that mirrors a model's modules, through which blocks read and write what the model computes."""
+"""The tree of envoys that mirrors a model's modules; traced blocks read and write values through it."""

@@ -1,15 +1,15 @@
-"""Further names for modules: the same code for models that call the same thing differently.
+"""Aliases of modules, so that the same code works on models that name the same module differently.
 
-``rename`` maps a path to one name or several. ``"mlp": "feedforward"`` gives every module called ``mlp`` a
-second name. ``"transformer.h": "layers"`` and ``".transformer.h": ".layers"`` put the name where the path
-starts; a leading dot means the root. The original name always stays.
+``rename`` maps a path to one name or several. ``"mlp": "feedforward"`` gives every module called ``mlp`` an
+alias. ``"transformer.h": "layers"`` and ``".transformer.h": ".layers"`` put the alias where the path
+starts; a leading dot means the root. The original name always stays valid.
 
 A path may begin with the name of the root itself, as paths are printed: ``"model.transformer.h"``, and
 ``"model": "lm"`` names the root, in a model that has no module of that name at its root.
 
-A ``rename`` may serve several architectures at once: a path that a model lacks is passed over, so that
-``{"transformer.h": "layers", "model.layers": "layers"}`` is ``layers`` on either. Envoys call this when they
-are built and when they are asked for a name that is nobody's own.
+One ``rename`` may serve several architectures: paths that a model lacks are ignored, so that
+``{"transformer.h": "layers", "model.layers": "layers"}`` is ``layers`` on either. Envoys use this when they
+are built and when a name is neither a child nor an attribute.
 """
 
 from __future__ import annotations
@@ -24,21 +24,25 @@ Rename = Mapping[str, str | list[str] | tuple[str, ...]]
 
 
 class Aliases:
-    """The further names that one envoy knows."""
+    """The aliases that one envoy knows.
+
+    Attributes:
+        rename: The mapping that they were read from.
+    """
 
     def __init__(self, rename: Rename) -> None:
         """Read ``rename``.
 
         Raises:
             TypeError: It is not a mapping of names to names.
-            ValueError: A name is not one.
+            ValueError: A path or an alias is invalid.
         """
         if not isinstance(rename, Mapping):
             raise TypeError(f"rename maps paths to names, {{'transformer.h': 'layers'}}, got {rename!r}")
         self.rename = rename
         self._paths: dict[str, list[str]] = {}
         self._aliases: dict[str, list[str]] = {}
-        items: Mapping[Any, Any] = rename  # written by people
+        items: Mapping[Any, Any] = rename  # untyped user input
         for name, given in items.items():
             aliases = [given] if isinstance(given, str) else given
             if not isinstance(aliases, (list, tuple)) or not all(
@@ -62,14 +66,14 @@ class Aliases:
 
     @property
     def names(self) -> list[str]:
-        """The further names themselves."""
+        """The aliases."""
         return list(self._paths)
 
     def refuse(self, taken: Container[str]) -> None:
-        """Raise if a further name is taken already and would never be looked up.
+        """Raise if an alias is already an attribute of the envoy and would never be looked up.
 
         Raises:
-            ValueError: One of the names is among ``taken``.
+            ValueError: One of the aliases is among ``taken``.
         """
         for alias, paths in self._paths.items():
             if alias in taken:
@@ -79,15 +83,15 @@ class Aliases:
                 )
 
     def resolve(self, alias: str, *, is_root: bool) -> list[str]:
-        """Return the paths that ``alias`` may stand for on this envoy, without leading dots."""
+        """Return the paths that ``alias`` may refer to on this envoy, without leading dots."""
         paths = self._paths.get(alias, ())
         return [path.removeprefix(".") for path in paths if is_root or not path.startswith(".")]
 
     def ways_to(self, path: tuple[str, ...]) -> list[tuple[str, ...]]:
-        """Return a module's path, from the root, and the same place spelt with further names.
+        """Return a module's path from the root, and all its spellings with aliases.
 
-        A name takes the place of a whole path, and paths may be written with further names themselves, so
-        what was found is looked at again; each replaces no fewer components than it puts there.
+        An alias replaces a whole path, and paths may themselves be written with aliases, so each spelling
+        found is expanded again. This ends, since a replacement never makes a path longer.
         """
         ways = [path]
         for way in ways:
@@ -101,13 +105,19 @@ class Aliases:
         return ways
 
     def names_for(self, child: str, *, is_root: bool) -> list[str]:
-        """Return the further names of a direct child, for listings."""
+        """Return the aliases of a direct child, for listings."""
         rooted = self._aliases.get(f".{child}", []) if is_root else []
         return [*self._aliases.get(child, []), *rooted]
 
 
 def by_alias(envoy: Envoy, name: str, tried: frozenset[tuple[int, str]] = frozenset()) -> Any:
-    """Return what a further name stands for on ``envoy``, or None."""
+    """Return the object that an alias refers to on ``envoy``, or None.
+
+    Args:
+        envoy: The envoy.
+        name: The alias.
+        tried: Lookups in progress, by envoy id and name: ends the recursion of cyclic aliases.
+    """
     here = (id(envoy), name)
     aliases = envoy._alias
     if aliases is None or here in tried:
@@ -118,11 +128,11 @@ def by_alias(envoy: Envoy, name: str, tried: frozenset[tuple[int, str]] = frozen
 
 
 def descend(envoy: Envoy, path: str, tried: frozenset[tuple[int, str]] = frozenset()) -> Any:
-    """Return what is at ``path`` below ``envoy``, or None; parts may be further names themselves."""
+    """Return the object at ``path`` below ``envoy``, or None; parts of the path may be aliases."""
     found: Any = envoy
     for part in path.split(".") if path else ():
         if "_names" not in getattr(found, "__dict__", ()):
-            return None  # a parameter, say, has nothing below
+            return None  # a parameter, for example, has nothing below it
         if part in found._names:
             found = found.__dict__[part]
         elif hasattr(found._module, part):
@@ -141,10 +151,10 @@ def _below_root(envoy: Envoy, paths: list[str]) -> list[str]:
 
 
 def check_aliases(envoy: Envoy) -> None:
-    """Refuse further names that could not be looked up on ``envoy``, or not without a doubt.
+    """Reject aliases that could not be looked up on ``envoy``, or that are ambiguous.
 
     Raises:
-        ValueError: A name is one of the envoy's own, or stands for two modules.
+        ValueError: An alias is an attribute of the envoy, or refers to two modules.
     """
     aliases = envoy._alias
     if aliases is None:
@@ -164,12 +174,12 @@ def check_aliases(envoy: Envoy) -> None:
 
 
 def ends_with(path: str, end: str, aliases: Aliases | None) -> bool:
-    """Tell whether a path ends with these components, as the model has them or by further names.
+    """Return whether a path ends with these components, in the model's own names or in aliases.
 
     Args:
         path: The path of a module, from the root: ``model.transformer.h.0.attn``.
         end: Its last components, with or without a leading dot: ``attn``, ``h.0.attn``, ``.layers.0.attn``.
-        aliases: The further names of the tree.
+        aliases: The aliases of the tree.
     """
     wanted = tuple(_parts(end))
     own = tuple(path.split("."))

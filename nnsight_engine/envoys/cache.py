@@ -1,4 +1,4 @@
-"""Caches: the values of many modules kept in one go, found by the modules' paths."""
+"""Caches: copies of the values of many modules, found by the modules' paths."""
 
 from __future__ import annotations
 
@@ -23,24 +23,28 @@ _OPTIONS: Final = {"output": "include_output", "input": "include_inputs"}
 
 
 class Entry:
-    """What one module took and gave: the list of its calls, one for each step of a generation.
+    """Values of one module: the list of its calls, one for each step of a generation.
 
-    ``entry[2].output`` is the output of the third; of a module that was called once ``entry.output`` is the
-    value itself, of any other a list.
+    ``entry[2].output`` is the output of the third call. ``entry.output`` is the value itself if the module
+    was
+    called once, otherwise a list.
+
+    Attributes:
+        values: Values of all calls, by ``output`` or ``input``.
+        numbers: Number of the call of each value.
     """
 
     def __init__(self) -> None:
-        """Start without values."""
         self.values: dict[str, list[Any]] = {}
         self.numbers: dict[str, list[Any]] = {}
 
     def add(self, key: str, number: Any, value: Any) -> None:
-        """Keep one call's value; numbers tell which output belongs to which input, and are sorted."""
+        """Store one call's value; its number pairs outputs with inputs and sorts the calls."""
         self.values.setdefault(key, []).append(value)
         self.numbers.setdefault(key, []).append(number)
 
     def __len__(self) -> int:
-        """Return how many calls there were."""
+        """Return the number of calls."""
         return len(self._calls())
 
     def __iter__(self) -> Iterator[Entry]:
@@ -54,7 +58,7 @@ class Entry:
     def __getitem__(self, call: slice) -> list[Entry]: ...
 
     def __getitem__(self, call: int | slice) -> Entry | list[Entry]:
-        """Return what one call took and gave, or a list for a slice.
+        """Return the values of one call, or a list for a slice.
 
         Raises:
             IndexError: There was no such call.
@@ -93,26 +97,34 @@ class Entry:
 
     @property
     def inputs(self) -> Any:
-        """The module's inputs, ``(args, kwargs)``, alike."""
+        """The module's inputs, ``(args, kwargs)``; a list with one item per call if there were several."""
         return _one_or_all(self._get("input"))
 
     @property
     def input(self) -> Any:
-        """The module's first argument, alike."""
+        """The module's first argument; a list with one item per call if there were several."""
         return _one_or_all(
             [args[0] if args else next(iter(kwargs.values()), None) for args, kwargs in self._get("input")]
         )
 
     def __repr__(self) -> str:
-        """Say what is kept."""
+        """Return the kinds and numbers of values."""
         return f"Entry({', '.join(f'{key} x{len(kept)}' for key, kept in self.values.items())})"
 
 
 class Cache:
-    """Collects values, as the blocks leave them.
+    """Collects values, as they are after the blocks have edited them.
 
-    Values are copied: what a model later does to a tensor in place does not reach the cache. KV caches,
-    which each step of a model changes, are left out: None is in their place.
+    Values are copied: later in-place changes by the model do not reach the cache. KV caches,
+    which the model changes at each step, are replaced by None.
+
+    Args:
+        device: Device to store tensors on; their own by default.
+        dtype: Dtype to convert floating-point tensors to; their own by default.
+        detach: Whether to detach tensors from autograd.
+
+    Attributes:
+        entries: Values by module path.
     """
 
     def __init__(
@@ -122,7 +134,6 @@ class Cache:
         dtype: torch.dtype | None = None,
         detach: bool = True,
     ) -> None:
-        """Keep tensors there, in that type, cut off from autograd or not."""
         self.device = device
         self.dtype = dtype
         self.detach = detach
@@ -135,10 +146,16 @@ class Cache:
         modules: Sequence[Envoy | str] | None,
         keys: Sequence[str],
     ) -> None:
-        """Collect these keys of these modules from now on.
+        """Start collecting these values of these modules.
+
+        Args:
+            interleaver: The interleaver of the running trace.
+            model: The root of the tree.
+            modules: Envoys or their paths; None for all.
+            keys: ``input``, ``output`` or both.
 
         Raises:
-            ValueError: A path is not one of the model's, or nothing is to be kept.
+            ValueError: A path is not one of the model's, or ``keys`` is empty.
         """
         if not keys:
             raise ValueError("a cache that includes neither inputs nor outputs would stay empty")
@@ -155,11 +172,11 @@ class Cache:
         interleaver.watch(self, [f"{path}.{key}" for path in paths for key in keys])
 
     def add(self, provider: str, iteration: int | None, value: Any) -> None:  # noqa: ARG002 - a Watcher's
-        """Keep a copy of the value at hand, narrowed to the rows of the invoke that made the cache."""
+        """Store a copy of the current value, narrowed to the rows of the invoke that created the cache."""
         self.keep(provider, iteration, self.batcher.narrow_without_state(self.rows))
 
     def keep(self, provider: str, call: Any, rows: Any) -> None:
-        """Keep a copy of one call's value; ``call`` is its number."""
+        """Store a copy of one call's value; ``call`` is its number."""
         path, _, key = provider.rpartition(".")
         self.entries.setdefault(path, Entry()).add(key, call, map_tensors(rows, self._copied, without_state))
 
@@ -170,12 +187,12 @@ class Cache:
         return kept.to(device=self.device, copy=kept is source)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is kept; how it was gathered means nothing elsewhere."""
+        """Return the values and options; the state of the collection is meaningful in this run only."""
         own = ("device", "dtype", "detach", "entries")
         return {name: self.__dict__[name] for name in own}
 
     def view(self, model: Envoy) -> CacheView:
-        """Return the values as seen from the model's root."""
+        """Return a view of the values, starting at the model's root."""
         return CacheView(self, "", model)
 
 
@@ -183,20 +200,20 @@ class CacheView(Mapping[str, "CacheView"]):
     """A cache, or the part of it at and below one module.
 
     ``cache["model.layers.3"]`` and ``cache.model.layers[3]`` are the same place, under any name that the
-    model knows it by. The whole cache is a mapping of paths. A module in it is the list of its calls,
-    ``cache.model.lm_head[2].output``; one that holds numbered modules is the list of those, as in the model.
+    model knows it by. The whole cache is a mapping by path. A module in it is the list of its calls,
+    ``cache.model.lm_head[2].output``; a module with numbered children is the list of those, as in the model.
     """
 
     _call: Any = None
 
     def __init__(self, cache: Cache, path: str, envoy: Any, call: Any = None) -> None:
-        """Look at a place in the cache.
+        """Create a view of a place in the cache.
 
         Args:
             cache: The values.
-            path: The place; empty for the whole.
-            envoy: What stands there, or at the root for the whole; None if nothing is known to.
-            call: The number of the one call that is looked at; None for all.
+            path: The place; empty for the whole cache.
+            envoy: The envoy at that place, or the root for the whole cache; None if unknown.
+            call: Number of a single call to view; None for all.
         """
         self._cache = cache
         self._path = path
@@ -210,12 +227,12 @@ class CacheView(Mapping[str, "CacheView"]):
 
     @property
     def inputs(self) -> Any:
-        """The inputs of the module here, ``(args, kwargs)``, alike."""
+        """The inputs of the module here, ``(args, kwargs)``; a list with one item per call if several."""
         return self._value("inputs")
 
     @property
     def input(self) -> Any:
-        """The first argument of the module here, alike."""
+        """The first argument of the module here; a list with one item per call if there were several."""
         return self._value("input")
 
     def _value(self, name: str) -> Any:
@@ -231,10 +248,10 @@ class CacheView(Mapping[str, "CacheView"]):
         return entry if self._call is None else entry._at(self._call)
 
     def __getitem__(self, key: Any) -> Any:
-        """Return a place by its path, a child by its key or number, or one of the calls by its number.
+        """Return a place by its path, a child by its key or number, or a call by its number.
 
         Raises:
-            KeyError: Nothing is kept at the path, or below it.
+            KeyError: There is no value at the path, or below it.
             IndexError: There was no such call.
         """
         if isinstance(key, str):
@@ -265,7 +282,7 @@ class CacheView(Mapping[str, "CacheView"]):
         return here
 
     def _found(self, path: str) -> Any:
-        """Return what stands at a path of the model; None for what is no module of it."""
+        """Return the envoy at a path of the model; None if no module has that path."""
         root = str(self._envoy.path)
         try:
             return self._envoy if path == root else self._envoy.get(path.removeprefix(f"{root}."))
@@ -274,10 +291,10 @@ class CacheView(Mapping[str, "CacheView"]):
 
     def __getattr__(self, name: str) -> Any:
         """Return the view of a child, by any name that the envoy knows it by."""
-        if name.startswith("__") or "_path" not in self.__dict__:  # not put together yet, by copy for one
+        if name.startswith("__") or "_path" not in self.__dict__:  # not initialized yet, for example by copy
             raise AttributeError(name)
         if name in _VALUES:
-            return self._value(name)  # whose error made Python ask here; it says more than any other
+            return self._value(name)  # its AttributeError led here; raising it again keeps its message
         if not self._path:
             root = str(self._envoy.path)
             if name == root:
@@ -296,7 +313,7 @@ class CacheView(Mapping[str, "CacheView"]):
         return type(self)(self._cache, self._path, self._envoy, call)
 
     def _holds_numbered(self) -> bool:
-        """Tell whether the module here is a list of modules, so that numbers and iteration mean those."""
+        """Return whether all children of the module are numbered: indexing and iteration then mean these."""
         envoy = self._envoy
         if self._call is not None or not isinstance(envoy, EnvoyTree):
             return False
@@ -317,17 +334,17 @@ class CacheView(Mapping[str, "CacheView"]):
         return (self._at_call(call) for call in self._calls())
 
     def __len__(self) -> int:
-        """Return how many there are of what iteration gives."""
+        """Return the number of items of an iteration."""
         if not self._path:
             return len(self._cache.entries)
         return len(self._envoy) if self._holds_numbered() else len(self._calls())
 
     def __bool__(self) -> bool:
-        """A view is there, with values or without."""
+        """Return True, so that a view without values is not falsy."""
         return True
 
     def __contains__(self, key: object) -> bool:
-        """Tell whether there are values at a path; a module list has none of its own."""
+        """Return whether there are values at a path; a module list has none of its own."""
         if self._path or not isinstance(key, str):
             return key in self.keys()
         try:
@@ -336,13 +353,13 @@ class CacheView(Mapping[str, "CacheView"]):
             return False
 
     def __eq__(self, other: object) -> bool:
-        """Views are equal if they look at the same place."""
+        """Return whether both views show the same place in the same cache."""
         if not isinstance(other, CacheView):
             return NotImplemented
         return (self._cache, self._path, self._call) == (other._cache, other._path, other._call)
 
     def __hash__(self) -> int:
-        """Return the place's."""
+        """Return the hash of the place."""
         return hash((id(self._cache), self._path))
 
     def keys(self) -> KeysView[str]:
@@ -350,11 +367,11 @@ class CacheView(Mapping[str, "CacheView"]):
         return self._kept().keys()
 
     def values(self) -> ValuesView[CacheView]:
-        """Return what is there, in the order of ``keys``."""
+        """Return the views of the paths, in the order of ``keys``."""
         return self._kept().values()
 
     def items(self) -> ItemsView[str, CacheView]:
-        """Return both."""
+        """Return pairs of path and view."""
         return self._kept().items()
 
     def _kept(self) -> dict[str, CacheView]:
@@ -366,7 +383,7 @@ class CacheView(Mapping[str, "CacheView"]):
         }
 
     def __repr__(self) -> str:
-        """Say where this is and how much there is."""
+        """Return the place and the number of modules with values."""
         return f"CacheView({self._path or 'all'}: {len(self.keys())} modules)"
 
     def _repr_html_(self) -> str:

@@ -1,6 +1,6 @@
-"""How a cache shows itself in a notebook: a line for each module, opened by a click for what is kept of it.
+"""HTML display of a cache in a notebook: one expandable line per module.
 
-``CacheView`` calls this; values are told by type and shape, since their numbers would fill the page.
+``CacheView`` calls this. Values are shown by type and shape, since their numbers would fill the page.
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ _MAX_CALLS: Final = 16
 
 
 def cache_html(title: str, kept: Mapping[str, Mapping[str, Sequence[Any]]]) -> str:
-    """Return a cache for a notebook: by module's path and ``output`` or ``input``, a value for each call."""
+    """Return the HTML of a cache.
+
+    Args:
+        title: The top line.
+        kept: By module path, and by ``output`` or ``input``, a value for each call.
+    """
     modules = "".join(_module(path, values) for path, values in kept.items())
     return (
         '<div style="font-family: monospace; white-space: pre-wrap">'
@@ -43,7 +48,7 @@ def _lines(key: str, calls: Sequence[Any]) -> list[str]:
 
 
 def outline(value: Any) -> str:
-    """Return what a value is, tensors by their shapes: ``(bfloat16[1, 5, 64], None)``."""
+    """Return a short description of a value, tensors by shape: ``(bfloat16[1, 5, 64], None)``."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, tuple | list):

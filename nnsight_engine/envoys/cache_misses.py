@@ -1,4 +1,4 @@
-"""What a cache was asked for and did not get, and why: a trace warns of it when it ends."""
+"""Requested cache values that never arrived, and the reasons; a trace warns of them when it ends."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _COMPILED: Final = (
 
 
 class CacheMisses:
-    """One cache, and what it was asked for.
+    """The requests of one cache.
 
     Args:
         cache: The cache.
         model: The root of the tree that it watches.
-        modules: Envoys or paths that were asked for by name; None for all, some of which may well not run.
-        keys: What is kept of each.
-        interleaver: Tells what ran before the cache was made.
+        modules: Envoys or paths that were requested by name; None for all, some of which may not run.
+        keys: The requested values of each module.
+        interleaver: The interleaver of the run, which knows which modules ran before the cache was created.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class CacheMisses:
         keys: Sequence[str],
         interleaver: Interleaver,
     ) -> None:
-        """Take note of what has run."""
+        """Record the calls made so far."""
         self._interleaver = interleaver
         envoys = {str(envoy.path): envoy for envoy in model._walk()}
         named = [] if modules is None else [one if isinstance(one, str) else str(one.path) for one in modules]
@@ -51,7 +51,7 @@ class CacheMisses:
         return self._interleaver.calls.get(f"{path}.{key}", 0) > 0
 
     def warning(self) -> str | None:
-        """Say what is missing and why, once the run is over; None if nothing is."""
+        """Return a warning that names missing values and the reasons, or None; called after the run."""
         missing = list(self._missing())
         if not missing:
             return None
@@ -85,7 +85,7 @@ class CacheMisses:
                 )
 
     def _saw_inside(self, path: str) -> bool:
-        """Tell whether modules inside one were called: torch compiles some calls apart."""
+        """Return whether modules inside the path were called: torch compiles some calls separately."""
         own = (f"{path}.", f"{path}._orig_mod")
         return any(one.startswith(own[0]) and one != own[1] for one in self._cache.entries)
 

@@ -1,8 +1,8 @@
-"""Which function an operation calls, found outside a trace, where no call is at hand.
+"""Determines the function that an operation calls, outside a trace, where the call is not running.
 
-A callee that is spelt out from ``self``, the function's module or its closure is looked up. One in a variable
-of the function is not known before the function runs: the model is run on fake tensors, if it knows an input.
-``OperationEnvoy.source`` is the caller; inside a trace it waits for the call instead.
+A callee that is reached from ``self``, the function's module or its closure is looked up. A callee in a local
+variable is known only when the function runs: the model is then run on fake tensors, if it has an example
+input. ``OperationEnvoy.source`` uses this; inside a trace it waits for the call instead.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NOTHING = object()
 
 
 def spelt_out(function: Callable[..., Any], text: str) -> Callable[..., Any] | None:
-    """Return what the call expression ``text`` in ``function`` calls; None if only running it would tell."""
+    """Return the callee of the call expression ``text`` in ``function``; None if only a run determines it."""
     statement = parse(text).body[0]
     if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):
         return None
@@ -40,7 +40,7 @@ def spelt_out(function: Callable[..., Any], text: str) -> Callable[..., Any] | N
         return None
     found = _variable(function, node.id)
     for name in reversed(names):
-        found = getattr(found, name, _NOTHING)  # of a module, a class or a namespace
+        found = getattr(found, name, _NOTHING)  # an attribute of a module, a class or a namespace
     return found if callable(found) else None
 
 
@@ -62,10 +62,10 @@ def _variable(function: Callable[..., Any], name: str) -> Any:
 
 
 def learn(model: Envoy, ask: Callable[[], Any]) -> bool:
-    """Run the model on fake tensors with a block that asks for something, until it has it.
+    """Run the model on fake tensors with a block that calls ``ask``, until the value arrives.
 
     Returns:
-        Whether it was reached; not if the model knows no input, or its run takes another way.
+        Whether it arrived; False if the model has no example input, or its run takes another path.
     """
     example = model._example_input()
     if example is None:

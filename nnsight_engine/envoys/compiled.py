@@ -1,6 +1,7 @@
-"""Modules inside what ``torch.compile`` made: compiled code does not call them, so nothing of them comes by.
+"""Detection of modules inside a ``torch.compile`` result; compiled code does not call them.
 
-A trace whose block waited for such a module in vain says so, instead of only that it was not called.
+Blocks that wait for such a module never get a value. The error then names the cause, not only that the
+module was not called.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Tell whether a module is compiled by ``compile()``, or is what ``torch.compile`` made of one."""
+    """Return whether a module was compiled by ``compile()``, or is a result of ``torch.compile``."""
     return module.__dict__.get("_compiled_call_impl") is not None or "_orig_mod" in module._modules
 
 
 def compiled_around(root: Envoy, path: str) -> str | None:
-    """Return the path of the compiled module that the module at ``path`` is inside of; None if of none."""
+    """Return the path of the compiled module that contains the module at ``path``; None if there is none."""
     for envoy in root._walk():
         outer = str(envoy.path)
         if is_compiled(envoy._module) and path.startswith(f"{outer}."):
@@ -30,7 +31,7 @@ def compiled_around(root: Envoy, path: str) -> str | None:
 
 
 def explain_missed(error: MissedProviderError, root: Envoy) -> None:
-    """Add to the error for a value that never came, once the run is over, that its module is compiled."""
+    """Extend the error for a value that never arrived, if its module is compiled; called after the run."""
     path = (error.provider or "").rpartition(".")[0]
     outer = compiled_around(root, path) if path else None
     if outer is not None:

@@ -1,8 +1,9 @@
-"""How an envoy shows itself: as text, in a notebook, at <TAB>, and in the error for a name it lacks.
+"""Display of an envoy: as text, in a notebook, at <TAB>, and in the error for an unknown name.
 
-The printed tree is torch's, read off the envoys rather than the modules, so that it holds what can be written
-in a trace: modules that were added, further names, properties with a description. Equal neighbours in a list
-of modules are shown once, because nobody reads the same block 32 times. ``Envoy`` calls these functions.
+The printed tree has torch's format, but is built from the envoys rather than the modules, so that it shows
+everything that can be written in a trace: added modules, aliases, properties with a description. Equal
+neighbours in a list of modules are shown once, since listing the same block 32 times helps no reader.
+``Envoy`` calls these functions.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _MAX_SUGGESTIONS = 3
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChildNode:
-    """Neighbours that look the same: what stands in the parentheses, how many they are, and their look."""
+    """Neighbours with the same display: the label in parentheses, their number, and their display."""
 
     label: str
     count: int
@@ -37,13 +38,13 @@ class ChildNode:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Node:
-    """What is shown for one envoy.
+    """Display of one envoy.
 
     Attributes:
-        title: The module's class, or for a module that has nothing below it, all that its ``repr`` says.
+        title: The module's class, or the whole ``repr`` of a module without children.
         details: Lines about the module and the envoy.
-        children: What is below.
-        links: Names that lead to a place further down.
+        children: The children.
+        links: Aliases of places further down.
     """
 
     title: str
@@ -53,24 +54,23 @@ class Node:
 
     @property
     def is_leaf(self) -> bool:
-        """Whether the title says it all."""
+        """Whether the title is the whole display."""
         return not (self.details or self.children or self.links)
 
 
 class NoSuchModuleError(AttributeError):
     """A name that neither an envoy nor its module has.
 
-    The text looks for names like it. It is put together when somebody reads it, since most errors of this
-    kind are the answer to a ``hasattr``.
+    The message suggests similar names. It is built when it is read, since most errors of this
+    kind only answer a ``hasattr``.
     """
 
     def __init__(self, envoy: Envoy, name: str) -> None:
-        """Keep where ``name`` was looked for."""
         super().__init__(name, name=name)
         self.envoy = envoy
 
     def __str__(self) -> str:
-        """Say in one line what was perhaps meant, and how to see what there is."""
+        """Return one line that suggests similar names and how to list all."""
         envoy = self.envoy
         return (
             f"{type(envoy._module).__name__} at {envoy.path} has no attribute {self.name}."
@@ -84,13 +84,13 @@ def as_text(envoy: Envoy) -> str:
 
 
 def as_html(envoy: Envoy) -> str:
-    """Return the tree for a notebook, each level to be opened with a click."""
+    """Return the tree as HTML for a notebook, each level expandable."""
     tree = _html(_node(envoy), "", is_open=True)
     return f'<div style="font-family: monospace; white-space: pre-wrap">{tree}</div>'
 
 
 def names_of(envoy: Envoy) -> list[str]:
-    """Return what can stand after ``envoy.``: its own names, children, further names, the module's names."""
+    """Return the completions of ``envoy.``: its own names, children, aliases, the module's names."""
     own = object.__dir__(envoy)
     found = {*own, *envoy._names, *_aliases_here(envoy), *dir(envoy._module)}
     return sorted(name for name in found if name.isidentifier())
@@ -120,7 +120,7 @@ def _node(envoy: Envoy, above: frozenset[int] = frozenset()) -> Node:
 
 
 def _grouped(envoy: Envoy, children: list[tuple[str, Node]]) -> Iterator[ChildNode]:
-    """Yield the children, runs of equal numbered ones together."""
+    """Yield the children; runs of equal numbered children are merged."""
     start = 0
     while start < len(children):
         name, node = children[start]
@@ -145,7 +145,7 @@ def _names_for(envoy: Envoy, child: str) -> list[str]:
 
 
 def _aliases_here(envoy: Envoy) -> dict[str, str]:
-    """Return the further names that lead somewhere from this envoy, with the path that each stands for."""
+    """Return the aliases that resolve on this envoy, with the path that each refers to."""
     aliases = envoy._alias
     if aliases is None:
         return {}
@@ -159,7 +159,7 @@ def _aliases_here(envoy: Envoy) -> dict[str, str]:
 
 
 def _described(cls: type) -> dict[str, eproperty]:
-    """Return the properties worth a line: not those that every envoy has."""
+    """Return the properties to be displayed, except those that every envoy has."""
     found: dict[str, eproperty] = {}
     for base in reversed(cls.__mro__):
         for name, value in vars(base).items():
@@ -167,7 +167,7 @@ def _described(cls: type) -> dict[str, eproperty]:
             if is_shown and name not in _ON_EVERY_ENVOY:
                 found[name] = value
             else:
-                found.pop(name, None)  # something else under that name hides it
+                found.pop(name, None)  # overridden by another attribute of that name
     return found
 
 
@@ -202,7 +202,7 @@ def _times(child: ChildNode) -> str:
 
 
 def _hint(envoy: Envoy, name: str) -> str:
-    """Return what was perhaps meant: a place further down that is called this, or names like this one."""
+    """Return a suggestion: a place further down with this name, or similar names."""
     places = _places(envoy)
     if name in places:
         first, *others = places[name]
@@ -218,7 +218,7 @@ def _hint(envoy: Envoy, name: str) -> str:
 
 
 def _places(envoy: Envoy) -> dict[str, list[str]]:
-    """Return the paths of everything below, by the last of their components."""
+    """Return the paths of all envoys below, by their last component."""
     found: dict[str, list[str]] = {}
     for below in envoy._walk():
         if below is not envoy:

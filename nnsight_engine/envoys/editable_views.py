@@ -1,9 +1,9 @@
 """Views that may be edited in place while gradients are recorded.
 
-Torch refuses edits of what ``unbind``, ``split`` and their like return, because such a call makes several
-views at once. A view of the same numbers that was made alone may be edited. So a property's ``preprocess``
-may return ``list(value.unbind(2))``, and ``heads[3][:] = 0`` edits the model; ``eproperty`` calls this on
-what ``preprocess`` gives.
+Torch rejects in-place edits of the results of ``unbind``, ``split`` and similar functions, because such a
+call returns several views at once. A view of the same memory that was created alone may be edited. So a
+property's ``preprocess`` may return ``list(value.unbind(2))``, and ``heads[3][:] = 0`` edits the model;
+``eproperty`` calls this on the result of ``preprocess``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ONE_OF_SEVERAL = torch._C._autograd.CreationMeta.MULTI_OUTPUT_NODE
 
 
 def editable(value: T) -> T:
-    """Return ``value`` with each view that could not be edited replaced by one of its memory that can."""
+    """Return ``value`` with each view that could not be edited replaced by an editable view of its memory."""
     return map_tensors(value, _made_alone)
 
 

@@ -1,4 +1,4 @@
-"""An envoy stands for one module: it looks like the module, and gives and takes its values during a trace."""
+"""The envoy of a module: it looks like the module, and reads and writes its values during a trace."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ _METHODS = (FunctionType, MethodType, BuiltinFunctionType)
 
 
 class Envoy(CallValues, EnvoyTree, Batchable):
-    """Stands for a module and everything under it.
+    """Represents a module and its submodules.
 
     Inside a trace, ``output``, ``input`` and ``inputs`` wait for the module's values and can be assigned.
-    Anything else is looked up on the module itself.
+    Any other attribute is looked up on the module itself.
 
     Attributes:
-        path: Where the module is, ``model.layers.3``; what its values are called begins with it.
-        interleaver: What the values of the tree go through.
+        path: Path of the module, ``model.layers.3``; prefix of the names of its values.
+        interleaver: The interleaver that the values of the tree pass through.
     """
 
     path: str | None
@@ -79,14 +79,14 @@ class Envoy(CallValues, EnvoyTree, Batchable):
         envoys: EnvoyMap = None,
         root: Envoy | None = None,
     ) -> None:
-        """Stand for ``module`` and build the tree under it.
+        """Create the envoy of ``module`` and the tree below it.
 
         Args:
             module: The module.
-            interleaver: What values go through; one of its own by default, shared by the whole tree.
-            path: Where the module is.
-            rename: Further names for modules, see ``aliases``.
-            envoys: The classes that stand for the modules below.
+            interleaver: The interleaver, shared by the whole tree; a new one by default.
+            path: Path of the module.
+            rename: Aliases of modules, see ``aliases``.
+            envoys: Envoy classes of the submodules.
             root: The envoy at the top of the tree; this one by default.
         """
         mine = self.__dict__
@@ -107,7 +107,7 @@ class Envoy(CallValues, EnvoyTree, Batchable):
             mine["_by_module"] = {id(module): self}
             mine["_probes"] = None
             mine["_sources"] = []
-            mine["_added"] = {}  # by a user: whoever runs traces elsewhere has to be sent them
+            mine["_added"] = {}  # modules added by the user; code that runs traces elsewhere has to send them
         for name, child in module.named_children():
             self._add_envoy(child, name)
         check_aliases(self)
@@ -116,7 +116,7 @@ class Envoy(CallValues, EnvoyTree, Batchable):
 
     @property
     def source(self) -> SourceEnvoy:
-        """The calls inside the module's forward, each with ``input`` and ``output``; print it to see them.
+        """The calls inside the module's forward, each with ``input`` and ``output``; print it to list them.
 
         Raises:
             SourceNotAvailableError: The forward is not written in Python, or cannot be rewritten.
@@ -131,9 +131,9 @@ class Envoy(CallValues, EnvoyTree, Batchable):
         return forward.source
 
     def skip(self, value: Any) -> None:
-        """Have ``value`` as the module's output, without running it.
+        """Use ``value`` as the module's output, without running the module.
 
-        Modules inside it do not run either, so nothing can be read from them. With several invokes, every
+        Modules inside it do not run either, so their values cannot be read. With several invokes, every
         one must skip it.
         """
         interleaver = self._interleaver
@@ -144,7 +144,7 @@ class Envoy(CallValues, EnvoyTree, Batchable):
     def next(self, step: int = 1) -> Self:
         """Move this block's requests on to the next call of each module (the next generated token).
 
-        A request for a step that does not come ends the block with a warning.
+        A request for a step that never runs ends the block with a warning.
         """
         mediator = self._running("next")
         if step < 1:
@@ -162,7 +162,7 @@ class Envoy(CallValues, EnvoyTree, Batchable):
         return mediator
 
     def fake_value(self, prop: eproperty) -> tuple[bool, Any]:
-        """Return whether a scan left a value for ``prop``, and the value, of fake tensors."""
+        """Return whether a scan stored a value for ``prop``, and the value, made of fake tensors."""
         key = str(prop.key)
         if key not in self._fake:
             return False, None
@@ -182,8 +182,8 @@ class Envoy(CallValues, EnvoyTree, Batchable):
     def __call__(self, *args: Any, hook: bool = False, **kwargs: Any) -> Any:
         """Call the module.
 
-        Inside a block this applies the module to a value of the block's own, apart from the model's run:
-        nobody's ``output`` is affected. ``hook=True`` makes such a call count as one of the model's, for
+        Inside a block this applies the module to a value of the block, separately from the model's run:
+        no ``output`` is affected. ``hook=True`` makes such a call count as one of the model's, for
         modules that the model itself never calls.
         """
         untrusted_frames.check_call(sys._getframe(1))
@@ -213,31 +213,31 @@ class Envoy(CallValues, EnvoyTree, Batchable):
 
         Args:
             *args: The input; without one, the block defines invokes.
-            fn: What to run; the module itself by default.
-            backend: What runs the compiled block; runs it here by default.
+            fn: The function to run; the module itself by default.
+            backend: Runs the compiled block; in this process by default.
             scan: The same as ``validate``.
-            validate: Run the block on fake tensors first, so that wrong shapes fail before anything runs.
-            tracer_cls: The kind of trace.
+            validate: Run the block on fake tensors first, so that wrong shapes fail before the real run.
+            tracer_cls: The class of the trace.
             **kwargs: Further arguments of the module or of ``fn``.
 
         Raises:
-            WithBlockNotFoundError: This is no ``with`` statement.
+            WithBlockNotFoundError: The caller is not a ``with`` statement.
         """
         refuse_statement(sys._getframe(1), "trace")
         function = fn if fn is not None else self._run_module
         return tracer_cls(function, self, *args, backend=backend, validate=validate or scan, **kwargs)
 
     def scan(self, *args: Any, fn: Callable[..., Any] | None = None, **kwargs: Any) -> ScanningTracer:
-        """Open a trace on fake tensors: every shape, nothing computed."""
+        """Open a trace on fake tensors, which determines every shape and computes nothing."""
         refuse_statement(sys._getframe(1), "scan")
         return ScanningTracer(fn if fn is not None else self._run_module, self, *args, **kwargs)
 
     def edit(self, *, inplace: bool = False, backend: Backend | None = None) -> EditingTracer:
-        """Keep a block that takes part in every trace: ``with model.edit() as edited:``.
+        """Store a block that runs in every later trace: ``with model.edit() as edited:``.
 
         Args:
             inplace: Edit this model instead of a copy that shares its modules.
-            backend: What takes the compiled block; kept here by default.
+            backend: Receives the compiled block; stored in this process by default.
         """
         refuse_statement(sys._getframe(1), "edit")
         if not self._is_root:
@@ -245,36 +245,36 @@ class Envoy(CallValues, EnvoyTree, Batchable):
         return EditingTracer(self, inplace=inplace, backend=backend)
 
     def clear_edits(self) -> None:
-        """Forget the edits of this model."""
+        """Remove the edits of this model."""
         self._default_mediators.clear()
 
     def session(self, *, backend: Backend | None = None) -> Session:
-        """Group traces, with values flowing from one to the next: ``with model.session():``."""
+        """Group traces, with values passed from one to the next: ``with model.session():``."""
         refuse_statement(sys._getframe(1), "session")
         return Session(self, backend=backend)
 
     def _apply_apart(self, *args: Any, **kwargs: Any) -> Any:
-        """Apply the module to values of a block's own; a hook for modules that need another way."""
+        """Apply the module to values of a block; subclasses override this for other kinds of modules."""
         return self._module.forward(*args, **kwargs)
 
     def _run_module(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module, as a trace does that is not told what to run."""
+        """Run the module; the default function of a trace."""
         return self._module(*args, **kwargs)
 
     def _has_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Tell whether these arguments of a trace are an input, so that its block is the one invoke."""
+        """Return whether these arguments of a trace are an input, so that its block is the only invoke."""
         return bool(args) or names_input(type(self._module), kwargs)
 
     def _example_input(self) -> dict[str, Any] | None:
-        """Return arguments with which the model can be run, to learn what it calls; None if unknown."""
+        """Return example arguments for a run that determines the model's calls; None if unknown."""
         return None
 
     def _new_local_part(self) -> Tracer:
-        """Return what runs the block of ``with tracer.local():``, which is here anyway."""
+        """Return the tracer of ``with tracer.local():``; a trace in this process runs its block in place."""
         return Tracer()
 
     def _shallow_copy(self) -> Self:
-        """Return an envoy of the same module and tree with edits of its own."""
+        """Return an envoy of the same module and tree with its own list of edits."""
         copied = object.__new__(type(self))
         copied.__dict__.update(self.__dict__)
         copied.__dict__["_default_mediators"] = list(self._default_mediators)
@@ -286,7 +286,7 @@ class Envoy(CallValues, EnvoyTree, Batchable):
         return bool(self._interleaver.interleaving)
 
     def interleave(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run ``function(*args, **kwargs)`` with the blocks that the interleaver was given."""
+        """Run ``function(*args, **kwargs)`` together with the blocks that the interleaver was given."""
         root = self._root
         probes = root._probes
         if probes is None:
@@ -317,21 +317,22 @@ class Envoy(CallValues, EnvoyTree, Batchable):
             return self.interleave(run)
 
     def _before_run(self) -> None:
-        """Prepare for a run, real or on fakes; the root is told of every run in its tree."""
+        """Prepare for a run, real or on fake tensors; called on the root for every run in its tree."""
 
     def _after_run(self) -> None:
-        """Leave the modules as they were before the run."""
+        """Restore the modules after the run."""
 
     def _prepare_run(self, batcher: Batcher) -> None:
-        """Make ready for a run on real values; a model that loads lazily loads here."""
+        """Prepare for a run on real values; a model that loads lazily is loaded here."""
 
     # The tree.
 
     def _rename(self, rename: Rename | None) -> None:
-        """Give the modules of the tree these further names instead of those that they have.
+        """Replace the aliases of the tree.
 
         Raises:
-            ValueError: A name cannot be looked up; the names are then as they were.
+            TypeError: ``rename`` is not a mapping of names to names; the aliases are not changed.
+            ValueError: An alias cannot be looked up; the aliases are not changed.
         """
         before = self._alias
         aliases = Aliases(rename) if rename else None
@@ -347,14 +348,14 @@ class Envoy(CallValues, EnvoyTree, Batchable):
             raise
 
     def _forget_looks(self) -> None:
-        """Drop what people have looked at in this tree: rewritten forwards, values of a scan."""
+        """Drop inspection state of this tree: rewritten forwards, values of a scan."""
         for envoy in self._walk():
             envoy.__dict__["_source"] = None
             envoy._fake.clear()
         self._root._sources.clear()
 
     def _add_envoy(self, module: torch.nn.Module, name: str) -> Envoy:
-        """Stand for a child; a module that the tree has already keeps the envoy it has."""
+        """Add the envoy of a child; a module that is in the tree already keeps its envoy."""
         known = self._root._by_module
         envoy = known.get(id(module))
         if envoy is None:
@@ -380,7 +381,11 @@ class Envoy(CallValues, EnvoyTree, Batchable):
         return envoy
 
     def _make_room(self, name: str) -> None:
-        """Let a child have a name that envoys use themselves: theirs moves to ``nns_<name>``."""
+        """Allow a child to have a name that the envoy class uses: the attribute moves to ``nns_<name>``.
+
+        Raises:
+            ValueError: The class needs the name for itself.
+        """
         if name.startswith("_") or name in _ENVOYS_OWN:
             raise ValueError(
                 f"a module cannot be called {name!r}: {type(self).__name__} needs that name itself"
@@ -426,7 +431,7 @@ class Envoy(CallValues, EnvoyTree, Batchable):
         return value
 
     def _traceable(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a method of the module that a ``with`` statement traces, and any other code calls."""
+        """Return a wrapper of a module's method: a ``with`` statement traces it, other code calls it."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if SITES.feeds_with(sys._getframe(1)):
@@ -442,7 +447,7 @@ class Envoy(CallValues, EnvoyTree, Batchable):
         return call
 
     def _traced(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what runs where a method of the module is traced."""
+        """Return the function to run when a method of the module is traced."""
         ours = getattr(type(self), f"__nnsight_{name}__", None)
         return MethodType(ours, self) if ours is not None else method
 
@@ -468,19 +473,19 @@ class Envoy(CallValues, EnvoyTree, Batchable):
             super().__setattr__(name, value)
 
     def __repr__(self) -> str:
-        """Show the tree, as torch shows a module."""
+        """Return the tree in the format that torch uses for a module."""
         return as_text(self)
 
     def _repr_html_(self) -> str:
-        """Show the tree in a notebook, to be opened level by level."""
+        """Return the tree as HTML for a notebook, each level expandable."""
         return as_html(self)
 
     def __dir__(self) -> list[str]:
-        """List children, further names, and whatever the module offers."""
+        """List children, aliases, and the module's attributes."""
         return names_of(self)
 
     def _update(self, module: torch.nn.Module) -> None:
-        """Stand for another module of the same structure, as when weights replace placeholders."""
+        """Replace the module by another of the same structure, for example by one with loaded weights."""
         root = self._root
         root._by_module.pop(id(self._module), None)
         root._by_module[id(module)] = self

@@ -1,8 +1,8 @@
-"""``envoys=``: which class stands for which module, by the module's class or by the end of its path.
+"""``envoys=``: envoy classes of modules, by the module's class or by the end of its path.
 
-Envoys ask here for each child that they add. The end of a path is given as scripts write it, ``attn`` or
-``layers.3.attn``, in the model's own names or in those of ``rename=``; it says more than a class does, and
-the longest that fits is taken.
+Envoys use this for each child that they add. The end of a path is written as in scripts, ``attn`` or
+``layers.3.attn``, in the model's own names or in those of ``rename=``. It takes precedence over a class,
+and the longest match is used.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from nnsight_engine.envoys.envoy import Envoy
 
 EnvoyMap: TypeAlias = "type[Envoy] | Mapping[type[torch.nn.Module] | str, type[Envoy]] | None"
-"""Which class stands for a module: one for all, or by the module's class or path; None means ``Envoy``."""
+"""Envoy classes of modules: one for all, or by the module's class or path; None means ``Envoy``."""
 
 
 def envoy_class(
     envoys: EnvoyMap, module: torch.nn.Module, path: str, aliases: Aliases | None, default: type[Envoy]
 ) -> type[Envoy]:
-    """Return the class that stands for the module at ``path``, ``default`` if the map has none."""
+    """Return the envoy class of the module at ``path``, ``default`` if the map has none."""
     if envoys is None:
         return default
     if isinstance(envoys, type):
@@ -36,10 +36,10 @@ def envoy_class(
 
 
 def check_envoys(envoys: Any, base: type[Envoy]) -> None:
-    """Check what a user gave as ``envoys``; its classes are to be subclasses of ``base``.
+    """Validate the user's ``envoys``; its classes must be subclasses of ``base``.
 
     Raises:
-        TypeError: It is neither a class nor a mapping to classes from modules' classes and ends of paths.
+        TypeError: It is neither a class nor a mapping to classes from module classes and ends of paths.
     """
     items = list(envoys.items()) if isinstance(envoys, Mapping) else [(object, envoys)]
     if envoys is None or all(_is_key(key) and _is_class(value, base) for key, value in items):

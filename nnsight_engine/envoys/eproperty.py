@@ -1,4 +1,4 @@
-"""Properties that wait: reading one asks the running model for a value, assigning one replaces it."""
+"""Properties that wait: reading one requests a value from the running model, assigning one replaces it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class IEnvoy(Protocol):
-    """What may have such properties: anything with an interleaver, and a path unless it needs none."""
+    """Interface of objects with such properties: an interleaver, and a path unless the values need none."""
 
     interleaver: Interleaver
     path: str | None
@@ -26,8 +26,9 @@ class IEnvoy(Protocol):
 class eproperty:  # noqa: N801 - it is used like property
     """A property whose value comes from the model while it runs.
 
-    Decorate a stub with it: the stub's name and docstring are the property's, its body does nothing. On the
-    stub stands what makes the model provide the value, ``@requires_output`` for one (see ``hooks``)::
+    Decorate a stub with it: the stub's name and docstring become the property's, its body does nothing.
+    Decorators of the stub declare how the model provides the value, for example ``@requires_output`` (see
+    ``hooks``)::
 
         class BlockEnvoy(Envoy):
             @eproperty(key="output")
@@ -40,14 +41,14 @@ class eproperty:  # noqa: N801 - it is used like property
                 return value[0] if isinstance(value, tuple) else value
 
     Args:
-        key: What the provider is called after the path, ``<path>.<key>``; the stub's name by default. Several
+        key: Name of the provider after the path, ``<path>.<key>``; the stub's name by default. Several
             properties may share a key and give different views of one value.
         description: A short label; the printed tree shows properties that have one.
-        iterate: Whether the value comes again with every call, so that requests carry a call number.
+        iterate: Whether the value is provided again at every call, so that requests carry a call number.
     """
 
     def __init__(self, key: str | None = None, description: str | None = None, iterate: bool = True) -> None:  # noqa: FBT001, FBT002 - the documented signature
-        """Keep the options; the stub comes with ``__call__``."""
+        """Store the options; ``__call__`` receives the stub."""
         self.key = key
         self.description = description
         self.iterate = iterate
@@ -59,7 +60,7 @@ class eproperty:  # noqa: N801 - it is used like property
         self._transform: Callable[[Any], Any] | None = None
 
     def __call__(self, stub: Callable[..., Any]) -> eproperty:
-        """Take the stub with its decorators."""
+        """Receive the stub with its decorators."""
         self.name = stub.__name__
         self.key = self.key or stub.__name__
         self.__doc__ = stub.__doc__
@@ -67,25 +68,25 @@ class eproperty:  # noqa: N801 - it is used like property
         return self
 
     def __set_name__(self, owner: type, name: str) -> None:
-        """Take the attribute's name, for a property made without a stub."""
+        """Set the name from the attribute, for a property created without a stub."""
         self.name = self.name or name
         self.key = self.key or name
 
     def preprocess(self, function: Callable[[Any, Any], Any]) -> eproperty:
-        """Register ``function(self, value)``, whose result is what reading the property gives."""
+        """Register ``function(self, value)``, whose result is the value that is read."""
         self._preprocess = function
         return self
 
     def postprocess(self, function: Callable[[Any, Any], Any]) -> eproperty:
-        """Register ``function(self, value)``, whose result is put in when the property is assigned."""
+        """Register ``function(self, value)``, whose result is written when the property is assigned."""
         self._postprocess = function
         return self
 
     def transform(self, function: Callable[[Any], Any]) -> eproperty:
-        """Register ``function(value)``, which turns what ``preprocess`` gave back into the model's form.
+        """Register ``function(value)``, which converts the result of ``preprocess`` to the model's form.
 
-        Needed if ``preprocess`` makes a copy: once the block has edited it and asks for something else, the
-        result replaces the model's value. Views need none.
+        Needed if ``preprocess`` makes a copy: when the block has edited it and makes its next request, the
+        converted value replaces the model's. Views need no conversion.
         """
         self._transform = function
         return self
@@ -99,11 +100,11 @@ class eproperty:  # noqa: N801 - it is used like property
         return provider
 
     def __get__(self, holder: Any, owner: type | None = None) -> Any:
-        """Wait for the value.
+        """Wait for the value and return it.
 
         Raises:
             ValueError: No block is running.
-            MissedProviderError: It cannot come any more, or never came.
+            MissedProviderError: The value was provided already, or never arrived.
         """
         if holder is None:
             return self
@@ -127,11 +128,11 @@ class eproperty:  # noqa: N801 - it is used like property
         return value
 
     def __set__(self, holder: Any, value: Any) -> None:
-        """Wait for the value to come by, and replace it.
+        """Wait for the value and replace it.
 
         Raises:
             ValueError: No block is running, or the new value does not fit.
-            MissedProviderError: It cannot come any more, or never came.
+            MissedProviderError: The value was provided already, or never arrived.
         """
         interleaver: Interleaver = holder.interleaver
         mediator = interleaver.current
@@ -149,12 +150,16 @@ class eproperty:  # noqa: N801 - it is used like property
         mediator.ask(Events.SWAP, provider, number, value)
 
     def provide(self, holder: Any, value: Any) -> Any:
-        """Provide the value from the model's side; returns it as the blocks left it."""
+        """Provide the value from the model's side; return it as the blocks have left it."""
         return holder.interleaver.handle(self.provider(holder), value, iterate=self.iterate)
 
 
 def outside(holder: Any, prop: eproperty) -> Any:
-    """Return what a property gives without a running block: a scanned value, if its holder has one."""
+    """Return the value of a property without a running block: a scanned value, if its holder has one.
+
+    Raises:
+        ValueError: There is no scanned value.
+    """
     fake = getattr(holder, "fake_value", None)
     if fake is not None:
         found, value = fake(prop)

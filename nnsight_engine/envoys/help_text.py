@@ -1,7 +1,7 @@
-"""``help(model.layers[3].output)`` outside a trace, where the value cannot be had: the property is meant.
+"""Support for ``help(model.layers[3].output)`` outside a trace, where there is no value to read.
 
-Python reads the property before ``help`` is called. The instructions of the code that reads it tell that this
-is all that is done with it. ``eproperty`` is the caller.
+Python reads the property before it calls ``help``. The bytecode of the reading frame shows whether the value
+is only an argument of ``help``; ``eproperty`` then returns the property itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _BETWEEN = frozenset({"PRECALL", "CACHE", "KW_NAMES"})
 
 
 def is_for_help(frame: FrameType) -> bool:
-    """Tell whether what ``frame`` reads right now is the one argument of a call of ``help``."""
+    """Return whether the value that ``frame`` is reading is the only argument of a call of ``help``."""
     instructions = list(dis.get_instructions(frame.f_code))
     now = next((at for at, one in enumerate(instructions) if one.offset >= frame.f_lasti), None)
     if now is None:

@@ -1,9 +1,9 @@
-"""What stands on an ``eproperty``'s stub, to say where its value comes from.
+"""Decorators of an ``eproperty``'s stub that declare the source of its value.
 
-While a trace runs, every module's calls are counted and looked at (see ``probes``), so a module's input and
-output need no further preparation: the decorators declare the need, and cost nothing when the property is
-read. An engine that provides values in its own way writes its own decorator; it runs before each request,
-and must see to it that the value will be provided.
+While a trace runs, the calls of every module are counted and observed (see ``probes``), so a module's input
+and output need no further preparation: the decorators only declare the need, and cost nothing when the
+property is read. An engine that provides values in its own way writes its own decorator; it runs before each
+request, and must ensure that the value will be provided.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def requires_input(stub: Stub) -> Stub:
 
 
 def requires_operation_output(stub: Stub) -> Stub:
-    """Declare that the value is what an operation inside a forward returns."""
+    """Declare that the value is the return value of an operation inside a forward."""
     return _declared(stub)
 
 
 def requires_operation_input(stub: Stub) -> Stub:
-    """Declare that the value is what an operation inside a forward is called with."""
+    """Declare that the value is the arguments of an operation inside a forward."""
     return _declared(stub)
 
 

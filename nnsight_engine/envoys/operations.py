@@ -1,7 +1,7 @@
-"""``.source``: the calls inside a module's forward, each with an input and an output of its own.
+"""``.source``: the calls inside a module's forward, each with its own input and output.
 
-The forward is rewritten so that every call in it goes through here (see ``source``). The rewritten one takes
-the module's place while a trace runs, and only for modules whose source somebody has asked for.
+The forward is rewritten so that every call in it passes through this module (see ``source``). The rewritten
+forward is installed while a trace runs, and only for modules whose source was requested.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 class OperationEnvoy(CallValues):
-    """One call inside a function: its input, its output, and the calls inside it in turn."""
+    """One call inside a function: its input, its output, and the calls inside its callee."""
 
     path: str | None
 
     def __init__(self, operation: Operation, holder: SourceEnvoy) -> None:
-        """Stand for ``operation`` of ``holder``'s function."""
+        """Create the envoy of ``operation`` in ``holder``'s function."""
         self.operation = operation
         self.holder = holder
         self.path = f"{holder.path}.{operation.name}"
@@ -42,8 +42,9 @@ class OperationEnvoy(CallValues):
     def source(self) -> SourceEnvoy:
         """The calls inside the function that is called here.
 
-        Which function that is shows when the call is made. Outside a trace it is looked up, or learnt from a
-        run of the model on fake tensors.
+        Inside a trace the function is known when the call is made. Outside a trace it is looked up, or
+        determined
+        by a run of the model on fake tensors.
 
         Raises:
             ValueError: The function is not known before the model has run it.
@@ -78,15 +79,20 @@ class OperationEnvoy(CallValues):
         return inner
 
     def __repr__(self) -> str:
-        """Show the call in its surroundings."""
+        """Return the source lines around the call."""
         return format_operation(self.holder.rewritten, self.operation, self.holder.path)
 
 
 class SourceEnvoy:
-    """The calls of one function, by name: ``source.self_c_proj_0``. Printing it shows where they are."""
+    """The calls of one function, by name: ``source.self_c_proj_0``. Printing it shows their lines."""
 
     def __init__(self, path: str, function: Callable[..., Any], model: Envoy) -> None:
-        """Rewrite ``function``, whose calls will be known below ``path``; ``model`` is the root of the tree.
+        """Rewrite ``function``.
+
+        Args:
+            path: Prefix of the paths of its calls.
+            function: The function.
+            model: The root of the tree.
 
         Raises:
             SourceNotAvailableError: It is a module, or its source cannot be rewritten.
@@ -107,7 +113,7 @@ class SourceEnvoy:
 
     @property
     def function(self) -> Callable[..., Any]:
-        """The rewritten function, bound to what the original is bound to."""
+        """The rewritten function, bound to the same object as the original."""
         bound_to = getattr(self.original, "__self__", None)
         return (
             MethodType(self.rewritten.function, bound_to) if bound_to is not None else self.rewritten.function
@@ -116,7 +122,7 @@ class SourceEnvoy:
     def _call(
         self, name: str, callee: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Make one of the function's calls, with blocks reading and replacing what goes in and out."""
+        """Make one of the function's calls; blocks read and replace its input and output."""
         interleaver = self.interleaver
         if get_ident() != interleaver.listener:
             return callee(*args, **kwargs)
@@ -139,7 +145,7 @@ class SourceEnvoy:
         return value
 
     def bound_like(self, callee: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the rewritten function, bound to what ``callee`` is bound to."""
+        """Return the rewritten function, bound to the same object as ``callee``."""
         bound_to = getattr(callee, "__self__", None)
         return (
             MethodType(self.rewritten.function, bound_to) if bound_to is not None else self.rewritten.function
@@ -158,7 +164,7 @@ class SourceEnvoy:
         return operations[name]
 
     def __iter__(self) -> Iterator[OperationEnvoy]:
-        """Iterate over the calls, in the order in which they are made."""
+        """Iterate over the calls, in the order of evaluation."""
         return iter(self.operations.values())
 
     def __dir__(self) -> list[str]:
@@ -166,7 +172,7 @@ class SourceEnvoy:
         return sorted({*super().__dir__(), *self.operations})
 
     def __repr__(self) -> str:
-        """Show the function with the names of its calls."""
+        """Return the function's source with the names of its calls."""
         return format_source(self.rewritten)
 
 
@@ -175,9 +181,9 @@ def _same_function(one: Any, other: Any) -> bool:
 
 
 class ForwardSource:
-    """Puts a module's rewritten forward in place while a trace runs.
+    """Installs a module's rewritten forward while a trace runs.
 
-    Accelerate keeps the real forward under another name and puts its own before it; there the real one is
+    Accelerate stores the real forward as ``_old_forward`` and installs its own; in that case the real one is
     replaced.
     """
 

@@ -1,10 +1,11 @@
-"""How a trace hears of module calls: a probe before each module's own call, for as long as the trace runs.
+"""Probes: wrappers of module calls, installed while a trace runs, through which it observes every call.
 
-Torch lets an instance replace how it is called (``Module.compile`` uses the same slot). A probe in that slot
-counts the call, looks whether a block waits for its input or output, and calls on. Nothing is registered on
-a module outside a trace, so an untraced forward runs exactly as if the model were not wrapped; and since
-every call is seen from the start, a block that asks too late is told so instead of getting a later call's
-value. Torch's own hooks could not do that: on a module without hooks, one added during the call never runs.
+Torch lets an instance override how it is called (``Module.compile`` uses the same slot). A probe in that slot
+counts the call, checks whether a block waits for its input or output, and makes the call. Nothing is
+registered on a module outside a trace, so an untraced forward runs exactly as if the model were not wrapped.
+Since every call is counted from the start, a block that requests a value too late gets an error instead of a
+later call's value. Torch's own hooks could not ensure that: on a module without hooks, one added during the
+call never runs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ class Probes:
     """The probes of a tree of modules; installed while a trace runs.
 
     A module may be in several trees, wrapped more than once. Within a thread their traces nest, and the inner
-    one's probes call what they found. A trace of another thread on any of the modules waits for its turn.
+    trace's probes call those of the outer. A trace in another thread on any of the modules blocks until they
+    are
+    removed.
     """
 
     def __init__(
@@ -36,12 +39,12 @@ class Probes:
         *,
         calls_forward: Callable[[torch.nn.Module], bool] = lambda _: False,
     ) -> None:
-        """Prepare a probe for each module, which is known by its path.
+        """Create a probe for each module.
 
         Args:
             modules: The modules and their paths.
-            interleaver: What values go through.
-            calls_forward: Whether a module's class calls ``forward`` by itself, past torch's slot.
+            interleaver: The interleaver that values pass through.
+            calls_forward: Whether a module's class calls ``forward`` directly, bypassing torch's slot.
         """
         self._interleaver = interleaver
         self._probes = [
@@ -53,7 +56,7 @@ class Probes:
         self._replaced: list[tuple[dict[str, Any], str, Any]] = []
 
     def install(self) -> None:
-        """Put every probe in place, once no other thread has one on any of the modules."""
+        """Install all probes, once no other thread has probes on any of the modules."""
         with _changed:
             if _installed:
                 _changed.wait_for(self._is_free)
@@ -67,7 +70,7 @@ class Probes:
                     attributes[slot] = probe
 
     def remove(self) -> None:
-        """Leave the modules as they were."""
+        """Remove the probes and restore the slots."""
         with _changed:
             for attributes, slot, _, _ in self._probes:
                 attributes.pop(slot, None)
@@ -84,7 +87,7 @@ class Probes:
 
 _changed = threading.Condition()
 _installed: list[tuple[int, Probes]] = []
-"""The probes in place, with their threads: a module has one slot, so this is the process's."""
+"""Installed probes with their threads; per process, since a module has a single slot."""
 
 
 def _forward_of(module: torch.nn.Module) -> tuple[str, Callable[..., Any]]:
@@ -92,12 +95,12 @@ def _forward_of(module: torch.nn.Module) -> tuple[str, Callable[..., Any]]:
 
 
 def _probe(path: str, interleaver: Interleaver, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what stands before ``call``, by which the module at ``path`` is called."""
+    """Return the probe that wraps ``call``, the way in which the module at ``path`` is called."""
     entrance, exit_ = f"{path}.input", f"{path}.output"
     calls, wanted = interleaver.calls, interleaver.wanted
 
     def probe(*args: Any, **kwargs: Any) -> Any:
-        # Not the traced run: a block calls the module for itself, or another thread runs the model.
+        # Not the traced run: a block calls the module itself, or another thread runs the model.
         if get_ident() != interleaver.listener:
             return call(*args, **kwargs)
         number = calls.get(entrance, 0)

@@ -1,4 +1,4 @@
-"""Finding one's way in a tree of envoys: children, paths, every envoy below, devices."""
+"""Navigation in a tree of envoys: children, paths, iteration over all envoys, devices."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 class EnvoyTree:
-    """What an envoy offers as a part of its tree; ``Envoy`` builds on it.
+    """Tree navigation of an envoy; ``Envoy`` derives from it.
 
     Attributes:
-        path: Where the module is.
+        path: Path of the module.
     """
 
     path: str | None
@@ -33,13 +33,13 @@ class EnvoyTree:
     def __getitem__(self, key: str) -> Any: ...
 
     def __getitem__(self, key: Any) -> Any:
-        """Return a child of a list of modules by number or slice, of a dict of modules by key."""
+        """Return a child: of a list of modules by number or slice, of a dict of modules by key."""
         if isinstance(key, str):
             return self.__dict__[key] if key in self._names else getattr(self, key)
         return self._children[key]
 
     def __len__(self) -> int:
-        """Return how many children there are."""
+        """Return the number of children."""
         return len(self._children)
 
     def __iter__(self) -> Iterator[Envoy]:
@@ -47,7 +47,7 @@ class EnvoyTree:
         return iter(self._children)
 
     def __bool__(self) -> bool:
-        """An envoy is there, with children or without."""
+        """Return True, so that an envoy without children is not falsy."""
         return True
 
     def modules(
@@ -55,10 +55,10 @@ class EnvoyTree:
         include_fn: Callable[[Envoy], bool] | None = None,
         names: bool = False,  # noqa: FBT001, FBT002 - the documented signature
     ) -> list[Any]:
-        """Return this envoy and all below it, children before parents' siblings, in order.
+        """Return this envoy and all below it, depth first, each parent before its children.
 
         Args:
-            include_fn: Keeps those for which it is true.
+            include_fn: Filter; envoys for which it is false are omitted.
             names: Return pairs of path and envoy.
         """
         found = [envoy for envoy in self._walk() if include_fn is None or include_fn(envoy)]
@@ -72,12 +72,12 @@ class EnvoyTree:
         seen = set() if seen is None else seen
         if id(self) not in seen:
             seen.add(id(self))
-            yield cast("Envoy", self)  # the one class that builds on this
+            yield cast("Envoy", self)  # only Envoy derives from this class
             for child in self._children:
                 yield from child._walk(seen)
 
     def get(self, path: str) -> Any:
-        """Return the envoy, or whatever attribute, at a path below this one: ``get("layers.3.mlp")``."""
+        """Return the envoy, or any attribute, at a path below this one: ``get("layers.3.mlp")``."""
         found: Any = self
         for part in path.removeprefix(f"{self.path}.").split("."):
             names = getattr(found, "_names", ())  # lists of standard layers have none

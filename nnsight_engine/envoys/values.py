@@ -1,4 +1,4 @@
-"""What goes into a call and comes out of it, as properties that wait."""
+"""Input and output of a call, as properties that wait."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from nnsight_engine.envoys.hooks import requires_input, requires_output
 class CallValues:
     """The values of a call: of a module, or of an operation inside a forward.
 
-    Whoever builds on this has an ``interleaver`` and a ``path``, and provides ``<path>.input`` as
+    A subclass has an ``interleaver`` and a ``path``, and provides ``<path>.input`` as
     ``(args, kwargs)`` and ``<path>.output``.
     """
 
     @eproperty(description="output")
     @requires_output
     def output(self) -> Any:
-        """What the call returns; assign to replace it. Waits until it has returned."""
+        """The return value of the call; assign to replace it. Waits until the call has returned."""
 
     @eproperty(key="input", description="inputs")
     @requires_input
     def inputs(self) -> Any:
-        """What the call is made with, ``(args, kwargs)``; assign to replace both."""
+        """The arguments of the call, ``(args, kwargs)``; assign to replace both."""
 
     @eproperty(key="input", description="input")
     @requires_input
@@ -48,9 +48,10 @@ class CallValues:
 
 
 def names_input(kind: type[torch.nn.Module], names: Collection[str]) -> bool:
-    """Tell whether arguments by name are a module's input: all that it needs, or its first if it needs none.
+    """Return whether keyword arguments are a module's input.
 
-    Other names go with every invoke of a trace, as ``model.trace(scale=2)`` says for those under it.
+    They are if they include all required parameters, or the first parameter if none is required. Other
+    keyword arguments apply to every invoke of a trace, as ``model.trace(scale=2)`` does.
     """
     parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
     named = [one for one in parameters if one.kind not in {one.VAR_POSITIONAL, one.VAR_KEYWORD}]

@@ -1,4 +1,4 @@
-"""Standard points: one name for a place in the model, whatever the architecture calls its modules.
+"""Standard points: one name per place in the model, independent of the architecture's module names.
 
-``table`` says where the places are, ``architecture`` finds them in a model, ``points`` reads and writes them.
+``table`` lists the places, ``architecture`` finds them in a model, ``points`` reads and writes them.
 """

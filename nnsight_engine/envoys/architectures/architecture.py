@@ -1,7 +1,7 @@
-"""What standard points a model has, and how its envoys offer them: a family's table resolved against it.
+"""The standard points of one model and its envoy classes: a family's table resolved against the model.
 
-``NNsight`` asks for it when it wraps a module, merges the user's ``rename`` and ``envoys`` over it, and makes
-the model's ``points`` of it. Invariant: a further name from here never hides a name that is there already.
+``NNsight`` resolves the architecture when it wraps a module, merges the user's ``rename`` and ``envoys`` over
+it, and creates the model's ``points`` from it. Invariant: an alias from here never hides an existing name.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Architecture:
     Attributes:
         family: The table.
         body: Path of the decoder, empty for the model itself.
-        num_layers: How many blocks it has.
-        num_heads: Heads of queries.
-        num_kv_heads: Heads of keys and of values.
+        num_layers: Number of decoder blocks.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of key and value heads.
         has_norm: Whether there is a final norm.
-        has_logits: Whether the model itself gives logits of tokens.
-        rename: Further names of its modules.
-        envoys: Classes that stand for its modules.
+        has_logits: Whether the model itself returns logits of tokens.
+        rename: Aliases of its modules.
+        envoys: Envoy classes by module class.
     """
 
     family: ArchitectureFamily
@@ -57,7 +57,7 @@ class Architecture:
     envoys: Mapping[type[torch.nn.Module], type[Envoy]]
 
     def path(self, below_body: str) -> str:
-        """Return the path from the model's root of what is below the body."""
+        """Return the path from the model's root of a path below the body."""
         return f"{self.body}.{below_body}" if self.body else below_body
 
     def layer_path(self, layer: int, below: str = "") -> str:
@@ -66,7 +66,7 @@ class Architecture:
         return f"{path}.{below}" if below else path
 
     def view(self, leaf: str) -> views.View:
-        """Return how a leaf looks at its module's tensor."""
+        """Return the view of a leaf on its module's tensor."""
         part = self.family.leaves[leaf].part
         counts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         if part in _QKV:
@@ -85,10 +85,10 @@ class Architecture:
         return views.WHOLE if num_heads is None else views.heads(num_heads)
 
     def rename_with(self, given: Rename | None, owner: type) -> Rename:
-        """Return our further names with the user's over them.
+        """Return the architecture's aliases merged with the user's.
 
         Args:
-            given: The user's; theirs count where both give the same name.
+            given: The user's aliases; they take precedence if both define the same name.
             owner: The class of the root envoy, whose attributes keep their names.
         """
         given = given or {}
@@ -103,7 +103,10 @@ class Architecture:
         return theirs
 
     def envoys_with(self, given: EnvoyMap) -> EnvoyMap:
-        """Return the user's classes, and ours for modules that theirs leave out; one for all stays alone."""
+        """Return the user's envoy classes, with the architecture's for the other modules.
+
+        A single class that the user gave for all modules is returned unchanged.
+        """
         if isinstance(given, type):
             return given
         given = given or {}
@@ -116,7 +119,7 @@ class Architecture:
 
 
 def architecture_of(module: torch.nn.Module) -> Architecture | None:
-    """Return the standard points of a transformers model; None if it is no model of a known family."""
+    """Return the architecture of a transformers model; None for a model of an unknown family."""
     config: Any = getattr(module, "config", None)
     family = FAMILIES.get(str(getattr(config, "model_type", "")))
     if family is None or not _is_from_transformers(module):
@@ -141,7 +144,7 @@ def architecture_of(module: torch.nn.Module) -> Architecture | None:
 
 
 def missing_for(module: torch.nn.Module) -> str:
-    """Return why a module has no standard points."""
+    """Return the reason why a module has no standard points, for an error message."""
     model_type = getattr(getattr(module, "config", None), "model_type", None)
     known = ", ".join(FAMILIES)
     if not _is_from_transformers(module):
@@ -152,7 +155,7 @@ def missing_for(module: torch.nn.Module) -> str:
 
 
 def _is_from_transformers(module: torch.nn.Module) -> bool:
-    """Tell by name, for importing transformers takes seconds; vLLM's models have configs like these, too."""
+    """Check by name, since importing transformers takes seconds, and vLLM's models have similar configs."""
     return any(
         (base.__module__, base.__name__) == ("transformers.modeling_utils", "PreTrainedModel")
         for base in type(module).__mro__
@@ -168,7 +171,7 @@ def _layers(module: torch.nn.Module, body: str, family: ArchitectureFamily) -> t
 
 
 def _fits(layer: torch.nn.Module, family: ArchitectureFamily) -> bool:
-    """Tell whether a layer has every module of the table."""
+    """Return whether a layer has every module of the table."""
     try:
         for place in family.leaves.values():
             layer.get_submodule(place.path)
@@ -180,7 +183,7 @@ def _fits(layer: torch.nn.Module, family: ArchitectureFamily) -> bool:
 def _rename(
     module: torch.nn.Module, body: str, family: ArchitectureFamily, layer: torch.nn.Module
 ) -> dict[str, str]:
-    """Return paths with their further names, those left out that are there already."""
+    """Return paths with their aliases, except for aliases that exist as attributes already."""
     names = {"layers": family.layers, "norm": family.norm, "embed": family.embed}
     decoder = module.get_submodule(body)
     found = {
@@ -194,7 +197,7 @@ def _rename(
 
 
 def _envoys(layer: torch.nn.Module, family: ArchitectureFamily) -> dict[type[torch.nn.Module], type[Envoy]]:
-    """Return the classes that stand for a layer's modules."""
+    """Return the envoy classes of a layer's modules."""
     found: dict[type[torch.nn.Module], type[Envoy]] = {
         type(layer.get_submodule(family.attention)): AttentionEnvoy
     }

@@ -1,19 +1,19 @@
-"""What can go wrong when a standard point is asked for."""
+"""Errors of access to standard points."""
 
 from __future__ import annotations
 
 
 class NoStandardPointsError(ValueError):
-    """The model's architecture is in no table, so that only its own module paths lead anywhere."""
+    """The model's architecture is in no table; only its own module paths can be used."""
 
 
 class UnknownPointError(LookupError):
-    """The model has standard points, and none of that name."""
+    """The model has standard points, but none of that name."""
 
 
 class PointValueError(ValueError):
-    """What is to be written to a point does not fit there."""
+    """A value to be written to a point has the wrong type or shape."""
 
 
 class PatternError(ValueError):
-    """The way the model computes attention gives no probabilities, or would not use others."""
+    """The model's attention implementation yields no probabilities, or would ignore written ones."""

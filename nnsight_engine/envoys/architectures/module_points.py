@@ -1,6 +1,6 @@
-"""Standard points that modules give: read as a view of a module's value, written by replacing that.
+"""Standard points of modules: read as a view of a module's value, written by replacing that value.
 
-``points`` makes one for each name. A value is what a module takes or returns, in whatever container; a point
+``points`` creates one for each name. A value is the input or output of a module, in any container; a point
 is one tensor in it, or a part of one.
 """
 
@@ -23,28 +23,28 @@ if TYPE_CHECKING:
 
 
 class PointAccess(Protocol):
-    """A place that blocks read and write by its name.
+    """A point that blocks read and write by its name.
 
     Attributes:
-        shape: Shape of one position's value; -1 is a size that grows.
+        shape: Shape of one position's value; -1 for a size that grows.
     """
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of one position's value; -1 is a size that grows."""
+        """Shape of one position's value; -1 for a size that grows."""
 
     def read(self) -> torch.Tensor:
         """Wait for the value and return it."""
 
     def write(self, value: torch.Tensor) -> None:
-        """Wait for the value to come by, and replace it."""
+        """Wait for the value and replace it."""
 
 
 def check_fits(name: str, value: object, current: torch.Tensor) -> torch.Tensor:
-    """Return a value that may be written, with the dtype and on the device of the current one.
+    """Return a value for writing, with the dtype and on the device of the current value.
 
     Raises:
-        PointValueError: It is no tensor, or of another shape.
+        PointValueError: It is no tensor, or has another shape.
         ValueError: It has numbers beyond that dtype.
     """
     if not isinstance(value, torch.Tensor):
@@ -61,13 +61,13 @@ def check_fits(name: str, value: object, current: torch.Tensor) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModulePoint:
-    """A part of what a module takes as its first argument, or returns.
+    """A part of a module's first argument, or of its output.
 
     Attributes:
         name: The point's name.
         envoy: The module.
-        side: Which of the two.
-        view: Which part.
+        side: Input or output.
+        view: The part.
         shape: See ``PointAccess``.
     """
 
@@ -78,18 +78,19 @@ class ModulePoint:
     shape: tuple[int, ...]
 
     def read(self) -> torch.Tensor:
-        """Wait for the value and return the part, a view."""
+        """Wait for the value and return the part, as a view."""
         value = self._value()
         whole = first_tensor(value, self.side)
         part = self.view.part(whole)
         mediator = self.envoy.interleaver.current
         if mediator is not None and part is not whole and part.requires_grad:
-            # A view is a branch beside the model's path: it gets a gradient if the path leads through it.
+            # A view is a side branch of the autograd graph and gets no gradient. Once the block continues,
+            # the value is rebuilt from it, so that the model's path leads through the view.
             mediator.transform = lambda: self._value_with(value, self.view.joined(whole, part))
         return part
 
     def write(self, value: torch.Tensor) -> None:
-        """Wait for the value to come by, and replace the part."""
+        """Wait for the value and replace the part."""
         current = self._value()
         whole = first_tensor(current, self.side)
         part = check_fits(self.name, value, self.view.part(whole))
@@ -109,14 +110,17 @@ class ModulePoint:
 
 
 class TokenShape:
-    """Sees how many rows and tokens the layers of the running step have; a watcher of their inputs."""
+    """Records the number of rows and tokens in the running step; watches the inputs of the layers.
+
+    Attributes:
+        shape: ``(rows, tokens)``, None before the first layer of a run.
+    """
 
     def __init__(self) -> None:
-        """Start before any step."""
         self.shape: tuple[int, int] | None = None
 
     def add(self, provider: str, iteration: int | None, value: Any) -> None:
-        """Take note of a layer's input, ``[batch, tokens, hidden]``."""
+        """Record the shape of a layer's input, ``[batch, tokens, hidden]``."""
         del provider, iteration
         num_rows, num_tokens, *_ = first_tensor(value, "input").shape
         self.shape = (num_rows, num_tokens)
@@ -124,15 +128,15 @@ class TokenShape:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlattenedPoint:
-    """What a module takes or returns with rows and tokens in one axis, ``[batch * tokens, width]``.
+    """A module's input or output with rows and tokens in one axis, ``[batch * tokens, width]``.
 
-    The batcher cannot tell whose rows are whose there, so this looks at the value at hand itself.
+    The batcher cannot assign such rows to invokes, so this works on the batcher's current value directly.
 
     Attributes:
         name: The point's name.
         envoy: The module.
         side: Its input or its output.
-        tokens: Knows rows and tokens.
+        tokens: Number of rows and tokens in the running step.
         shape: See ``PointAccess``.
     """
 
@@ -143,7 +147,7 @@ class FlattenedPoint:
     shape: tuple[int, ...]
 
     def read(self) -> torch.Tensor:
-        """Wait for the value and return this block's rows, ``[batch, tokens, width]``, a view."""
+        """Wait for the value and return this block's rows, ``[batch, tokens, width]``, as a view."""
         value = self.envoy.inputs if self.side == "input" else self.envoy.output
         mediator = self.envoy.interleaver.current
         if mediator is None:
@@ -152,7 +156,7 @@ class FlattenedPoint:
         whole = first_tensor(batcher.current_value, self.side)
         batcher.trust(whole)
         if self.side == "input":
-            # The layer may still need the tensor: it is the residual stream where norms come last.
+            # The layer may still need the tensor: it is the residual stream if norms come last.
             whole = self._put(whole.clone())
         rows = self._rows(whole, mediator)
         if rows.requires_grad:
@@ -160,7 +164,7 @@ class FlattenedPoint:
         return rows
 
     def write(self, value: torch.Tensor) -> None:
-        """Wait for the value to come by, and replace this block's rows."""
+        """Wait for the value and replace this block's rows."""
         rows = self.read()
         mediator = self.envoy.interleaver.current
         fitting = check_fits(self.name, value, rows)
@@ -191,7 +195,7 @@ class FlattenedPoint:
         return new
 
     def _given_back(self, whole: torch.Tensor, rows: torch.Tensor, mediator: Mediator) -> Any:
-        """Lead the model's path through the rows, so that they get a gradient; returns the value at hand."""
+        """Route the model's path through the rows, so that they get a gradient; return the current value."""
         self._put(self._with_rows(whole, rows, mediator))
         return self.envoy.interleaver.batcher.narrow(mediator.batch_group)
 
@@ -203,7 +207,7 @@ class FlattenedPoint:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogitsPoint:
-    """The logits in what the model itself returns, after scales and soft caps.
+    """The logits in the model's own output, after scales and soft caps.
 
     Attributes:
         envoy: The model.
@@ -218,7 +222,7 @@ class LogitsPoint:
         return _logits(self.envoy.output)
 
     def write(self, value: torch.Tensor) -> None:
-        """Wait for the model's output, and have other logits in it."""
+        """Wait for the model's output and replace its logits."""
         output = self.envoy.output
         replaced = copy.copy(output)
         replaced.logits = check_fits("logits", value, _logits(output))
@@ -236,7 +240,7 @@ def _logits(output: Any) -> torch.Tensor:
 
 
 def first_tensor(value: Any, side: Side) -> torch.Tensor:
-    """Return the first argument of ``(args, kwargs)``, or an output, of a tuple the first."""
+    """Return the first argument of ``(args, kwargs)``, or the output (of a tuple, its first item)."""
     if side == "input":
         args, kwargs = value
         found = args[0] if args else next(iter(kwargs.values()))
@@ -247,7 +251,7 @@ def first_tensor(value: Any, side: Side) -> torch.Tensor:
 
 
 def with_first_tensor(value: Any, side: Side, tensor: torch.Tensor) -> Any:
-    """Return a value with another tensor where ``first_tensor`` finds it."""
+    """Return a value in which ``tensor`` replaces the tensor that ``first_tensor`` finds."""
     if side == "output":
         return (tensor, *value[1:]) if isinstance(value, tuple) else tensor
     args, kwargs = value

@@ -1,8 +1,7 @@
-"""Points by name: what ``model.points`` is, whatever model is behind it.
+"""Base of ``model.points``: access to points by name, for any kind of model.
 
-A model of the transformers library and one in vLLM's workers find their points in different ways, and offer
-them alike. Whoever builds on ``NamedPoints`` says which leaves there are, and makes each point when it is
-first asked for.
+A transformers model and a model in vLLM's workers locate their points in different ways, and offer
+the same interface. A subclass of ``NamedPoints`` lists the leaves, and creates each point on first use.
 """
 
 from __future__ import annotations
@@ -29,62 +28,61 @@ class NamedPoints(ABC):
     """The points of one model. Calling it lists them, indexing reads and writes."""
 
     def __init__(self) -> None:
-        """Start without any made."""
         self._points: dict[str, PointAccess] = {}
 
     @abstractmethod
     def _num_layers(self) -> int:
-        """Return how many layers there are."""
+        """Return the number of layers."""
 
     @abstractmethod
     def _leaves(self) -> list[str]:
-        """Return the leaves of a layer, in the order in which the model comes by them."""
+        """Return the leaves of a layer, in the order in which the model computes them."""
 
     @abstractmethod
     def _behind(self) -> list[str]:
-        """Return the points behind the layers."""
+        """Return the points after the layers."""
 
     @abstractmethod
     def _found(self, name: str) -> PointAccess:
-        """Make a point; raises UnknownPointError."""
+        """Create a point; raise UnknownPointError for an unknown name."""
 
     def __call__(self) -> dict[str, tuple[int, ...]]:
-        """Return the name of every point with the shape of one position's value; -1 is a size that grows.
+        """Return the name of every point with the shape of one position's value; -1 for a size that grows.
 
         Raises:
-            NoStandardPointsError: The architecture is in no table; it says what is missing.
+            NoStandardPointsError: The architecture is in no table; the message gives the reason.
         """
         return {name: self._point(name).shape for name in self._names()}
 
     def __getitem__(self, name: str) -> Any:
-        """Wait for the value of a point and return the tensor, a view where it is a part of a module's.
+        """Wait for the value of a point and return the tensor; a part of a module's tensor is a view.
 
         Raises:
             UnknownPointError: There is no such point.
-            NoStandardPointsError: There are none at all.
+            NoStandardPointsError: The model has no standard points.
         """
         return self._point(name).read()
 
     def __setitem__(self, name: str, value: torch.Tensor) -> None:
-        """Wait for the value of a point to come by, and replace it.
+        """Wait for the value of a point and replace it.
 
         Raises:
             UnknownPointError: There is no such point.
-            NoStandardPointsError: There are none at all.
+            NoStandardPointsError: The model has no standard points.
             PointValueError: The value does not fit.
         """
         self._point(name).write(value)
 
     def __contains__(self, name: object) -> bool:
-        """Tell whether there is a point of that name."""
+        """Return whether there is a point of that name."""
         return name in set(self._names())
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the names, in the order in which the model comes by them."""
+        """Iterate over the names, in the order in which the model computes the points."""
         return self._names()
 
     def __repr__(self) -> str:
-        """List the points, those of all layers in one line each."""
+        """List the points, those of all layers in one line per leaf."""
         lines = [f"{name} {shape}" for name, shape in self().items() if not name.startswith("layers.")]
         leaves = [f"layers.*.{leaf} {self._point(f'layers.0.{leaf}').shape}" for leaf in self._leaves()]
         return "\n".join([f"points of {self._num_layers()} layers:", lines[0], *leaves, *lines[1:]])
@@ -107,7 +105,7 @@ class NamedPoints(ABC):
         return point
 
     def _parsed(self, name: str) -> tuple[int, str]:
-        """Return the layer, counted from 0, and the leaf of a layer's point."""
+        """Return the layer, counted from 0, and the leaf of a layer's point; raise UnknownPointError."""
         try:
             found = PointPattern.parse(name).resolve(self._num_layers())
         except ApiError as error:
@@ -125,14 +123,18 @@ class NamedPoints(ABC):
 
 
 class PartList:
-    """Parts of a model in their order, by standard names: its layers."""
+    """An ordered list of a model's parts under a standard name: its layers."""
 
 
 class PointGroup:
-    """Points that begin alike, as attributes: ``layers[3].mlp.act``, ``embed.output``."""
+    """Points with a common prefix, as attributes: ``layers[3].mlp.act``, ``embed.output``.
+
+    Args:
+        points: All points of the model.
+        prefix: The common prefix.
+    """
 
     def __init__(self, points: NamedPoints, prefix: str) -> None:
-        """Offer the points that begin with ``prefix``."""
         mine = self.__dict__
         mine["_points"] = points
         mine["_prefix"] = prefix
@@ -148,7 +150,7 @@ class PointGroup:
             raise AttributeError(str(error), name=name, obj=self) from error
 
     def __setattr__(self, name: str, value: torch.Tensor) -> None:
-        """Wait for the value of a point to come by, and replace it."""
+        """Wait for the value of a point and replace it."""
         self.__dict__["_points"][f"{self.__dict__['_prefix']}.{name}"] = value
 
     def __dir__(self) -> list[str]:
@@ -157,5 +159,5 @@ class PointGroup:
         return [name.removeprefix(prefix) for name in self.__dict__["_points"] if name.startswith(prefix)]
 
     def __repr__(self) -> str:
-        """Say which points these are."""
+        """Return the prefix of the points."""
         return f"points {self.__dict__['_prefix']}.*"

@@ -1,7 +1,7 @@
-"""The classes that stand for a layer's parts: standard points as properties, ``layers[3].attn.heads``.
+"""Envoy classes for a layer's parts: standard points as properties, ``layers[3].attn.heads``.
 
-What an envoy has anyway keeps its meaning: ``output`` is what the module returns, a tuple for attention, and
-a module of a name hides the point of that name (GPT-2's MLP has an ``act``). ``model.points`` has every
+Existing names keep their meaning: ``output`` is the module's return value (a tuple for attention), and
+a submodule hides the point of the same name (GPT-2's MLP has an ``act``). ``model.points`` has every
 point, by its name, on every architecture. ``architecture`` chooses a class for each module.
 """
 
@@ -19,28 +19,32 @@ if TYPE_CHECKING:
 
 
 class point:  # noqa: N801 - it is used like property
-    """A property that is a standard point of the layer that its envoy is in; reads and writes wait for it."""
+    """A property that is a standard point of the layer that contains its envoy; reads and writes wait for it.
+
+    Args:
+        leaf: Name of the point below the layer, for example ``attn.heads``.
+        doc: The property's docstring.
+    """
 
     def __init__(self, leaf: str, doc: str) -> None:
-        """Be the leaf ``attn.heads``, say, of the layer."""
         self.leaf = leaf
         self.__doc__ = doc
 
     def __get__(self, holder: Envoy | None, owner: type | None = None) -> Any:
-        """Wait for the value."""
+        """Wait for the value and return it."""
         if holder is None:
             return self
         points, layer = _layer_of(holder)
         return points[f"layers.{layer}.{self.leaf}"]
 
     def __set__(self, holder: Envoy, value: torch.Tensor) -> None:
-        """Wait for the value to come by, and replace it."""
+        """Wait for the value and replace it."""
         points, layer = _layer_of(holder)
         points[f"layers.{layer}.{self.leaf}"] = value
 
 
 class AttentionEnvoy(Envoy):
-    """Stands for an attention module."""
+    """Envoy of an attention module."""
 
     q = point(
         "attn.q",
@@ -59,13 +63,13 @@ class AttentionEnvoy(Envoy):
 
 
 class UpEnvoy(Envoy):
-    """Stands for an MLP without a gate that has a module called ``act``."""
+    """Envoy of an MLP without a gate that has a submodule called ``act``."""
 
     up = point("mlp.up", "The up projection, ``[batch, tokens, inner]``.")
 
 
 class MlpEnvoy(UpEnvoy):
-    """Stands for an MLP without a gate."""
+    """Envoy of an MLP without a gate."""
 
     act = point(
         "mlp.act", "What the down projection is called with, ``[batch, tokens, inner]``: the neurons."
@@ -73,7 +77,7 @@ class MlpEnvoy(UpEnvoy):
 
 
 class GatedMlpEnvoy(MlpEnvoy):
-    """Stands for an MLP with a gate."""
+    """Envoy of an MLP with a gate."""
 
     gate = point(
         "mlp.gate", "The gate projection, before the activation function, ``[batch, tokens, inner]``."
@@ -81,7 +85,7 @@ class GatedMlpEnvoy(MlpEnvoy):
 
 
 class SplitMlpLayerEnvoy(Envoy):
-    """Stands for a layer that has the MLP's modules itself (OPT)."""
+    """Envoy of a layer that has the MLP's modules as its own children (OPT)."""
 
     @property
     def mlp(self) -> PointGroup:
@@ -91,10 +95,10 @@ class SplitMlpLayerEnvoy(Envoy):
 
 
 def _layer_of(envoy: Envoy) -> tuple[Points, int]:
-    """Return the model's points, and the layer that ``envoy`` is or is in.
+    """Return the model's points, and the number of the layer that ``envoy`` is or is in.
 
     Raises:
-        AttributeError: The root was not made by ``NNsight``, which finds the points.
+        AttributeError: The root was not created by ``NNsight``, which finds the points.
     """
     points: Points | None = envoy._root.__dict__.get("_points")
     if points is None:

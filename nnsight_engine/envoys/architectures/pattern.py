@@ -1,10 +1,10 @@
-"""Attention probabilities: a value that no module takes or returns, caught inside the attention function.
+"""Attention probabilities: a value that no module takes or returns, captured inside the attention function.
 
-Right before it attends, an attention module of transformers looks up the implementation that its config
-names. While a block waits for the probabilities, the module's ``config`` is one that names ours, which calls
-the original and offers what its softmax gives. So they can be asked for as late as anything else in the
-attention module, and a module that nobody asked runs as it always does. ``points`` makes one ``PatternPoint``
-for each layer, and calls ``release`` after each run.
+Right before it attends, an attention module of transformers looks up the implementation named in its
+config. While a block waits for the probabilities, the module's ``config`` is replaced by one that names our
+implementation, which calls the original and offers the output of its softmax. So they can be requested as
+late as any other value in the attention module, and a module without a request runs unchanged. ``points``
+creates one ``PatternPoint`` for each layer, and calls ``release`` after each run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _EAGER_FUNCTION: Final = "eager_attention_forward"
 
 
 class _WatchedConfig:
-    """An attention module's config, but for the implementation that it names."""
+    """An attention module's config, except for the implementation that it names."""
 
     _attn_implementation = _IMPLEMENTATION
 
@@ -49,19 +49,19 @@ class PatternPoint:
     """The probabilities of one layer's attention, ``[batch, heads, tokens, keys]``.
 
     Attributes:
-        path: The attention module; the value is known as ``<path>.pattern``.
-        interleaver: What it goes through.
+        path: The attention module; the value's provider is ``<path>.pattern``.
+        interleaver: The interleaver of the model.
         shape: Shape of one position's value; -1 for the keys, which grow.
     """
 
     def __init__(self, name: str, envoy: Envoy, out: Envoy, num_heads: int) -> None:
-        """Stand for the probabilities of a layer.
+        """Create the point of a layer.
 
         Args:
             name: The point's name.
             envoy: The attention module.
-            out: Its output projection, which comes next.
-            num_heads: Its heads of queries.
+            out: Its output projection, which is called after the probabilities are used.
+            num_heads: Number of its query heads.
         """
         self.name = name
         self.path = envoy.path
@@ -76,7 +76,7 @@ class PatternPoint:
 
     @eproperty()
     def pattern(self) -> Any:
-        """The probabilities; asking for them sees to it that they will be provided."""
+        """The probabilities; a request for them makes the module provide them."""
         calls = self.interleaver.calls
         passed = calls.get(self._passed_by, 0)
         calls[self._provider] = max(passed, calls.get(self._provider, 0))
@@ -86,22 +86,22 @@ class PatternPoint:
         """Wait for the probabilities and return them.
 
         Raises:
-            PatternError: The model's attention implementation gives none.
+            PatternError: The model's attention implementation yields none.
         """
         pattern: torch.Tensor = self.pattern
         return pattern
 
     def write(self, value: torch.Tensor) -> None:
-        """Wait for the probabilities, and have the model use others.
+        """Wait for the probabilities and replace them in the model.
 
         Raises:
-            PatternError: The model's attention implementation does not use any.
+            PatternError: The model's attention implementation does not use them.
         """
         if self._implementation() != _EAGER and self.interleaver.current is not None:
             raise self._not_writable()
         self.pattern = check_fits(self.name, value, self.read())
 
-    # Watching.
+    # Installation.
 
     def _config(self) -> Any:
         config = self._envoy._module.config
@@ -127,16 +127,16 @@ class PatternPoint:
         module.config = _WatchedConfig(module.config, self)
 
     def release(self) -> None:
-        """Leave the module as it was."""
+        """Restore the module's config."""
         if self._original is not None:
             self._envoy._module.config = self._original
             self._original = None
 
-    # Attending.
+    # Attention.
 
     def attend(self, module: torch.nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Attend as the model does, and offer the probabilities to the blocks that wait for them."""
-        watched, module.config = module.config, self._config()  # the function may ask for it
+        watched, module.config = module.config, self._config()  # the function may read the implementation
         try:
             if self._implementation() == _EAGER:
                 return self._attend_eagerly(module, query, *args, **kwargs)
@@ -181,7 +181,7 @@ class PatternPoint:
         return get_ident() == self.interleaver.listener and self._provider in self.interleaver.wanted
 
     def _offer(self, pattern: torch.Tensor) -> torch.Tensor:
-        """Let blocks have the probabilities of the attention module's running call."""
+        """Offer the probabilities of the attention module's current call to the waiting blocks."""
         interleaver = self.interleaver
         if get_ident() != interleaver.listener:
             return pattern
@@ -192,7 +192,7 @@ class PatternPoint:
         return pattern
 
     def _rewritten_eager(self, module: torch.nn.Module) -> Callable[..., Any]:
-        """Return the family's eager attention with its softmax's result offered."""
+        """Return the model family's eager attention, rewritten to offer the output of its softmax."""
         if getattr(module, "reorder_and_upcast_attn", False):
             raise PatternError(
                 f"{self.name} is not to be had with reorder_and_upcast_attn, which has attention of its own; "
@@ -207,7 +207,7 @@ class PatternPoint:
     def _call(
         self, _name: str, callee: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Make a call of eager attention; its softmax's result is the probabilities."""
+        """Make a call of the eager attention; the output of its softmax is the probabilities."""
         value = callee(*args, **kwargs)
         if callee is not torch.nn.functional.softmax:
             return value
@@ -229,14 +229,14 @@ def probabilities(
     scaling: float | None,
     is_causal: bool,
 ) -> torch.Tensor:
-    """Return what fused attention weighs values with, in float32, ``[batch, heads, tokens, keys]``.
+    """Return the probabilities that fused attention uses, in float32, ``[batch, heads, tokens, keys]``.
 
     Args:
         query: ``[batch, heads, tokens, head_dim]``.
-        key: ``[batch, kv_heads, keys, head_dim]``; each is for as many heads in a row.
-        mask: What may be seen, or what is added; None sees everything, or all up to itself.
-        scaling: Factor of the products; by default one over the root of ``head_dim``.
-        is_causal: Whether each of several tokens sees itself and those before only, if there is no mask.
+        key: ``[batch, kv_heads, keys, head_dim]``; each serves heads / kv_heads consecutive query heads.
+        mask: Boolean mask of visible keys, or scores to be added; None for all keys, or causal attention.
+        scaling: Factor on the dot products; by default one over the root of ``head_dim``.
+        is_causal: Whether, without a mask, each of several tokens sees only itself and those before it.
     """
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     factor = scaling if scaling is not None else 1 / math.sqrt(query.shape[-1])
@@ -250,7 +250,7 @@ def probabilities(
         scores = scores.masked_fill(~mask, -math.inf)
     else:
         scores = scores + mask
-    # A row that sees nothing, of padding, gets nothing: fused attention gives it zeros.
+    # A row without visible keys (padding) gets zeros, as in fused attention.
     return scores.softmax(dim=-1).nan_to_num(0.0)
 
 
@@ -261,19 +261,19 @@ def _is_causal(module: torch.nn.Module, given: bool | None) -> bool:  # noqa: FB
 def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
     if first.shape != second.shape:
         return False
-    # Without numbers, on fake tensors, nothing can be told; the run on real ones will.
+    # Fake tensors have no values to compare; the run on real tensors makes the check.
     return hasattr(first, "fake_mode") or torch.equal(first, second)
 
 
 def _attend(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Attend in a watched module; what transformers calls by our name."""
+    """Attend in a watched module; transformers calls this by the name of our implementation."""
     config: Any = module.config  # a _WatchedConfig, since it named this function
     return config.point.attend(module, *args, **kwargs)
 
 
 def _register() -> None:
-    """Let transformers know our implementation by name; again and again is the same as once."""
-    from transformers import AttentionInterface  # noqa: PLC0415 - slow to import, and its models are there already
+    """Register our implementation with transformers; repeated registration is harmless."""
+    from transformers import AttentionInterface  # noqa: PLC0415 - slow to import; loaded by now
 
     AttentionInterface.register(_IMPLEMENTATION, _attend)
 

@@ -1,8 +1,8 @@
 """``model.points``: the standard points of a model, by name.
 
-``model.points["layers.3.attn.heads"]`` is one place on every architecture, by the name and with the meaning
+``model.points["layers.3.attn.heads"]`` is the same place on every architecture, with the name and meaning
 that the server gives it. Inside a trace, reading waits for the value, and assigning replaces it; values have
-``[batch, tokens]`` before the shape that ``model.points()`` lists. ``NNsight`` makes one for each model.
+``[batch, tokens]`` before the shape that ``model.points()`` lists. ``NNsight`` creates one for each model.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ class Points(NamedPoints):
     """The standard points of one model. Calling it lists them, indexing reads and writes.
 
     Attributes:
-        architecture: The points that it has; None has none.
+        architecture: The architecture that has the points; None if the model has none.
     """
 
     def __init__(self, root: Envoy, architecture: Architecture | None) -> None:
-        """Offer the points that ``architecture`` has; None has none, which is said when somebody asks."""
+        """Offer the points of ``architecture``; without one, access raises NoStandardPointsError."""
         super().__init__()
         self._root = root
         self.architecture = architecture
         self._tokens = TokenShape()
 
     def __contains__(self, name: object) -> bool:
-        """Tell whether there is a point of that name."""
+        """Return whether there is a point of that name."""
         return self.architecture is not None and super().__contains__(name)
 
     def __repr__(self) -> str:
-        """List the points, those of all layers in one line each."""
+        """List the points, those of all layers in one line per leaf."""
         if self.architecture is None:
             return f"no standard points: {missing_for(self._root._module)}"
         return super().__repr__()
@@ -63,7 +63,7 @@ class Points(NamedPoints):
     # Runs.
 
     def before_run(self) -> None:
-        """Prepare for a run of the model: see what must be seen from its start."""
+        """Prepare for a run of the model: watch the values that are needed from its start."""
         architecture = self.architecture
         if architecture is not None and architecture.family.is_mlp_flattened:
             self._tokens.shape = None
@@ -71,12 +71,12 @@ class Points(NamedPoints):
             self._root.interleaver.watch(self._tokens, [f"{layer.path}.input" for layer in layers])
 
     def after_run(self) -> None:
-        """Leave the model as it was before the run."""
+        """Restore the model after the run."""
         for point in self._points.values():
             if isinstance(point, PatternPoint):
                 point.release()
 
-    # Finding.
+    # Lookup.
 
     def _known(self) -> Architecture:
         if self.architecture is None:
@@ -131,7 +131,7 @@ class Points(NamedPoints):
         return config.get_text_config()
 
     def _shape(self, leaf: str) -> tuple[int, ...]:
-        """Return the shape of one position's value of a leaf that a module gives."""
+        """Return the shape of one position's value of a leaf that a module provides."""
         architecture = self._known()
         if leaf in _PER_HEAD:
             num_heads = (
@@ -143,7 +143,7 @@ class Points(NamedPoints):
         return (self._config().hidden_size,)
 
     def _input_width(self, leaf: str) -> int:
-        """Return the width of a projection's input; configs disagree about whether they say it."""
+        """Return the width of a projection's input from its module; not all configs state it."""
         path = self._known().layer_path(0, self._known().family.leaves[leaf].path)
         module: Any = self._envoy(path)._module
         width: int = module.in_features if hasattr(module, "in_features") else module.nx

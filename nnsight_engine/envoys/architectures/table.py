@@ -1,6 +1,6 @@
-"""Where each standard point lies in the module tree of each family of transformers models.
+"""Location of each standard point in the module tree of each family of transformers models.
 
-The points are those that the server offers on vLLM, by the same names and with the same meaning, while the
+The points are those that the server offers on vLLM, with the same names and meaning; the
 modules that carry them have other names there. ``architecture`` resolves a family against one model.
 """
 
@@ -34,17 +34,17 @@ ORDER: Final = (
     "mlp.output",
     "output",
 )
-"""The leaves of a layer in the order in which a model comes by them, on every architecture."""
+"""The leaves of a layer in the order in which a model computes them, on every architecture."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModulePath:
-    """Which value of which module a leaf is.
+    """The value of a module that a leaf refers to.
 
     Attributes:
         path: The module, below the layer; empty for the layer itself.
-        side: ``input`` is the first argument, ``output`` what is returned, or the first of a tuple.
-        part: Which part of a fused output; empty for the whole.
+        side: ``input`` is the first argument, ``output`` the return value, or the first item of a tuple.
+        part: Part of a fused output; empty for the whole.
     """
 
     path: str
@@ -57,15 +57,16 @@ class ArchitectureFamily:
     """One layout of decoder blocks.
 
     Attributes:
-        model_types: ``model_type`` of the configs it is for.
-        bodies: Paths at which the decoder may be, empty for the model itself; the first with layers counts.
+        model_types: ``model_type`` of the configs that have this layout.
+        bodies: Candidate paths of the decoder, empty for the model itself; the first one with layers is used.
         layers: The list of blocks, below the body.
         norm: The final norm, below the body; the attribute may be None (OPT-350m).
         embed: The module whose output enters the first block, below the body; empty if there is none.
         attention: The attention module, below a block.
-        mlp: The MLP, below a block; empty where it is modules of the block itself.
-        leaves: Leaf of a layer to its place, without ``attn.pattern``, which no module gives.
-        is_qkv_per_head: Whether a fused projection gives ``[heads, (q, k, v), head_dim]`` rather than all of
+        mlp: The MLP, below a block; empty if its modules are children of the block itself.
+        leaves: Location of each leaf of a layer, except ``attn.pattern``, which no module provides.
+        is_qkv_per_head: Whether a fused projection returns ``[heads, (q, k, v), head_dim]`` rather than all
+            of
             q, then k, then v.
         is_mlp_flattened: Whether the MLP works on ``[batch * tokens, width]``.
     """
@@ -85,13 +86,13 @@ class ArchitectureFamily:
 def _leaves(
     *, qkv: str | tuple[str, str, str], out: str, mlp: tuple[str, str], up: str, down: str
 ) -> dict[str, ModulePath]:
-    """Lay out a block.
+    """Return the leaves of a block.
 
     Args:
-        qkv: The projections of queries, keys and values, or the one of all three.
+        qkv: The projections of queries, keys and values, or a single fused one.
         out: Attention's output projection.
-        mlp: The modules that the MLP begins and ends with.
-        up: The MLP's first projection, or the second of a gated one.
+        mlp: The first and the last module of the MLP.
+        up: The MLP's first projection, or the second of a gated MLP.
         down: The MLP's last projection.
     """
     if isinstance(qkv, str):
@@ -105,7 +106,7 @@ def _leaves(
     return {
         "input": ModulePath("", "input"),
         "output": ModulePath("", "output"),
-        # The attention module returns a tuple, so what its projection returns is taken.
+        # The attention module returns a tuple, so the output of its projection is used.
         "attn.output": ModulePath(out, "output"),
         QUERIES: q,
         KEYS: k,
@@ -194,7 +195,7 @@ _GPT_NEOX: Final = ArchitectureFamily(
     bodies=("gpt_neox", ""),
     layers="layers",
     norm="final_layer_norm",
-    embed="",  # in training a dropout follows the embedding
+    embed="",  # in training mode, dropout follows the embedding
     attention="attention",
     mlp="mlp",
     leaves=_frozen(

@@ -1,7 +1,7 @@
-"""The part of a module's tensor that a point is, as a view, so that edits in place reach the model.
+"""Views that select a point's part of a module's tensor, so that in-place edits reach the model.
 
-Only the last axis is taken apart, which is a view whatever the strides. ``architecture`` chooses the view of
-each leaf, and points look through it.
+Only the last axis is split, which yields a view for any strides. ``architecture`` chooses the view of
+each leaf, and points apply it.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ _NUM_PROJECTIONS: Final = 3  # q, k and v
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class View:
-    """How to look at a part of a tensor.
+    """A view of a part of a tensor.
 
     Attributes:
         part: Returns the part of the whole, sharing its memory.
-        is_all: Whether the part has all the whole's numbers, perhaps in another shape.
+        is_all: Whether the part has all numbers of the whole, possibly in another shape.
     """
 
     part: Callable[[torch.Tensor], torch.Tensor]
     is_all: bool = True
 
     def joined(self, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        """Return the whole with another part in it; ``whole`` stays as it is."""
+        """Return the whole with the part replaced; ``whole`` itself is not changed."""
         if self.is_all:
             return part.reshape(whole.shape)
         new = whole.clone()
@@ -49,11 +49,11 @@ def heads(num_heads: int) -> View:
 
 
 def fused_heads(index: int, num_heads: Sequence[int]) -> View:
-    """Return the view ``[..., heads, head_dim]`` of one of several projections that lie one after the other.
+    """Return the view ``[..., heads, head_dim]`` of one of several concatenated projections.
 
     Args:
-        index: Which one.
-        num_heads: How many heads each has; all heads are of one size.
+        index: Index of the projection.
+        num_heads: Number of heads of each projection; all heads have the same size.
     """
     start, count = sum(num_heads[:index]), num_heads[index]
     total = sum(num_heads)
@@ -67,14 +67,14 @@ def fused_heads(index: int, num_heads: Sequence[int]) -> View:
 
 
 def fused_per_head(index: int, num_heads: int) -> View:
-    """Return the view ``[..., heads, head_dim]`` of q, k or v where each head's three lie side by side."""
+    """Return the view ``[..., heads, head_dim]`` of q, k or v, which are interleaved per head."""
     return View(
         lambda whole: whole.unflatten(-1, (num_heads, _NUM_PROJECTIONS, -1))[..., index, :], is_all=False
     )
 
 
 def half(index: int) -> View:
-    """Return the view of the first or the second half."""
+    """Return the view of the first (0) or the second (1) half."""
 
     def part(whole: torch.Tensor) -> torch.Tensor:
         size = whole.shape[-1] // 2

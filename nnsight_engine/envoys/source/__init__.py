@@ -1,6 +1,6 @@
-"""Points inside a forward: its calls, instrumented one by one, and how they are printed.
+"""Points inside a forward: instrumentation of its calls, one by one, and their printed listing.
 
-A module's hooks show what goes in and out of it. What happens between is reached by a rewritten
-forward in which each call expression becomes a named operation. Nothing here knows of traces or
-modules: the caller gives a function and says what is to happen at each operation.
+A module's hooks show its input and output. The values in between are reached through a rewritten
+forward in which each call expression becomes a named operation. This package is independent of traces and
+modules: the caller passes a function, and a callback that is called for each operation.
 """

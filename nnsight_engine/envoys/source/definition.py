@@ -1,8 +1,8 @@
-"""From a function back to the syntax tree it was compiled from.
+"""Recovers the syntax tree that a function was compiled from.
 
-Text is what Python keeps least reliably: a file may have been edited since it was imported, and
-import hooks compile something else than what is written. Invariant: a definition that is given out
-compiles to the very code that runs; anything else is an error. ``rewrite`` is the caller.
+Source text is unreliable: a file may have been edited since it was imported, and
+import hooks compile something else than the file's text. Invariant: a returned definition
+compiles to exactly the code that runs; otherwise an error is raised. ``rewrite`` calls this.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Definition:
 
     Attributes:
         node: Its syntax tree, with the line numbers and columns of the file.
-        lines: Its lines as they stand in the file, without line ends.
-        first_line: The number of the first of them, that of the first decorator if there is one.
+        lines: Its lines as in the file, without line ends.
+        first_line: Number of the first line, that of the first decorator if there is one.
         imported: Names that the file imports at its top level.
     """
 
@@ -41,12 +41,12 @@ class Definition:
     imported: frozenset[str]
 
     def dedented(self) -> str:
-        """Return the text; lines inside strings that are indented less stay as they are."""
+        """Return the text dedented; lines inside strings with less indentation are unchanged."""
         indent = self.lines[0][: len(self.lines[0]) - len(self.lines[0].lstrip())]
         return "\n".join(line.removeprefix(indent) for line in self.lines)
 
     def text_of(self, node: ast.expr) -> str:
-        """Return the text of an expression in it; columns count bytes of UTF-8."""
+        """Return the text of an expression in the statement; columns count bytes of UTF-8."""
         start = node.lineno - self.first_line
         stop = (node.end_lineno or node.lineno) - self.first_line + 1
         found = [line.encode() for line in self.lines[start:stop]]
@@ -59,15 +59,15 @@ def find_definition(function: FunctionType, name: str) -> Definition:
     """Find the statement that defines a function.
 
     Args:
-        function: Where to look; not a wrapper.
-        name: What the function is called in errors.
+        function: The function; not a wrapper.
+        name: The function's name in errors.
 
     Raises:
-        SourceNotAvailableError: There is no text, it is a lambda's, or it is not what runs.
+        SourceNotAvailableError: There is no text, it is a lambda, or the text is not the code that runs.
     """
     code = function.__code__
     try:
-        # The code and not the function: that one's ``__wrapped__`` would be followed.
+        # The code and not the function, whose ``__wrapped__`` would be followed.
         block, _ = inspect.getsourcelines(code)
         node = _parse(block, code)
         imported = _imported_names("".join(inspect.findsource(code)[0]))
@@ -92,32 +92,32 @@ def find_definition(function: FunctionType, name: str) -> Definition:
 
 
 def compile_definition(definition: Definition, code: CodeType, extra_free: tuple[str, ...] = ()) -> CodeType:
-    """Compile a function's statement in surroundings like those of the original.
+    """Compile a function's statement in a scope like that of the original.
 
     The same names are free, ``__class__`` included, private names are mangled for the same class,
     and positions are those of the file.
 
     Args:
         definition: The statement, instrumented or not.
-        code: What it was compiled to originally.
-        extra_free: Names that are to be free in it besides.
+        code: The original code object.
+        extra_free: Further names that are to be free variables.
 
     Raises:
-        LookupError: The statement defines another function than the code's.
+        LookupError: The statement does not define the function of ``code``.
     """
     node = definition.node
     owner = _class_around(code.co_qualname)
     free = [name for name in (*code.co_freevars, *extra_free) if owner is None or name != "__class__"]
-    # The class's or the function's own name is bound here; in the original it may well be global.
+    # The class's or the function's own name is bound here; in the original it may be global.
     bound = node.name if owner is None else owner
     body: list[ast.stmt] = [] if bound in free else [ast.Global([bound])]
     if free:
         body.append(ast.Assign([ast.Name(name, ast.Store()) for name in free], ast.Constant(None)))
     body.append(node if owner is None else _class_of(owner, node))
-    # Parsed rather than put together, because the fields of these nodes differ between Pythons.
+    # Parsed rather than constructed, since the fields of these nodes differ between Python versions.
     tree = parse("def surroundings(): pass")
     cast("ast.FunctionDef", tree.body[0]).body = body
-    # Python compiles the calls of imported modules' functions in another way than those of methods.
+    # Python compiles calls of imported modules' functions differently from method calls.
     tree.body += [ast.Import([ast.alias(name)]) for name in sorted(definition.imported)]
     ast.fix_missing_locations(tree)
     flags = code.co_flags & _ANNOTATIONS_FLAG
@@ -134,9 +134,9 @@ def _class_of(name: str, node: FunctionNode) -> ast.ClassDef:
 
 
 def _parse(block: list[str], code: CodeType) -> ast.stmt:
-    """Parse a statement's lines at its place in the file.
+    """Parse a statement's lines at their position in the file.
 
-    An indented block is put under an ``if`` and not dedented, which would change the strings in it.
+    An indented block is put under an ``if`` instead of being dedented, which would change strings in it.
     """
     lines_above = code.co_firstlineno - 1
     text = "".join(block)
@@ -146,10 +146,10 @@ def _parse(block: list[str], code: CodeType) -> ast.stmt:
     return cast("ast.If", conditional).body[0]
 
 
-# One file defines the modules of a whole model, and parsing it takes longer than all else here.
+# One file defines the modules of a whole model, and parsing it takes longer than the rest of this module.
 @functools.lru_cache(maxsize=32)
 def _imported_names(text: str) -> frozenset[str]:
-    """Return the names that a file's top level imports, under whatever conditions."""
+    """Return the names that a file's top level imports, including those under conditions."""
     found: set[str] = set()
     pending: list[ast.AST] = [parse(text)]
     while pending:
@@ -171,7 +171,7 @@ def _class_around(qualname: str) -> str | None:
 
 
 def _find(tree_code: CodeType, wanted: CodeType) -> CodeType | None:
-    """Find a definition's code in that of its surroundings, which may include type parameters."""
+    """Find a definition's code in that of its scope, which may include type parameters."""
     for const in tree_code.co_consts:
         if not isinstance(const, CodeType):
             continue
@@ -184,7 +184,7 @@ def _find(tree_code: CodeType, wanted: CodeType) -> CodeType | None:
 
 
 def _renamed(code: CodeType, old: str, new: str) -> CodeType:
-    """Give a code object, and those of the functions in it, their qualified names back."""
+    """Replace the prefix of the qualified names of a code object and its nested functions."""
     consts = (_renamed(const, old, new) if isinstance(const, CodeType) else const for const in code.co_consts)
     return code.replace(co_qualname=new + code.co_qualname.removeprefix(old), co_consts=tuple(consts))
 
@@ -197,9 +197,9 @@ def _compiles_to(definition: Definition, code: CodeType) -> bool:
 
 
 def _same_code(code: CodeType, other: CodeType) -> bool:
-    """Tell if two code objects do the same.
+    """Return whether two code objects are equivalent.
 
-    Python's own comparison is not used: in 3.11 it takes the caches of executed code into account.
+    Python's own comparison is not used: in 3.11 it includes the caches of executed code.
     """
     return (
         _outline(code) == _outline(other)

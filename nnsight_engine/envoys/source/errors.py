@@ -1,4 +1,4 @@
-"""What can go wrong when a function's operations are asked for."""
+"""Errors of access to a function's operations."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ class SourceNotAvailableError(ValueError):
     """A function's calls cannot be instrumented.
 
     Args:
-        name: What the function is called towards the user.
-        reason: Why it cannot be done.
-        remedy: What the user can do instead.
+        name: The function's name in messages.
+        reason: Why it cannot be instrumented.
+        remedy: An alternative for the user.
     """
 
     def __init__(self, name: str, reason: str, remedy: str) -> None:
-        """Keep the parts; ``str()`` gives them as one sentence."""
         super().__init__(f"{name} has no operations to offer: {reason}; {remedy}")
         self.name = name
         self.reason = reason

@@ -1,7 +1,7 @@
-"""How a rewritten function is printed: all of it with its operations, or one operation in context.
+"""Printed form of a rewritten function: the whole text with its operations, or one operation in context.
 
-What is printed is what a user finds operations by, so each operation has a row of its own, and rows
-carry the line numbers that ``Operation`` has. The source accessor's ``repr`` is the caller.
+Users find operations by this listing, so each operation has a row of its own, and rows
+carry the line numbers of ``Operation``. The ``repr`` of envoys in ``operations`` calls this.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import Final
 from nnsight_engine.envoys.source.operations import Operation, Rewritten
 
 LINES_BEFORE: Final = 5
-"""How many lines are shown above an operation's line."""
+"""Number of lines shown above an operation's line."""
 
 LINES_AFTER: Final = 3
-"""How many lines are shown below it."""
+"""Number of lines shown below it."""
 
 
 def format_source(rewritten: Rewritten) -> str:
     """Return the function's text with the names of operations at their lines.
 
-    A line's first operation stands beside its text; further ones have rows with a ``+`` for the number::
+    A line's first operation is shown beside its text; further ones have rows with a ``+`` for the number::
 
         self_c_attn_0 -> 24     query, key, value = self.c_attn(hidden).split(self.size, dim=2)
         split_0       ->  +
@@ -47,7 +47,7 @@ def format_operation(rewritten: Rewritten, operation: Operation, path: str) -> s
     Args:
         rewritten: The function.
         operation: One of its operations.
-        path: What the function belongs to, such as ``.transformer.h.0.attn``.
+        path: Path of the function, such as ``.transformer.h.0.attn``.
     """
     lines = rewritten.source.split("\n")
     start = max(0, operation.line - LINES_BEFORE)

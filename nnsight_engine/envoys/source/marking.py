@@ -1,8 +1,8 @@
-"""Turns call expressions of a syntax tree into operations.
+"""Transforms call expressions of a syntax tree into operations.
 
 ``f(a, *b, c=d)`` becomes ``operation("f_0", f, a, *b, c=d)``: Python itself still evaluates the
-callee first and the arguments after it, in its own order, and checks them as it always does.
-Calls that look at the frame they are in are left as they are. ``rewrite`` is the caller.
+callee first and the arguments after it, in its own order, and checks them as usual.
+Calls that inspect their caller's frame are left unchanged. ``rewrite`` calls this.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nnsight_engine.envoys.source.operations import Operation
 NodeT = TypeVar("NodeT", bound=ast.AST)
 
 OPERATION_NAME = "@operation"
-"""The free variable that operations go through; no identifier, so that it meets none."""
+"""The free variable through which operations are called; not an identifier, so no name can collide."""
 
 _OWN_SCOPE = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
@@ -28,7 +28,7 @@ _FRAME_READERS = frozenset({"super", "globals", "eval", "exec", "breakpoint", "_
 _VARIABLE_READERS = frozenset({"locals", "vars", "dir"})
 
 _EVALUATION_ORDER: dict[type[ast.AST], tuple[str, ...]] = {
-    # Those whose fields are declared in another order. Annotations in functions are not evaluated.
+    # Nodes whose fields are declared in another order. Annotations in functions are not evaluated.
     ast.Assign: ("value", "targets"),
     ast.AnnAssign: ("value", "target"),
     ast.For: ("iter", "target", "body", "orelse"),
@@ -38,23 +38,23 @@ _EVALUATION_ORDER: dict[type[ast.AST], tuple[str, ...]] = {
     ast.GeneratorExp: ("generators", "elt"),
     ast.DictComp: ("generators", "key", "value"),
     ast.comprehension: ("iter", "target", "ifs"),
-    # Before 3.12 expressions in f-strings have no proper place in the file.
+    # Before 3.12, expressions in f-strings have no correct position in the file.
     ast.JoinedStr: (),
 }
 
 
 def mark_operations(definition: Definition, name: str) -> tuple[Operation, ...]:
-    """Instrument a function's own calls, in place, and list them in the order of evaluation.
+    """Instrument a function's own calls, in place, and return them in the order of evaluation.
 
-    Calls in comprehensions count; those in nested functions, lambdas and classes, in decorators,
-    defaults, annotations and f-strings do not.
+    Calls in comprehensions are included; those in nested functions, lambdas and classes, in decorators,
+    defaults, annotations and f-strings are not.
 
     Args:
         definition: The function's statement; its tree is changed.
-        name: What the function is called in errors.
+        name: The function's name in errors.
 
     Raises:
-        SourceNotAvailableError: The function lists its own variables, among which it would find ours.
+        SourceNotAvailableError: The function lists its own variables, which would include ours.
     """
     marker = _Marker(definition, name)
     for index, statement in enumerate(definition.node.body):
@@ -63,7 +63,7 @@ def mark_operations(definition: Definition, name: str) -> tuple[Operation, ...]:
 
 
 class _Marker:
-    """Walks a body in the order of evaluation and numbers the operations that it finds."""
+    """Traverses a body in the order of evaluation and numbers the operations."""
 
     def __init__(self, definition: Definition, name: str) -> None:
         self._definition = definition
@@ -72,7 +72,7 @@ class _Marker:
         self.operations: list[Operation] = []
 
     def marked(self, node: NodeT) -> NodeT:
-        """Return a node with its calls instrumented; the node itself unless it is such a call."""
+        """Return a node with its calls instrumented; a new node only if the node is itself a call."""
         if isinstance(node, _OWN_SCOPE):
             return node
         if isinstance(node, ast.Call):
@@ -92,14 +92,14 @@ class _Marker:
                 value[:] = [self.marked(item) if isinstance(item, ast.AST) else item for item in value]
 
     def _mark_dict(self, node: ast.Dict) -> None:
-        """Mark keys and values in turns; a key is None where a mapping is unpacked."""
+        """Mark keys and values alternately; a key is None for an unpacked mapping."""
         for index, (key, value) in enumerate(zip(node.keys, node.values, strict=True)):
             node.keys[index] = None if key is None else self.marked(key)
             node.values[index] = self.marked(value)
 
     def _marked_call(self, node: ast.Call) -> ast.Call:
         text = self._definition.text_of(node)
-        callee_name = _callee_name(node.func)  # before what is in it becomes calls of ours
+        callee_name = _callee_name(node.func)  # before the calls in it are replaced
         self._mark_fields(node, node._fields)
         if self._reads_frame(node):
             return node
@@ -113,7 +113,11 @@ class _Marker:
         return ast.fix_missing_locations(_at_callee(call, node))
 
     def _reads_frame(self, node: ast.Call) -> bool:
-        """Tell if a call must be made from the function's own frame."""
+        """Return whether a call must be made from the function's own frame.
+
+        Raises:
+            SourceNotAvailableError: The call lists the function's variables.
+        """
         if isinstance(node.func, ast.Attribute):
             return node.func.attr in _FRAME_READERS
         if not isinstance(node.func, ast.Name):
@@ -132,7 +136,7 @@ def _end_line(node: ast.expr) -> int:
 
 
 def _at_callee(call: ast.Call, node: ast.Call) -> ast.Call:
-    """Place a call where Python sees it: in a chain over several lines, at the method's name."""
+    """Set the position of a call to Python's own: for a chain over several lines, the method's name."""
     ast.copy_location(call, node)
     method = node.func
     if isinstance(method, ast.Attribute) and method.lineno != _end_line(method):
@@ -142,7 +146,7 @@ def _at_callee(call: ast.Call, node: ast.Call) -> ast.Call:
 
 
 def _callee_name(callee: ast.expr) -> str:
-    """Return a callee's name: ``self_c_proj``; what comes before the last odd link is left out."""
+    """Return a callee's name: ``self_c_proj``; the part before the last link that has no name is omitted."""
     attributes: list[str] = []
     while isinstance(callee, ast.Attribute):
         attributes.append(callee.attr)

@@ -1,4 +1,4 @@
-"""What a rewritten function consists of. ``rewrite`` makes these; envoys and listings read them."""
+"""Data types of a rewritten function. ``rewrite`` creates them; envoys and listings read them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from types import FunctionType
 from typing import Any
 
 OperationCall = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Stands in for a call expression: gets the operation's name, the callee, its positional and its
-keyword arguments, and returns the expression's value."""
+"""Replaces a call expression: receives the operation's name, the callee, its positional and its
+keyword arguments, and returns the expression's value.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -20,8 +21,8 @@ class Operation:
         name: The callee with underscores for dots, and its running number: ``self_c_proj_0``.
         line: The line at which the callee ends, counted from 0 at the function's first line, so
             that ``first_line + line`` is the line in the file.
-        end_line: The line of the closing parenthesis, counted alike.
-        text: The expression as written.
+        end_line: The line of the closing parenthesis, counted the same way.
+        text: The source text of the expression.
     """
 
     name: str
@@ -35,12 +36,12 @@ class Rewritten:
     """A function whose calls go through an ``OperationCall``.
 
     Attributes:
-        function: Takes the original's place: same signature, globals and closure. A plain function
-            also where a bound method was given; the caller binds it.
-        operations: In the order in which they are evaluated.
+        function: Replacement of the original: same signature, globals and closure. A plain function
+            even for a bound method; the caller binds it.
+        operations: In the order of evaluation.
         source: The text of the function whose body was rewritten, decorators included, dedented.
         first_line: Its first line in the file, counted from 1.
-        filename: The file, as tracebacks name it.
+        filename: The file, as named in tracebacks.
     """
 
     function: FunctionType

@@ -1,10 +1,10 @@
-"""Rewrites a function so that each of its calls goes through a function of the caller's.
+"""Rewrites a function so that each of its calls goes through a callback.
 
 A forward is instrumented from its syntax tree, at the original's positions: errors show the file
-and the lines that the author wrote. Invariant: with a ``call`` that just calls, the rewritten
-function does what the original does; the original, its globals and its closure cells are left as
-they are, and the cells are shared. The source accessor of an envoy is the caller; it puts the
-function in the forward's place.
+and the lines of the original source. Invariant: with a ``call`` that only makes the call, the rewritten
+function behaves as the original does; the original, its globals and its closure cells are not changed,
+and the cells are shared. ``SourceEnvoy`` calls this; ``ForwardSource`` installs the function in place of
+the forward.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def rewrite(function: Callable[..., Any], call: OperationCall, name: str) -> Rew
 
     Args:
         function: A function or bound method written in Python.
-        call: Is called in place of each call expression, and gives its value.
-        name: What the function is called towards the user, such as ``model.layers.0.forward``.
+        call: Called in place of each call expression; returns its value.
+        name: The function's name in errors, such as ``model.layers.0.forward``.
 
     Raises:
         SourceNotAvailableError: Its source cannot be found, or its decorators cannot be kept.
@@ -74,7 +74,7 @@ def _instrumented(function: FunctionType, call: OperationCall, name: str) -> Rew
 
 
 def _through(call: OperationCall) -> Callable[..., Any]:
-    """Return what the instrumented code calls; positional-only, to take arguments of any name."""
+    """Return the function that instrumented code calls; positional-only, to accept any keyword arguments."""
 
     def operation(name: str, callee: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         return call(name, callee, args, kwargs)

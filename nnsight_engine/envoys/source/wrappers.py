@@ -1,8 +1,8 @@
-"""Decorated functions: the body to rewrite is the innermost, and its wrappers must run it.
+"""Decorated functions: the innermost body is rewritten, and copies of its wrappers run it.
 
-A wrapper reaches the function that it wraps through its closure. A copy of the wrapper gets another
-function in that cell; the wrapper itself, which other modules share, is not touched. ``rewrite`` is
-the caller.
+A wrapper refers to the function that it wraps through its closure. A copy of the wrapper gets another
+function in that cell; the wrapper itself, which other modules share, is not changed. ``rewrite``
+calls this.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _COMPILED = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, Wrapp
 
 
 def plain_function(function: Callable[..., Any], name: str) -> FunctionType:
-    """Return the Python function behind a function or bound method.
+    """Return the Python function of a function or bound method.
 
     Args:
-        function: What was asked for.
-        name: What it is called in errors.
+        function: The requested callable.
+        name: Its name in errors.
 
     Raises:
-        SourceNotAvailableError: It is something else that can be called.
+        SourceNotAvailableError: It is another kind of callable.
     """
     found = function.__func__ if isinstance(function, MethodType) else function
     if isinstance(found, FunctionType):
@@ -68,8 +68,8 @@ def with_inner(wrapper: FunctionType, inner: object, replacement: object, name: 
     Args:
         wrapper: A function with ``inner`` in its closure.
         inner: The function that it wraps.
-        replacement: Takes its place, in the closure and as ``__wrapped__``.
-        name: What the function is called in errors.
+        replacement: Replaces ``inner`` in the closure and as ``__wrapped__``.
+        name: The function's name in errors.
 
     Raises:
         SourceNotAvailableError: The closure does not hold ``inner``.
@@ -91,7 +91,7 @@ def with_inner(wrapper: FunctionType, inner: object, replacement: object, name: 
 
 
 def like(function: FunctionType, code: CodeType, closure: tuple[CellType, ...]) -> FunctionType:
-    """Return a function with other code and cells, and all else that the given one has."""
+    """Return a copy of the function with other code and cells."""
     made = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
     made.__kwdefaults__ = None if function.__kwdefaults__ is None else dict(function.__kwdefaults__)
     functools.update_wrapper(made, function)
@@ -104,5 +104,5 @@ def like(function: FunctionType, code: CodeType, closure: tuple[CellType, ...]) 
 def _content(cell: CellType) -> object:
     try:
         return cell.cell_contents
-    except ValueError:  # still empty
+    except ValueError:  # the cell is still empty
         return None

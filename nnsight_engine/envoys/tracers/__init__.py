@@ -1,1 +1,1 @@
-"""The kinds of trace: beside a run, on fake tensors, kept as an edit, a session, a backward pass."""
+"""The kinds of trace: during a model run, on fake tensors, stored as an edit, a session, a backward pass."""

@@ -1,4 +1,4 @@
-"""``with loss.backward():``, a backward pass with a block beside it that reads and edits gradients."""
+"""``with loss.backward():``, a backward pass whose block reads and edits gradients."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from nnsight_engine.tracing.tracer import SITES, Tracer
 class BackwardsTracer(Tracer):
     """A backward pass whose block waits for ``tensor.grad`` and may assign it.
 
-    Gradients come in the reverse order of the forward pass, so that is the order to ask for them in. A pass
-    inside a trace has an interleaver of its own: the model stands still meanwhile and provides nothing.
+    Gradients arrive in the reverse order of the forward pass and must be requested in that order. A pass
+    inside a trace has its own interleaver: the model is paused meanwhile and provides no values.
     """
 
     def __init__(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run ``tensor.backward(*args, **kwargs)`` when the block is left."""
+        """Prepare ``tensor.backward(*args, **kwargs)``, which runs when the block is left."""
         super().__init__(*args, **kwargs)
         self.tensor = tensor
 
     def execute(self, function: Callable[[], Any]) -> None:
-        """Run the pass and the block in turns, on this thread: torch's own would not share its stack.
+        """Run the pass and the block alternately, on this thread; torch's autograd threads have other stacks.
 
         Raises:
-            RuntimeError: There are no gradients of this tensor.
+            RuntimeError: The tensor has no gradient graph.
         """
         why = why_no_graph(self.tensor)
         if why is not None:
@@ -43,7 +43,8 @@ class BackwardsTracer(Tracer):
             try:
                 interleaver.run(lambda: _backward(self.tensor, *self.args, **self.kwargs))
             finally:
-                interleaver.forget()  # or it would keep the block's tensors, and with them the graph
+                # otherwise it would keep the block's tensors alive, and with them the graph
+                interleaver.forget()
 
 
 _backward: Callable[..., None] = torch.Tensor.backward
@@ -57,5 +58,8 @@ def _traceable_backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def install() -> None:
-    """Let ``with tensor.backward():`` open a trace; any other call of it stays as it is."""
-    torch.Tensor.backward = _traceable_backward  # type: ignore[method-assign] # that is the purpose
+    """Patch ``torch.Tensor.backward`` so that ``with tensor.backward():`` opens a trace.
+
+    Any other call behaves as before.
+    """
+    torch.Tensor.backward = _traceable_backward  # type: ignore[method-assign] # the patch is intended

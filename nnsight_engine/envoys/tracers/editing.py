@@ -1,4 +1,4 @@
-"""Edits: a block kept on the model, which takes part in every later trace."""
+"""Edits: a block stored on the model, which runs in every later trace."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 class Edit:
-    """A kept block. Each trace runs it on fresh variables, once for every step."""
+    """A stored block. Each trace runs it on fresh variables, once for every step."""
 
     def __init__(self, tracer: Tracer, info: Info) -> None:
-        """Keep the block with the values that its variables have now."""
+        """Store the block with the current values of its variables."""
         self.tracer = tracer
         self.info = info.fresh()
 
     def mediator(self, interleaver: Interleaver) -> Mediator:
-        """Return what runs the edit in one trace; it sees the whole batch."""
+        """Return the mediator that runs the edit in one trace; it sees the whole batch."""
         info = self.info.fresh()
         function = self.tracer.compile_on(info)
 
@@ -35,15 +35,20 @@ class Edit:
 
 
 class EditingTracer(Tracer):
-    """``with model.edit() as edited:``; the block runs in each trace of ``edited``."""
+    """``with model.edit() as edited:``; the block runs in each trace of ``edited``.
+
+    Args:
+        model: The model to edit.
+        inplace: Edit the model itself instead of a copy that shares its modules.
+        backend: Receives the compiled block.
+    """
 
     def __init__(self, model: Envoy, *, inplace: bool = False, backend: Backend | None = None) -> None:
-        """Edit a copy that shares the modules, or the model itself."""
         super().__init__(backend=backend)
         self.model = model if inplace else model._shallow_copy()
 
-    def execute(self, function: Callable[[], Any]) -> None:  # noqa: ARG002 - compiled anew in each trace
-        """Keep the block."""
+    def execute(self, function: Callable[[], Any]) -> None:  # noqa: ARG002 - compiled again in each trace
+        """Store the block on the model."""
         self.model._default_mediators.append(Edit(self, self.info))
 
     def entered(self) -> Envoy:

@@ -1,4 +1,4 @@
-"""A trace beside a run of the model: its blocks wait for values while the model computes them."""
+"""A trace interleaved with a model run: its blocks wait for values while the model computes them."""
 
 from __future__ import annotations
 
@@ -48,18 +48,21 @@ class DefinedInvoke(Sharer, Protocol):
     kwargs: dict[str, Any]
 
     def finish(self) -> None:
-        """Take note that the trace is over."""
+        """Complete the invoke when the trace is over."""
 
 
 class InterleavingTracer(Tracer):
-    """``with model.trace(input) as tracer:`` and everything that can be asked of ``tracer``.
+    """``with model.trace(input) as tracer:`` and the methods of ``tracer``.
 
-    With an input, the block is the one invoke. Without, the block runs as plain code and defines invokes.
+    With an input, the block is the only invoke. Without one, the block runs as plain code and defines
+    invokes.
+
+    Attributes:
+        caches_inputs: Whether caches store inputs by default.
     """
 
     path: str | None = None
     caches_inputs: ClassVar[bool] = True
-    """Whether caches keep inputs unless told otherwise."""
 
     def __init__(
         self,
@@ -70,14 +73,14 @@ class InterleavingTracer(Tracer):
         validate: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Trace ``function``, called with what the invokes' inputs make together.
+        """Trace ``function``, called with the combined inputs of the invokes.
 
         Args:
-            function: What runs the model.
+            function: Runs the model.
             model: The envoy whose tree is traced.
             *args: The input, if there is one.
-            backend: What runs the compiled block.
-            validate: Run the blocks on fake tensors first, so that wrong shapes fail before anything runs.
+            backend: Runs the compiled block.
+            validate: Run the blocks on fake tensors first, so that wrong shapes fail before the real run.
             **kwargs: With an input, its keyword arguments; without, the function's for all invokes together.
         """
         super().__init__(*args, backend=backend, **kwargs)
@@ -92,20 +95,20 @@ class InterleavingTracer(Tracer):
 
     @property
     def interleaver(self) -> Interleaver:
-        """What the model's values go through."""
+        """The interleaver that the model's values pass through."""
         return self.model.interleaver
 
     @eproperty(description="result", iterate=False)
     def result(self) -> Any:
-        """What the traced function returns: the model's output, or the generated tokens."""
+        """The return value of the traced function: the model's output, or the generated tokens."""
 
-    # Asked for by blocks.
+    # Called by blocks.
 
     def invoke(self, *args: Any, **kwargs: Any) -> Invoker:
         """Add an input to the batch, with a block that sees its rows; without arguments, all rows.
 
         Raises:
-            ValueError: The model is running already.
+            ValueError: The model is already running.
         """
         return Invoker(self, *args, **kwargs)
 
@@ -124,23 +127,23 @@ class InterleavingTracer(Tracer):
         return self
 
     def stop(self) -> None:
-        """End the run here: what follows in the block and in the model does not happen."""
+        """End the run here: neither the rest of the block nor the rest of the model runs."""
         mediator = self.interleaver.current
         if mediator is None:
             raise ValueError("stop() is called inside a trace that has an input, or inside an invoke")
         mediator.stop()
 
     def barrier(self, n_participants: int) -> Barrier:
-        """Make a barrier for this many invokes; each calls it, and waits there for the others."""
+        """Create a barrier for this many invokes; each invoke that calls it waits there for the others."""
         barrier = Barrier(self.interleaver, n_participants)
         self.barriers.append(barrier)
         return barrier
 
     def local(self) -> Tracer:
-        """Run a part of a block where it was written: ``with tracer.local():``; a trace here is there anyway.
+        """Run a part of a block where it was written: ``with tracer.local():``; always so in a local trace.
 
         Raises:
-            LocalBlockError: The block runs elsewhere, from where that cannot be done.
+            LocalBlockError: The block runs elsewhere and cannot call back.
         """
         return self.model._root._new_local_part()
 
@@ -154,15 +157,15 @@ class InterleavingTracer(Tracer):
         include_output: bool = True,
         include_inputs: bool | None = None,
     ) -> CacheView:
-        """Keep the values of many modules, as the blocks leave them, from here on.
+        """Store the values of many modules, as they are after the blocks' edits, from here on.
 
         Args:
             modules: Envoys or their paths; all by default.
-            device: Where to keep tensors; where they are by default.
-            dtype: What to convert floating-point tensors to.
-            detach: Cut them off from autograd.
-            include_output: Keep outputs.
-            include_inputs: Keep inputs; by default yes, and not in vLLM, where they count towards a limit.
+            device: Device to store tensors on; their own by default.
+            dtype: Dtype to convert floating-point tensors to.
+            detach: Detach them from autograd.
+            include_output: Store outputs.
+            include_inputs: Store inputs; by default yes, except in vLLM, where they count towards a limit.
 
         Returns:
             The values, ``cache["model.layers.3"].output`` or ``cache.model.layers[3].output``; of a module
@@ -180,7 +183,7 @@ class InterleavingTracer(Tracer):
         return save(cache.view(self.model))
 
     def _note_cache(self, cache: CacheMisses) -> None:
-        """Remember a cache, to say in the end what it missed."""
+        """Register a cache, to warn about its missing values at the end."""
         self.caches.append(cache)
 
     def _new_cache(
@@ -190,13 +193,13 @@ class InterleavingTracer(Tracer):
 
     @property
     def attention_mask(self) -> torch.Tensor:
-        """Which positions of this block's rows are tokens, 1, and which filling, 0: ``[rows, positions]``.
+        """The mask of this block's rows, 1 for tokens and 0 for padding: ``[rows, positions]``.
 
-        Shorter texts of a batch are filled up, language models' on the left: their ``output[:, 0]`` and
-        ``.mean(1)`` include filling.
+        Shorter texts of a batch are padded, those of language models on the left: ``output[:, 0]`` and
+        ``.mean(1)`` then include padding.
 
         Raises:
-            ValueError: The model's input has no such mask, or this is not a block of a running trace.
+            ValueError: The model's input has no such mask, or no block of a trace is running.
         """
         mediator = self.interleaver.current
         mask = self.batcher.attention_mask
@@ -224,18 +227,21 @@ class InterleavingTracer(Tracer):
 
     @property
     def lengths(self) -> torch.Tensor:
-        """How many tokens each of this block's rows has, ``[rows]``; see ``attention_mask``."""
+        """Number of tokens in each of this block's rows, ``[rows]``; see ``attention_mask``."""
         return self.attention_mask.sum(-1)
 
     @property
     def first_positions(self) -> torch.Tensor:
-        """Where the first token of each of this block's rows is, ``[rows]``; see ``attention_mask``."""
+        """Position of the first token in each of this block's rows, ``[rows]``; see ``attention_mask``."""
         return self.attention_mask.argmax(-1)
 
     # Running.
 
     def compile(self) -> Callable[[], Any]:
-        """Return the block as a function; one that defines invokes has its stores counted for them."""
+        """Return the block as a function.
+
+        The assignments of a block that defines invokes are counted; invokes need the counts.
+        """
         info = self.info
         if info.assignments is None and not self.model._has_input(self.args, self.kwargs):
             info.assignments = Assignments(info.variables)
@@ -244,15 +250,22 @@ class InterleavingTracer(Tracer):
     def add(
         self, function: Callable[[], Any], info: Info, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Add an invoke."""
+        """Add an invoke.
+
+        Args:
+            function: Its compiled block.
+            info: The block.
+            args: Its input.
+            kwargs: Keyword arguments that belong to the input.
+        """
         group = self.batcher.add(self.model, args, kwargs)
         self.mediators.append(Mediator(function, info, batch_group=group))
 
     def execute(self, function: Callable[[], Any]) -> Any:
-        """Run the model with the blocks beside it.
+        """Run the model interleaved with the blocks.
 
         Raises:
-            ValueError: The model runs already, or there is no input for it.
+            ValueError: The model is already running, or has no input.
         """
         with self.collected(function):
             try:
@@ -261,7 +274,7 @@ class InterleavingTracer(Tracer):
                 self._share(self.mediators, self.invokers)
                 result = self._run_model()
                 self._warn_of_misses()
-                return result  # noqa: TRY300 - the warning may be made an error, which is the trace's
+                return result  # noqa: TRY300 - a filter may turn the warning into an error of the trace
             except MissedProviderError as error:
                 explain_missed(error, self.model._root)
                 raise
@@ -271,12 +284,12 @@ class InterleavingTracer(Tracer):
 
     @contextlib.contextmanager
     def collected(self, function: Callable[[], Any]) -> Iterator[None]:
-        """Have the blocks and inputs of the trace, to run them here or to send them elsewhere.
+        """Collect the blocks and inputs of the trace, to run them here or to send them elsewhere.
 
-        At the end, what the invokes' own variables hold is where the invokes were written.
+        At the end, the values of the invokes' own variables are assigned in the code around the invokes.
 
         Raises:
-            ValueError: The model runs already, or there is no input for it.
+            ValueError: The model is already running, or has no input.
         """
         with self.interleaver.exclusive:
             if self.interleaver.interleaving:
@@ -294,18 +307,18 @@ class InterleavingTracer(Tracer):
                 self._let_go()
 
     def _warn_of_misses(self) -> None:
-        """Say what caches were asked for and did not get."""
+        """Warn about values that caches requested and did not receive."""
         for cache in self.caches:
             said = cache.warning()
             if said is not None:
                 self._warn(said)
 
     def _warn(self, message: str) -> None:
-        """Warn whoever wrote the trace."""
+        """Issue a warning at the user's line of the trace."""
         warnings.warn(message, stacklevel=users_stacklevel())
 
     def _let_go(self) -> None:
-        """Drop what the run held: nothing of it is to live on but what was saved."""
+        """Drop all references of the run, so that only saved values stay alive."""
         self.interleaver.forget()
         self.mediators.clear()
         self.invokers.clear()
@@ -339,25 +352,25 @@ class InterleavingTracer(Tracer):
         interleaver.initialize([*mediators, *self.mediators], self, self.batcher)
         self._on_initialized()
         inputs = self.batcher.inputs
-        assert inputs is not None  # noqa: S101 - _collect saw to it
+        assert inputs is not None  # noqa: S101 - set by _collect
         args, kwargs = inputs if converted is None else map_tensors(inputs, converted)
         return model.interleave(self.function, *args, **{**self.batcher.shared_kwargs, **kwargs})
 
     @property
     def edits(self) -> Sequence[Edit]:
-        """Return the blocks that run in every trace of the model."""
+        """The edits that run in every trace of the model."""
         model = self.model
         return model._default_mediators if model._is_root else model._root._default_mediators
 
     def _on_initialized(self) -> None:
-        """Make further preparations once the interleaver knows its blocks."""
+        """Make further preparations once the interleaver has its blocks."""
 
     def _shares_variables(self) -> bool:
-        """Tell whether invokes see each other's variables."""
+        """Return whether invokes share variables."""
         return CONFIG.APP.CROSS_INVOKER
 
     def _share(self, mediators: Sequence[Mediator], sharers: Sequence[Sharer]) -> None:
-        """Let several invokes see each other's variables, unless they are to be apart."""
+        """Let several invokes share variables, unless the configuration separates them."""
         if len(sharers) > 1 and self._shares_variables():
             for mediator, exchange in zip(mediators, exchanges(sharers), strict=True):
                 mediator.exchange = exchange
@@ -385,7 +398,7 @@ class InterleavingTracer(Tracer):
 
 
 class _Rehearsal:
-    """A block's variables for a run on fakes, which leaves its real ones alone."""
+    """Copies of a block's variables for a run on fake tensors, which leaves the real ones unchanged."""
 
     def __init__(self, info: Info, identities: Mapping[str, Hashable], own: Mapping[str, CellType]) -> None:
         self.info = info
@@ -399,9 +412,9 @@ def run_on_fakes(run: Callable[[Callable[[torch.Tensor], torch.Tensor]], Any]) -
     """Call ``run`` with fake tensors in place of real ones: shapes and dtypes, no numbers, no memory.
 
     Args:
-        run: Is given what makes a real tensor, an input, a fake one.
+        run: Receives a function that converts a real tensor, such as an input, to a fake one.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415 - slow to import, and seldom needed
+    from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415 - slow to import, rarely needed
 
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         return run(mode.from_tensor)

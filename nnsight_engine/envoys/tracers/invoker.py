@@ -17,11 +17,11 @@ class Invoker(Tracer):
     """``with tracer.invoke(input):``, defined now and run with the others when the trace's block ends.
 
     Attributes:
-        identities: Which variable of the surrounding code each name stands for: one that this code has
-            assigned since the invoke before is another one.
-        own: The block's own variables, which start with their values.
+        identities: Identity of the surrounding code's variable of each name; it changes when that code
+            assigns the variable between invokes.
+        own: The block's own variables, initialized with the values of the surrounding variables.
         stored: The names that the block may assign.
-        assignments: What counts its stores.
+        assignments: Counts the block's assignments.
     """
 
     identities: Mapping[str, Hashable]
@@ -30,10 +30,10 @@ class Invoker(Tracer):
     assignments: Assignments
 
     def __init__(self, parent: InterleavingTracer, *args: Any, **kwargs: Any) -> None:
-        """Add to ``parent``.
+        """Create an invoke of ``parent``.
 
         Raises:
-            ValueError: The model is running already.
+            ValueError: The model is already running.
         """
         if parent.interleaver.interleaving:
             raise ValueError(
@@ -50,7 +50,7 @@ class Invoker(Tracer):
         return args, kwargs
 
     def compile(self) -> Callable[[], Any]:
-        """Return the block as a function on variables of its own, see ``sharing``."""
+        """Return the block as a function on its own variables, see ``interleaving.shared_variables``."""
         info = self.info
         self.stored, self.own = info.block.stored, copied(info.variables)
         self.identities = {name: self._identity(cell) for name, cell in info.variables.items()}
@@ -67,12 +67,12 @@ class Invoker(Tracer):
         self.parent.add(function, self.info, self.args, self.kwargs)
 
     def _run(self) -> None:
-        """Leave the block to the trace around it, which runs all of its invokes together."""
+        """Defer the block to the surrounding trace, which runs all of its invokes together."""
         self._read_variables()
         self.execute(self.compile())
 
     def finish(self) -> None:
-        """Bind what was assigned where the invoke was written, unless that code has assigned it since."""
+        """Assign the block's variables in the surrounding code, unless that code has assigned them since."""
         for name, cell in self.info.variables.items():
             if self.assignments[name] and self.identities[name] == self._identity(cell):
                 value = content(self.own[name])

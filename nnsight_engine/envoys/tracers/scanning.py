@@ -1,4 +1,4 @@
-"""Scans: a trace on fake tensors, which knows every shape and computes nothing."""
+"""Scans: a trace on fake tensors, which determines every shape and computes nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer, run_o
 
 
 class _Recorder:
-    """Leaves each module's first values on its envoy, to be read after the scan."""
+    """Stores each module's first values on its envoy, to be read after the scan."""
 
     def __init__(self, envoys: dict[str, Any]) -> None:
         self.envoys = envoys
@@ -20,7 +20,7 @@ class _Recorder:
 
 
 class ScanningTracer(InterleavingTracer):
-    """``with model.scan(input):``; afterwards, envoys give fake values outside a trace as well."""
+    """``with model.scan(input):``; afterwards, envoys return fake values outside a trace."""
 
     def _run_model(self) -> Any:
         return run_on_fakes(self._interleave)

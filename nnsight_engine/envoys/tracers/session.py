@@ -1,4 +1,4 @@
-"""Sessions: several traces as one, with values flowing from one to the next."""
+"""Sessions: several traces run as one, with values passed from one to the next."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 class Session(Tracer):
     """``with model.session():``; the block runs as plain code, its traces one after the other.
 
-    The traces share the session's variables, so what one assigned the next can use without saving it. What
-    is to outlive the session is saved.
+    The traces share the session's variables, so that a trace can use the values of earlier ones without
+    saving
+    them. Values that are used after the session must be saved.
 
     Attributes:
         model: The model that the session was opened on.
@@ -23,6 +24,6 @@ class Session(Tracer):
     shares_all = True
 
     def __init__(self, model: Envoy, *, backend: Backend | None = None) -> None:
-        """Open a session; ``backend`` runs its block, here by default."""
+        """Open a session; ``backend`` runs its block, in this process by default."""
         super().__init__(backend=backend)
         self.model = model

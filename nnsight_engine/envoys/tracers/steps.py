@@ -1,7 +1,6 @@
-"""``with tracer.iter[...]:``, the older spelling of a loop over steps, whose block runs once for each.
+"""``with tracer.iter[...]:``, the older syntax of a loop over steps, whose block runs once per step.
 
-``tracer.iter`` and ``tracer.all`` give one of these; a ``for`` statement uses it as the plain loop that it is
-too.
+``tracer.iter`` and ``tracer.all`` return these objects; a ``for`` statement uses them as plain iterators.
 """
 
 from __future__ import annotations
@@ -23,12 +22,11 @@ class StepsTracer(IteratorTracer, Tracer):
     """Steps to loop over, by ``for`` or by ``with``; see ``IteratorTracer``."""
 
     def __init__(self, steps: Steps, interleaver: Interleaver) -> None:
-        """Select steps."""
         IteratorTracer.__init__(self, steps, interleaver)
         Tracer.__init__(self)
 
     def __enter__(self) -> Any:
-        """Take the block away, to be run once for each step."""
+        """Capture the block, to run it once for each step; warn that the syntax is deprecated."""
         warnings.warn(
             "`with tracer.iter[...]:` and `with tracer.all():` are the older spelling; write "
             "`for step in tracer.iter[...]:`",
