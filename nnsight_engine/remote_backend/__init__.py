@@ -1,5 +1,5 @@
-"""Blocks that run on a server: what a client says to it, what it answers, and how that comes home.
+"""Remote execution of blocks: requests to a server, its responses, and the transfer of results to the caller.
 
-``messages`` and ``frames`` are what travels, ``transport`` how, ``outcomes`` what came of the blocks. The
-server and the engines that run blocks elsewhere use the same parts.
+``messages`` and ``frames`` define the data that is exchanged, ``transport`` the channel, and ``outcomes`` the
+results of blocks. The server and the engines that run blocks in other processes use the same modules.
 """

@@ -1,7 +1,8 @@
-"""Modules that a user has added to a model, ``model.sae = Autoencoder()``, and that a server's model lacks.
+"""User modules added to a model (``model.sae = Autoencoder()``), which the server's model does not have.
 
-They travel with every trace, as a message of their own that is read before the blocks, which mention them by
-name. The engine's tree has them for that trace alone.
+They are sent with every trace, as a separate message that is decoded before the blocks, because the blocks
+refer to the modules by name. They are attached to the engine's module tree only for the duration of that
+trace.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ _NOTHING: Final = object()
 
 
 def added_part(model: Envoy, codec: Codec) -> list[bytes]:
-    """Return the modules that were added to a model's tree as a part of a request; nothing if there are none.
+    """Return the modules added to a model's tree as a part of a request; an empty list if there are none.
 
     Raises:
-        EncodeError: One of them cannot travel.
+        EncodeError: One of them cannot be serialized.
     """
     added = model._root._added  # noqa: SLF001 - an envoy of ours
     if not added:
@@ -46,16 +47,16 @@ def added_part(model: Envoy, codec: Codec) -> list[bytes]:
 def attached(
     model: Envoy, parts: Sequence[bytes | memoryview], codec: str, resolve: Resolve
 ) -> Iterator[None]:
-    """Have a request's modules in a model's tree.
+    """Attach a request's modules to a model's tree; restore the tree on exit.
 
     Args:
         model: The engine's model.
-        parts: The request's parts behind its blocks, as ``added_part`` made them.
-        codec: What they are written in, by a sender whom the server has checked.
-        resolve: Finds what they name.
+        parts: The request's parts after its blocks, as returned by ``added_part``.
+        codec: Encoding of the parts, which the server has authorised for the sender.
+        resolve: Resolves references in the parts.
 
     Raises:
-        DecodeError: They cannot be read, or have no place in this tree.
+        DecodeError: A part cannot be decoded, or a module cannot be attached to this tree.
     """
     before: list[_Before] = []
     known = model._root._by_module  # noqa: SLF001 - an envoy of ours
@@ -78,7 +79,7 @@ def attached(
 
 
 class _Before:
-    """An envoy as it was before it was given a child.
+    """State of an envoy before a child was added to it.
 
     Args:
         envoy: The envoy.
@@ -93,9 +94,10 @@ class _Before:
         self._children, self._names = [*envoy._children], [*envoy._names]  # noqa: SLF001 - an envoy of ours
 
     def restore(self) -> None:
-        """Make it so again."""
+        """Restore the state."""
         envoy = self._envoy
-        object.__setattr__(envoy, "__class__", self._class)  # another one may have made room for the name
+        # Adding the child may have replaced the class, to free the name.
+        object.__setattr__(envoy, "__class__", self._class)
         envoy._children[:], envoy._names[:] = self._children, self._names  # noqa: SLF001 - an envoy of ours
         if self._variable is _NOTHING:
             vars(envoy).pop(self._name, None)
@@ -104,7 +106,7 @@ class _Before:
 
 
 def _checked(added: Any) -> list[tuple[str, str, torch.nn.Module]]:
-    """Return what was added: where, under which name, and the module."""
+    """Return the added modules, each with its parent's path and its name."""
     kinds = (str, str, torch.nn.Module)
     if not isinstance(added, list) or not all(
         isinstance(one, tuple) and len(one) == len(kinds) and all(map(isinstance, one, kinds))
@@ -117,7 +119,7 @@ def _checked(added: Any) -> list[tuple[str, str, torch.nn.Module]]:
 def _add(envoy: Envoy, name: str, module: torch.nn.Module) -> None:
     try:
         envoy._add_envoy(module.to(envoy._root.device), name)  # noqa: SLF001 - an envoy of ours
-    except Exception as error:  # a module of somebody's own may fail in any way
+    except Exception as error:  # a user's module may fail in any way
         raise DecodeError(f"the module {name!r} cannot be added to {envoy.path}: {error}") from error
 
 
@@ -126,7 +128,7 @@ def _parent(resolve: Resolve, path: str) -> Envoy:
         envoy = resolve(("envoy", path))
     except LookupError as error:
         raise DecodeError(str(error)) from error
-    assert isinstance(envoy, Envoy)  # noqa: S101 - what that kind of reference names
+    assert isinstance(envoy, Envoy)  # noqa: S101 - an ``envoy`` reference names no other type
     return envoy
 
 

@@ -1,4 +1,7 @@
-"""A server's address as people write it. Loads no torch: commands at a terminal start with it."""
+"""Normalisation of server addresses.
+
+The module does not import torch, because terminal commands import it at startup.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ import httpx
 
 
 def normalized(url: str) -> str:
-    """Return a server's address without its trailing slash or ``/v1``; ``http`` is understood.
+    """Return a server's address without a trailing slash or ``/v1``; the scheme defaults to ``http``.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The address is not valid.
     """
     full = url if "://" in url else f"http://{url}"
     try:

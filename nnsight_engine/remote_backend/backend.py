@@ -1,7 +1,8 @@
-"""``RemoteBackend``: runs a trace on a server, and brings home what it saved.
+"""``RemoteBackend``: runs a trace on a server, and returns its saved values to the caller.
 
-``with model.trace(prompt, remote=True):`` makes one; it can be made by hand as well, ``backend=``. Blocking,
-the trace is one request, and over when its answer is here. Otherwise it is a job, which goes on without us::
+``with model.trace(prompt, remote=True):`` creates one; a backend can also be created explicitly and passed as
+``backend=``. A blocking trace is one request, and is complete when its response has arrived. A non-blocking
+trace is a job, which runs independently of the client::
 
     with model.trace("Hello", remote=True, blocking=False) as tracer:
         output = model.lm_head.output.save()
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
 
 Engine = Literal["auto", "vllm", "local"]
 Remote = bool | str | None
-"""Where a trace runs: on the server of this address, on that of ``CONFIG.API.HOST``, or here."""
+"""Where a trace runs: on the server with this address, on the server ``CONFIG.API.HOST``, or in this
+process."""
 
 
 class RemoteBackend(Backend):
@@ -45,17 +47,17 @@ class RemoteBackend(Backend):
 
     Args:
         host: The server's address; ``CONFIG.API.HOST`` by default.
-        key: What it knows us by; ``CONFIG.API.KEY`` by default.
-        blocking: Whether the trace is over when its ``with`` statement is.
-        streams: Whether outputs are iterated over as they come, ``async for output in tracer.backend()``.
-        engine: What is to run it, ``"vllm"`` or ``"local"``; the server chooses by default.
-        codec: ``"cloudpickle"`` for what the wire format refuses, on servers that allow it.
-        model_key: What the server calls the model, if not by its name here.
+        key: The API key; ``CONFIG.API.KEY`` by default.
+        blocking: Whether the ``with`` statement waits for the trace's result.
+        streams: Whether outputs are iterated over as they arrive, ``async for output in tracer.backend()``.
+        engine: The engine to use, ``"vllm"`` or ``"local"``; the server chooses by default.
+        codec: ``"cloudpickle"`` for values that the wire format refuses, on servers that allow it.
+        model_key: The server's name for the model, if it differs from the name here.
         job_id: A job submitted earlier, whose result is wanted: ``RemoteBackend(job_id=...)()``.
-        transport: What carries traces; HTTP by default.
+        transport: The transport for traces; HTTP by default.
     """
 
-    def __init__(  # noqa: PLR0913 - options, all by name but one
+    def __init__(  # noqa: PLR0913 - options, keyword-only but one
         self,
         host: str | None = None,
         *,
@@ -68,7 +70,6 @@ class RemoteBackend(Backend):
         job_id: str | None = None,
         transport: Transport | None = None,
     ) -> None:
-        """Connect when there is a trace."""
         self.transport: Transport = transport if transport is not None else HttpTransport(host, key)
         self.blocking = blocking
         self.streams = streams
@@ -86,17 +87,17 @@ class RemoteBackend(Backend):
 
     @property
     def job_id(self) -> str | None:
-        """The trace's name on the server, once it has one."""
+        """The trace's id on the server, once it has one."""
         return self._id if self._job is None else self._job.id
 
     @property
     def job_status(self) -> JobStatus | None:
-        """Where the trace was when last heard of."""
+        """The last known status of the trace."""
         return self._status if self._job is None else self._job.status
 
     @property
     def engine(self) -> str | None:
-        """What ran it, once that is known: ``vllm`` or ``local``."""
+        """The engine that ran it, once known: ``vllm`` or ``local``."""
         return self._engine if self._job is None else self._job.engine
 
     @property
@@ -105,15 +106,15 @@ class RemoteBackend(Backend):
         return self._tier if self._job is None else self._job.tier
 
     def __call__(self, tracer: Tracer | None = None) -> Any:
-        """Run a trace; or, after one, give what it left.
+        """Run a trace; or, without a tracer, return the result of the trace that was sent.
 
         Returns:
-            Without a tracer: of a job its result, ``{"id": job_id, name: value, ...}``, or None while it is
-            not done; of a stream, an iterator over its outputs, once.
+            Without a tracer: for a job its result, ``{"id": job_id, name: value, ...}``, or None while it is
+                not done; for a stream, an iterator over its outputs, which can be used once.
 
         Raises:
-            RemoteError: The server does not run it.
-            BaseException: What a block raised.
+            RemoteError: The server does not run the trace.
+            BaseException: The error that a block raised.
         """
         if tracer is None:
             return self._stream() if self.streams else self.job.poll()
@@ -145,7 +146,7 @@ class RemoteBackend(Backend):
                 self._submit(sent)
         return None
 
-    # A trace that is waited for.
+    # Blocking traces.
 
     def _run(self, sent: SentRemotely) -> Any:
         with Display() as display:
@@ -161,7 +162,7 @@ class RemoteBackend(Backend):
         return None
 
     def _run_as_job(self, sent: SentRemotely) -> None:
-        """Run a trace, parts of which run here: its server asks for those over its job's WebSocket."""
+        """Run a trace with parts that run here: the server requests them over the job's WebSocket."""
         outcomes: list[Outcome] = []
 
         def read(frames: Sequence[Frame]) -> dict[str, Any]:
@@ -188,7 +189,7 @@ class RemoteBackend(Backend):
         self._engine = event.get("engine") or self._engine
         display.event({"job": self.job_id, **event})
 
-    # A job.
+    # Jobs.
 
     def _submit(self, sent: SentRemotely, read: Read | None = None) -> RemoteJob:
         http = self._http()
@@ -198,7 +199,7 @@ class RemoteBackend(Backend):
             http,
             str(job["id"]),
             read or (lambda frames: named(sent.read(frames))),
-            JobStatus.RECEIVED,  # as its events begin, wherever it is by now
+            JobStatus.RECEIVED,  # the status at which its events begin, though it may be further by now
             run=None if sent.local is None else sent.local.run,
         )
         return self._job
@@ -212,10 +213,10 @@ class RemoteBackend(Backend):
 
     @property
     def job(self) -> RemoteJob:
-        """The job that the trace became.
+        """The job of the trace.
 
         Raises:
-            ValueError: It became none.
+            ValueError: The trace is not a job.
         """
         if self._job is None:
             raise ValueError("there is no job: trace with blocking=False, or give a job_id")
@@ -226,18 +227,18 @@ class RemoteBackend(Backend):
         return self.job.wait(timeout_s)
 
     def events(self, after: int = 0) -> Iterator[dict[str, Any]]:
-        """Yield what happens to the job, as it happens, up to its end."""
+        """Yield the job's events as they occur, up to its end."""
         return self.job.events(after)
 
     def cancel(self) -> None:
-        """End the job."""
+        """Cancel the job."""
         self.job.cancel()
 
     def __await__(self) -> Generator[Any, None, dict[str, Any]]:
-        """Wait for the job's end without holding up the event loop; returns its result."""
+        """Wait for the job's end without blocking the event loop, and return its result."""
         return self.job.__await__()
 
-    # A stream.
+    # Streams.
 
     async def _stream(self) -> AsyncIterator[Any]:
         sent, self._sent = self._sent, None
@@ -258,7 +259,7 @@ class RemoteBackend(Backend):
                     if not output.finished:
                         yield _shown(output)
                     else:
-                        last.append(output)  # it is to have everything, which comes with the result
+                        last.append(output)  # held back until the result arrives, to include all saved values
                 elif frame.kind is FrameKind.ERROR:
                     raise refused(frame)
                 else:
@@ -279,17 +280,17 @@ def chosen_backend(
     blocking: bool = True,
     streams: bool = False,
 ) -> Backend | None:
-    """Return what runs a trace; None for here and now.
+    """Return the backend that runs a trace; None to run it immediately in this process.
 
     Args:
-        backend: What the user gave.
-        remote: Where the trace is to run.
-        default: Where the model's traces run that do not say so.
-        blocking: Whether it is waited for.
-        streams: Whether its outputs are.
+        backend: The backend that the user passed.
+        remote: The location that the user passed.
+        default: The location of the model's traces if the user passes none.
+        blocking: Whether the ``with`` statement waits for the trace's result.
+        streams: Whether outputs are iterated over as they arrive.
 
     Raises:
-        ValueError: It is not to be waited for, and runs here; or something given would have no effect.
+        ValueError: A non-blocking trace would run locally, or one of the arguments would have no effect.
     """
     if backend is not None and (isinstance(remote, str) or not blocking):
         given = "remote=" if isinstance(remote, str) else "blocking="
@@ -311,10 +312,10 @@ def chosen_backend(
 
 
 def _dialect_of(tracer: Tracer) -> Dialect:
-    """Return how the traces of a tracer's model are said to a server.
+    """Return the dialect in which the traces of a tracer's model are sent.
 
     Raises:
-        TypeError: The model is not one that a server could have.
+        TypeError: The model's class cannot be served.
     """
     root = getattr(getattr(tracer, "model", None), "_root", None)
     speak = getattr(root, "remote_dialect", None)
@@ -328,7 +329,7 @@ def _dialect_of(tracer: Tracer) -> Dialect:
 
 
 def is_near(address: str) -> bool:
-    """Tell whether a server is on this machine, to which nothing need be compressed."""
+    """Return whether a server is on this machine, so that compression is of no use."""
     host = httpx.URL(address).host if "://" in address else ""
     try:
         return not host or host == "localhost" or ipaddress.ip_address(host).is_loopback
@@ -338,13 +339,13 @@ def is_near(address: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RemoteStreamedOutput:
-    """One output of a request as it comes; what vLLM's have, and what its block has saved.
+    """One output of a request as it arrives: the fields of vLLM's outputs, and the saved values of its block.
 
     Attributes:
-        invoke: The block's number in its trace.
-        outputs: The choices that it tells of, with ``index``, ``text``, ``token_ids``, ``finish_reason``.
+        invoke: Index of the block in its trace.
+        outputs: The choices in this output, with ``index``, ``text``, ``token_ids``, ``finish_reason``.
         finished: Whether the request has ended.
-        saves: What the block has saved up to here, by name.
+        saves: The values that the block has saved so far, by name.
     """
 
     invoke: int

@@ -1,8 +1,9 @@
-"""What running traces have told and nobody has read yet: how much of it there may be, of each and of all.
+"""Memory limits for events of running traces that the client has not read yet, per trace and in total.
 
-Blocks tell of themselves at the model's pace, clients read at theirs. What waits in between is kept, up to a
-limit for one trace and one for all together, so that many slow readers cannot fill the memory. Over the
-latter the trace goes of whom the most waits, and not the one that happens to tell something.
+Blocks produce events at the model's pace, while clients read at their own. Unread events are buffered, up to
+a limit for each trace and a limit for all traces together, so that many slow readers cannot exhaust the
+memory. When the total limit is exceeded, the trace with the most unread bytes is ended, not the trace that
+happens to add the next event.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ MAX_TOTAL_BYTES: Final = 2**31
 
 
 class SlowReaderError(RuntimeError):
-    """What blocks told of themselves was not read for too long."""
+    """The events of a trace's blocks were not read fast enough."""
 
     @classmethod
     def over(cls, max_bytes: int) -> SlowReaderError:
-        """There would be more than this of one trace."""
+        """Return the error for one trace that exceeds its own limit."""
         return cls(
             f"More than {max_bytes:,} bytes that the blocks told wait to be read, so the trace was ended. "
             "Read its outputs faster, or save less at each step."
@@ -27,7 +28,7 @@ class SlowReaderError(RuntimeError):
 
     @classmethod
     def over_all(cls, max_bytes: int) -> SlowReaderError:
-        """There would be more than this of all traces."""
+        """Return the error for the trace with the most unread bytes when the total limit is exceeded."""
         return cls(
             f"More than {max_bytes:,} bytes that blocks of all traces told wait to be read, the most of them "
             "this trace's, so it was ended. Read its outputs faster, or save less at each step."
@@ -35,43 +36,42 @@ class SlowReaderError(RuntimeError):
 
 
 Drop = Callable[[SlowReaderError], None]
-"""Lets go of everything of a trace that waits, for this reason."""
+"""Discards all unread events of a trace, for the given reason."""
 
 
 class Backpressure:
-    """What waits, of all traces together.
+    """Accounting of unread bytes over all traces.
 
     Args:
-        max_bytes: How much may.
+        max_bytes: Limit in bytes for all traces together.
     """
 
     def __init__(self, max_bytes: int = MAX_TOTAL_BYTES) -> None:
-        """Start with nothing."""
         self._max_bytes = max_bytes
         self._shares: set[UnreadShare] = set()
 
     @property
     def num_bytes(self) -> int:
-        """How much waits."""
+        """Total number of unread bytes."""
         return sum(share.num_bytes for share in self._shares)
 
     def share(self, drop: Drop, max_bytes: int = MAX_BYTES) -> UnreadShare:
-        """Begin with a trace; ``close`` its share in the end.
+        """Register a trace, and return its share; the caller must ``close`` it in the end.
 
         Args:
-            drop: Called when too much waits.
-            max_bytes: How much of it may wait.
+            drop: Called when the trace is over its limit, or has the most unread bytes of an exceeded total.
+            max_bytes: Limit in bytes for this trace.
         """
         share = UnreadShare(self, drop, max_bytes)
         self._shares.add(share)
         return share
 
     def close(self, share: UnreadShare) -> None:
-        """Forget a share."""
+        """Unregister a share."""
         self._shares.discard(share)
 
     def check(self) -> None:
-        """Have room for what waits, at the cost of whom the most waits of."""
+        """Enforce the total limit by dropping the largest shares."""
         while self.num_bytes > self._max_bytes:
             max(self._shares, key=lambda share: share.num_bytes).drop(
                 SlowReaderError.over_all(self._max_bytes)
@@ -79,37 +79,36 @@ class Backpressure:
 
 
 class UnreadShare:
-    """What waits of one trace.
+    """Accounting of the unread bytes of one trace.
 
     Attributes:
-        num_bytes: How much that is.
+        num_bytes: Number of unread bytes.
     """
 
     def __init__(self, unread: Backpressure, drop: Drop, max_bytes: int) -> None:
-        """Start with nothing."""
         self.num_bytes = 0
         self._unread = unread
         self._drop = drop
         self._max_bytes = max_bytes
 
     def add(self, num_bytes: int) -> None:
-        """Take note that so much waits now, which its trace has already; it may be dropped."""
+        """Record bytes that its trace has already buffered; drops a trace if a limit is exceeded."""
         self.num_bytes += num_bytes
         if self.num_bytes > self._max_bytes:
             self.drop(SlowReaderError.over(self._max_bytes))
         self._unread.check()
 
     def take(self, num_bytes: int) -> None:
-        """Take note that so much was read."""
+        """Record that bytes were read."""
         self.num_bytes -= num_bytes
 
     def drop(self, error: SlowReaderError) -> None:
-        """Let go of what waits."""
+        """Discard the unread bytes."""
         self.num_bytes = 0
         self._drop(error)
 
     def close(self) -> None:
-        """End with the trace."""
+        """Unregister the share at the end of the trace."""
         self._unread.close(self)
 
 

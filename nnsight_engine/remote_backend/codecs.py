@@ -1,7 +1,7 @@
-"""What blocks are written in: the wire format, or a pickle for readers that trust the sender.
+"""Encodings of blocks: the wire format, or pickle for readers that trust the sender.
 
-A request's head names the codec. Clients call ``encode_blocks``; engines call ``decode_blocks`` where the
-blocks run, with ``trusted`` only if the server has checked whose they are (``app.auth.codecs``).
+A request's head names the codec. Clients call ``encode_blocks``. Engines call ``decode_blocks`` where the
+blocks run, with ``trusted`` only if the server has authorised the sender (``app.auth.codecs``).
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def encode_blocks(
     saved: Collection[int] = (),
     limits: MessageLimits = DEFAULT_LIMITS,
 ) -> bytes:
-    """Return blocks as a message, see ``wire.encode_trace``.
+    """Return blocks as a message, see ``encode_trace``.
 
     Raises:
-        EncodeError: Something in it cannot travel.
+        EncodeError: Part of it cannot be serialized.
     """
     encode = encode_trace_pickled if codec == "cloudpickle" else encode_trace
     return encode(blocks, shared, reference=reference, saved=saved, limits=limits)
@@ -56,18 +56,18 @@ def decode_blocks(
     trusted: bool = False,
     policy: Policy = TRUSTED,
 ) -> ReceivedTrace:
-    """Return the blocks of a message, compiled. Runs code of its sender's, and if trusted any.
+    """Return the compiled blocks of a message; runs the sender's code, arbitrary code for cloudpickle.
 
     Args:
-        codec: What the message is written in.
+        codec: Encoding of the message.
         data: The message.
-        resolve: Gives the object that ``reference`` named.
-        limits: What it may cost.
-        trusted: Whether the sender is one whose pickles are read.
-        policy: What code in the wire format may do, ``restricted_policy(budget)`` for one.
+        resolve: Returns the object for a name that ``reference`` gave.
+        limits: Limits of the message.
+        trusted: Whether pickles of this sender are accepted.
+        policy: What code in the wire format may do, for example ``restricted_policy(budget)``.
 
     Raises:
-        DecodeError: It is no such message, or one that only trusted senders may send.
+        DecodeError: The message is malformed, or only trusted senders may send it.
         SandboxError: It holds code that the policy refuses.
     """
     if codec == "wire":

@@ -1,8 +1,8 @@
-"""What a person sees while a remote trace runs: where it is, what its block prints, how much is through.
+"""Terminal output of a remote trace: its status, the prints of its blocks, and transfer progress.
 
-Short traces show nothing but what they print. One that takes longer gets a line at the end of the terminal,
-which goes again with it; where standard error is no terminal, a line for each status.
-``CONFIG.APP.REMOTE_LOGGING = False`` turns all of it off.
+A short trace shows only its prints. A longer one shows a status line at the end of the terminal, which is
+removed with the trace; if standard error is not a terminal, one line is written for each status.
+``CONFIG.APP.REMOTE_LOGGING = False`` disables all output.
 """
 
 from __future__ import annotations
@@ -35,28 +35,27 @@ _WIDTH: Final = 10
 
 
 class _Bytes(DownloadColumn):
-    """How many bytes are through, of how many if that is known; nothing beside what is no transfer."""
+    """Transferred bytes, and the total if known; empty for tasks that are not transfers."""
 
     def render(self, task: Task) -> Text:
-        """Return the column of one line."""
+        """Return the column's text for one task."""
         if task.total is not None:
             return super().render(task)
         return Text(decimal(int(task.completed)) if task.completed else "", style="progress.download")
 
 
 class _Speed(TransferSpeedColumn):
-    """How fast a transfer is, once that is known."""
+    """Transfer speed, once known."""
 
     def render(self, task: Task) -> Text:
-        """Return the column of one line."""
+        """Return the column's text for one task."""
         return super().render(task) if task.speed or task.finished_speed else Text("")
 
 
 class Display:
-    """Shows one trace; a context manager."""
+    """Displays one trace; a context manager."""
 
     def __init__(self) -> None:
-        """Show nothing yet."""
         self._shows = CONFIG.APP.REMOTE_LOGGING
         self._console = Console(stderr=True)
         self._lock = threading.Lock()
@@ -70,13 +69,13 @@ class Display:
         self._has_waited = False
 
     def __enter__(self) -> Self:
-        """Begin to wait; what is shown comes after a while."""
+        """Start the timer after which the status line appears."""
         if self._shows and self._is_terminal:
             self._wait(self._start)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Take the line away."""
+        """Remove the status line."""
         with self._lock:
             if self._timer is not None:
                 self._timer.cancel()
@@ -85,7 +84,7 @@ class Display:
                 self._bars.stop()
 
     def event(self, event: dict[str, Any]) -> None:
-        """Show something that happened."""
+        """Display an event of the trace."""
         status, job = str(event.get("status")), str(event.get("job") or "")
         message = event.get("message")
         if status == JobStatus.LOG:
@@ -101,7 +100,7 @@ class Display:
             self._keep(_line(job, status, detail))
 
     def progress(self, way: str, num_bytes: int, total: int | None) -> None:
-        """Show how much of a transfer is through; ``total`` is None where nobody knows it."""
+        """Display the progress of a transfer; ``total`` is None if unknown."""
         with self._lock:
             if self._bars is None:
                 return
@@ -115,7 +114,7 @@ class Display:
         self._timer.start()
 
     def _keep(self, line: str) -> None:
-        """Have a line written, at once if the trace has taken a while already."""
+        """Queue a line, or write it immediately if the trace has already taken a while."""
         if self._is_terminal or not self._shows:
             return
         self._lines.append(line)
@@ -126,7 +125,7 @@ class Display:
 
     def _write(self) -> None:
         with self._lock:
-            if self._timer is None:  # over by now
+            if self._timer is None:  # the trace is over
                 return
             self._has_waited = True
             self._write_lines()
@@ -138,7 +137,7 @@ class Display:
 
     def _start(self) -> None:
         with self._lock:
-            if self._timer is None:  # over by now
+            if self._timer is None:  # the trace is over
                 return
             self._bars = Progress(
                 SpinnerColumn(),

@@ -1,4 +1,4 @@
-"""What can go wrong with blocks that run elsewhere, beside what they raise themselves."""
+"""Errors of remote execution, in addition to the errors that blocks raise themselves."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 
 class LostTraceError(RuntimeError):
-    """The engine has nothing of a request that it has run."""
+    """The engine returned no outcome for some of the blocks that it ran."""
 
     @classmethod
     def of(cls, missing: Collection[int]) -> LostTraceError:
-        """Say of which blocks."""
+        """Return the error for the blocks with these numbers."""
         return cls(
             f"The engine returned nothing of {len(missing)} of the trace's blocks, the first being number "
             f"{min(missing)}: too many traces waited to be collected, or its worker could not read the "
@@ -23,10 +23,10 @@ class RemoteError(RuntimeError):
     """A server did not run a trace.
 
     Attributes:
-        code: What is wrong, as the server's API calls it; None where no server answered.
-        status: The answer's HTTP status; None where there was none.
-        param: The field that is wrong.
-        retry_after_s: How long the server asks to wait before it is asked again.
+        code: Error code of the server's API; None if no server responded.
+        status: HTTP status of the response; None if there was none.
+        param: The request field that is invalid.
+        retry_after_s: Delay in seconds that the server asks for before the next attempt.
     """
 
     def __init__(
@@ -38,7 +38,6 @@ class RemoteError(RuntimeError):
         param: str | None = None,
         retry_after_s: float = 0.0,
     ) -> None:
-        """Keep the parts; ``str()`` gives the message."""
         super().__init__(message)
         self.code = code
         self.status = status
@@ -47,10 +46,11 @@ class RemoteError(RuntimeError):
 
     @classmethod
     def said(cls, plain: Any, *, status: int | None = None, retry_after_s: float = 0.0) -> RemoteError:
-        """Return what an answer says that holds OpenAI's error object.
+        """Return the error described by a response body with OpenAI's error object.
 
         Raises:
-            KeyError: It holds none, as does TypeError say.
+            KeyError: The body has no such object, or it lacks a field.
+            TypeError: The body has another structure.
         """
         error = plain["error"]
         message, code, param = str(error["message"]), str(error["code"]), error.get("param")
@@ -62,11 +62,11 @@ class RemoteConnectionError(RemoteError, ConnectionError):
 
 
 class LocalBlockError(RuntimeError):
-    """A block asks for a part of it to run where it was written, and runs where that cannot be done."""
+    """A block uses ``tracer.local()`` where its part cannot be run at the client."""
 
     @classmethod
     def on_vllm(cls) -> LocalBlockError:
-        """In an engine that serves many requests in one step."""
+        """Return the error for blocks in vLLM, where many requests share one step."""
         return cls(
             "tracer.local() is not for blocks inside vLLM: all requests of a step would wait for your "
             "machine. Save what you need, compute with it after the trace, and trace again; a session keeps "
@@ -75,7 +75,7 @@ class LocalBlockError(RuntimeError):
 
     @classmethod
     def unreachable(cls) -> LocalBlockError:
-        """In a trace whose client does not wait to be asked."""
+        """Return the error for a trace whose client cannot be called."""
         return cls(
             "tracer.local() needs its client, and nobody can be asked: write `with tracer.local():` in the "
             "trace's own block, with the name that the trace is bound to, and send it over HTTP with a "
@@ -84,7 +84,7 @@ class LocalBlockError(RuntimeError):
 
     @classmethod
     def in_session(cls) -> LocalBlockError:
-        """In a trace of a session, whose traces belong to no job of their own."""
+        """Return the error for a trace within a session, whose traces have no jobs of their own."""
         return cls(
             "tracer.local() is not for the traces of a session on a server: trace outside of the session, or "
             "save what you need and compute with it after"
@@ -92,7 +92,7 @@ class LocalBlockError(RuntimeError):
 
     @classmethod
     def unanswered(cls, timeout_s: float) -> LocalBlockError:
-        """Where the client has gone, or its part takes too long."""
+        """Return the error for a client that has disconnected or exceeds the timeout."""
         return cls(
             f"nobody answered tracer.local() within {timeout_s:g} s (the server's local_block_timeout_s): "
             "the client has gone, does not wait for its job, or computes for longer"
@@ -100,7 +100,7 @@ class LocalBlockError(RuntimeError):
 
     @classmethod
     def misplaced(cls) -> LocalBlockError:
-        """In code that is no part of the trace's own blocks."""
+        """Return the error for a part outside of the trace's own blocks."""
         return cls(
             "tracer.local() stands in a trace's own block or in an invoke, where the client finds it; not "
             "in a function, in an edit, or under validate=True"
@@ -108,7 +108,7 @@ class LocalBlockError(RuntimeError):
 
     @classmethod
     def changed(cls, name: str) -> LocalBlockError:
-        """Where a part changed a copy, which the engine would not notice."""
+        """Return the error for a part that modified a copy in place, which the engine would not notice."""
         return cls(
             f"`{name}` was changed in place within tracer.local(), where it is a copy of the engine's: "
             f"assign a new value instead, `{name} = ...`, or use a variable that only the parts under "
@@ -117,7 +117,7 @@ class LocalBlockError(RuntimeError):
 
     @classmethod
     def without_values(cls) -> LocalBlockError:
-        """Where a part computed with a model that was loaded without its weights."""
+        """Return the error for a part that computed with a model loaded without its weights."""
         return cls(
             "a part under tracer.local() computes with a meta tensor, which has no values: your model was "
             "loaded without its weights. Compute with them on the server, or load it with dispatch=True"
@@ -125,7 +125,7 @@ class LocalBlockError(RuntimeError):
 
     @classmethod
     def repeated(cls) -> LocalBlockError:
-        """Where a server has begun with the trace a second time."""
+        """Return the error for a server that has started the trace a second time."""
         return cls(
             "the server began with the trace again, after a restart, when parts of it had run under "
             "tracer.local(): they would run twice. Run the trace again"
@@ -133,7 +133,7 @@ class LocalBlockError(RuntimeError):
 
     @classmethod
     def without_gradients(cls) -> LocalBlockError:
-        """Where a backward pass comes to what a client computed."""
+        """Return the error for a backward pass that reaches values computed by a client."""
         return cls(
             "gradients do not pass through tracer.local(): use `.detach()` on what it computed, or compute "
             "with it on the server"

@@ -1,7 +1,7 @@
-"""What a server answers a trace with: a stream of frames, each a kind, a length and its bytes.
+"""The response to a trace: a stream of frames, each with a kind, a length and its data.
 
-A stream ends with ``RESULT`` or ``ERROR``; one that ends otherwise was cut off. ``docs/remote.md`` says what
-each kind holds.
+A complete stream ends with ``RESULT`` or ``ERROR``; any other end means that it was cut off.
+``docs/remote.md`` specifies the contents of each kind.
 """
 
 from __future__ import annotations
@@ -21,51 +21,52 @@ _HEAD: Final = struct.Struct("<BQ")
 _NUMBER: Final = struct.Struct("<Q")
 HEAD_BYTES: Final = _HEAD.size
 ANSWER_HEAD_BYTES: Final = HEAD_BYTES + _NUMBER.size
-"""Of a ``LOCAL`` frame, what comes before the message."""
+"""Number of bytes before the message in a ``LOCAL`` frame."""
 _SMALL_BYTES: Final = 2**20
 TIER: Final = "tier"
-"""Of ``OUTPUTS``, what says how vLLM ran the trace."""
+"""Field of ``OUTPUTS`` that holds how vLLM ran the trace."""
 
 
 class FrameKind(enum.IntEnum):
-    """What a frame holds."""
+    """The kind of a frame's contents."""
 
     EVENT = 1
     """JSON: ``{"status": "LOG", "message": "…", "time": 1770000000.5}``, see ``api_schemas.jobs``."""
     OUTPUT = 2
-    """A wire message: one streamed output of a request, with what its block has saved so far."""
+    """A wire message: one streamed output of a request, with the values that its block has saved so far."""
     OUTPUTS = 3
-    """JSON: what the trace's requests returned, by ``"<block>/<choice>"``; on vLLM also ``tier``."""
+    """JSON: the results of the trace's requests, by ``"<block>/<choice>"``; on vLLM also ``tier``."""
     RESULT = 4
-    """A wire message: what came of each block, see ``outcomes``."""
+    """A wire message: the outcome of each block, see ``outcomes``."""
     ERROR = 5
-    """JSON: OpenAI's error object, of the server and not of a block."""
+    """JSON: OpenAI's error object, for an error of the server and not of a block."""
     LOCAL = 6
-    """Over a job's WebSocket: a call of ``tracer.local()``, or its answer; its number and a wire message."""
+    """Over a job's WebSocket: a call of ``tracer.local()`` or its response; a call number and a wire
+    message."""
 
 
 class Frame(NamedTuple):
-    """One frame; ``data`` is whatever holds bytes."""
+    """One frame; ``data`` is any bytes-like object."""
 
     kind: FrameKind
     data: bytes | bytearray | memoryview
 
     def head(self) -> bytes:
-        """Return what is written before the data."""
+        """Return the bytes that precede the data."""
         return head_of(self.kind, len(self.data))
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield the frame in pieces, none of them large, as messages of a WebSocket are."""
+        """Yield the frame in small pieces, for use as WebSocket messages."""
         yield self.head()
         view = memoryview(self.data)
         for start in range(0, len(view), _SMALL_BYTES):
             yield bytes(view[start : start + _SMALL_BYTES])
 
     def json(self) -> Any:
-        """Return the data as JSON.
+        """Return the data parsed as JSON.
 
         Raises:
-            DecodeError: It is none.
+            DecodeError: The data is not valid JSON.
         """
         try:
             return msgspec.json.decode(self.data)
@@ -74,20 +75,20 @@ class Frame(NamedTuple):
 
 
 def head_of(kind: FrameKind, num_bytes: int) -> bytes:
-    """Return what is written before the data of a frame."""
+    """Return the bytes that precede the data of a frame."""
     return _HEAD.pack(kind, num_bytes)
 
 
 def calling(number: int, data: bytes | bytearray | memoryview) -> Frame:
-    """Return the ``LOCAL`` frame of a call, or of its answer."""
+    """Return the ``LOCAL`` frame of a call, or of its response."""
     return Frame(FrameKind.LOCAL, b"".join((_NUMBER.pack(number), data)))
 
 
 def called(frame: Frame) -> tuple[int, memoryview]:
-    """Return which call a ``LOCAL`` frame is of, and its message.
+    """Return the call number and the message of a ``LOCAL`` frame.
 
     Raises:
-        DecodeError: It is no such frame.
+        DecodeError: It is not such a frame.
     """
     if frame.kind is not FrameKind.LOCAL or len(frame.data) < _NUMBER.size:
         raise DecodeError(f"a {frame.kind.name} frame of {len(frame.data):,} bytes is no call of a client")
@@ -96,12 +97,14 @@ def called(frame: Frame) -> tuple[int, memoryview]:
 
 
 def answer_head(head: bytes | bytearray, max_bytes: int) -> tuple[int, int] | None:
-    """Return which call the ``LOCAL`` frame is of that begins so, and how many bytes of its message follow.
+    """Parse the start of a ``LOCAL`` frame.
 
-    None where more bytes of it are needed, ``ANSWER_HEAD_BYTES`` in all.
+    Returns:
+        The call number and the number of message bytes that follow; None while fewer than
+            ``ANSWER_HEAD_BYTES`` bytes are available.
 
     Raises:
-        DecodeError: It is no such frame, or has more than ``max_bytes``.
+        DecodeError: It is not such a frame, or is longer than ``max_bytes``.
     """
     if len(head) < HEAD_BYTES:
         return None
@@ -123,10 +126,10 @@ def json_frame(kind: FrameKind, value: Any) -> Frame:
 
 
 def tier_of(frames: Sequence[Frame]) -> str | None:
-    """Return how vLLM ran a trace, ``tap`` or ``eager``, see ``RemoteBackend``; None where nothing says so.
+    """Return how vLLM ran a trace, ``tap`` or ``eager``, see ``RemoteBackend``; None if unknown.
 
     Raises:
-        DecodeError: A frame is broken.
+        DecodeError: A frame is malformed.
     """
     told = [frame.json() for frame in frames if frame.kind is FrameKind.OUTPUTS]
     tier = told[0].get(TIER) if told and isinstance(told[0], dict) else None
@@ -134,14 +137,13 @@ def tier_of(frames: Sequence[Frame]) -> str | None:
 
 
 class FrameReader:
-    """Puts frames together from bytes as they come.
+    """Assembles frames from bytes as they arrive.
 
     Args:
-        max_bytes: Of one frame; a longer one is an error before it is read.
+        max_bytes: Limit of one frame; a longer frame is refused before its data is read.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        """Start before the first frame."""
         self._max_bytes = max_bytes
         self._head = memoryview(bytearray(HEAD_BYTES))
         self._kind: FrameKind | None = None
@@ -151,19 +153,19 @@ class FrameReader:
 
     @property
     def pending(self) -> tuple[int, int] | None:
-        """How many bytes of the frame being read are here, and how many it has; None between frames."""
+        """Received and total number of bytes of the frame being read; None between frames."""
         return None if self._kind is None else (self._num, len(self._view))
 
     @property
     def is_between(self) -> bool:
-        """Whether no frame is half read."""
+        """Whether no frame is partially read."""
         return self._kind is None and not self._num
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """Take more bytes; yields the frames that they complete.
+        """Consume bytes, and yield the frames that they complete.
 
         Raises:
-            DecodeError: A frame of an unknown kind, or too long.
+            DecodeError: A frame has an unknown kind, or is too long.
         """
         rest = memoryview(data)
         while rest:
@@ -176,14 +178,14 @@ class FrameReader:
                 yield frame
 
     def room(self) -> memoryview:
-        """Return where the next bytes go, for whoever can read into it; ``took`` says how many came."""
+        """Return the buffer for the next bytes; callers that read directly into it then call ``took``."""
         return self._view[self._num :]
 
     def took(self, num_bytes: int) -> Frame | None:
-        """Take note of bytes in ``room``; returns the frame that they complete.
+        """Record that bytes were written to ``room``; return the frame that they complete, or None.
 
         Raises:
-            DecodeError: A frame of an unknown kind, or too long.
+            DecodeError: A frame has an unknown kind, or is too long.
         """
         self._num += num_bytes
         if self._num < len(self._view):
@@ -210,7 +212,10 @@ class FrameReader:
 
 
 def _room(num_bytes: int) -> bytearray | memoryview:
-    """Return room for so many bytes; of a large frame, memory is taken as the bytes come."""
+    """Return a buffer of this size.
+
+    A large buffer is zeroed lazily by the operating system, so its memory is used only as bytes arrive.
+    """
     if num_bytes <= _SMALL_BYTES:
         return bytearray(num_bytes)
     try:

@@ -1,7 +1,8 @@
-"""Traces over HTTP. One connection pool for each server and process; answers are read as they come.
+"""Trace requests over HTTP, with one connection pool per process; responses are read as they arrive.
 
-What is safe to repeat is repeated: requests that never reached the server, those that it was not ready for
-(503 with its reason), reads, and jobs, whose submission carries a key. A trace that may have begun is not.
+Operations that are safe to repeat are retried: requests that never reached the server, requests that it
+rejected as not ready (503 with a reason), reads, and job submissions, which carry an idempotency key. A trace
+that may have started is not retried.
 """
 
 from __future__ import annotations
@@ -31,24 +32,24 @@ from nnsight_engine.serialization import DecodeError
 
 _CONNECT_S: Final = 10.0
 _READ_S: Final = 3600.0
-"""Between two frames: a block may compute for long, and nobody tells in between."""
+"""Read timeout between two frames: a block may compute for a long time without producing any."""
 MAX_FRAME_BYTES: Final = 16 * 2**30
 _CHUNK_BYTES: Final = 2**20
 
 
 class HttpTransport:
-    """Talks to one server.
+    """Client of one server.
 
     Args:
-        url: Where it is, ``http://127.0.0.1:8000``; what ``CONFIG.API.HOST`` says by default.
-        key: What it knows us by; ``CONFIG.API.KEY`` by default.
+        url: The server's address, such as ``http://127.0.0.1:8000``; ``CONFIG.API.HOST`` by default.
+        key: The API key; ``CONFIG.API.KEY`` by default.
     """
 
     def __init__(self, url: str | None = None, key: str | None = None) -> None:
-        """Connect when first needed.
+        """Store the address; connections are opened when first needed.
 
         Raises:
-            ValueError: The address is none.
+            ValueError: The address is not valid.
         """
         self.url = normalized(url if url is not None else CONFIG.API.HOST)
         self._key = CONFIG.API.KEY if key is None else key
@@ -61,7 +62,7 @@ class HttpTransport:
     # Traces.
 
     def run(self, request: TraceRequest, progress: Progress | None = None) -> Iterator[Frame]:
-        """Send a trace, and yield the frames of the answer; see ``Transport``."""
+        """Send a trace, and yield the frames of the response; see ``Transport``."""
         response = self._patiently(lambda: self._post("/v1/traces", request, progress, stream=True))
         try:
             yield from _frames(response.iter_raw(), progress)
@@ -71,7 +72,7 @@ class HttpTransport:
             response.close()
 
     async def stream(self, request: TraceRequest) -> AsyncIterator[Frame]:
-        """Send a trace, and yield the frames of the answer as they come; see ``Transport``."""
+        """Send a trace, and yield the frames of the response as they arrive; see ``Transport``."""
         reader, content = FrameReader(MAX_FRAME_BYTES), request.to_bytes()
         async with httpx.AsyncClient(timeout=_timeout(), headers=self.headers()) as client:
 
@@ -100,7 +101,7 @@ class HttpTransport:
     # Jobs.
 
     def submit(self, request: TraceRequest, progress: Progress | None = None) -> dict[str, Any]:
-        """Have the server run a trace as a job; returns the job."""
+        """Submit a trace as a job, and return the server's description of the job."""
         key = {"Idempotency-Key": uuid.uuid4().hex}
         answer = self._patiently(
             lambda: self._post("/v1/jobs", request, progress, headers=key), is_repeatable=True
@@ -108,16 +109,16 @@ class HttpTransport:
         return _object(answer)
 
     def job(self, job_id: str) -> dict[str, Any]:
-        """Return where a job is."""
+        """Return the current state of a job."""
         return self.get_json(f"/v1/jobs/{job_id}")
 
     def cancel(self, job_id: str) -> dict[str, Any]:
-        """End a job; returns where it is."""
+        """Cancel a job, and return its state."""
         path = f"{self.url}/v1/jobs/{job_id}/cancel"
         return _object(self._patiently(lambda: self._send("POST", path), is_repeatable=True))
 
     def result(self, job_id: str, progress: Progress | None = None) -> list[Frame]:
-        """Return the frames of a job's result; a download that breaks goes on where it was."""
+        """Return the frames of a job's result; an interrupted download resumes where it stopped."""
         download, tries = _Download(), Retry(self.url)
         while True:
             num_bytes = download.num_bytes
@@ -145,28 +146,28 @@ class HttpTransport:
                 download.take(chunk, progress)
 
     def events(self, job_id: str, after: int = 0, end: float | None = None) -> Iterator[dict[str, Any]]:
-        """Yield what happens to a job, from after the event of this number to the last one.
+        """Yield the events of a job, from the one after number ``after`` to the last.
 
         Args:
             job_id: The job.
-            after: The number of the last event that is known.
-            end: When to give up, by the monotonic clock.
+            after: Number of the last event that the caller has.
+            end: Deadline on the monotonic clock.
 
         Raises:
-            TimeoutError: The job goes on beyond ``end``.
+            TimeoutError: The job continues beyond ``end``.
         """
         return self.followed(lambda last: self._events(job_id, last, end), job_id, after, end)
 
     def followed(
         self, connect: Callable[[int], Iterator[dict[str, Any]]], job_id: str, after: int, end: float | None
     ) -> Iterator[dict[str, Any]]:
-        """Yield what happens to a job, over as many connections as it takes; see ``events``.
+        """Yield the events of a job, reconnecting as often as necessary; see ``events``.
 
         Args:
-            connect: Yields the events after the one of a number, for as long as a connection lasts.
+            connect: Yields the events after the given number until its connection ends.
             job_id: The job.
-            after: The number of the last event that is known.
-            end: When to give up.
+            after: Number of the last event that the caller has.
+            end: Deadline on the monotonic clock.
         """
         last, tries = after, Retry(self.url)
         while True:
@@ -175,8 +176,8 @@ class HttpTransport:
                     last = event["id"]
                     tries.progressed()
                     yield event
-                # The stream of a server that was stopped ends like that of a job; and one that was run again
-                # has its old end behind it.
+                # A stopped server ends the stream as the end of a job does, and the stream of a job that was
+                # run again still contains the end of its earlier run. So the job's status decides.
                 if JobStatus(self.job(job_id)["status"]).is_final:
                     return
                 raise httpx.RemoteProtocolError("the events ended before the job did")
@@ -187,7 +188,7 @@ class HttpTransport:
 
     def _events(self, job_id: str, after: int, end: float | None) -> Iterator[dict[str, Any]]:
         path = f"{self.url}/v1/jobs/{job_id}/events?after={after}"
-        # Heartbeats come in between; only a deadline of the caller's is shorter.
+        # The server sends heartbeats, so only the caller's deadline can be shorter.
         read_s = _READ_S if end is None else max(end - time.monotonic(), 0.001)
         response = self._send(
             "GET", path, headers={"accept": "text/event-stream"}, stream=True, read_s=read_s
@@ -202,10 +203,10 @@ class HttpTransport:
         finally:
             response.close()
 
-    # What there is.
+    # Information.
 
     def outline(self) -> dict[str, Any]:
-        """Return what the server says of its model; see ``Transport``."""
+        """Return the server's description of its model; see ``Transport``."""
         return self.get_json("/v1/traces/outline")
 
     def get_json(self, path: str) -> dict[str, Any]:
@@ -215,7 +216,7 @@ class HttpTransport:
     # Requests.
 
     def headers(self) -> dict[str, str]:
-        """Return what every request says of who sends it."""
+        """Return the headers of every request, which authenticate the client."""
         return {"authorization": f"Bearer {self._key}"} if self._key else {}
 
     def _post(
@@ -258,7 +259,7 @@ class HttpTransport:
     def _patiently(
         self, send: Callable[[], httpx.Response], *, is_repeatable: bool = False
     ) -> httpx.Response:
-        """Send, and again where that is safe, with growing pauses."""
+        """Send a request, and retry where that is safe, with growing pauses."""
         tries = Retry(self.url, is_repeatable=is_repeatable)
         while True:
             try:
@@ -267,7 +268,7 @@ class HttpTransport:
                 tries.wait(error)
 
     async def _patiently_async(self, send: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response:
-        """Send what is not to run twice, as ``_patiently`` does."""
+        """Send a request that must not run twice; retry like ``_patiently``."""
         tries = Retry(self.url, is_repeatable=False)
         while True:
             try:
@@ -277,13 +278,13 @@ class HttpTransport:
 
 
 class _Download:
-    """Frames that arrive over several connections."""
+    """A frame stream that is downloaded over several connections."""
 
     def __init__(self) -> None:
         self.restart("")
 
     def restart(self, tag: str) -> None:
-        """Begin with the first byte of what has this tag."""
+        """Start again at the first byte of the version with this entity tag."""
         self.tag = tag
         self.reader = FrameReader(MAX_FRAME_BYTES)
         self.frames: list[Frame] = []
@@ -297,7 +298,7 @@ class _Download:
 
 @functools.cache
 def _client(pid: int) -> httpx.Client:
-    """Return this process's connections; a forked one needs its own."""
+    """Return the connection pool of this process; a forked process needs its own."""
     del pid
     return httpx.Client(timeout=_timeout(), limits=httpx.Limits(max_keepalive_connections=32))
 

@@ -1,7 +1,7 @@
-"""Which model a trace is meant for: its name, and a fingerprint of its shape.
+"""Identification of the model that a trace is meant for: its name, and a fingerprint of its shape.
 
-A folder has another name on every machine, so two sides that loaded the same checkpoint from folders compare
-what its config says of its shape.
+The path of a folder differs between machines, so two sides that loaded the same checkpoint from folders
+compare the shape given by its config.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ _FIELDS: Final = (
 
 
 def fingerprint_of(config: Any) -> str:
-    """Return a hash of a model's shape, from its config of the transformers library."""
+    """Return a hash of a model's shape, computed from its transformers config."""
     text = config.get_text_config()
     shape = {name: getattr(text, name, None) for name in _FIELDS}
     return hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()
 
 
 def fingerprint_of_folder(folder: str) -> str:
-    """Return the hash of the shape of a model in a folder here; nothing where there is no model."""
-    from transformers import AutoConfig  # noqa: PLC0415 - asking for a server's status shall not load it
+    """Return the shape hash of the model in a local folder; an empty string if there is no model."""
+    from transformers import AutoConfig  # noqa: PLC0415 - status queries should not import transformers
 
     try:
-        config = AutoConfig.from_pretrained(folder)  # nosec B615 # a folder here
+        config = AutoConfig.from_pretrained(folder)  # nosec B615 # a local folder
     except (OSError, ValueError):
         return ""
     return fingerprint_of(config)
 
 
 def name_of(source: str) -> str:
-    """Return what a server is to know a model by: its name, or a folder's whole path, which shows as one."""
+    """Return the name by which a server knows a model: its repository name, or a folder's absolute path."""
     path = Path(source).expanduser()
     return str(path.absolute()) if path.is_dir() else source

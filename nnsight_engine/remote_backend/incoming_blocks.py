@@ -1,7 +1,7 @@
-"""Blocks that came from elsewhere: their variables, what they share, and what they leave behind.
+"""Received blocks: their variables, the variables that they share, and the message with their outcomes.
 
-Whatever runs blocks for somebody else reads them with ``invokes_of``, runs them in its own way, and answers
-with ``outcome_pieces``, which ``outcomes`` reads on the other side.
+An engine that runs blocks for a client decodes them with ``invokes_of``, runs them in its own way, and
+responds with ``outcome_pieces``, which ``outcomes`` decodes on the other side.
 """
 
 from __future__ import annotations
@@ -26,27 +26,29 @@ SAVED: Final = "saved"
 """Name, among a trace's shared values, of the list of containers that were saved before its blocks ran."""
 
 _MAX_SAID: Final = 2000
-"""Characters of an error in an event; the error itself is in the result."""
+"""Maximum number of characters of an error in an event; the full error is in the result."""
 
 
 class ReceivedInvoke:
-    """A block's variables, and the surrounding ones that they stand for; see ``interleaving.sharing``.
+    """A block with its variables, and the surrounding variables that they represent.
+
+    See ``interleaving.shared_variables``.
 
     Attributes:
         info: The block.
         identities: The numbers of the surrounding variables, by name.
-        own: The block's own.
+        own: The block's own cells, by name.
         stored: The names that it may assign.
-        assignments: What counts its stores.
-        args: The input of its invoke, where it has one.
-        kwargs: Keyword arguments that belong to the input.
-        marked: What it has saved, by identity, if whoever runs it keeps that apart.
+        assignments: Counts its assignments.
+        args: The input of its invoke, if it has one.
+        kwargs: Keyword arguments of the input.
+        marked: The objects that it has saved, by identity, if the engine keeps them per block.
     """
 
     __slots__ = ("args", "assignments", "identities", "info", "kwargs", "marked", "own", "stored")
 
     def __init__(self, info: Info, groups: Mapping[str, int]) -> None:
-        """Take a block; variables of one number are one."""
+        """Create the invoke of a block; variables with equal numbers represent one surrounding variable."""
         self.info = info
         self.own = info.variables
         self.identities = {name: groups[name] for name in info.variables if name in groups}
@@ -57,11 +59,11 @@ class ReceivedInvoke:
         self.marked: dict[int, Any] = {}
 
     def saves(self, marked: Mapping[int, Any]) -> dict[str, Any]:
-        """Return the variables that were saved, by name; ``marked`` is what was, by identity."""
+        """Return the saved variables, by name; ``marked`` holds the saved objects, by identity."""
         return {name: value for name, value in self._assigned().items() if holds_marked(value, marked)}
 
     def flows(self, marked: Mapping[int, Any], wanted: Collection[str]) -> dict[str, Any]:
-        """Return variables that were not saved, and that later traces of a session use."""
+        """Return variables that were not saved, but that later traces of a session use, by name."""
         values = {name: value for name, value in self._assigned().items() if name in wanted}
         return {name: value for name, value in values.items() if not holds_marked(value, marked)}
 
@@ -70,7 +72,7 @@ class ReceivedInvoke:
         return {name: value for name, value in values.items() if value is not UNBOUND}
 
     def finish(self) -> None:
-        """Keep the variables after the run, as whoever has run it reads them."""
+        """Hook that engines call after the run to keep the variables' values; does nothing by default."""
 
 
 def invokes_of(blocks: Sequence[Info], groups: Sequence[Mapping[str, int]]) -> list[ReceivedInvoke]:
@@ -78,10 +80,11 @@ def invokes_of(blocks: Sequence[Info], groups: Sequence[Mapping[str, int]]) -> l
 
     Args:
         blocks: The blocks.
-        groups: For each, its variables' names and the numbers of the surrounding variables they stand for.
+        groups: For each block, its variables by name, and the number of the surrounding variable that each
+            one is.
 
     Raises:
-        DecodeError: There are more of one than of the other.
+        DecodeError: The two lists differ in length.
     """
     if len(blocks) != len(groups):
         raise DecodeError(
@@ -99,7 +102,7 @@ def outcome_of(
     flows: Mapping[str, Any] = MappingProxyType({}),
     warnings: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return what came of a block, as a message has it; ``error`` is of ``encode_error``."""
+    """Return a block's outcome in the form used in messages; ``error`` is the result of ``encode_error``."""
     return {
         "index": index,
         "choice": choice,
@@ -112,12 +115,12 @@ def outcome_of(
 
 
 def failure_of(blocks: Sequence[Mapping[str, Any]]) -> str:
-    """Return what to say of the first block that failed, nothing if none did."""
+    """Return a short text of the first block's error; an empty string if no block failed."""
     told = next((block["error"] for block in blocks if block["error"] is not None), None)
     if told is None:
         return ""
     said = f"{told['name']}: {told['message']}"[:_MAX_SAID]
-    return said.encode("utf-8", "backslashreplace").decode()  # it goes where lone surrogates cannot
+    return said.encode("utf-8", "backslashreplace").decode()  # events cannot hold lone surrogates
 
 
 def outcome_pieces(
@@ -127,9 +130,10 @@ def outcome_pieces(
     compress: bool = False,
     limits: MessageLimits = DEFAULT_LIMITS,
 ) -> list[Piece]:
-    """Return what blocks left behind as pieces of a message; one that saved what cannot travel fails alone.
+    """Return the blocks' outcomes as pieces of a message.
 
-    Tensors on the host are pieces as they are, not copies of them.
+    If a block saved values that cannot be serialized, only that block fails. Tensors in host memory are not
+    copied.
     """
     write = partial(encode_pieces, reference=reference, limits=limits)
     try:
@@ -147,7 +151,7 @@ def outcome_pieces(
         message["before"] = None
     try:
         return write(message, compress=compress)
-    except EncodeError as error:  # they are too much together
+    except EncodeError as error:  # together they exceed the limits
         for block in message["blocks"]:
             _failed(block, error)
         return write(message)

@@ -1,7 +1,7 @@
-"""A job followed over its WebSocket, whose server asks for parts of the job's blocks to be run here.
+"""Following a job over its WebSocket, where the server can ask the client to run parts of the job's blocks.
 
-Events are JSON text; what is asked and answered are frames, binary, in pieces. A connection that breaks is
-made again, and begins where the last one ended.
+Events are JSON text messages. Calls and their responses are frames, sent as binary messages in pieces. A
+broken connection is replaced by a new one, which continues with the events after the last one received.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nnsight_engine.remote_backend.frames import Frame, FrameReader, called, cal
 from nnsight_engine.remote_backend.http import MAX_FRAME_BYTES, HttpTransport
 
 Run = Callable[[memoryview], bytes]
-"""Runs a part of a block, as its message asks; returns the answer's."""
+"""Runs a part of a block as requested by a message, and returns the response message."""
 
 _OPEN_S: Final = 10.0
 
@@ -28,11 +28,11 @@ _OPEN_S: Final = 10.0
 def followed(
     http: HttpTransport, run: Run, job_id: str, after: int = 0, end: float | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield what happens to a job, and run what its server asks for; see ``HttpTransport.events``.
+    """Yield the events of a job, and run the parts that its server requests; see ``HttpTransport.events``.
 
     Raises:
-        TimeoutError: The job goes on beyond ``end``.
-        RemoteError: There is no such job, or the server cannot be reached.
+        TimeoutError: The job continues beyond ``end``.
+        RemoteError: The job does not exist, or the server cannot be reached.
     """
     return http.followed(lambda last: _connection(http, run, job_id, last, end), job_id, after, end)
 
@@ -40,10 +40,10 @@ def followed(
 def _connection(
     http: HttpTransport, run: Run, job_id: str, after: int, end: float | None
 ) -> Iterator[dict[str, Any]]:
-    """Yield events for as long as one connection lasts.
+    """Yield events until the connection ends.
 
     Raises:
-        RemoteError: The server refuses it, or it broke off.
+        RemoteError: The server refuses the connection, or the connection broke.
     """
     try:
         with _connected(http, job_id, after) as socket:

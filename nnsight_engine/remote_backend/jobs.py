@@ -1,4 +1,4 @@
-"""A job on a server, as its client sees it: asked after, waited for, ended, and its result read."""
+"""A server-side job as its client sees it: polling, waiting, cancelling, and reading the result."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _MAX_POLL_S: Final = 2.0
 
 
 class RemoteJob:
-    """One job.
+    """One job on a server.
 
     Args:
         http: The server.
-        job_id: Its name there.
-        read: Returns what was saved, by name, from the frames of a result; raises what the blocks raised.
-        status: Where it is, as far as is known.
-        run: Runs parts of its blocks here, where it has such parts.
+        job_id: The job's id on the server.
+        read: Returns the saved values by name from the frames of a result; raises errors of the blocks.
+        status: The job's status, if known.
+        run: Runs parts of its blocks in this process, if it has such parts.
 
     Attributes:
-        id: Its name on the server.
-        status: Where it was when last asked after.
-        engine: What runs it, once that is known.
+        id: The job's id on the server.
+        status: The status when it was last queried.
+        engine: The engine that runs it, once known.
         tier: How vLLM ran it, once its result has been read; see ``tier_of``.
     """
 
@@ -45,7 +45,6 @@ class RemoteJob:
         status: JobStatus | None = None,
         run: Run | None = None,
     ) -> None:
-        """Ask nothing yet."""
         self.id = job_id
         self.status = status
         self.engine: str | None = None
@@ -59,8 +58,8 @@ class RemoteJob:
         """Return the result, ``{"id": job_id, name: value, ...}``, or None while there is none.
 
         Raises:
-            RemoteError: The job ended without one.
-            BaseException: What a block raised.
+            RemoteError: The job ended without a result.
+            BaseException: The error that a block raised.
         """
         if self._result is None:
             job = self._http.job(self.id)
@@ -76,28 +75,28 @@ class RemoteJob:
         return self._result
 
     def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """Wait for the job's end, showing what it does, and return its result; see ``poll``.
+        """Block until the job ends, display its progress, and return its result; see ``poll``.
 
         Raises:
-            TimeoutError: It takes longer; the job goes on.
+            TimeoutError: The job takes longer; it continues to run.
         """
         with Display() as display:
             for event in self.events(timeout_s=timeout_s):
                 display.event(event)
         result = self.poll()
-        if result is None:  # the server was stopped, and the stream with it
+        if result is None:  # the server was stopped, which ended the event stream
             raise RemoteError(f"job {self.id} is {self.status} still, and its events have ended")
         return result
 
     def events(self, after: int = 0, timeout_s: float | None = None) -> Iterator[dict[str, Any]]:
-        """Yield what happens to the job, as it happens, up to its end.
+        """Yield the job's events as they occur, up to its end.
 
         Args:
-            after: The number of an event; those before it and itself are left out.
-            timeout_s: How long to wait for the end.
+            after: Number of the last event to skip.
+            timeout_s: How long to wait for the job's end.
 
         Raises:
-            TimeoutError: It takes longer.
+            TimeoutError: The job takes longer; it continues to run.
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
         events = self._http.events if self._run is None else partial(followed, self._http, self._run)
@@ -108,11 +107,11 @@ class RemoteJob:
             yield event
 
     def cancel(self) -> None:
-        """End the job, wherever it is."""
+        """Cancel the job."""
         self.status = JobStatus(self._http.cancel(self.id)["status"])
 
     def __await__(self) -> Generator[Any, None, dict[str, Any]]:
-        """Wait for the job's end without holding up the event loop; returns its result, see ``poll``."""
+        """Wait for the job's end without blocking the event loop, and return its result; see ``poll``."""
         return self._awaited().__await__()
 
     async def _awaited(self) -> dict[str, Any]:
@@ -128,7 +127,7 @@ class RemoteJob:
 
 
 def _ended(job: Mapping[str, Any]) -> RemoteError:
-    """Return why a job has ended without a result."""
+    """Return the error of a job that has ended without a result."""
     error = job.get("error") or {}
     message = error.get("message") or f"job {job['id']} ended as {job['status']} and left no result"
     return RemoteError(str(message), code=error.get("code"))

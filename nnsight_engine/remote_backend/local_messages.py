@@ -1,8 +1,9 @@
-"""What an engine and its client say to each other of one part of a block, ``with tracer.local():``.
+"""Messages between an engine and its client about one part of a block, ``with tracer.local():``.
 
-The engine names the statement by its place, never by code, and sends the values of variables that its body
-reads; the client answers with what the body assigned. A value that goes back as it came is named, so that it
-stays the engine's own. ``local_part`` asks and ``local_parts`` answers; docs/remote.md is the format.
+The engine identifies the statement by its position, never by code, and sends the values of the variables that
+its body reads. The client responds with the values that the body assigned. A value that is returned unchanged
+is sent as a reference, so that it remains the engine's own object. ``local_engine.local_part`` is the
+engine's side, ``local_parts`` the client's; ``docs/remote.md`` specifies the format.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from nnsight_engine.tracing.block_names import mangled, names_in
 from nnsight_engine.tracing.blocks import Nested
 
 GIVEN: Final = "given"
-"""Begins the name of a value that the engine sent."""
+"""First element of the reference to a value that the engine sent."""
 
 T = TypeVar("T")
 Place = tuple[int, int, int]
-"""Of a statement: line, column, and how many of its items are left from this one on."""
+"""Position of a statement: line, column, and the number of its items from this one to the last."""
 
 
 class PartAsked(msgspec.Struct, kw_only=True):
-    """A part of a block that is to run.
+    """A request to run a part of a block.
 
     Attributes:
-        attempt: Of the engine at the trace, unguessable: a server that is started again has another.
-        turn: How many were asked before this one.
-        block: Which of the trace's blocks it is in.
-        place: The statement.
+        attempt: Unguessable id of the engine's run of the trace; a restarted server uses another one.
+        turn: Number of requests before this one.
+        block: Index of the trace's block that contains the part.
+        place: Position of the statement.
         names: The variables that its body shares with the block.
-        values: What those hold that it reads and the engine has.
+        values: Values of the variables that the body reads, as far as the engine has them.
     """
 
     attempt: str
@@ -46,14 +47,14 @@ class PartAsked(msgspec.Struct, kw_only=True):
 
 
 class PartDone(msgspec.Struct, kw_only=True):
-    """What came of it.
+    """The result of a part of a block.
 
     Attributes:
-        values: What it assigned.
+        values: Values that it assigned, by name.
         saved: Names of those values that it saved.
         computed: Names of those values through which gradients would have to pass.
-        deleted: Variables that hold nothing any more.
-        error: What it raised, see ``wire.encode_error``.
+        deleted: Variables that are now unbound.
+        error: The error that it raised, see ``encode_error``.
     """
 
     values: dict[str, Any] = {}
@@ -64,24 +65,24 @@ class PartDone(msgspec.Struct, kw_only=True):
 
 
 def plain(message: PartAsked | PartDone) -> dict[str, Any]:
-    """Return a message as a dict, to be encoded."""
+    """Return a message as a dict for encoding."""
     return msgspec.structs.asdict(message)
 
 
 def read_asked(value: Any) -> PartAsked:
-    """Return what the engine asks.
+    """Return the engine's request from a decoded message.
 
     Raises:
-        DecodeError: It is no such message.
+        DecodeError: The value is not such a message.
     """
     return _read(value, PartAsked)
 
 
 def read_done(value: Any) -> PartDone:
-    """Return what the client answers.
+    """Return the client's response from a decoded message.
 
     Raises:
-        DecodeError: It is no such message.
+        DecodeError: The value is not such a message.
     """
     return _read(value, PartDone)
 
@@ -94,7 +95,7 @@ def _read(value: Any, kind: type[T]) -> T:
 
 
 def place_of(nested: Nested) -> Place:
-    """Return the place of a statement, the same however deep it was met."""
+    """Return the position of a statement, independent of the nesting level from which it was reached."""
     return (nested.node.lineno, nested.node.col_offset, len(nested.node.items) - nested.item)
 
 

@@ -1,8 +1,9 @@
-"""Parts of a block that run here while the rest runs on a server: a client's ``with tracer.local():``.
+"""Client side of ``with tracer.local():``, parts of a block that run here while the rest runs on a server.
 
-The statements are found in the blocks before those are sent. Variables that nothing else mentions stay here,
-so they may hold what cannot be sent. The engine names one of these statements and no other code; its body
-runs on variables of its own, which last for the trace, with the values that came from the engine.
+The statements are found in the blocks before the blocks are sent. Variables that nothing else mentions stay
+here, so they may hold values that cannot be serialized. The engine can request only these statements and no
+other code. A body runs on variables of its own, which last for the trace, with the values that the engine
+sent.
 """
 
 from __future__ import annotations
@@ -44,25 +45,25 @@ _Found = Mapping[Place, Nested]
 
 
 def local_parts(parts: Sequence[SentPart], tracer: Tracer, dialect: Dialect) -> LocalParts | None:
-    """Return the parts of a trace's blocks that run here; None where there are none."""
+    """Return the parts of a trace's blocks that run here; None if there are none."""
     found = [_statements(part, tracer) for part in parts]
     return LocalParts(parts, found, dialect) if any(found) else None
 
 
 class LocalParts:
-    """The parts of one trace.
+    """The parts of one trace that run here.
 
     Args:
-        parts: Its blocks.
-        found: Of each block, the statements whose bodies run here.
-        dialect: How values travel.
+        parts: The trace's blocks.
+        found: For each block, the statements whose bodies run here.
+        dialect: Dialect for encoding and decoding values.
 
     Attributes:
         own: Names that only these bodies mention.
     """
 
     def __init__(self, parts: Sequence[SentPart], found: Sequence[_Found], dialect: Dialect) -> None:
-        """Copy the blocks' variables."""
+        """Copy the blocks' variables, and determine which names stay here."""
         self._found = found
         self._dialect = dialect
         self._infos = [part.info for part in parts]
@@ -84,11 +85,11 @@ class LocalParts:
         self._last: tuple[str, int, bytes] | None = None
 
     def run(self, data: bytes | bytearray | memoryview) -> bytes:
-        """Run one of the parts, as the engine asks; returns the answer, which tells of what it raised."""
+        """Run the part that the engine requests, and return the response, which reports any error."""
         SAVES.enter()
         try:
             return self._run(data)
-        except Exception as error:  # noqa: BLE001 - raised in the block, and then here
+        except Exception as error:  # noqa: BLE001 - the engine raises it in the block, then the client here
             self._error = error
             answer = encode(plain(PartDone(error=encode_error(error))))
             if self._last is not None:
@@ -98,7 +99,7 @@ class LocalParts:
             SAVES.exit()
 
     def completed(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
-        """Return what came of the blocks with what stayed here: what was saved, and the error itself."""
+        """Return the blocks' outcomes, supplemented with values saved here and the original error."""
         return [
             dataclasses.replace(
                 outcome,
@@ -121,7 +122,7 @@ class LocalParts:
         dialect = self._dialect
         asked = read_asked(decode(data, resolve=dialect.resolver({}), policy=dialect.policy))
         if self._last is not None and self._last[:2] == (asked.attempt, asked.turn):
-            return self._last[2]  # which was lost with its connection
+            return self._last[2]  # the earlier response was lost with its connection
         if (self._last is None) != (asked.turn == 0):
             raise LocalBlockError.repeated()
         if self._last is not None and self._last[0] != asked.attempt:
@@ -149,10 +150,10 @@ class LocalParts:
         return answer
 
     def _block(self, asked: PartAsked) -> Block:
-        """Return the body that is asked for.
+        """Return the compiled body that was requested.
 
         Raises:
-            DecodeError: There is none, or it has not these variables.
+            DecodeError: The body does not exist, or does not have these variables.
         """
         if not 0 <= asked.block < len(self._found) or asked.place not in self._found[asked.block]:
             raise DecodeError("the server asks for a part under tracer.local() that the trace does not have")
@@ -167,7 +168,7 @@ class LocalParts:
         return self._blocks[key]
 
     def _answer(self, asked: PartAsked, assigned: Set[str], cells: Mapping[str, CellType]) -> bytes:
-        """Keep what stays here of what was assigned, and return the rest as a message."""
+        """Store the assigned values that stay here, and return the others as a message."""
         wanted = self._infos[asked.block].wanted
         saved, flows = self._saved[asked.block], self._flows[asked.block]
         done = PartDone()
@@ -194,18 +195,18 @@ class LocalParts:
         return (GIVEN, name) if name is not None else self._dialect.reference(value, [])
 
     def _state(self, value: Any) -> bytes:
-        """Return what is different when a value was changed in place; tensors count their changes."""
+        """Return bytes that change if a value is modified in place; tensors are represented by version."""
 
         def reference(one: Any) -> tuple[str, ...] | None:
             if isinstance(one, torch.Tensor):
-                return ("tensor", str(id(one)), str(one._version))  # noqa: SLF001 - torch says it nowhere else
+                return ("tensor", str(id(one)), str(one._version))  # noqa: SLF001 - torch has no public version counter
             return self._dialect.reference(one, [])
 
         return encode(value, reference=reference)
 
 
 class _Own:
-    """The variables of one block that stay here, which invokes share as they do elsewhere."""
+    """The variables of one block that stay here; invokes share them as they share other variables."""
 
     def __init__(self, part: SentPart, assignments: Assignments, names: frozenset[str]) -> None:
         self.identities = {name: one for name, one in part.identities.items() if name in names}
@@ -229,7 +230,7 @@ def _statements(part: SentPart, tracer: Tracer) -> _Found:
 
 
 class _Stripper(ast.NodeTransformer):
-    """Takes the bodies of statements away."""
+    """Removes the bodies of statements."""
 
     def __init__(self, places: Mapping[tuple[int, int], int]) -> None:
         self._places = places
@@ -265,12 +266,12 @@ def _is_computed(value: Any) -> bool:
 
 
 class _Values(TorchFunctionMode):
-    """Refuses to compute with weights that are not here: torch makes numbers up where it should fail."""
+    """Refuses to mix meta tensors with real ones, since torch may then return arbitrary values."""
 
     def __torch_function__(
         self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a function of torch's, unless it mixes tensors with values and without."""
+        """Call a torch function, unless its arguments mix tensors with and without values."""
         given = [*args, *(kwargs or {}).values()]
         found = {one.is_meta for one in given if isinstance(one, torch.Tensor)}
         if len(found) > 1:

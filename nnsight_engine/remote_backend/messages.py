@@ -1,8 +1,9 @@
-"""What a client sends to have blocks run: a head in JSON, then parts of bytes.
+"""The request that carries a trace: a JSON head followed by parts of bytes.
 
-``NNSR``, a version byte, three zero bytes, the head's length (4 bytes, little-endian), the head, and the
-parts one after another, whose sizes the head says. The first part is the blocks, see ``wire``; a server needs
-to read the head alone to know where to send it. ``docs/remote.md`` is the format byte by byte.
+The layout is ``NNSR``, a version byte, three zero bytes, the head's length (4 bytes, little-endian), the
+head, and the parts one after another, whose sizes the head lists. The first part holds the blocks, see
+``nnsight_engine.serialization``. A server needs only the head to route the request. ``docs/remote.md``
+specifies the format byte by byte.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ VERSION: Final = 1
 _START: Final = struct.Struct("<4sBxxxI")
 _MAX_HEAD_BYTES: Final = 16 * 2**20
 _LARGE_HEAD_BYTES: Final = 256 * 2**10
-"""A head of more is read piece by piece: one call of the parser holds the interpreter until it is done."""
+"""A larger head is parsed piece by piece, because one call of the JSON parser holds the GIL until it
+returns."""
 _MAX_PIECE_BYTES: Final = 256 * 2**10
-"""Of a block's variables, and of a request beside its prompt."""
+"""Limit for the variables of one block, and for one request without its prompt."""
 _MAX_PIECES_BYTES: Final = 4 * 2**20
-"""Of all of those."""
+"""Limit for all of these pieces together."""
 _MAX_ITEMS: Final = 4096
-"""Blocks, requests, edits and parts of one trace."""
+"""Limit for the number of blocks, of requests, of wanted names, and of parts in one trace."""
 Ask = Callable[[bytes | bytearray | memoryview], Awaitable[bytes | bytearray | memoryview]]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -37,9 +39,9 @@ class SentEdit(msgspec.Struct, frozen=True, kw_only=True):
     """An edit that runs beside a request's block.
 
     Attributes:
-        name: What messages call it.
-        digest: Of its block.
-        part: Which of the message's parts it is.
+        name: Its name in error messages and logs.
+        digest: Digest of its block.
+        part: Index of the message part that holds it.
     """
 
     name: str
@@ -52,8 +54,8 @@ class SentInvoke(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         prompt: Text, or token ids.
-        sampling: vLLM's sampling parameters, those of the trace included.
-        edits: What runs beside its block.
+        sampling: vLLM's sampling parameters, including those of the whole trace.
+        edits: Edits that run beside its block.
     """
 
     prompt: str | list[Count]
@@ -62,25 +64,26 @@ class SentInvoke(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TraceHead(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server has to know of a trace; unknown fields of newer clients are ignored.
+    """The metadata of a trace; unknown fields from newer clients are ignored.
 
     Attributes:
-        model: Whose blocks they are: a repository's name, a folder's, or the name the server gives its model.
-        revision: Of the repository, if the client asked for one.
-        fingerprint: Of the model's shape, see ``fingerprint_of``; empty where the client knows none.
-        dialect: Whose modules the blocks name, vLLM's or those of the transformers library.
-        engine: What is to run it; ``auto`` leaves that to the server.
+        model: The model of the blocks: a repository's name, a folder, or the server's name for its model.
+        revision: Revision of the repository, if the client asked for one.
+        fingerprint: Fingerprint of the model's shape, see ``fingerprint_of``; empty if the client has none.
+        dialect: Module names that the blocks use: vLLM's or those of the transformers library.
+        engine: The engine that is to run it; ``auto`` lets the server choose.
         kind: One trace, or a session of several.
-        codec: What the blocks are written in, ``wire`` or, for servers that trust the key, ``cloudpickle``.
-        groups: For each block, its variables' names and the numbers of the surrounding variables they are.
+        codec: Encoding of the blocks: ``wire`` or, for servers that trust the key, ``cloudpickle``.
+        groups: For each block, its variables by name, and the number of the surrounding variable that each
+            one is.
         invokes: On vLLM, the requests, one for each block.
-        method: On transformers, the method of the module that is traced; empty for a call of the module.
-        num_edits: How many of the blocks, the last ones, are edits.
-        wanted: Names to send home although nobody saved them: later traces of a session use them.
-        streams: Whether outputs are to be told as they come.
-        local_parts: Whether the client is there to run parts of its blocks, over its job's WebSocket.
-        accepts: Codecs in which the client reads results, ``zstd``.
-        python: The client's version of Python, ``3.12.1``.
+        method: On transformers, the traced method of the module; empty for a call of the module.
+        num_edits: Number of blocks that are edits; they are the last ones.
+        wanted: Names to return although they were not saved, because later traces of a session use them.
+        streams: Whether outputs are sent as they are produced.
+        local_parts: Whether the client can run parts of its blocks, over its job's WebSocket.
+        accepts: Compression codecs that the client accepts for results: ``zstd``.
+        python: The client's version of Python, such as ``3.12.1``.
         client: The client's version of this package.
         parts: Sizes of the parts in bytes.
     """
@@ -106,20 +109,24 @@ class TraceHead(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _LargeHead(TraceHead, frozen=True, kw_only=True):
-    """A head whose long parts have not been read."""
+    """A head whose long fields have not been parsed."""
 
-    groups: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=_MAX_ITEMS)] = []  # type: ignore[assignment] # that is the purpose
+    groups: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=_MAX_ITEMS)] = []  # type: ignore[assignment] # deliberately unparsed
     invokes: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=_MAX_ITEMS)] = []  # type: ignore[assignment] # the same
 
 
 class _Prompt(msgspec.Struct):
-    """A request of which nothing has been read."""
+    """A request of which only the extent of the prompt is parsed."""
 
     prompt: msgspec.Raw
 
 
 def _head(data: memoryview) -> TraceHead:
-    """Read a head; a large one in pieces, of which none may be large but a prompt."""
+    """Parse a head; parse a large one piece by piece, where no piece but a prompt may be large.
+
+    Raises:
+        DecodeError: A piece, or all of them together, exceed the limits.
+    """
     if len(data) <= _LARGE_HEAD_BYTES:
         return msgspec.json.decode(data, type=TraceHead)
     head = msgspec.json.decode(data, type=_LargeHead)
@@ -144,25 +151,30 @@ def _num_bytes(raw: Any) -> int:
 
 
 class TraceRequest:
-    """A head and its parts.
+    """A request to run a trace: a head and its parts.
 
     Attributes:
-        head: What a server has to know.
+        head: The trace's metadata.
         parts: The blocks, then edits.
-        sender: Who sent it, as the server knows them, so that nobody's traces keep others waiting; set by
-            the server and not sent.
-        tenant: Whose share of the engine it takes; empty where nobody shares it. Not sent either.
-        ask: How the server asks its client to run a part of a block: it sends bytes, bytes come in answer,
-            or TimeoutError where nobody answers. None where nobody can be asked; not sent either.
-        sandbox_of: In whose sandbox its code runs, as the server knows them; nothing where the sender is
-            trusted. Set by the server and not sent.
-        is_patient: Whether it waits for its turn however many of its sender's do already; likewise.
+        sender: The server's identifier of the sender, for fair scheduling between senders. Set by the server
+            and not
+        sent.
+        tenant: The tenant whose share of the engine is used; empty if the engine is not shared. Not sent.
+        ask: Calls the client to run a part of a block: sends bytes and returns the response's bytes, or
+            raises
+        TimeoutError if the client does not respond. None if the client cannot be called. Not sent.
+        sandbox_of: Identifier of the sandbox in which the code runs; empty if the sender is trusted. Set by
+            the
+        server and not sent.
+        is_patient: Whether the request waits for its turn no matter how many requests of its sender are
+            waiting. Set
+        by the server and not sent.
     """
 
     __slots__ = ("ask", "head", "is_patient", "parts", "sandbox_of", "sender", "tenant")
 
     def __init__(self, head: TraceHead, parts: Sequence[bytes | memoryview]) -> None:
-        """Put them together; the head learns the parts' sizes."""
+        """Create a request; the sizes of the parts are stored in a copy of the head."""
         self.head = msgspec.structs.replace(head, parts=[len(part) for part in parts])
         self.parts = list(parts)
         self.sender = ""
@@ -173,7 +185,7 @@ class TraceRequest:
 
     @property
     def blocks(self) -> bytes | memoryview:
-        """The message that holds the blocks."""
+        """The part that holds the encoded blocks."""
         return self.parts[0]
 
     def chunks(self) -> list[bytes | memoryview]:
@@ -187,15 +199,15 @@ class TraceRequest:
 
     @staticmethod
     def is_slow(data: bytes | bytearray | memoryview) -> bool:
-        """Tell whether reading a message takes so long that an event loop has it done on a thread."""
+        """Return whether parsing is slow enough that an event loop should run it on a thread."""
         return len(data) >= _START.size and _START.unpack_from(data)[2] > _LARGE_HEAD_BYTES
 
     @staticmethod
     def from_bytes(data: bytes | bytearray | memoryview) -> TraceRequest:
-        """Read a message; its parts are views of ``data``.
+        """Parse a message; its parts are views of ``data``.
 
         Raises:
-            DecodeError: It is none, of another version, or broken.
+            DecodeError: The bytes are not a trace request, have another version, or are malformed.
         """
         view = memoryview(data)
         if len(view) < _START.size or bytes(view[:4]) != MAGIC:

@@ -1,9 +1,10 @@
-"""What both sides have of a model in the transformers library, and the names by which it travels.
+"""References to objects that both sides have of a transformers model, so that they are sent by name.
 
-A block mentions the model, parts of it and its tracer. None of that is sent: the client names it with
-``reference_of`` and the engine, which has a model of the same structure, finds its own with
-``ObjectReferences``. The client's model may lack its weights, so its modules and parameters go by name too.
-What comes home names places with ``place_of``, where a saved parameter is a value like any other.
+A block may mention the model, parts of it and its tracer. None of these are serialized: the client names them
+with ``reference_of``, and the engine, which has a model of the same structure, looks up its own objects with
+``ObjectReferences``. The client's model may have been loaded without weights, so modules and parameters are
+sent by name, too. Results name locations in the model with ``place_of``, but there a saved parameter is an
+ordinary value.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from nnsight_engine.tracing.tracer import Tracer
 Reference = tuple[str, ...]
 
 HOME_CLASSES: Final = (Cache, CacheView, Entry)
-"""What comes home beside data: these hold data, and places in the model."""
+"""Classes that results may contain in addition to data: they hold data and locations in the model."""
 
 
 def reference_of(value: Any, model: Envoy, barriers: list[Barrier]) -> Reference | None:
-    """Return the name of something that the engine has itself; None for what has to be sent.
+    """Return the reference of an object that the engine has itself; None for objects that must be sent.
 
     Args:
-        value: Any object that a trace's message meets.
+        value: Any object that is reached while a trace is encoded.
         model: The client's model, or a part of it.
-        barriers: The trace's barriers; one that is not among them is added.
+        barriers: The trace's barriers; an unknown barrier is appended.
 
     Raises:
         EncodeError: It is a part of another model, which the engine does not have.
@@ -54,10 +55,10 @@ def reference_of(value: Any, model: Envoy, barriers: list[Barrier]) -> Reference
 
 
 def place_of(value: Any, model: Envoy) -> Reference | None:
-    """Return the name of a place in the model; None for what is none.
+    """Return the reference of a location in the model; None for any other object.
 
     Raises:
-        EncodeError: It is a place in another model.
+        EncodeError: It is a location in another model.
     """
     if isinstance(value, Envoy):
         if value._root is not model._root:  # noqa: SLF001 - envoys of ours
@@ -83,7 +84,7 @@ def _points_of(value: Points | PointGroup, model: Envoy) -> Reference:
 
 
 def _operation_of(value: SourceEnvoy | OperationEnvoy, model: Envoy) -> Reference:
-    """Name a call inside a forward: the module, and the calls within each other."""
+    """Return the reference of a call inside a forward: the module, then the names of the nested calls."""
     path = str(value.path)
     modules = (str(envoy.path) for envoy in model._root._walk())  # noqa: SLF001 - an envoy of ours
     module = max((one for one in modules if f"{path}.".startswith(f"{one}.")), key=len)
@@ -92,7 +93,7 @@ def _operation_of(value: SourceEnvoy | OperationEnvoy, model: Envoy) -> Referenc
 
 
 def _part_of(value: Any, root: Envoy) -> Reference | None:
-    """Name what a model has beside its modules."""
+    """Return the reference of a tensor or the tokenizer of the model."""
     if isinstance(value, torch.Tensor):
         return _tensor_of(value, root)
     tokenizer = root.__dict__.get("tokenizer")
@@ -115,24 +116,23 @@ def _refuse_other(path: str) -> NoReturn:
 
 
 class ObjectReferences:
-    """Finds what references name, in one trace.
+    """Resolves references within one trace.
 
     Args:
         model: The model.
-        tracer: What ``tracer`` is in the trace's blocks, if they may mention it.
+        tracer: The object that ``tracer`` refers to in the trace's blocks, if they may mention it.
     """
 
     def __init__(self, model: Envoy, tracer: Tracer | None = None) -> None:
-        """Know no barriers yet."""
         self._model = model
         self._tracer = tracer
         self._barriers: dict[str, Barrier] = {}
 
     def __call__(self, reference: Reference) -> Any:
-        """Return what a reference names.
+        """Return the object for a reference.
 
         Raises:
-            LookupError: There is nothing of that name here.
+            LookupError: The reference names nothing here.
         """
         kind, *rest = reference
         try:
@@ -159,7 +159,7 @@ class ObjectReferences:
         return self._own(kind, rest)
 
     def _own(self, kind: str, rest: list[str]) -> Any:
-        """Return what is the trace's own."""
+        """Return an object that belongs to the trace or to the whole model rather than to a module."""
         if kind == "tracer" and self._tracer is not None:
             return self._tracer
         if kind == "barrier":
@@ -174,7 +174,7 @@ class ObjectReferences:
         raise KeyError(kind)
 
     def _envoy(self, path: str) -> Envoy:
-        """Return the envoy at a path; the root is the model as it is traced, with its edits."""
+        """Return the envoy at a path; the root's path gives the model as it is traced, with its edits."""
         model = self._model
         if path == str(model.path):
             return model

@@ -1,8 +1,8 @@
-"""What came of blocks that ran elsewhere, and how it gets into the user's variables.
+"""Outcomes of blocks that ran elsewhere, and their transfer into the user's variables.
 
-Whatever runs blocks for somebody else, vLLM's workers or a server, answers with one message: for each block
-what it saved and what it raised, and what the blocks left in containers that had been saved before. Here it
-is read and brought home.
+The engine that runs blocks for a client, a vLLM worker or a server, responds with one message: for each block
+its saved values and its error, and the contents that the blocks left in containers which had been saved
+before. This module decodes the message and assigns the values.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from nnsight_engine.tracing.tracebacks import users_stacklevel
 from nnsight_engine.tracing.tracer import Info
 
 _MAX_WARNING: Final = 2000
-"""Characters of a warning that are shown."""
+"""Maximum number of characters of a warning that are shown."""
 _MAX_WARNINGS: Final = 32
-"""Warnings of one block that are shown."""
+"""Maximum number of warnings of one block that are shown."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one block.
+    """The outcome of one block.
 
     Attributes:
-        index: The block, in order of definition.
-        choice: Which of its request's ``n``.
-        saves: What was saved, by name.
-        error: What it raised.
-        shapes: First values of the modules that its request passed, if they were asked for.
-        flows: What it assigned and did not save, and later traces of its session use, by name.
-        warnings: What its author is to be warned of.
+        index: Index of the block, in order of definition.
+        choice: Index of the choice among the ``n`` of its request.
+        saves: Saved values, by name.
+        error: The error that it raised.
+        shapes: First values of the modules that its request passed through, if they were requested.
+        flows: Values that it assigned and did not save, but that later traces of its session use, by name.
+        warnings: Warnings for its author.
     """
 
     index: int
@@ -59,7 +59,7 @@ class SentPart(NamedTuple):
     Attributes:
         info: The block.
         assignments: Its variables.
-        identities: Which variables of the surrounding code they stand for; see ``interleaving.sharing``.
+        identities: The surrounding variables that they represent; see ``interleaving.shared_variables``.
     """
 
     info: Info
@@ -68,22 +68,22 @@ class SentPart(NamedTuple):
 
     @classmethod
     def alone(cls, info: Info) -> Self:
-        """Return a block that runs on the surrounding code's own variables."""
+        """Return a block that uses the surrounding code's own variables."""
         identities = {name: id(cell) for name, cell in info.variables.items()}
         return cls(info, Assignments(info.variables), identities)
 
     @property
     def own(self) -> Mapping[str, CellType]:
-        """Its variables, by name."""
+        """Its variables' cells, by name."""
         return self.assignments.cells
 
     def bind(self, name: str, value: Any) -> None:
-        """Assign one of its variables; a name that it does not have is somebody's mistake or malice."""
+        """Assign one of its variables; ignore unknown names, which a faulty or malicious server may send."""
         if name in self.own:
             self.assignments[name] = value
 
     def as_sent(self, left_out: frozenset[str] = frozenset()) -> SentBlock:
-        """Return what of it travels, without the values of some names."""
+        """Return the block in the form that is sent, without the values of the names in ``left_out``."""
         cells = {name: cell for name, cell in self.own.items() if name not in left_out}
         return SentBlock(self.info, cells, left_out)
 
@@ -96,22 +96,22 @@ def parts_of(tracer: InterleavingTracer) -> list[SentPart]:
 
 
 def wanted_of(parts: Sequence[SentPart]) -> list[str]:
-    """Return the names that are to come home although nobody saved them, see ``Info.wanted``."""
+    """Return the names whose values must be returned although they were not saved, see ``Info.wanted``."""
     return sorted({name for part in parts for name in part.info.wanted})
 
 
 def raise_first(outcomes: Sequence[Outcome]) -> None:
-    """Raise what a block raised, the first one's."""
+    """Raise the error of the first block that has one."""
     for outcome in outcomes:
         if outcome.error is not None:
             raise outcome.error
 
 
 def warnings_of(block: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the warnings in what came of a block; older engines send none.
+    """Return the warnings in a block's outcome, bounded in number and length; older engines send none.
 
     Raises:
-        DecodeError: They are no texts.
+        DecodeError: They are not strings.
     """
     said = block.get("warnings", [])
     if type(said) is not list or not all(type(one) is str for one in said):
@@ -120,7 +120,7 @@ def warnings_of(block: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def warn_of(outcomes: Sequence[Outcome]) -> None:
-    """Raise the blocks' warnings at the user's line, each text once."""
+    """Issue the blocks' warnings at the user's line, each text once."""
     for message in dict.fromkeys(message for outcome in outcomes for message in outcome.warnings):
         warnings.warn(message, stacklevel=users_stacklevel())
 
@@ -134,18 +134,18 @@ def read_outcomes(
     device: str = "cpu",
     fills: bool = True,
 ) -> list[Outcome]:
-    """Return what came of each block, and fill the containers that were saved before they ran.
+    """Return the outcome of each block, and update the containers that were saved before the blocks ran.
 
     Args:
-        data: What was collected, from whoever ran the blocks.
-        saved: The containers, as ``saved_containers`` gave them.
-        resolve: Gives what is named and not sent.
+        data: The message from the engine that ran the blocks.
+        saved: The containers, as returned by ``saved_containers``.
+        resolve: Resolves references to objects that were not sent.
         policy: What the message may import.
-        device: Where tensors go.
-        fills: Whether containers are filled.
+        device: Target device of tensors.
+        fills: Whether containers are updated.
 
     Raises:
-        DecodeError: It is no such message.
+        DecodeError: The message is malformed.
     """
     message = decode(data, resolve=resolve, policy=policy, device=device)
     if not isinstance(message, dict) or not isinstance(message.get("blocks"), list):
@@ -171,11 +171,11 @@ def read_outcomes(
 
 
 def bring_home(parts: Sequence[SentPart], outcomes: Sequence[Outcome]) -> None:
-    """Put what the blocks saved where they were written.
+    """Assign the saved values to the user's variables, and issue the blocks' warnings.
 
     Raises:
-        BaseException: What a block raised, the first one's.
-        LostTraceError: There is nothing of a block.
+        BaseException: The error of the first block that has one; saved values are assigned before.
+        LostTraceError: A block has no outcome.
     """
     for index, part in enumerate(parts):
         mine = [outcome for outcome in outcomes if outcome.index == index]
@@ -195,10 +195,10 @@ def bring_home(parts: Sequence[SentPart], outcomes: Sequence[Outcome]) -> None:
 
 
 def named(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Return everything that was saved, by name, the last block's where several have one of a name.
+    """Return all saved values by name; if several blocks use a name, the last block's value is returned.
 
     Raises:
-        BaseException: What a block raised, the first one's.
+        BaseException: The error of the first block that has one.
     """
     raise_first(outcomes)
     warn_of(outcomes)
@@ -209,12 +209,12 @@ def named(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def saves_of(outcomes: Sequence[Outcome], index: int) -> dict[str, Any]:
-    """Return what one block saved, by name; see ``by_name``."""
+    """Return the saved values of one block, by name; see ``by_name``."""
     return by_name([outcome.saves for outcome in outcomes if outcome.index == index])
 
 
 def by_name(choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what a block saved, by name; with several choices, each name has a list of theirs."""
+    """Return the values of a block by name; with several choices, a list with one value per choice."""
     if len(choices) == 1:
         return dict(choices[0])
     names = {name: None for choice in choices for name in choice}
@@ -222,16 +222,17 @@ def by_name(choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def saved_containers(blocks: Sequence[Mapping[str, CellType]]) -> list[Any]:
-    """Return the containers that blocks may fill and that were saved before; each once."""
+    """Return the containers in blocks' variables that were saved before the blocks ran; each once."""
     contents = [content(cell) for cells in blocks for cell in cells.values()]
     found = {id(value): value for value in contents if isinstance(value, list | dict | set)}
     return [value for key, value in found.items() if key in SAVES.marked]
 
 
 def groups_of(parts: Sequence[SentPart]) -> list[dict[str, int]]:
-    """Number the surrounding variables: the same one has the same number in every block.
+    """Number the surrounding variables: a variable has the same number in every block.
 
-    Where blocks are not to see each other's variables, see ``CONFIG.APP.CROSS_INVOKER``, none is the same.
+    If blocks may not see each other's variables, see ``CONFIG.APP.CROSS_INVOKER``, no number is shared
+    between blocks.
     """
     numbers: dict[tuple[int, Hashable], int] = {}
     shares = CONFIG.APP.CROSS_INVOKER
@@ -245,12 +246,12 @@ def groups_of(parts: Sequence[SentPart]) -> list[dict[str, int]]:
 
 
 def _fill(original: Any, value: Any, own: Mapping[int, Any]) -> None:
-    """Let a container that was saved before the blocks ran hold what they have left in it.
+    """Replace the contents of a container that was saved before the blocks ran.
 
     Args:
-        original: The container.
-        value: What came back of it.
-        own: The user's own containers, by the identity of what came back of them.
+        original: The user's container.
+        value: The container as it was returned.
+        own: The user's containers, by the ``id`` of the returned ones.
     """
     if isinstance(original, list):
         original[:] = [own.get(id(item), item) for item in value]

@@ -1,7 +1,7 @@
-"""One trace as it is sent to a server, and what the server's answer is read with.
+"""Encoding of one trace for a server, and decoding of the server's response.
 
-What classes of models do differently is said by a ``Dialect``: ``LanguageModel`` sends its invokes' inputs
-beside the blocks, ``VLLM`` turns each into a request.
+Differences between classes of models are defined by a ``Dialect``: ``LanguageModel`` sends its invokes'
+inputs beside the blocks, ``VLLM`` turns each invoke into a request.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ Resolve = Callable[[tuple[str, ...]], Any]
 
 
 class Inputs(NamedTuple):
-    """What a dialect adds to a trace's blocks.
+    """Data that a dialect sends in addition to a trace's blocks.
 
     Attributes:
         shared: Values beside the blocks, by name.
-        invokes: Requests, for an engine that takes its inputs so.
-        method: What of the module is traced.
+        invokes: Requests, for an engine that takes its inputs as requests.
+        method: The traced method of the module.
         edits: Blocks that run beside the trace's own, sent with them.
-        parts: Edits as messages of their own.
+        parts: Edits that are sent as separate messages.
     """
 
     shared: Mapping[str, Any] = {}
@@ -59,11 +59,11 @@ class Dialect(ABC):
     """How one class of models sends its traces.
 
     Attributes:
-        name: Whose modules the blocks name.
-        model: What the server is to know the model by.
-        revision: Of its repository, if the client asked for one.
-        fingerprint: Of its shape, see ``identity``; empty where nobody knows.
-        policy: What results may be made of.
+        name: Module names that the blocks use.
+        model: The server's name for the model.
+        revision: Revision of its repository, if the client asked for one.
+        fingerprint: Fingerprint of its shape, see ``identity``; empty if unknown.
+        policy: Policy for decoding results.
     """
 
     name: Literal["vllm", "transformers"]
@@ -74,49 +74,49 @@ class Dialect(ABC):
 
     @abstractmethod
     def inputs(self, tracer: InterleavingTracer) -> Inputs:
-        """Return what a trace runs on.
+        """Return the inputs of a trace.
 
         Raises:
-            EncodeError: The server cannot be given it.
+            EncodeError: The inputs cannot be sent to a server.
         """
 
     def session(self, session: Session) -> Inputs:
-        """Return what a session needs beside its block.
+        """Return the data that a session needs in addition to its block.
 
         Raises:
-            EncodeError: The server cannot be given it.
+            EncodeError: The data cannot be sent to a server.
         """
         del session
         return Inputs()
 
     def parts(self, codec: Codec) -> list[bytes]:
-        """Return what the engine has to read before the blocks, beyond ``inputs``.
+        """Return messages that the engine must decode before the blocks, in addition to ``inputs``.
 
         Raises:
-            EncodeError: Something in it cannot travel.
+            EncodeError: Something in them cannot be serialized.
         """
         del codec
         return []
 
     @abstractmethod
     def reference(self, value: Any, barriers: list[Barrier]) -> tuple[str, ...] | None:
-        """Return the name of something that the server has itself."""
+        """Return the reference of an object that the server has itself; None if it must be sent."""
 
     @abstractmethod
     def resolver(self, outputs: Mapping[str, Any]) -> Resolve:
-        """Return what finds the things that results name.
+        """Return a function that resolves the references in results.
 
         Args:
-            outputs: What the trace's requests returned, as the server says it.
+            outputs: What the trace's requests returned, as sent by the server.
         """
 
 
 class SentRemotely:
-    """A trace or a session, encoded.
+    """An encoded trace or session.
 
     Attributes:
-        request: What goes to the server.
-        local: Parts of the blocks that run here, if there are any.
+        request: The request to the server.
+        local: The parts of the blocks that run here, or None.
     """
 
     def __init__(
@@ -130,10 +130,10 @@ class SentRemotely:
         streams: bool,
         accepts: Sequence[str],
     ) -> None:
-        """Encode it.
+        """Encode a trace or session.
 
         Raises:
-            EncodeError: A block uses something that cannot travel, or the server cannot be given.
+            EncodeError: A block uses something that cannot be serialized, or the server cannot run it.
         """
         self._dialect = dialect
         is_session = isinstance(tracer, Session)
@@ -176,28 +176,28 @@ class SentRemotely:
         self.request = TraceRequest(head, [blocks, *inputs.parts, *dialect.parts(codec)])
 
     def read(self, frames: Sequence[Frame]) -> list[Outcome]:
-        """Return what came of the blocks; see ``read_frames``."""
+        """Return the outcomes of the blocks; see ``read_frames``."""
         outcomes = read_frames(frames, self._saved, self._dialect)
         return outcomes if self.local is None else self.local.completed(outcomes)
 
     def bring_home(self, outcomes: Sequence[Outcome]) -> None:
-        """Put what the blocks saved where they were written; raises what they raised."""
+        """Assign the saved values to the user's variables; raise the error of a block."""
         bring_home(self._parts, outcomes)
 
 
 def read_frames(
     frames: Sequence[Frame], saved: Sequence[Any] = (), dialect: Dialect | None = None
 ) -> list[Outcome]:
-    """Return what came of blocks, from a server's answer.
+    """Return the outcomes of blocks from a server's response.
 
     Args:
-        frames: The answer; events and outputs may be missing.
-        saved: Containers that were saved before the blocks ran, to be filled.
-        dialect: What the results are read with; without one they are data alone.
+        frames: The response; events and outputs may be missing.
+        saved: Containers that were saved before the blocks ran, to be updated.
+        dialect: Dialect for decoding the results; without one they may hold data only.
 
     Raises:
-        RemoteError: The server did not run them.
-        DecodeError: The answer is broken.
+        RemoteError: The server did not run the blocks.
+        DecodeError: The response is malformed.
     """
     outputs: Mapping[str, Any] = {}
     for frame in frames:
@@ -213,10 +213,10 @@ def read_frames(
 
 
 def refused(frame: Frame) -> RemoteError:
-    """Return the error that an ``ERROR`` frame holds.
+    """Return the error in an ``ERROR`` frame.
 
     Raises:
-        DecodeError: It holds none.
+        DecodeError: The frame holds no error.
     """
     try:
         return RemoteError.said(frame.json())
@@ -226,10 +226,10 @@ def refused(frame: Frame) -> RemoteError:
 
 @contextlib.contextmanager
 def gathered(tracer: Tracer, function: Callable[[], Any]) -> Iterator[InterleavingTracer | Session]:
-    """Have what a trace consists of: its blocks and inputs; a session is one block.
+    """Collect the blocks and inputs of a trace for the duration of the context; a session is one block.
 
     Raises:
-        EncodeError: This kind of trace is not for servers.
+        EncodeError: This kind of trace cannot run on a server.
     """
     if isinstance(tracer, InterleavingTracer):
         with tracer.collected(function):

@@ -1,25 +1,24 @@
-"""What blocks print, as far as it is passed on to whoever sent them: line by line, and not without end."""
+"""Buffer for the printed output of blocks, forwarded to the client line by line and bounded in size."""
 
 from __future__ import annotations
 
 from typing import Final
 
 MAX_BYTES: Final = 2**20
-"""That one request may print."""
+"""Limit for the output of one request."""
 
 
 class Prints:
-    """What one request's blocks have printed and nobody has fetched yet."""
+    """Printed output of one request's blocks that has not been fetched yet."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
-        """Start with nothing."""
         self._left = max_bytes
         self._note = f"[the block printed more than {max_bytes:,} bytes; the rest is left out]\n"
         self._parts: list[bytes] = []
 
     def write(self, text: str) -> None:
-        """Take note of some text; what is over the limit is left out."""
-        data = str.encode(text, "utf-8", "backslashreplace")  # whatever the text's class makes of it
+        """Append text; output over the limit is dropped and replaced by a note."""
+        data = str.encode(text, "utf-8", "backslashreplace")  # bypasses methods of str subclasses
         if self._left < 0:
             return
         self._parts.append(data[: self._left])
@@ -28,10 +27,10 @@ class Prints:
             self._parts.append(b"\n" + self._note.encode())
 
     def take(self, *, everything: bool = False) -> str:
-        """Return the lines that have come since the last call.
+        """Return the complete lines since the last call.
 
         Args:
-            everything: Return what stands on a line that has not ended as well.
+            everything: Also return the last line if it is incomplete.
         """
         if not self._parts:
             return ""

@@ -1,4 +1,7 @@
-"""What a server answered instead of doing what it was asked. Loads no torch, as commands start with it."""
+"""Conversion of HTTP error responses to exceptions.
+
+The module does not import torch, because terminal commands import it at startup.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,10 @@ from nnsight_engine.remote_backend.errors import RemoteError
 
 
 def refusal(response: httpx.Response) -> RemoteError:
-    """Return the error that an answer which was read says, or its text where it is none of ours."""
+    """Return the error for an HTTP error response that has been read.
+
+    A response without the API's error object is described by its text, cut to 500 characters.
+    """
     status, after = response.status_code, response.headers.get("retry-after", "")
     try:
         pause_s = float(after) if after.isdecimal() else 0.0

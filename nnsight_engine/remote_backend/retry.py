@@ -1,8 +1,8 @@
-"""How often something is asked of a server again, and after which pauses.
+"""Retry policy for requests to a server: number of attempts, and pauses between them.
 
-A server that was never reached has seen nothing, and one that says it is not ready has done nothing: both are
-asked again, whatever it is about. Where the connection broke in between, only what may be done twice is. The
-HTTP transport asks here, whether it waits on a thread or in an event loop.
+A server that was never reached has not seen the request, and one that responds that it is not ready has not
+processed it; both cases are retried for every request. If the connection broke during a request, only
+repeatable requests are retried. The HTTP transport uses this policy both on threads and in an event loop.
 """
 
 from __future__ import annotations
@@ -17,45 +17,44 @@ import httpx
 from nnsight_engine.remote_backend.errors import RemoteConnectionError, RemoteError
 
 _CONTACT_S: Final = 3.0
-"""How long a server is tried to be reached that has not answered yet."""
+"""How long to keep trying to reach a server that has not responded yet."""
 _PATIENCE_S: Final = 120.0
-"""How long one is waited for that has: it may be starting, or be started again."""
+"""How long to wait for a server that has responded before: it may be starting, or restarting."""
 _FIRST_PAUSE_S: Final = 0.2
 _MAX_PAUSE_S: Final = 5.0
 _RETRIED_CODES: Final = frozenset({"queue_full", "starting", "draining", "engine_restarting"})
 _UNSENT: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
-"""Of these, the server has seen nothing."""
+"""Errors after which the server is certain not to have seen the request."""
 
 
 class Retry:
-    """How often something is tried that failed.
+    """Retry state of one operation.
 
     Args:
         url: The server's address.
-        is_repeatable: Whether it may be done twice.
+        is_repeatable: Whether the operation may be executed twice.
     """
 
     def __init__(self, url: str, *, is_repeatable: bool = True) -> None:
-        """Begin with no failure."""
         self._url = url
         self._is_repeatable = is_repeatable
         self._contact = _growing_pauses(_CONTACT_S)
         self._ready: Iterator[float] | None = None
 
     def progressed(self) -> None:
-        """Begin anew: the server is there, and has done something."""
+        """Reset the pauses after progress; the server is now known to respond."""
         self._contact = _growing_pauses(_PATIENCE_S)
         self._ready = None
 
     def wait(self, error: httpx.TransportError | RemoteError) -> None:
-        """Wait before the next try; raises what ``pause_s`` does."""
+        """Sleep before the next attempt; raises like ``pause_s``."""
         time.sleep(self.pause_s(error))
 
     def pause_s(self, error: httpx.TransportError | RemoteError) -> float:
-        """Return how long to wait before the next try.
+        """Return the pause before the next attempt, in seconds.
 
         Raises:
-            RemoteError: What went wrong, if there is to be none.
+            RemoteError: There is to be no further attempt; the error that made the last one fail.
         """
         if isinstance(error, httpx.TransportError):
             may_go_on = self._is_repeatable or isinstance(error, _UNSENT)
@@ -78,7 +77,7 @@ class Retry:
 
 
 def _unreachable(url: str, error: httpx.TransportError) -> RemoteConnectionError:
-    """Return what to say of a server that does not answer."""
+    """Return the error for a server that does not respond."""
     return RemoteConnectionError(
         f"{url} cannot be reached, or broke off: {str(error) or type(error).__name__}. Is the server "
         "running, and is this its address? `remote=` and CONFIG.API.HOST say where it is."
@@ -86,11 +85,11 @@ def _unreachable(url: str, error: httpx.TransportError) -> RemoteConnectionError
 
 
 def _growing_pauses(patience_s: float) -> Iterator[float]:
-    """Yield how long to wait before each further try, for as long as the patience lasts."""
+    """Yield exponentially growing pauses in seconds, until ``patience_s`` has elapsed."""
     end = time.monotonic() + patience_s
     pause = _FIRST_PAUSE_S
     while time.monotonic() < end:
-        yield pause * random.uniform(0.5, 1.5)  # noqa: S311 - so that clients do not come together
+        yield pause * random.uniform(0.5, 1.5)  # noqa: S311 - jitter, so that clients do not retry at once
         pause = min(2 * pause, _MAX_PAUSE_S)
 
 

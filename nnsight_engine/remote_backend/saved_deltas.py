@@ -1,9 +1,9 @@
-"""What blocks have saved up to now, put together from what is told of them while they run.
+"""Reassembly of a block's saved values from the deltas that are sent while it runs.
 
-A worker tells after each step what is new (``vllm_backend.traces.news`` says what that is); whoever shows a
-stream of outputs keeps it here, so that each output can carry everything saved up to its tokens. With
-``output_data`` and ``OutputReader`` the same goes over a wire: a server passes on what the worker wrote,
-without reading it, and the client puts it together.
+After each step, a worker sends a delta with the changes (``vllm_backend.traces.deltas`` defines its
+contents). The consumer of a stream of outputs accumulates the deltas here, so that each output can carry
+everything saved up to its tokens. ``output_data`` and ``OutputReader`` do the same over a connection: a
+server forwards the worker's deltas without decoding them, and the client reassembles the values.
 """
 
 from __future__ import annotations
@@ -20,44 +20,44 @@ logger = logging.getLogger(__name__)
 
 
 def apply_news(saves: dict[str, Any], data: bytes) -> None:
-    """Bring ``saves`` up to date with what was told of one block."""
+    """Update ``saves`` with one delta of a block; ignore a delta that cannot be decoded."""
     try:
         message = decode(data)
         whole, grown = message["whole"], message["grown"]
-    except (DecodeError, LookupError, TypeError):  # of a hostile block; everything is collected in the end
+    except (DecodeError, LookupError, TypeError):
+        # From a hostile block. The result at the end of the trace has all values that can be decoded.
         logger.debug("something saved cannot be read", exc_info=True)
         return
     saves.update(whole)
     for name, items in grown.items():
-        # A list of its own each time: outputs that have left keep theirs.
+        # A new list each time: outputs that were already delivered keep theirs.
         saves[name] = [*saves.get(name, ()), *items]
 
 
 class SavesSoFar:
-    """Everything that the blocks of one trace have saved, by block and choice."""
+    """The values that the blocks of one trace have saved so far, by block and choice."""
 
     def __init__(self) -> None:
-        """Start with nothing."""
         self._saves: dict[tuple[int, int], dict[str, Any]] = {}
 
     def add(self, index: int, choice: int, data: bytes) -> None:
-        """Take in what was told of one choice of a block."""
+        """Apply a delta of one choice of a block."""
         apply_news(self._saves.setdefault((index, choice), {}), data)
 
     def of(self, index: int, num_choices: int) -> dict[str, Any]:
-        """Return what a block has saved, by name; with several choices, each name has a list of theirs."""
+        """Return a block's saved values by name; with several choices, a list with one value per choice."""
         return by_name([self._saves.get((index, choice), {}) for choice in range(num_choices)])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StreamedOutput:
-    """One output of a request, as it comes.
+    """One output of a request, as it arrives.
 
     Attributes:
-        invoke: The request's block.
-        choices: ``index``, ``text``, ``token_ids`` and ``finish_reason`` of each choice that it tells of.
+        invoke: Index of the request's block.
+        choices: ``index``, ``text``, ``token_ids`` and ``finish_reason`` of each choice in this output.
         finished: Whether the request has ended.
-        saves: What the block has saved up to here, by name.
+        saves: The values that the block has saved so far, by name.
     """
 
     invoke: int
@@ -74,7 +74,7 @@ def output_data(
     *,
     finished: bool,
 ) -> bytes:
-    """Return an output as a message; ``news`` is what was told since the last one, by choice."""
+    """Return an output as a message; ``news`` holds the deltas since the last one, with their choices."""
     return encode(
         {
             "invoke": invoke,
@@ -87,17 +87,16 @@ def output_data(
 
 
 class OutputReader:
-    """Reads the messages of ``output_data``, those of one trace, in the order in which they were written."""
+    """Decodes the messages of ``output_data`` of one trace, in the order in which they were written."""
 
     def __init__(self) -> None:
-        """Start before the first."""
         self._saves = SavesSoFar()
 
     def read(self, data: bytes | bytearray | memoryview) -> StreamedOutput:
-        """Read the next one.
+        """Decode the next message.
 
         Raises:
-            DecodeError: It is none.
+            DecodeError: The message is malformed.
         """
         message = decode(data)
         try:

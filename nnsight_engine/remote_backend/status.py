@@ -1,4 +1,4 @@
-"""What a server is doing and which models it runs: ``nnsight_engine.status()``."""
+"""Status of a server and its models: ``nnsight_engine.status()``."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from nnsight_engine.remote_backend.identity import fingerprint_of_folder, name_o
 
 @dataclasses.dataclass(frozen=True)
 class ModelStatus:
-    """A model that a server has.
+    """Status of a model on a server.
 
     Attributes:
-        name: What the server calls it.
-        names: All names by which traces may call it.
-        fingerprint: Of its shape, by which traces ask for it that name a folder.
-        running: Whether requests are answered.
-        engines: What runs traces of it: ``vllm``, ``local``.
+        name: The server's name for it.
+        names: All names that traces may use for it.
+        fingerprint: Fingerprint of its shape, which identifies it for traces that name a folder.
+        running: Whether the server accepts requests to it.
+        engines: Engines that run its traces: ``vllm``, ``local``.
     """
 
     name: str
@@ -37,7 +37,7 @@ class ModelStatus:
     fingerprint: str = ""
 
     def is_called(self, name: str) -> bool:
-        """Tell whether traces of a model of this name, or from this folder here, are for it."""
+        """Return whether this is the model of traces with this model name or local folder."""
         if self.fingerprint and Path(name).expanduser().is_dir():
             return fingerprint_of_folder(name) == self.fingerprint
         return name_of(name.rstrip("/") or name) in {self.name, *self.names}
@@ -45,16 +45,16 @@ class ModelStatus:
 
 @dataclasses.dataclass(frozen=True)
 class ServerStatus:
-    """What a server says of itself; prints as a table.
+    """Status of a server; prints as a table.
 
     Attributes:
         url: Its address.
         phase: ``starting``, ``ready``, ``draining`` or ``dead``.
-        version: Of this package there.
+        version: Version of this package on the server.
         python: The server's version of Python.
-        in_flight: Requests being answered.
-        queued: Traces and jobs that wait.
-        models: What it runs.
+        in_flight: Number of requests being processed.
+        queued: Number of waiting traces and jobs.
+        models: Its models.
     """
 
     url: str
@@ -79,7 +79,7 @@ class ServerStatus:
         return table
 
     def __str__(self) -> str:
-        """Return the table."""
+        """Return the status as a table."""
         console = Console(file=io.StringIO(), width=110, force_terminal=False)
         with console.capture() as captured:
             console.print(self._table())
@@ -89,15 +89,15 @@ class ServerStatus:
 
 
 def status(host: str | None = None, *, key: str | None = None) -> ServerStatus:
-    """Return what a server is doing and which models it runs.
+    """Return the status of a server and its models.
 
     Args:
-        host: Its address; ``CONFIG.API.HOST`` by default.
-        key: What it knows us by; ``CONFIG.API.KEY`` by default.
+        host: The server's address; ``CONFIG.API.HOST`` by default.
+        key: The API key; ``CONFIG.API.KEY`` by default.
 
     Raises:
-        RemoteConnectionError: It cannot be reached.
-        RemoteError: It refuses to say.
+        RemoteConnectionError: The server cannot be reached.
+        RemoteError: The server refuses the request, or its response is malformed.
     """
     transport = HttpTransport(host, key)
     plain = transport.get_json("/v1/status")
@@ -129,22 +129,22 @@ def _status(url: str, plain: dict[str, Any]) -> ServerStatus:
 
 
 def ndif_status(host: str | None = None, *, key: str | None = None) -> ServerStatus:
-    """Return what ``status`` does; the name that scripts written for nnsight use."""
+    """Return the result of ``status``; the name exists for compatibility with scripts for nnsight."""
     return status(host, key=key)
 
 
 def is_model_running(
     name: str | os.PathLike[str], host: str | None = None, *, key: str | None = None
 ) -> bool:
-    """Tell whether a server answers requests to a model; one that cannot be reached does not.
+    """Return whether a server accepts requests to a model; False if the server cannot be reached.
 
     Args:
-        name: The model, as a trace of it would: by any of its names, or a folder with the same model here.
+        name: The model as a trace would name it: any of its names, or a local folder with the same model.
         host: The server's address; ``CONFIG.API.HOST`` by default.
-        key: What it knows us by; ``CONFIG.API.KEY`` by default.
+        key: The API key; ``CONFIG.API.KEY`` by default.
 
     Raises:
-        RemoteError: The server refuses to say.
+        RemoteError: The server refuses the request.
     """
     try:
         models = status(host, key=key).models

@@ -1,7 +1,7 @@
-"""How models of the transformers library send their traces: invokes' inputs beside the blocks, as they are.
+"""Dialect of transformers models: the invokes' inputs are sent unchanged beside the blocks.
 
-The server's model reads them as one here would, so nothing is prepared on this side but the check that it
-could be.
+The server's model processes the inputs as a local model would, so the client prepares nothing and only checks
+that the trace can be sent.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 
 class TransformersDialect(Dialect):
-    """Traces of one model.
+    """Dialect for the traces of one model.
 
     Args:
-        model: The model, with its weights or without.
-        name: What it was loaded from.
-        revision: Of the repository.
+        model: The model, with or without its weights.
+        name: The name or folder that it was loaded from.
+        revision: Revision of the repository.
         rename: The user's own names for modules.
     """
 
@@ -47,7 +47,6 @@ class TransformersDialect(Dialect):
     def __init__(
         self, model: Envoy, name: str, revision: str | None, rename: Mapping[str, Any] | None
     ) -> None:
-        """Speak for a model."""
         self.model = name_of(name) if name else ""
         self.revision = revision or ""
         self._envoy = model
@@ -56,7 +55,7 @@ class TransformersDialect(Dialect):
         self.fingerprint = "" if config is None else fingerprint_of(config)
 
     def inputs(self, tracer: InterleavingTracer) -> Inputs:
-        """Return what a trace runs on; see ``Dialect``."""
+        """Return the inputs of a trace; see ``Dialect``."""
         invokers = [one for one in tracer.invokers if isinstance(one, Invoker)]
         sources: list[Tracer] = [*invokers] or [tracer]
         method = self._method(tracer)
@@ -71,7 +70,7 @@ class TransformersDialect(Dialect):
         return Inputs(shared=shared, method=method or "", edits=_sent(tracer.edits))
 
     def session(self, session: Session) -> Inputs:
-        """Return what a session needs; see ``Dialect``."""
+        """Return the data that a session needs; see ``Dialect``."""
         return Inputs(shared=self._surroundings(), edits=_sent(session.model._default_mediators))  # noqa: SLF001 - an envoy of ours
 
     def parts(self, codec: Codec) -> list[bytes]:
@@ -79,7 +78,11 @@ class TransformersDialect(Dialect):
         return added_part(self._envoy, codec)
 
     def _surroundings(self) -> dict[str, Any]:
-        """Return what a trace or session finds around it here, and is to find there."""
+        """Return the settings of the client's context that the server must apply.
+
+        Raises:
+            EncodeError: The trace is within ``torch.autocast``.
+        """
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             raise EncodeError(
                 "torch.autocast around a trace does not reach a server, whose devices may be others: enter "
@@ -92,7 +95,7 @@ class TransformersDialect(Dialect):
         }
 
     def _method(self, tracer: InterleavingTracer) -> str | None:
-        """Return what is traced: a method's name, nothing for a call of the module, None for a function."""
+        """Return the name of the traced method, "" for a call of the module, None for a function."""
         function, model = tracer.function, tracer.model
         if function == model._run_module:  # noqa: SLF001 - an envoy of ours
             return ""
@@ -102,11 +105,11 @@ class TransformersDialect(Dialect):
         return str(function.__name__).removeprefix("__nnsight_").removesuffix("__")
 
     def reference(self, value: Any, barriers: list[Barrier]) -> tuple[str, ...] | None:
-        """Return the name of something that the server has itself; see ``object_references``."""
+        """Return the reference of an object that the server has itself; see ``object_references``."""
         return reference_of(value, self._envoy, barriers)
 
     def resolver(self, outputs: Mapping[str, Any]) -> Resolve:
-        """Return what finds the things that results name; see ``Dialect``."""
+        """Return a function that resolves the references in results; see ``Dialect``."""
         del outputs
         return ObjectReferences(self._envoy)
 

@@ -1,4 +1,4 @@
-"""How a trace gets to what runs it: a protocol, since it is not always HTTP."""
+"""Protocol for sending traces to a server; HTTP is one implementation."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from nnsight_engine.remote_backend.frames import Frame
 from nnsight_engine.remote_backend.messages import TraceRequest
 
 Progress = Callable[[str, int, int], None]
-"""Told ``"upload"`` or ``"download"``, how many bytes are through, and how many there are."""
+"""Called with ``"upload"`` or ``"download"``, the number of bytes transferred, and the total number of
+bytes."""
 
 
 class Transport(Protocol):
-    """Carries traces to a server, and its answers back."""
+    """Sends traces to a server and returns its responses."""
 
     @property
     def name(self) -> str:
-        """What messages call the other side."""
+        """The server's name in error messages and logs."""
 
     def run(self, request: TraceRequest, progress: Progress | None = None) -> Iterator[Frame]:
-        """Send a trace, and yield the frames of the answer.
+        """Send a trace, and yield the frames of the response.
 
         Raises:
-            RemoteError: The server refuses it; a ``RemoteConnectionError`` where it cannot be reached.
+            RemoteError: The server refuses it; ``RemoteConnectionError`` if the server cannot be reached.
         """
 
     def stream(self, request: TraceRequest) -> AsyncIterator[Frame]:
-        """Send a trace, and yield the frames of the answer as they come; see ``run``."""
+        """Send a trace, and yield the frames of the response as they arrive; see ``run``."""
 
     def outline(self) -> dict[str, Any]:
-        """Return what the server says of its model, see ``GET /v1/traces/outline``."""
+        """Return the server's description of its model, see ``GET /v1/traces/outline``."""
