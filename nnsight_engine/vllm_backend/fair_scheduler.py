@@ -202,7 +202,7 @@ class FairScheduler(Scheduler):
     def _short_step(self, first: list[Request]) -> int:
         """Return the token limit of a step that the next prompt may have to wait for.
 
-        Moves running requests whose companions are in the step to the front, so that they run with them.
+        Reorders the running requests so that companions of requests in the step run with them.
         """
         limit = left = max(self.sharing.times.short, len(first) + 1)
         num_going = 0

@@ -27,7 +27,7 @@ class ReplayedSamples:
 
     @staticmethod
     def states(batch: Any) -> dict[int, tuple[torch.Generator, torch.Tensor]]:
-        """Return the CPU generators of a batch with their states, by row; vLLM resets GPU generators itself."""
+        """Return the CPU generators of a batch with their states, by row; vLLM resets GPU generators."""
         return {
             index: (generator, generator.get_state())
             for index, generator in batch.generators.items()
