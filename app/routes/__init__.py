@@ -1,1 +1,1 @@
-"""One file per resource; a route reads the request and hands it to a service."""
+"""The HTTP routes, one module per resource; a route reads the request and calls a service."""

@@ -1,4 +1,4 @@
-"""``GET /v1/admin/audit``: who ran what, for those who run the server."""
+"""``GET /v1/admin/audit``: the audit log, for operators."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def get_audit(
     ] = None,
     limit: Annotated[int, Query(ge=1, le=_MAX_PAGE)] = 100,
 ) -> AuditPage:
-    """One page; `last_number` of it is the next one's `after`. It takes a second until an entry is there."""
+    """A page of entries; pass its `last_number` as `after` for the next. Entries appear within a second."""
     wanted = Wanted(tenant, key_id, since, until, after)
     entries, has_more = await AuditStore(context.database).page(wanted, limit=limit)
     return AuditPage(data=entries, last_number=entries[-1].number if entries else None, has_more=has_more)

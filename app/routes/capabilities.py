@@ -17,5 +17,5 @@ router = APIRouter(tags=["interventions"], dependencies=[ANYBODY])
     responses=error_responses(503),
 )
 async def get_capabilities(context: Served) -> Capabilities:
-    """The points of this model with their shapes, the operations, the limits."""
+    """The points of this model with their shapes, the operations and the limits."""
     return context.engine.capabilities()

@@ -1,7 +1,7 @@
-"""``GET /docs`` and ``GET /redoc``: the API's document as pages, by Swagger UI and by Redoc.
+"""``GET /docs`` and ``GET /redoc``: the API's OpenAPI document, rendered by Swagger UI and by Redoc.
 
-Their scripts come with the package ``fastapi-offline`` (Swagger UI under Apache-2.0, Redoc under MIT): a
-script of another place would act with the rights of this origin.
+Their scripts come from the package ``fastapi-offline`` (Swagger UI under Apache-2.0, Redoc under MIT): a
+script loaded from another host would have the rights of this origin.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ router = APIRouter(include_in_schema=False)
 _PACKAGE: Final = "fastapi_offline"
 _FILES: Final = ("swagger-ui-bundle.js", "swagger-ui.css", "redoc.standalone.js")
 _LOGO: Final = b"https://cdn.redoc.ly/redoc/logo-mini.svg"
-"""What Redoc loads from its makers' own place."""
+"""The image that Redoc loads from its vendor's host."""
 _BLANK: Final = b"data:image/gif;base64,R0lGODlhAQABAAAAACwAAAAAAQABAAA="
 _START: Final = "swagger-ui-start.js"
 _START_SCRIPT: Final = (
@@ -38,7 +38,7 @@ _SWAGGER_UI: Final = asset(
     f'<script src="docs/assets/{_START}"></script>\n</body>\n</html>\n'.encode(),
     "docs.html",
 )
-# The search would run in a worker, which the policy has none of.
+# Redoc's search needs a web worker, which the content security policy forbids.
 _REDOC: Final = asset(
     f'{_HEAD}</head>\n<body>\n<redoc spec-url="openapi.json" disable-search="true"></redoc>\n'
     '<script src="docs/assets/redoc.standalone.js"></script>\n</body>\n</html>\n'.encode(),
@@ -48,19 +48,20 @@ _REDOC: Final = asset(
 
 @router.get("/docs")
 async def get_swagger_ui(if_none_match: Annotated[str, Header()] = "") -> Response:
-    """The document, with forms to send requests."""
+    """The API's documentation, with forms to send requests."""
     return answer(_SWAGGER_UI, ASK_AGAIN, if_none_match)
 
 
 @router.get("/redoc")
 async def get_redoc(if_none_match: Annotated[str, Header()] = "") -> Response:
-    """The document, for reading."""
-    return answer(_REDOC, ASK_AGAIN, if_none_match, style_src="'self' 'unsafe-inline'")  # it makes its styles
+    """The API's documentation, for reading."""
+    # Redoc inserts inline styles
+    return answer(_REDOC, ASK_AGAIN, if_none_match, style_src="'self' 'unsafe-inline'")
 
 
 @router.get("/docs/assets/{name}")
 async def get_asset(name: str, if_none_match: Annotated[str, Header()] = "") -> Response:
-    """A script or a style of these pages."""
+    """A script or a stylesheet of these pages."""
     found = _assets().get(name)
     if found is None:
         raise ApiError(ErrorCode.NOT_FOUND, f"The documentation has no file {name!r}; load the page again.")

@@ -1,4 +1,4 @@
-"""``GET /health/live`` and ``GET /health/ready``: for whoever restarts and whoever routes."""
+"""``GET /health/live`` and ``GET /health/ready``: the probes for process supervisors and load balancers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ router = APIRouter(prefix="/health", tags=["health"])
 
 @router.get("/live", summary="Whether the process should go on", responses=error_responses(503))
 async def live(context: Served) -> dict[str, str]:
-    """200 from the first second, while the model loads and while draining; 503 once the engine is dead."""
+    """200 from process start, also while the model loads and while draining; 503 once the engine is dead."""
     phase = context.lifecycle.phase
     refusal = context.lifecycle.refusal()
     if phase is Phase.DEAD and refusal is not None:

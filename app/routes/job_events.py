@@ -1,6 +1,6 @@
-"""``/v1/jobs/{id}/events``: what happens to a job, as server-sent events or over a WebSocket.
+"""``/v1/jobs/{id}/events``: a job's events, as server-sent events or over a WebSocket.
 
-Both begin after any event, so a client that was cut off goes on where it was.
+Both can start after any event number, so a client that was disconnected can resume.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ LastSeen = Annotated[
 
 
 class _Ping(msgspec.Struct):
-    """What a client may send so far."""
+    """The only text message that a client may send."""
 
     type: Literal["ping"]
 
@@ -70,7 +70,7 @@ class _Ping(msgspec.Struct):
 async def follow_job(
     job_id: str, context: Served, caller: Coder, after: After = 0, last_seen: LastSeen = None
 ) -> EventSourceResponse:
-    """Server-sent events: first what has happened, then what happens. `id` is the event's number."""
+    """Server-sent events: first the past events, then new ones as they happen. `id` is the event's number."""
     events = await context.jobs.follow(job_id, caller.tenant, after if last_seen is None else last_seen)
     return EventSourceResponse(_sent(events), ping=_PING_S, send_timeout=_SEND_TIMEOUT_S)
 
@@ -81,8 +81,8 @@ async def follow_job_by_websocket(
 ) -> None:
     """The same events as JSON text, `{"type": "event", …}`; `{"type": "ping"}` is answered with a pong.
 
-    With `local=true` come the job's calls of `tracer.local()` too, and answers are taken: `LOCAL` frames in
-    binary messages.
+    With `local=true` the job's calls of `tracer.local()` are sent too, and answers are accepted: `LOCAL`
+    frames in binary messages.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -124,7 +124,7 @@ async def _follow(
         await asyncio.gather(*tasks, return_exceptions=True)
         answers.close()
     if code is not None:
-        with contextlib.suppress(WebSocketDisconnect):  # it knew from the last event
+        with contextlib.suppress(WebSocketDisconnect):  # it may have disconnected after the last event
             await websocket.close(code)
 
 
@@ -135,7 +135,7 @@ async def _sent(events: AsyncGenerator[JobEvent, None]) -> AsyncGenerator[Server
 
 
 async def _is_over(context: Context, job_id: str, owner: str) -> bool:
-    """Return whether a job has ended; one that is removed, or whose server stops, has not."""
+    """Return whether a job has ended; False if it was removed, or if its server stopped."""
     try:
         return (await context.jobs.get(job_id, owner)).status.is_final
     except ApiError:
@@ -143,14 +143,14 @@ async def _is_over(context: Context, job_id: str, owner: str) -> bool:
 
 
 async def _tell(websocket: WebSocket, events: AsyncGenerator[JobEvent, None]) -> None:
-    """Send a job's events."""
+    """Send a job's events to the client."""
     async with contextlib.aclosing(events):
         async for event in events:
             await websocket.send_json({"type": "event", **event.model_dump(mode="json", exclude_none=True)})
 
 
 async def _ask(websocket: WebSocket, frames: AsyncGenerator[Frame, None]) -> None:
-    """Send what the client is to run."""
+    """Send the job's ``tracer.local()`` calls to the client."""
     async with contextlib.aclosing(frames):
         async for frame in frames:
             for piece in frame.pieces():
@@ -158,7 +158,7 @@ async def _ask(websocket: WebSocket, frames: AsyncGenerator[Frame, None]) -> Non
 
 
 async def _listen(websocket: WebSocket, answers: LocalAnswers | None) -> int | None:
-    """Answer what the client sends; returns the code to close with, None where the client is gone."""
+    """Process the client's messages; return the close code, or None if the client has disconnected."""
     while (message := await websocket.receive())["type"] != "websocket.disconnect":
         try:
             if answers is not None and message.get("bytes") is not None:

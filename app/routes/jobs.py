@@ -1,4 +1,4 @@
-"""``/v1/jobs``: traces that run while nobody waits for them."""
+"""``/v1/jobs``: traces that run independently of the client's connection."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def create_job(
         bool, Query(description="Run it again where the server dies while it runs, from its beginning.")
     ] = False,
 ) -> Job:
-    """The body is that of `POST /v1/traces`. A job that is accepted runs, whatever becomes of this server."""
+    """The body is that of `POST /v1/traces`. An accepted job survives a restart of the server."""
     check_sender(context.settings, request, caller)
     await check_quotas(request)
     settings = context.settings
@@ -80,7 +80,7 @@ async def create_job(
 
 
 async def check_quotas(request: Request) -> None:
-    """Take a job only from whom one may run now; what it uses is counted when it runs."""
+    """Raise ApiError unless the caller's quotas permit a job now; usage is counted when the job runs."""
     admitted = admitted_of(request)
     if admitted is not None:
         await admitted.check(*Quota)
@@ -94,25 +94,25 @@ async def list_jobs(
     after: Annotated[str | None, Query(max_length=64, description="The last id of the page before.")] = None,
     status: Annotated[JobStatus | None, Query(description="Only jobs that are there.")] = None,
 ) -> JobList:
-    """One page; `last_id` of it is the next one's `after`."""
+    """A page of jobs; pass its `last_id` as `after` for the next."""
     return await context.jobs.page(caller.tenant, status=status, after=after, limit=limit)
 
 
 @router.get("/{job_id}", summary="Where a job is", responses=error_responses(404))
 async def get_job(job_id: str, context: Served, caller: Coder) -> Job:
-    """Its state, times and sizes, and why it failed if it did."""
+    """The job's status, times and sizes, and its error if it failed."""
     return await context.jobs.get(job_id, caller.tenant)
 
 
 @router.delete("/{job_id}", status_code=204, summary="End and remove a job", responses=error_responses(404))
 async def delete_job(job_id: str, context: Served, caller: Coder) -> None:
-    """Its request and result go with it; it is not found any more, though ending it may take a moment."""
+    """Its request and result are deleted, and it is not found any more. A running job ends shortly after."""
     await context.jobs.remove(job_id, caller.tenant)
 
 
 @router.post("/{job_id}/cancel", summary="End a job", responses=error_responses(404))
 async def cancel_job(job_id: str, context: Served, caller: Coder) -> Job:
-    """One that waits ends at once, one that runs shortly after, one that has ended stays as it is."""
+    """A queued job ends at once, a running one shortly after; a finished one stays as it is."""
     return await context.jobs.cancel(job_id, caller.tenant)
 
 
@@ -123,7 +123,7 @@ async def cancel_job(job_id: str, context: Served, caller: Coder) -> Job:
     responses=error_responses(403, 404, 409, 429, 503),
 )
 async def rerun_job(job_id: str, request: Request, context: Served, caller: Coder) -> Job:
-    """Only one that failed or was cancelled; the result that it had goes."""
+    """Only for a job that failed or was cancelled; its earlier result is deleted."""
     check_code_allowed(context.settings, request, caller)
     await check_quotas(request)
     return await context.jobs.rerun(job_id, Holder(caller.tenant, caller.key_id))
@@ -146,7 +146,7 @@ async def rerun_job(job_id: str, request: Request, context: Served, caller: Code
     },
 )
 async def get_job_result(job_id: str, request: Request, context: Served, caller: Coder) -> Response:
-    """A job that has no result answers with the `ERROR` frame that says why. `Range` resumes a download."""
+    """A job without a result answers with the `ERROR` frame that says why. `Range` resumes a download."""
     try:
         result = await context.jobs.result(job_id, caller.tenant)
     except ApiError as error:

@@ -1,4 +1,4 @@
-"""``/v1/admin/keys`` and ``/v1/admin/tenants``: keys of every tenant, for those who run the server."""
+"""``/v1/admin/keys`` and ``/v1/admin/tenants``: the keys of all tenants, for operators."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ tenants_router = APIRouter(prefix="/v1/admin/tenants", tags=["keys"], dependenci
     responses=error_responses(400, 413, 422),
 )
 async def create_key(request: Request, response: Response, context: Served) -> CreatedKey:
-    """`key` is in this answer and nowhere else."""
+    """The secret, `key`, is only in this answer."""
     response.headers["Cache-Control"] = "no-store"
     created = await context.keys.create(await _read(request, context, NewKey))
     note(subject=created.id, details=changed(created))
@@ -44,7 +44,7 @@ async def list_keys(
     context: Served,
     tenant: Annotated[str | None, Query(max_length=MAX_NAME, description="Only this tenant's.")] = None,
 ) -> KeyList:
-    """Those that have ended too."""
+    """Includes keys that have ended."""
     return KeyList(data=await context.keys.page(tenant))
 
 
@@ -56,7 +56,7 @@ async def list_keys(
     responses=error_responses(400, 404, 409, 413, 422),
 )
 async def rotate_key(key_id: str, request: Request, response: Response, context: Served) -> CreatedKey:
-    """The old one ends now, or after `grace_s`."""
+    """The old key ends now, or after `grace_s`."""
     response.headers["Cache-Control"] = "no-store"
     rotation = await _read(request, context, Rotation)
     created = await context.keys.rotate(key_id, rotation.grace_s)
@@ -66,13 +66,13 @@ async def rotate_key(key_id: str, request: Request, response: Response, context:
 
 @router.delete("/{key_id}", summary="Revoke a key", responses=error_responses(404))
 async def revoke_key(key_id: str, context: Served) -> Key:
-    """It opens nothing from now on; lists still tell of it."""
+    """The key is refused from now on; lists still include it."""
     return await context.keys.revoke(key_id)
 
 
 @tenants_router.get("", summary="List tenants, by name")
 async def list_tenants(context: Served) -> TenantList:
-    """Whoever has, or had, a key."""
+    """Every tenant that has, or had, a key."""
     return TenantList(data=await context.keys.tenants())
 
 
@@ -83,17 +83,19 @@ async def list_tenants(context: Served) -> TenantList:
     responses=error_responses(400, 404, 413, 422),
 )
 async def limit_tenant(tenant: str, request: Request, context: Served) -> Tenant:
-    """What is left out is not limited any more."""
+    """Limits that are left out are removed."""
     limited = await context.keys.limit(tenant, await _read(request, context, Limits))
     note(details=changed(limited))
     return limited
 
 
 async def _read(request: Request, context: Context, model: type[T]) -> T:
-    """Read a body, no larger than such are; the framework would read any before it asks for a key.
+    """Read and validate a body of limited size, after the caller's key was checked.
+
+    A body that is declared as a route's parameter would be read by FastAPI before the key is checked.
 
     Raises:
-        ApiError: ``invalid_shape``, ``body_too_large``, what is no JSON.
+        ApiError: ``invalid_shape``, ``body_too_large``, or an error for invalid JSON.
     """
     settings = context.settings
     limits = BodyLimits(_MAX_BODY_BYTES, settings.max_json_depth, settings.upload_idle_timeout_s)

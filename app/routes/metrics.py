@@ -1,4 +1,4 @@
-"""``GET /metrics``: for Prometheus, or whatever reads its format; answered in every phase."""
+"""``GET /metrics``: metrics in Prometheus' text format; answered in every phase."""
 
 from __future__ import annotations
 

@@ -14,5 +14,5 @@ router = APIRouter(tags=["openai"], dependencies=[ANYBODY])
 
 @router.get("/v1/models", summary="List the models served", responses=error_responses(503))
 async def list_models(context: Served) -> dict[str, Any]:
-    """OpenAI's list of models, as vLLM gives it."""
+    """OpenAI's list of models, as vLLM returns it."""
     return await context.engine.models()

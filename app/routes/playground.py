@@ -1,6 +1,6 @@
-"""``GET /playground``: a page to try interventions with, and what it loads.
+"""``GET /playground``: a page for trying interventions, and its assets.
 
-The page asks for no key, holds none, and calls the API as any client does.
+The page needs no key, contains none, and calls the API as any client does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ async def get_page(if_none_match: Annotated[str, Header()] = "") -> Response:
 
 @router.get("/assets/{name}")
 async def get_asset(name: str, if_none_match: Annotated[str, Header()] = "") -> Response:
-    """A script or a style of the page's."""
+    """A script or a stylesheet of the page."""
     found = assets().get(name)
     if found is None:
         raise ApiError(ErrorCode.NOT_FOUND, f"The playground has no file {name!r}; load the page again.")

@@ -1,4 +1,4 @@
-"""``GET /v1/results/{id}``: captured tensors too large to travel in JSON."""
+"""``GET /v1/results/{id}``: captured tensors that are too large for the JSON answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ router = APIRouter(tags=["interventions"])
     },
 )
 async def get_result(result_id: str, context: Served, caller: Intervener) -> Response:
-    """The file that a choice's ``interventions.results`` points at, until it expires."""
+    """The file that a choice's ``interventions.results`` refers to, until it expires."""
     result = await context.store.open(result_id, caller.tenant)
     return ClosingStream(
         result.chunks(),

@@ -1,4 +1,4 @@
-"""``GET /v1/status``: how the server is, for people and clients; answered in every phase."""
+"""``GET /v1/status``: the server's state, for people and clients; answered in every phase."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ router = APIRouter(tags=["health"])
 
 @router.get("/v1/status", summary="How the server is, and what it has")
 async def get_status(context: Served, caller: Caller) -> ServerStatus:
-    """The phase, the models, what runs traces of them, and how much the caller has here; in every phase."""
+    """The phase, the models, their trace engines, and the caller's running and queued requests."""
     phase, served = context.lifecycle.phase, context.engine.served()
     model = ModelStatus(
         name=served.names[0],
@@ -39,7 +39,7 @@ async def get_status(context: Served, caller: Caller) -> ServerStatus:
 
 
 async def _counts(context: Context, caller: Principal) -> tuple[int, int]:
-    """Return how much runs and waits: a tenant's own, since others' is not its business, or everybody's."""
+    """Return the running and queued requests: a tenant's own; all for administrators or without keys."""
     if not caller.has_key or Scope.ADMIN in caller.scopes:
         waiting = sum(one.num_waiting for one in context.processes)
         return context.lifecycle.num_in_flight, await context.jobs.num_waiting() + waiting

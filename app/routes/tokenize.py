@@ -28,7 +28,7 @@ router = APIRouter(tags=["interventions"])
 )
 async def tokenize(request: Request, context: Served, caller: Completer) -> Response:
     """A prompt's tokens as `/v1/completions` has them, or a conversation's, rendered up to the answer."""
-    del caller  # who may complete may know what of
+    del caller  # permission to complete includes permission to tokenize
     settings = context.settings
     limits = BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
     wanted = validated(TokenizeRequest, await read_object(request, limits))

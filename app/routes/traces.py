@@ -1,4 +1,4 @@
-"""``POST /v1/traces``: blocks of a client run here; ``GET /v1/traces/outline``: what they may name."""
+"""``POST /v1/traces``: runs a client's blocks; ``GET /v1/traces/outline``: the modules that they may name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ router = APIRouter(prefix="/v1/traces", tags=["traces"])
     responses=TRACE_ANSWERS,
 )
 async def run_trace(request: Request, context: Served, caller: Coder) -> Response:
-    """Blocks in, a stream of frames out: events, outputs, and in the end what the blocks saved."""
+    """Blocks in, a stream of frames out: events, outputs, and finally the blocks' saved values."""
     return await answer_trace(context, request, caller)
 
 

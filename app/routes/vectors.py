@@ -1,4 +1,4 @@
-"""``/v1/vectors``: steering vectors that the server keeps, for operations to name."""
+"""``/v1/vectors``: steering vectors stored on the server, which operations use by name."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def create_vector(request: Request, context: Served, caller: Intervener) -
     response_model=None,
 )
 async def train_vector(request: Request, context: Served, caller: Trains) -> Response:
-    """Reads the residual stream of each prompt, fits a row for each layer, scores it on prompts kept back."""
+    """Captures each prompt's residual stream, fits a row for each layer, scores it on held-out prompts."""
     settings = context.settings
     admitted = admitted_of(request)
     if admitted is not None:
@@ -85,7 +85,7 @@ async def train_vector(request: Request, context: Served, caller: Trains) -> Res
         vector = await while_connected(request.receive, train(lambda _: None), cutoff)
         return Response(vector.model_dump_json(), 201, media_type="application/json")
     source = training_events(train)
-    # An error before the first event has its own status.
+    # An error before the first event gets its own HTTP status.
     first = await while_connected(request.receive, first_event(source), cutoff)
     return ClosingStream(
         events(first, source),
@@ -106,13 +106,13 @@ async def list_vectors(
         str | None, Query(pattern=rf"^{NAME_PATTERN}$", description="Only versions of this one.")
     ] = None,
 ) -> VectorList:
-    """One's own and those that are shared; `last_id` of a page is the next one's `after`."""
+    """The caller's own vectors and shared ones; pass a page's `last_id` as `after` for the next."""
     return await context.vectors.page(caller.tenant, name=name, after=after, limit=limit)
 
 
 @router.get("/{vector_id}", summary="Describe a vector", responses=error_responses(404, 503))
 async def get_vector(vector_id: str, context: Served, caller: Intervener) -> Vector:
-    """What it belongs to, where it came from, how it was trained."""
+    """Its points, its origin and how it was trained."""
     return await context.vectors.get(vector_id, caller.tenant)
 
 
@@ -126,7 +126,7 @@ async def get_vector(vector_id: str, context: Served, caller: Intervener) -> Vec
     },
 )
 async def get_vector_content(vector_id: str, context: Served, caller: Intervener) -> Response:
-    """One tensor for each layer, called by its point: `layers.10.output`."""
+    """One tensor for each layer, named by its point: `layers.10.output`."""
     content = await context.vectors.content(vector_id, caller.tenant)
     return Response(content, media_type=SAFETENSORS_TYPE, headers={"Cache-Control": "private, no-store"})
 
@@ -135,5 +135,5 @@ async def get_vector_content(vector_id: str, context: Served, caller: Intervener
     "/{vector_id}", status_code=204, summary="Remove a vector", responses=error_responses(404, 503)
 )
 async def delete_vector(vector_id: str, context: Served, caller: Intervener) -> None:
-    """Requests that run go on; its version is not given again. Shared ones need the scope `admin`."""
+    """Running requests go on; the version number is not reused. Shared ones need the scope `admin`."""
     await context.vectors.remove(vector_id, caller)

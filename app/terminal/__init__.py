@@ -1,4 +1,4 @@
-"""Commands for a person at a terminal, against a server that runs: ``chat``, ``lens``, ``steer``.
+"""Terminal commands that talk to a running server: ``chat``, ``lens``, ``steer``.
 
-Nothing here may import torch, vLLM or the server's own parts: a command starts at once.
+Nothing here may import torch, vLLM or the server's own modules, so that a command starts at once.
 """

@@ -1,4 +1,4 @@
-"""``nnsight-engine chat``: a conversation, steered or not. Ctrl-C ends an answer, Ctrl-D the conversation."""
+"""``nnsight-engine chat``: a conversation, steered or not. Ctrl-C cancels an answer, Ctrl-D ends it all."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ class Chat:
     """A conversation with one server.
 
     Args:
-        connect: Makes the server's connections, anew for each answer.
-        options: What every request has beside the messages.
-        console: Where answers go.
+        connect: Opens connections to the server, anew for each answer.
+        options: The fields of every request beside the messages.
+        console: Prints the answers.
     """
 
     def __init__(self, connect: Callable[[], Server], options: JsonObject, console: Console) -> None:
-        """Begin with an empty conversation."""
         self.messages: list[JsonObject] = []
         self._connect = connect
         self._options = options
@@ -40,10 +39,10 @@ class Chat:
         self._notes = Console(stderr=True, highlight=False)
 
     def run(self) -> None:
-        """Talk until the person ends it."""
+        """Read and answer messages until the end of input."""
         if sys.stdin.isatty():
             self._notes.print("/help lists what there is beside talking; Ctrl-D ends.", style="dim")
-            with contextlib.suppress(ImportError):  # gives the line an editor and a history
+            with contextlib.suppress(ImportError):  # enables line editing and history
                 importlib.import_module("readline")
         while True:
             try:
@@ -67,7 +66,7 @@ class Chat:
             self._answer(said)
 
     def _answer(self, said: str) -> None:
-        """Ask, and keep question and answer, unless there is none."""
+        """Stream the answer; append question and answer to the conversation unless it is empty."""
         messages = [*self.messages, {"role": "user", "content": said}]
         pieces: list[str] = []
         try:

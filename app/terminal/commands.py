@@ -1,4 +1,4 @@
-"""The command line of ``nnsight-engine chat | lens | steer``: options, and what becomes of errors."""
+"""The command line of ``nnsight-engine chat | lens | steer``: options and the handling of errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _COMMANDS: Final = typer.Typer(
 
 
 class Mode(StrEnum):
-    """What steering does to a value, see docs/interventions.md."""
+    """The effect of steering on a value, see docs/interventions.md."""
 
     ADD = "add"
     NORM_MATCH = "norm_match"
@@ -67,7 +67,7 @@ def run(arguments: Sequence[str]) -> int:
         return _INTERRUPTED
     except (RemoteError, ValueError, typer.TyperException) as error:
         return _failed(error)
-    except ExceptionGroup as group:  # of two requests at once; the first says it
+    except ExceptionGroup as group:  # of two concurrent requests; the first error is reported
         return _failed(group.exceptions[0])
     return int(status or 0)
 
@@ -81,7 +81,7 @@ def _failed(error: Exception) -> int:
 
 
 def _server(url: str | None) -> Server:
-    """Return the server meant: by the option, the variable, or the library's own configuration."""
+    """Return the server from the option, the environment variable or the library's configuration."""
     try:
         settings = ClientSettings()
     except ValidationError as error:
@@ -100,7 +100,7 @@ def _given(**options: Any) -> JsonObject:
 
 
 def _wait(server: Server, work: Coroutine[Any, Any, None]) -> None:
-    """Have a command's work done, and its connections closed."""
+    """Run a command's coroutine, and close its connections."""
 
     async def working() -> None:
         async with server:
@@ -119,13 +119,13 @@ def chat(
     temperature: _OptionalTemperature = None,
     url: _Url = None,
 ) -> None:
-    """Talk with the model, steered or not; /help lists what there is beside talking."""
+    """Talk with the model, steered or not; /help lists the commands."""
     if (vector is None) != (not layer):
         raise typer.BadParameter("--vector and --layer are given together")
     options = _given(max_tokens=max_tokens, temperature=temperature)
     if vector is not None and layer:
         options["interventions"] = [_steer(vector, layer, scale, mode)]
-    _server(url)  # so that a wrong address is said before the first question
+    _server(url)  # reports an invalid address before the first question
     Chat(lambda: _server(url), options, Console(highlight=False)).run()
 
 
@@ -138,7 +138,7 @@ def lens(
     ] = False,
     url: _Url = None,
 ) -> None:
-    """Show what each layer would say after each token: the logit lens."""
+    """Show the logit lens: what each layer would predict after each token."""
     server = _server(url)
     _wait(server, show_lens(server, prompt, layers, Console(highlight=False), show_all=show_all))
 
@@ -156,8 +156,8 @@ def steer(
     ] = False,
     url: _Url = None,
 ) -> None:
-    """Show what the model writes without and with a vector, side by side, differences marked."""
-    # At each step the most likely token: what differs is then the steering, not chance.
+    """Show the model's text without and with a vector, side by side, with differences marked."""
+    # Greedy decoding, so that differences come from the steering, not from sampling.
     options: JsonObject = {"max_tokens": max_tokens, "temperature": 0}
     asked = SteeringRequest(prompt, is_chat, options, [_steer(vector, layer, scale, mode)])
     title = f"{vector} × {scale:g} at {', '.join(layer)}"

@@ -1,7 +1,7 @@
-"""``nnsight-engine lens``: what each layer would say after each token of a prompt, as a coloured table.
+"""``nnsight-engine lens``: the logit lens of every token of a prompt, as a coloured table.
 
-A cell has the most likely token and how likely it is. As many tokens stand beside each other as the
-terminal has room for; the prompt's last ones, unless all are wanted, which then follow below each other.
+A cell has the most likely token and its probability. The columns are the prompt's last tokens, as many as fit
+the terminal's width, or all of them, split into several tables.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _DIM_TEXT: Final = Color.from_rgb(170, 175, 185)
 
 
 async def lens(server: Server, prompt: str, layers: str, console: Console, *, show_all: bool) -> None:
-    """Ask for the lens at every token of ``prompt`` and print it.
+    """Request the lens at every token of ``prompt`` and print it.
 
     Raises:
-        RemoteError: The server refuses.
+        RemoteError: The server refuses a request, or is not an NNsight Engine.
     """
-    # On standard error, so that a file gets the table alone.
+    # On standard error, so that redirected output contains only the table.
     with Console(stderr=True).status("Reading the lens"):
         try:
             tokens, result = await _tokens(server, prompt), await _lens(server, prompt, layers)
@@ -73,8 +73,8 @@ def print_lens(result: LogitLensResult, tokens: list[str], console: Console, *, 
     Args:
         result: By layer, a row for each position.
         tokens: The prompt's.
-        console: Where.
-        show_all: Whether tokens for which there is no room follow in further tables.
+        console: The output.
+        show_all: Whether tokens beyond the width follow in further tables.
     """
     room = max(1, (console.width - _LABEL) // (_CELL + _GAP))
     columns = list(range(len(result.positions)))
@@ -115,7 +115,7 @@ def _cell(token: LensToken) -> Text:
 
 
 def heat(probability: float) -> Style:
-    """Return a cell's colours: the more likely, the brighter its ground."""
+    """Return a cell's style: the higher the probability, the brighter the background."""
     ground = [round(cold + (hot - cold) * probability**0.5) for cold, hot in zip(_COLD, _HOT, strict=True)]
     return Style(
         color=_LIGHT_TEXT if probability >= 0.1 else _DIM_TEXT,

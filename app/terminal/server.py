@@ -1,7 +1,7 @@
-"""The server that a command talks to: questions, answers, and texts as they come.
+"""The HTTP client of the terminal commands: requests, answers, and streamed texts.
 
-A server that is still starting is waited for; one that is not there is told with what to do. When the
-caller goes, by Ctrl-C too, the connection is closed, and the server ends the work.
+Requests are retried while the server starts; if no server answers, the error says how to start one. When the
+caller is cancelled, by Ctrl-C too, the connection is closed, and the server aborts the request.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ JsonObject = dict[str, Any]
 
 _CONNECT_S: Final = 5.0
 _READ_S: Final = 600.0
-"""Until the next byte: a long prompt computes for long."""
+"""Until the next byte: the prefill of a long prompt takes long."""
 _MAX_SAID: Final = 500
-"""Characters of an answer that is none of ours."""
+"""Characters quoted of an answer that is not an NNsight Engine's."""
 
 
 class Server:
     """One server, over connections that end with the ``async with`` block.
 
     Args:
-        url: Its address.
-        key: What it knows us by; empty where it has no keys.
+        url: The server's address.
+        key: The API key; empty if the server has no keys.
 
     Raises:
-        ValueError: The address is none.
+        ValueError: The address is invalid.
     """
 
     def __init__(self, url: str, key: str = "") -> None:
-        """Connect when first asked."""
+        """Create the client; it connects at the first request."""
         self.url = normalized(url)
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._client = httpx.AsyncClient(
@@ -50,18 +50,18 @@ class Server:
         )
 
     async def __aenter__(self) -> Self:
-        """Use the connections."""
+        """Return the server."""
         return self
 
     async def __aexit__(self, *_error: object) -> None:
-        """Close them."""
+        """Close the connections."""
         await self._client.aclose()
 
     async def ask(self, path: str, body: JsonObject) -> JsonObject:
-        """Return the answer to one question.
+        """Send a request and return its answer.
 
         Raises:
-            RemoteError: There is none.
+            RemoteError: The request failed.
         """
 
         async def send() -> httpx.Response:
@@ -76,7 +76,7 @@ class Server:
         """Yield the text of a completion or of a chat's answer, piece by piece.
 
         Raises:
-            RemoteError: It is refused, or ends before its end.
+            RemoteError: The request is refused, or the stream ends early.
         """
 
         async def send() -> httpx.Response:
@@ -101,7 +101,7 @@ class Server:
         raise RemoteConnectionError(f"{self.url} broke off before the answer's end; is it still running?")
 
     async def _patiently(self, send: Callable[[], Awaitable[T]]) -> T:
-        """Send, and again while the server starts or has its queue full."""
+        """Send, and retry while the server starts or its queue is full."""
         tries = Retry(self.url, is_repeatable=False)
         while True:
             try:
@@ -144,7 +144,7 @@ def _broke_off(error: httpx.TransportError) -> str:
 
 
 def _text(event: JsonObject) -> str:
-    """Return what an event of a stream adds to the one choice."""
+    """Return the text that a stream's event adds to the one choice."""
     choices = event.get("choices") or [{}]
     choice = choices[0]
     return str(choice.get("text") or (choice.get("delta") or {}).get("content") or "")

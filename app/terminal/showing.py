@@ -1,4 +1,4 @@
-"""Texts of models on a terminal: never with control characters, and with what differs marked."""
+"""Model output on a terminal: control characters removed, differences marked."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ _CONTROLS: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u
 _MARKS: Final = {" ": "·", "\n": "↵", "\r": "␍", "\t": "⇥"}
 _UNCLEAR: Final = re.compile(rf"{_CONTROLS.pattern}|[{''.join(_MARKS.values())}]|\\(?=u[0-9a-f]{{4}})")
 _PIECES: Final = re.compile(r"\s*\S+|\s+")
-"""Words, each with the blanks before it."""
+"""Words, each with the whitespace before it."""
 _MAX_LIVE_WORDS: Final = 500
-"""Of texts that are still being written; longer ones are compared when they are complete."""
+"""Maximum length of texts that are compared while they are streamed; longer ones are compared at their end.
+"""
 MARK: Final = "bold underline bright_yellow"
 
 
 def plain(text: str) -> str:
-    """Return a text without what would move a terminal's cursor or change its colours or direction.
+    """Return a text without characters that would move a cursor or change colours or text direction.
 
-    A model writes what it likes, escape sequences among it. Carriage returns are left out, so that a line's
-    end stays one in whatever pieces it comes.
+    A model's output is untrusted and may contain escape sequences. Carriage returns are removed, so that a
+    line's end is the same however the text is split into pieces.
     """
     return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text.replace("\r", ""))
 
@@ -30,21 +31,21 @@ def plain(text: str) -> str:
 def visible(token: str) -> str:
     """Return a token on one line: ``·`` for a space, ``↵`` and ``␍`` for a line's end, ``⇥`` for a tab.
 
-    Two tokens never look alike: control characters, and characters that are such marks, are written as
-    ``\\u00b7``.
+    Two different tokens never look alike: control characters, and characters that equal one of these marks,
+    are written as ``\\u00b7``.
     """
     text = _UNCLEAR.sub(lambda found: _MARKS.get(found[0]) or f"\\u{ord(found[0]):04x}", token)
     return "".join(_MARKS.get(character, character) for character in text)
 
 
 def with_differences(baseline: str, steered: str, *, is_done: bool) -> tuple[Text, Text]:
-    """Return both texts, the words marked that the other one does not have at that place.
+    """Return both texts, with the words marked that the other text does not have at that place.
 
-    Blanks are not compared.
+    Whitespace is not compared.
 
     Args:
-        baseline: One.
-        steered: The other.
+        baseline: The first text.
+        steered: The second text.
         is_done: Whether both are complete; if not, nothing is marked beyond the end of the shorter one, and
             nothing at all in long texts.
     """

@@ -1,4 +1,4 @@
-"""``nnsight-engine steer``: what the model writes without and with a vector, side by side as it comes."""
+"""``nnsight-engine steer``: the model's text without and with a vector, streamed side by side."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from app.terminal.server import JsonObject, Server
 from app.terminal.showing import plain, with_differences
 
 _SIDE_BY_SIDE: Final = 72
-"""Columns of a terminal that has room for two texts."""
+"""The minimum number of terminal columns for two texts side by side."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SteeringRequest:
-    """What a model is to write.
+    """A request to generate a text with and without steering.
 
     Attributes:
-        prompt: The text, or what a person says in a chat.
-        is_chat: Which of the two.
+        prompt: The text to continue or, in a chat, the user's message.
+        is_chat: Whether it is a chat.
         options: Sampling options of the request.
         steers: The operations that steer.
     """
@@ -38,11 +38,11 @@ class SteeringRequest:
 
     @property
     def path(self) -> str:
-        """The route."""
+        """The route of the request."""
         return "/v1/chat/completions" if self.is_chat else "/v1/completions"
 
     def body(self, *, steered: bool) -> JsonObject:
-        """Return the request, with or without the steering."""
+        """Return the body of the request, with or without the steering."""
         given: JsonObject = {"prompt": self.prompt}
         if self.is_chat:
             given = {"messages": [{"role": "user", "content": self.prompt}]}
@@ -50,10 +50,9 @@ class SteeringRequest:
 
 
 class Comparison:
-    """Two texts as far as they have come; drawn anew whenever the screen is."""
+    """The two texts as received so far; rendered anew at every refresh of the screen."""
 
     def __init__(self, asked: SteeringRequest, title: str) -> None:
-        """Begin with nothing."""
         self.texts = ["", ""]
         self.done = [False, False]
         self._prefix = "" if asked.is_chat else plain(asked.prompt)
@@ -61,7 +60,7 @@ class Comparison:
         self._marked: dict[tuple[str, str, bool], tuple[Text, Text]] = {}
 
     def draw(self, width: int) -> RenderableType:
-        """Return both texts for a terminal of this many columns."""
+        """Return a rendering of both texts for a terminal of this many columns."""
         panels = [self._panel(number, text) for number, text in enumerate(self._with_differences())]
         if width < _SIDE_BY_SIDE:
             return Group(*panels)
@@ -72,7 +71,7 @@ class Comparison:
         return grid
 
     def _with_differences(self) -> tuple[Text, Text]:
-        """Return both texts with marks; they are compared only when one has changed."""
+        """Return both texts with differences marked; the comparison is cached until a text changes."""
         baseline, steered = self.texts
         state = baseline, steered, all(self.done)
         if state not in self._marked:
@@ -88,10 +87,10 @@ class Comparison:
 
 
 async def steer(server: Server, asked: SteeringRequest, title: str, console: Console) -> None:
-    """Ask for both texts at the same time, and show them as they come.
+    """Request both texts at the same time, and show them as they arrive.
 
     Raises:
-        RemoteError: The server refuses one, or breaks off.
+        RemoteError: The server refuses a request, or breaks off.
     """
     shown = Comparison(asked, title)
 

@@ -1,1 +1,1 @@
-"""Steering vectors that the server keeps: read from files, trained from prompts, used by name."""
+"""Steering vectors stored on the server: read from files, trained from prompts, used by name."""

@@ -1,8 +1,7 @@
-"""Files of vectors, read as hostile input: what they are is told by their first bytes, never by a pickle.
+"""Vector files, read as untrusted input: the first bytes determine the format, and no pickle is ever loaded.
 
-A file is at most as large as the model's largest vector in float64 and what stands around it, so readers take
-it whole; whatever a header claims is compared with what is there before anything is made from it. Runs in a
-thread.
+A file is limited to the size of the model's largest vector in float64 plus overhead, so readers hold it in
+memory. Every size in a header is checked against the data before anything is allocated. Runs in a thread.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Format = Literal["safetensors", "npz", "gguf", "json"]
 
 PARAM: Final = "file"
 SLACK_BYTES: Final = 1024 * 1024
-"""What a file may have beside its numbers."""
+"""Maximum bytes of a file beside its numbers."""
 
 _LENGTH_BYTES: Final = 8
 _MAX_HEADER_BYTES: Final = 512 * 1024
@@ -46,7 +45,7 @@ _ADVICE: Final = (
 
 
 class _JsonFile(BaseModel):
-    """A file of JSON: rows by layer, in an object of their own or alone."""
+    """A JSON file with the rows by layer in the field ``vectors``."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -57,14 +56,15 @@ _ROWS: Final = TypeAdapter(dict[str, Items[Number]])
 
 
 def read_file(data: bytes, name: str) -> tuple[Format, Tensors]:
-    """Return what a file is, and its tensors by name.
+    """Return the format of a file, and its tensors by name.
 
     Args:
         data: Its content.
-        name: What it is called; its ending is looked at only to refuse it.
+        name: Its file name; only used to refuse formats by the extension.
 
     Raises:
-        ApiError: ``unsupported_vector_format``, ``invalid_vector_file``, ``wrong_dtype``, ``not_finite``.
+        ApiError: ``unsupported_vector_format``, ``invalid_vector_file``, ``wrong_dtype``, ``json_too_deep``,
+            ``not_finite``, and the errors of the formats' readers.
     """
     _refuse_by_name(name)
     for begins, kind, read in _READERS:
@@ -128,7 +128,7 @@ def _read_safetensors(data: bytes) -> Tensors:
         entries = safetensors.deserialize(data)  # type: ignore[no-untyped-call]  # it has no types
         return {name: _tensor(name, entry) for name, entry in entries}
     except (safetensors.SafetensorError, ValueError, OverflowError) as error:
-        # numpy knows fewer shapes than safetensors: of so many dimensions, or so long beside an empty one.
+        # safetensors allows shapes that numpy refuses: too many dimensions, or huge ones beside an empty one.
         raise ApiError(
             ErrorCode.INVALID_VECTOR_FILE, f"The safetensors file is broken: {clip(str(error))}.", PARAM
         ) from error

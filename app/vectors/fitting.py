@@ -1,8 +1,8 @@
-"""One layer's row from values of contrasting prompts, and how well it tells those that were kept back.
+"""Fitting one layer's row to values of contrasting prompts, and scoring it on the held-out ones.
 
-Everything is computed in float64, from fewer samples than dimensions as a rule, so what has to be solved is
-of the samples' size. The same values give the same row. Raises ``NothingToLearnError`` where the values say
-nothing; ``training`` turns it into the request's error.
+All computation is in float64. There are usually fewer samples than dimensions, so the linear systems that are
+solved have the size of the samples. Deterministic: the same values give the same row. Raises
+``NothingToLearnError`` where the values carry no signal; ``training`` turns it into the request's error.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
 
 _LEAST: Final = 1e-9
-"""A row shorter than this part of the values' own length is none."""
+"""Minimum length of a row, relative to the values' own length."""
 _PENALTY: Final = 0.01
-"""Of the logistic probe's weights squared, per sample; all dimensions together have variance one."""
+"""L2 penalty on the logistic probe's weights, per sample; all dimensions together have variance one."""
 _MAX_STEPS: Final = 100
 _MAX_HALVINGS: Final = 30
 _TOLERANCE: Final = 1e-9
@@ -28,12 +28,12 @@ _MAX_SEPARATION: Final = 1e6
 
 
 class NothingToLearnError(ValueError):
-    """The two sides do not differ, or their values are no numbers."""
+    """The two sides do not differ, or their values are not finite."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Split:
-    """Which samples of each side are trained on, and which are kept back."""
+    """The indices of the samples of each side that are trained on and held out."""
 
     positive: Indices
     negative: Indices
@@ -53,21 +53,21 @@ class Fitted:
 
     @property
     def norm(self) -> float:
-        """Length of the row."""
+        """The L2 norm of the row."""
         return float(np.linalg.norm(self.row.astype(np.float64)))
 
 
 def split(num_positive: int, num_negative: int, *, holdout: float, seed: int) -> Split:
-    """Return a split that keeps back at least one sample of each side, and trains on at least one.
+    """Return a split that holds out at least one sample of each side, and trains on at least one.
 
-    Sides of as many samples are taken for pairs, which stay together: what a pair is about would else be on
-    one side of what is trained on, and be learned instead.
+    Sides of equal size are treated as pairs, which stay together: if a pair's topic were on only one side
+    of the training samples, the topic could be learned instead of the contrast.
 
     Args:
-        num_positive: Samples of one side, two or more.
-        num_negative: Samples of the other.
-        holdout: The part that is kept back, at most a half.
-        seed: Decides which.
+        num_positive: The number of samples of one side, two or more.
+        num_negative: The number of the other.
+        holdout: The fraction that is held out, at most one half.
+        seed: Selects the samples.
     """
     random = np.random.default_rng(seed)
     positive = random.permutation(num_positive)
@@ -86,16 +86,16 @@ def split(num_positive: int, num_negative: int, *, holdout: float, seed: int) ->
 
 
 def fit(positive: npt.ArrayLike, negative: npt.ArrayLike, chosen: Split, method: Method) -> Fitted:
-    """Return a layer's row.
+    """Fit a layer's row and score it.
 
     Args:
         positive: Values of one side, ``[samples, width]``.
-        negative: Of the other.
-        chosen: Which are trained on.
+        negative: Values of the other.
+        chosen: The split.
         method: See ``api_schemas.vectors.TrainingRequest``.
 
     Raises:
-        NothingToLearnError: They do not differ, or are not finite.
+        NothingToLearnError: The sides do not differ, or the values are not finite.
     """
     towards, away = np.asarray(positive, np.float64), np.asarray(negative, np.float64)
     if not (np.isfinite(towards).all() and np.isfinite(away).all()):
@@ -119,10 +119,9 @@ def _mean_difference(positive: Floats, negative: Floats) -> tuple[Floats, float]
 
 
 def _pca(positive: Floats, negative: Floats) -> tuple[Floats, float]:
-    """Return the first principal direction of the pairs' differences, as long as they are along it on
-    average.
+    """Return the first principal direction of the pairs' differences, scaled to their mean projection on it.
 
-    The differences are not centred: their mean is what is looked for.
+    The differences are not centred: their mean is the direction sought.
     """
     differences = positive - negative
     _, weights = np.linalg.eigh(differences @ differences.T)
@@ -133,15 +132,16 @@ def _pca(positive: Floats, negative: Floats) -> tuple[Floats, float]:
 
 
 def _logistic(positive: Floats, negative: Floats) -> tuple[Floats, float]:
-    """Return the weights and the bias of a logistic regression with a penalty on the weights squared.
+    """Return the weights and the bias of an L2-regularized logistic regression.
 
-    Newton's method on the samples' own combination: the weights are a sum of samples, so that what is solved
-    has as many unknowns as there are samples, and not as there are dimensions.
+    Newton's method in the dual form: the weights are a combination of the samples, so the linear systems have
+    as many unknowns as there are samples, not as there are dimensions.
     """
     samples = np.concatenate((positive, negative))
     labels = np.concatenate((np.ones(len(positive)), np.zeros(len(negative))))
     centre, deviation = samples.mean(axis=0), samples.std(axis=0)
-    # A dimension that hardly varies says nothing; one that varies a hundred times as much says no more.
+    # Dimensions are standardized, so that those of large variance do not dominate; constant ones have no
+    # effect.
     scale = np.maximum(deviation, _LEAST * deviation.max()) * np.sqrt(samples.shape[1])
     scaled = (samples - centre) / scale
     combination, offset = _newton(scaled @ scaled.T, labels, _PENALTY * len(labels))
@@ -190,13 +190,13 @@ def _middle(vector: Floats, positive: Floats, negative: Floats) -> float:
 
 
 def _scores(sides: tuple[Floats, Floats], chosen: Split) -> tuple[float, float, float]:
-    """Return, of the samples kept back, how often a positive one is higher, how many are right, how far."""
+    """Return the AUROC, accuracy and separation (in standard deviations) of the held-out samples."""
     positive, negative = sides[0][chosen.held_positive], sides[1][chosen.held_negative]
     differences = positive[:, None] - negative[None, :]
     auroc = float((differences > 0).mean() + (differences == 0).mean() / 2)
     right = int((positive > 0).sum() + (negative <= 0).sum())
     accuracy = right / (len(positive) + len(negative))
-    # Few are kept back, so how much each side varies is taken from all of it.
+    # Few samples are held out, so the deviation of each side is estimated from all of them.
     deviation = float(np.sqrt((sides[0].var() + sides[1].var()) / 2))
     distance = float(positive.mean() - negative.mean())
     bound = _MAX_SEPARATION * deviation

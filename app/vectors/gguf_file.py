@@ -1,8 +1,8 @@
-"""GGUF control vectors, as llama.cpp and repeng write them: ``direction.N`` is what is added behind layer N.
+"""Reader of GGUF control vectors, as llama.cpp and repeng write them: ``direction.N`` is added after layer N.
 
-The package ``gguf`` reads files that one has chosen oneself: it maps them from disk and makes as many objects
-as a header claims. This reader takes bytes, steps over what it does not need, and checks every step against
-what is there. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3.
+The package ``gguf`` trusts its files: it maps them from disk and creates as many objects as a header claims.
+This reader takes bytes, skips fields that it does not need, and checks every length against the file's size.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NAME: Final = re.compile(r"direction\.[1-9][0-9]{0,5}")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Info:
-    """What the file says of a tensor: its length, its type, and where it begins in the data."""
+    """The file's description of a tensor: its number of items, its type, and its offset in the data."""
 
     name: str
     num_items: int
@@ -48,7 +48,7 @@ class _Info:
 
 
 class _Bytes:
-    """The file, read from its start; whatever lies beyond its end is an error."""
+    """A reader of the file from its start; raises ApiError beyond its end."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -86,7 +86,7 @@ class _Bytes:
         if kind != _STRING:
             self.take(num_items * _scalar_bytes(kind))
             return
-        for _ in range(num_items):  # each takes eight bytes at least, so the file's end is not far
+        for _ in range(num_items):  # each item has at least eight bytes, so the file's size bounds the loop
             self.skip(_STRING)
 
 
@@ -94,7 +94,7 @@ def read(data: bytes) -> Tensors:
     """Return the directions of a control vector by name.
 
     Raises:
-        ApiError: ``unsupported_vector_format`` (a GGUF file of something else), ``invalid_vector_file``,
+        ApiError: ``unsupported_vector_format`` (another kind of GGUF file), ``invalid_vector_file``,
             ``wrong_dtype`` (quantized).
     """
     file = _Bytes(data)
@@ -109,7 +109,7 @@ def read(data: bytes) -> Tensors:
     infos = [_info(file) for _ in range(num_tensors)]
     start = -(-file.position // alignment) * alignment
     if sum(info.num_items for info in infos) > len(data) - file.position:
-        # Tensors that share their bytes would be as many copies of them.
+        # Overlapping tensors would multiply the memory, since each is a copy of its bytes.
         raise _invalid("The GGUF file's tensors claim more numbers than it has bytes.")
     tensors: dict[str, npt.NDArray[Any]] = {}
     for info in infos:
@@ -120,7 +120,7 @@ def read(data: bytes) -> Tensors:
 
 
 def _fields(file: _Bytes, num_fields: int) -> int:
-    """Step over the fields; returns the alignment of the data."""
+    """Skip the metadata fields and return the alignment of the data."""
     architecture, alignment = "", _DEFAULT_ALIGNMENT
     for _ in range(num_fields):
         key, kind = file.text(_MAX_NAME_BYTES), file.number(4)

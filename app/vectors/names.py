@@ -1,7 +1,8 @@
-"""Names of vectors in a request's operations, and the numbers that take their place before it is compiled.
+"""Resolution of vector names in a request's operations to values, before the request is compiled.
 
-From then on the request is one that brought the numbers itself: the same plan, the same fingerprint, the same
-cache salt. What a name meant stands on the tensor, and in the answer beside each operation that was applied.
+After that the request equals one that contained the values itself: the same plan, fingerprint and cache salt.
+The resolved version is recorded on the tensor, and reported in the answer with each operation that was
+applied.
 """
 
 from __future__ import annotations
@@ -24,25 +25,24 @@ from app.vectors.rows import ModelShape, kind_of, points_of
 
 _NAME: Final = re.compile(r"(?P<name>[a-z0-9][a-z0-9._-]{0,63})(?:@(?P<version>[1-9][0-9]{0,8}))?")
 _MAX_ROWS_BYTES: Final = 256 * 2**20
-"""Most that one request's names may stand for."""
+"""Maximum bytes of the values that one request's names resolve to."""
 _FIELDS: Final = {Steer: "vector", Ablate: "vector", Probe: "weights"}
 
 
 def names_vectors(interventions: Sequence[Intervention]) -> bool:
-    """Tell whether an operation names a vector."""
+    """Return whether an operation names a vector."""
     return any(isinstance(tensor_of(op), VectorName) for op in interventions)
 
 
 class VectorCache:
-    """Numbers of vectors used last, by the number of the vector, whose numbers never change.
+    """An LRU cache of vectors' values by their number; the values of a number never change.
 
     Args:
-        store: Where they are read from.
-        max_bytes: What may be held.
+        store: Reads values that are not cached.
+        max_bytes: The maximum size.
     """
 
     def __init__(self, store: VectorStore, max_bytes: int) -> None:
-        """Start empty."""
         self._store = store
         self._max_bytes = max_bytes
         self._num_bytes = 0
@@ -50,11 +50,11 @@ class VectorCache:
 
     @property
     def num_bytes(self) -> int:
-        """What is held."""
+        """The bytes cached."""
         return self._num_bytes
 
     async def data(self, number: int) -> bytes | None:
-        """Return a vector's numbers, or None where it is gone."""
+        """Return a vector's values (float32), or None if it was deleted."""
         held = self._held.get(number)
         if held is not None:
             self._held.move_to_end(number)
@@ -75,20 +75,19 @@ class VectorCache:
 
 
 class NameResolver:
-    """Puts numbers in the place of names, for one request.
+    """Replaces names by values, for one request.
 
     Args:
-        store: Finds the vectors.
-        cache: Has their numbers.
+        store: Looks up the vectors.
+        cache: Returns their values.
         shape: The model's.
-        models: What the model is called.
-        tenant: Whose operations they are.
+        models: The model's names.
+        tenant: The tenant that sent the request.
     """
 
     def __init__(
         self, store: VectorStore, cache: VectorCache, shape: ModelShape, models: Sequence[str], tenant: str
     ) -> None:
-        """Start with nothing found."""
         self._store = store
         self._cache = cache
         self._shape = shape
@@ -99,10 +98,10 @@ class NameResolver:
         self._num_bytes = 0
 
     async def resolved(self, op: Intervention, param: str) -> Intervention:
-        """Return an operation with numbers instead of a name.
+        """Return an operation with values in place of a name.
 
         Raises:
-            ApiError: ``unknown_vector``, ``vector_mismatch``, or what is wrong with ``at``.
+            ApiError: ``unknown_vector``, ``vector_mismatch``, or an error in ``at``.
         """
         given = tensor_of(op)
         if not isinstance(given, VectorName):
@@ -152,7 +151,7 @@ class NameResolver:
     def _layers(
         self, given: VectorName, vector: FoundVector, points: Sequence[Point], param: str
     ) -> tuple[int, ...]:
-        """Return the layers whose rows are wanted, in order."""
+        """Return the layers whose rows are needed, in order."""
         if given.layer is not None:
             layers: tuple[int, ...] = (resolve_layer(given.layer, self._shape.num_layers, f"{param}.layer"),)
         else:
@@ -181,7 +180,7 @@ class NameResolver:
             rows = np.frombuffer(data, "<f4").reshape(len(vector.layers), vector.width)
             index = {layer: row for row, layer in enumerate(vector.layers)}
             wanted = rows[[index[layer] for layer in layers]]
-            # One row is one vector for all points, as somebody would send it.
+            # One row has the shape [width] and applies to all points, as in a request that contains it.
             shape = [vector.width] if len(layers) == 1 else list(wanted.shape)
             used = VectorUsed(name=vector.name, version=vector.version, id=vector.id)
             self._tensors[key] = NamedTensor.of(used, shape, wanted.tobytes())

@@ -1,7 +1,7 @@
-"""``.npz`` files: a zip of ``.npy`` arrays, of which only arrays of floats are read, and no pickle ever.
+"""Reader of ``.npz`` files: a zip of ``.npy`` arrays. Only arrays of floats are read, never a pickle.
 
-numpy's own reader makes an array as large as its header says, and unpacks as much as a zip holds; here sizes
-are compared first. Only what ``numpy.savez`` and ``numpy.savez_compressed`` write is taken.
+numpy's own reader allocates as much as a header claims, and unpacks as much as a zip contains; here sizes
+are checked first. Only the output of ``numpy.savez`` and ``numpy.savez_compressed`` is accepted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ENTRY_BYTES: Final = 128
 _MAX_COMMENT: Final = 65535
 _MAX_ENTRIES: Final = 4096
 _MAX_BYTES: Final = 64 * 1024 * 1024
-"""Of all arrays, unpacked: more than any model's vector has."""
+"""Maximum bytes of all arrays, unpacked: more than any model's vector needs."""
 _METHODS: Final = frozenset({zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED})
 _HEADERS: Final[dict[tuple[int, int], Callable[[io.BytesIO], Any]]] = {
     (1, 0): np.lib.format.read_array_header_1_0,
@@ -40,7 +40,7 @@ _BROKEN: Final = (
     zipfile.BadZipFile, zlib.error, EOFError, MemoryError, NotImplementedError, OSError, OverflowError,
     RuntimeError, SyntaxError, TypeError, ValueError,
 )  # fmt: skip
-"""What zipfile and numpy raise where a file is not what it says."""
+"""The exceptions of zipfile and numpy for malformed files."""
 
 
 def read(data: bytes) -> Tensors:
@@ -48,8 +48,7 @@ def read(data: bytes) -> Tensors:
 
     Raises:
         ApiError: ``unsupported_vector_format`` (of PyTorch, or with pickled objects),
-        ``invalid_vector_file``,
-            ``tensor_too_large``, ``wrong_dtype``.
+            ``invalid_vector_file``, ``tensor_too_large``, ``wrong_dtype``.
     """
     _check_directory(data)
     try:
@@ -62,7 +61,7 @@ def read(data: bytes) -> Tensors:
 
 
 def _check_directory(data: bytes) -> None:
-    """Refuse more entries than a vector has before there is an object for each."""
+    """Refuse a directory of too many entries before zipfile creates an object for each."""
     end = data.rfind(_END, max(0, len(data) - _END_BYTES - _MAX_COMMENT))
     if end < 0 or len(data) - end < _END_BYTES:
         raise _invalid("The .npz file is cut off: its end is missing.")

@@ -1,7 +1,7 @@
-"""From named tensors to the rows of a vector: which layer each belongs to, and whether they fit the model.
+"""Conversion of named tensors to the rows of a vector: their layers, and whether they fit the model.
 
-Whatever a vector came as, its file's reader gives tensors by name, and ``rows_of`` makes ``VectorRows`` of
-them: the only form that is kept. Rows have the width of the model's points, each layer has one, and every
+The reader of each format returns tensors by name, and ``rows_of`` converts them to ``VectorRows``, the only
+form that is stored. Invariants: rows have the width of the model's points, each layer has one row, and every
 number is finite in float32.
 """
 
@@ -25,7 +25,7 @@ Floats = npt.NDArray[np.float32]
 Tensors = Mapping[str, npt.NDArray[Any]]
 
 RESIDUAL_LEAF: Final = "output"
-"""The residual stream after a layer: what a row belongs to whose name has only a layer."""
+"""The residual stream after a layer; the default for a tensor whose name has only a layer."""
 _LAYER_PREFIX: Final = "layers.*."
 _NAME: Final = re.compile(
     r"(?:(?:layers?|direction)[._])?(?P<layer>0|[1-9][0-9]{0,5})(?:\.(?P<leaf>[a-z][a-z0-9_.]{0,63}))?"
@@ -34,11 +34,11 @@ _NAME: Final = re.compile(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What vectors of a model must be like.
+    """The shape that vectors of a model must have.
 
     Attributes:
         name: The server's name of the model.
-        num_layers: How many layers it has.
+        num_layers: The number of layers.
         widths: Numbers at one position, by a layer's leaf.
     """
 
@@ -48,7 +48,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, name: str, capabilities: Capabilities) -> Self:
-        """Return the shape of a model that serves."""
+        """Return the shape of the served model."""
         widths = {
             point.name.removeprefix(_LAYER_PREFIX): point.width
             for point in capabilities.points
@@ -58,7 +58,7 @@ class ModelShape:
 
     @property
     def max_numbers(self) -> int:
-        """Numbers of the largest vector."""
+        """The number of values of the largest vector."""
         return self.num_layers * max(self.widths.values(), default=0)
 
     def width(self, leaf: str, param: str) -> int:
@@ -77,11 +77,11 @@ class ModelShape:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VectorRows:
-    """The numbers of a vector.
+    """The values of a vector.
 
     Attributes:
-        leaf: The kind of points that they belong to, ``output`` of a layer.
-        layers: Whose the rows are, ascending.
+        leaf: The kind of points that they belong to, such as ``output`` of a layer.
+        layers: The layer of each row, ascending.
         values: The rows, ``[layers, width]``.
     """
 
@@ -91,22 +91,22 @@ class VectorRows:
 
     @property
     def width(self) -> int:
-        """Numbers in a row."""
+        """The number of values in a row."""
         return int(self.values.shape[1])
 
     @property
     def data(self) -> bytes:
-        """The numbers, rows by layer, float32 and little-endian."""
+        """The values, rows by layer, float32 and little-endian."""
         return np.ascontiguousarray(self.values, "<f4").tobytes()
 
     @property
     def sha256(self) -> str:
-        """The hash of ``data``, hexadecimal."""
+        """The SHA-256 of ``data``, hexadecimal."""
         return hashlib.sha256(self.data).hexdigest()
 
 
 def kind_of(leaf: str) -> str:
-    """Return the pattern that stands for a leaf of every layer."""
+    """Return the pattern that matches a leaf of every layer."""
     return f"{_LAYER_PREFIX}{leaf}"
 
 
@@ -114,14 +114,15 @@ def rows_of(tensors: Tensors, at: str | Sequence[str] | None, shape: ModelShape,
     """Return the rows of a vector.
 
     Args:
-        tensors: By name: each names its layer or point, or there is one alone, and ``at`` says whose it is.
+        tensors: By name: either each name gives a layer or point, or there is one tensor whose points are in
+            ``at``.
         at: The points of the one tensor, ``[width]`` or ``[points, width]``.
         shape: The model's.
-        param: Where in the request they stand.
+        param: The field of the request that contains the tensors, for messages.
 
     Raises:
-        ApiError: ``invalid_vector_file`` (no tensor, or a name that names no layer, or two of one layer),
-            ``unknown_layer``, ``unknown_point``, ``vector_mismatch`` (of several kinds of points),
+        ApiError: ``invalid_vector_file`` (no tensor, a name without a layer, or two tensors of one layer),
+            ``unknown_layer``, ``unknown_point``, ``vector_mismatch`` (several kinds of points),
             ``wrong_width``, ``not_finite``.
     """
     if not tensors:
@@ -191,7 +192,7 @@ def points_of(at: str | Sequence[str], num_layers: int, param: str) -> list[Poin
 
     Raises:
         ApiError: ``unknown_point`` (also for points of the whole model), ``unknown_layer``, or
-            ``invalid_value``: one is named twice.
+            ``invalid_value`` (a point is named twice).
     """
     points: dict[Point, None] = {}
     for text in [at] if isinstance(at, str) else at:

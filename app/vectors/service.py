@@ -1,7 +1,7 @@
-"""The vectors of one server: kept, told of, and put in the place of their names.
+"""The vectors of one server: storage, lookup, and resolution of their names in requests.
 
-``create_app`` makes the one service; the routes below ``/v1/vectors`` and every request whose operations
-name a vector are its callers.
+``create_app`` creates the one service; the routes below ``/v1/vectors`` and every request whose operations
+name a vector use it.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class VectorService:
 
     Args:
         settings: The server's.
-        database: Keeps them; started before this is used.
-        engine: Has the model that they must fit.
-        stored: What tenants keep, here and elsewhere.
+        database: Stores the vectors; started before this is used.
+        engine: Serves the model that the vectors must fit.
+        stored: The bytes stored by tenants, here and elsewhere.
     """
 
     def __init__(
         self, settings: Settings, database: Database, engine: EngineClient, stored: StoredBytes
     ) -> None:
-        """Keep the parts; nothing is read yet."""
+        """Create the parts; nothing is read yet."""
         self._settings = settings
         self._store = VectorStore(database, settings.vector_store_bytes, settings.tenant_share)
         self._stored, self._kept = stored, stored.place()
@@ -51,23 +51,23 @@ class VectorService:
 
     @property
     def shape(self) -> ModelShape:
-        """What vectors of the model served must be like; only when the engine is ready."""
+        """The shape that vectors of the served model must have; only when the engine is ready."""
         return ModelShape.of(self._engine.served().names[0], self._engine.capabilities())
 
     @property
     def used_bytes(self) -> int:
-        """How many bytes all vectors have, as far as this server knows."""
+        """The bytes of all vectors, as far as this server knows."""
         return self._kept.total
 
     async def count(self) -> None:
-        """Learn how much is kept, by whom; other servers' doings are seen then."""
+        """Update the stored bytes of each tenant from the database, where other servers write too."""
         self._kept.set(await self._store.used_bytes())
 
     async def create(self, request: Request, caller: Principal) -> Vector:
-        """Keep the vector that a request brings.
+        """Read the vector of a request and store it.
 
         Raises:
-            ApiError: Whatever is wrong with it; nothing is kept then.
+            ApiError: The vector is invalid or exceeds a limit; nothing is stored then.
         """
         settings = self._settings
         limits = BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
@@ -92,14 +92,14 @@ class VectorService:
         sha256: str | None = None,
         training: Training | None = None,
     ) -> Vector:
-        """Keep a vector as the next version of its name.
+        """Store a vector as the next version of its name.
 
         Raises:
-            ApiError: ``stored_bytes_full``, and as ``VectorStore.add``.
+            ApiError: ``missing_scope``, ``stored_bytes_full``, and the errors of ``VectorStore.add``.
         """
         check_sharing(caller, shared=shared)
         new = NewRow(caller.tenant, name, self.shape.name, rows, shared, format_, sha256, training)
-        async with self._adding:  # lest many at once each find the room that only one of them has
+        async with self._adding:  # or concurrent requests could each pass the check for the same free bytes
             await self.count()
             self._stored.check(Holder(caller.tenant), len(rows.data))
             kept = await self._store.add(new)
@@ -107,7 +107,7 @@ class VectorService:
         return kept
 
     async def page(self, tenant: str, *, name: str | None, after: str | None, limit: int) -> VectorList:
-        """Return a page of a tenant's vectors and shared ones; raises ApiError ``vector_not_found``."""
+        """Return a page of a tenant's and shared vectors; raises ApiError ``vector_not_found``."""
         data, has_more = await self._store.page(tenant, name=name, after=after, limit=limit)
         return VectorList(
             data=data,
@@ -117,7 +117,7 @@ class VectorService:
         )
 
     async def get(self, vector_id: str, tenant: str) -> Vector:
-        """Return a vector that a tenant sees; raises ApiError ``vector_not_found``."""
+        """Return a vector that is visible to a tenant; raises ApiError ``vector_not_found``."""
         return await self._store.get(vector_id, tenant)
 
     async def content(self, vector_id: str, tenant: str) -> bytes:
@@ -131,7 +131,7 @@ class VectorService:
         return safetensors.numpy.save(tensors, about)
 
     async def remove(self, vector_id: str, caller: Principal) -> None:
-        """Remove a vector; a shared one is an administrator's to remove.
+        """Delete a vector; deleting a shared one requires the scope ``admin``.
 
         Raises:
             ApiError: ``vector_not_found``, ``missing_scope``.
@@ -143,14 +143,14 @@ class VectorService:
         await self.count()
 
     async def bytes_of(self, tenant: str) -> int:
-        """Return the bytes of a tenant's vectors together."""
+        """Return the total bytes of a tenant's vectors."""
         return (await self._store.used_bytes()).get(Holder(tenant), 0)
 
     async def resolved(self, interventions: Sequence[Intervention], tenant: str) -> tuple[Intervention, ...]:
-        """Return a request's operations with numbers instead of names.
+        """Return a request's operations with the vectors' values in place of their names.
 
         Raises:
-            ApiError: ``unknown_vector``, ``vector_mismatch``, or what is wrong with ``at``.
+            ApiError: ``unknown_vector``, ``vector_mismatch``, or an error in ``at``.
         """
         models = self._engine.served().names
         resolver = NameResolver(self._store, self._cache, self.shape, models, tenant)
@@ -160,7 +160,7 @@ class VectorService:
 
 
 def check_sharing(caller: Principal, *, shared: bool) -> None:
-    """Raise ApiError where somebody else than an administrator would share."""
+    """Raise ApiError if a caller without the scope ``admin`` wants to share a vector."""
     if shared:
         caller.check(Scope.ADMIN)
 

@@ -1,8 +1,8 @@
-"""Training vectors from contrasting prompts: the engine's own captures, a row for each layer, and its score.
+"""Training vectors from captures of contrasting prompts: a row for each layer, with its scores.
 
-Each prompt is one request with a capture of every layer, a few of them at once, so that a training is a small
-part of the engine's batch. Rows are fitted in a thread, layer by layer. One training runs at a time, of one
-tenant after the other; whoever gives up waiting, or leaves, ends theirs. Nothing is kept of one that fails.
+Each prompt is one request with a capture of every layer. Only a few run at once, so that a training uses a
+small part of the engine's batch. Rows are fitted in a thread, layer by layer. One training runs at a time,
+and tenants take turns; a client that disconnects ends its training. A training that fails stores nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ALL_LAYERS: Final = "all"
 _RESULT: Final = "rows"
 _ITEM_BYTES: Final = 4
 _BUT_THE_FIRST: Final = Where(phase="prompt", range=(1, None))
-"""At the first position models keep numbers that dwarf all others: a mean with them tells the length."""
+"""At the first position models have outliers that dominate a mean, which would then encode the length."""
 _SIDES: Final = ("positive", "negative")
 
 Tell = Callable[[TrainingEvent], None]
@@ -49,12 +49,11 @@ class Trainer:
 
     Args:
         settings: The server's.
-        engine: Reads the prompts.
-        vectors: Keeps what comes of it.
+        engine: Runs the prompts.
+        vectors: Stores the results.
     """
 
     def __init__(self, settings: Settings, engine: EngineClient, vectors: VectorService) -> None:
-        """Keep the parts; nothing runs."""
         self._settings = settings
         self._engine = engine
         self._vectors = vectors
@@ -64,20 +63,20 @@ class Trainer:
 
     @property
     def num_waiting(self) -> int:
-        """How many wait for their turn."""
+        """The number of trainings that wait for their turn."""
         return self._places.num_waiting
 
     async def train(self, wanted: TrainingRequest, http: Request, caller: Principal, tell: Tell) -> Vector:
-        """Train a vector and keep it.
+        """Train a vector and store it.
 
         Args:
-            wanted: From what.
+            wanted: The prompts and options.
             http: The request, its body already read.
-            caller: Whose it will be.
-            tell: Is told how far it is.
+            caller: The vector's owner.
+            tell: Called with progress events.
 
         Raises:
-            ApiError: What is wrong with it, ``queue_full``, ``training_failed``, or why a prompt was refused.
+            ApiError: The request is invalid, ``queue_full``, ``training_failed``, or a prompt was refused.
         """
         check_sharing(caller, shared=wanted.shared)
         layers = self._check(wanted)
@@ -106,7 +105,7 @@ class Trainer:
         )
 
     def _check(self, wanted: TrainingRequest) -> list[int]:
-        """Return the layers, of a request that can be trained from."""
+        """Validate a request and return its layers."""
         num_prompts = len(wanted.positive) + len(wanted.negative)
         if num_prompts > self._settings.max_training_prompts:
             raise ApiError(
@@ -132,7 +131,7 @@ class Trainer:
 
 
 class _Reader:
-    """Reads the prompts of one training."""
+    """Captures the activations of one training's prompts."""
 
     def __init__(
         self,
@@ -145,7 +144,7 @@ class _Reader:
         self._engine = engine
         self._wanted = wanted
         self._points = [f"layers.{layer}.{RESIDUAL_LEAF}" for layer in layers]
-        # The request's own id, among its headers, must not become that of many.
+        # Without headers, since the request's own X-Request-Id must not be used for all prompts' requests.
         self._http = Request({**http.scope, "headers": []}, http.receive)
         self._caller = caller
         self._gate = asyncio.Semaphore(_IN_FLIGHT)
@@ -205,7 +204,10 @@ class _Reader:
 async def training_events(
     train: Callable[[Tell], Coroutine[Any, Any, Vector]],
 ) -> AsyncGenerator[str, None]:
-    """Yield a training as server-sent events: how far it is, then the vector; ended early, it ends it."""
+    """Yield a training as server-sent events: progress, then the vector.
+
+    Closing the generator early cancels the training.
+    """
     told: asyncio.Queue[TrainingEvent | None] = asyncio.Queue()
     working = asyncio.create_task(train(told.put_nowait))
     working.add_done_callback(lambda _: told.put_nowait(None))
@@ -234,7 +236,7 @@ def _layers(wanted: str | list[int], num_layers: int) -> list[int]:
 
 
 def _check_different(wanted: TrainingRequest) -> None:
-    """Refuse prompts that are there twice: kept back and trained on, they would score themselves."""
+    """Refuse duplicate prompts: one that is both trained on and held out would make the scores too good."""
     seen: dict[str, str] = {}
     for side, prompts in zip(_SIDES, (wanted.positive, wanted.negative), strict=True):
         for index, prompt in enumerate(prompts):

@@ -1,7 +1,7 @@
-"""What ``POST /v1/vectors`` is sent: numbers in JSON, or a file in a form, as OpenAI's clients send files.
+"""The body of ``POST /v1/vectors``: numbers in JSON, or a file in a form, as OpenAI's clients send files.
 
-A body is read no further than the model's largest vector takes, and taken apart in a thread. Nothing is kept
-here: a body that is not right in every part makes no vector.
+The size of a body is limited to what the model's largest vector needs, and it is parsed in a thread. Nothing
+is stored here: an invalid body creates no vector.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MAX_FIELD_BYTES: Final = 64 * 1024
 
 
 class _Form(Strict):
-    """What stands in a form beside its file."""
+    """The fields of a form beside its file."""
 
     name: VectorNameText
     at: str | None = None
@@ -46,14 +46,14 @@ class _Form(Strict):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VectorUpload:
-    """A vector as it was sent, checked against the model.
+    """An uploaded vector, validated against the model.
 
     Attributes:
-        name: What operations will call it.
+        name: The name that operations use.
         shared: Whether every tenant may use it.
-        format: What it came as.
-        sha256: Of the file that it came in, hexadecimal.
-        rows: Its numbers.
+        format: The format of the upload.
+        sha256: Hash of the uploaded file, hexadecimal; None for JSON bodies.
+        rows: The values.
     """
 
     name: str
@@ -68,12 +68,12 @@ async def read_upload(request: Request, shape: ModelShape, limits: BodyLimits) -
 
     Args:
         request: The request.
-        shape: What the vector must fit; a body has no more than its largest takes.
-        limits: What any body may be.
+        shape: The shape that the vector must have; also bounds the body's size.
+        limits: The limits of any body.
 
     Raises:
-        ApiError: Whatever is wrong with it.
-        ClientDisconnect: The client went away before the end.
+        ApiError: The body is invalid.
+        ClientDisconnect: The client disconnected before the end of the body.
     """
     media_type = request.headers.get("content-type", "").split(";", maxsplit=1)[0].strip().lower()
     if media_type == FORM_TYPE:
