@@ -124,7 +124,7 @@ class Grammars:
                 if field.init and getattr(structured, field.name) is not None
             }
             if "json" in given:
-                given["json"] = text  # not re-encoded, since it may hold integers of any size
+                given["json"] = text  # as text, since msgpack cannot encode integers of any size
             msgspec.msgpack.encode(given)
         except (ValueError, TypeError, RecursionError) as error:  # such as a lone surrogate
             raise ApiError(ErrorCode.INVALID_VALUE, f"The grammar cannot be used: {error}", FIELD) from error

@@ -388,7 +388,7 @@ REFUSED: Final[Mapping[str, str]] = types.MappingProxyType(
 _MAY_ASK_FOR_NOTHING: Final = frozenset(
     {"api_server_count", "data_parallel_size", "data_parallel_size_local", "nnodes", "node_rank"}
 )
-"""Numeric options for which 1 changes nothing."""
+"""Numeric options with a value that has no effect; the value, not only the name, decides."""
 
 
 def refuse_named(options: Sequence[str]) -> None:

@@ -1,4 +1,7 @@
-"""``nnsight-engine chat``: a conversation, steered or not. Ctrl-C cancels an answer, Ctrl-D ends it all."""
+"""``nnsight-engine chat``: a conversation, steered or not.
+
+Ctrl-C cancels an answer, Ctrl-D ends the conversation.
+"""
 
 from __future__ import annotations
 
