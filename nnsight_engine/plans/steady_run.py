@@ -55,7 +55,7 @@ class SteadyRun:
             positions: Position of each row.
         """
         self._positions += 1
-        # This comparison alone keeps scheduler and worker in agreement; no request is inspected.
+        # Scheduler and worker agree on the run's requests by this comparison alone; no request is inspected.
         if request_ids != self._request_ids or not np.array_equal(positions, self._positions):
             return False
         if not self.num_steps:

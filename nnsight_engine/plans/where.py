@@ -83,7 +83,7 @@ def may_generate(rule: WhereRule, prompt_len: int, num_positions: int) -> bool:
 def last_position(rule: WhereRule, prompt_len: int) -> int | None:
     """Return an upper bound on the positions that the rule matches, or None without one.
 
-    The bound is -1 if the rule lists no positions at all.
+    A bound of -1 means that it matches none.
     """
     bounds: list[int] = []
     if rule.phase == "prompt":
