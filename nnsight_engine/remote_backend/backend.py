@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 Engine = Literal["auto", "vllm", "local"]
 Remote = bool | str | None
-"""Where a trace runs: on the server with this address, on the server ``CONFIG.API.HOST``, or in this
-process."""
+"""Location of a trace: a server's address, True for ``CONFIG.API.HOST``, False for here, None for the
+default."""
 
 
 class RemoteBackend(Backend):
@@ -110,7 +110,7 @@ class RemoteBackend(Backend):
 
         Returns:
             Without a tracer: for a job its result, ``{"id": job_id, name: value, ...}``, or None while it is
-                not done; for a stream, an iterator over its outputs, which can be used once.
+            not done; for a stream, an iterator over its outputs, which can be used once.
 
         Raises:
             RemoteError: The server does not run the trace.

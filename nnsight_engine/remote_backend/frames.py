@@ -41,8 +41,7 @@ class FrameKind(enum.IntEnum):
     ERROR = 5
     """JSON: OpenAI's error object, for an error of the server and not of a block."""
     LOCAL = 6
-    """Over a job's WebSocket: a call of ``tracer.local()`` or its response; a call number and a wire
-    message."""
+    """Over a job's WebSocket: a call of ``tracer.local()`` or its response: its number and a wire message."""
 
 
 class Frame(NamedTuple):
@@ -101,7 +100,7 @@ def answer_head(head: bytes | bytearray, max_bytes: int) -> tuple[int, int] | No
 
     Returns:
         The call number and the number of message bytes that follow; None while fewer than
-            ``ANSWER_HEAD_BYTES`` bytes are available.
+        ``ANSWER_HEAD_BYTES`` bytes are available.
 
     Raises:
         DecodeError: It is not such a frame, or is longer than ``max_bytes``.

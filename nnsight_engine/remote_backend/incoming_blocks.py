@@ -72,7 +72,7 @@ class ReceivedInvoke:
         return {name: value for name, value in values.items() if value is not UNBOUND}
 
     def finish(self) -> None:
-        """Hook that engines call after the run to keep the variables' values; does nothing by default."""
+        """Do nothing; called when the trace is over, after which the engine reads the variables itself."""
 
 
 def invokes_of(blocks: Sequence[Info], groups: Sequence[Mapping[str, int]]) -> list[ReceivedInvoke]:

@@ -157,18 +157,14 @@ class TraceRequest:
         head: The trace's metadata.
         parts: The blocks, then edits.
         sender: The server's identifier of the sender, for fair scheduling between senders. Set by the server
-            and not
-        sent.
+            and not sent.
         tenant: The tenant whose share of the engine is used; empty if the engine is not shared. Not sent.
         ask: Calls the client to run a part of a block: sends bytes and returns the response's bytes, or
-            raises
-        TimeoutError if the client does not respond. None if the client cannot be called. Not sent.
+            raises TimeoutError if the client does not respond. None if the client cannot be called. Not sent.
         sandbox_of: Identifier of the sandbox in which the code runs; empty if the sender is trusted. Set by
-            the
-        server and not sent.
+            the server and not sent.
         is_patient: Whether the request waits for its turn no matter how many requests of its sender are
-            waiting. Set
-        by the server and not sent.
+            waiting. Set by the server and not sent.
     """
 
     __slots__ = ("ask", "head", "is_patient", "parts", "sandbox_of", "sender", "tenant")

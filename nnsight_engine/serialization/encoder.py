@@ -33,8 +33,7 @@ class Encoder:
 
     Attributes:
         mentioned: Attribute names and strings in the code written so far; they select which attributes of a
-            module
-        are sent.
+            module are sent.
         finishers: Called when everything else is written; each may add nodes, and returns whether it did.
     """
 

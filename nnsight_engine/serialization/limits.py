@@ -73,8 +73,7 @@ class Policy:
     Attributes:
         may_import: Called with a module and a qualified name before either is looked up.
         allow_source: Whether functions, classes and blocks may be sent as source, and imported functions may
-            be
-        called. Decoding such a message may run the sender's code, for example class bodies.
+            be called. Decoding such a message may run the sender's code, for example class bodies.
         rules: What code that was sent as source may do, and how it is transformed.
     """
 

@@ -26,8 +26,7 @@ class Rules:
 
     Attributes:
         rewrite: Transforms source before it is compiled; None leaves it unchanged. It is part of the key
-            under
-        which compiled code is cached, so it must be the same function object for all messages.
+            under which compiled code is cached, so it must be the same function object for all messages.
     """
 
     rewrite: Rewrite | None = None

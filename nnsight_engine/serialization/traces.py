@@ -71,8 +71,7 @@ def encode_trace(
         shared: Further values, such as the inputs; identity is preserved between them and the blocks'
             variables.
         reference: Called for every object except numbers and strings; returns a name for objects that the
-            other
-        side already has, None for the rest.
+            other side already has, None for the rest.
         saved: The ``id`` of every object that was marked as saved, such as ``SAVES.marked``.
         limits: Limits of the uncompressed message.
         compress: See ``encode``.

@@ -37,8 +37,7 @@ def encode(
     Args:
         value: Data, tensors, modules, functions or instances of user classes; cycles are supported.
         reference: Called for every object except numbers and strings; returns a name for objects that the
-            other
-        side already has, None for the rest.
+            other side already has, None for the rest.
         limits: Limits of the uncompressed message.
         compress: Compress with zstd; only for a receiver that has announced support.
 
