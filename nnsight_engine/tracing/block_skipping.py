@@ -64,7 +64,7 @@ class _Leave:
 
     __slots__ = ("after", "opcodes")
 
-    def __init__(self, after: int, opcodes: bool | None) -> None:  # noqa: FBT001 - the previous value of the frame's attribute
+    def __init__(self, after: int, opcodes: bool | None) -> None:  # noqa: FBT001 - a frame's attribute
         self.after = after
         self.opcodes = opcodes
 

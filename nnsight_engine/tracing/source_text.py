@@ -95,9 +95,7 @@ class SourceReader:
             return known[1]
         name = code.co_filename
         if isinstance(name, SentFile) and name.tree is not None:
-            return SourceText(
-                name, name.lines, name.tree()
-            )  # not cached, so that it lives no longer than the code
+            return SourceText(name, name.lines, name.tree())  # not cached: it dies with the code
         num_read = 0
         for text in self._texts_of(code, globals_):
             num_read += 1
