@@ -1,6 +1,7 @@
-"""Running code that was written for nnsight, unchanged: ``import nnsight`` gives this library.
+"""Compatibility with code written for nnsight: ``import nnsight`` returns this library.
 
-``python -m nnsight_engine.compat script.py`` runs a script so; ``install()`` does it within a program.
+``python -m nnsight_engine.compat script.py`` runs a script in this way; ``install()`` enables it within a
+program.
 """
 
 from nnsight_engine.compat.finder import OriginalInstalledError, install, uninstall

@@ -1,7 +1,7 @@
 """``python -m nnsight_engine.compat script.py args...``: run a script written for nnsight with this library.
 
-The script runs as it would under ``python script.py``: it is ``__main__``, ``sys.argv`` is its own, modules
-beside it can be imported, an error shows its frames alone, and the exit code is its.
+The script runs as under ``python script.py``: it is ``__main__``, ``sys.argv`` is its own, modules in its
+folder can be imported, a traceback shows only the script's frames, and the exit code is the script's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _INTERRUPTED = 130
 
 
 def main(arguments: list[str]) -> int:
-    """Run the program that ``arguments`` name; returns the exit code."""
+    """Run the program that ``arguments`` name; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m nnsight_engine.compat", description=__doc__.split("\n")[0]
     )
@@ -51,16 +51,18 @@ def _run_script(name: str) -> None:
     loader = SourceFileLoader("__main__", path)
     script = ModuleType("__main__")
     script.__file__, script.__loader__ = path, loader
-    sys.modules["__main__"] = script  # stays, as with python itself: threads and atexit outlive the last line
+    sys.modules["__main__"] = (
+        script  # kept, as by python itself: threads and atexit handlers outlive the script
+    )
     code = loader.source_to_code(loader.get_data(path), path)
-    exec(code, script.__dict__)  # noqa: S102 - the purpose
+    exec(code, script.__dict__)  # noqa: S102 - running the script is the purpose
 
 
 def _shown(run: Callable[[], object]) -> int:
     """Run the program and show its error, without our frames unless ``CONFIG.APP.DEBUG`` is on."""
     try:
         run()
-    except Exception as error:  # noqa: BLE001 - whatever the program did not handle
+    except Exception as error:  # noqa: BLE001 - any error that the program did not handle
         failed: BaseException = error
         code = 1
     except KeyboardInterrupt as error:

@@ -1,7 +1,7 @@
-"""Names that nnsight had before blocks were plain Python, kept for old code; each says what to write.
+"""Deprecated names of nnsight, from before blocks were plain Python; each warns with its replacement.
 
-They once stood for values that did not exist yet. A block's values do exist, so each of these now is the
-plain thing itself.
+They once created proxies of values that did not exist yet. Values in a block are real now, so each name
+stands for the plain object or function.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def trace(function: T) -> T:
 
 
 def local(function: Any = None) -> Any:
-    """Return ``function``, or a context that does nothing: blocks run here already."""
+    """Return ``function``, or a context that does nothing: blocks run locally already."""
     _warn("local", "nothing in its place")
     return function if function is not None else contextlib.nullcontext()
 

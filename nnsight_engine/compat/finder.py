@@ -1,8 +1,9 @@
-"""``import nnsight`` finds this library.
+"""Import hooks that make ``import nnsight`` return this library.
 
-``nnsight.x`` is no copy of ``nnsight_engine.x`` but the very same module under a second name, so a class
-or an option is one thing, however it was imported. Where the original package is installed its name stays its
-own, unless the caller insists. A name that we lack fails as soon as it is imported, with those that we have.
+``nnsight.x`` is not a copy of ``nnsight_engine.x`` but the same module under a second name, so classes and
+options are identical however they were imported. Where the original package is installed, the name is not
+taken over unless the caller forces it. A name that this library lacks fails at import, with a message that
+lists the available ones.
 """
 
 # ruff: noqa: ARG002 - the import system decides what finders and loaders are given
@@ -28,13 +29,13 @@ class OriginalInstalledError(RuntimeError):
 
 
 def install(*, force: bool = False) -> None:
-    """Let ``import nnsight`` and its submodules give this library; calling it again does nothing.
+    """Make ``import nnsight`` and its submodules return this library; repeated calls do nothing.
 
-    From then on, ``output[0]`` of blocks that return no tuple any more is warned about, see
+    From then on, ``output[0]`` of decoder blocks that no longer return a tuple causes a warning, see
     ``first_of_output``.
 
     Args:
-        force: Do so even though the original is installed.
+        force: Install the hooks even if the original is installed.
 
     Raises:
         OriginalInstalledError: The original is imported already, or is installed and ``force`` is not set.
@@ -54,7 +55,7 @@ def install(*, force: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Undo ``install``; what was imported stays as it is for those who hold it."""
+    """Undo ``install``; modules that were imported stay valid where they are referenced."""
     first_of_output.stop_listening()
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Renamed | _Missing)]
     for name in [name for name in sys.modules if name == OLD or name.startswith(f"{OLD}.")]:
@@ -63,7 +64,7 @@ def uninstall() -> None:
 
 
 class _Renamed(MetaPathFinder):
-    """Finds ``nnsight.x`` where ``nnsight_engine.x`` is; comes first."""
+    """Finds ``nnsight.x`` where ``nnsight_engine.x`` exists; the first finder."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -79,7 +80,7 @@ class _Renamed(MetaPathFinder):
 
 
 class _SameModule(Loader):
-    """Gives the module that exists, in place of a new one."""
+    """Returns the existing module instead of a new one."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -91,14 +92,14 @@ class _SameModule(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self.spec  # the import system has just put the other name's there
+        module.__spec__ = self.spec  # the import system has just replaced it by the spec of the other name
 
 
 class _Missing(MetaPathFinder):
-    """Says which names there are; comes last.
+    """Raises an error that lists the available names; the last finder.
 
-    ``from nnsight import x`` looks for a module of that name once there is no such attribute, and the message
-    that would follow tells nothing but that.
+    ``from nnsight import x`` looks for a module of that name if there is no such attribute; the default
+    message would not list the available names.
     """
 
     def find_spec(
@@ -129,6 +130,6 @@ def _unknown(ours: str) -> ModuleNotFoundError:
 
 
 def _original() -> str | None:
-    """Return where the original package is; a folder that only happens to be called so is none."""
+    """Return the location of the original package; a plain folder of that name does not count."""
     spec = importlib.util.find_spec(OLD)
     return spec.origin if spec is not None and spec.has_location else None

@@ -1,9 +1,10 @@
-"""``block.output[0]`` in scripts from when blocks returned tuples: a warning where it now means a row.
+"""Warnings about ``block.output[0]`` in old scripts, where it now means the first row of a tensor.
 
-The decoder blocks of transformers return one tensor, ``[rows, tokens, width]``. Scripts of before take its
-first item for the hidden states, and would silently get those of the first row. Nothing tells which is meant,
-so the index keeps its plain meaning and its place is warned about, once. The code that reads the value shows
-what it does with it: indexes it, unpacks it, or binds it to a name that it indexes later.
+The decoder blocks of transformers return one tensor, ``[rows, tokens, width]``. They used to return tuples,
+so old scripts take the first item as the hidden states, and would silently get those of the first row. The
+intended meaning cannot be determined, so the index keeps its plain meaning and each such line is warned
+about once. The bytecode that reads the value shows its use: the value is indexed, unpacked, or bound to a
+name that is indexed later.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, Final
 from nnsight_engine.core.read_listener import ReadListener
 
 _BLOCK: Final = "GradientCheckpointingLayer"
-"""What all blocks of transformers derive from."""
+"""The base class of all blocks of transformers."""
 
 _NUM_DIMENSIONS: Final = 3
 _FILLING: Final = frozenset({"CACHE", "PRECALL", "COPY", "SWAP", "RESUME", "NOP", "EXTENDED_ARG"})
@@ -28,12 +29,12 @@ _THE_SAME: Final = frozenset({"save", "clone", "detach", "cpu"})
 
 
 def listen() -> None:
-    """Warn from now on."""
+    """Start warning."""
     ReadListener.listener = _check
 
 
 def stop_listening() -> None:
-    """Warn no longer."""
+    """Stop warning."""
     ReadListener.listener = None
 
 
@@ -66,10 +67,11 @@ def _frame_around(holder: Any) -> FrameType | None:
 
 @functools.lru_cache(maxsize=4096)
 def first_taken(code: CodeType, offset: int) -> tuple[int | None, str | None]:
-    """Find what happens to the value read at ``offset``.
+    """Find the use of the value read at ``offset``.
 
     Returns:
-        The line at which its first item is taken, None if nowhere in this code, and the name it is bound to.
+        The line at which its first item is taken, None if nowhere in this code; and the name it is bound to,
+        or None.
     """
     steps = _steps(code)
     after = [at for at, one in enumerate(steps) if one.offset > offset]
@@ -100,7 +102,7 @@ def _steps(code: CodeType) -> list[dis.Instruction]:
 
 
 def _past_methods(steps: list[dis.Instruction], at: int) -> int:
-    """Skip calls without arguments of methods that give the same value."""
+    """Skip calls without arguments of methods that return an equal value."""
     while at + 1 < len(steps) and steps[at].argval in _THE_SAME and steps[at + 1].opname == "CALL":
         at += 2
     return at
