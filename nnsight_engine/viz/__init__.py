@@ -1,8 +1,8 @@
-"""Pictures of what was read inside a model, for notebooks: ``pip install 'nnsight-engine[viz]'``.
+"""Plots of model internals, for notebooks: ``pip install 'nnsight-engine[viz]'``.
 
-The same functions take what a trace saved, here or on a server (tensors), and what a server's answer holds
-(JSON, or the objects of ``api_schemas``). Each returns a matplotlib figure, draws into ``ax`` where it is
-given, and leaves pyplot and its settings alone.
+The same functions accept tensors that a trace saved, here or on a server, and the results of a server's
+response (JSON, or the objects of ``api_schemas``). Each returns a matplotlib figure, or draws into ``ax`` if
+it is given, and changes no state of pyplot.
 """
 
 from __future__ import annotations

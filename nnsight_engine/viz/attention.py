@@ -1,4 +1,4 @@
-"""Attention patterns, a map for each head: where each token looks, of itself and those before."""
+"""Plots of attention patterns, one map per head."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ def attention_maps(
     point: str | None = None,
     ax: Axes | None = None,
 ) -> Figure:
-    """Draw a layer's attention, head by head: the tokens that look down, those looked at across.
+    """Draw a layer's attention, one map per head, with queries as rows and keys as columns.
 
     Args:
-        pattern: Probabilities of shape ``[heads, queries, keys]``, or ``[1, heads, queries, keys]`` as
-            ``model.points["layers.3.attn.pattern"]`` has them of one prompt; or a server's result of a
-            ``capture`` at such a point, whose tensor is ``[positions, heads, keys]``.
-        tokens: The text of each key, from the first; its position without.
-        heads: Which to draw; all by default.
-        point: Which of the points that were captured, where there are several.
-        ax: Where to draw, for a single head; a new figure by default.
+        pattern: Probabilities of shape ``[heads, queries, keys]``, or ``[1, heads, queries, keys]`` as in
+            ``model.points["layers.3.attn.pattern"]`` for one prompt; or a server's result of a ``capture``
+            at such a point, whose tensor is ``[positions, heads, keys]``.
+        tokens: The text of each key, from the first; by default its position.
+        heads: The heads to draw; all by default.
+        point: Which of the captured points to draw, if there are several.
+        ax: Axes to draw into, for a single head; a new figure by default.
 
     Returns:
         The figure, with axes for each head, in order.
 
     Raises:
-        VizError: The numbers have another shape, a head is not there, or ``ax`` is to hold several.
+        VizError: The numbers have another shape, a head does not exist, or ``ax`` is given for several
+            heads.
     """
     pattern = as_json(pattern)
     if result_kind(pattern) == "capture":
@@ -51,7 +52,7 @@ def attention_maps(
         values = numbers(pattern, dimensions=3, shape="[heads, queries, keys]")
         queries = None
     num_heads, num_queries, num_keys = values.shape
-    # Of fewer queries than keys, as while tokens are generated, they are the last.
+    # With fewer queries than keys, as during generation, the queries are the last positions.
     queries = queries or list(range(num_keys - num_queries, num_keys))
     names = [shown(one) for one in labels(tokens, range(num_keys), "tokens")]
     rows = [names[query] if query < num_keys else str(query) for query in queries]

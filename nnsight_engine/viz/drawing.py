@@ -1,6 +1,6 @@
-"""Maps of cells with a colour bar: what all pictures are made of. Figures are made without pyplot.
+"""Heat maps with a colour bar, the basis of all plots; figures are created without pyplot.
 
-A figure of pyplot's would be kept by it until somebody closes it, and would take the user's current figure.
+pyplot would keep a figure until it is closed, and would make it the user's current figure.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ except ModuleNotFoundError as error:
     ) from error
 
 _MAX_LABELS: Final = 40
-"""Ticks on one axis; of more, every second or third is written."""
+"""Maximum number of ticks on one axis; with more items, only every second or third is labelled."""
 _DARK: Final = 0.5
 
 
 class Picture(Figure):
-    """A figure that a notebook shows when it is a cell's last value, whether or not pyplot is in use."""
+    """A figure that a notebook shows as a cell's last value, whether or not pyplot is in use."""
 
     def _repr_png_(self) -> bytes:
         content = io.BytesIO()
@@ -40,7 +40,7 @@ class Picture(Figure):
 
 
 def place(ax: Axes | None, *, width: float, height: float) -> Axes:
-    """Return where to draw: ``ax``, or the axes of a new figure of this size (inches)."""
+    """Return ``ax``, or the axes of a new figure of this size (inches)."""
     return ax if ax is not None else Picture(figsize=(width, height), layout="constrained").add_subplot()
 
 
@@ -48,7 +48,7 @@ def figure_of(ax: Axes) -> Figure:
     """Return the figure that ``ax`` is part of.
 
     Raises:
-        VizError: It is part of none.
+        VizError: It is not part of a figure.
     """
     figure = ax.get_figure(root=True)
     if figure is None:
@@ -69,16 +69,16 @@ def draw_cells(
     """Draw ``values``, ``[rows, columns]``, as coloured cells with a label at each row and column.
 
     Args:
-        ax: Where.
-        values: What colours the cells; what is not a number stays empty.
-        rows: Labels.
-        columns: Labels.
-        limits: The values that have the first and the last colour.
-        cmap: The colours.
+        ax: The axes to draw into.
+        values: The values of the cells; cells that are NaN stay empty.
+        rows: Labels of the rows.
+        columns: Labels of the columns.
+        limits: The values of the first and the last colour.
+        cmap: The colour map.
         is_rising: Whether the first row is at the bottom, as layers are drawn.
     """
     image = ax.imshow(
-        values,  # matplotlib leaves out what is no number
+        values,  # matplotlib leaves NaN empty
         aspect="auto",
         origin="lower" if is_rising else "upper",
         vmin=limits[0],
@@ -103,7 +103,7 @@ def write_cells(ax: Axes, image: AxesImage, values: Array, texts: Sequence[Seque
 
 
 def _text_size(ax: Axes, values: Array) -> float:
-    """Return a size (points) at which some letters fit into a cell."""
+    """Return a font size (points) at which about five letters fit into a cell."""
     box = ax.get_position()
     width, height = figure_of(ax).get_size_inches()
     cell = min(width * box.width / values.shape[1] / 5, height * box.height / values.shape[0] / 1.6)

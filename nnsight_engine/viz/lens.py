@@ -1,6 +1,6 @@
-"""The logit lens as a map: layers up, tokens across, the most likely next token in each cell.
+"""The logit lens as a heat map: layers up, tokens across, the most likely next token in each cell.
 
-The idea is nostalgebraist's, "interpreting GPT: the logit lens" (2020).
+The method is from nostalgebraist, "interpreting GPT: the logit lens" (2020).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Decodes(Protocol):
-    """What turns ids into text: a tokenizer."""
+    """A converter of token ids to text: a tokenizer."""
 
     def decode(self, token_ids: Any, /) -> Any:
         """Return the text of the ids."""
@@ -39,21 +39,22 @@ def lens_map(
     decode: Decodes | Callable[[int], str] | None = None,
     ax: Axes | None = None,
 ) -> Figure:
-    """Draw what each layer would say after each token, coloured by how likely it holds that to be.
+    """Draw each layer's most likely next token after each token, coloured by its probability.
 
     Args:
-        result: A server's result of ``logit_lens``, as JSON or as an object; or logits (log-probabilities
-            as well) of shape ``[layers, tokens, vocabulary]``, also as a list of a tensor for each layer.
-        tokens: The text of each column; its position without.
-        layers: The label of each row, from the lowest; its number without.
-        decode: A tokenizer, or what makes a text of an id; needed for logits.
-        ax: Where to draw; a new figure by default.
+        result: A server's result of ``logit_lens``, as JSON or as an object; or logits (or
+            log-probabilities) of shape ``[layers, tokens, vocabulary]``, also as a list with one tensor per
+            layer.
+        tokens: The text of each column; by default its position.
+        layers: The label of each row, from the lowest layer; by default its number.
+        decode: A tokenizer, or a function that returns the text of an id; required for logits.
+        ax: Axes to draw into; a new figure by default.
 
     Returns:
         The figure, whose first axes have the map.
 
     Raises:
-        VizError: ``result`` is neither, or labels are too many or too few.
+        VizError: ``result`` is neither, or the number of labels is wrong.
     """
     result = as_json(result)
     if result_kind(result) is None:
@@ -100,7 +101,7 @@ def _of_result(value: Any) -> _Read:
 
 
 def _texts(decode: Decodes | Callable[[int], str]) -> Callable[[int], Any]:
-    """Return what makes a text of an id; of a whole tokenizer's, texts as a server tells them."""
+    """Return a function from ids to texts; for a complete tokenizer, texts are those that a server shows."""
     if hasattr(decode, "get_vocab"):
         return TokenTexts(cast("Tokenizer", decode)).text
     return cast("Callable[[int], Any]", getattr(decode, "decode", decode))
@@ -113,7 +114,7 @@ def _of_logits(value: Any, decode: Decodes | Callable[[int], str] | None) -> _Re
     best = logits.argmax(-1)
     shifted = logits - logits.max(-1, keepdims=True)
     chances = 1 / np.exp(shifted).sum(-1)
-    # A tokenizer can be called too, with texts.
+    # A tokenizer is callable too, but takes texts.
     to_text = _texts(decode)
     texts = {int(one): shown(str(to_text(int(one)))) for one in np.unique(best)}
     num_layers, num_tokens = best.shape

@@ -1,7 +1,7 @@
-"""The numbers in what people have: tensors, arrays, lists, and the JSON forms of the server's answers.
+"""Conversion of plot inputs to arrays: tensors, arrays, lists, and the JSON forms of the server's responses.
 
-Pictures take all of these and work on float64 arrays. Nothing here loads torch: a tensor is asked to become
-an array itself.
+All plots accept these and work on float64 arrays. This module does not import torch: tensors are converted
+by their own methods.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _MAX_SAID: Final = 60
 
 
 class VizError(ValueError):
-    """What was given is not what the picture is of; the message says what would be."""
+    """The input is not suitable for the plot; the message names the suitable ones."""
 
 
 def numbers(value: Any, *, dimensions: int, shape: str) -> Array:
-    """Return an array of ``dimensions`` dimensions; leading ones of length 1 too many are dropped.
+    """Return an array with ``dimensions`` dimensions; surplus leading dimensions of length 1 are dropped.
 
     Args:
-        value: A tensor, an array, lists of them or of numbers (None is not a number), or a tensor object.
-        dimensions: How many there are to be.
-        shape: What they are, ``[layers, positions]``, for the message.
+        value: A tensor, an array, lists of them or of numbers (None becomes NaN), or a tensor object.
+        dimensions: The number of dimensions.
+        shape: The names of the dimensions, ``[layers, positions]``, for the error message.
 
     Raises:
-        VizError: It is none, or of another shape.
+        VizError: It is not numeric, is empty, or has another number of dimensions.
     """
     found = _array(value)
     while found.ndim > dimensions and found.shape[0] == 1:
@@ -45,12 +45,16 @@ def numbers(value: Any, *, dimensions: int, shape: str) -> Array:
 
 
 def as_json(value: Any) -> Any:
-    """Return an object of ``api_schemas`` as its JSON form, and anything else as it is."""
+    """Return an object of ``api_schemas`` as its JSON form, and anything else unchanged."""
     return value.model_dump() if isinstance(value, BaseModel) else value
 
 
 def result_kind(value: Any) -> str | None:
-    """Return which operation's result a JSON form is: ``capture``; None for tensors and lists."""
+    """Return the operation of a result in JSON form, such as ``capture``; None for tensors and lists.
+
+    Raises:
+        VizError: It is a whole response rather than one result.
+    """
     if not isinstance(value, Mapping):
         return None
     if "results" in value or "interventions" in value:
@@ -61,10 +65,10 @@ def result_kind(value: Any) -> str | None:
 
 
 def labels(given: Sequence[Any] | None, default: Sequence[Any], what: str) -> list[str]:
-    """Return one label for each item of ``default``, which are its own.
+    """Return one label for each item of ``default``; the items themselves if none are given.
 
     Raises:
-        VizError: There are more or fewer.
+        VizError: The number of labels is wrong.
     """
     if given is None:
         return [str(one) for one in default]
@@ -74,7 +78,7 @@ def labels(given: Sequence[Any] | None, default: Sequence[Any], what: str) -> li
 
 
 def shown(token: str) -> str:
-    """Return a token as one line in which a space at its start can be seen, and ``$`` starts no formula."""
+    """Return a token as one line with a visible leading space, and ``$`` escaped for matplotlib."""
     text = token.replace("\n", "↵").replace("\t", "⇥").replace("$", r"\$")
     return f"·{text[1:]}" if text.startswith(" ") else text
 
@@ -83,7 +87,7 @@ def _array(value: Any) -> Array:
     value = as_json(value)
     if isinstance(value, Mapping):
         return _decoded(value)
-    if hasattr(value, "detach"):  # a tensor; of bfloat16 perhaps, which numpy does not know
+    if hasattr(value, "detach"):  # a tensor, possibly of bfloat16, which numpy lacks
         converted: Array = value.detach().cpu().double().numpy()
         return converted
     if isinstance(value, list | tuple) and any(

@@ -1,4 +1,4 @@
-"""The effect of patches as a map: layers up, positions across (causal tracing, Meng et al. 2022)."""
+"""The effects of patches as a heat map: layers up, positions across (causal tracing, Meng et al. 2022)."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def patching_map(
     label: str = "effect of the patch",
     ax: Axes | None = None,
 ) -> Figure:
-    """Draw the effect of a patch at each layer and position: red raises, blue lowers, white does nothing.
+    """Draw the effect of a patch at each layer and position: red is an increase, blue a decrease, white zero.
 
     Args:
-        effects: Numbers of shape ``[layers, positions]``: a tensor, an array, lists (None stays empty), a
+        effects: Numbers of shape ``[layers, positions]``: a tensor, an array, lists (None stays empty), or a
             tensor object.
-        tokens: The text of each column; its position without.
-        layers: The label of each row, from the lowest; its number without.
-        label: What the numbers are, for the colour bar.
-        ax: Where to draw; a new figure by default.
+        tokens: The text of each column; by default its position.
+        layers: The label of each row, from the lowest layer; by default its number.
+        label: The meaning of the numbers, for the colour bar.
+        ax: Axes to draw into; a new figure by default.
 
     Returns:
         The figure, whose first axes have the map.
 
     Raises:
-        VizError: The numbers have another shape, or labels are too many or too few.
+        VizError: The numbers have another shape, or the number of labels is wrong.
     """
     values = numbers(as_json(effects), dimensions=2, shape="[layers, positions]")
     height, width = values.shape
@@ -46,7 +46,7 @@ def patching_map(
     finite = np.abs(values[np.isfinite(values)])
     largest = float(finite.max()) if finite.size and finite.max() > 0 else 1.0
     ax = place(ax, width=min(3 + 0.5 * width, 24), height=min(1.6 + 0.22 * height, 18))
-    # Symmetric, so that no effect is white whatever the others are.
+    # Symmetric, so that zero is always white.
     limits = (-largest, largest)
     image = draw_cells(ax, values, rows=rows, columns=columns, limits=limits, cmap="RdBu_r", is_rising=True)
     ax.set_xlabel("position patched")

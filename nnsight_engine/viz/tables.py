@@ -1,4 +1,4 @@
-"""A server's results, and what a trace saved, as a table for a notebook: names, kinds, shapes."""
+"""A server's results, or the values that a trace saved, as a table for a notebook: names, kinds, shapes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ResultsTable:
         self.rows = rows
 
     def __repr__(self) -> str:
-        """Show a line for each row."""
+        """Return one line per row."""
         return "\n".join("  ".join(part for part in row if part) for row in self.rows) or "no results"
 
     def _repr_html_(self) -> str:
@@ -35,11 +35,11 @@ class ResultsTable:
 
 
 def results_table(results: Any) -> ResultsTable:
-    """Return what a choice's ``interventions`` brought, or what a trace saved by name, as a table.
+    """Return the results of a choice's ``interventions``, or a trace's saved values by name, as a table.
 
     Args:
-        results: A choice of an answer, its ``interventions`` or their ``results``, as JSON or as objects of
-            ``api_schemas``; or the saved values by name.
+        results: A choice of a response, its ``interventions`` or their ``results``, as JSON or as objects of
+            ``api_schemas``; or saved values by name.
 
     Raises:
         VizError: It is none of these.
