@@ -1,1 +1,1 @@
-"""Processes in which code of strangers runs: without files, sockets, weights, or more than its share."""
+"""Sandbox processes for untrusted code: without files, sockets or weights, and with limited resources."""

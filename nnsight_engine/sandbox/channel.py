@@ -1,7 +1,7 @@
-"""Messages between an engine and a sandboxed process: a socket for what is small, shared memory for the rest.
+"""Messages between an engine and a sandbox process: a socket for small ones, shared memory for the rest.
 
-One side speaks, the other answers, one at a time, so one piece of memory in each direction is enough. The
-engine's side trusts nothing: lengths are checked, and what it reads is a copy that nobody writes to any more.
+The sides take turns, one message at a time, so one region of memory in each direction suffices. The engine's
+side trusts nothing: lengths are checked, and it returns a copy that the sandbox can no longer change.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from typing import Final
 from nnsight_engine.sandbox.errors import SandboxEndedError
 
 _HEAD: Final = struct.Struct("<QQ")
-"""Bytes that follow in the socket; bytes that lie in the shared memory."""
+"""Number of message bytes in the socket, and in the shared memory."""
 _MAX_INLINE: Final = 64 * 1024
-"""Less than a socket takes without a reader, so that whoever sends never waits."""
+"""Less than a socket buffer holds, so that the sender never blocks."""
 
 Part = bytes | bytearray | memoryview
 
 
 def read_exactly(read: Callable[[int], bytes], num_bytes: int) -> bytes:
-    """Return so many bytes of what ``read`` gives piece by piece.
+    """Return ``num_bytes`` bytes from repeated calls of ``read``.
 
     Raises:
-        ConnectionResetError: The other side is gone.
-        OSError: What ``read`` raises.
+        ConnectionResetError: The other side has closed the connection.
+        OSError: An error of ``read``.
     """
     found = b""
     while len(found) < num_bytes:
@@ -43,24 +43,24 @@ def read_exactly(read: Callable[[int], bytes], num_bytes: int) -> bytes:
 
 
 class Memory:
-    """The two halves of a piece of shared memory, one for each direction.
+    """The two halves of a region of shared memory, one for each direction.
 
     Args:
-        descriptor: The memory; it is mapped, not kept.
-        num_bytes: Of each half.
+        descriptor: The memory's descriptor; it is mapped, but not kept open.
+        num_bytes: The size of each half.
     """
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
-        """Map it."""
+        """Map the memory."""
         self.num_bytes = num_bytes
         self._map = mmap.mmap(descriptor, 2 * num_bytes)
         self._view = memoryview(self._map)
 
     @staticmethod
     def create(num_bytes: int) -> int:
-        """Return a descriptor of new memory, which nobody can shrink under the other's hands.
+        """Return a descriptor of new memory, sealed so that neither side can change its size.
 
-        Its pages are made when they are first touched.
+        Pages are allocated when they are first touched.
         """
         descriptor = os.memfd_create("nnsight-engine-sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(descriptor, 2 * num_bytes)
@@ -72,11 +72,11 @@ class Memory:
         return self._view[number * self.num_bytes : (number + 1) * self.num_bytes]
 
     def forget(self) -> None:
-        """Give back what has been written to it, by either side."""
+        """Release all pages that either side has written to."""
         self._map.madvise(mmap.MADV_REMOVE)
 
     def close(self) -> None:
-        """Unmap it; views of it must be gone."""
+        """Unmap the memory; its views must have been released."""
         self._view.release()
         self._map.close()
 
@@ -86,7 +86,7 @@ def _seal(descriptor: int) -> None:
 
 
 def _written(parts: Sequence[Part], half: memoryview) -> bytes:
-    """Put a message where the other side finds it; returns what goes through the socket.
+    """Write a message for the other side; return the bytes to send over the socket.
 
     Raises:
         ValueError: It is too large.
@@ -110,11 +110,10 @@ class EngineSide:
 
     Args:
         connection: The socket.
-        memory: What is shared.
+        memory: The shared memory.
     """
 
     def __init__(self, connection: socket.socket, memory: Memory) -> None:
-        """Stand at this end."""
         self._socket = connection
         self._memory = memory
         self._out = memory.half(0)
@@ -122,7 +121,7 @@ class EngineSide:
         self._come = bytearray()
 
     def fileno(self) -> int:
-        """Return the socket's descriptor, to wait for several sides at once."""
+        """Return the socket's descriptor, to wait for several sandboxes at once."""
         return self._socket.fileno()
 
     def send(self, parts: Sequence[Part], deadline: float) -> None:
@@ -130,21 +129,21 @@ class EngineSide:
 
         Raises:
             ValueError: It is too large.
-            OSError: The other side is gone, or did not take it before ``deadline``.
+            OSError: The other side is gone, or did not read it before ``deadline``.
         """
         data = _written(parts, self._out)
         self._wait_until(deadline)
         self._socket.sendall(data)
 
     def receive(self, deadline: float, max_bytes: int) -> bytes:
-        """Wait for the answer; returns a copy of it.
+        """Wait for the answer; return a copy of it.
 
         Args:
-            deadline: Until when, as ``time.monotonic`` has it, however much has come by then.
-            max_bytes: Of the answer.
+            deadline: The latest time, by ``time.monotonic``; a partial answer does not extend it.
+            max_bytes: The maximum size of the answer.
 
         Raises:
-            SandboxEndedError: It is none, or too large.
+            SandboxEndedError: It is invalid, or too large.
             OSError: The other side is gone, or late (TimeoutError).
         """
         while (answer := self._whole(max_bytes)) is None:
@@ -153,10 +152,13 @@ class EngineSide:
         return answer
 
     def take(self, max_bytes: int) -> bytes | None:
-        """Return a copy of the answer if all of it has come, without waiting for it; arguments as above.
+        """Return a copy of the answer if it is complete, otherwise None, without waiting.
+
+        Args:
+            max_bytes: The maximum size of the answer.
 
         Raises:
-            SandboxEndedError: It is none, or too large.
+            SandboxEndedError: It is invalid, or too large.
             OSError: The other side is gone.
         """
         self._socket.settimeout(0)
@@ -174,13 +176,13 @@ class EngineSide:
         self._come += more
 
     def _missing(self) -> int:
-        """Return how many bytes of the message, or of its head, have yet to come."""
+        """Return the number of bytes of the message, or of its header, that are still missing."""
         if len(self._come) < _HEAD.size:
             return _HEAD.size - len(self._come)
         return _HEAD.size + int(_HEAD.unpack_from(self._come)[0]) - len(self._come)
 
     def _whole(self, max_bytes: int) -> bytes | None:
-        """Return the message, None if not all of it has come."""
+        """Return the message, None if it is incomplete."""
         if len(self._come) < _HEAD.size:
             return None
         in_socket, in_memory = _HEAD.unpack_from(self._come)
@@ -199,11 +201,11 @@ class EngineSide:
         self._socket.settimeout(left_s)
 
     def forget(self) -> None:
-        """Give back the memory of all messages so far."""
+        """Release the memory of all messages so far."""
         self._memory.forget()
 
     def is_quiet(self) -> bool:
-        """Tell whether the other side is there, and has said nothing that nobody has read."""
+        """Return whether the other side is connected, and there are no unread bytes from it."""
         self._socket.settimeout(0)
         try:
             self._socket.recv(1, socket.MSG_PEEK)
@@ -212,7 +214,7 @@ class EngineSide:
         return False
 
     def close(self) -> None:
-        """Let go of both."""
+        """Close the socket and unmap the memory."""
         self._socket.close()
         self._out.release()
         self._in.release()
@@ -220,15 +222,14 @@ class EngineSide:
 
 
 class SandboxSide:
-    """The sandbox's end; it uses nothing but ``read`` and ``write``.
+    """The sandbox's end; it uses no system calls but ``read`` and ``write``.
 
     Args:
         descriptor: The socket.
-        memory: What is shared.
+        memory: The shared memory.
     """
 
     def __init__(self, descriptor: int, memory: Memory) -> None:
-        """Stand at this end."""
         self._descriptor = descriptor
         self._out = memory.half(1)
         self._in = memory.half(0)

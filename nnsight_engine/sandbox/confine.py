@@ -1,7 +1,7 @@
-"""What a process gives up before it runs code of a stranger: rights, names, files, memory, system calls.
+"""Confinement of a process before it runs untrusted code: user, namespaces, files, memory, system calls.
 
-``leave_the_world`` is for the clean process that others are forked from, once it has loaded all that they
-need; ``confine`` is for each of these. Both are one-way.
+``leave_the_world`` is for the zygote, the clean process that sandboxes are forked from, once it has loaded
+everything that they need; ``confine`` is for each sandbox. Both are irreversible.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ _NOT_DUMPABLE: Final = 4
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 _YIELDS: Final = 10
-"""How far it stands back where others want to compute: it may do so while nobody waits for it."""
+"""Nice value: the sandbox has a lower priority, as it may also compute while no request waits for it."""
 
 _FIRST_TO_GO: Final = "1000"
-"""Whom the kernel ends first where memory runs out: not the engine."""
+"""OOM score adjustment: the kernel kills sandboxes before the engine."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProcessLimits:
-    """What one sandboxed process may use.
+    """Resource limits of one sandbox process.
 
     Attributes:
-        memory_bytes: Memory that it may take beside what it begins with.
-        cpu_s: Seconds of computing in its life.
+        memory_bytes: Memory that it may allocate in addition to its initial size.
+        cpu_s: CPU time of its life, in seconds.
     """
 
     memory_bytes: int
@@ -50,17 +50,17 @@ class ProcessLimits:
 
 
 def leave_the_world(folder: str) -> list[str]:
-    """Give up this process's user, environment, folder and, where the kernel allows, network and names.
+    """Drop this process's user, environment, folder and, where the kernel allows it, its namespaces.
 
     Args:
-        folder: One of its own, which is gone then.
+        folder: A folder of its own, which becomes its working directory and is removed.
 
     Returns:
-        What it has not got: namespaces that the kernel or a container's rules refuse.
+        The missing namespaces, which the kernel or a container's profile denied.
     """
     os.environ.clear()
     os.chdir(folder)
-    shutil.rmtree(folder, ignore_errors=True)  # an empty one without a name is left
+    shutil.rmtree(folder, ignore_errors=True)  # an empty working directory without a name remains
     Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_GO)
     _be_nobody()
     os.umask(0o777)
@@ -84,7 +84,7 @@ def _be_nobody() -> None:
 
 
 def missing_namespaces() -> list[str]:
-    """Return which namespaces sandboxes would not have here, see ``leave_the_world``; a child tries."""
+    """Return the namespaces that sandboxes would lack here, see ``leave_the_world``; tried in a child."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -93,7 +93,7 @@ def missing_namespaces() -> list[str]:
             os.write(writing, " ".join(_leave_namespaces()).encode())
             os._exit(0)
         finally:
-            os._exit(1)  # nothing of a child's may come to what its parent was doing
+            os._exit(1)  # a child must never return into its parent's code
     os.close(writing)
     with os.fdopen(reading) as told:
         missing = told.read().split()
@@ -102,24 +102,24 @@ def missing_namespaces() -> list[str]:
 
 
 def die_with_parent() -> None:
-    """End this process when the one that forked it ends."""
+    """Have the kernel kill this process when its parent ends."""
     seccomp.check(_libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0), "prctl")
 
 
 def keep_only(descriptors: set[int]) -> None:
-    """Close every descriptor but these; the standard ones lead nowhere."""
+    """Close all descriptors but these; point the standard ones to ``/dev/null``."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for standard in range(3):
         os.dup2(nowhere, standard)
     last = -1
     for kept in [*sorted(descriptors | {0, 1, 2}), 1 << 20]:
-        if kept > last + 1:  # of no descriptors at all, closerange closes every one
+        if kept > last + 1:  # closerange with an empty range would close all descriptors
             os.closerange(last + 1, kept)
         last = kept
 
 
 def confine(share: ProcessLimits) -> None:
-    """Give up everything but computing, for all threads of this process.
+    """Set the resource limits and the system call filter, for all threads of this process.
 
     Raises:
         OSError: The kernel refuses.

@@ -1,18 +1,18 @@
-"""What goes wrong with a sandbox, beside what the code in it does."""
+"""Errors of a sandbox, except for those of the code in it."""
 
 from __future__ import annotations
 
 
 class SandboxUnavailableError(RuntimeError):
-    """There is no sandbox here: the machine has none, or it could not be started."""
+    """No sandbox is available: the machine does not support them, or it could not be started."""
 
 
 class SandboxEndedError(RuntimeError):
-    """The process of a sandboxed trace was ended: it used more than its share, or broke the rules."""
+    """The sandbox process of a trace was ended: it exceeded its limits, or broke the protocol."""
 
     @classmethod
     def late(cls, seconds: float) -> SandboxEndedError:
-        """It did not answer in time."""
+        """Return the error of a sandbox that did not answer in time."""
         return cls(
             f"The sandbox ran longer than {seconds:g} s within one step of the engine, which others share, "
             "and was ended. Save less, compute after the trace, or ask the operator for a larger budget."
@@ -20,7 +20,7 @@ class SandboxEndedError(RuntimeError):
 
     @classmethod
     def long(cls) -> SandboxEndedError:
-        """It has taken all that one trace may."""
+        """Return the error of a sandbox that has used up the time of one trace."""
         return cls(
             "The engine has waited for this trace's sandbox for as long as it does for one trace, so it was "
             "ended. Compute less in each step, or ask the operator for a larger budget."
@@ -28,7 +28,7 @@ class SandboxEndedError(RuntimeError):
 
     @classmethod
     def gone(cls) -> SandboxEndedError:
-        """It has died."""
+        """Return the error of a sandbox whose process has died."""
         return cls(
             "The sandbox was ended by the system: the block used more memory or time than one may, or "
             "crashed. Compute with less at once."
@@ -36,7 +36,7 @@ class SandboxEndedError(RuntimeError):
 
     @classmethod
     def unrepeated(cls) -> SandboxEndedError:
-        """It changed more in a step than is kept for the step to be run again."""
+        """Return the error of a sandbox that changed more in a step than is kept for repeating the step."""
         return cls(
             "The sandbox was ended, because a step had to be computed again for it and could not be: the "
             "block changed much in it, or the engine took the request's memory meanwhile. Send it again; "
@@ -45,7 +45,7 @@ class SandboxEndedError(RuntimeError):
 
     @classmethod
     def broken(cls, why: str) -> SandboxEndedError:
-        """It said what no honest one says."""
+        """Return the error of a sandbox that broke the protocol."""
         return cls(f"The sandbox was ended, because it broke the rules: {why}.")
 
 

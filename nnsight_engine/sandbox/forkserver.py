@@ -1,7 +1,7 @@
-"""Sandboxed processes for an engine: a clean process forks them, and some are kept waiting.
+"""Pool of sandbox processes for an engine, forked from a zygote; some are kept ready.
 
-Starting the clean process takes seconds, and forking takes some dozen milliseconds; both happen on threads of
-their own, so that no step of the engine waits for them.
+Starting the zygote takes seconds, and forking takes tens of milliseconds; both happen on a thread of their
+own, so that no step of the engine waits for them.
 """
 
 from __future__ import annotations
@@ -33,27 +33,26 @@ from nnsight_engine.sandbox.zygote import FORK, NUMBER, ORDER, READY, REAP
 logger = logging.getLogger(__name__)
 
 _START_S: Final = 120.0
-"""For the clean process to load what it needs."""
+"""Seconds for the zygote to load its modules."""
 _FORK_S: Final = 10.0
 _FOLDER: Final = "nnsight-engine-sandbox-"
 _CPU_CLOCK: Final = 2
-"""What makes the number of a process that of its clock, see ``clock_getcpuclockid``."""
+"""Turns a process id into the id of its CPU clock, see ``clock_getcpuclockid``."""
 _READY_BYTES: Final = 16 * 1024
 _AGAIN_S: Final = 5.0
-"""Before a clean process that could not be started is tried again."""
+"""Seconds before the next attempt to start the zygote."""
 
 
 class Sandbox:
-    """One process in which nothing has run yet, or one trace's.
+    """One sandbox process, unused or assigned to a trace.
 
     Attributes:
-        process: Its number.
-        side: The engine's end of what is said to it.
-        num_uses: Traces that have run in it.
+        process: Its process id; 0 once it was ended.
+        side: The engine's end of its channel.
+        num_uses: Number of traces that have run in it.
     """
 
     def __init__(self, process: int, side: EngineSide, nursery: _Nursery) -> None:
-        """Own a process."""
         self.process = process
         self.side = side
         self.num_uses = 0
@@ -61,11 +60,11 @@ class Sandbox:
         self._first_bytes = 0
 
     def remember_size(self) -> None:
-        """Note how large the process is before anything has run in it."""
+        """Record the size of the process before any code has run in it."""
         self._first_bytes = self._num_bytes()
 
     def grown_bytes(self) -> int:
-        """Return by how much it has grown since."""
+        """Return the growth in bytes since ``remember_size``."""
         return self._num_bytes() - self._first_bytes
 
     def _num_bytes(self) -> int:
@@ -73,21 +72,21 @@ class Sandbox:
         return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
 
     def cpu_s(self) -> float:
-        """Return the seconds that it has computed in its life; raises OSError if it is gone."""
+        """Return its CPU time in seconds; raises OSError if it is gone."""
         if not self.process:
             raise ProcessLookupError("it has been ended")
         return time.clock_gettime(~self.process << 3 | _CPU_CLOCK)
 
     def pause(self) -> None:
-        """Let the process do nothing, whatever it does."""
+        """Stop the process with SIGSTOP."""
         os.kill(self.process, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let it go on."""
+        """Resume the process with SIGCONT."""
         os.kill(self.process, signal.SIGCONT)
 
     def end(self) -> None:
-        """End the process, whatever it is doing; harmless when repeated."""
+        """Kill the process; repeated calls do nothing."""
         process, self.process = self.process, 0
         if process:
             with contextlib.suppress(ProcessLookupError):
@@ -97,7 +96,7 @@ class Sandbox:
 
 
 class _Nursery:
-    """The clean process, once it is there.
+    """The zygote: the running clean process.
 
     Attributes:
         lacks: Namespaces that its children do not have.
@@ -106,7 +105,7 @@ class _Nursery:
     def __init__(
         self, command: Sequence[str], setup: bytes, half_bytes: int, *, needs_namespaces: bool
     ) -> None:
-        """Start it and wait until it can fork.
+        """Start the zygote and wait until it can fork.
 
         Raises:
             SandboxUnavailableError: It cannot be started.
@@ -164,8 +163,9 @@ class _Nursery:
         """Return a new process.
 
         Raises:
-            OSError: None can be made.
-            SandboxEndedError: It was not ready.
+            OSError: The fork failed.
+            SandboxEndedError: The process's first message was invalid.
+            SandboxUnavailableError: The process could not be confined.
         """
         own, theirs = socket.socketpair()
         descriptor = Memory.create(self._half_bytes)
@@ -192,12 +192,12 @@ class _Nursery:
         return sandbox
 
     def reap(self, process: int) -> None:
-        """Let a process that was killed be forgotten."""
+        """Have the zygote reap a process that was killed."""
         with self._lock, contextlib.suppress(OSError):
             self._orders.sendall(ORDER.pack(REAP, process))
 
     def _next_number(self) -> int:
-        """Return the process that was ordered last; those that came too late for their order are let go."""
+        """Return the process of the last order; kill those that came too late for an earlier order."""
         while True:
             process = self._number()
             self._num_due -= 1
@@ -215,7 +215,7 @@ class _Nursery:
         return read_exactly(self._orders.recv, num_bytes)
 
     def close(self) -> None:
-        """End it, and with it all that it has forked."""
+        """Kill the zygote; all processes that it has forked end with it."""
         self._orders.close()
         self._process.kill()
         self._process.wait()
@@ -227,7 +227,7 @@ class _Nursery:
 
 
 def _claim_folder() -> tuple[str, int]:
-    """Make a folder and lock it; returns it, and what holds the lock."""
+    """Create and lock a folder; return it and the descriptor that holds the lock."""
     while True:
         folder = tempfile.mkdtemp(prefix=_FOLDER)
         with contextlib.suppress(FileNotFoundError):
@@ -236,13 +236,13 @@ def _claim_folder() -> tuple[str, int]:
             if Path(folder).exists():
                 return folder, held
             os.close(held)
-        # Somebody has taken it for abandoned, between our making and our locking it.
+        # Another engine has removed it as abandoned, between its creation and the lock.
 
 
 def _remove_abandoned() -> None:
-    """Remove the empty folders of engines that were killed: whoever lives holds the lock of theirs."""
+    """Remove the empty folders of engines that were killed: a living engine holds the lock of its folder."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
-        with contextlib.suppress(OSError):  # another user's, or somebody removes it too
+        with contextlib.suppress(OSError):  # another user's folder, or another engine removes it too
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -252,14 +252,14 @@ def _remove_abandoned() -> None:
 
 
 class ForkServer:
-    """Gives out sandboxed processes.
+    """Provides sandbox processes.
 
     Args:
-        command: Starts the clean process; the descriptor of its orders and an empty folder are added.
-        setup: What the clean process reads first.
-        half_bytes: The longest message, in each direction.
-        num_spare: Processes that wait for work.
-        needs_namespaces: Whether there are none where they cannot have namespaces of their own.
+        command: Starts the zygote; the descriptor of its socket and an empty folder are appended.
+        setup: The first message to the zygote.
+        half_bytes: The maximum message size, in each direction.
+        num_spare: Number of processes that are kept ready.
+        needs_namespaces: Whether sandboxes are unavailable if they cannot have namespaces of their own.
     """
 
     def __init__(
@@ -271,7 +271,7 @@ class ForkServer:
         *,
         needs_namespaces: bool = False,
     ) -> None:
-        """Keep how; nothing is started before ``start``."""
+        """Keep the options; nothing is started before ``start``."""
         self._command = command
         self._setup = setup
         self._half_bytes = half_bytes
@@ -285,10 +285,10 @@ class ForkServer:
         self._keeper: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to start, on a thread of its own; harmless when repeated.
+        """Start the pool, on a thread of its own; repeated calls do nothing.
 
         Raises:
-            SandboxUnavailableError: There can be none on this machine.
+            SandboxUnavailableError: This machine does not support sandboxes.
         """
         seccomp.machine()
         if self._keeper is None:
@@ -298,17 +298,17 @@ class ForkServer:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a process waits for work.
+        """Whether a process is ready.
 
         Raises:
-            SandboxUnavailableError: They cannot be started.
+            SandboxUnavailableError: Processes cannot be started.
         """
         if self._error is not None and not self._spare:
             raise self._error
         return bool(self._spare)
 
     def take(self) -> Sandbox:
-        """Return a process in which nothing has run yet.
+        """Return an unused process.
 
         Raises:
             SandboxUnavailableError: There is none now.
@@ -318,13 +318,13 @@ class ForkServer:
             return self._spare.popleft()
         try:
             if self._nursery is not None:
-                return self._nursery.fork()  # more at once than are kept waiting: some milliseconds
+                return self._nursery.fork()  # more at once than are kept ready: takes tens of milliseconds
         except (OSError, SandboxEndedError):
             logger.exception("a sandbox could not be forked")
         raise self._error or SandboxUnavailableError("there is no sandbox now: send the request again")
 
     def _keep(self) -> None:
-        """Have processes wait for work."""
+        """Keep processes ready."""
         while not self._closed:
             try:
                 if self._nursery is None:
@@ -359,7 +359,7 @@ class ForkServer:
             self._nursery.close()
 
     def close(self) -> None:
-        """End all processes that wait, and the clean one."""
+        """End all idle processes and the zygote."""
         self._closed = True
         self._wanted.set()
         if self._keeper is not None:

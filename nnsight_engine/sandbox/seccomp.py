@@ -1,7 +1,7 @@
-"""A filter of system calls for this process: what is not listed fails with ``EPERM``, for all threads.
+"""A system call filter for this process: calls that are not listed fail with ``EPERM``, in all threads.
 
-The kernel runs the filter, a program of classic BPF, before each call (``seccomp(2)``); nothing in the
-process can take it back. It sees a call's number, and that is enough here: see ``syscalls``.
+The kernel runs the filter, a classic BPF program, before each call (``seccomp(2)``); the process cannot
+remove it. It sees only a call's number and architecture, which is enough here: see ``syscalls``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def forbid_new_privileges() -> None:
-    """Let no program that this process runs have more rights than it; a filter asks for that.
+    """Forbid programs that this process runs to gain privileges; a prerequisite of the filter.
 
     Raises:
         OSError: The kernel refuses.
@@ -49,10 +49,10 @@ def check(result: int, what: str) -> None:
 
 
 def machine() -> Machine:
-    """Return this machine's numbers.
+    """Return the system call numbers of this machine.
 
     Raises:
-        SandboxUnavailableError: It is not Linux, or of an architecture whose numbers are not known.
+        SandboxUnavailableError: It is not Linux, or an architecture whose numbers are not known.
     """
     found = MACHINES.get(platform.machine()) if platform.system() == "Linux" else None
     if found is None:
@@ -65,7 +65,7 @@ def machine() -> Machine:
 
 
 def install() -> None:
-    """Filter the system calls of all threads of this process, from now on.
+    """Install the filter for all threads of this process.
 
     Raises:
         SandboxUnavailableError: This machine is not known, see ``machine``.
@@ -83,10 +83,10 @@ def install() -> None:
 
 
 def _program(here: Machine) -> bytes:
-    """Return the filter: the architecture, then one comparison for each call that is allowed."""
+    """Return the filter: the architecture, then one comparison for each listed call."""
     count = len(here.allowed) + len(here.absent)
-    assert count < _MAX_JUMP  # noqa: S101 - or jumps would have to be chained
-    # Behind the comparisons: fail, allow, absent.
+    assert count < _MAX_JUMP  # noqa: S101 - otherwise jumps would have to be chained
+    # After the comparisons: fail, allow, absent.
     lines = [
         _line(_LOAD, k=_ARCHITECTURE_AT),
         _line(_JUMP_IF_EQUAL, 1, 0, here.audit),

@@ -1,7 +1,7 @@
-"""The system calls that a sandboxed process may make: computing, memory, waiting, and one open descriptor.
+"""The system calls that a sandbox process may make: computing, memory, waiting, and I/O on one descriptor.
 
-Nothing here opens, names or creates anything: no files, sockets, processes, threads or keys. Numbers are the
-kernel's, from its tables of each architecture (``asm/unistd_64.h``, ``asm-generic/unistd.h``).
+None of them opens, names or creates anything: no files, sockets, processes, threads or keys. The numbers are
+the kernel's, from its tables for each architecture (``asm/unistd_64.h``, ``asm-generic/unistd.h``).
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Final
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Machine:
-    """One architecture's numbers.
+    """The numbers of one architecture.
 
     Attributes:
-        audit: What the kernel calls it (``linux/audit.h``).
+        audit: The kernel's identifier of the architecture (``linux/audit.h``).
         seccomp: The call that installs a filter.
         allowed: The calls that are allowed.
-        absent: Calls that are said not to exist, so that the C library does without.
-        limit: Calls from this number on belong to another interface, and none is allowed.
+        absent: Calls that fail with ``ENOSYS``, so that the C library falls back to others.
+        limit: Calls from this number on belong to another ABI; none of them is allowed.
     """
 
     audit: int
@@ -115,6 +115,6 @@ MACHINES: Final = {
     "x86_64": Machine(0xC000003E, 317, tuple(_X86_64.values()), (_CLONE3,), _X32_BIT),
     "aarch64": Machine(0xC00000B7, 277, tuple(_AARCH64.values()), (_CLONE3,), _X32_BIT),
 }
-"""What is known, by the name that ``platform.machine()`` gives."""
+"""The known architectures, by ``platform.machine()``."""
 
 __all__ = ["MACHINES", "Machine"]

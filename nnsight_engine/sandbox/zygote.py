@@ -1,8 +1,8 @@
-"""A clean process that others are forked from: it has loaded all that they need, and nothing of anybody's.
+"""The zygote: a clean process from which sandboxes are forked, with all modules loaded and no client's data.
 
-It is started by ``ForkServer`` with an environment of its own, makes what its children are to have ready,
-gives up what they must not have, and then does what its engine says: fork one more, or take note that one was
-ended. It ends with its engine, and its children end with it.
+``ForkServer`` starts it with an environment of its own. It prepares what its children need, drops what they
+must not have, and then executes the engine's orders: fork a process, or reap one that was killed. It ends
+with its engine, and its children end with it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from nnsight_engine.sandbox.confine import ProcessLimits, confine, die_with_pare
 FORK: Final = b"F"
 REAP: Final = b"R"
 ORDER: Final = struct.Struct("<cQ")
-"""What to do, and with which process, or with how many bytes of memory."""
+"""The order, and a process id or a number of bytes of memory."""
 NUMBER: Final = struct.Struct("<q")
 READY: Final = b"ready"
-"""What a child says first, if it does not say what went wrong."""
+"""The first message of a child that has started; any other first message is an error."""
 
 Child = Callable[[SandboxSide], None]
 """Serves the engine until it is ended."""
@@ -34,17 +34,17 @@ Child = Callable[[SandboxSide], None]
 def raise_children(
     orders: socket.socket, folder: str, share: ProcessLimits, grow_up: Callable[[], Child]
 ) -> None:
-    """Fork processes as they are ordered, until there is nobody to order them.
+    """Fork processes as ordered, until the engine closes the connection.
 
     Args:
-        orders: From the engine.
-        folder: An empty one.
-        share: What each may use.
-        grow_up: Called in each child before it is confined; returns what it does then.
+        orders: The socket to the engine.
+        folder: An empty folder.
+        share: The limits of each process.
+        grow_up: Called in each child before it is confined; returns the function that the child then runs.
     """
     die_with_parent()
     lacks = leave_the_world(folder)
-    die_with_parent()  # the kernel forgets it when a process changes its user
+    die_with_parent()  # the kernel clears the setting when a process changes its user
     gc.collect()
     gc.freeze()
     told = " ".join(lacks).encode()
@@ -81,7 +81,7 @@ def _order(orders: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def _reap(process: int) -> None:
-    """Let go of a child that the engine has ended; until then its number is nobody else's."""
+    """Reap a child that the engine has killed; until then its process id is not reused."""
     try:
         os.waitpid(process, 0)
     except ChildProcessError:
@@ -91,7 +91,7 @@ def _reap(process: int) -> None:
 def _live(
     connection: int, descriptor: int, num_bytes: int, share: ProcessLimits, grow_up: Callable[[], Child]
 ) -> NoReturn:
-    """Be a child: never return to what the parent was doing, whatever happens."""
+    """Run a child; it never returns into its parent's code, whatever happens."""
     try:
         die_with_parent()
         memory = Memory(descriptor, num_bytes)
@@ -105,7 +105,7 @@ def _live(
             raise
         side.send([READY])
         serve(side)
-    except BaseException:  # noqa: BLE001 - nothing of a child's may come to what its parent was doing
+    except BaseException:  # noqa: BLE001 - a child must never return into its parent's code
         traceback.print_exc()
     finally:
         os._exit(1)
