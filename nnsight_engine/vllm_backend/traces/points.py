@@ -104,7 +104,13 @@ class EnginePoints(NamedPoints):
 
     @staticmethod
     def on_client(root: Envoy, class_name: str, spec: ModelSpec) -> EnginePoints:
-        """Return the points of an engine's model for the client; ``class_name`` is the model's class in vLLM."""
+        """Return the points of an engine's model for the client.
+
+        Args:
+            root: The envoy of the model.
+            class_name: The name of the model's class in vLLM.
+            spec: The model's description.
+        """
         family = family_named(class_name, [spec.architecture])
         return EnginePoints(root, family, spec.num_layers, spec.leaves)
 
@@ -336,7 +342,7 @@ def further_names(envoy: Envoy, name: str) -> list[str]:
 
 
 def place_of(value: object) -> tuple[str, str] | None:
-    """Return the reference by which the other side finds the same place in the model; None if it is no place."""
+    """Return the reference by which the other side finds the same place in the model; else None."""
     if isinstance(value, Envoy):
         return ("envoy", str(value.path))
     name = standard_name(value)

@@ -269,9 +269,7 @@ class TracedRequest(Interleaver):
 
     @property
     def is_over(self) -> bool:
-        """Whether the request should end because its block failed or stopped it, or its rehearsal is
-        complete.
-        """
+        """Whether the request should end: its block failed or stopped it, or its rehearsal is complete."""
         return self._has_failed or self._has_rehearsed
 
     @property
@@ -313,9 +311,7 @@ class TracedRequest(Interleaver):
         return super().queue(mediator)
 
     def uses(self, provider: str) -> bool:
-        """Return whether this call of a provider is waited for, cached, skipped or needed for replayed
-        writes.
-        """
+        """Return whether this call of a provider is waited for, cached, skipped or part of a replay."""
         replays = self._writes.has_use_for(provider)
         return self.in_step and (replays or self.has_use_for(provider) or self.is_due(provider))
 
@@ -353,7 +349,7 @@ class TracedRequest(Interleaver):
         return bool(self.due(provider))
 
     def due(self, provider: str) -> list[Mediator]:
-        """Return the blocks that wait for this call of a provider, in the order in which they are answered."""
+        """Return the blocks that wait for this call of a provider, in the order of being answered."""
         now = (self.number, None)
         return [one for one in self.wanted.get(provider, ()) if one.waiting and one.waiting[2] in now]
 

@@ -275,7 +275,7 @@ class WorkerTraces:
         return self._failure_of(lambda: self.edits.keep(name, data, self.model, self._threads))
 
     def _failure_of(self, act: Callable[[], Any]) -> dict[str, Any] | None:
-        """Run ``act`` for a client; return its error as data, since it must not reach the engine's own calls."""
+        """Run ``act`` for a client; return its error as data, since it must not be raised in the engine."""
         try:
             act()
         except Exception as error:  # noqa: BLE001 - whatever a client's code does

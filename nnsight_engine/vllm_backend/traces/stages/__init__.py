@@ -1,1 +1,1 @@
-"""Traces over the stages of a pipeline: blocks run on the last one, and the others offer it their values."""
+"""Traces over pipeline stages: blocks run on the last stage, and the others offer it their values."""

@@ -1,7 +1,7 @@
-"""A stage of a pipeline other than the last: it offers what blocks want to the stage where they run.
+"""A pipeline stage other than the last: offers values that blocks want to the stage where blocks run.
 
-``EarlyStageTraces`` takes the place of ``WorkerTraces`` on such a stage, and its board the place of the one
-where the model's calls meet the requests. See ``last_stage`` for who speaks when.
+``EarlyStageTraces`` replaces ``WorkerTraces`` on such a stage, and ``EarlyStageDispatcher`` replaces its
+dispatcher. See ``last_stage`` for the protocol.
 """
 
 from __future__ import annotations
@@ -34,12 +34,19 @@ logger = logging.getLogger(__name__)
 
 
 class EarlyStageDispatcher(TraceDispatcher):
-    """Where this stage's model meets the blocks of the last one: what they want is offered to them."""
+    """Offers the values of this stage's model to the blocks of the last stage."""
 
     model: WorkerModel
 
     def __init__(self, link: Channel, shared: Sequence[str]) -> None:
-        """Offer through ``link`` all but what modules return that later stages go on with."""
+        """Offer values through ``link``.
+
+        Args:
+            link: The link to the last stage.
+            shared: Paths of the modules of which every stage runs a part. Their outputs are not offered,
+                since
+                later stages continue with them.
+        """
         super().__init__()
         self._link = link
         self._shared = {f"{path}.output" for path in shared}
@@ -48,7 +55,7 @@ class EarlyStageDispatcher(TraceDispatcher):
         self._parcels: RowPayloads | None = None
 
     def open(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
-        """Begin a step; returns whether a block takes part in it."""
+        """Begin a step; return whether a block takes part in it."""
         self.begin()
         self._num_told = 0
         told = [
@@ -69,7 +76,7 @@ class EarlyStageDispatcher(TraceDispatcher):
         self._link.send("done", self._passed())
 
     def offer(self, provider: str, number: int | None, value: Any) -> Any:  # noqa: ARG002 - counted where blocks run
-        """Let the blocks that wait have a value; returns it as they leave it."""
+        """Offer a value to the blocks that wait; return it as they leave it."""
         if provider in self._shared:
             return value
         parcels = self._parcels
@@ -87,20 +94,20 @@ class EarlyStageDispatcher(TraceDispatcher):
         return self._keeper.give_back(parcels.changed(kept, [tuple(change) for change in changes]))
 
     def _passed(self) -> list[str]:
-        """Return the providers reached that the other side has not been told of."""
+        """Return the reached providers that have not been reported to the other side yet."""
         new = list(self.calls)[self._num_told :]
         self._num_told = len(self.calls)
         return [provider for provider in new if provider not in self._shared]
 
     def _answer(self) -> Any:
-        """Wait for an answer, making the calls that blocks want made; returns what it says."""
+        """Wait for the answer, making the module calls that blocks request; return the answer's content."""
         while True:
             kind, *rest = self._link.receive(resolve=self._keeper.resolve)
             if kind == "call":
                 self._call(*rest[0])
                 continue
             what, wanted, sources = rest
-            # Probes hold on to this very dictionary.
+            # Probes hold a reference to this dictionary, so it is changed in place.
             self.wanted.clear()
             self.wanted.update({provider: {} for provider in wanted})
             for path in sources:
@@ -108,7 +115,7 @@ class EarlyStageDispatcher(TraceDispatcher):
             return what
 
     def _look_into(self, path: str) -> None:
-        """Hear of the operations inside a module's forward, as blocks ask for them."""
+        """Observe the operations inside a module's forward, as blocks request."""
         try:
             self.model.get(path).source  # noqa: B018 - asking is what installs it
         except Exception:
@@ -133,18 +140,18 @@ class EarlyStageTraces:
 
     Args:
         points: The points of the model, of which this stage has a part.
-        config: vLLM's.
-        link: The way to the last stage.
+        config: vLLM's configuration.
+        link: The link to the last stage.
     """
 
     in_step = False
-    """No logits here."""
+    """Always False: there are no logits on this stage."""
 
     by_taps = False
-    """All stages would have to agree."""
+    """Always False: all stages would have to agree on it."""
 
     def __init__(self, points: ModelPoints, config: VllmConfig, link: Channel) -> None:
-        """Tell the last stage what modules there are."""
+        """Send the descriptions of this stage's modules to the last stage."""
         paths = [f".{path}" if path else "" for path in spanning_paths(points.family.layers)]
         self.board = EarlyStageDispatcher(link, [f"model{path}" for path in paths])
         self.model = self.board.model = WorkerModel(points, config, self.board)
@@ -157,21 +164,21 @@ class EarlyStageTraces:
         return not self._registered
 
     def begin(self, arrived: Sequence[tuple[str, Any]], finished: set[str]) -> None:
-        """Take note of who came and who went."""
+        """Record requests that arrived and finished."""
         self._registered -= finished
         self._registered.update(request_id for request_id, _ in arrived)
 
     def takes_part(self, request_id: str) -> bool:
-        """Tell whether a request is traced."""
+        """Return whether a request is traced."""
         return request_id in self._registered
 
     def step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
-        """Begin a step for these requests; False if no block takes part in it."""
+        """Begin a step for these requests; return False if no block takes part in it."""
         return bool(spans) and self.board.open(spans, num_rows)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Hear of the modules' calls while the model runs."""
+        """Observe the modules' calls while the model runs."""
         try:
             with self.model.heard(self.board):
                 yield
@@ -179,52 +186,52 @@ class EarlyStageTraces:
             self.board.close()
 
     def end(self) -> list[str]:
-        """End the step; the last stage says which requests are over."""
+        """End the step; only the last stage reports requests that are to end."""
         return []
 
-    # Blocks are where the last stage is: nothing is left here.
+    # Blocks run on the last stage, so there are no results here.
 
     def news(self) -> dict[str, Parcel]:
-        """Return nothing."""
+        """Return no reports."""
         return {}
 
     def outline(self) -> list[OutlineEntry]:
-        """Return nothing: the last stage knows the modules of all."""
+        """Return no modules: the last stage lists those of all stages."""
         return []
 
     def num_live(self) -> dict[str, int]:
-        """Return nothing: the last stage counts."""
+        """Return no counts: the last stage counts."""
         return {}
 
     def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> bytes:
-        """Return nothing."""
+        """Return no results."""
         del key, results, index
         return b""
 
     def has_collected(self, key: str, results: Mapping[str, Any], wait_s: float) -> bool:
-        """Tell whether there is nothing to wait for."""
+        """Return True: there is nothing to wait for."""
         del key, results, wait_s
         return True
 
     def count_sandboxes(self) -> dict[str, int]:
-        """Return nothing: the last stage counts."""
+        """Return no counts: the last stage counts."""
         return {}
 
     def prepare_sandbox(self) -> bool:
-        """Leave it to the last stage, which says why there is none."""
+        """Return True: the last stage reports whether a sandbox can be started."""
         return True
 
     def hold(self, key: str, data: bytes) -> None:
-        """Do nothing: blocks are read elsewhere."""
+        """Do nothing: blocks are decoded on the last stage."""
 
     def adopt(self, data: bytes) -> None:
-        """Do nothing: names are for blocks."""
+        """Do nothing: only blocks use a client's names."""
 
     def keep_edit(self, name: str, data: bytes) -> None:
-        """Do nothing: edits are blocks."""
+        """Do nothing: edits are blocks, which run on the last stage."""
 
     def remove_edit(self, name: str) -> None:
-        """Do nothing."""
+        """Do nothing: edits are stored on the last stage."""
 
     def drop(self, key: str) -> None:
-        """Do nothing."""
+        """Do nothing: the last stage closes traces."""

@@ -1,11 +1,12 @@
-"""The last stage of a pipeline: blocks run here, and are given what the stages before it offer.
+"""The last pipeline stage: runs the blocks and receives the values that earlier stages offer.
 
-There is one copy of each block, so nothing has to be repeated alike on several stages, and what it saves and
-raises is there once. Before the last stage begins its own part of a step with traced requests, it serves the
-others in the order in which the step passes them: each says whose rows are whose, is told what is wanted,
-offers what it reaches of that, goes on with what it gets back, and says when it is done. Whether a step has
-such requests both sides know from what the engine schedules: there is always one who speaks and one who
-listens. Steps may follow each other closely in the pipeline: a stage that is ahead waits until it is heard.
+There is one copy of each block, so no execution must be kept identical on several stages, and saved values
+and errors exist once. Before the last stage begins its own part of a step with traced requests, it serves the
+other stages in the order in which the step passes them. Each stage reports the rows of the requests, receives
+the list of wanted places, offers the values of those it reaches, continues with the values it receives back,
+and reports when it is done. Both sides know from the scheduler's output whether a step has traced requests,
+so at any time one side sends and the other receives. Steps may follow each other closely in the pipeline: a
+stage that is ahead blocks until its message is received.
 """
 
 from __future__ import annotations
@@ -51,14 +52,14 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Listening:
-    """A stage that has spoken and waits for an answer: a new one each time."""
+    """A stage that has sent a message and waits for the answer; a new object for each message."""
 
     stage: int
     link: Channel
 
 
 class PipelineModel(SpanningEnvoy, WorkerModel):
-    """What ``model`` is in a block on the last stage: the modules of all of them."""
+    """The object that ``model`` refers to in a block on the last stage: the modules of all stages."""
 
 
 class LastStageTraces(WorkerTraces):
@@ -66,15 +67,15 @@ class LastStageTraces(WorkerTraces):
 
     Args:
         points: The points of the model, of which this stage has the last part.
-        config: vLLM's.
-        links: The ways to the stages before, in order.
-        limits: What blocks may use.
+        config: vLLM's configuration.
+        links: The links to the earlier stages, in order.
+        limits: Resource limits for blocks.
     """
 
     def __init__(
         self, points: ModelPoints, config: VllmConfig, links: Sequence[Channel], limits: EngineLimits
     ) -> None:
-        """Learn what modules the others have."""
+        """Receive the descriptions of the other stages' modules."""
         self._links = links
         self._listening: _Listening | None = None
         self._exchange = threading.Lock()
@@ -101,12 +102,12 @@ class LastStageTraces(WorkerTraces):
     def before(
         self, scheduled: Collection[str], arrived: Sequence[tuple[str, Any]], finished: set[str]
     ) -> None:
-        """Serve the stages before this one, if traced requests are in the step.
+        """Serve the earlier stages if traced requests are in the step.
 
         Args:
-            scheduled: All requests in it.
-            arrived: Those that are traced and new.
-            finished: All that have ended.
+            scheduled: All requests in the step.
+            arrived: The new requests that are traced.
+            finished: All requests that have ended.
         """
         self._registered -= finished
         self._registered.update(request_id for request_id, _ in arrived)
@@ -124,7 +125,7 @@ class LastStageTraces(WorkerTraces):
                 self._serve(stage, link, RowPayloads(live, num_rows))
 
     def _serve(self, stage: int, link: Channel, parcels: RowPayloads) -> None:
-        """Let blocks have what they want of a stage, until it has done its part of the step."""
+        """Give blocks the values they wait for on a stage, until the stage reports that it is done."""
         while True:
             kind, passed, *rest = self._hear(stage, link)
             self.board.calls.update(dict.fromkeys(passed, 1))
@@ -142,13 +143,13 @@ class LastStageTraces(WorkerTraces):
                 self._say([])
 
     def _hear(self, stage: int, link: Channel) -> tuple[Any, ...]:
-        """Wait for what a stage says; until it is answered, it can be asked to call modules."""
+        """Receive a stage's next message; until it is answered, the stage accepts calls of modules."""
         message = link.receive(resolve=lambda name: RemoteStageValue(name, stage))
         self._listening = None if message[0] == "done" else _Listening(stage, link)
         return message
 
     def _say(self, what: Any) -> None:
-        """Answer the stage that listens, with all that is wanted now and the modules that are looked into."""
+        """Answer the listening stage, with the wanted places and the modules whose source is inspected."""
         with self._exchange:
             listening = self._listening
             assert listening is not None  # noqa: S101 - it has just spoken
@@ -161,7 +162,7 @@ class LastStageTraces(WorkerTraces):
             self._listening = None
 
     def _offered(self, parcels: RowPayloads, provider: str, packed: Any, forms: Sequence[Form]) -> list[Any]:
-        """Let blocks have a value of another stage; returns what they replaced in it."""
+        """Give blocks a value of another stage; return the changes that they made to it."""
         if provider not in self.board.wanted:
             return []
         try:
@@ -173,7 +174,7 @@ class LastStageTraces(WorkerTraces):
             return []
 
     def step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
-        """Go on with the step that the first stage has begun."""
+        """Continue with the step that ``before`` has begun on the first stage."""
         del num_rows
         begun, self._begun = self._begun, []
         if list(spans) != begun:
@@ -182,15 +183,16 @@ class LastStageTraces(WorkerTraces):
                 request.wanted.clear()
         return self.in_step
 
-    # Calls that blocks make of modules elsewhere.
+    # Calls of remote modules by blocks.
 
     def call(self, stage: int, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what a module of another stage gives, which must be the one that is being served.
+        """Return the result of a module of another stage, which must be the stage that is being served.
 
         Raises:
-            StageError: It is not, or the code that calls is not the running block's own, or it is called with
-                something that does not travel.
-            BaseException: What the module raised.
+            StageError: It is not, or the calling code is not the running block's own, or an argument cannot
+                be
+                sent.
+            BaseException: The module raised it.
         """
         listening, mediator = self._listening, self.board.current
         worker = None if mediator is None else mediator.worker
@@ -206,7 +208,7 @@ class LastStageTraces(WorkerTraces):
         def exchange() -> None:
             with self._exchange:
                 if self._listening is not listening:
-                    return  # the block was given up meanwhile, and the stage has been answered
+                    return  # the block was abandoned meanwhile, and the stage has been answered
                 try:
                     listening.link.send("call", (path, args, kwargs), reference=RemoteStageValue.reference)
                 except EncodeError as error:
@@ -214,7 +216,7 @@ class LastStageTraces(WorkerTraces):
                 else:
                     answers.append(listening.link.receive(resolve=lambda name: RemoteStageValue(name, stage)))
 
-        # On a thread of its own: the block's may be interrupted, and half a message would confuse both sides.
+        # On a separate thread: the block's may be interrupted, and half a message would break the protocol.
         thread = threading.Thread(target=exchange, daemon=True)
         thread.start()
         thread.join()
@@ -228,7 +230,7 @@ class LastStageTraces(WorkerTraces):
         return map_tensors(value, lambda tensor: tensor.to(self._device))
 
     def lacking(self, stage: int, path: str, name: str) -> Exception:
-        """Return the error for something that a module has on another stage alone."""
+        """Return the error for an attribute of a module that exists on another stage only."""
         return StageError.attribute(path, name, stage)
 
 

@@ -1,8 +1,8 @@
-"""Messages between two stages of one pipeline, one after the other, on the host.
+"""Ordered messages between two stages of one pipeline, over host memory.
 
-vLLM's own messages between stages use the same process group; a tag keeps the two apart. Whoever sends waits
-until the other side receives, so both must know from the engine's step alone what comes next; ``last_stage``
-says how.
+vLLM's own messages between stages use the same process group; a tag separates the two. A send blocks until
+the other side receives, so both sides must derive the next message from the engine's step alone;
+``last_stage`` describes the protocol.
 """
 
 from __future__ import annotations
@@ -23,33 +23,32 @@ Resolve = Callable[[tuple[str, ...]], Any]
 
 
 class Channel(Protocol):
-    """What messages go through, in order; a ``StageLink``, or a pair of queues in a test."""
+    """An ordered message channel: a ``StageLink``, or a pair of queues in a test."""
 
     def send(self, *message: Any, reference: Reference | None = None) -> None:
-        """Send values, tensors among them; ``reference`` names what stays here."""
+        """Send values, which may contain tensors; ``reference`` names the objects that stay here."""
 
     def receive(self, *, resolve: Resolve | None = None) -> tuple[Any, ...]:
-        """Wait for the next message; ``resolve`` gives what stayed on this side."""
+        """Wait for the next message; ``resolve`` returns the objects that stayed on this side."""
 
 
 class StageLink:
-    """The way to one other stage.
+    """The link to one other stage.
 
     Args:
-        stage: The other one's number.
+        stage: The other stage's number.
     """
 
     def __init__(self, stage: int) -> None:
-        """Use the pipeline's process group."""
         group = get_pp_group()
         self._group = group.cpu_group
         self._peer = group.ranks[stage]
 
     def send(self, *message: Any, reference: Reference | None = None) -> None:
-        """Send values, tensors among them, see ``Channel``.
+        """Send values, which may contain tensors, see ``Channel``; blocks until they are received.
 
         Raises:
-            EncodeError: Something in them cannot travel; nothing was sent.
+            EncodeError: A value cannot be encoded; nothing was sent.
         """
         data = torch.frombuffer(bytearray(encode(message, reference=reference)), dtype=torch.uint8)
         for part in (torch.tensor([data.numel()]), data):

@@ -1,8 +1,8 @@
-"""Modules of other stages, on the stage where blocks run: named, shown and asked like those that are there.
+"""Stand-ins for modules of other stages, on the stage where blocks run.
 
-vLLM puts placeholders where other stages have modules, without anything inside. Blocks name what is inside.
-So each stage describes its modules to the last one, which makes stand-ins of the same classes: without
-weights, with the plain attributes, and never called by the model.
+vLLM puts empty placeholders where other stages have modules, but blocks refer to the modules inside. So each
+stage describes its modules to the last one, which builds stand-ins of the same classes: without weights, with
+the plain attributes, and never called by the model.
 """
 
 from __future__ import annotations
@@ -21,27 +21,30 @@ from nnsight_engine.vllm_backend.model_outline import description_of
 from nnsight_engine.vllm_backend.traces.errors import StageError
 
 Description = tuple[str, str, str, str, str, dict[str, Any], list[str]]
-"""Path, the class's module and name, what the module says of itself, the path of the same module if it was
-listed before, plain attributes, and the names of all that does not travel."""
+"""The description of one module.
+
+Its items: the path, the class's module and name, the module's own representation, the path of the same module
+if it was listed before, the plain attributes, and the names of all attributes that are not sent.
+"""
 
 _PLAIN = (type(None), bool, int, float, str)
 _MAX_ITEMS = 64
 _NESTED = "impl"
-"""An attribute whose own plain attributes are wanted: of vLLM's attention, what computes it."""
+"""An attribute whose own plain attributes are included: in vLLM's attention, the backend implementation."""
 
 
 class Caller(Protocol):
-    """Calls modules of other stages."""
+    """Calls modules of other stages or of the worker."""
 
     def call(self, stage: int, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what the module at ``path`` gives."""
+        """Return the result of the module at ``path``."""
 
     def lacking(self, stage: int, path: str, name: str) -> Exception:
-        """Return the error for something of the module at ``path`` that is there alone."""
+        """Return the error for an attribute of the module at ``path`` that exists on its own side only."""
 
 
 def described(model: torch.nn.Module) -> list[Description]:
-    """Describe the modules that this stage has, parents before children."""
+    """Return the descriptions of this stage's modules, parents before children."""
     first: dict[int, str] = {}
     found: list[Description] = []
     for path, module in model.named_modules(remove_duplicate=False):
@@ -69,12 +72,14 @@ def _is_plain(value: Any) -> bool:
 
 
 class RemoteModule(torch.nn.Module):
-    """Mixed in before the class of a module that another stage has.
+    """Mixin placed before the class of a module that another stage has.
 
     Attributes:
-        stage: Which one.
-        path_elsewhere: Where it is below the model.
-        caller: Calls it there.
+        stage: The number of the stage.
+        path_elsewhere: The module's path below the model on that stage.
+        description: The module's ``extra_repr`` on that stage.
+        caller: Calls the module there.
+        names_elsewhere: Names of attributes that exist there only.
     """
 
     stage: int
@@ -84,7 +89,7 @@ class RemoteModule(torch.nn.Module):
     names_elsewhere: frozenset[str]
 
     def __getattr__(self, name: str) -> Any:
-        """Look a name up as torch does, and say of what is elsewhere that it is."""
+        """Look a name up as torch does; raise the caller's error for an attribute that is not here."""
         if name in self.__dict__["names_elsewhere"]:
             raise self._lacking(name)
         return super().__getattr__(name)
@@ -95,52 +100,52 @@ class RemoteModule(torch.nn.Module):
         return caller.lacking(self.stage, path, name)
 
     def extra_repr(self) -> str:
-        """Return what the module says of itself."""
+        """Return the description that the module gave of itself."""
         return self.description
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: there would be none."""
+        """Raise: the stand-in has no parameters."""
         del args, kwargs
         raise self._lacking("parameters()")
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: there would be none."""
+        """Raise: the stand-in has no buffers."""
         del args, kwargs
         raise self._lacking("buffers()")
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: it would be empty."""
+        """Raise: the state of the stand-in would be empty."""
         del args, kwargs
         raise self._lacking("state_dict()")
 
 
 class RemoteModuleEnvoy(Envoy):
-    """Stands for a module of another stage: its values come from there, and calls go there."""
+    """The envoy of a module of another stage: its values come from there, and calls are sent there."""
 
     def __call__(self, *args: Any, hook: bool = False, **kwargs: Any) -> Any:
-        """Have the module called where it is, apart from the model's run."""
+        """Call the module on its own side, apart from the model's run."""
         del hook
         module: Any = self._module
         return module.caller.call(module.stage, str(self.path), args, kwargs)
 
 
 class SpanningEnvoy(Envoy):
-    """Stands for a module that every stage runs a part of, such as the model itself."""
+    """The envoy of a module of which every stage runs a part, such as the model itself."""
 
     @property
     def source(self) -> Any:
-        """Refuse: an operation inside would be met by some stages only."""
+        """Raise: an operation inside would be executed by some stages only."""
         raise StageError.spanning(str(self.path), "The source")
 
     def __call__(self, *args: Any, hook: bool = False, **kwargs: Any) -> Any:
-        """Refuse in a block; see ``Envoy`` otherwise."""
+        """Raise in a block; otherwise call as ``Envoy`` does."""
         if self._interleaver.current is not None:
             raise StageError.spanning(str(self.path), "A call")
         return super().__call__(*args, hook=hook, **kwargs)
 
 
 def spanning_paths(layers: str) -> list[str]:
-    """Return the paths, below the model, of the modules that every stage runs: all that hold the layers."""
+    """Return the paths, below the model, of the modules that every stage runs: those around the layers."""
     parts = layers.split(".")[:-1]
     return [".".join(parts[:length]) for length in range(len(parts) + 1)]
 
@@ -148,11 +153,11 @@ def spanning_paths(layers: str) -> list[str]:
 def stand_ins(
     model: torch.nn.Module, stages: Sequence[Sequence[Description]], caller: Caller
 ) -> dict[str, torch.nn.Module]:
-    """Return what stands in the places of vLLM's placeholders, by path.
+    """Return the stand-ins that replace vLLM's placeholders, by path.
 
     Args:
-        model: The last stage's part.
-        stages: What the other stages have, in order.
+        model: The last stage's part of the model.
+        stages: The descriptions of the other stages' modules, in the order of the stages.
         caller: Calls modules there.
     """
     found: dict[str, torch.nn.Module] = {}
@@ -170,13 +175,13 @@ def stand_ins(
 def tree(
     entries: Sequence[Description], stage: int, caller: Caller, modules: dict[str, torch.nn.Module]
 ) -> torch.nn.Module:
-    """Return a stand-in with all below it, parents before children in ``entries``.
+    """Return a stand-in with all its descendants; ``entries`` has parents before children.
 
     Args:
-        entries: What ``described`` gave.
-        stage: Where they are.
+        entries: Descriptions, as returned by ``described``.
+        stage: The number of the stage of the modules.
         caller: Calls modules there.
-        modules: Those of the same stage made so far, by path; what is made is added.
+        modules: The stand-ins of the same stage made so far, by path; new ones are added.
     """
     top = entries[0][0]
     for entry in entries:
@@ -225,12 +230,12 @@ def envoy_classes(
     modules: Iterable[torch.nn.Module],
     calls: type[RemoteModuleEnvoy] = RemoteModuleEnvoy,
 ) -> dict[type[torch.nn.Module], type[Envoy]]:
-    """Return the classes that stand for stand-ins: those of the real modules, but calls go elsewhere.
+    """Return the envoy classes for stand-ins: those of the real modules, but with remote calls.
 
     Args:
-        known: The real modules'.
+        known: The envoy classes of the real modules.
         modules: The roots of the stand-ins.
-        calls: Makes the calls.
+        calls: The envoy class that makes the calls.
     """
     kinds = {type(module) for root in modules for module in root.modules()}
     return {kind: _calling_elsewhere(_known_for(known, kind), calls) for kind in kinds}

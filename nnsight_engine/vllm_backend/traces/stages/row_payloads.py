@@ -1,7 +1,7 @@
-"""What one stage sends another of a value: the rows of traced requests, and nothing of their neighbours.
+"""Payloads of values sent between stages: only the rows of traced requests, not those of other requests.
 
-The other side puts the rows back where they lie in the step, in tensors that are otherwise empty, so that a
-value looks to it as it does here. What it changes comes back as rows again, and only those are replaced.
+The receiver puts the rows at their positions in the step, in tensors that are otherwise zero, so that a value
+has the same form as on the sender's side. Its changes are sent back as rows, and only those are replaced.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from nnsight_engine.vllm_backend.traces.request import TraceSpan
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
-"""What travels by itself, beside tensors; of subclasses the other side may know nothing."""
+"""Types that are sent as they are, beside tensors; subclasses may be unknown to the other side."""
 
 Form = tuple[int, bool]
-"""Of a tensor: the axis of its rows, -1 for none, and whether it is on the host."""
+"""The form of a tensor: the axis of its rows (-1 for none), and whether it is on the host."""
 
 Change = tuple[int, torch.Tensor]
-"""Of a value: the number of a tensor in it, and the rows that take the place of those it has."""
+"""A change of a value: the number of a tensor in it, and the rows that replace the tensor's."""
 
 
 class RowPayloads:
@@ -34,11 +34,10 @@ class RowPayloads:
 
     Args:
         spans: The requests' rows.
-        num_rows: Rows of the step, all requests' together.
+        num_rows: Number of rows of the step, over all requests.
     """
 
     def __init__(self, spans: Sequence[TraceSpan], num_rows: int) -> None:
-        """Note where the rows lie."""
         ranges = [torch.arange(span.row, span.row + span.num_rows) for span in spans]
         self._index = torch.cat(ranges) if ranges else torch.arange(0)
         self._num_rows = num_rows
@@ -46,18 +45,18 @@ class RowPayloads:
 
     @property
     def is_all(self) -> bool:
-        """Whether all rows of the step are these requests'."""
+        """Whether all rows of the step belong to these requests."""
         return self._is_all
 
     def shape_of(self, tensor: torch.Tensor) -> tuple[int, ...] | None:
-        """Return the shape of the requests' rows of a tensor; None if it has none of single requests."""
+        """Return the shape of the requests' rows of a tensor; None if it has no rows of single requests."""
         axis = row_axis(tensor, self._num_rows)
         if axis is None:
             return None
         return (*tensor.shape[:axis], len(self._index), *tensor.shape[axis + 1 :])
 
     def pack(self, value: Any) -> tuple[Any, list[Form]]:
-        """Return a value with only the requests' rows in it, on the host, and what its tensors were like."""
+        """Return a value with only the requests' rows, on the host, and the forms of its tensors."""
         forms: list[Form] = []
 
         def packed(tensor: torch.Tensor) -> torch.Tensor:
@@ -68,7 +67,7 @@ class RowPayloads:
         return map_tensors(value, packed), forms
 
     def unpack(self, value: Any, forms: Sequence[Form], device: torch.device) -> Any:
-        """Return the value as it was, but for the rows of neighbours."""
+        """Return the original value, with zeros in place of other requests' rows."""
         expected = iter(forms)
 
         def unpacked(tensor: torch.Tensor) -> torch.Tensor:
@@ -82,7 +81,7 @@ class RowPayloads:
         return map_tensors(value, unpacked)
 
     def changes(self, before: Any, after: Any) -> list[Change]:
-        """Return what of a value has been replaced."""
+        """Return the changes between two versions of a value."""
         return [
             (number, self._rows(new, row_axis(new, self._num_rows)))
             for number, (old, new) in enumerate(zip(tensors(before), tensors(after), strict=True))
@@ -90,7 +89,7 @@ class RowPayloads:
         ]
 
     def changed(self, value: Any, changes: Sequence[Change]) -> Any:
-        """Return the value with what was replaced; the rows of neighbours are the same, bit by bit."""
+        """Return the value with changes applied; rows of other requests stay unchanged, bit by bit."""
         if not changes:
             return value
         rows, numbers = dict(changes), itertools.count()
@@ -113,30 +112,29 @@ class RowPayloads:
 
 
 class KeptRows:
-    """Stands, in a value that travels, for an object that does not."""
+    """A placeholder, in a value that is sent, for an object that stays on the sender's side."""
 
     __slots__ = ("name", "value")
 
     def __init__(self, value: Any, number: int) -> None:
-        """Give the object a name."""
+        """Assign a name to the object."""
         self.value = value
         self.name = (str(number), type(value).__qualname__)
 
     @staticmethod
     def reference(value: Any) -> tuple[str, ...] | None:
-        """Name what does not travel."""
+        """Return the name of an object that is not sent; None for other values."""
         return value.name if isinstance(value, KeptRows) else None
 
 
 class RowKeeper:
-    """The objects that stay on this stage while others have names for them."""
+    """The objects that stay on this stage while other stages refer to them by name."""
 
     def __init__(self) -> None:
-        """Start with none."""
         self._objects: list[Any] = []
 
     def keep(self, value: Any) -> Any:
-        """Return a value with all that does not travel replaced by ``KeptRows``."""
+        """Return a value in which all objects that cannot be sent are replaced by ``KeptRows``."""
         if type(value) in _PLAIN or isinstance(value, torch.Tensor):
             return value
         if type(value) is dict and all(type(key) in _PLAIN for key in value):
@@ -147,7 +145,7 @@ class RowKeeper:
         return KeptRows(value, len(self._objects) - 1)
 
     def give_back(self, value: Any) -> Any:
-        """Return a value that ``keep`` made as it was."""
+        """Return the original of a value made by ``keep``."""
         if isinstance(value, KeptRows):
             return value.value
         if type(value) is dict:
@@ -157,12 +155,12 @@ class RowKeeper:
         return value
 
     def resolve(self, name: tuple[str, ...]) -> Any:
-        """Return what has a name."""
+        """Return the object of a name."""
         return self._objects[int(name[0])]
 
     @staticmethod
     def refusal(value: Any) -> str | None:
-        """Return the name of a type in a value of another stage's that does not travel; None if all does."""
+        """Return the name of a type in a value that cannot be sent to another stage; else None."""
         if type(value) in _PLAIN or isinstance(value, torch.Tensor | RemoteStageValue):
             return None
         if type(value) is dict:
@@ -172,20 +170,20 @@ class RowKeeper:
         return type(value).__qualname__
 
     def clear(self) -> None:
-        """Forget all: the step is over, and with it every name."""
+        """Drop all objects: their names are valid for one step only."""
         self._objects.clear()
 
 
 class RemoteStageValue:
-    """Stands, where blocks run, for an object that stays on another stage."""
+    """A placeholder, where blocks run, for an object that stays on another stage."""
 
     def __init__(self, name: tuple[str, ...], stage: int = 0) -> None:
-        """Keep its name there."""
+        """Store the object's name on its own stage."""
         self.name = name
         self._stage = stage
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse: only special names, which Python itself asks for, are simply missing."""
+        """Raise StageError; AttributeError for special names, which Python itself looks up."""
         if name.startswith("__"):
             raise AttributeError(name)
         raise self._refusal()
@@ -197,10 +195,10 @@ class RemoteStageValue:
         return f"on pipeline stage {self._stage}"
 
     def __repr__(self) -> str:
-        """Say what it stands for."""
+        """Return the type of the object and where it is."""
         return f"<{self.name[1]} {self._place()}>"
 
     @staticmethod
     def reference(value: Any) -> tuple[str, ...] | None:
-        """Name what the other side has itself."""
+        """Return the name of an object that the other side has; None for other values."""
         return value.name if isinstance(value, RemoteStageValue) else None
