@@ -59,7 +59,7 @@ class EarlyProcess:
 
     def __init__(self, modules: tuple[str, ...], foreseen: Mapping[str, str]) -> None:
         """Start the process."""
-        tracker: int = resource_tracker.getfd()  # type: ignore[assignment]  # it is ensured to run
+        tracker: int = resource_tracker.getfd()  # type: ignore[assignment]  # not None: started here
         self._sentinel, ends = os.pipe()
         told, self._tell = os.pipe()
         program = _PROGRAM.format(path=sys.path, modules=modules, pipe=told, tracker=tracker)
@@ -75,7 +75,8 @@ class EarlyProcess:
     def can_stand_for_a_new_one(self) -> bool:
         """Return whether the process is alive and was started with the variables that a new one would get.
 
-        Only variables that are read at the start (``_READ_AT_START``) are compared; the others are set later.
+        Only variables that are read at the start (``_READ_AT_START``) are compared; ``_Environment`` sets all
+        of them anew when the process gets its task.
         """
         self._has_ended = self._has_ended or os.waitpid(self.pid, os.WNOHANG)[0] != 0
         # To bind processes to NUMA nodes, vLLM has another executable start them.

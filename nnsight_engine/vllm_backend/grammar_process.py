@@ -137,7 +137,7 @@ class _Compiler:
         kind, text = get_structured_output_key(structured)
         grammar = compiler.compile_grammar(kind, text)
         grammar.fill_bitmask(compiler.allocate_token_bitmask(1), 0)
-        was_auto = bool(structured._backend_was_auto)  # noqa: SLF001 - likewise
+        was_auto = bool(structured._backend_was_auto)  # noqa: SLF001 - as above
         is_made = structured.grammar is not None and "grammar" not in job.params
         return GrammarVerdict(
             backend=backend, was_auto=was_auto, grammar=structured.grammar if is_made else None

@@ -2,7 +2,8 @@
 
 The worker converts the values that a request's ``trace`` saved before they leave it, since only the worker
 can name classes that only it knows; ``trace_call`` builds the answer from the result. Types are compared by
-identity and no method of an untrusted value's type is called, so no untrusted code runs.
+identity, so that no code of an untrusted value runs. Exception: the ``dtype`` of NumPy array subclasses is
+read.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def _walk(
 ) -> Iterator[tuple[str, torch.nn.Module]]:
     module = elsewhere.get(path, module)
     yield path, module
-    for name, child in module._modules.items():  # noqa: SLF001 - named_children() gives each only once
+    for name, child in module._modules.items():  # noqa: SLF001 - named_children() skips repeated modules
         if child is not None:
             yield from _walk(f"{path}.{name}" if path else name, child, elsewhere)
 

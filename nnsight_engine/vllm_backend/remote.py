@@ -82,7 +82,7 @@ class VLLMDialect(Dialect):
             raise EncodeError("validate=True is not for traces of VLLM on a server: leave it out")
         traced: VLLM = tracer.model  # type: ignore[assignment] # or a copy with its own edits
         inputs = tracer.batcher.inputs
-        assert inputs is not None  # noqa: S101 - there is one request at least
+        assert inputs is not None  # noqa: S101 - there is at least one request
         requests: tuple[Request, ...] = inputs[0]
         shared = {**tracer.batcher.shared_kwargs}
         edits = shared.pop("edits", None)

@@ -104,7 +104,7 @@ class SentTrace:
         self._parts = parts_of(tracer)
         self._saved = saved_containers([part.own for part in self._parts])
         inputs = tracer.batcher.inputs
-        assert inputs is not None  # noqa: S101 - there is one request at least
+        assert inputs is not None  # noqa: S101 - there is at least one request
         requests: Sequence[Request] = inputs[0]
         data = encode_trace(
             [part.as_sent() for part in self._parts],

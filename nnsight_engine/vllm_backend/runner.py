@@ -135,7 +135,7 @@ class InterventionRunnerMixin:
         return isinstance(self.traces, WorkerTraces)
 
     def serve_stages(self, scheduler_output: Any) -> None:
-        """Fetch from earlier stages the values that blocks request, if this is the last of several stages."""
+        """Serve values of earlier stages to blocks, if this is the last of several pipeline stages."""
         if isinstance(self.traces, LastStageTraces):
             self.traces.before(
                 scheduler_output.num_scheduled_tokens,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
 
     Start = Callable[[Callable[[], None]], AsyncGenerator[RequestOutput, None]]
-    """Begins a request, and gives its outputs; may call what it is given once the engine has the request."""
+    """Starts a request and returns its outputs; may call its argument once the engine has the request."""
 
 
 class Begun(NamedTuple):

@@ -2,10 +2,11 @@
 
 This module only computes numbers; ``FairScheduler`` reads them at each step and acts on them. A sender is a
 tenant. It counts from its first request until ``window_s`` after its last. The seconds of a step are charged
-to the senders whose tokens it computed. As time passes, each sender's level falls by its share of that time.
-A sender whose level reaches ``_HEAVY_S`` has recently used more than its share and is *heavy*; the others are
-*light*. On an engine that is idle half of the time all senders are light. With only one sender the numbers
-are not used.
+to the senders whose tokens it computed, in proportion to the tokens. Each sender's level falls as time
+passes, by a share of 1/n of that time with n senders, 1/2 at most. A sender whose level reaches ``_HEAVY_S``
+has recently used more than its share and is *heavy*; the others are *light*. So with two senders, one that
+keeps the engine busy for less than half of the time stays light. With only one sender the numbers are not
+used.
 """
 
 from __future__ import annotations

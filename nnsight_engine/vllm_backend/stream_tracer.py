@@ -56,7 +56,7 @@ class StreamBackend(ExecutionBackend):
         """
         if tracer is not None:
             super().__call__(tracer)
-            assert isinstance(tracer, StreamTracer)  # noqa: S101 - VLLM.trace pairs them
+            assert isinstance(tracer, StreamTracer)  # noqa: S101 - VLLM.trace chooses both
             self._tracer = tracer
             return None
         if self._tracer is None or self._tracer.sent is None:

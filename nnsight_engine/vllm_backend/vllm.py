@@ -137,7 +137,7 @@ class VLLM(StandardNames):
     def _learn(self, transport: Transport) -> None:
         """Fetch the module tree and the points from a server, unless they are known already."""
         if self.original is not None:
-            self.original._learn(transport)  # noqa: SLF001 - a model of ours
+            self.original._learn(transport)  # noqa: SLF001 - same class
             self._follow()
             return
         with self.__dict__["_starting"]:
@@ -155,7 +155,7 @@ class VLLM(StandardNames):
 
     def _remote_backend(self) -> RemoteBackend:
         backend = chosen_backend(None, None, self.__dict__["remote"])
-        assert isinstance(backend, RemoteBackend)  # noqa: S101 - there is a server
+        assert isinstance(backend, RemoteBackend)  # noqa: S101 - `remote` is set
         return backend
 
     def _equip_workers(self, names: bytes | None) -> None:
@@ -199,7 +199,7 @@ class VLLM(StandardNames):
         self.dispatch()
         return self.host.tokenizer
 
-    def trace(  # type: ignore[override] # a trace is a request, which has other options
+    def trace(  # type: ignore[override] # a trace is a request and has other options
         self,
         *args: Any,
         remote: Remote = None,
@@ -229,7 +229,7 @@ class VLLM(StandardNames):
         Raises:
             WithBlockNotFoundError: The call is not in a ``with`` statement.
         """
-        refuse_statement(sys._getframe(1), "trace")  # noqa: SLF001 - the caller is what it is about
+        refuse_statement(sys._getframe(1), "trace")  # noqa: SLF001 - it inspects the caller
         refuse_function(kwargs)
         streams = blocking and self.__dict__["mode"] == "async"
         backend = chosen_backend(backend, remote, self.__dict__["remote"], blocking=blocking, streams=streams)
@@ -248,7 +248,7 @@ class VLLM(StandardNames):
         Only the session has a ``remote`` argument. A variable assigned in one trace is available in the next,
         saved or not.
         """
-        refuse_statement(sys._getframe(1), "session")  # noqa: SLF001 - the caller is what it is about
+        refuse_statement(sys._getframe(1), "session")  # noqa: SLF001 - it inspects the caller
         chosen = chosen_backend(backend, remote, self.__dict__["remote"], blocking=blocking)
         return super().session(backend=chosen)
 
@@ -271,7 +271,7 @@ class VLLM(StandardNames):
         given = self.__dict__["_engine_args"]
         return VLLMDialect(self, given["model"], given.get("revision") or "")
 
-    def scan(  # type: ignore[override] # another kind of scan
+    def scan(  # type: ignore[override] # returns a scanner
         self, *args: Any, **kwargs: Any
     ) -> RequestScanner:
         """Open a trace that returns shapes only: ``with model.scan(prompt):``.
@@ -284,7 +284,7 @@ class VLLM(StandardNames):
             *args: The prompt, as for ``trace``.
             **kwargs: As for ``trace``.
         """
-        refuse_statement(sys._getframe(1), "scan")  # noqa: SLF001 - the caller is what it is about
+        refuse_statement(sys._getframe(1), "scan")  # noqa: SLF001 - it inspects the caller
         scanner: RequestScanner = self.trace(*args, remote=False, tracer_cls=_starting().SCANNER, **kwargs)  # type: ignore[assignment]
         return scanner
 
@@ -306,7 +306,7 @@ class VLLM(StandardNames):
             ValueError: An edit of that name exists.
             EditLimitError: The engine's limit on edits is reached.
         """
-        refuse_statement(sys._getframe(1), "edit")  # noqa: SLF001 - the caller is what it is about
+        refuse_statement(sys._getframe(1), "edit")  # noqa: SLF001 - it inspects the caller
         self._prepare()
         return EngineEditingTracer(self, name=name, inplace=inplace, backend=backend)
 
