@@ -1,7 +1,7 @@
 """Converts every exception to OpenAI's error object.
 
-The handlers here and the outermost middleware together cover all exceptions, so that clients never see
-another format. Internal details appear only in the log.
+The handlers here and ``GateMiddleware`` together cover all exceptions, so that clients never see another
+format. Internal details appear only in the log.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Which phase the server is in, who is still being served, what new requests are told; and the engine's life.
+"""Tracks the phase of the server and its requests in flight, and starts, restarts and closes the engine.
 
-The engine loads in the background, so the port answers from the first second. One that dies is started again
-in the same server, a few times and ever later: see ``docs/decisions/0030-another-engine.md``. ``create_app``
-owns the one instance; whoever handles signals calls ``begin_drain`` at the first of them.
+The engine loads in the background, so that the port answers from the first second. An engine that dies is
+restarted within the same server, a limited number of times and with increasing delays: see
+``docs/decisions/0030-another-engine.md``. ``create_app`` owns the one instance; the signal handler calls
+``begin_drain`` at the first signal.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ logger = logging.getLogger(__name__)
 
 _MAX_DELAY_S: Final = 60.0
 _LAST_WORDS_S: Final = 3.0
-"""How long requests that were ended are given to say so to their clients."""
+"""Time for requests that were ended to report that to their clients."""
 
 
 class Phase(enum.StrEnum):
-    """What the server can do at the moment."""
+    """The state of the server."""
 
     STARTING = "starting"
     READY = "ready"
@@ -37,7 +38,7 @@ class Phase(enum.StrEnum):
 
 
 class Startable(Protocol):
-    """What a server starts, watches and closes: an engine, see ``EngineClient``, or replicas of servers."""
+    """A component that a server starts, watches and closes: an ``EngineClient``, or a set of replicas."""
 
     @property
     def ready(self) -> bool:
@@ -45,26 +46,27 @@ class Startable(Protocol):
 
     @property
     def alive(self) -> bool:
-        """False once it has died; True before and while it starts."""
+        """Whether it has not died; True before and while it starts."""
 
     async def start(self) -> None:
-        """Start; raises where that fails."""
+        """Start; raises an exception if that fails."""
 
     async def died(self) -> None:
-        """Wait until what was started has died."""
+        """Wait until it has died."""
 
     async def close(self) -> None:
-        """Stop and free everything."""
+        """Stop and release all resources."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Restarts:
-    """How often an engine is started again.
+    """The restart policy of an engine.
 
     Attributes:
-        most: So many times within ``window_s``; then the server is dead.
-        window_s: After so long a death is forgotten.
-        delay_s: How long after the first death; twice as long after each further one.
+        most: The maximum number of restarts within ``window_s``; after that the server is dead.
+        window_s: The age in seconds after which a death is no longer counted.
+        delay_s: The delay in seconds before the first restart, doubled for each further death within the
+            window.
     """
 
     most: int = 0
@@ -77,12 +79,12 @@ class Lifecycle:
 
     Args:
         engine: The engine to start, to watch and to close.
-        on_engine_failure: Called once where the engine does not start, or dies too often, so that a command
-            line can end the process.
-        restarts: How often one that died is started again.
+        on_engine_failure: Called once if the engine does not start or dies too often, so that a command line
+            can end the process.
+        restarts: The restart policy; by default the engine is never restarted.
 
     Attributes:
-        num_restarts: How often it was.
+        num_restarts: The number of successful restarts.
     """
 
     def __init__(
@@ -91,7 +93,6 @@ class Lifecycle:
         on_engine_failure: Callable[[], None] | None = None,
         restarts: Restarts | None = None,
     ) -> None:
-        """Begin in the phase ``starting``; nothing runs yet."""
         self._engine = engine
         self._on_engine_failure = on_engine_failure
         self._restarts = restarts or Restarts()
@@ -111,7 +112,7 @@ class Lifecycle:
 
     @property
     def phase(self) -> Phase:
-        """The phase now; asked of the engine, never stored, so it cannot go stale."""
+        """The current phase, derived from the engine on each access so that it cannot be stale."""
         if self._has_failed:
             return Phase.DEAD
         if self._is_draining:
@@ -122,20 +123,20 @@ class Lifecycle:
 
     @property
     def num_in_flight(self) -> int:
-        """Requests being answered, streams included until their last byte, and jobs being run."""
+        """The number of requests being answered (streams up to their last byte) and of running jobs."""
         return self._num_in_flight
 
     def refusal(self) -> ApiError | None:
-        """Return why new work is refused now, or None where it is welcome."""
+        """Return the error with which new work is rejected now, or None if the server is ready."""
         phase = self.phase
         return None if phase is Phase.READY else ApiError(*_REFUSALS[phase])
 
     @contextlib.contextmanager
     def serving(self, cutoff: RequestDeadline | None = None) -> Iterator[None]:
-        """Count one request, or one job, as in flight for the length of the block.
+        """Count one request or job as in flight for the duration of the block.
 
         Args:
-            cutoff: Ends it where the server cannot wait for it any longer; None if others do that.
+            cutoff: The deadline that ends it if the drain times out; None if it is ended by other means.
         """
         self._num_in_flight += 1
         self._idle.clear()
@@ -155,32 +156,35 @@ class Lifecycle:
         """Start the engine in the background; called inside the running event loop.
 
         Args:
-            then: Run in the background each time that an engine serves anew.
+            then: Run in the background after each start of an engine; cancelled when that engine dies.
         """
         self._tasks = [asyncio.create_task(self._keep_engine(then), name="engine-start")]
 
     async def started(self) -> None:
-        """Wait until the engine has started, or has failed to."""
+        """Wait until the engine has started or has failed to start."""
         await self._has_started.wait()
 
     def begin_drain(self) -> None:
-        """Refuse new work from now on; requests in flight go on."""
+        """Reject new work from now on; requests in flight continue."""
         self._is_draining = True
 
     def give_up(self) -> None:
-        """Wait no longer for requests in flight while draining."""
+        """Stop waiting for requests in flight while draining."""
         self._is_draining = True
         self._given_up.set()
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until nothing is in flight; return whether that came in time."""
+        """Wait until nothing is in flight; return False if that takes longer than ``timeout_s``."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
         return self._idle.is_set()
 
     async def drain(self, drain_timeout_s: float) -> None:
-        """Refuse new work and wait for what is in flight, but not for ever: then end it; once is enough."""
+        """Reject new work, wait for requests in flight, and end them after the timeout.
+
+        Only the first call waits; later calls return at once.
+        """
         self.begin_drain()
         if self._has_drained:
             return
@@ -201,14 +205,14 @@ class Lifecycle:
             await asyncio.sleep(0.01)
 
     async def close(self) -> None:
-        """Close the engine, whatever state its start is in."""
+        """Close the engine, whatever the state of its start."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._engine.close()
 
     async def _keep_engine(self, then: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
-        """Start the engine, and another one each time that it dies."""
+        """Start the engine, and restart it each time it dies."""
         serves = await self._begin()
         while serves:
             self._has_started.set()
@@ -227,7 +231,7 @@ class Lifecycle:
                 self._on_engine_failure()
 
     async def _restart(self) -> bool:
-        """Start the engine again; returns whether it serves, which it does not where the server is to end."""
+        """Restart the engine; return False if the server is draining or the restart policy is exhausted."""
         self._is_restarting = True
         while not self._is_draining:
             delay_s = self._delay_s()
@@ -248,7 +252,7 @@ class Lifecycle:
         return False
 
     def _delay_s(self) -> float | None:
-        """Count a death, and return how long to wait before the next start; None if there is to be none."""
+        """Record a death and return the delay before the next start; None if no restart is left."""
         moment, restarts = time.monotonic(), self._restarts
         self._deaths = [*(one for one in self._deaths if moment - one < restarts.window_s), moment]
         if len(self._deaths) > restarts.most:

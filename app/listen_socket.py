@@ -1,4 +1,4 @@
-"""The socket that the server listens on, and how long it waits for a client's head of a request."""
+"""The server's listening socket, and an HTTP protocol with limits on a request's head."""
 
 from __future__ import annotations
 
@@ -14,88 +14,91 @@ from app.errors import error_bytes
 from app.forwarded import as_x_forwarded
 
 MAX_HEAD_BYTES: Final = 64 * 1024
-"""Of a request's line and headers, and of what a body has beside its content."""
+"""The maximum size of a request line with its headers, and of a body's framing between two pieces of content.
+"""
 _LINGER_S: Final = 2.0
-"""How long a client whose head was refused has to read that."""
+"""How long a client whose head was rejected has to read the response."""
 _TOO_LARGE: Final = (
     f"A request's line and headers may have {MAX_HEAD_BYTES} bytes together, and this one's have more; send "
     "what is long in the body."
 )
 _MS: Final = 1000
 _KEEP_ALIVE: Final = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
-"""Seconds until a silent connection is asked whether its client is there, between questions; their number."""
+"""Idle seconds before the first keep-alive probe, seconds between probes, and the number of unanswered
+probes.
+"""
 
 
 class Settable(Protocol):
-    """A socket, or what asyncio gives out in place of one."""
+    """A socket, or asyncio's wrapper of one."""
 
     def setsockopt(self, level: int, name: int, value: int, /) -> None:
         """Set an option."""
 
 
 def listening_socket(config: uvicorn.Config, *, stall_s: float = 60.0) -> socket.socket:
-    """Bind the address of ``config``; what is sent over its connections leaves at once.
+    """Bind the address of ``config``, with TCP_NODELAY set on all connections.
 
-    uvicorn's own socket names no protocol, so that asyncio does not see TCP in it and leaves Nagle's
+    uvicorn's own socket names no protocol, so asyncio does not recognize it as TCP and leaves Nagle's
     algorithm on: small pieces of a stream then wait for the client's delayed acknowledgement, 40 ms on Linux.
 
     Args:
-        config: uvicorn's.
-        stall_s: How long a client may take nothing of what was sent before its connection is cut; what it has
-            not taken would stay in memory with it, also after the request's end.
+        config: uvicorn's configuration.
+        stall_s: How long sent data may stay unacknowledged before the connection is closed. Unacknowledged
+            data would otherwise stay in memory with the connection, even after the end of the request.
     """
     sock = config.bind_socket()
-    # Connections inherit all of it.
+    # Accepted connections inherit all of these options.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     notice_loss(sock, stall_s=stall_s)
     return sock
 
 
 def notice_loss(sock: Settable, *, stall_s: float = 60.0) -> None:
-    """Have the system end connections whose other side's machine or network is gone, and so says nothing.
+    """Let the kernel close connections whose peer vanished without a FIN, by keep-alive and a user timeout.
 
     Args:
-        sock: A connection, or a listening socket, from which connections inherit it.
-        stall_s: As of ``listening_socket``.
+        sock: A connection, or a listening socket, whose connections inherit the options.
+        stall_s: See ``listening_socket``.
     """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in {**_KEEP_ALIVE, "TCP_USER_TIMEOUT": round(stall_s * _MS)}.items():
-        if hasattr(socket, name):  # Linux has them all
+        if hasattr(socket, name):  # Linux has all of them
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def patient_for(head_s: float, *, reads_forwarded: bool = False) -> type[asyncio.Protocol]:
-    """Return uvicorn's HTTP that waits only so long for a request's head, and takes none of any length.
+    """Return uvicorn's HTTP protocol with limits on the duration and size of a request's head.
 
-    uvicorn itself waits for ever, and each connection that never says anything keeps a descriptor. It also
-    looks at what it has of a line again with each piece that comes.
+    uvicorn itself waits indefinitely, and each silent connection occupies a file descriptor. It also parses
+    an incomplete line again with each piece that arrives, at quadratic cost.
 
     Args:
-        head_s: How long.
-        reads_forwarded: Whether proxies tell of their clients in ``Forwarded``.
+        head_s: The time limit for a head, in seconds.
+        reads_forwarded: Whether the proxies send the client's address in ``Forwarded``.
     """
     return type("PatientProtocol", (_Patient,), {"head_s": head_s, "reads_forwarded": reads_forwarded})
 
 
 class _Patient(HttpToolsProtocol):
-    """uvicorn's, whose patience for a head ends.
+    """uvicorn's HTTP protocol with limits on a request's head.
 
     Attributes:
-        head_s: How long it lasts.
-        reads_forwarded: As of ``patient_for``.
+        head_s: The time limit for a head, in seconds.
+        reads_forwarded: See ``patient_for``.
     """
 
     head_s: ClassVar[float]
     reads_forwarded: ClassVar[bool] = False
     _waiting: asyncio.TimerHandle | None = None
     _num_bytes = 0
-    """What came since a head, a piece of a body or a message was whole."""
+    """Bytes received since the last complete head, piece of a body or message."""
     _is_in_head = True
     _got_on = False
     _is_refused = False
 
     def data_received(self, data: bytes) -> None:
-        """Take what came, in pieces that are counted."""
+        """Process received data in pieces, counting the bytes without progress."""
         while data and not self._is_refused and not self.transport.is_closing():
             room = MAX_HEAD_BYTES - self._num_bytes
             if room <= 0:
@@ -106,7 +109,7 @@ class _Patient(HttpToolsProtocol):
             super().data_received(piece)
             self._num_bytes = 0 if self._got_on else self._num_bytes + len(piece)
             protocol: Any = self.transport.get_protocol()
-            if protocol is not self:  # but a WebSocket's
+            if protocol is not self:  # the connection was upgraded to a WebSocket
                 if data:
                     protocol.data_received(data)
                 return
@@ -120,11 +123,11 @@ class _Patient(HttpToolsProtocol):
         super().on_message_complete()
 
     def _refuse(self) -> None:
-        """Say that a head is too long; what still comes is dropped, so that its client comes to reading."""
+        """Reject a head that is too long; further data is discarded, so that the client reads the error."""
         self._is_refused = True
         cycle: Any = self.cycle
         if not self._is_in_head or (cycle is not None and not cycle.response_complete):
-            self.transport.abort()  # it is the end of a body, or an answer is on its way
+            self.transport.abort()  # trailing framing of a body, or a response is in progress
             return
         body = error_bytes(ApiError(ErrorCode.HEAD_TOO_LARGE, _TOO_LARGE))
         head = (
@@ -166,6 +169,6 @@ class _Patient(HttpToolsProtocol):
         transport: Any = self.transport
         cycle: Any = self.cycle  # None before the first request
         if cycle is not None and not cycle.response_complete:
-            self._wait()  # the head is of the next request, and this one's answer is on its way
+            self._wait()  # this head is of the next request, and the current response is still in progress
         elif not transport.is_closing():
             transport.abort()

@@ -1,4 +1,4 @@
-"""The application: one function that puts the parts together, and nothing at import time."""
+"""The application: ``create_app`` assembles all components; nothing happens at import time."""
 
 from __future__ import annotations
 
@@ -95,19 +95,18 @@ def create_app(
     on_engine_failure: Callable[[], None] | None = None,
     local: LocalTraceEngine | None = None,
 ) -> FastAPI:
-    """Return the server for one engine; its lifespan starts and closes engine and store.
+    """Return the server for one engine; its lifespan starts and closes the engine and the store.
 
     Args:
         settings: The server's settings.
-        engine: Answers the requests; not started yet.
-        store: Where large results lie; made from the settings where absent. Engines that store
-            results need the same one.
-        on_engine_failure: Called where the engine does not start, or dies too often, e.g. to end the process.
-        local: Runs traces of models of the transformers library; not started yet.
+        engine: The engine client, not started yet.
+        store: The store of large results; created from the settings if None. An engine that stores results
+            must share it.
+        on_engine_failure: Called if the engine does not start or dies too often, e.g. to end the process.
+        local: The engine for traces of models of the transformers library, not started yet.
 
     Returns:
-        The application. ``app.state.context.lifecycle.begin_drain()`` refuses new work ahead of the
-        shutdown.
+        The application. ``app.state.context.lifecycle.begin_drain()`` rejects new work ahead of the shutdown.
     """
     store = store or new_store(settings)
     restarts = Restarts(
@@ -198,7 +197,7 @@ def create_app(
 def _watch_job(
     metrics: Metrics, engine: EngineClient, tracing: Tracing | None, record: Record, traceparent: str
 ) -> RunOver:
-    """Begin the span of a job's run; what is returned ends it, and counts the run."""
+    """Begin the span of a job's run; return a callback that counts the run and ends the span."""
     span = None if tracing is None else tracing.begin_job(record, traceparent)
 
     def over(ended: JobStatus | None, meter: UsageMeter) -> None:
@@ -212,7 +211,7 @@ def _watch_job(
 
 
 def _beside(settings: Settings, engine: EngineClient, local: LocalTraceEngine | None) -> list[TraceProcesses]:
-    """Return what runs traces in processes beside the server."""
+    """Return the engines that run traces in processes of their own, beside the server."""
     beside: list[TraceProcesses] = [] if local is None else [local]
     vllm = engine.trace_engines().get(SessionTraces.name)
     if vllm is None:
@@ -230,7 +229,7 @@ def _beside(settings: Settings, engine: EngineClient, local: LocalTraceEngine | 
 
 
 def field_limits(settings: Settings) -> FieldLimits:
-    """Return what fields of bodies may hold."""
+    """Return the limits on the content of bodies."""
     return FieldLimits(
         settings.max_json_depth,
         settings.max_field_objects,
@@ -264,7 +263,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         stack.push_async_callback(context.keys.close)
         stack.push_async_callback(context.store.close)
         await context.store.start()
-        if context.tracing is not None:  # behind the engine's end, which is not to wait for a collector
+        if context.tracing is not None:  # closed after the engine, whose end must not wait for a collector
             stack.push_async_callback(asyncio.to_thread, context.tracing.close)
         stack.push_async_callback(context.lifecycle.close)
         stack.push_async_callback(context.scrape.close)

@@ -1,7 +1,7 @@
-"""The outermost layer of the server: refuse while not ready, count what runs, catch what escapes.
+"""The gate in front of the routes: rejects requests while not ready, counts them, handles escaped errors.
 
-Plain ASGI rather than starlette's ``BaseHTTPMiddleware``, which costs a task group per request
-and hides disconnects from the routes below.
+Plain ASGI rather than starlette's ``BaseHTTPMiddleware``, which costs a task group per request and hides
+disconnects from the routes below.
 """
 
 from __future__ import annotations
@@ -31,16 +31,21 @@ _TRY_AGAIN_LATER: Final = 1013
 
 
 class GateMiddleware:
-    """Lets API requests in when the server can serve them, and counts them until their last byte."""
+    """Admits API requests while the server can serve them, and counts them until their last byte.
+
+    Args:
+        app: The wrapped application.
+        lifecycle: Decides what is rejected, and counts the requests in flight.
+        request_timeout_s: The time limit of a POST request.
+    """
 
     def __init__(self, app: ASGIApp, lifecycle: Lifecycle, request_timeout_s: float) -> None:
-        """Wrap ``app``; ``lifecycle`` says what is refused, and the other how long a request may take."""
         self._app = app
         self._lifecycle = lifecycle
         self._request_timeout_s = request_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one connection of the ASGI server."""
+        """Handle one ASGI connection."""
         if scope["type"] not in {"http", "websocket"}:
             await self._app(scope, receive, send)
             return
@@ -53,17 +58,18 @@ class GateMiddleware:
             await refuse(refusal, scope, receive, send, code=_TRY_AGAIN_LATER)
             return
         if path.startswith(JOBS_PATH) and path.endswith(_EVENTS):
-            # Whoever follows a job waits for it as we do, and comes back to the next server.
+            # A client that follows a job is not counted, or the drain would wait for it while it waits for
+            # the job; it reconnects to the next server.
             await self._answer(scope, receive, send)
             return
         cutoff = scope[CUTOFF] = RequestDeadline()
         with self._lifecycle.serving(cutoff):
-            if scope.get("method") == "POST":  # others look things up, or fetch what is there
+            if scope.get("method") == "POST":  # other methods only look things up or fetch stored content
                 cutoff.limit(self._request_timeout_s)
             await self._answer(scope, receive, send)
 
     def _refusal(self, path: str, method: str) -> ApiError | None:
-        # Jobs outlive engines: whatever sets none to work is answered in every phase.
+        # Jobs outlive engines: job requests that start no work are served in every phase.
         if f"{path}/".startswith(f"{JOBS_PATH}/"):
             begins_work = method == "POST" and (path == JOBS_PATH or path.endswith(_RERUN))
             return self._lifecycle.refusal() if begins_work else None
@@ -90,7 +96,7 @@ class GateMiddleware:
         except ClientDisconnect:
             logger.info("client went away: %s %s", scope["method"], scope["path"])
         except Exception:
-            # With the status sent there is nothing left to say; the server cuts the connection.
+            # After the status was sent, no error can be reported; the server closes the connection.
             if has_started:
                 raise
             logger.exception("unhandled error: %s %s", scope["method"], scope["path"])

@@ -1,7 +1,7 @@
-"""What ``/docs`` says about routes that read their body themselves.
+"""Completes the OpenAPI document for routes that read their body themselves.
 
-The OpenAI routes parse their own bodies, for the limits on size and depth, so FastAPI cannot see
-the request's fields: the documentation models of ``api_schemas`` are put into the schema here.
+The OpenAI routes parse their own bodies, to enforce limits on size and depth, so FastAPI cannot see the
+fields of these requests. The documentation models of ``api_schemas`` are added to the schema here.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def schema_of(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def json_body(model: type[BaseModel]) -> dict[str, Any]:
-    """Return what a route's documentation says of a body of JSON that the route reads itself."""
+    """Return the documentation of a JSON body that a route reads itself."""
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema_of(model)}}}}
 
 
@@ -71,12 +71,12 @@ _MEANINGS: Final = {
 
 
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return what a route's documentation says of the errors that it may answer with."""
+    """Return the documentation of the errors that a route may respond with."""
     return {status: {"model": ErrorResponse, "description": _MEANINGS[status]} for status in statuses}
 
 
 def event_schema(data: dict[str, Any]) -> dict[str, Any]:
-    """Return what one server-sent event of a stream is like; ``data`` is what its data are like."""
+    """Return the schema of one server-sent event of a stream; ``data`` is the schema of its data."""
     return {
         "type": "object",
         "description": "One event.",
@@ -86,7 +86,7 @@ def event_schema(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def json_events(model: type[BaseModel], *, last: str | None = None) -> dict[str, Any]:
-    """Return what one event of a stream is like whose data are a model's JSON, or the word that ends it."""
+    """Return the schema of events whose data is JSON of a model, or the word that ends the stream."""
     data = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema_of(model)}
     return event_schema(data if last is None else {"anyOf": [{"const": last}, data]})
 
@@ -125,10 +125,10 @@ METRICS_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
 
 
 class DocumentedApp(FastAPI):
-    """A FastAPI whose schema also has the models that routes only refer to."""
+    """A FastAPI application whose schema includes the models that routes only refer to."""
 
     def openapi(self) -> dict[str, Any]:
-        """Return the OpenAPI schema, made once."""
+        """Return the OpenAPI schema, built once."""
         if self.openapi_schema is None:
             schema = super().openapi()
             schemas = schema.setdefault("components", {}).setdefault("schemas", {})
@@ -151,7 +151,7 @@ def _documented_error(status: int) -> dict[str, Any]:
 
 
 def _correct(operation: dict[str, Any]) -> None:
-    """Mend what the framework documents by itself (its error's shape, null parameters); add refused keys."""
+    """Correct FastAPI's own output (error format, null parameters) and add the errors of rejected keys."""
     responses = operation["responses"]
     if "422" in responses:
         responses["422"] = _documented_error(422)
@@ -159,6 +159,6 @@ def _correct(operation: dict[str, Any]) -> None:
         for status in (401, 403, 429):
             responses.setdefault(str(status), _documented_error(status))
     for parameter in operation.get("parameters", []):
-        # A header or a query that is left out is not null; one that says "null" is a string.
+        # An omitted header or query parameter is not null, and the text "null" is a string.
         kinds = [kind for kind in parameter["schema"].pop("anyOf", []) if kind != {"type": "null"}]
         parameter["schema"].update(kinds[0] if len(kinds) == 1 else {"anyOf": kinds} if kinds else {})

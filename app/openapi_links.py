@@ -1,8 +1,8 @@
-"""What answers lead to, as OpenAPI's links: whose id an answer holds, and which routes take it.
+"""OpenAPI links: which ids in a response are parameters of which other routes.
 
-Generated clients and tests walk them. ``DocumentedApp`` writes them into its document; one whose route or
-whose answer is not there fails when that is made. Ids below names that requests choose cannot be said so, as
-a captured tensor's URL.
+Generated clients and tests follow them. ``DocumentedApp`` adds them to its document; a link whose route or
+response does not exist raises KeyError when the document is built. Links cannot express ids below names
+chosen by the request, such as the URL of a captured tensor.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 Links = Mapping[str, Mapping[str, str]]
-"""Parameters by route, ``METHOD /path``; each is an expression of what is in the answer."""
+"""Parameters by target route (``METHOD /path``); each is a runtime expression on the response."""
 
 _JOB: Final = {"job_id": "$response.body#/id"}
 _JOBS: Final[Links] = {
@@ -49,11 +49,11 @@ LINKS: Final[Mapping[tuple[str, int], Links]] = {
     ("POST /v1/admin/keys", 201): _KEYS,
     ("POST /v1/admin/keys/{key_id}/rotate", 201): _KEYS,
 }
-"""The links of each answer, by its route and status."""
+"""The links of each response, by source route and status."""
 
 
 def add_links(paths: dict[str, dict[str, dict[str, Any]]]) -> None:
-    """Write the links into a document's paths."""
+    """Add the links to a document's paths."""
     for (source, status), links in LINKS.items():
         responses = _operation(paths, source)["responses"]
         for target, parameters in links.items():

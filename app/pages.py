@@ -1,7 +1,7 @@
-"""Pages that the server has for browsers, and what they load: from this server, and from nowhere else.
+"""Serves pages for browsers with a strict content security policy.
 
-A page's policy lets it run its own script, speak to its own server, and nothing else. The playground and the
-API's documentation are served so.
+By its policy a page may load and run this server's own scripts, connect to this server, and nothing else. The
+playground and the API's documentation are served this way.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ _HEADERS: Final = {
     "Cross-Origin-Resource-Policy": "same-origin",
 }
 ASK_AGAIN: Final = "no-cache"
-"""How a page is cached, whose name stays the same."""
+"""Cache-Control for files whose name stays the same when their content changes."""
 FOR_EVER: Final = "public, max-age=31536000, immutable"
-"""How something is cached whose name has a hash of its content."""
+"""Cache-Control for files whose name contains a hash of their content."""
 _NOT_MODIFIED: Final = 304
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Asset:
-    """One file.
+    """One static file.
 
     Attributes:
-        content: Its bytes.
-        media_type: What they are.
-        etag: A hash of them, quoted as HTTP has it.
+        content: The bytes of the file.
+        media_type: Their media type.
+        etag: A hash of them, quoted as in the ``ETag`` header.
     """
 
     content: bytes
@@ -59,19 +59,19 @@ class Asset:
 
 
 def asset(content: bytes, name: str) -> Asset:
-    """Return a file of a name, whose ending says what it is."""
+    """Return a file as an asset; the suffix of its name determines the media type."""
     kind = _TYPES[name.rpartition(".")[2]]
     return Asset(content, kind, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
 
 
 def answer(found: Asset, cache: str, held: str, **directives: str) -> Response:
-    """Return a file as a response, or that the browser has it already.
+    """Return a file as a response, or 304 if the browser has it already.
 
     Args:
         found: The file.
-        cache: How browsers keep it.
+        cache: The ``Cache-Control`` header.
         held: The request's ``If-None-Match``.
-        directives: What the policy has otherwise, with underscores for hyphens.
+        directives: Overrides of the policy's directives, with underscores for hyphens.
     """
     own = {name.replace("_", "-"): value for name, value in directives.items()}
     policy = "; ".join(f"{name} {value}" for name, value in {**_DIRECTIVES, **own}.items())

@@ -1,9 +1,9 @@
-"""Health and metrics answered on a thread of their own, whatever the event loop does.
+"""Answers health and metrics requests on a thread of their own, even while the main event loop is blocked.
 
-The thread accepts all connections and looks at their first bytes. Those that begin with a question for health
-or metrics stay on it; all others go to the main loop, before anything was read of them. A question is passed
-to the application in the main loop, which answers as ever; where the loop has stopped, the thread answers
-with what it knows by itself. Made and closed by ``server``.
+The thread accepts all connections and peeks at their first bytes. Connections that begin with a request for
+health or metrics stay on it; all others are passed to the main loop before anything has been read from them.
+A probe is forwarded to the application in the main loop, which answers as usual; if the loop is blocked, the
+thread answers from the state that it can access by itself. Created and closed by ``server``.
 """
 
 from __future__ import annotations
@@ -37,32 +37,36 @@ READY: Final = "/health/ready"
 METRICS: Final = "/metrics"
 _FIRST_BYTES: Final = (b"GET /health/", b"GET /metrics", b"HEAD /health/", b"HEAD /metrics")
 _STALLED_S: Final = 0.2
-"""For how long the loop may stop before a question is answered here."""
+"""How long the main loop may be blocked before a probe is answered on this thread."""
 _LOOK_S: Final = 0.05
 _PAUSE_S: Final = 1.0
 _MAX_KNOWN: Final = 256
 _KNOWN_S: Final = 60.0
-"""How long a caller of metrics is remembered: only the main loop knows whether a key has ended."""
+"""How long an admitted caller of metrics is remembered; only the main loop can tell whether a key has ended.
+"""
 _CLOSE_S: Final = 5.0
 _NO_ROOM: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _CALLER: Final = {b"authorization", b"host", b"origin"}
-"""Headers by which a question for metrics is let in."""
+"""Headers that identify an admitted caller of metrics."""
 
 MakeProtocol = Callable[[], asyncio.Protocol]
 
 
 class ProbeServer:
-    """Accepts the connections of one listening socket, and keeps those of probes; as asyncio's servers.
+    """Accepts the connections of one listening socket and keeps those of probes.
+
+    Has the interface of asyncio's servers that uvicorn uses.
 
     Args:
-        sock: Bound; it listens from now on.
-        config: uvicorn's, loaded: its application answers.
-        make: Makes the protocol of a connection in the main loop, which is the running one.
-        watch: Of that loop.
-        lifecycle: Knows the phase.
-        metrics: Told where the loop has stopped; None if only the loop can tell them.
-        head_s: How long a client may say nothing.
-        default_headers: Returns what each answer has now, the date among it.
+        sock: A bound socket; starts to listen.
+        config: uvicorn's configuration, loaded; its application answers.
+        make: Creates the protocol of a connection in the main loop, which is the running one.
+        watch: The watchdog of the main loop.
+        lifecycle: The source of the server's phase.
+        metrics: Exposed by the thread while the main loop is blocked; None if only the main loop can expose
+            them.
+        head_s: How long a client may stay silent, in seconds.
+        default_headers: Returns the current default headers of a response, including the date.
     """
 
     def __init__(
@@ -76,7 +80,7 @@ class ProbeServer:
         head_s: float,
         default_headers: Callable[[], list[tuple[bytes, bytes]]],
     ) -> None:
-        """Start the thread."""
+        """Start listening, and start the thread."""
         sock.listen(config.backlog)
         sock.setblocking(False)  # noqa: FBT003 - the library's
         self.sockets = (sock,)
@@ -100,7 +104,7 @@ class ProbeServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Accept no more, and let connections of probes end."""
+        """Stop accepting connections, and close those of probes."""
         if self._thread.is_alive():
             stopping = asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
             try:
@@ -140,7 +144,7 @@ class ProbeServer:
                 connection, _ = await self._loop.sock_accept(self._sock)
             except OSError as error:
                 if error.errno not in _NO_ROOM:
-                    continue  # a client that has left already
+                    continue  # the client has disconnected already
                 logger.warning("a connection could not be accepted: %s", error.strerror)
                 await asyncio.sleep(_PAUSE_S)
                 continue
@@ -152,12 +156,12 @@ class ProbeServer:
             self._begin(self._sort(connection))
 
     async def _sort(self, connection: socket.socket) -> None:
-        """Give a connection to whoever is to answer on it, once it says something."""
+        """Assign a connection to the probes or to the main loop, once its first bytes arrive."""
         try:
             async with asyncio.timeout(self._head_s):
                 await _readable(self._loop, connection)
             first = connection.recv(max(map(len, _FIRST_BYTES)), socket.MSG_PEEK)
-        except OSError:  # a timeout is one
+        except OSError:  # TimeoutError is an OSError
             connection.close()
             return
         except BaseException:
@@ -182,7 +186,7 @@ class ProbeServer:
         task.add_done_callback(self._handing.discard)
 
     async def _connect(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # of a client that has left
+        with contextlib.suppress(OSError):  # the client has disconnected
             await self._main.connect_accepted_socket(self._make, connection)
 
 
@@ -201,7 +205,7 @@ async def _readable(loop: asyncio.AbstractEventLoop, connection: socket.socket) 
 
 
 class _Answers:
-    """The application as probes see it, in their thread."""
+    """The ASGI application of the probe thread, which forwards to the server's application."""
 
     def __init__(
         self,
@@ -219,7 +223,7 @@ class _Answers:
         self._let_in: dict[bytes, float] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, by the main loop unless that has stopped."""
+        """Answer a request by the application in the main loop, or here if that loop is blocked."""
         said: list[Message] = []
         here = asyncio.get_running_loop()
         is_probe = scope["path"] in {LIVE, READY, METRICS}
@@ -227,7 +231,7 @@ class _Answers:
         async def note(message: Message) -> None:
             said.append(message)
 
-        # Nothing of a probe's answer is sent before there is all of it: until then there may be one of ours.
+        # A probe's response is buffered until it is complete; until then this thread may still send its own.
         passed = note if is_probe else send
 
         async def answered() -> None:
@@ -251,7 +255,7 @@ class _Answers:
             await send(message)
 
     async def _own_answer(self, scope: Scope) -> Response | None:
-        """Return what is known without the loop; None where nobody but the loop can tell."""
+        """Return a response from state available without the main loop; None if only that loop can answer."""
         if scope["path"] == METRICS:
             if self._metrics is None or self._let_in.get(_caller(scope), 0.0) < time.monotonic() - _KNOWN_S:
                 return None
@@ -262,7 +266,7 @@ class _Answers:
         return JSONResponse({"status": self._lifecycle.phase})
 
     def _remember(self, scope: Scope, start: Message) -> None:
-        """Note whether a caller may see the metrics, for when nobody can be asked."""
+        """Record whether the caller may see the metrics, for use while the main loop is blocked."""
         if scope["path"] != METRICS:
             return
         caller = _caller(scope)
@@ -281,7 +285,7 @@ def _caller(scope: Scope) -> bytes:
 def _across(
     call: Callable[..., Awaitable[Any]], loop: asyncio.AbstractEventLoop
 ) -> Callable[..., Awaitable[Any]]:
-    """Return a function that runs another one in the loop where it belongs."""
+    """Return a function that awaits ``call`` in ``loop``, from any other loop."""
 
     async def crossing(*args: Any) -> Any:
         async def called() -> Any:

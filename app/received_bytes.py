@@ -1,8 +1,9 @@
-"""What clients have sent and the server still holds in memory: bodies of requests, answers of clients.
+"""Bounds the memory of data received from clients: bodies of requests, WebSocket messages.
 
-One body may be large, and a connection may stay for minutes in the middle of sending it, so the bytes of all
-of them together are bounded, and of one tenant a share. They are counted as they come, and held until the
-request has been answered. ``body`` and the WebSockets of jobs count; the outermost middleware gives back.
+One body may be large, and a connection may pause for minutes while sending it. The bytes of all of them
+together are therefore bounded, and each tenant has a share of that. Bytes are counted as they arrive and stay
+counted until the request has been answered. ``body`` and the WebSockets of jobs count them;
+``GateMiddleware`` releases them.
 """
 
 from __future__ import annotations
@@ -17,21 +18,23 @@ from starlette.types import Scope
 from api_schemas.errors import ApiError, ErrorCode
 
 INTAKE: Final = "nnsight_engine.intake"
-"""Where the scope of a connection has its ``Intake``."""
+"""The key of a connection's scope that holds its ``Intake``."""
 
 _MAX_SOCKETS: Final = 64
 
 
 class ReceivedBytes:
-    """What one server holds.
+    """The received bytes that one server holds.
 
     Args:
-        max_bytes: Of all clients.
-        share: The part of that which one tenant's may be.
+        max_bytes: The limit for all clients together.
+        share: The fraction of it that one tenant may use.
+
+    Attributes:
+        num_bytes: The number of bytes held now.
     """
 
     def __init__(self, max_bytes: int, share: float = 1.0) -> None:
-        """Begin with nothing."""
         self._max_bytes = max_bytes
         self._max_tenant_bytes = int(max_bytes * share)
         self._of_tenant: collections.Counter[str] = collections.Counter()
@@ -39,15 +42,17 @@ class ReceivedBytes:
         self.num_bytes = 0
 
     def intake(self, tenant: str) -> Intake:
-        """Return the count of one connection of a tenant, or of whoever there is on a server without keys."""
+        """Return the counter of one connection; ``tenant`` is empty on a server without keys."""
         return Intake(self, tenant)
 
     @contextlib.contextmanager
     def socket(self, tenant: str) -> Iterator[None]:
-        """Count a connection that stays; what it has half sent is held by others.
+        """Count an open WebSocket for the duration of the block.
+
+        Bounds the partially received messages, which are buffered outside this counter.
 
         Raises:
-            ApiError: ``rate_limit_exceeded``: the tenant has too many.
+            ApiError: ``rate_limit_exceeded``: the tenant has too many open WebSockets.
         """
         if tenant and self._sockets[tenant] >= _MAX_SOCKETS:
             raise ApiError(
@@ -63,10 +68,10 @@ class ReceivedBytes:
                 del self._sockets[tenant]
 
     def add(self, num_bytes: int, tenant: str) -> None:
-        """Count bytes that came.
+        """Count received bytes.
 
         Raises:
-            ApiError: ``rate_limit_exceeded``: there is no room for them now.
+            ApiError: ``rate_limit_exceeded``: the bytes exceed the limit of the tenant or of the server.
         """
         if tenant and self._of_tenant[tenant] + num_bytes > self._max_tenant_bytes:
             raise _full(f"of the tenant {tenant!r} ", self._max_tenant_bytes)
@@ -75,7 +80,7 @@ class ReceivedBytes:
         self.give_back(-num_bytes, tenant)
 
     def give_back(self, num_bytes: int, tenant: str) -> None:
-        """Forget bytes that are no longer held."""
+        """Release bytes that are no longer held."""
         self.num_bytes -= num_bytes
         self._of_tenant[tenant] -= num_bytes
         if not self._of_tenant[tenant]:
@@ -83,41 +88,40 @@ class ReceivedBytes:
 
 
 class Intake:
-    """What of one connection is held.
+    """The received bytes held for one connection.
 
     Attributes:
-        tenant: Whose it is; empty on a server without keys.
-        num_bytes: How much.
+        tenant: The tenant; empty on a server without keys.
+        num_bytes: The number of bytes held.
     """
 
     def __init__(self, receiving: ReceivedBytes, tenant: str) -> None:
-        """Begin with nothing."""
         self._receiving = receiving
         self.tenant = tenant
         self.num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
-        """Count bytes that came.
+        """Count received bytes.
 
         Raises:
-            ApiError: ``rate_limit_exceeded``: there is no room for them now.
+            ApiError: ``rate_limit_exceeded``: the bytes exceed the limit of the tenant or of the server.
         """
         self._receiving.add(num_bytes, self.tenant)
         self.num_bytes += num_bytes
 
     def give_back(self, num_bytes: int) -> None:
-        """Forget bytes that are no longer held."""
+        """Release bytes that are no longer held."""
         self._receiving.give_back(num_bytes, self.tenant)
         self.num_bytes -= num_bytes
 
     def close(self) -> None:
-        """Forget all of them; harmless when repeated."""
+        """Release all bytes; idempotent."""
         if self.num_bytes:
             self.give_back(self.num_bytes)
 
 
 def intake_of(scope: Scope) -> Intake | None:
-    """Return the count of a connection whose caller is known."""
+    """Return the counter of a connection whose caller is authenticated, else None."""
     intake: Intake | None = scope.get(INTAKE)
     return intake
 

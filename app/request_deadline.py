@@ -1,7 +1,8 @@
-"""What ends a request before its time: it took too long, its client takes nothing, the server stops.
+"""Ends requests early: on a timeout, for a client that reads nothing, or at the server's shutdown.
 
-The outermost middleware makes one for each request; whoever waits on a request's behalf waits for it too.
-So a request that is ended does what one does whose client left; but its client is there, and is told why.
+``GateMiddleware`` creates one deadline per request, and code that waits on behalf of a request also waits for
+its deadline. Ending a request takes the same path as a client's disconnect; but the client is still connected
+and receives the reason.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from starlette.types import Scope
 from api_schemas.errors import ApiError, ErrorCode
 
 CUTOFF: Final = "nnsight_engine.cutoff"
-"""Where the scope of a request has its ``RequestDeadline``."""
+"""The key of a request's scope that holds its ``RequestDeadline``."""
 
 
 class RequestDeadline:
-    """The end of one request, which may come.
+    """The deadline of one request.
 
     Attributes:
-        reached: Done once it has come; its result says why.
+        reached: Resolves when the request is ended; its result is the reason.
     """
 
     def __init__(self) -> None:
-        """Begin without any; called inside the running event loop."""
+        """Must be called inside the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._pause: asyncio.Timeout | None = None
@@ -35,11 +36,11 @@ class RequestDeadline:
 
     @property
     def error(self) -> ApiError | None:
-        """Why the request was ended; None while it goes on."""
+        """The reason why the request was ended; None while it continues."""
         return self.reached.result() if self.reached.done() else None
 
     def end(self, error: ApiError) -> None:
-        """End the request now; only the first reason counts."""
+        """End the request now; only the first reason is kept."""
         if self.reached.done():
             return
         self.reached.set_result(error)
@@ -47,15 +48,15 @@ class RequestDeadline:
             self._pause.reschedule(self._loop.time())
 
     def limit(self, limit_s: float) -> None:
-        """End the request after some seconds, with ``request_timed_out``."""
+        """End the request with ``request_timed_out`` after ``limit_s`` seconds."""
         self._timer = self._loop.call_later(limit_s, self.end, _timed_out(limit_s))
 
     @contextlib.asynccontextmanager
     async def pause(self, most_s: float | None) -> AsyncIterator[None]:
-        """Wait in the block for the request's client; one at a time.
+        """Bound a wait for the request's client in the block; blocks must not overlap.
 
         Raises:
-            TimeoutError: It took more seconds than the most, or the end has come.
+            TimeoutError: The block took longer than ``most_s`` seconds, or the request was ended.
         """
         async with asyncio.timeout(0 if self.reached.done() else most_s) as pause:
             self._pause = pause
@@ -65,13 +66,13 @@ class RequestDeadline:
                 self._pause = None
 
     def close(self) -> None:
-        """Count no more; the request is over."""
+        """Cancel the timer, after the end of the request."""
         if self._timer is not None:
             self._timer.cancel()
 
 
 def cutoff_of(scope: Scope) -> RequestDeadline | None:
-    """Return what may end a request; None for those that nothing ends."""
+    """Return the deadline of a request; None if it has none."""
     cutoff: RequestDeadline | None = scope.get(CUTOFF)
     return cutoff
 

@@ -1,4 +1,4 @@
-"""uvicorn as this project runs it: drained at the first signal, patient with clients, but not for ever."""
+"""Runs uvicorn with a graceful drain at the first signal and with time limits on clients."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from app.probes import ProbeServer
 from app.settings import Settings
 
 _CLOSE_S: Final = 5
-"""How long connections may take to close after what they were for has ended, or was ended."""
+"""How long connections may take to close after their requests have completed or were ended."""
 
 _MAX_SOCKET_MESSAGE_BYTES: Final = 2 * 2**20
 
 
 class Drained(Protocol):
-    """What an application has at ``app.state.context`` so that it can be drained."""
+    """The interface of ``app.state.context`` that draining needs."""
 
     @property
     def settings(self) -> Settings:
@@ -33,15 +33,15 @@ class Drained(Protocol):
 
     @property
     def lifecycle(self) -> Lifecycle:
-        """Who is still being served."""
+        """The phase and the requests in flight."""
 
     @property
     def metrics(self) -> Metrics | None:
-        """What this process counts; None if it tells others' only."""
+        """This process's metrics; None if it only exposes those of other processes."""
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn's server, which drains at the first signal and ends at the second."""
+    """uvicorn's server, which drains at the first signal and stops at the second."""
 
     @property
     def _context(self) -> Drained:
@@ -50,7 +50,7 @@ class DrainingServer(uvicorn.Server):
         return context
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Refuse new work; at the second signal, wait for nothing, and leave a third to the system."""
+        """Reject new work; at the second signal stop waiting, and restore the default handler for a third."""
         if self._captured_signals:
             self.force_exit = True
             self._context.lifecycle.give_up()
@@ -81,13 +81,13 @@ class DrainingServer(uvicorn.Server):
         return protocol
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Shut down as uvicorn does, once what runs has ended; until then requests are still answered.
+        """Shut down like uvicorn, but only after draining; until then the server still answers.
 
-        uvicorn would close its port first, and who comes late or asks ``/health/ready`` would learn nothing.
+        uvicorn would close its port first, so that late clients and ``/health/ready`` would get no response.
         """
         await self._context.lifecycle.drain(self._context.settings.drain_timeout_s)
         await super().shutdown(sockets)
-        if self.force_exit:  # then uvicorn leaves it out, and with it the end of the engine's processes
+        if self.force_exit:  # uvicorn skips it then, and with it the end of the engine's processes
             await self.lifespan.shutdown()
         self._beating.cancel()
         await asyncio.gather(self._beating, return_exceptions=True)
@@ -99,8 +99,8 @@ def server_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
         app,
         host=settings.host,
         port=settings.port,
-        log_config=None,  # ours writes what it says too
-        access_log=False,  # and has a line for each request
+        log_config=None,  # the project's configuration covers uvicorn's loggers
+        access_log=False,  # the project logs each request itself
         timeout_keep_alive=75,
         proxy_headers=bool(settings.trusted_proxies.strip()),
         forwarded_allow_ips=settings.trusted_proxies,
@@ -108,7 +108,8 @@ def server_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
         http=patient_for(
             settings.upload_idle_timeout_s, reads_forwarded=settings.proxy_header == "forwarded"
         ),
-        # What a WebSocket has of one message is in no count of ours; clients send pieces of a mebibyte.
+        # A partially received WebSocket message is not counted by ``received_bytes``; clients send pieces of
+        # 1 MiB.
         ws_max_size=_MAX_SOCKET_MESSAGE_BYTES,
     )
 

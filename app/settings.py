@@ -1,6 +1,6 @@
-"""Every setting of the server, read once from the environment and passed on.
+"""The server's settings, read once from the environment and passed on.
 
-This is the only module that reads the environment. A setting ``port`` is the variable
+This is the only module that reads the environment. The setting ``port`` is the variable
 ``NNSIGHT_ENGINE_PORT``; the command line overrides it.
 """
 
@@ -226,12 +226,12 @@ class Settings(BaseSettings):
     )
     database_url: str = Field(
         default="",
-        repr=False,  # it may hold a password
+        repr=False,  # may contain a password
         description="SQLAlchemy's URL of the database; empty for SQLite in `data_dir`.",
     )
     limits_url: str = Field(
         default="memory://",
-        repr=False,  # likewise
+        repr=False,  # may contain a password
         description="Where requests of keys are counted, `redis://…` for several servers together.",
     )
     fair_window_s: float = Field(
@@ -357,14 +357,14 @@ class Settings(BaseSettings):
 
 
 _ENGINE_DEFAULTS: Final = {
-    # vLLM keeps one core for itself on CPU; on small machines that is half of them.
+    # vLLM reserves one core for itself on CPU; on small machines that is half of them.
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
     # GiB of KV cache on CPU: without it vLLM takes nearly all memory.
     "VLLM_CPU_KVCACHE_SPACE": "2",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    # One process for the engine instead of one for it and one for its only worker: seconds at start.
+    # One process for the engine and its only worker instead of two: saves seconds at start.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # Interventions are written for the V1 runner.
+    # Interventions are implemented for the V1 model runner.
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -372,18 +372,18 @@ _ENGINE_DEFAULTS: Final = {
 
 
 def set_engine_defaults() -> None:
-    """Set vLLM's environment variables where the operator has not; before vLLM is imported."""
+    """Set vLLM's environment variables unless the operator has; must run before vLLM is imported."""
     for name, value in _ENGINE_DEFAULTS.items():
         os.environ.setdefault(name, value)
 
 
 def set_engine_log(path: str) -> None:
-    """Have vLLM's processes log as a configuration of the standard library says; before it is imported."""
+    """Set the logging configuration file (standard library format) of vLLM's processes, before its import."""
     os.environ.setdefault("VLLM_LOGGING_CONFIG_PATH", path)
 
 
 def otlp_traces_endpoint(settings: Settings) -> str:
-    """Return where spans go, as exporters take it; empty for nowhere."""
+    """Return the endpoint to export spans to, as exporters expect it; empty if there is none."""
     endpoint = settings.otlp_endpoint
     if not endpoint or settings.otlp_protocol == "grpc":
         return endpoint
@@ -391,7 +391,7 @@ def otlp_traces_endpoint(settings: Settings) -> str:
 
 
 def engine_trace_options(settings: Settings) -> list[str]:
-    """Return vLLM's arguments for the same collector, and set what it reads from the environment."""
+    """Return vLLM's arguments for the same collector, and set the environment variables that vLLM reads."""
     endpoint = otlp_traces_endpoint(settings)
     if not endpoint:
         return []
@@ -401,7 +401,7 @@ def engine_trace_options(settings: Settings) -> list[str]:
 
 
 def has_vllm_key() -> bool:
-    """Return whether an operator has set the key that vLLM's own server would ask for."""
+    """Return whether the operator has set the key that vLLM's own server would require."""
     return bool(os.environ.get("VLLM_API_KEY"))
 
 
@@ -409,12 +409,12 @@ _SOCKETS: Final = "VLLM_RPC_BASE_PATH"
 
 
 def are_sockets_placed() -> bool:
-    """Return whether an operator has said where vLLM makes its engines' sockets."""
+    """Return whether the operator has chosen the folder of vLLM's sockets."""
     return _SOCKETS in os.environ
 
 
 def place_sockets(folder: Path | None) -> None:
-    """Have vLLM, which never removes them, make its next engine's sockets in a folder, or where it likes."""
+    """Set the folder of the next engine's sockets, which vLLM never removes; None for vLLM's default."""
     if folder is None:
         os.environ.pop(_SOCKETS, None)
     else:
@@ -422,9 +422,10 @@ def place_sockets(folder: Path | None) -> None:
 
 
 def spawn_engines() -> None:
-    """Have vLLM start its next engine as a new program, where it would fork this process.
+    """Make vLLM spawn its next engine as a new program instead of forking this process.
 
-    One that is forked has a copy of each connection to a client, which then does not end when we end it.
+    A forked engine would inherit the connections to clients, which then would stay open after the server
+    closes them.
     """
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 
@@ -451,9 +452,9 @@ _PASSED_ON_FAMILIES: Final = (
 
 
 def environment_for_traces() -> dict[str, str]:
-    """Return the environment for processes that run clients' code: what libraries need, and no secrets.
+    """Return the environment for processes that run users' code: variables that libraries need, no secrets.
 
-    The model's files are here by then, so nothing is to be asked of a hub, and nobody's token is needed.
+    The model's files are present by then, so the hub is not contacted and no token is needed.
     """
     kept = {
         name: value
@@ -469,7 +470,7 @@ def environment_for_traces() -> dict[str, str]:
 
 
 class ClientSettings(BaseSettings):
-    """Which server the commands ``chat``, ``lens`` and ``steer`` talk to; see docs/terminal.md."""
+    """The server that the commands ``chat``, ``lens`` and ``steer`` connect to; see docs/terminal.md."""
 
     model_config = SettingsConfigDict(env_prefix="NNSIGHT_ENGINE_", frozen=True, extra="ignore")
 
@@ -484,20 +485,22 @@ _PASSED_TO_REPLICAS: Final = ("HF_", "NVIDIA_", "OMP_", "OTEL_", "VLLM_", "XDG_"
 
 
 def environment_for_replicas() -> dict[str, str]:
-    """Return what this process was told that its replicas, perhaps on other machines, are to be told too."""
+    """Return the environment variables to pass on to replicas, which may run on other machines."""
     return {name: value for name, value in os.environ.items() if name.startswith(_PASSED_TO_REPLICAS)}
 
 
 def environment_of_replica(told: Mapping[str, str], name: str, *, cores: str) -> dict[str, str]:
-    """Return the environment of one replica's server: this process's, with what it was told.
+    """Return the environment of one replica's server: this process's, updated with ``told``.
 
     Args:
-        told: What ``environment_for_replicas`` returned where the replicas were asked for, and more.
-        name: The replica's.
-        cores: Where a CPU's engine computes, as vLLM has it; empty where it is not for us to say.
+        told: The result of ``environment_for_replicas`` on the machine that requested the replicas, possibly
+            extended.
+        name: The replica's name.
+        cores: The cores of a CPU engine, in vLLM's notation; empty to leave them to vLLM.
     """
     environment = {**os.environ, **told, f"{_OURS}REPLICA": name}
-    # It is no port of the replica's, nor a folder that several write their metrics to.
+    # These apply to the front, not to a replica: its address, and the folder for the metrics of several
+    # processes.
     for other in (f"{_OURS}HOST", f"{_OURS}PORT", "PROMETHEUS_MULTIPROC_DIR"):
         environment.pop(other, None)
     if cores:
@@ -506,5 +509,5 @@ def environment_of_replica(told: Mapping[str, str], name: str, *, cores: str) ->
 
 
 def cluster_address() -> str | None:
-    """Return where the Ray cluster is that an operator wants to be used; None for one of our own."""
+    """Return the address of the Ray cluster that the operator chose; None to start one."""
     return os.environ.get("RAY_ADDRESS") or None

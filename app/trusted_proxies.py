@@ -1,4 +1,4 @@
-"""The setting ``trusted_proxies``: addresses and networks, separated by commas."""
+"""Validates the setting ``trusted_proxies``: addresses and networks, separated by commas."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _RULE: Final = "trusted_proxies lists addresses and networks, such as 10.1.2.3 o
 
 
 def check_proxies(listed: str) -> None:
-    """Raise ValueError, with what to write instead, for a part that is neither address nor network."""
+    """Raise ValueError, with a suggested correction, for a part that is neither an address nor a network."""
     for one in filter(None, (part.strip() for part in listed.split(","))):
         try:
             ipaddress.ip_network(one)
