@@ -1,1 +1,1 @@
-"""What the server keeps beyond one request."""
+"""Persistent and temporary storage of data that outlives a request."""

@@ -1,4 +1,4 @@
-"""The audit log in the database: written in batches, read in pages, and forgotten after its time."""
+"""The audit log in the database: batched writes, paged reads, and expiry."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from app.storage.tables import AuditRow
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which entries are asked for; None for any.
+    """A filter for entries; None matches all.
 
     Attributes:
-        tenant: Whose.
-        key_id: Of which key.
-        since: From this time on, in seconds since 1970.
-        until: Before this time.
-        after: Those before the entry of this number.
+        tenant: The tenant.
+        key_id: The id of the key.
+        since: The earliest time, inclusive, in seconds since 1970.
+        until: The latest time, exclusive, in seconds since 1970.
+        after: Only entries with a lower number, which are older.
     """
 
     tenant: str | None = None
@@ -34,7 +34,7 @@ class Wanted:
     after: int | None = None
 
     def conditions(self) -> list[ColumnElement[bool]]:
-        """Return them as the database understands them."""
+        """Return the filter as SQL conditions."""
         compared: list[tuple[Any, Any, Callable[[Any, Any], Any]]] = [
             (AuditRow.tenant, self.tenant, operator.eq),
             (AuditRow.key_id, self.key_id, operator.eq),
@@ -46,27 +46,26 @@ class Wanted:
 
 
 class AuditStore:
-    """The table of what was done.
+    """The table of audit records.
 
     Args:
-        database: Has it, and is started before this is used.
+        database: The database, started before the store is used.
     """
 
     def __init__(self, database: Database) -> None:
-        """Keep the database."""
         self._database = database
 
     async def write(
         self, rows: Sequence[dict[str, Any]], changed: Sequence[dict[str, Any]] = ()
     ) -> list[int]:
-        """Write records down, all or none.
+        """Write records in one transaction.
 
         Args:
-            rows: New ones.
-            changed: Those that are there, with their ``number``.
+            rows: New records.
+            changed: Existing records, with their ``number``.
 
         Returns:
-            The new ones' numbers.
+            The numbers of the new records.
         """
 
         def write(session: Session) -> list[int]:
@@ -80,7 +79,7 @@ class AuditStore:
         return await self._database.write(write)
 
     async def page(self, wanted: Wanted, *, limit: int) -> tuple[list[AuditEntry], bool]:
-        """Return entries, the newest first, and whether there are more."""
+        """Return entries, newest first, and whether there are more."""
 
         def read(session: Session) -> list[AuditEntry]:
             newest_first = select(AuditRow).where(*wanted.conditions()).order_by(AuditRow.number.desc())
@@ -90,7 +89,7 @@ class AuditStore:
         return entries[:limit], len(entries) > limit
 
     async def expire(self, before: float) -> None:
-        """Forget what was done before a time."""
+        """Delete entries from before a time."""
         old = delete(AuditRow).where(AuditRow.time < before)
         await self._database.write(lambda session: session.execute(old))
 

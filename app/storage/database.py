@@ -1,8 +1,9 @@
-"""The database: where it is, how it is opened and brought up to date, and the threads that talk to it.
+"""The database: opening, migrations, and the threads that run transactions.
 
-SQL runs in a few threads of its own and never on the event loop: ``read`` and ``write`` take a function of
-a session and run it as one transaction. What each kind of database needs for that is ``engines``'s. One that
-is restarted meanwhile is waited for, some seconds. ``create_app`` owns the one instance.
+SQL runs in a few dedicated threads and never on the event loop: ``read`` and ``write`` take a function of a
+session and run it as one transaction. ``engines`` contains what is specific to each kind of database.
+Transactions are retried for a few seconds if the database restarts meanwhile. ``create_app`` owns the one
+instance.
 """
 
 from __future__ import annotations
@@ -36,34 +37,33 @@ logger = logging.getLogger(__name__)
 _MAX_THREADS: Final = 4
 _DELAYS_S: Final = (0.05, 0.5, 1.0, 2.0)
 _MIGRATING: Final = 0x6E6E7369676874
-"""What those that migrate lock, in databases that other machines share."""
+"""The id of the advisory lock around migrations, for databases shared by several machines."""
 FILE_NAME: Final = "server.db"
 
 
 class DatabaseError(RuntimeError):
-    """The database cannot be opened or brought up to date."""
+    """The database cannot be opened or migrated."""
 
 
 class Database:
     """A database with the tables of this version.
 
     Args:
-        directory: The server's folder; SQLite's file lies in it, and the lock of those that migrate.
+        directory: The server's folder, which contains SQLite's file and the lock file for migrations.
         url: SQLAlchemy's URL of the database; empty for SQLite in ``directory``.
     """
 
     def __init__(self, directory: Path, url: str = "") -> None:
-        """Remember where; nothing is opened before ``start``."""
         self._directory = directory
         self._given_url = url
         self._threads: ThreadPoolExecutor | None = None
         self._engine: Engine | None = None
 
     async def start(self) -> None:
-        """Open the database and bring it up to date.
+        """Open the database and run pending migrations.
 
         Raises:
-            DatabaseError: It cannot be opened, or a newer version made it.
+            DatabaseError: The database cannot be opened, or was created by a newer version.
         """
         if self._threads is not None:
             return
@@ -75,7 +75,7 @@ class Database:
             raise
 
     async def close(self) -> None:
-        """Finish what runs and close; harmless when repeated."""
+        """Finish running transactions and close; idempotent."""
         threads, engine = self._threads, self._engine
         self._threads, self._engine = None, None
         if threads is not None:
@@ -84,7 +84,7 @@ class Database:
             await asyncio.to_thread(engine.dispose)
 
     async def read(self, work: Callable[[Session], T]) -> T:
-        """Run ``work`` in a transaction that sees one state; it must not write.
+        """Run ``work`` in a read-only transaction with a consistent snapshot.
 
         Raises:
             ApiError: ``database_unavailable``.
@@ -92,15 +92,15 @@ class Database:
         return await self._in_thread(self._transaction, self._opened(), work)
 
     async def write(self, work: Callable[[Session], T]) -> T:
-        """Run ``work`` in a transaction that is there whole or not at all.
+        """Run ``work`` in an atomic transaction.
 
-        It may run more than once and must do nothing but talk to the database. Where the database lets two
-        write at once, each statement sees what others have written before it: what a write relies on is in
-        its statements' conditions, or read ``with_for_update``. A caller that is cancelled does not know what
-        became of it.
+        ``work`` may run more than once, so it must have no side effects other than on the database. On
+        databases with concurrent writers each statement sees what others committed before it. Preconditions
+        of a write must therefore be conditions of its statements, or rows read ``with_for_update``. If the
+        caller is cancelled, the transaction may or may not have been committed.
 
         Raises:
-            ApiError: ``database_unavailable``; it may have been written all the same.
+            ApiError: ``database_unavailable``; the transaction may have been committed nevertheless.
         """
         writing = self._opened().execution_options(**{WRITES: True})
         return await self._in_thread(self._transaction, writing, work)
@@ -125,7 +125,7 @@ class Database:
                 logger.warning("a transaction was undone and runs again: %s", error.orig)
                 time.sleep(delay_s)
             except DBAPIError as error:
-                # Lost while it was committed: nobody knows whether it was.
+                # The connection was lost during the commit, so it is unknown whether the commit succeeded.
                 raise (_unavailable() if is_unreachable(error) else error) from error
         raise AssertionError("the last attempt returns or raises")
 
@@ -144,8 +144,8 @@ class Database:
 
     def _open(self) -> Engine:
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Servers that start at once migrate one after another; so does the switch to WAL, which SQLite
-        # refuses to one of two that try at the same time.
+        # Servers that start at the same time migrate one after another. The lock also covers the switch to
+        # WAL, which SQLite refuses to one of two concurrent attempts.
         with FileLock(self._directory / "migrate.lock"):
             try:
                 return self._migrated()
@@ -173,14 +173,14 @@ class Database:
 
     def _place(self) -> str:
         try:
-            # Without its password.
+            # The password is masked.
             return str(make_url(self._given_url)) if self._given_url else f"in {self._directory}"
         except ArgumentError:
             return "of NNSIGHT_ENGINE_DATABASE_URL"
 
 
 class _UndoneError(Exception):
-    """A transaction was undone by its database, and may run again."""
+    """A transaction was rolled back by the database and may be retried."""
 
     def __init__(self, error: DBAPIError) -> None:
         self.error = error
@@ -195,11 +195,11 @@ def _unavailable() -> ApiError:
 
 @contextlib.contextmanager
 def migrations(connection: Connection) -> Iterator[Config]:
-    """Give Alembic's configuration for this project's migrations, on a connection."""
+    """Yield Alembic's configuration for this project's migrations on a connection."""
     folder = importlib.resources.files("app.storage") / "migrations"
     with importlib.resources.as_file(folder) as path:
         config = Config()
-        # The configuration is one of those that replace %(name)s.
+        # ConfigParser interpolates %(name)s, so percent signs are escaped.
         config.set_main_option("script_location", str(path).replace("%", "%%"))
         config.attributes["connection"] = connection
         yield config

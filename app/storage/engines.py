@@ -1,8 +1,8 @@
-"""Connections to a database, opened so that every kind keeps the promises of ``database``.
+"""Creates SQLAlchemy engines for which every kind of database keeps the guarantees of ``database``.
 
-What a kind needs for that is here and nowhere else: SQLite four settings, and its transactions begun by hand;
-PostgreSQL reads that see one state, and a way to tell that a connection is lost; all of them text without
-what some cannot hold. ``Database`` opens one engine and asks of each fault whether to try again.
+All database-specific code is here. SQLite needs four settings and explicit BEGIN statements; PostgreSQL needs
+repeatable reads and the detection of lost connections; all of them need text without characters that some
+cannot store. ``Database`` opens one engine and classifies each error as retryable or not.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ WRITES: Final = "nnsight_engine_writes"
 
 _TIMEOUT_S: Final = 30
 _DRIVER: Final = "postgresql+pg8000"
-# How PostgreSQL's codes begin of a connection that is over, and of a server that takes none.
+# Prefixes of PostgreSQL's error codes for lost connections and for servers that accept none.
 _GONE: Final = ("08", "57P01", "57P02", "57P03", "57P05", "53300")
-# What breaks a constraint, and two transactions of which one had to give way.
+# The prefix for violated constraints, and the codes for serialization failures and deadlocks.
 _REFUSED: Final = "23"
 _GAVE_WAY: Final = ("40001", "40P01")
 
 
 def open_engine(url: URL, *, num_connections: int) -> Engine:
-    """Return an engine for a database; nothing is connected yet.
+    """Return an engine for a database, without connecting.
 
     Args:
-        url: Where it is; ``postgresql://`` without a driver gets the one that is installed with the server.
-        num_connections: How many threads use it.
+        url: The database; ``postgresql://`` without a driver gets the driver that the server depends on.
+        num_connections: The number of threads that use it.
     """
     if url.drivername in {"postgresql", "postgres"}:
         url = url.set(drivername=_DRIVER)
@@ -52,9 +52,9 @@ def _sqlite(url: URL, num_connections: int) -> Engine:
 
 
 def _other(url: URL, num_connections: int) -> Engine:
-    # How long a server that says nothing is waited for; other drivers have their own word in the URL.
+    # The timeout for a silent server; other drivers have options of their own in the URL.
     waits = {"timeout": _TIMEOUT_S} if url.drivername == _DRIVER else {}
-    # Asked before each transaction whether it is still there: servers restart, and firewalls forget.
+    # Each connection is tested before use: servers restart, and firewalls drop idle connections.
     engine = create_engine(url, pool_size=num_connections, pool_pre_ping=True, connect_args=waits)
     event.listen(engine, "handle_error", _tell_kind)
     if engine.dialect.name == "postgresql":
@@ -63,31 +63,31 @@ def _other(url: URL, num_connections: int) -> Engine:
 
 
 def place_of(url: str) -> str:
-    """Return which database a URL names, whoever logs in there and with whatever driver."""
+    """Return the database that a URL refers to, without user, password and driver."""
     try:
         parsed = make_url(url)
     except ArgumentError:
-        return url  # it is refused when it is opened
+        return url  # rejected when the database is opened
     return str(parsed._replace(drivername=parsed.get_backend_name(), username=None, password=None))
 
 
 def is_unreachable(error: DBAPIError) -> bool:
-    """Tell whether an error says that the database is not to be reached now."""
+    """Return whether the error means that the database is unreachable now."""
     code = _code_of(error.orig)
     if error.connection_invalidated or code.startswith(_GONE):
         return True
-    # Of a connection that could not be made drivers tell no code. SQLite has none to make.
+    # Drivers report no code for a failed connection attempt. SQLite does not connect.
     is_remote = not isinstance(error.orig, sqlite3.Error)
     return is_remote and not code and isinstance(error, (InterfaceError, OperationalError))
 
 
 def gave_way(error: DBAPIError) -> bool:
-    """Tell whether a transaction was undone for the sake of another that ran beside it."""
+    """Return whether the transaction was rolled back in favour of a concurrent one."""
     return _code_of(error.orig) in _GAVE_WAY
 
 
 def _code_of(error: BaseException | None) -> str:
-    """Return PostgreSQL's code of an error, as the driver tells it; nothing where there is none."""
+    """Return PostgreSQL's error code as reported by the driver; empty if there is none."""
     code = getattr(error, "sqlstate", None)
     if code is None and error is not None and error.args and isinstance(error.args[0], Mapping):
         code = error.args[0].get("C")
@@ -97,7 +97,7 @@ def _code_of(error: BaseException | None) -> str:
 def _hold_text(
     _connection: Connection, _cursor: object, statement: str, parameters: Any, _context: object, _many: object
 ) -> tuple[str, Any]:
-    """Put escapes for what not every database can hold; an id with NUL becomes one that nothing has."""
+    """Escape characters that not every database can store; an id that contains NUL then matches no row."""
     return statement, _storable(parameters)
 
 
@@ -116,27 +116,29 @@ def _storable(value: Any) -> Any:
 def _tell_kind(context: ExceptionContext) -> Exception | None:
     code = _code_of(context.original_exception)
     if code.startswith(_GONE):
-        # A server that shuts down says so in words of its own before it hangs up.
+        # A server that shuts down reports an error of its own before it closes the connection.
         context.is_disconnect = True
     elif code.startswith(_REFUSED) and not isinstance(context.sqlalchemy_exception, IntegrityError):
-        # Of what breaks a constraint the driver knows one kind only.
+        # The driver has a single exception class for all errors and does not distinguish violated
+        # constraints.
         return IntegrityError(context.statement, context.parameters, context.original_exception)
     return None
 
 
 def _begin_in_postgresql(connection: Connection) -> None:
-    # Each statement would see a state of its own. Writes do: what they rely on is in their conditions.
+    # By default each statement would see its own snapshot. Writes keep that: their preconditions are in their
+    # statements' conditions.
     if not connection.get_execution_options().get(WRITES, False):
         connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
 
 
 def _set_up_sqlite(connection: Any, _record: object) -> None:
-    # The driver would begin transactions when it pleases; _begin_in_sqlite does.
+    # Disables the driver's implicit BEGIN; _begin_in_sqlite issues it.
     connection.isolation_level = None
     for pragma in (
         f"busy_timeout = {_TIMEOUT_S * 1000}",
         "journal_mode = WAL",
-        # A commit that was answered for is still there after the machine has lost its power.
+        # A commit that was acknowledged survives a power failure.
         "synchronous = FULL",
         "foreign_keys = ON",
     ):
@@ -144,7 +146,7 @@ def _set_up_sqlite(connection: Any, _record: object) -> None:
 
 
 def _begin_in_sqlite(connection: Connection) -> None:
-    # A transaction that reads before it writes would fail, not wait, where another wrote in between.
+    # A transaction that reads before it writes fails instead of waiting if another one wrote in between.
     writes = connection.get_execution_options().get(WRITES, False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 

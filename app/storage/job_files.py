@@ -1,9 +1,9 @@
-"""What jobs have on disk: requests, which may be hundreds of megabytes, and results.
+"""The files of jobs: requests, which may be hundreds of megabytes, and results.
 
-The database says what is whole: a request lies on disk, synced, before its job is in the database, and a
-result before its job is ``COMPLETED``. Files without that are half written and go. ``jobs/<id>/request`` and
-``jobs/<id>/result.<attempt>`` are a job's; a request that is being received lies in the process's own
-folder, which goes with the process. All disk work runs in threads.
+The database is the authority on which files are complete: a request is on disk and synced before its job is
+in the database, and a result before its job is ``COMPLETED``. Other files are partial and are removed. A job
+has the files ``jobs/<id>/request`` and ``jobs/<id>/result.<attempt>``; a request that is being received is in
+the process's own folder, which is removed after the process has ended. All disk access runs in threads.
 """
 
 from __future__ import annotations
@@ -36,19 +36,21 @@ _REQUEST: Final = "request"
 _BUFFER_BYTES: Final = 1024 * 1024
 _A_REQUEST: Final = "The request"
 ORPHAN_S: Final = 3600.0
-"""A folder without a job may belong to a server that is about to write the job down; so old, it does not."""
+"""The age from which a folder without a job is removed; a younger one may belong to a server that is about to
+insert the job.
+"""
 
 
 @dataclasses.dataclass(slots=True)
 class JobUpload:
-    """A request that was received.
+    """A received request.
 
     Attributes:
-        path: Where it lies, until it is adopted.
-        num_bytes: Its size.
+        path: Its location until it is adopted.
+        num_bytes: Its size in bytes.
         digest: Its SHA-256 in hexadecimal.
-        holder: Whose it is.
-        is_adopted: Whether it is a job's, and counted as that.
+        holder: The owner that its bytes are counted for.
+        is_adopted: Whether it belongs to a job and is counted as stored.
     """
 
     path: Path
@@ -59,29 +61,29 @@ class JobUpload:
 
 
 class JobFiles:
-    """The folder of all jobs.
+    """The folder of all jobs' files.
 
     Args:
         directory: The server's folder.
-        space: How much they may have.
+        space: The quota of all jobs' files.
     """
 
     def __init__(self, directory: Path, space: JobStorageQuota) -> None:
-        """Remember the limit; the disk is first touched by ``start``."""
+        """The disk is not accessed before ``start``."""
         self.space = space
         self._directory = directory
         self._own: ProcessFolder | None = None
         self._open = OpenFiles()
 
     async def start(self) -> ProcessFolder:
-        """Make this process's folder; it says which processes have died."""
+        """Create this process's folder, and return it; it lists the processes that have died."""
         jobs = self._directory / "jobs"
         await asyncio.to_thread(jobs.mkdir, mode=0o700, parents=True, exist_ok=True)
         self._own = await asyncio.to_thread(claim_folder, self._directory / "servers")
         return self._own
 
     async def close(self) -> None:
-        """Remove this process's folder; harmless when repeated."""
+        """Remove this process's folder; idempotent."""
         own, self._own = self._own, None
         if own is not None:
             await asyncio.to_thread(own.release)
@@ -90,7 +92,7 @@ class JobFiles:
     async def received(
         self, chunks: AsyncIterator[bytes], holder: Holder = NOBODY
     ) -> AsyncIterator[JobUpload]:
-        """Receive a request's bytes; what nobody has adopted by the end of the block is removed.
+        """Receive a request's bytes; the file is removed at the end of the block unless it was adopted.
 
         Raises:
             ApiError: ``job_store_full``, ``stored_bytes_full``; ``internal_error``: the disk has failed.
@@ -120,18 +122,18 @@ class JobFiles:
                 await asyncio.to_thread(path.unlink, missing_ok=True)
 
     async def head_of(self, upload: JobUpload) -> TraceRequest:
-        """Read a request that was received.
+        """Read the head of a received request.
 
         Raises:
-            DecodeError: It is none.
+            DecodeError: It is not a valid request.
         """
         return await asyncio.to_thread(_mapped, upload.path)
 
     async def adopt(self, upload: JobUpload, job_id: str) -> None:
-        """Make a request that was received a job's; one that cannot be leaves nothing in the job's folder.
+        """Move a received request into a job's folder; on failure nothing is left there.
 
         Raises:
-            ApiError: ``job_store_full``, ``internal_error``: the disk has no room, or has failed.
+            ApiError: ``job_store_full``, ``internal_error``: the disk is full or has failed.
         """
         folder = self._folder(job_id)
         moving = asyncio.ensure_future(asyncio.to_thread(_move, upload.path, folder))
@@ -139,7 +141,7 @@ class JobFiles:
             with on_disk(_A_REQUEST):
                 await asyncio.shield(moving)
         except asyncio.CancelledError:
-            # The thread goes on all the same, and nobody will write down what it moves.
+            # The thread cannot be cancelled, and no job will be inserted for the moved file.
             await asyncio.gather(moving, return_exceptions=True)
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
             raise
@@ -147,24 +149,26 @@ class JobFiles:
         self.space.keep(JOB_BYTES + upload.num_bytes, upload.holder)
 
     async def request(self, job_id: str) -> TraceRequest:
-        """Read a job's request; its parts are views of the file, not of memory.
+        """Read a job's request; its parts are views of the memory-mapped file.
 
         Raises:
-            FileNotFoundError: It is gone.
-            DecodeError: It is broken.
+            FileNotFoundError: The file was removed.
+            DecodeError: The file is corrupt.
         """
         return await asyncio.to_thread(_mapped, self._folder(job_id) / _REQUEST)
 
     def new_result(self, job_id: str, attempt: int, holder: Holder = NOBODY) -> ResultFile:
-        """Return a result to be written."""
+        """Return a writer for the result of one attempt."""
         return ResultFile(self._result(job_id, attempt), self.space, holder)
 
     async def result(self, job_id: str, attempt: int, num_bytes: int, holder: Holder = NOBODY) -> OpenResult:
-        """Open a result of so many bytes; it counts for as long as it is read, also when its job is gone.
+        """Open a result of ``num_bytes`` bytes, which stay counted until it is closed.
+
+        That also holds if its job is removed meanwhile.
 
         Raises:
-            ApiError: ``rate_limit_exceeded``: the tenant reads too many at once.
-            FileNotFoundError: It is gone.
+            ApiError: ``rate_limit_exceeded``: the tenant has too many open downloads.
+            FileNotFoundError: The file was removed.
         """
         reading = self._open.begin((job_id, attempt), holder, num_bytes)
         try:
@@ -174,19 +178,19 @@ class JobFiles:
             raise
 
     async def remove_results(self, attempts: Iterable[tuple[str, int]]) -> None:
-        """Remove whatever there is of the results of these attempts at these jobs."""
+        """Remove the result files, if any, of these attempts: pairs of a job's id and an attempt's number."""
         removed = list(attempts)
         self._hold(lambda job_id, attempt: (job_id, attempt) in removed)
         await asyncio.to_thread(self._remove_results, removed)
 
     async def remove(self, ids: Iterable[str]) -> None:
-        """Remove all that jobs have."""
+        """Remove all files of these jobs."""
         removed = list(ids)
         self._hold(lambda job_id, _: job_id in removed)
         await asyncio.to_thread(self._remove_folders, removed)
 
     def _hold(self, is_removed: Callable[[str, int], bool]) -> None:
-        """Count on what is removed and still read."""
+        """Count the bytes of files that are about to be removed but still have readers."""
         for reading in self._open.all():
             if is_removed(*reading.key):
                 self.space.hold(reading.num_bytes, reading.holder)
@@ -220,7 +224,7 @@ class JobFiles:
 
 
 async def _joined(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield the same bytes in pieces of about a megabyte: each one costs a turn of a thread."""
+    """Yield the same bytes in pieces of about 1 MiB, since each piece costs a dispatch to a thread."""
     waiting: list[bytes] = []
     num_bytes = 0
     async for chunk in chunks:
@@ -243,12 +247,12 @@ def _mapped(path: Path) -> TraceRequest:
     with path.open("rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
             return TraceRequest.from_bytes(b"")
-        # The mapping goes when nothing refers to it any more; the file may be removed meanwhile.
+        # The mapping is closed with its last reference; the file may be removed meanwhile.
         return TraceRequest.from_bytes(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
 
 
 def _move(path: Path, folder: Path) -> None:
-    """Make a file a new folder's request, for good or not at all."""
+    """Move a file into a new folder as the job's request, durably; on failure the folder is removed."""
     folder.mkdir(mode=0o700)
     try:
         path.rename(folder / _REQUEST)

@@ -1,10 +1,10 @@
-"""Jobs in the database, as the servers that run them see them: claimed, kept, told of, ended, given back.
+"""Jobs in the database from the perspective of the servers that run them: leases, progress, ends, recovery.
 
-Whoever runs a job holds its lease. Everything it writes asks for the lease in the same statement, so a server
-that was taken for dead, and whose job another has begun anew, changes nothing any more.
+The server that runs a job holds its lease. Every write checks the lease in the same statement. If a server
+was declared dead and its job was restarted elsewhere, the old server's writes therefore change nothing.
 
-A lease is over when somebody has looked at it for so long without seeing it renewed, by a clock of their own
-that only goes forward: machines' clocks differ, and jump, and neither may end a job or keep one from running.
+A lease has expired when an observer has not seen it renewed for ``LEASE_S`` seconds of the observer's own
+monotonic clock. The clocks of machines differ and jump, and neither must end a job or keep one from running.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from app.storage.job_states import FINAL, cancelled, change, ended, now
 from app.storage.tables import JobRow
 
 JobKind = tuple[str, str]
-"""The dialect and the kind of a job's request; those that share both run on one engine, in one queue."""
+"""The dialect and the kind of a job's request; jobs that share both run on one engine, in one queue."""
 
 LEASE_S: Final = 30.0
-"""After so long without a word of its holder a lease is over."""
+"""The time in seconds after which a lease that was not renewed has expired."""
 
 MAX_INTERRUPTIONS: Final = 3
-"""A job that was running when the server died, so often, does not begin by itself again: it may be why."""
+"""A job interrupted this often by a server's death is not restarted automatically, because it may be the
+cause.
+"""
 
 _STOPPED: Final = "The server or its engine stopped; the job runs again when one serves its model."
 _DIED: Final = "The server died; the job runs again."
@@ -42,7 +44,7 @@ _INTERRUPTED: Final = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JobEnd:
-    """How a job ended; ``result_bytes`` is None where it has no result."""
+    """The outcome of a job; ``result_bytes`` is None if it has no result."""
 
     status: JobStatus
     message: str | None = None
@@ -51,7 +53,7 @@ class JobEnd:
 
 
 class _Seen(NamedTuple):
-    """A lease that somebody else holds, and when it was first seen as it is."""
+    """The state of another process's lease, and when it was first observed in that state."""
 
     holder: str | None
     until: float | None
@@ -59,23 +61,22 @@ class _Seen(NamedTuple):
 
 
 class LeaseLostError(Exception):
-    """Another server runs the job."""
+    """The lease of the job is no longer held by this process."""
 
 
 class JobLeases:
     """The jobs that this process runs.
 
     Args:
-        database: Has the tables.
-        holder: This process, as no other is called.
-        ttl_s: How long a job is kept after its end.
-        clock: Never goes back.
+        database: The database with the tables.
+        holder: A unique name of this process.
+        ttl_s: How long a job is retained after its end, in seconds.
+        clock: A monotonic clock.
     """
 
     def __init__(
         self, database: Database, *, holder: str, ttl_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Hold nothing yet."""
         self._database = database
         self._holder = holder
         self._ttl_s = ttl_s
@@ -91,16 +92,16 @@ class JobLeases:
         without_keys: Collection[str] = (),
         without_owners: Collection[str] = (),
     ) -> JobRow | None:
-        """Take the job that is next, or None where none waits.
+        """Claim the next job, or return None if none is waiting.
 
-        Owners take turns: the one with the fewest running jobs, then the one served longest ago.
+        Owners take turns: the owner with the fewest running jobs is next, then the one served longest ago.
 
         Args:
-            model: Jobs of other models stay.
-            served_at: When each owner's last job was claimed here.
-            without: Jobs of these kinds stay.
-            without_keys: So do jobs of these keys.
-            without_owners: And those of these owners.
+            model: Only jobs of this model are claimed.
+            served_at: The time at which each owner's last job was claimed by this process.
+            without: Kinds of jobs to skip.
+            without_keys: Keys whose jobs to skip.
+            without_owners: Owners whose jobs to skip.
         """
 
         def write(session: Session) -> JobRow | None:
@@ -120,8 +121,8 @@ class JobLeases:
             owner = min(
                 oldest, key=lambda name: (running.get(name, 0), served_at.get(name, 0.0), oldest[name])
             )
-            # Another server may claim at the same time, where the database lets two write at once: each
-            # looks past what the other is about to take.
+            # Where the database allows concurrent writers, another server may claim at the same time: each
+            # skips the row that the other has locked.
             job = session.scalar(
                 select(JobRow)
                 .where(*waits, JobRow.owner == owner)
@@ -140,10 +141,10 @@ class JobLeases:
         return await self._database.write(write)
 
     async def tell(self, job: JobRow, events: Sequence[JobEvent]) -> None:
-        """Add events to a job.
+        """Append events to a job.
 
         Raises:
-            LeaseLostError: It is no longer ours.
+            LeaseLostError: The lease was lost.
         """
         values: dict[str, object] = {}
         for event in events:
@@ -154,29 +155,29 @@ class JobLeases:
         await self._change(job, events, **values)
 
     async def end(self, job: JobRow, end: JobEnd) -> JobEvent:
-        """Write down how a job ended, and give up its lease.
+        """Record the end of a job and release its lease.
 
         Returns:
-            The event that tells of it.
+            The event of its end.
 
         Raises:
-            LeaseLostError: It was no longer ours.
+            LeaseLostError: The lease was lost.
         """
         event, values = ended(end.status, self._ttl_s, code=end.code, message=end.message)
         await self._change(job, [event], result_bytes=end.result_bytes, **values)
         return event
 
     async def give_back(self, job: JobRow, *, was_interrupted: bool) -> None:
-        """Let a job wait again, so that another server, or this one after a restart, runs it.
+        """Requeue a job, so that another server, or this one after a restart, runs it.
 
-        One that was to be cancelled meanwhile ends so.
+        A job whose cancellation was requested meanwhile is cancelled instead.
 
         Args:
             job: The job.
-            was_interrupted: Whether it may be why it could not go on.
+            was_interrupted: Whether to count an interruption, because the job may be its cause.
 
         Raises:
-            LeaseLostError: It was no longer ours.
+            LeaseLostError: The lease was lost.
         """
         values = {"started_at": None, "num_interruptions": JobRow.num_interruptions + int(was_interrupted)}
         if not await self._database.write(
@@ -185,13 +186,13 @@ class JobLeases:
             raise LeaseLostError(job.id)
 
     async def put_back(self, job: JobRow) -> None:
-        """Let a job wait on that was claimed and not begun."""
+        """Release a job that was claimed but not started, without counting the attempt."""
         await self._database.write(
             lambda session: self._free(session, job.number, [], attempt=JobRow.attempt - 1)
         )
 
     async def give_back_all(self) -> None:
-        """Let go of whatever was claimed and never begun."""
+        """Release all jobs that were claimed but not started."""
 
         def write(session: Session) -> None:
             never_begun = select(JobRow.number).where(
@@ -203,7 +204,7 @@ class JobLeases:
         await self._database.write(write)
 
     async def renew(self, ids: Collection[str]) -> None:
-        """Say that this process lives and still runs these jobs."""
+        """Renew the leases of these jobs, which this process still runs."""
 
         def write(session: Session) -> None:
             session.execute(
@@ -215,7 +216,7 @@ class JobLeases:
         await self._database.write(write)
 
     async def look(self, ids: Collection[str]) -> dict[str, bool]:
-        """Return which of these jobs are still ours, and of each whether it is to be ended."""
+        """Return the jobs whose lease is still held, each with whether its cancellation is requested."""
         mine = select(JobRow.id, JobRow.cancel_requested).where(
             JobRow.id.in_(ids), JobRow.lease_by == self._holder
         )
@@ -223,24 +224,24 @@ class JobLeases:
         return {row.id: row.cancel_requested for row in rows}
 
     async def recover(self, *, dead: Collection[str] = (), own: Collection[str] = ()) -> list[JobRow]:
-        """Take the jobs of dead servers in hand: those that had begun have failed, the others wait again.
+        """Recover the jobs of dead servers: requeue those that may run again, and end the others.
 
         Args:
-            dead: Processes known to be dead, whatever their leases say.
+            dead: Names of processes known to be dead, whatever the state of their leases.
             own: Jobs that this process runs; its other leases are left over from a fault.
 
         Returns:
-            The jobs as they were; what their last attempts had written of a result is not whole.
+            The recovered jobs; partial results of their last attempts are to be removed.
         """
         held = select(JobRow.number, JobRow.lease_by, JobRow.lease_until).where(
             or_(
                 JobRow.lease_by.is_not(None),
-                # Given back, by an older version of this server, though it was to end.
+                # Requeued by an older version of the server although its cancellation was requested.
                 and_(JobRow.cancel_requested, JobRow.status.not_in(FINAL)),
             ),
             JobRow.id.not_in(own),
         )
-        # Nothing is lost most of the time, and a look at it writes nothing.
+        # Usually no lease has expired, and checking does not write.
         rows = await self._database.read(lambda session: session.execute(held).all())
         lost = self._over([(row.number, row.lease_by, row.lease_until) for row in rows], dead)
         if not lost:
@@ -256,7 +257,7 @@ class JobLeases:
     def _over(
         self, held: Sequence[tuple[int, str | None, float | None]], dead: Collection[str]
     ) -> dict[int, tuple[str | None, float | None]]:
-        """Return those of the leases that are over, and remember since when the others are as they are."""
+        """Return the expired leases, and record since when the others have been in their current state."""
         moment, before = self._clock(), self._seen
         self._seen = {}
         over: dict[int, tuple[str | None, float | None]] = {}
@@ -288,7 +289,11 @@ class JobLeases:
         return change(session, job.number, *same, events=[event], num_interruptions=num, **values)
 
     def _free(self, session: Session, number: int, events: Sequence[JobEvent], **values: object) -> bool:
-        """Give up a lease: the job waits, or ends where that was asked for; returns whether it was ours."""
+        """Release a lease; the job is requeued, or cancelled if that was requested.
+
+        Returns:
+            Whether the lease was held.
+        """
         mine = JobRow.lease_by == self._holder
         freed = {"lease_by": None, "lease_until": None, **values}
         if change(session, number, mine, JobRow.cancel_requested.is_(False), events=events, **freed):
@@ -306,7 +311,7 @@ class JobLeases:
 
 
 def kind_of(job: JobRow) -> JobKind:
-    """Return what kind of job one is."""
+    """Return the kind of a job's request."""
     return job.head["dialect"], job.head["kind"]
 
 
@@ -318,7 +323,7 @@ def _is_of(kind: JobKind) -> ColumnElement[bool]:
 def _by_owner(
     session: Session, value: ColumnElement[Any], *conditions: ColumnElement[bool]
 ) -> dict[str, float]:
-    """Return a value of each owner's jobs that meet conditions."""
+    """Return an aggregate over the jobs that meet the conditions, by owner."""
     rows = session.execute(select(JobRow.owner, value).where(*conditions).group_by(JobRow.owner))
     return {row[0]: row[1] for row in rows}
 

@@ -1,6 +1,6 @@
-"""A job's result while it is written: whole and synced before the database is told of it, or gone.
+"""Writes a job's result: complete and synced before the database refers to it, or discarded.
 
-``JobFiles`` makes them, and the run of a job writes one, from threads.
+``JobFiles`` creates the writers; the run of a job writes one, from threads.
 """
 
 from __future__ import annotations
@@ -22,12 +22,16 @@ logger = logging.getLogger(__name__)
 class ResultFile:
     """A result that is being written.
 
-    Its bytes are counted until it is kept, left or discarded. A thread may still write when its caller has
-    been cancelled, so threads take turns and nothing is written after ``discard``.
+    Its bytes are counted as being written until ``keep``, ``leave`` or ``discard``. A thread may still write
+    after its caller was cancelled, so a lock serializes the threads, and nothing is written after
+    ``discard``.
+
+    Attributes:
+        num_bytes: The bytes written so far; 0 after ``keep``, ``leave`` or ``discard``.
     """
 
     def __init__(self, path: Path, space: JobStorageQuota, holder: Holder) -> None:
-        """Make the file with the first frame."""
+        """The file is created with the first frame."""
         self._path = path
         self._space = space
         self._holder = holder
@@ -50,26 +54,29 @@ class ResultFile:
             await asyncio.to_thread(self._write, head, frame.data)
 
     async def finish(self) -> None:
-        """Make sure that what was written is on disk, whatever happens.
+        """Sync the written frames and the folder to disk, and close the file.
 
         Raises:
-            ApiError: As by ``write``.
+            ApiError: See ``write``.
         """
         with on_disk("The job's result"):
             await asyncio.to_thread(self._finish)
 
     def keep(self) -> None:
-        """Count it as stored: the database says that it is whole."""
+        """Count the bytes as stored, once the database records the result as complete."""
         self._space.keep(self.num_bytes, self._holder)
         self.num_bytes = 0
 
     def leave(self) -> None:
-        """Leave it to those who know what the database says of it; harmless when it was kept."""
+        """Stop counting, and leave the file to the cleanup, which consults the database.
+
+        Has no effect after ``keep``.
+        """
         self._space.give_up(self.num_bytes, self._holder)
         self.num_bytes = 0
 
     async def discard(self) -> None:
-        """Remove it; harmless when repeated."""
+        """Remove the file; idempotent."""
         self._space.give_up(self.num_bytes, self._holder)
         self.num_bytes = 0
         await asyncio.to_thread(self._discard)
@@ -100,7 +107,7 @@ class ResultFile:
                     self._file.close()
                 self._path.unlink(missing_ok=True)
             except OSError:
-                # Without the database's word for it it is never served; it goes with its job.
+                # The file is never served without a reference in the database; it is removed with its job.
                 logger.warning("what is left of a result could not be removed: %s", self._path, exc_info=True)
 
 

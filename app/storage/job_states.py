@@ -1,7 +1,7 @@
-"""How jobs change: the state of a job and the event that tells of it are written together, or not at all.
+"""State transitions of jobs: the state and its event are written together or not at all.
 
-What a client asks for (``jobs``) and what servers do (``job_leases``) both go through ``change``, whose
-conditions make sure that of two that want to change a job only one does.
+The requests of clients (``jobs``) and the actions of servers (``job_leases``) both use ``change``, whose
+conditions ensure that only one of two concurrent changes succeeds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from app.json_text import printable
 from app.storage.tables import EventRow, JobRow
 
 EVENT_BYTES: Final = 128
-"""What an event takes in the database beside its message."""
+"""The size of an event in the database, beside its message."""
 
 CANCELLED_MESSAGE: Final = "The job was cancelled."
 FINAL: Final = [status.value for status in JobStatus if status.is_final]
@@ -30,9 +30,9 @@ _CUT: Final = "… (cut)"
 def change(
     session: Session, number: int, *conditions: ColumnElement[bool], events: Sequence[JobEvent], **values: Any
 ) -> bool:
-    """Add events to a job and set its columns; returns whether it still met the conditions.
+    """Append events to a job and set its columns; return False if it no longer meets the conditions.
 
-    The job's status becomes that of the last event which is not a ``LOG``.
+    The job's status becomes that of the last event that is not a ``LOG``.
     """
     states = [event.status for event in events if event.status is not JobStatus.LOG]
     if states:
@@ -55,7 +55,7 @@ def change(
 
 
 def add_events(session: Session, number: int, num_before: int, events: Sequence[JobEvent]) -> None:
-    """Write events; ``num_before`` is how many the job had."""
+    """Insert events; ``num_before`` is the number of events that the job already has."""
     if events:
         session.execute(
             insert(EventRow),
@@ -74,7 +74,7 @@ def add_events(session: Session, number: int, num_before: int, events: Sequence[
 
 
 def size_of(events: Sequence[JobEvent]) -> int:
-    """Return how many bytes events count as; the message of an end is kept with the job too."""
+    """Return the size that events are counted as; the message of an end is also stored with the job."""
     return sum(
         EVENT_BYTES + len((storable(event.message) or "").encode()) * (2 if event.status.is_final else 1)
         for event in events
@@ -84,7 +84,7 @@ def size_of(events: Sequence[JobEvent]) -> int:
 def ended(
     status: JobStatus, ttl_s: float, *, code: ErrorCode | str | None = None, message: str | None = None
 ) -> tuple[JobEvent, dict[str, Any]]:
-    """Return the event of a job's end, and what it sets."""
+    """Return the event of a job's end, and the columns to set."""
     event = now(status, message)
     values: dict[str, Any] = {
         "finished_at": event.time,
@@ -98,17 +98,17 @@ def ended(
 
 
 def cancelled(ttl_s: float) -> tuple[JobEvent, dict[str, Any]]:
-    """Return the event of a job's end that was asked for, and what it sets."""
+    """Return the event of a job's cancellation, and the columns to set."""
     return ended(JobStatus.CANCELLED, ttl_s, code=ErrorCode.JOB_CANCELLED, message=CANCELLED_MESSAGE)
 
 
 def now(status: JobStatus, message: str | None = None) -> JobEvent:
-    """Return an event that happens now."""
+    """Return an event with the current time."""
     return JobEvent(status=status, time=time.time(), message=message)
 
 
 def storable(message: str | None) -> str | None:
-    """Return a message as every database can keep it: valid, without NUL, not too long."""
+    """Return a message that every database can store: no lone surrogates, no NUL, bounded length."""
     if message is None:
         return None
     text = printable(message).replace("\0", "\\x00")
@@ -116,7 +116,7 @@ def storable(message: str | None) -> str | None:
 
 
 def row_of(session: Session, job_id: str, owner: str) -> JobRow | None:
-    """Return a job that is there for its owner."""
+    """Return a job that is visible to its owner, or None."""
     return session.scalar(
         select(JobRow).where(JobRow.id == job_id, JobRow.owner == owner, JobRow.removed.is_(False))
     )

@@ -1,7 +1,7 @@
-"""The room that jobs have on disk: what they may have together, and what is said where it takes no more.
+"""The disk quota of jobs, and errors for a disk that is full or fails.
 
-Files of jobs (``job_files``, ``job_results``) and what they print (``job_prints``) are counted here before
-they are written, and given up or kept exactly once.
+Files of jobs (``job_files``, ``job_results``) and their printed output (``job_prints``) are reserved here
+before they are written, and then released or kept exactly once.
 """
 
 from __future__ import annotations
@@ -20,25 +20,24 @@ from app.storage.storage_usage import NOBODY, Holder, StoredBytes
 logger = logging.getLogger(__name__)
 
 JOB_BYTES: Final = 8 * 1024
-"""What a job takes beside its files and events, however small it is: a folder, blocks of the disk, rows."""
+"""The space of a job beside its files and events: a folder, disk blocks, rows."""
 
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class JobStorageQuota:
-    """The bytes that files of jobs may have together.
+    """The quota of bytes for all jobs' files together.
 
-    What the database knows is counted when it is told of, what is being written as it is written; other
-    processes' writes are seen at the next ``set_stored``.
+    Bytes being written are counted as they are written, stored bytes when the database records them. Writes
+    of other processes are included at the next ``set_stored``.
 
     Args:
-        max_bytes: Most bytes of all jobs.
-        share: The part of that which one tenant may have.
-        limits: What tenants and keys may keep in all places together.
+        max_bytes: The limit for all jobs.
+        share: The fraction of it that one tenant may use.
+        limits: The limits of tenants and keys on storage over all stores.
     """
 
     def __init__(self, max_bytes: int, *, share: float = 1.0, limits: StoredBytes | None = None) -> None:
-        """Begin with nothing stored."""
         self._max_bytes = max_bytes
         self._max_tenant_bytes = int(max_bytes * share)
         self._limits = limits or StoredBytes()
@@ -47,11 +46,11 @@ class JobStorageQuota:
 
     @property
     def used_bytes(self) -> int:
-        """How many there are."""
+        """The number of bytes counted now."""
         return self._total(None)
 
     def take(self, num_bytes: int, holder: Holder = NOBODY) -> None:
-        """Count bytes that are about to be written.
+        """Reserve bytes that are about to be written.
 
         Raises:
             ApiError: ``job_store_full``, ``stored_bytes_full``.
@@ -77,34 +76,34 @@ class JobStorageQuota:
             )
 
     def give_up(self, num_bytes: int, holder: Holder = NOBODY) -> None:
-        """Forget bytes that were written and are gone."""
+        """Release reserved bytes whose file was removed."""
         self._written.add(holder, -num_bytes)
 
     def keep(self, num_bytes: int, holder: Holder = NOBODY) -> None:
-        """Count bytes that were written as stored."""
+        """Move reserved bytes to the stored ones."""
         self._written.add(holder, -num_bytes)
         self._stored.add(holder, num_bytes)
 
     def add(self, num_bytes: int, holder: Holder = NOBODY) -> None:
-        """Count bytes as stored that have to be, whether or not there is room."""
+        """Count bytes as stored, without checking the limits."""
         self._stored.add(holder, num_bytes)
 
     def free(self, num_bytes: int, holder: Holder = NOBODY) -> None:
-        """Forget bytes that were stored and are gone."""
+        """Release stored bytes whose file was removed."""
         self._stored.add(holder, -num_bytes)
 
     def hold(self, num_bytes: int, holder: Holder = NOBODY) -> None:
-        """Count bytes that no job has any more and that are still there; less than none when they go."""
+        """Count bytes of removed files that still have readers; negative to release them."""
         self._held.add(holder, num_bytes)
 
     def set_stored(self, counts: Mapping[Holder, int]) -> None:
-        """Learn what the database says."""
+        """Set the stored bytes to the database's totals."""
         self._stored.set(counts)
 
 
 @contextlib.contextmanager
 def on_disk(what: str) -> Iterator[None]:
-    """Say what the disk refuses in words for clients, who would otherwise send it again in vain."""
+    """Convert OSError to ApiError, so that clients do not retry in vain."""
     try:
         yield
     except OSError as error:
@@ -120,7 +119,7 @@ def on_disk(what: str) -> Iterator[None]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make sure that the names in a folder are on disk."""
+    """Sync a folder's entries to disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

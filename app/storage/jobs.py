@@ -1,6 +1,7 @@
-"""Jobs in the database, as clients see them: accepted once per key, listed, followed, ended, removed.
+"""Jobs in the database from the perspective of clients: accept, list, follow, cancel, remove, rerun.
 
-An accepted job is in the database before its client is told. What runs jobs is ``job_leases``.
+Jobs are accepted once per idempotency key. A job is in the database before its client gets a response.
+``job_leases`` contains the operations of the servers that run jobs.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from app.storage.tables import EventRow, JobRow
 
 _MAX_EXPIRED: Final = 200
 _MAX_PAGE_CHARS: Final = 256 * 1024
-"""Of a page of events: each follower holds one while its client reads."""
+"""The size of a page of events, which each follower holds in memory while its client reads."""
 _FETCHED: Final = 20
 _RERUNNABLE: Final = [JobStatus.ERROR.value, JobStatus.CANCELLED.value]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NewJob:
-    """A job to be accepted; ``digest`` is of its request, see ``JobRow`` for the rest."""
+    """A job to be accepted; ``digest`` is that of its request, see ``JobRow`` for the other attributes."""
 
     id: str
     owner: str
@@ -45,13 +46,13 @@ class NewJob:
 
     @property
     def holder(self) -> Holder:
-        """Whose its files are."""
+        """The owner that its files are counted for."""
         return Holder(self.owner, self.key_id)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Accepted:
-    """A job that was accepted, now or, where ``is_new`` is false, when its key was first sent."""
+    """A job accepted now or, if ``is_new`` is false, when its idempotency key was first sent."""
 
     job: JobRow
     is_new: bool
@@ -59,7 +60,13 @@ class Accepted:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EventPage:
-    """Events of a job in order, how many it had when they were read, and whether none will follow."""
+    """A page of a job's events in order.
+
+    Attributes:
+        events: The events.
+        num_events: The number of events that the job had when they were read.
+        is_last: Whether the job has ended and no event follows this page.
+    """
 
     events: list[JobEvent]
     num_events: int
@@ -68,43 +75,42 @@ class EventPage:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gone:
-    """Jobs that were removed, and how many bytes each had, and whose."""
+    """Removed jobs: their ids, and for each its holder and its size in bytes."""
 
     ids: list[str]
     freed: list[tuple[Holder, int]]
 
 
 class JobStore:
-    """Jobs, as clients see them. Ids that do not exist and those of other owners are the same.
+    """Jobs as clients see them. Nonexistent ids and those of other owners are indistinguishable.
 
     Args:
-        database: Has the tables.
-        max_queued: Most jobs of one model that may wait.
-        ttl_s: How long a job is kept after its end.
-        share: The part of those that wait which may be one tenant's.
+        database: The database with the tables.
+        max_queued: The maximum number of waiting jobs per model.
+        ttl_s: How long a job is retained after its end, in seconds.
+        share: The fraction of the waiting jobs that one tenant may have.
     """
 
     def __init__(self, database: Database, *, max_queued: int, ttl_s: float, share: float = 1.0) -> None:
-        """Keep the limits."""
         self._database = database
         self._max_queued = max_queued
         self._max_tenant_queued = math.ceil(max_queued * share)
         self._ttl_s = ttl_s
 
     async def accept(self, new: NewJob) -> Accepted:
-        """Write a job down as ``QUEUED``, or return the one that its key named before.
+        """Insert a job as ``QUEUED``, or return the job that was sent with its idempotency key before.
 
         Raises:
-            ApiError: ``queue_full``; ``idempotency_conflict``: the key named another request.
+            ApiError: ``queue_full``; ``idempotency_conflict``: the key was used for another request.
         """
         try:
             return await self._database.write(lambda session: self._accept(session, new))
         except IntegrityError:
-            # Another server has just written the same key, on databases that let two write at once.
+            # Another server has just inserted the same key, on a database with concurrent writers.
             return await self._database.write(lambda session: self._accept(session, new))
 
     async def check_room(self, model: str, owner: str) -> None:
-        """Find out whether a job would be accepted, before its request is read.
+        """Check whether a job would be accepted, before its request is read.
 
         Raises:
             ApiError: ``queue_full``.
@@ -125,7 +131,7 @@ class JobStore:
     async def page(
         self, owner: str, *, status: JobStatus | None, after: str | None, limit: int
     ) -> tuple[list[JobRow], bool]:
-        """Return jobs, the newest first, and whether there are more.
+        """Return jobs, newest first, and whether there are more.
 
         Raises:
             ApiError: ``job_not_found``: no job has the id ``after``.
@@ -147,14 +153,14 @@ class JobStore:
         return rows[:limit], len(rows) > limit
 
     async def events(self, job_id: str, owner: str, *, after: int, limit: int) -> EventPage:
-        """Return what happened to a job after its event number ``after``, less than ``limit`` if it is large.
+        """Return at most ``limit`` events of a job after its event number ``after``, fewer if they are large.
 
         Raises:
             ApiError: ``job_not_found``.
         """
 
         def read(session: Session) -> EventPage:
-            # The job before its events: what it says has happened is then there to be read.
+            # The job is read before its events, so that all events it counts can be read.
             job = row_of(session, job_id, owner)
             if job is None:
                 raise not_found(job_id)
@@ -178,13 +184,13 @@ class JobStore:
         return await self._database.read(read)
 
     async def num_events(self, ids: list[str]) -> dict[str, int]:
-        """Return how many events jobs have; one that is gone is left out."""
+        """Return the number of events of each job; removed jobs are omitted."""
         wanted = select(JobRow.id, JobRow.num_events).where(JobRow.id.in_(ids), JobRow.removed.is_(False))
         rows = await self._database.read(lambda session: session.execute(wanted).all())
         return {row.id: row.num_events for row in rows}
 
     async def cancel(self, job_id: str, owner: str) -> JobRow:
-        """End a job that waits, ask whoever runs it to end it, or leave alone what has ended.
+        """Cancel a waiting job, or request the cancellation of a running one; no effect after its end.
 
         Raises:
             ApiError: ``job_not_found``.
@@ -198,10 +204,10 @@ class JobStore:
         return await self._database.write(write)
 
     async def remove(self, job_id: str, owner: str) -> Gone:
-        """End a job and remove it; one that runs is gone for clients at once and goes when it has ended.
+        """Cancel and remove a job; a running one is hidden at once and removed after its end.
 
         Returns:
-            The job, if it is gone.
+            The job, if it was removed.
 
         Raises:
             ApiError: ``job_not_found``.
@@ -210,14 +216,14 @@ class JobStore:
         def write(session: Session) -> Gone:
             job = _existing(session, job_id, owner)
             self._cancel(session, job)
-            # Its key may be used again.
+            # Its idempotency key may be used again.
             change(session, job.number, events=[], removed=True, idempotency_key=None)
             return _removed(session, [_fresh(session, job)])
 
         return await self._database.write(write)
 
     async def remove_ended(self, job_id: str) -> Gone:
-        """Remove a job that was to be removed while it ran, now that it has ended."""
+        """Remove a job whose removal was requested while it ran, after its end."""
 
         def write(session: Session) -> Gone:
             return _removed(
@@ -227,7 +233,7 @@ class JobStore:
         return await self._database.write(write)
 
     async def remove_expired(self, now_s: float) -> Gone:
-        """Remove some of the jobs whose time is over, and those left over from a removal."""
+        """Remove a bounded number of jobs that have expired, or whose removal is pending."""
 
         def write(session: Session) -> Gone:
             over = (JobRow.expires_at <= now_s) | JobRow.removed
@@ -243,10 +249,10 @@ class JobStore:
     async def rerun(
         self, job_id: str, holder: Holder, traceparent: str = ""
     ) -> tuple[JobRow, tuple[Holder, int]]:
-        """Let a job that failed or was cancelled wait to run again, for another key perhaps; its result goes.
+        """Requeue a job that failed or was cancelled, possibly with another key, and drop its result.
 
         Returns:
-            The job, and how many bytes its result had, and whose.
+            The job, and the holder and the size of its dropped result.
 
         Raises:
             ApiError: ``job_not_found``, ``job_not_rerunnable``, ``queue_full``.
@@ -274,7 +280,7 @@ class JobStore:
                 traceparent=traceparent,
                 **nothing,
             )
-            if not is_ours:  # somebody else let it, where the database lets two write at once
+            if not is_ours:  # a concurrent request was first, on a database with concurrent writers
                 raise _not_rerunnable(_fresh(session, job))
             freed = (Holder(job.owner, key_id), job.result_bytes or 0)
             return _fresh(session, job), freed
@@ -282,11 +288,11 @@ class JobStore:
         return await self._database.write(write)
 
     async def num_waiting(self, model: str, owner: str | None = None) -> int:
-        """Return how many jobs of a model wait, of all owners or of one."""
+        """Return how many jobs of a model are waiting, of one owner or of all."""
         return await self._database.read(lambda session: _num_waiting(session, model, owner))
 
     async def levels(self, model: str) -> tuple[dict[str, int], float | None]:
-        """Return how many jobs of a model there are by status, and since when the first of those waits."""
+        """Return the numbers of a model's jobs by status, and when the oldest waiting one was queued."""
 
         def read(session: Session) -> tuple[dict[str, int], float | None]:
             wanted = (JobRow.model == model, JobRow.removed.is_(False))
@@ -305,7 +311,7 @@ class JobStore:
         return set(await self._database.read(lambda session: session.scalars(select(JobRow.id)).all()))
 
     async def used_bytes(self) -> dict[Holder, int]:
-        """Return how many bytes all jobs have, by whose they are."""
+        """Return the bytes of all jobs by holder."""
         of_files = JobRow.request_bytes + func.coalesce(JobRow.result_bytes, 0)
         total = func.sum(of_files + JobRow.event_bytes + JOB_BYTES)
         wanted = select(JobRow.owner, JobRow.key_id, total).group_by(JobRow.owner, JobRow.key_id)
@@ -356,15 +362,15 @@ class JobStore:
             )
 
     def _cancel(self, session: Session, job: JobRow) -> None:
-        # Asked for first: that locks the job where the database lets two write at once, so that nobody
-        # gives it back in between and it waits for ever.
+        # The request is recorded first: on a database with concurrent writers that locks the row, so that the
+        # job is not requeued in between, without being cancelled.
         if change(session, job.number, JobRow.status.not_in(FINAL), events=[], cancel_requested=True):
             event, values = cancelled(self._ttl_s)
             change(session, job.number, JobRow.lease_by.is_(None), events=[event], **values)
 
 
 def not_found(job_id: str, param: str | None = None) -> ApiError:
-    """Return the error for a job that is not there."""
+    """Return the error for a job that does not exist or is not visible."""
     return ApiError(
         ErrorCode.JOB_NOT_FOUND,
         f"No job has the id {job_id[:100]!r}; jobs go some time after their end, see 'expires_at'.",
@@ -423,7 +429,7 @@ def _same(before: JobRow, new: NewJob) -> Accepted:
 
 
 def _removed(session: Session, jobs: list[JobRow]) -> Gone:
-    # Asked again as they go: one may have been let run again, where the database lets two write at once.
+    # The status is checked again: on a database with concurrent writers a job may have been requeued.
     gone = session.execute(
         delete(JobRow)
         .where(JobRow.number.in_([job.number for job in jobs]), JobRow.status.in_(FINAL))

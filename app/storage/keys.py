@@ -1,4 +1,4 @@
-"""Keys in the database: made, found, replaced, ended; never removed, so that what they did stays told."""
+"""API keys in the database: creation, lookup, replacement, revocation. Never deleted, for the audit log."""
 
 from __future__ import annotations
 
@@ -16,34 +16,33 @@ from app.storage.database import Database
 from app.storage.tables import KeyRow, TenantRow
 
 _MAX_IDS: Final = 1000
-"""Of one statement, which databases bound."""
+"""The maximum number of ids in one statement, which databases limit."""
 
 
 class KeyTakenError(Exception):
-    """The id of a key that was to be made is another's."""
+    """The id of a key to be created is in use."""
 
 
 class KeyStore:
     """Keys and their tenants.
 
     Args:
-        database: Has the tables, and is started before this is used.
+        database: The database with the tables, started before the store is used.
     """
 
     def __init__(self, database: Database) -> None:
-        """Keep the database."""
         self._database = database
 
     async def add(self, new: NewKey, key_id: str, kept: str) -> Key:
-        """Write a key down, and its tenant if it is the first.
+        """Insert a key, and its tenant if this is the tenant's first key.
 
         Args:
-            new: What it may.
-            key_id: Its name.
+            new: The key's properties.
+            key_id: Its id.
             kept: Its hash.
 
         Raises:
-            KeyTakenError: There is one of this name.
+            KeyTakenError: The id is in use.
         """
 
         def write(session: Session) -> Key:
@@ -63,22 +62,23 @@ class KeyStore:
         try:
             return await self._database.write(write)
         except IntegrityError:
-            pass  # somebody else has just made the tenant, on databases that let two write at once
+            pass  # another server has just created the tenant, on a database with concurrent writers
         try:
             return await self._database.write(write)
         except IntegrityError as error:
             raise KeyTakenError(key_id) from error
 
     async def replace(self, key_id: str, new_id: str, kept: str, grace_s: float) -> Key:
-        """Write down a key of the rights of another, which ends after the grace.
+        """Insert a key with the rights of an existing one, which expires after ``grace_s`` seconds.
 
         Raises:
-            ApiError: ``key_not_found``; ``key_ended``: it opens nothing any more.
+            ApiError: ``key_not_found``; ``key_ended``: the old key is expired or revoked.
         """
 
         def write(session: Session) -> Key:
             moment = time.time()
-            # Two that replace it at once, with and without a grace, must not lengthen it between them.
+            # Locked, so that two concurrent replacements, with and without a grace period, cannot extend the
+            # old key.
             old = session.get(KeyRow, key_id, with_for_update=True)
             if old is None:
                 raise not_found(key_id)
@@ -99,7 +99,7 @@ class KeyStore:
         return await self._database.write(write)
 
     async def revoke(self, key_id: str) -> Key:
-        """End a key now; one that has ended stays as it is.
+        """Revoke a key; one that is already revoked is unchanged.
 
         Raises:
             ApiError: ``key_not_found``.
@@ -116,7 +116,7 @@ class KeyStore:
         return await self._database.write(write)
 
     async def page(self, tenant: str | None = None) -> list[Key]:
-        """Return keys, the newest first, of all tenants or of one."""
+        """Return keys, newest first, of one tenant or of all."""
 
         def read(session: Session) -> list[Key]:
             wanted = select(KeyRow).order_by(KeyRow.created_at.desc(), KeyRow.id)
@@ -127,7 +127,7 @@ class KeyStore:
         return await self._database.read(read)
 
     async def has_open(self, tier: Tier, scope: Scope) -> bool:
-        """Tell whether a key of a tier opens something."""
+        """Return whether there is a valid key of a tier with a scope."""
 
         def read(session: Session) -> bool:
             moment = time.time()
@@ -139,10 +139,10 @@ class KeyStore:
         return await self._database.read(read)
 
     async def find(self, key_ids: Collection[str]) -> dict[str, tuple[KeyRow, Limits]]:
-        """Return those of these keys that there are as they are kept, and the limits of their tenants."""
+        """Return the rows of those of these keys that exist, each with the limits of its tenant."""
 
         def read(session: Session) -> dict[str, tuple[KeyRow, Limits]]:
-            # One statement, whether or not there is such a key: how long it takes tells nothing of it.
+            # One statement, whether or not the key exists, so that the time it takes reveals nothing.
             joined = select(KeyRow, TenantRow.limits).join(TenantRow, TenantRow.name == KeyRow.tenant)
             found: dict[str, tuple[KeyRow, Limits]] = {}
             ids = list(key_ids)
@@ -155,7 +155,10 @@ class KeyStore:
         return await self._database.read(read)
 
     async def heir(self, key_id: str) -> tuple[KeyRow, Limits] | None:
-        """Return a key that opens something or, where it was replaced, the newest successor that does."""
+        """Return a key if it is valid or, if it expired and was replaced, its newest valid successor.
+
+        Revoked keys and their successors are excluded.
+        """
 
         def read(session: Session) -> tuple[KeyRow, Limits] | None:
             moment = time.time()
@@ -167,7 +170,7 @@ class KeyStore:
                     continue
                 if is_open(row, moment):
                     return row, Limits.model_validate(session.get_one(TenantRow, row.tenant).limits)
-                # It may have been replaced more than once: where the first answer was lost, for one.
+                # A key may have been replaced more than once, for example if the first response was lost.
                 successors = select(KeyRow).where(KeyRow.replaces == row.id).order_by(KeyRow.created_at)
                 left.extend(session.scalars(successors))
             return None
@@ -199,16 +202,16 @@ class KeyStore:
         return await self._database.write(write)
 
     async def is_used(self) -> bool:
-        """Tell whether a key was ever made: from then on nobody is let in without one."""
+        """Return whether a key was ever created; from then on every caller needs a key."""
         found = await self._database.read(lambda session: session.scalar(select(func.count(KeyRow.id))))
         return bool(found)
 
     async def note_use(self, key_id: str, kept: str | None = None) -> None:
-        """Write down that a key was used now.
+        """Record that a key was used now.
 
         Args:
-            key_id: The key.
-            kept: Its hash, where that is to be another one.
+            key_id: The key's id.
+            kept: A new hash to store, or None.
         """
         new: dict[str, Any] = {"last_used_at": time.time()} | ({} if kept is None else {"hash": kept})
         change = update(KeyRow).where(KeyRow.id == key_id).values(**new)
@@ -216,12 +219,12 @@ class KeyStore:
 
 
 def is_open(row: KeyRow, moment: float) -> bool:
-    """Tell whether a key opens what it says at a moment."""
+    """Return whether a key is valid at a moment (seconds since 1970)."""
     return row.revoked_at is None and (row.expires_at is None or moment < row.expires_at)
 
 
 def told(row: KeyRow) -> Key:
-    """Return what lists say of a key."""
+    """Return a key's public properties."""
     return Key(
         id=row.id,
         tenant=row.tenant,
@@ -247,7 +250,7 @@ def _kept(limits: Limits) -> dict[str, Any]:
 
 
 def not_found(key_id: str) -> ApiError:
-    """Return the error for an id that no key has."""
+    """Return the error for an unknown key id."""
     return ApiError(ErrorCode.KEY_NOT_FOUND, f"There is no key {key_id!r}.", "key_id")
 
 

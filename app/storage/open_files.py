@@ -1,7 +1,8 @@
-"""Stored files that are being read: a file that is removed stays on disk until its last reader is done.
+"""Tracks readers of stored files: a removed file occupies disk space until its last reader has closed it.
 
-So its bytes stay counted until then, and one tenant reads so many at once: whoever opens files and reads
-nothing has no more of the disk than who keeps them. Stores ask here before they open a file or count it gone.
+Its bytes therefore stay counted until then, and the number of concurrent readers per tenant is limited:
+opening files without reading them does not get around the quotas. Stores register here before they open a
+file or release its bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from app.storage.storage_usage import Holder
 _CHUNK_BYTES: Final = 1024 * 1024
 _MAX_READERS: Final = 64
 Key = tuple[str, int]
-"""A store's name of a file: an id, and which of its files."""
+"""A store's key for a file: an id, and a number among the files of that id."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -26,10 +27,10 @@ class OpenFile:
     """One reader of a file.
 
     Attributes:
-        key: The store's name of the file.
-        holder: Whose it is.
-        num_bytes: Its size.
-        close: Ends it; harmless when repeated.
+        key: The store's key for the file.
+        holder: The owner of the file.
+        num_bytes: The size of the file in bytes.
+        close: Unregisters the reader; idempotent.
     """
 
     key: Key
@@ -39,19 +40,18 @@ class OpenFile:
 
 
 class OpenFiles:
-    """The files of one store that are being read."""
+    """The files of one store that have readers."""
 
     def __init__(self) -> None:
-        """Begin with none."""
         self._readers: dict[Key, list[OpenFile]] = {}
         self._of_tenant: collections.Counter[str] = collections.Counter()
         self._then: dict[Key, list[Callable[[], None]]] = {}
 
     def begin(self, key: Key, holder: Holder, num_bytes: int) -> OpenFile:
-        """Count a reader, before its file is opened.
+        """Register a reader, before its file is opened.
 
         Raises:
-            ApiError: ``rate_limit_exceeded``: the tenant reads too many.
+            ApiError: ``rate_limit_exceeded``: the tenant has too many readers.
         """
         tenant = holder.tenant
         if tenant and self._of_tenant[tenant] >= _MAX_READERS:
@@ -66,7 +66,7 @@ class OpenFiles:
         return reading
 
     def is_open(self, key: Key) -> bool:
-        """Tell whether a file is being read."""
+        """Return whether a file has readers."""
         return key in self._readers
 
     def all(self) -> list[OpenFile]:
@@ -74,7 +74,7 @@ class OpenFiles:
         return [readers[0] for readers in self._readers.values()]
 
     def when_closed(self, key: Key, then: Callable[[], None]) -> None:
-        """Call something when nobody reads a file any more, now if nobody does."""
+        """Call ``then`` when no reader of the file is left; immediately if there is none."""
         if self.is_open(key):
             self._then.setdefault(key, []).append(then)
         else:
@@ -95,10 +95,10 @@ class OpenFiles:
 
 
 class OpenResult:
-    """A stored file open for reading; once open it is read to its end, whatever becomes of it meanwhile."""
+    """A stored file open for reading; its content stays readable to the end even if the file is removed."""
 
     def __init__(self, file: BinaryIO, reading: OpenFile) -> None:
-        """Take over both; ``close`` or the end of ``chunks`` releases them."""
+        """Take ownership of both; ``close`` or the end of ``chunks`` releases them."""
         self._file = file
         self._reading = reading
         self.num_bytes = reading.num_bytes
@@ -115,8 +115,8 @@ class OpenResult:
             await self.close()
 
     async def close(self) -> None:
-        """Release the file; harmless when repeated."""
-        # Closing a file opened for reading only has nothing to flush, so it needs no thread.
+        """Release the file; idempotent."""
+        # Closing a read-only file flushes nothing, so it needs no thread.
         self._file.close()
         self._reading.close()
 

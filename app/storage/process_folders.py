@@ -1,7 +1,8 @@
-"""A folder for each process that lives, locked for as long as it does, so that what the dead left is known.
+"""Folders that belong to one process each, locked during its lifetime, so that leftovers can be identified.
 
-The lock goes with the process, however that ends. A folder without a holder is a dead process's and is
-removed by the next that claims one. Stores of files call this from threads.
+The kernel releases the lock when the process ends, however that happens. A folder whose lock is free belongs
+to a dead process and is removed by the next process that claims a folder. Stores of files call these
+functions from threads.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Final
 logger = logging.getLogger(__name__)
 
 _MAX_TEMPORARY_CHARS: Final = 20
-"""A socket's path has 107 characters, of which ours take 50 and vLLM's name of one 36."""
+"""A socket's path may have 107 characters, of which our folders take 50 and vLLM's file name 36."""
 LOCK_NAME: Final = ".lock"
 _MEMORY: Final = Path("/dev/shm")  # noqa: S108 - in it a folder of ours, which is looked at
 
@@ -32,8 +33,8 @@ class ProcessFolder:
     """A folder of this process.
 
     Attributes:
-        path: Where it is; its name is no other process's, ever.
-        lock: The descriptor that holds its lock.
+        path: Its path, with a name that no other process ever has.
+        lock: The file descriptor that holds its lock.
         dead: Names of the folders of dead processes that were removed.
     """
 
@@ -42,13 +43,13 @@ class ProcessFolder:
     dead: frozenset[str]
 
     def release(self) -> None:
-        """Remove the folder and all that is in it."""
+        """Remove the folder with its content, and release the lock."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self.lock)
 
 
 def claim_folder(directory: Path) -> ProcessFolder:
-    """Make and lock a folder, and remove those whose lock nobody holds."""
+    """Create and lock a folder, and remove folders whose lock is free."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     dead = set()
     with _locked(directory / LOCK_NAME):
@@ -65,12 +66,12 @@ def claim_folder(directory: Path) -> ProcessFolder:
 
 
 def claim_memory_folder() -> ProcessFolder | None:
-    """Make and lock a folder on the file system in memory; None where there is none for this user alone."""
+    """Create and lock a folder in the memory file system; None if there is none private to this user."""
     return _claim_private(_MEMORY / f"nnsight-engine-{os.getuid()}", "large results go over sockets")
 
 
 def claim_socket_folder() -> ProcessFolder | None:
-    """Make and lock a folder for sockets with names, whose paths are short; None where there can be none."""
+    """Create and lock a folder with a short path for Unix sockets; None if that is not possible."""
     temporary = Path(tempfile.gettempdir())
     if len(str(temporary)) > _MAX_TEMPORARY_CHARS:
         return None
@@ -78,7 +79,7 @@ def claim_socket_folder() -> ProcessFolder | None:
 
 
 def _claim_private(directory: Path, otherwise: str) -> ProcessFolder | None:
-    """Claim a folder in a directory of this user's alone, in a place that is everybody's."""
+    """Claim a folder in a directory private to this user, below a directory shared by all users."""
     try:
         directory.mkdir(mode=0o700, exist_ok=True)
         status = directory.lstat()
@@ -105,7 +106,7 @@ def _is_abandoned(folder: Path) -> bool:
     try:
         descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
-        # Only folders of ours carry the lock; whatever else lies here is not ours to remove.
+        # Only folders of this project contain the lock file; other folders must not be removed.
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

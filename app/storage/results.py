@@ -1,11 +1,11 @@
-"""Large results as files that expire, so that captured tensors need not travel inside JSON.
+"""Stores large results as files that expire, so that captured tensors need not be embedded in JSON.
 
-The store never holds more than its byte limit: the oldest files go first, of whichever tenant has
-the most; nor more than its share of one tenant, whose own oldest go for its new ones. What is being read
-does not go, and counts until nobody reads it. An id cannot be
-guessed and never becomes a path unless the store made it. Each process writes into a folder
-of its own, locked for as long as it lives; a folder without a holder is a dead process's and
-is removed at the next start. All disk work runs in threads.
+The store never exceeds its byte limit: it evicts the oldest files, first those of the tenant with the most
+bytes. A tenant never exceeds its share: its own oldest files are evicted for its new ones. Files with readers
+are not evicted, and stay counted until the last reader is done. Ids are unguessable, and only ids that the
+store created are ever turned into a path. Each process writes into a folder of its own, locked during its
+lifetime; a folder whose lock is free belongs to a dead process and is removed at the next start. All disk
+access runs in threads.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MAX_SWEEP_S: Final = 30.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredResult:
-    """A stored file: its id, its size, when it goes (Unix seconds), and whose it is."""
+    """A stored file: its id, its size in bytes, its expiry (Unix seconds), and its owner."""
 
     id: str
     num_bytes: int
@@ -45,18 +45,18 @@ class StoredResult:
 
 
 class ResultStore:
-    """Safetensors files with an expiry and a limit on their bytes together.
+    """Safetensors files with an expiry and a limit on their total size.
 
     Args:
-        directory: Folder shared by all server processes of this user.
-        ttl_s: How long a file is kept.
-        max_bytes: Most bytes of all files.
-        share: The part of that which one tenant may have.
-        clock: Unix seconds.
-        replica: What ids begin with, so that whoever is asked for one finds the server that has it.
+        directory: The folder shared by all server processes of this user.
+        ttl_s: How long a file is retained, in seconds.
+        max_bytes: The limit for all files.
+        share: The fraction of it that one tenant may use.
+        clock: Returns Unix seconds.
+        replica: The prefix of ids, by which a replica that is asked for a result finds the one that has it.
 
     Attributes:
-        stored: What tenants and keys keep, here and elsewhere.
+        stored: The storage use and limits of tenants and keys, here and in other stores.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class ResultStore:
         clock: Callable[[], float] | None = None,
         replica: str = "",
     ) -> None:
-        """Remember the limits; the disk is first touched by ``start``."""
+        """The disk is not accessed before ``start``."""
         self._prefix = f"{replica}." if replica else ""
         self._directory = directory
         self._ttl_s = ttl_s
@@ -86,18 +86,18 @@ class ResultStore:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all files, those being written included."""
+        """The bytes of all files, including those being written."""
         return self._kept.total
 
     async def start(self) -> None:
-        """Make this process's folder, remove those of dead processes, and start to expire files."""
+        """Create this process's folder, remove those of dead processes, and start to expire files."""
         if self._folder is not None:
             return
         self._folder = await asyncio.to_thread(claim_folder, self._directory)
         self._sweeper = asyncio.create_task(self._sweep(), name="result-store-sweep")
 
     async def close(self) -> None:
-        """Remove all files; nothing is served afterwards."""
+        """Remove all files; nothing can be opened afterwards."""
         if self._sweeper is not None:
             self._sweeper.cancel()
             await asyncio.gather(self._sweeper, return_exceptions=True)
@@ -110,18 +110,17 @@ class ResultStore:
             await asyncio.to_thread(folder.release)
 
     async def put(self, tensors: Mapping[str, TensorResult], owner: str, key_id: str = "") -> StoredResult:
-        """Store tensors in one file of a tenant's, making room by dropping the oldest files.
+        """Store tensors in one file of a tenant, and evict the oldest files if necessary.
 
         Args:
-            tensors: By name.
+            tensors: The tensors by name.
             owner: The tenant.
-            key_id: Of its keys, the one that asked for them.
+            key_id: The tenant's key that requested them.
 
         Raises:
-            ApiError: ``capture_too_large`` (beyond what the store, or a tenant in it, may have),
-                ``stored_bytes_full`` (beyond what the tenant or the key may keep),
-                ``engine_capture_full`` (no room now: other files are being written, or the disk
-                refuses).
+            ApiError: ``capture_too_large`` (beyond the limit of the store or of a tenant in it),
+                ``stored_bytes_full`` (beyond the limit of the tenant or of the key), ``engine_capture_full``
+                (no room now: other files are being written or read, or the disk refuses).
         """
         task = asyncio.create_task(self._put(tensors, Holder(owner, key_id)))
         self._writes.add(task)
@@ -129,16 +128,16 @@ class ResultStore:
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            # Nobody will learn the id, so the file goes as soon as its write is over.
+            # No client will receive the id, so the file is removed as soon as it is written.
             task.add_done_callback(self._abandon)
             raise
 
     async def open(self, result_id: str, owner: str) -> OpenResult:
-        """Open a stored file of a tenant's.
+        """Open a stored file of a tenant.
 
         Raises:
-            ApiError: ``result_not_found``, the same for ids that never were, that expired, and of others;
-                ``rate_limit_exceeded``: the tenant reads too many at once.
+            ApiError: ``result_not_found``, without distinction for unknown, expired and other tenants' ids;
+                ``rate_limit_exceeded``: the tenant has too many open downloads.
         """
         entry = self._entries.get(result_id)
         if entry is not None and entry.holder.tenant != owner:
@@ -181,7 +180,7 @@ class ResultStore:
         return entry
 
     def _reserve(self, num_bytes: int, holder: Holder) -> list[Path]:
-        """Count ``num_bytes`` as used and return the files that must go for them."""
+        """Count ``num_bytes`` as used and return the files to remove for them."""
         most = self._max_tenant_bytes if holder.tenant else self._max_bytes
         if num_bytes > most:
             raise ApiError(
@@ -189,7 +188,7 @@ class ResultStore:
                 f"A stored result may have {most} bytes, this one has {num_bytes}; "
                 "capture fewer points or positions, or use 'reduce'.",
             )
-        # One that is being read would give back nothing now.
+        # Evicting a file that is being read would free nothing now.
         leaving = _Leaving(entry for entry in self._entries.values() if not self._open.is_open((entry.id, 0)))
         for name in holder.names:
             if not leaving.add(self.stored.excess(name, num_bytes), name):
@@ -234,13 +233,13 @@ class ResultStore:
 
 
 class _Leaving:
-    """Files that must go so that another has room, found before any goes.
+    """A set of files to evict so that a new one fits, determined before any is removed.
 
     Args:
-        entries: Those that there are, the oldest first.
+        entries: The candidates, oldest first.
 
     Attributes:
-        entries: Those that must go.
+        entries: The files to evict.
     """
 
     def __init__(self, entries: Iterable[StoredResult]) -> None:
@@ -250,11 +249,15 @@ class _Leaving:
             self._left[entry.holder.tenant].append(entry)
 
     def add(self, num_bytes: int, name: str | None = None) -> bool:
-        """Have so many bytes go, those that go already included; returns whether there are as many.
+        """Select files until ``num_bytes`` are freed, including those selected before.
 
         Args:
-            num_bytes: How many.
-            name: Whose, as ``Holder.names`` has it; None for anybody's, of whoever has the most first.
+            num_bytes: The number of bytes to free.
+            name: One of ``Holder.names``, to free bytes of that holder; None for any, starting with the
+                tenant that has the most.
+
+        Returns:
+            Whether the candidates suffice.
         """
         gone = sum(entry.num_bytes for entry in self.entries if name is None or name in entry.holder.names)
         while gone < num_bytes:
@@ -276,7 +279,7 @@ class _Leaving:
 
 
 def steady_time() -> Callable[[], float]:
-    """Return a clock that tells the time now, and from now on does not jump when the machine's is set."""
+    """Return a clock with the current Unix time that does not jump when the system clock is set."""
     offset_s = time.time() - time.monotonic()
     return lambda: offset_s + time.monotonic()
 
@@ -294,5 +297,6 @@ def _unlink(paths: list[Path]) -> None:
         try:
             path.unlink(missing_ok=True)
         except OSError:
-            # Forgotten already, so it is never served; the folder goes when the server stops.
+            # It is dropped from the index, so it is never served; the folder is removed when the server
+            # stops.
             logger.warning("a stored result could not be removed: %s", path, exc_info=True)

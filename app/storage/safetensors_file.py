@@ -1,8 +1,8 @@
-"""Writing tensors as a safetensors file, straight from bytes to disk.
+"""Writes tensors as a safetensors file, directly from their bytes.
 
-The format is a length, a JSON header and the data, in that order. It is written here because the
-library's own writer takes raw memory addresses; the tests read every file back with the library.
-The result store calls this from a thread.
+The format is a length, a JSON header and the data, in that order. It is implemented here because the
+library's own writer takes raw memory addresses; the tests read every file back with the library. The result
+store calls this from a thread.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def layout(tensors: Mapping[str, TensorResult]) -> tuple[bytes, list[str]]:
     """Return the bytes before the data, and the keys in the order of their data.
 
     Raises:
-        ValueError: A dtype the format does not have here, or data that does not fill its shape.
+        ValueError: An unsupported dtype, or data whose size does not match its shape.
     """
     # Wide types first, so that every tensor starts at a multiple of its item size.
     order = sorted(tensors, key=lambda key: (-_code_and_size(tensors[key])[1], key))
@@ -48,7 +48,7 @@ def layout(tensors: Mapping[str, TensorResult]) -> tuple[bytes, list[str]]:
 
 
 def write(path: Path, head: bytes, tensors: Mapping[str, TensorResult], order: list[str]) -> None:
-    """Write a file that is there whole or not at all; ``head`` and ``order`` come from ``layout``."""
+    """Write a file atomically; ``head`` and ``order`` come from ``layout``."""
     partial = path.with_suffix(".partial")
     try:
         with partial.open("xb") as file:

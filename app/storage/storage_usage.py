@@ -1,7 +1,8 @@
-"""Who keeps how much on this server, over all the places where something is kept.
+"""Accounts stored bytes by tenant and key, over all stores.
 
-A place (results, jobs) counts its bytes by holder as they come and go. What a tenant or a key may keep at
-most, in all places together, is learned with each of their requests, so no place has to ask a database.
+Each store (results, jobs) counts its bytes by holder as they are added and removed. The limits of a tenant or
+a key, over all stores together, are updated with each of their requests, so that no store has to query a
+database.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from api_schemas.errors import ApiError, ErrorCode
 
 
 class Holder(NamedTuple):
-    """Whose something is.
+    """The owner of stored data.
 
     Attributes:
-        tenant: Empty on a server without keys.
-        key_id: The key that it was made with, empty if that is not known.
+        tenant: The tenant; empty on a server without keys.
+        key_id: The key that created the data; empty if unknown.
     """
 
     tenant: str = ""
@@ -26,7 +27,7 @@ class Holder(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """What counts go by: those whose limits hold for it."""
+        """The names under which the bytes are counted and whose limits apply."""
         named = (("tenant", self.tenant), ("key", self.key_id))
         return [f"{kind}:{name}" for kind, name in named if name]
 
@@ -35,23 +36,22 @@ NOBODY: Final = Holder()
 
 
 class StorageUsage:
-    """The bytes that are kept in one place.
+    """The bytes in one store.
 
     Attributes:
-        total: All of them.
+        total: The bytes of all holders.
     """
 
     def __init__(self) -> None:
-        """Begin with nothing."""
         self.total = 0
         self._by_name: collections.Counter[str] = collections.Counter()
 
     def of(self, name: str) -> int:
-        """Return how many one of ``Holder.names`` has."""
+        """Return the bytes of one of ``Holder.names``."""
         return self._by_name[name]
 
     def add(self, holder: Holder, num_bytes: int) -> None:
-        """Count bytes that came or, less than none, went."""
+        """Count added bytes or, if negative, removed ones."""
         self.total = max(0, self.total + num_bytes)
         for name in holder.names:
             self._by_name[name] += num_bytes
@@ -59,7 +59,7 @@ class StorageUsage:
                 del self._by_name[name]
 
     def set(self, counts: Mapping[Holder, int]) -> None:
-        """Learn of all there are."""
+        """Replace all counts."""
         self.total = 0
         self._by_name.clear()
         for holder, num_bytes in counts.items():
@@ -67,37 +67,36 @@ class StorageUsage:
 
 
 class StoredBytes:
-    """What is kept in all places, and how much of it may be."""
+    """The bytes in all stores, and the limits on them."""
 
     def __init__(self) -> None:
-        """Begin without places, and without limits."""
         self._places: list[StorageUsage] = []
         self._limits: dict[str, int] = {}
 
     def place(self) -> StorageUsage:
-        """Return a new place, which counts from now on."""
+        """Register a new store and return its counter."""
         kept = StorageUsage()
         self._places.append(kept)
         return kept
 
     def learn(self, name: str, most: int | None) -> None:
-        """Take note of what one of ``Holder.names`` may keep; None for as much as they like."""
+        """Set the limit of one of ``Holder.names``; None for no limit."""
         if most is not None:
             self._limits[name] = most
         else:
             self._limits.pop(name, None)
 
     def used(self, name: str) -> int:
-        """Return how much one of ``Holder.names`` keeps."""
+        """Return the bytes of one of ``Holder.names`` in all stores."""
         return sum(place.of(name) for place in self._places)
 
     def excess(self, name: str, num_bytes: int) -> int:
-        """Return by how much one of ``Holder.names`` would keep too much with so many bytes more."""
+        """Return by how many bytes one of ``Holder.names`` would exceed its limit with ``num_bytes`` more."""
         most = self._limits.get(name)
         return 0 if most is None else max(0, self.used(name) + num_bytes - most)
 
     def check(self, holder: Holder, num_bytes: int) -> None:
-        """Go on if a holder may keep so many bytes more.
+        """Check that a holder may store ``num_bytes`` more.
 
         Raises:
             ApiError: ``stored_bytes_full``.
@@ -107,7 +106,7 @@ class StoredBytes:
                 raise self.full(name, num_bytes)
 
     def full(self, name: str, num_bytes: int) -> ApiError:
-        """Return the error for a holder who may not keep so many bytes more."""
+        """Return the error for a holder without room for ``num_bytes`` more."""
         kind, _, who = name.partition(":")
         return ApiError(
             ErrorCode.STORED_BYTES_FULL,

@@ -1,8 +1,8 @@
-"""The database's tables, as this version of the server sees them.
+"""The database's tables in this version of the server.
 
-A change here needs a migration beside it; a test compares the two. Times are seconds since 1970, statuses
-are those of ``api_schemas.jobs``. Text holds neither NUL nor lone surrogates, which not every database can
-store: ``engines`` sees to that, and whoever writes something as JSON.
+Each change here requires a migration; a test compares the two. Times are seconds since 1970, statuses are
+those of ``api_schemas.jobs``. Text must contain neither NUL nor lone surrogates, which not every database can
+store: ``engines`` ensures that for text, and code that writes JSON ensures it for JSON.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from app.storage.storage_usage import Holder
 
-# SQLite counts up by itself only what is declared as its plain INTEGER.
+# SQLite increments automatically only columns declared as INTEGER.
 _COUNTER: Final = BigInteger().with_variant(Integer, "sqlite")
-# Names that every database agrees on, so that later migrations can refer to them.
+# Names that are the same on every database, so that later migrations can refer to them.
 _NAMES: Final = {
     "ix": "ix_%(table_name)s_%(column_0_N_name)s",
     "uq": "uq_%(table_name)s_%(column_0_N_name)s",
@@ -38,10 +38,10 @@ _NAMES: Final = {
 
 
 class Base(DeclarativeBase):
-    """What all tables share."""
+    """The base class of all tables."""
 
     metadata = MetaData(naming_convention=_NAMES)
-    # A time in single precision would be minutes off.
+    # Single precision would make times minutes off.
     type_annotation_map: ClassVar[dict[Any, Any]] = {float: Double()}
 
 
@@ -49,35 +49,36 @@ class JobRow(Base):
     """A job.
 
     Attributes:
-        number: Counts up, never used twice: the order in which jobs came.
-        id: Cannot be guessed.
-        owner: The tenant whose it is; empty as long as there are no keys.
-        key_id: The key that let it run last; empty likewise.
+        number: Increases and is never reused: the order in which jobs were accepted.
+        id: An unguessable id.
+        owner: The tenant; empty on a server without keys.
+        key_id: The key that last submitted or reran it; empty on a server without keys.
         model: The server's name of the model; only servers of that model run it.
         status: A ``JobStatus``; always that of the last event that is not a ``LOG``.
-        engine: What runs it, once that is known.
-        head: What lists and logs tell of the request, see ``JobSummary``.
+        engine: The engine that runs it, once known.
+        head: The description of the request for lists and logs, see ``JobSummary``.
         message: Why it failed.
-        code: The same for programs, an error code.
+        code: The error code of the failure.
         created_at: When it was accepted.
-        queued_at: When it began to wait; the order in which jobs of one owner run.
+        queued_at: When it was queued; the order in which jobs of one owner run.
         started_at: When its blocks began to run.
         finished_at: When it ended.
-        expires_at: When it and its files go; None until it has ended.
-        idempotency_key: The client's name for the request, its owner's own.
-        digest: SHA-256 of the request, hexadecimal.
-        request_bytes: Size of the request.
-        result_bytes: Size of the result; None where there is none. A file of a job without it is not whole.
-        event_bytes: Size of its events, what its blocks printed above all, see ``job_states``.
-        attempt: How often it was begun.
-        num_interruptions: How often the server died while it ran.
-        num_events: How many events it has; the number of the last one.
-        reruns: Whether it runs again by itself when the server died while it ran.
-        cancel_requested: Whether whoever runs it is to end it.
-        removed: Whether it is gone for clients, and goes when it has ended.
+        expires_at: When it and its files are removed; None until it has ended.
+        idempotency_key: The client's key for the request, unique per owner.
+        digest: The SHA-256 of the request, in hexadecimal.
+        request_bytes: The size of the request.
+        result_bytes: The size of the result; None if there is none, in which case a result file is partial.
+        event_bytes: The size of its events, mostly printed output, see ``job_states``.
+        attempt: The number of attempts, including the current one.
+        num_interruptions: How often a server died while it held the job.
+        num_events: The number of events, which is also the number of the last one.
+        reruns: Whether it is requeued automatically after the server died while it ran.
+        cancel_requested: Whether its cancellation was requested.
+        removed: Whether it is hidden from clients, to be removed after its end.
         lease_by: The server process that runs it.
-        lease_until: When it thinks that this is over unless it says otherwise; others see that it changes.
-        traceparent: Of the request that let it run last, for a collector of traces; empty if there is none.
+        lease_until: The end of the lease by the holder's clock, changed at each renewal; other servers only
+            compare it with its previous value.
+        traceparent: The W3C ``traceparent`` of the request that last submitted or reran it; empty if none.
     """
 
     __tablename__ = "jobs"
@@ -122,12 +123,12 @@ class JobRow(Base):
 
     @property
     def holder(self) -> Holder:
-        """Whose its files are."""
+        """The owner that its files are counted for."""
         return Holder(self.owner, self.key_id)
 
 
 class EventRow(Base):
-    """Something that happened to a job; ``seq`` counts from 1 without gaps."""
+    """An event of a job; ``seq`` counts from 1 without gaps."""
 
     __tablename__ = "job_events"
 
@@ -142,12 +143,12 @@ class EventRow(Base):
 
 
 class TenantRow(Base):
-    """Who shares the server: whose keys, jobs and results are kept apart from others'.
+    """A tenant, whose keys, jobs and results are isolated from those of other tenants.
 
     Attributes:
-        name: What operators call it.
-        limits: For all of its keys together, see ``api_schemas.keys.Limits``.
-        created_at: When its first key was made.
+        name: The operator's name for it.
+        limits: The limits of all of its keys together, see ``api_schemas.keys.Limits``.
+        created_at: When its first key was created.
     """
 
     __tablename__ = "tenants"
@@ -158,7 +159,7 @@ class TenantRow(Base):
 
 
 class KeyRow(Base):
-    """A key; see ``api_schemas.keys.Key``. ``hash`` is all that is kept of what opens anything."""
+    """A key; see ``api_schemas.keys.Key``. Only ``hash`` is stored, never the secret."""
 
     __tablename__ = "keys"
     __table_args__ = (Index(None, "tenant"),)
@@ -179,7 +180,7 @@ class KeyRow(Base):
 
 
 class AuditRow(Base):
-    """Something that was done; see ``api_schemas.audit.AuditEntry``."""
+    """An audited action; see ``api_schemas.audit.AuditEntry``."""
 
     __tablename__ = "audit"
     __table_args__ = (
@@ -213,11 +214,12 @@ class AuditRow(Base):
 
 
 class VectorNameRow(Base):
-    """A tenant's name for vectors, which stays when they are gone: no version comes back as another.
+    """A tenant's name for vectors, retained after they are removed so that version numbers are never reused.
 
     Attributes:
-        versions: How many were ever made.
-        shared: Whether one was ever shared: then the name is this tenant's for all who have none of it.
+        versions: The number of versions ever created.
+        shared: Whether a version was ever shared; the name then refers to this tenant's vectors for all
+            tenants without vectors of that name.
     """
 
     __tablename__ = "vector_names"
@@ -232,11 +234,11 @@ class VectorRow(Base):
     """A vector; see ``api_schemas.vectors.Vector``.
 
     Attributes:
-        number: Counts up, never used twice: the order in which vectors came.
-        tenant: Whose it is; empty as long as there are no keys.
-        leaf: The kind of points that it belongs to, ``output`` of a layer.
+        number: Increases and is never reused: the order in which vectors were created.
+        tenant: The tenant; empty on a server without keys.
+        leaf: The kind of points that it applies to, such as ``output`` of a layer.
         layers: The layers of the rows, ascending.
-        data: The rows, ``[layers, width]``, float32 and little-endian; read only where it is asked for.
+        data: The rows, ``[layers, width]``, float32 and little-endian; loaded only on access.
     """
 
     __tablename__ = "vectors"

@@ -1,10 +1,10 @@
-"""Vectors in the database: made, found by id or by name, removed.
+"""Vectors in the database: created, found by id or by name, removed.
 
-The numbers lie in the database too, a few megabytes at most: every server that shares it sees each vector the
-moment that it is there. A tenant sees its own vectors and those that are shared. A version, once made, never
-changes, and its number is never given again. A name that a tenant has used is its own from then on, also when
-its vectors are gone, and a name that was shared stays with the tenant that shared it: neither comes to mean
-another's numbers because something was removed.
+The numbers are stored in the database too, a few megabytes at most, so that every server that shares the
+database sees each vector at once. A tenant sees its own vectors and shared ones. A version never changes, and
+its number is never reused. A name that a tenant has used stays its own even after its vectors are removed,
+and a name that was shared stays with the tenant that shared it: a removal never makes a name refer to another
+tenant's numbers.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _ID: Final = re.compile(rf"{_ID_PREFIX}[0-9a-f]{{{2 * _ID_BYTES}}}")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NewRow:
-    """A vector to be kept.
+    """A vector to be stored.
 
     Attributes:
-        tenant: Whose it is.
-        name: What operations call it.
+        tenant: The tenant.
+        name: The name that operations refer to.
         model: The server's name of the model.
-        rows: Its numbers.
+        rows: The numbers.
         shared: Whether every tenant may use it.
-        format: What it came as.
-        source_sha256: Of the file that it came in.
+        format: The format in which it was received.
+        source_sha256: The SHA-256 of the uploaded file.
         training: How it was trained.
     """
 
@@ -60,17 +60,17 @@ class NewRow:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FoundVector:
-    """What operations need of a vector beside its numbers.
+    """A vector's metadata for operations, without its numbers.
 
     Attributes:
-        number: Names its numbers, for ``VectorStore.data``.
+        number: The argument of ``VectorStore.data``.
         id: Its id.
         name: Its name.
         version: Its version.
-        model: The model that it is of.
-        leaf: The kind of points that it belongs to.
-        layers: Whose its rows are, ascending.
-        width: Numbers in a row.
+        model: The model that it belongs to.
+        leaf: The kind of points that it applies to.
+        layers: The layers of its rows, ascending.
+        width: The length of a row.
     """
 
     number: int
@@ -87,22 +87,22 @@ class VectorStore:
     """Vectors of all tenants.
 
     Args:
-        database: Has the tables, and is started before this is used.
-        max_bytes: What all vectors may have together.
-        share: The part of that which one tenant's may have.
+        database: The database with the tables, started before the store is used.
+        max_bytes: The limit for all vectors together.
+        share: The fraction of it that one tenant may use.
     """
 
     def __init__(self, database: Database, max_bytes: int, share: float = 1.0) -> None:
-        """Keep the database."""
         self._database = database
         self._max_bytes = max_bytes
         self._max_tenant_bytes = int(max_bytes * share)
 
     async def add(self, new: NewRow) -> Vector:
-        """Keep a vector, as the next version of its name.
+        """Store a vector as the next version of its name.
 
         Raises:
-            ApiError: ``vector_store_full``; ``vector_name_taken``: another tenant has shared one of the name.
+            ApiError: ``vector_store_full``; ``vector_name_taken``: another tenant has shared one of that
+                name.
         """
 
         def write(session: Session) -> Vector:
@@ -126,16 +126,16 @@ class VectorStore:
         try:
             return await self._database.write(write)
         except IntegrityError:
-            # Somebody has made the same name at the same time, on databases that let two write at once.
+            # The same name was created concurrently, on a database with concurrent writers.
             return await self._database.write(write)
 
     async def page(
         self, tenant: str, *, name: str | None, after: str | None, limit: int
     ) -> tuple[list[Vector], bool]:
-        """Return a tenant's vectors and shared ones, the newest first, and whether there are more.
+        """Return a tenant's vectors and shared ones, newest first, and whether there are more.
 
         Raises:
-            ApiError: ``vector_not_found``: none that the tenant sees has the id ``after``.
+            ApiError: ``vector_not_found``: no vector visible to the tenant has the id ``after``.
         """
 
         def read(session: Session) -> list[Vector]:
@@ -151,11 +151,11 @@ class VectorStore:
         return found[:limit], len(found) > limit
 
     async def get(self, vector_id: str, tenant: str) -> Vector:
-        """Return a vector that a tenant sees; raises ApiError ``vector_not_found``."""
+        """Return a vector visible to a tenant; raise ApiError ``vector_not_found``."""
         return await self._database.read(lambda session: told(_row(session, vector_id, tenant), tenant))
 
     async def content(self, vector_id: str, tenant: str) -> tuple[Vector, bytes]:
-        """Return a vector that a tenant sees, and its numbers; raises ApiError ``vector_not_found``."""
+        """Return a vector visible to a tenant, and its numbers; raise ApiError ``vector_not_found``."""
 
         def read(session: Session) -> tuple[Vector, bytes]:
             row = _row(session, vector_id, tenant)
@@ -164,7 +164,7 @@ class VectorStore:
         return await self._database.read(read)
 
     async def remove(self, vector_id: str, tenant: str) -> None:
-        """Remove a vector that a tenant sees; whether they may, is asked before.
+        """Remove a vector visible to a tenant; the caller checks the permission to remove it.
 
         Raises:
             ApiError: ``vector_not_found``.
@@ -174,14 +174,14 @@ class VectorStore:
     async def find(
         self, name: str, version: int | None, tenant: str, models: Sequence[str]
     ) -> FoundVector | None:
-        """Return the vector that a name means to a tenant: its own if it ever had one, or else a shared one.
+        """Resolve a name for a tenant: to its own vector if it ever had one, otherwise to a shared one.
 
         Args:
             name: The name.
-            version: Its version, or None for the newest.
-            tenant: Whose operations name it.
-            models: Names of the model served; a vector of another model is found only where there is none
-                of this one.
+            version: The version, or None for the newest.
+            tenant: The tenant whose operations use the name.
+            models: Names of the served model; a vector of another model is returned only if there is none of
+                this one.
         """
 
         def read(session: Session) -> FoundVector | None:
@@ -197,14 +197,14 @@ class VectorStore:
         return await self._database.read(read)
 
     async def data(self, number: int) -> bytes | None:
-        """Return a vector's numbers, or None where it is gone."""
+        """Return a vector's numbers, or None if it was removed."""
         found = await self._database.read(
             lambda session: session.scalar(select(VectorRow.data).where(VectorRow.number == number))
         )
         return None if found is None else bytes(found)
 
     async def used_bytes(self) -> dict[Holder, int]:
-        """Return the bytes of all vectors, by whose they are."""
+        """Return the bytes of all vectors by holder."""
         wanted = select(VectorRow.tenant, func.sum(VectorRow.num_bytes)).group_by(VectorRow.tenant)
         rows = await self._database.read(lambda session: session.execute(wanted).all())
         return {Holder(tenant): int(num_bytes or 0) for tenant, num_bytes in rows}
@@ -230,7 +230,7 @@ class VectorStore:
 
 
 def told(row: VectorRow, tenant: str) -> Vector:
-    """Return what a tenant is told of a vector."""
+    """Return a vector's properties for a tenant."""
     values: dict[str, Any] = {
         "id": row.id,
         "name": row.name,
@@ -263,7 +263,7 @@ def _seen_by(tenant: str) -> ColumnElement[bool]:
 
 def _row(session: Session, vector_id: str, tenant: str, param: str | None = None) -> VectorRow:
     wanted = select(VectorRow).where(VectorRow.id == vector_id, _seen_by(tenant))
-    # What no id looks like, a database may refuse to look for.
+    # A database may refuse to compare text that cannot be an id.
     row = session.scalars(wanted).first() if _ID.fullmatch(vector_id) else None
     if row is None:
         message = f"There is no vector {clip(vector_id)!r}; GET /v1/vectors lists them."
@@ -272,7 +272,7 @@ def _row(session: Session, vector_id: str, tenant: str, param: str | None = None
 
 
 def _check_name(session: Session, new: NewRow) -> None:
-    """Refuse a name that would mean vectors of two tenants to everybody else, now or one after the other."""
+    """Reject a name that would refer to vectors of two tenants for all others, now or over time."""
     others = select(VectorNameRow.tenant).where(
         VectorNameRow.name == new.name, VectorNameRow.shared.is_(True), VectorNameRow.tenant != new.tenant
     )
