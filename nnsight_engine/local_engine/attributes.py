@@ -1,8 +1,8 @@
-"""The attributes of a model's objects as they were, whatever a block has set, added, replaced or taken away.
+"""Snapshots of the attributes of a model's objects, to undo what a block has set, added, replaced or removed.
 
-A block says ``model.layers[0].attn.scaling = 3``, puts a module in another's place, or leaves a hook behind.
-All of that is entries of dictionaries, lists and sets that hang on the model: these are remembered by what
-they held, compared by identity and put back. ``model_snapshot`` calls this between two traces.
+A block runs ``model.layers[0].attn.scaling = 3``, replaces a module, or leaves a hook behind. All of these
+are entries of dicts, lists and sets that are reachable from the model. A snapshot copies these containers,
+compares them by identity, and restores them. ``model_snapshot`` calls this between two traces.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MADE_LATER: Final = frozenset(
 
 
 class AttributeSnapshot:
-    """What hangs on an object: its attributes, those of the objects in them, and so on.
+    """The attributes of an object, of the objects in them, and so on.
 
     Attributes:
         objects: The objects that were found.
@@ -40,7 +40,7 @@ class AttributeSnapshot:
     """
 
     def __init__(self, root: Any) -> None:
-        """Take note of everything that hangs on ``root``."""
+        """Snapshot everything that is reachable from ``root``."""
         self.objects: list[Any] = []
         self.tensors: list[torch.Tensor] = []
         self._held: list[_Dict | _List | _Set] = []
@@ -53,7 +53,7 @@ class AttributeSnapshot:
                 todo.extend(self._note(value))
 
     def restore(self) -> bool:
-        """Make it so again; returns whether something was otherwise."""
+        """Restore the snapshot; return whether anything had changed."""
         for value, kind, attributes in self._kinds:
             if type(value) is not kind:
                 object.__setattr__(value, "__class__", kind)
@@ -62,7 +62,7 @@ class AttributeSnapshot:
         return sum(held.restore() for held in self._held) > 0
 
     def _note(self, value: Any) -> Iterable[Any]:
-        """Remember a value; returns what hangs on it."""
+        """Record a value; return the values to visit next."""
         hanging: list[Any]
         if isinstance(value, dict):
             self._held.append(_Dict(value))
@@ -79,7 +79,7 @@ class AttributeSnapshot:
             hanging = [vars(value)]
         else:
             return ()
-        self._seen[id(value)] = value  # which keeps it alive, and so its number its own
+        self._seen[id(value)] = value  # the reference keeps its id valid
         return hanging
 
 
@@ -87,15 +87,16 @@ class Definitions:
     """The methods of classes, and the functions and classes of the modules that define them.
 
     Args:
-        classes: The classes; what they inherit counts.
-        modules: Further modules of Python.
+        classes: The classes; their base classes are included.
+        modules: Further Python modules.
     """
 
     def __init__(self, classes: Iterable[type], modules: Iterable[ModuleType] = ()) -> None:
-        """Take note of them."""
+        """Snapshot the definitions."""
         found = {base for one in classes for base in one.__mro__ if base is not object}
         self._classes = [(one, dict(vars(one))) for one in found]
-        # Of a function that the class has itself, so that no name of a module has to be looked up.
+        # Found through a function that the class defines itself, so that no module has to be looked up by
+        # name.
         spaces = {id(space): space for one in found for space in _namespaces(one)}
         spaces.update((id(vars(one)), vars(one)) for one in modules)
         self._spaces = [
@@ -104,7 +105,7 @@ class Definitions:
         ]
 
     def restore(self) -> None:
-        """Make it so again; other variables of modules stay as they are."""
+        """Restore the definitions; other variables of modules stay as they are."""
         for one, known in self._classes:
             now = vars(one)
             if not (len(now) == len(known) and all(map(operator.is_, now.values(), known.values()))):
@@ -130,7 +131,7 @@ def _restore_class(one: type, known: dict[str, Any]) -> None:
 
 
 class _Dict:
-    """A dictionary and what it held, in its order."""
+    """A dict and a copy of its items, in order."""
 
     def __init__(self, held: dict[Any, Any]) -> None:
         self._held = held
@@ -146,7 +147,7 @@ class _Dict:
 
 
 class _List:
-    """A list and what it held."""
+    """A list and a copy of its items."""
 
     def __init__(self, held: list[Any]) -> None:
         self._held = held
@@ -160,7 +161,7 @@ class _List:
 
 
 class _Set:
-    """A set and what it held."""
+    """A set and a copy of its items."""
 
     def __init__(self, held: set[Any]) -> None:
         self._held = held

@@ -1,7 +1,8 @@
-"""Runs what a client has sent, and says what came of it: what traces and sessions have in common.
+"""Execution of a client's blocks and encoding of the outcome: the common part of traces and sessions.
 
-Whoever builds on ``BlockRunner`` says what ``model`` and ``tracer`` are, and how the blocks run. ``process``
-calls it, one trace at a time, in a process that exists for that: reading a trace runs its sender's code.
+Subclasses of ``BlockRunner`` define the objects behind ``model`` and ``tracer``, and how the blocks run.
+``process`` calls it, one trace at a time, in a dedicated process: decoding a trace already runs the client's
+code.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ if TYPE_CHECKING:
 
 
 class ReadTrace:
-    """A trace as it was read, its parts checked.
+    """A decoded trace whose parts were checked.
 
     Attributes:
-        head: What its sender says of it.
+        head: The trace's header from the client.
         shared: The values beside its blocks.
         invokes: Its blocks, with their inputs.
-        edits: Blocks that run beside those.
+        edits: Blocks that run beside these, from the model's edits.
         saved: Containers that were saved before the blocks ran.
     """
 
     def __init__(self, head: TraceHead, received: ReceivedTrace) -> None:
-        """Check it.
+        """Check the parts of the message.
 
         Raises:
-            DecodeError: A part is not what it should be.
+            DecodeError: A part is invalid.
         """
         self.head = head
         self.shared: Mapping[str, Any] = received.shared
@@ -81,61 +82,60 @@ class BlockRunner(ABC):
     """Runs traces, one after the other.
 
     Args:
-        max_result_bytes: What a trace may save.
-        compresses: Whether results are compressed for clients that can read it.
+        max_result_bytes: The maximum size of the values that a trace may save.
+        compresses: Whether results are compressed for clients that accept it.
     """
 
     def __init__(
         self, *, max_result_bytes: int = MessageLimits().max_bytes, compresses: bool = False
     ) -> None:
-        """Wait for traces."""
         self.failure = ""
-        """What is to be said of the last trace's error, nothing if it had none."""
+        """The error message of the last trace; empty if it had no error."""
         self._limits = MessageLimits(max_bytes=max_result_bytes)
         self._compresses = compresses
 
     @property
     def is_worn(self) -> bool:
-        """Whether no other trace is to run here."""
+        """Whether no further trace may run here."""
         return False
 
     @abstractmethod
     def _tracer(self, head: TraceHead) -> Tracer:
-        """Begin with a trace; returns what ``tracer`` is in its blocks."""
+        """Begin a trace; return the object behind ``tracer`` in its blocks."""
 
     @abstractmethod
     def _resolver(self, tracer: Tracer) -> Resolve:
-        """Return what finds the things that the message names."""
+        """Return the function that resolves the references in the message."""
 
     @abstractmethod
     def _execute(self, trace: ReadTrace, tracer: Tracer) -> None:
-        """Run the blocks; raises what they raise."""
+        """Run the blocks; raise their errors."""
 
-    def _warnings(self, tracer: Tracer) -> Sequence[str]:  # noqa: ARG002 - for those who have some
-        """Return what the sender is to be warned of, beside what goes where prints go."""
+    def _warnings(self, tracer: Tracer) -> Sequence[str]:  # noqa: ARG002 - for subclasses that have some
+        """Return warnings for the client, beside those that go to its standard output."""
         return ()
 
     @abstractmethod
     def _reference(self, value: Any) -> tuple[str, ...] | None:
-        """Name what the client has itself."""
+        """Return a reference to a value that the client has itself; None for other values."""
 
     @abstractmethod
     def _tidy(self) -> None:
-        """Forget the trace, after it has ended in whatever way; its sender waits for this."""
+        """Clean up after the trace, however it ended; the client waits for this."""
 
     def settle(self) -> bool:
-        """Undo what the last trace has done; False if another one is not to run here.
+        """Undo the changes of the last trace; return False if no further trace may run here.
 
-        Whoever calls has sent the answer before, so that nobody waits for it but the next trace. ``run`` does
-        it where that was left out.
+        The caller sends the answer first, so that only the next trace waits for it. If it was not called,
+        ``run`` does it.
         """
         return not self.is_worn
 
     def run(self, request: TraceRequest) -> bytes:
-        """Return what came of a trace's blocks, see ``outcomes``.
+        """Run a trace's blocks and return the encoded outcome, see ``outcomes``.
 
         Raises:
-            DecodeError: The trace cannot be read.
+            DecodeError: The trace cannot be decoded.
             TraceCancelledError: It was cancelled while it ran.
         """
         SAVES.enter()
@@ -146,7 +146,7 @@ class BlockRunner(ABC):
             self._tidy()
 
     def recover(self) -> None:
-        """Make ready again after a trace that was cut off, wherever that was."""
+        """Reset the runner after a trace that was interrupted at an arbitrary point."""
         while SAVES.depth:
             SAVES.exit()
         self._tidy()
@@ -160,21 +160,21 @@ class BlockRunner(ABC):
 
     def _prepared(
         self,
-        request: TraceRequest,  # noqa: ARG002 - for those who prepare something
-        resolve: Resolve,  # noqa: ARG002 - the same
+        request: TraceRequest,  # noqa: ARG002 - for subclasses that prepare something
+        resolve: Resolve,  # noqa: ARG002 - likewise
     ) -> AbstractContextManager[None]:
-        """Have what a request's blocks find when they are read, for as long as they run."""
+        """Return a context that provides what the blocks need while they are decoded and run."""
         return nullcontext()
 
     def _run_blocks(self, request: TraceRequest, tracer: Tracer, resolve: Resolve) -> bytes:
         head = request.head
-        # The server has checked whose codec it is, see ``app.auth.codecs``.
+        # The server has checked the codec and its tenant, see ``app.auth.codecs``.
         received = decode_blocks(head.codec, request.blocks, resolve=resolve, trusted=True)
         trace = ReadTrace(head, received)
         SAVES.marked.update({id(value): value for value in (*trace.saved, *received.saved)})
         error = self._outcome(trace, tracer)
         told = None if error is None else encode_error(error)
-        del error  # whose traceback holds the block's frames, and what they hold
+        del error  # its traceback refers to the block's frames and their values
         blocks = [
             outcome_of(
                 index,
@@ -195,18 +195,18 @@ class BlockRunner(ABC):
         return b"".join(pieces)
 
     def _outcome(self, trace: ReadTrace, tracer: Tracer) -> BaseException | None:
-        """Run the blocks; returns what they raised."""
+        """Run the blocks; return the error that they raised, or None."""
         try:
             self._execute(trace, tracer)
         except TraceCancelledError:
             raise
-        except BaseException as error:  # noqa: BLE001 - it goes to whoever wrote the block
+        except BaseException as error:  # noqa: BLE001 - it is sent to the client
             return clean(error, debug=False)
         return None
 
 
 def run_session(trace: ReadTrace, session: Session) -> None:
-    """Run a session's block as plain code; its traces run where its model says."""
+    """Run a session's block as plain code; its traces run on the backend of its model."""
     (block,) = trace.invokes
     session.compile_on(block.info)()
 

@@ -1,7 +1,7 @@
-"""Ending a trace from outside: an exception at whatever line it is, however long that line waits.
+"""Cancellation of a trace from another thread: an exception at its current line, even if that line blocks.
 
-A signal does it, because nothing else reaches a thread that sleeps or reads. It is raised in the main thread,
-where traces run, and only between ``begin`` and ``end``; while a part is ``whole`` it waits for its end.
+It uses a signal, because nothing else interrupts a thread that sleeps or reads. The exception is raised in
+the main thread, where traces run, and only between ``begin`` and ``end``. Within ``whole`` it is deferred.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _SIGNAL: Final = signal.SIGUSR1
 
 
 class Cancelling:
-    """Cancels what the main thread runs; made by the main thread."""
+    """Cancels the trace that the main thread runs; created by the main thread."""
 
     def __init__(self) -> None:
-        """Listen for the signal."""
+        """Install the signal handler."""
         self._main = threading.main_thread().ident
         self._number: int | None = None
         self._num_whole = 0
@@ -30,12 +30,12 @@ class Cancelling:
         signal.signal(_SIGNAL, self._on_signal)
 
     def begin(self, number: int) -> None:
-        """Begin with a trace."""
+        """Make a trace cancellable."""
         self._is_due = False
         self._number = number
 
     def end(self) -> None:
-        """End with it: it cannot be cancelled any more."""
+        """End the trace: it can no longer be cancelled."""
         self._number = None
 
     def cancel(self, number: int) -> None:
@@ -45,7 +45,7 @@ class Cancelling:
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Do something that must not stop half way; raises TraceCancelledError behind it instead."""
+        """Defer cancellation within the context; raise TraceCancelledError at its end instead."""
         if threading.get_ident() != self._main:
             yield  # a thread that a block has started is not cancelled
             return

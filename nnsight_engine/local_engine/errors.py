@@ -1,10 +1,10 @@
-"""What can go wrong with a trace on the local engine, beside what it raises itself."""
+"""Errors of a trace on the local engine, except for those that its own code raises."""
 
 from __future__ import annotations
 
 
 class TraceCancelledError(BaseException):
-    """The trace is to end: whoever waited for it has gone, or its time is over.
+    """The trace is to end: its client has disconnected, or its time is over.
 
-    Not an ``Exception``, so that a block's ``except Exception`` does not swallow it.
+    Not an ``Exception``, so that an ``except Exception`` in a block does not catch it.
     """

@@ -1,8 +1,8 @@
-"""``remote="local"``: the whole way of a remote trace, in this process and without a server.
+"""``remote="local"``: the complete path of a remote trace, in this process and without a server.
 
-The blocks are encoded, read again and run as received code on the model that is here, and what they saved
-comes back as a message. Whoever has written a trace for a server sees here whether it can travel. What a
-server does beside that, undoing what a trace has changed, is not done: the model is the user's own.
+The blocks are encoded, decoded again and run as received code on the model in this process, and saved values
+are returned as a message. This shows the author of a trace for a server whether it can be sent. The changes
+of a trace to the model are not undone, as a server would do: the model is the user's own.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from nnsight_engine.serialization import DecodeError
 
 
 class ThisProcess:
-    """Runs traces on a model that is here, as if they had come from elsewhere.
+    """A transport that runs traces on a model in this process, as if they had been received.
 
     Attributes:
-        ask: Runs a part of a block that stayed behind; None where there is none.
+        ask: Runs a part of a block that stays with the client (``tracer.local()``); None if there is none.
     """
 
     name = "this process"
@@ -41,7 +41,7 @@ class ThisProcess:
         """Run a trace, and yield the frames that a server would send; see ``Transport``."""
         del progress
         yield _event(JobStatus.RECEIVED)
-        # A tree of its own: the user's is busy with the trace that sends this.
+        # A tree of its own: the user's envoys are in use by the trace that sends this one.
         served = ServedModel(self._model._module, tokenizer=self._model.tokenizer)  # noqa: SLF001 - an envoy of ours
         runner = ModelRunner(served, self.ask)
         received = TraceRequest.from_bytes(request.to_bytes())
@@ -54,12 +54,12 @@ class ThisProcess:
         yield _event(JobStatus.ERROR if runner.failure else JobStatus.COMPLETED)
 
     def stream(self, request: TraceRequest) -> AsyncIterator[Frame]:
-        """Refuse: models that run here are not streamed from."""
+        """Reject the request: models in this process cannot stream."""
         del request
         raise _needs_server("streams")
 
     def outline(self) -> dict[str, Any]:
-        """Refuse: the model is here."""
+        """Reject the request: the model is in this process."""
         raise _needs_server("outlines")
 
 
@@ -67,16 +67,16 @@ class InProcessBackend(RemoteBackend):
     """Runs traces in this process as a server would.
 
     Args:
-        model: The model; it is given its weights.
-        blocking: Whether a trace is over when its ``with`` statement is.
+        model: The model; its weights are loaded.
+        blocking: Whether a trace is over when its ``with`` statement is; must be True.
 
     Raises:
-        TypeError: A server would not run it on its local engine.
-        ValueError: It is to be a job.
+        TypeError: A server would not run the model on its local engine.
+        ValueError: ``blocking`` is False.
     """
 
     def __init__(self, model: LanguageModel, *, blocking: bool = True) -> None:
-        """Have the model's weights."""
+        """Load the model's weights."""
         if type(model) is not LanguageModel:
             name = type(model).__name__
             raise TypeError(
@@ -89,7 +89,7 @@ class InProcessBackend(RemoteBackend):
         super().__init__(transport=self._here, engine="local", model_key="this model")
 
     def _run_as_job(self, sent: SentRemotely) -> None:
-        assert sent.local is not None  # noqa: S101 - or it would be no job
+        assert sent.local is not None  # noqa: S101 - otherwise it would not be a job
         self._here.ask = sent.local.run
         self._run(sent)
 

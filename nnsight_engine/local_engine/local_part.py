@@ -1,7 +1,7 @@
-"""A part of a block that runs where it was written: the engine's side of ``with tracer.local():``.
+"""The engine's side of ``with tracer.local():``, a part of a block that runs at the client.
 
-The block waits while its client runs the body. Values of the variables that the body reads go there, what it
-assigns comes back, and what it raises is raised in the block, at this place.
+The block waits while its client runs the body. The values of the variables that the body reads are sent to
+the client, its assignments are returned, and its errors are raised in the block, at this place.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ if TYPE_CHECKING:
     from nnsight_engine.serialization.decoder import Resolve
 
 Ask = Callable[[bytes], bytes | bytearray | memoryview]
-"""Sends what a client is asked, and returns the answer; raises LocalBlockError where there is none."""
+"""Sends a request to the client and returns the answer; raises LocalBlockError if there is none."""
 
 _OF_THE_CLIENT: Final = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, type, Tracer)
-"""What the client has itself, and no block changes."""
+"""Kinds of values that the client has itself, and no block changes."""
 _AS_IT_WAS: Final = (str, int, float, complex, bytes, type(None))
 
 
 def answered(asking: Asking, data: bytes) -> bytes | bytearray | memoryview:
-    """Have a trace's client asked through its server; see ``Ask``.
+    """Ask a trace's client through its server; see ``Ask``.
 
     Raises:
-        LocalBlockError: Nobody answers, or nobody can be asked.
+        LocalBlockError: No client answers, or none can be asked.
     """
     asking.ask({LOCAL: True}, data)
     frame = asking.answer()
@@ -59,21 +59,20 @@ def answered(asking: Asking, data: bytes) -> bytes | bytearray | memoryview:
 
 
 class LocalPart(Tracer):
-    """``with tracer.local():`` in a block that came from elsewhere.
+    """``with tracer.local():`` in a received block.
 
     Args:
         model: The model.
-        ask: The way to the client.
-        attempt: Of the engine at the trace.
-        turn: How many parts the client was asked before.
-        number: Of the block, in its trace.
-        kept: Variables that no block of the trace assigns: the client has them too.
+        ask: Sends a request to the client.
+        attempt: The id of the engine's run of the trace.
+        turn: The number of parts that the client was asked to run before.
+        number: The number of the block in its trace.
+        kept: Variables that no block of the trace assigns, so that the client has their values.
     """
 
     def __init__(
         self, model: Envoy, ask: Ask, *, attempt: str, turn: int, number: int, kept: Collection[str]
     ) -> None:
-        """Wait for the block."""
         super().__init__()
         self._model = model
         self._attempt = attempt
@@ -83,15 +82,15 @@ class LocalPart(Tracer):
         self._ask = ask
 
     def execute(self, function: Callable[[], Any]) -> None:
-        """Have the client run the block, and assign what it assigned.
+        """Have the client run the body, and assign the variables that it assigned.
 
         Raises:
-            LocalBlockError: Nobody answers, or the block stands where nobody can find it.
+            LocalBlockError: No client answers, or the client cannot locate the body.
             EncodeError: A variable cannot be sent.
-            DecodeError: The answer is broken.
-            BaseException: What the block raised.
+            DecodeError: The answer is invalid.
+            BaseException: The error that the body raised.
         """
-        del function  # which is for the client
+        del function  # the client runs it
         info = self.info
         if info.frame is not None:
             raise LocalBlockError.misplaced()
@@ -118,7 +117,7 @@ class LocalPart(Tracer):
             if name not in info.block.stored or name not in cells:
                 raise DecodeError(f"the answer of tracer.local() assigns {name!r}, which its body does not")
             if has_gradients and name in done.computed:
-                value = map_tensors(value, _without_gradients)  # noqa: PLW2901 - the same, but for gradients
+                value = map_tensors(value, _without_gradients)  # noqa: PLW2901 - without gradients
             assignments[name] = value
             if name in done.saved:
                 SAVES.mark(value)
@@ -127,7 +126,7 @@ class LocalPart(Tracer):
                 del assignments[name]
 
     def _values(self) -> dict[str, Any]:
-        """Return what the body may read and the client may lack, or have otherwise."""
+        """Return the values that the body may read and of which the client may have no, or another, value."""
         block = self.info.block
         read = names_read(block.origin.body, block.context.class_name)
         found = {name: content(cell) for name, cell in self.info.variables.items() if name in read}
@@ -168,7 +167,7 @@ def _has_gradients(value: Any) -> bool:
 
 
 class _NoGradient(torch.autograd.Function):
-    """What gradients reach that would have to pass through the client."""
+    """Raises an error in the backward pass for gradients that would have to pass through the client."""
 
     @staticmethod
     def forward(_ctx: Any, values: torch.Tensor) -> torch.Tensor:
@@ -183,7 +182,7 @@ def _without_gradients(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.requires_grad:
         return tensor
     with torch.enable_grad():
-        made: torch.Tensor = _NoGradient.apply(tensor)  # type: ignore[no-untyped-call] # as torch has it
+        made: torch.Tensor = _NoGradient.apply(tensor)  # type: ignore[no-untyped-call] # untyped in torch
     return made
 
 

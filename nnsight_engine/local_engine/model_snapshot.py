@@ -1,13 +1,12 @@
-"""A model as it was loaded, whatever the last trace has done to it.
+"""Snapshot of a loaded model, to restore it after each trace.
 
-A trace's code can do anything to the model that it is given. What it does to objects of Python is undone
-here: attributes, modules, hooks, modes, configurations, methods of the model's classes, settings of torch.
-Weights that were changed cannot be given back; that is noticed, and whoever owns the process loads the model
-anew.
+A trace's code can change the model in any way. Changes to Python objects are undone here: attributes,
+modules, hooks, modes, configurations, methods of the model's classes, settings of torch. Changed weights
+cannot be restored; the change is detected, and the owner of the process loads the model again.
 
-``is_suspect`` costs nothing and is asked before a trace's answer; ``restore`` reads all weights, and has its
-time between the answer and the next trace. Neither is a defence against code that means to deceive, which
-lives in the same process.
+``is_suspect`` is cheap and is checked before a trace's answer is sent; ``restore`` reads all weights, and
+runs between the answer and the next trace. Neither protects against malicious code, which runs in the same
+process.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ _PROBES = "_probes"
 
 
 class ModelSnapshot:
-    """Remembers how a model was, and makes it so again.
+    """Records the state of a model, and restores it.
 
     Args:
         model: The model, with its weights.
     """
 
     def __init__(self, model: LanguageModel) -> None:
-        """Take note of everything."""
+        """Take the snapshot."""
         self._model = model
         vars(model)[_PROBES] = None
         global_hooks = [value for name, value in vars(torch_modules).items() if name.startswith("_global_")]
@@ -51,15 +50,15 @@ class ModelSnapshot:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether weights were written to since this was last asked, as far as torch has seen it."""
+        """Whether weights were written to since the last call, as far as torch has recorded it."""
         return self._contents.is_written
 
     def begin(self) -> None:
-        """Make ready for a trace: its random numbers are its own."""
+        """Prepare for a trace: seed its random numbers anew."""
         renew_globals()
 
     def restore(self) -> bool:
-        """Undo what a trace has done; False if something is left that cannot be undone."""
+        """Undo the changes of a trace; return False if something cannot be undone."""
         is_alone = self._surroundings.restore()
         self._definitions.restore()
         model = self._model
@@ -67,12 +66,12 @@ class ModelSnapshot:
         attributes = vars(model)
         probes, attributes[_PROBES] = attributes[_PROBES], None
         if not self._attributes.restore():
-            attributes[_PROBES] = probes  # they are dear, and those of the same tree
+            attributes[_PROBES] = probes  # expensive to compute, and the tree has not changed
         return self._contents.restore() and _tokens(model.tokenizer) == self._tokens and is_alone
 
 
 def _tokens(tokenizer: Any) -> list[Any]:
-    """Return what changes with how text is read, where that is not written in Python."""
+    """Return the state that determines how text is tokenized, where it is not held by Python objects."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return []

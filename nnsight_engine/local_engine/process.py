@@ -1,7 +1,7 @@
 """The process of the local engine: ``python -m nnsight_engine.local_engine.process SOCKET OPTIONS``.
 
-A server starts it (``trace_process``) and shares a socket with it, and nothing else: no memory, no secrets
-in the environment. It loads a model, on which traces run.
+A server starts it (``trace_process``) and shares only a socket with it: no memory, no secrets in the
+environment. It loads a model and runs traces on it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nnsight_engine.local_engine.serving import Asking, serve
 
 
 def load(options: ProcessOptions, asking: Asking) -> BlockRunner:
-    """Load the model; returns what runs traces on it."""
+    """Load the model; return the runner of traces on it."""
     if options.num_threads:
         torch.set_num_threads(options.num_threads)
     more: dict[str, Any] = {"dtype": options.dtype} if options.dtype else {}

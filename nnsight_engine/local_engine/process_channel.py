@@ -1,13 +1,16 @@
-"""What a server and its trace process say to each other, over a socket that both inherit.
+"""The protocol between a server and its trace process, over a socket pair.
 
-Frames as clients know them, whose ``EVENT`` holds one of the words below. The server says ``RUN`` and sends
-the trace as the next frame, and may say ``CANCEL``. The process says ``READY`` once it has loaded, or
-``FAILED``; then for each trace its events, and a ``RESULT`` or an ``ERROR``, which ends it, and ``READY``
-again once it has undone what the trace did; ``WORN`` instead says that no other trace is to run in it. While
-a session runs it may say ``TRACE`` and send one, or ``OUTLINE``, and while a trace runs ``LOCAL``, and send
-what its client is to be asked: frames come in answer, each behind the word ``ANSWER`` that says its ``KIND``.
+Frames are those of the client protocol; an ``EVENT`` frame contains one of the words below.
 
-Whatever the process says may come from a block, so the server believes none of it unchecked.
+- Server: ``RUN``, with the trace as the next frame; ``CANCEL``.
+- Process, at start: ``READY`` once it has loaded, or ``FAILED``.
+- Process, for each trace: its events, then a ``RESULT`` or an ``ERROR``, which ends it; then ``READY`` once
+  the changes of the trace are undone, or ``WORN`` if no further trace may run in the process.
+- Process, while a session runs: ``TRACE`` with a trace as the next frame, or ``OUTLINE``; while a trace
+  runs: ``LOCAL`` with the request to its client as the next frame. The server answers with frames, each
+  preceded by the word ``ANSWER`` with the frame's ``KIND``.
+
+Any message of the process may come from untrusted code in a block, so the server validates all of them.
 """
 
 from __future__ import annotations
@@ -35,24 +38,24 @@ ANSWER: Final = "answer"
 KIND: Final = "kind"
 
 MAX_FRAME_BYTES: Final = MessageLimits().max_bytes + 64 * 2**20
-"""Of the largest message, and of a trace's head before it."""
+"""The largest message, plus a trace's header before it."""
 
 BUFFER_BYTES: Final = 4 * 2**20
-"""What the kernel is asked to keep of frames on their way, in each direction."""
+"""Size of the kernel's socket buffers, in each direction."""
 
 
 class ProcessOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process is started with.
+    """The options that a process is started with.
 
     Attributes:
-        model: The model's folder, or its name where its files are cached.
+        model: The model's folder, or its name if its files are cached.
         revision: Branch, tag or commit of the repository.
         trust_remote_code: Whether code in the model's repository may run.
-        device: Where the model goes.
-        dtype: Of its weights; empty for what the checkpoint says.
-        num_threads: Threads that torch computes with; 0 leaves that to torch.
-        max_result_bytes: What a trace may save.
-        compresses: Whether results are compressed for clients that can read it.
+        device: The device of the model.
+        dtype: The dtype of its weights; empty for the checkpoint's.
+        num_threads: Number of torch's compute threads; 0 for torch's default.
+        max_result_bytes: The maximum size of the values that a trace may save.
+        compresses: Whether results are compressed for clients that accept it.
     """
 
     model: str
@@ -66,19 +69,18 @@ class ProcessOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProcessChannel:
-    """The process's end.
+    """The process's end of the socket.
 
     Args:
-        sock: The socket, which blocks.
+        sock: The socket, in blocking mode.
     """
 
     def __init__(self, sock: socket.socket) -> None:
-        """Talk over this socket."""
         self._socket = sock
         self._lock = threading.Lock()
 
     def send(self, frame: Frame, data: bytes = b"") -> None:
-        """Send a frame, whole, whichever thread calls; and ``data`` as the next one, if there is any."""
+        """Send a frame, and ``data`` as the next one if it is not empty; atomic, callable from any thread."""
         with self._lock:
             self._socket.sendall(frame.head())
             self._socket.sendall(frame.data)
@@ -87,7 +89,7 @@ class ProcessChannel:
                 self._socket.sendall(data)
 
     def frames(self) -> Iterator[Frame]:
-        """Yield what comes, until the other side has gone."""
+        """Yield the received frames until the server closes the connection."""
         reader = FrameReader(MAX_FRAME_BYTES)
         with contextlib.suppress(ConnectionError):
             while num_bytes := self._socket.recv_into(reader.room()):
@@ -97,6 +99,6 @@ class ProcessChannel:
 
 
 def widen(sock: socket.socket) -> None:
-    """Let the kernel keep more of what is on its way, for fewer turns on either side."""
+    """Enlarge the kernel's socket buffers, for fewer context switches on either side."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)

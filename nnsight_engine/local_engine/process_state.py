@@ -1,6 +1,6 @@
-"""What a process has besides a model, and a block may leave changed: settings of torch, variables, a folder.
+"""The state of a process beside the model that a block may change: settings, environment, working directory.
 
-``model_snapshot`` and the process of sessions have it as it was between any two traces.
+``model_snapshot`` and the session process restore it between any two traces.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from nnsight_engine.core.environment import set_environment
 
 _JOIN_S: Final = 0.1
-"""How long a thread that a block has left behind may take to end."""
+"""Seconds that a thread which a block has left behind has for ending."""
 
 
 _SETTINGS: Final[tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...]] = (
@@ -40,15 +40,15 @@ _SETTINGS: Final[tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...]] = (
 
 
 class ProcessState:
-    """A process's settings as they were."""
+    """Snapshot of a process's settings."""
 
     def __init__(self) -> None:
-        """Take note of them."""
+        """Take the snapshot."""
         self._known = [get() for get, _ in _SETTINGS]
         self._threads = _running()
 
     def restore(self) -> bool:
-        """Make it so again; False if threads run that did not."""
+        """Restore the settings; return False if there are threads that did not exist at the snapshot."""
         renew_globals()
         for (get, put), known in zip(_SETTINGS, self._known, strict=True):
             if get() != known:
@@ -64,11 +64,11 @@ class ProcessState:
 
 
 def _running() -> set[int]:
-    return set(sys._current_frames())  # noqa: SLF001 - those that threading does not know count too
+    return set(sys._current_frames())  # noqa: SLF001 - with threads unknown to threading
 
 
 def renew_globals() -> None:
-    """Have torch's settings as they are at first, and random numbers that nobody has begun."""
+    """Reset torch's global defaults, and seed all random number generators anew."""
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
     torch.set_grad_enabled(mode=True)

@@ -1,4 +1,4 @@
-"""A trace that was written elsewhere and runs here, on a model of the transformers library."""
+"""The tracer of a received trace that runs here, on a model of the transformers library."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 
 class ReceivedTracer(InterleavingTracer):
-    """What ``tracer`` is in a block that came from elsewhere; it is made before its blocks are read.
+    """The object behind ``tracer`` in a received block; created before the blocks are decoded.
 
     Args:
         model: The model.
-        ask: Asks the client to run a part of a block; None where it does not wait for that.
+        ask: Asks the client to run a part of a block; None if the client does not wait for such requests.
 
     Attributes:
-        warnings: What its sender is to be warned of, once it has run.
+        warnings: Warnings for the client, complete once the trace has run.
     """
 
     def __init__(self, model: Envoy, ask: Ask | None = None) -> None:
-        """Stand for the tracer that was left behind."""
+        """Create the substitute of the client's tracer."""
         super().__init__(model._run_module, model)  # noqa: SLF001 - an envoy of ours
         self._ask = ask
         self._attempt = secrets.token_hex(16)
@@ -43,28 +43,28 @@ class ReceivedTracer(InterleavingTracer):
     def receive(
         self, invokes: Sequence[ReceivedInvoke], kwargs: dict[str, Any], edits: Sequence[Info]
     ) -> None:
-        """Take the blocks.
+        """Set the blocks.
 
         Args:
             invokes: The blocks, with their inputs.
-            kwargs: Of the trace, for all invokes.
-            edits: Blocks that run beside those.
+            kwargs: The trace's keyword arguments, for all invokes.
+            edits: Blocks that run beside these.
         """
         self._received, self.kwargs = invokes, kwargs
         self._kept_edits = [Edit(self, info) for info in edits]
 
-    def invoke(self, *args: Any, **kwargs: Any) -> NoReturn:  # noqa: ARG002 - refused whatever it is
-        """Refuse: the invokes are those that came."""
+    def invoke(self, *args: Any, **kwargs: Any) -> NoReturn:  # noqa: ARG002 - rejected whatever they are
+        """Reject the call: all invokes were received with the trace."""
         raise ValueError(
             "Cannot invoke during an active model execution / interleaving. Invokes stand side by side in a "
             "trace without an input of its own: `with model.trace() as tracer:`."
         )
 
     def local(self) -> Tracer:
-        """Have the client run a part of the block that calls this.
+        """Have the client run a part of the calling block.
 
         Raises:
-            LocalBlockError: It cannot be asked, or not for this.
+            LocalBlockError: The client cannot be asked, or not at this place.
         """
         current = self.interleaver.current
         if self._ask is None:
@@ -78,10 +78,10 @@ class ReceivedTracer(InterleavingTracer):
         return LocalPart(root, self._ask, attempt=self._attempt, turn=turn, number=number, kept=kept)
 
     def trace(self, function: Callable[..., Any], model: Envoy, *, validate: bool) -> Any:
-        """Run ``function``, which runs ``model``, with the blocks beside it.
+        """Run ``function``, which runs ``model``, interleaved with the blocks.
 
         Raises:
-            BaseException: What a block raised, or the model did.
+            BaseException: The error of a block or of the model.
         """
         self.function, self.model, self.validate = function, model, validate
         self.batcher = model._new_batcher()  # noqa: SLF001 - an envoy of ours
@@ -97,14 +97,14 @@ class ReceivedTracer(InterleavingTracer):
 
     @property
     def edits(self) -> Sequence[Edit]:
-        """The blocks that came along."""
+        """The received edits."""
         return self._kept_edits
 
     def _warn(self, message: str) -> None:
         self.warnings.append(message)
 
     def _shares_variables(self) -> bool:
-        return True  # of which the client has decided, by saying which ones are the same
+        return True  # the client has decided this: it states which variables are the same
 
 
 def _nothing() -> None:

@@ -1,7 +1,7 @@
-"""Runs a client's trace or session on a ``LanguageModel`` here.
+"""Execution of a client's trace or session on a ``LanguageModel`` in this process.
 
-The client has captured its blocks and nothing more; here they run as on its own machine: beside a pass of the
-model, in a batch with each other, with gradients if they ask for them.
+The client has only captured its blocks. Here they run as they would on the client's machine: interleaved
+with a forward pass, batched with each other, with gradients if requested.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ logger = logging.getLogger(__name__)
 
 
 class ServedModel(LanguageModel):
-    """The model of a server, on which ``remote=`` means nothing: a session's traces run where it does."""
+    """The model of a server. It ignores ``remote=``: a session's traces run in the session's process."""
 
     def trace(
         self, *args: Any, remote: Any = None, blocking: bool = True, **kwargs: Any
     ) -> InterleavingTracer:
-        """Open a trace here, wherever it says it runs."""
+        """Open a trace in this process, whatever ``remote`` is."""
         del remote, blocking
-        refuse_statement(sys._getframe(1), "trace")  # noqa: SLF001 - the caller is what it is about
+        refuse_statement(sys._getframe(1), "trace")  # noqa: SLF001 - the caller's frame is examined
         return super().trace(*args, remote=False, **kwargs)
 
     def _new_local_part(self) -> NoReturn:
@@ -54,16 +54,15 @@ class ServedModel(LanguageModel):
 
 
 class ModelRunner(BlockRunner):
-    """Runs traces on a model, and leaves what they have done to it.
+    """Runs traces on a model without undoing their changes.
 
     Args:
         model: The model, with its weights.
-        ask: Asks a trace's client to run a part of a block; None where nobody can be asked.
+        ask: Asks a trace's client to run a part of a block; None if no client can be asked.
         **options: See ``BlockRunner``.
     """
 
     def __init__(self, model: LanguageModel, ask: Ask | None = None, **options: Any) -> None:
-        """Take the model."""
         super().__init__(**options)
         self._model = model
         self._ask = ask
@@ -100,7 +99,7 @@ class ModelRunner(BlockRunner):
         model, shared = self._model, trace.shared
         model._rename(shared.get("rename"))  # noqa: SLF001 - an envoy of ours
         if isinstance(tracer, Session):
-            model._default_mediators.extend(Edit(tracer, info) for info in trace.edits)  # noqa: SLF001 - the same
+            model._default_mediators.extend(Edit(tracer, info) for info in trace.edits)  # noqa: SLF001 - likewise
             run_session(trace, tracer)
         elif isinstance(tracer, ReceivedTracer):
             traced, given = shared.get("traced", model), shared.get("fn")
@@ -110,16 +109,16 @@ class ModelRunner(BlockRunner):
 
 
 class TraceRunner(ModelRunner):
-    """Runs traces on one model, one after the other, each on the model as it was loaded.
+    """Runs traces on one model, one after the other; each finds the model as it was loaded.
 
     Args:
-        model: The model, with its weights; nobody else is to use it.
-        ask: Asks a trace's client to run a part of a block; None where nobody can be asked.
+        model: The model, with its weights, for exclusive use.
+        ask: Asks a trace's client to run a part of a block; None if no client can be asked.
         **options: See ``BlockRunner``.
     """
 
     def __init__(self, model: LanguageModel, ask: Ask | None = None, **options: Any) -> None:
-        """Take the model."""
+        """Take the snapshot of the model."""
         super().__init__(model, ask, **options)
         self._pristine = ModelSnapshot(model)
         self._is_worn = False
@@ -127,21 +126,21 @@ class TraceRunner(ModelRunner):
 
     @property
     def is_worn(self) -> bool:
-        """Whether a trace is known to have left what others must not see."""
+        """Whether a trace has left changes that cannot be undone."""
         return self._is_worn
 
     def recover(self) -> None:
-        """Make ready again after a trace that was cut off, wherever that was."""
+        """Reset the runner after a trace that was interrupted at an arbitrary point."""
         super().recover()
         self._is_worn |= self._model.interleaving
 
     def _tidy(self) -> None:
         self._is_settled = False
-        if self._pristine.is_suspect:  # so that its sender can be told
+        if self._pristine.is_suspect:  # so that its client can be notified
             self.settle()
 
     def settle(self) -> bool:
-        """Have the model as it was loaded; see ``BlockRunner``."""
+        """Restore the loaded model; see ``BlockRunner``."""
         if not self._is_settled:
             self._is_settled = True
             try:
@@ -150,7 +149,7 @@ class TraceRunner(ModelRunner):
             except Exception:
                 logger.exception("a trace left behind what cannot be undone")
                 self._is_worn = True
-            gc.collect()  # errors and blocks refer to each other, and hold activations
+            gc.collect()  # errors and blocks form reference cycles, which hold activations
         return not self._is_worn
 
     def _tracer(self, head: TraceHead) -> Tracer:
@@ -161,10 +160,10 @@ class TraceRunner(ModelRunner):
 
 
 def _function_of(model: Envoy, method: str) -> Callable[..., Any]:
-    """Return what runs the model: a call of the module, or a method of it."""
+    """Return the function that runs the model: a call of the module, or one of its methods."""
     if not method:
         return model._run_module  # noqa: SLF001 - an envoy of ours
-    return model._traced(method, getattr(model._module, method))  # noqa: SLF001 - the same
+    return model._traced(method, getattr(model._module, method))  # noqa: SLF001 - likewise
 
 
 __all__ = ["ModelRunner", "ServedModel", "TraceRunner"]

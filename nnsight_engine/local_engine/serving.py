@@ -1,7 +1,7 @@
-"""What a process does between its start and its end: it listens, and runs one trace after the other.
+"""The main loop of a trace process: a thread listens to the server, the main thread runs one trace at a time.
 
-``process`` and ``session_process`` bring what runs the traces. The process ends when its server has gone,
-however that came about.
+``process`` and ``session_process`` provide the runner. The process ends when its server has ended, for
+whatever reason.
 """
 
 from __future__ import annotations
@@ -52,20 +52,15 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 class Asking:
-    """How a block asks the server for something, and gets frames in answer.
-
-    Attributes:
-        said: What the server said when the process was started for it, if it said anything.
-    """
+    """Requests of a block to the server, which answers with frames."""
 
     def __init__(self, say: Callable[[dict[str, Any], bytes], None]) -> None:
-        """Ask in this way."""
         self._say = say
         self._answers: queue.SimpleQueue[Frame] = queue.SimpleQueue()
 
     def ask(self, word: dict[str, Any], data: bytes) -> None:
-        """Ask; frames come from ``answer``."""
-        while not self._answers.empty():  # of a trace that was cancelled
+        """Send a request; ``answer`` returns the frames of the answer."""
+        while not self._answers.empty():  # left from a trace that was cancelled
             self._answers.get()
         self._say(word, data)
 
@@ -74,23 +69,23 @@ class Asking:
         return self._answers.get()
 
     def take(self, frame: Frame) -> None:
-        """Take a frame that has come."""
+        """Queue a received frame of the answer."""
         self._answers.put(frame)
 
 
 def serve(arguments: list[str], load: Callable[[ProcessOptions, Asking], BlockRunner]) -> None:
-    """Run traces until the server has gone.
+    """Run traces until the server has ended.
 
     Args:
-        arguments: Of the process: the socket's number, and its options as JSON.
-        load: Makes what runs the traces; may take long.
+        arguments: The arguments of the process: the socket's descriptor, and its options as JSON.
+        load: Creates the runner; may take long.
     """
     _end_with(os.getppid())
     sock = socket.socket(fileno=int(arguments[0]))
     sock.settimeout(None)
     options = msgspec.json.decode(arguments[1], type=ProcessOptions)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
-    # What the server's user has configured for programs of theirs is nothing to clients.
+    # The configuration of the user who runs the server must not affect clients.
     CONFIG.APP.DEBUG = CONFIG.APP.REMOTE_LOGGING = False
     CONFIG.APP.CROSS_INVOKER = CONFIG.APP.PYMOUNT = True
     serving = _Serving(ProcessChannel(sock))
@@ -99,7 +94,7 @@ def serve(arguments: list[str], load: Callable[[ProcessOptions, Asking], BlockRu
 
 
 class _Serving:
-    """Runs what the server asks for."""
+    """Runs the traces that the server sends."""
 
     def __init__(self, link: ProcessChannel) -> None:
         self._link = link
@@ -108,7 +103,7 @@ class _Serving:
         self.asking = Asking(self._say)
 
     def listen(self) -> None:
-        """Take what the server says; ends the process when it has gone."""
+        """Handle the server's messages, on its own thread; kill the process group when the server ends."""
         try:
             frames = self._link.frames()
             for frame in frames:
@@ -120,10 +115,10 @@ class _Serving:
                 elif ANSWER in word:
                     self.asking.take(Frame(FrameKind(word[KIND]), next(frames).data))
         finally:
-            os.killpg(os.getpgid(0), signal.SIGKILL)  # and whatever blocks have started
+            os.killpg(os.getpgid(0), signal.SIGKILL)  # including processes that blocks have started
 
     def run(self, load: Callable[[], BlockRunner]) -> None:
-        """Load what runs traces, and run them."""
+        """Load the runner, and run traces."""
         try:
             runner = load()
         except Exception as error:
@@ -131,7 +126,7 @@ class _Serving:
             self._say({FAILED: f"{type(error).__name__}: {error}"})
             return
         gc.collect()
-        gc.freeze()  # what is here stays, and need not be looked at after each trace
+        gc.freeze()  # these objects are permanent, and need not be scanned after each trace
         sys.breakpointhook = _refuse_breakpoint
         sys.stdout = stdout = _TraceStdout(sys.stdout, self._log)
         warnings.showwarning = _print_warning
@@ -149,7 +144,7 @@ class _Serving:
                 self._log("[the trace has changed the model's weights, which are loaded anew for others]")
             self._link.send(answer)
             del answer
-            # From here on nobody waits but the next trace.
+            # From here on only the next trace waits.
             self._say({READY: True} if runner.settle() else {WORN: True})
             if runner.is_worn:
                 return
@@ -195,12 +190,12 @@ def _print_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """Show a warning where prints go: to whoever sent the block that it is about."""
+    """Print a warning, so that it goes to the client that sent the block, like all output."""
     print(warnings.formatwarning(message, category, filename, lineno, line), end="", file=file)
 
 
 class _TraceStdout(io.TextIOBase):
-    """Stands for ``sys.stdout``: what is printed during a trace goes to whoever sent it."""
+    """A replacement of ``sys.stdout`` that sends the output of a trace to its client."""
 
     def __init__(self, real: TextIO, tell: Callable[[str], None]) -> None:
         self._real = real
@@ -208,21 +203,21 @@ class _TraceStdout(io.TextIOBase):
         self._prints: Prints | None = None
 
     def begin(self) -> None:
-        """Begin with a trace."""
+        """Begin a trace."""
         self._prints = Prints()
 
     def end(self) -> None:
-        """End with it, and tell what stands on a line that was not ended."""
+        """End the trace, and send the rest of an unfinished line."""
         prints, self._prints = self._prints, None
         if prints is not None:
             self._tell_if(prints.take(everything=True))
 
     def writable(self) -> bool:
-        """Return that it can be written to."""
+        """Return True."""
         return True
 
     def write(self, text: str) -> int:
-        """Tell the lines that this completes."""
+        """Send the lines that this completes."""
         if self._prints is None:
             return self._real.write(text)
         self._prints.write(text)
@@ -240,13 +235,13 @@ def _refusal(code: str, message: str) -> Frame:
 
 
 def _end_with(parent: int) -> None:
-    """Have the kernel end this process with its parent, should the listener be kept from doing so."""
-    os.nice(10)  # beside an engine that serves others
+    """Have the kernel kill this process when its parent ends, in case the listener thread cannot."""
+    os.nice(10)  # lower priority than an engine that serves other clients
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        sys.exit(1)  # it has gone in the meantime
+        sys.exit(1)  # the parent has ended in the meantime
     end_before_server()
 
 

@@ -1,8 +1,9 @@
 """The process of a session on vLLM: ``python -m nnsight_engine.local_engine.session_process SOCKET OPTIONS``.
 
-A session is plain code around traces. It must run neither in the API server, where it could read secrets, nor
-in vLLM's workers, where everybody would wait for it. So it has a process without a model, whose ``model`` is
-the client's class: each trace goes through the socket to the server, which has vLLM run it.
+A session is plain code around traces. It must run neither in the API server, where it could read secrets,
+nor in vLLM's workers, where it would block all requests. So it has a process without a model. Its ``model``
+is an instance of the client's class: each trace is sent over the socket to the server, which runs it on
+vLLM.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ _LAST: Final = frozenset({FrameKind.RESULT, FrameKind.ERROR})
 
 
 class PipeTransport:
-    """Carries a session's traces to the server that runs it.
+    """Sends a session's traces to the server that runs it.
 
     Args:
-        asking: The way there.
+        asking: The connection to the server.
     """
 
     name = "the session's server"
 
     def __init__(self, asking: Asking) -> None:
-        """Learn what the model consists of when somebody asks."""
+        """Defer the request for the model's outline to its first use."""
         self._asking = asking
         self._outline: dict[str, Any] | None = None
 
@@ -64,12 +65,12 @@ class PipeTransport:
                 return
 
     def stream(self, request: TraceRequest) -> AsyncIterator[Frame]:
-        """Refuse: a session is plain code, and waits for each of its traces."""
+        """Reject the request: a session is plain code, and waits for each of its traces."""
         del request
         raise RemoteError('a session waits for its traces: leave mode="async" out, or trace outside of it')
 
     def outline(self) -> dict[str, Any]:
-        """Return what the server says of its model; see ``Transport``."""
+        """Return the server's outline of its model; see ``Transport``."""
         if self._outline is None:
             self._asking.ask({OUTLINE: True}, b"")
             frame = self._asking.answer()
@@ -80,16 +81,16 @@ class PipeTransport:
 
 
 class SessionModel(VLLM):
-    """What ``model`` is in a session's block: its traces run where the session was sent.
+    """The object behind ``model`` in a session's block; its traces run on the session's server.
 
     Args:
-        transport: The way there.
-        folder: Where the model's files are.
-        trust_remote_code: Whether code beside them may run.
+        transport: The connection to the server.
+        folder: The folder of the model's files.
+        trust_remote_code: Whether code in that folder may run.
     """
 
     def __init__(self, transport: PipeTransport, folder: str, *, trust_remote_code: bool) -> None:
-        """Have the tree of the server's model."""
+        """Create the envoys of the server's model."""
         outline = transport.outline()
         super().__init__(str(outline["model"]), remote=True)
         self.__dict__["_transport"] = transport
@@ -100,9 +101,9 @@ class SessionModel(VLLM):
     def trace(
         self, *args: Any, remote: Any = None, blocking: bool = True, **kwargs: Any
     ) -> InterleavingTracer:
-        """Open a trace; it runs where the session was sent, wherever it says it runs."""
+        """Open a trace on the session's server, whatever ``remote`` is."""
         del remote, blocking
-        refuse_statement(sys._getframe(1), "trace")  # noqa: SLF001 - the caller is what it is about
+        refuse_statement(sys._getframe(1), "trace")  # noqa: SLF001 - the caller's frame is examined
         return super().trace(*args, backend=self._remote_backend(), **kwargs)
 
     def _remote_backend(self) -> RemoteBackend:
@@ -119,12 +120,11 @@ class SessionRunner(BlockRunner):
     """Runs sessions, one after the other.
 
     Args:
-        transport: Where their traces go.
-        options: The process's.
+        transport: Sends their traces.
+        options: The options of the process.
     """
 
     def __init__(self, transport: PipeTransport, options: ProcessOptions) -> None:
-        """Wait for sessions."""
         super().__init__(max_result_bytes=options.max_result_bytes, compresses=options.compresses)
         self._transport = transport
         self._options = options
@@ -138,7 +138,7 @@ class SessionRunner(BlockRunner):
         return not self._is_alone
 
     def settle(self) -> bool:
-        """Have the process as it was; see ``BlockRunner``."""
+        """Restore the state of the process; see ``BlockRunner``."""
         self._is_alone = self._is_alone and self._surroundings.restore()
         gc.collect()
         return self._is_alone
@@ -147,7 +147,7 @@ class SessionRunner(BlockRunner):
         if head.kind != "session":
             raise DecodeError("this process runs sessions, and the message is a trace")
         options = self._options
-        # For each session another one: its edits and names are nobody else's.
+        # A new model for each session, since it holds the session's edits and names.
         self._model = SessionModel(
             self._transport, options.model, trust_remote_code=options.trust_remote_code
         )
@@ -167,7 +167,7 @@ class SessionRunner(BlockRunner):
         return place_of(value)
 
     def _execute(self, trace: ReadTrace, tracer: Tracer) -> None:
-        assert isinstance(tracer, Session)  # noqa: S101 - as it was made
+        assert isinstance(tracer, Session)  # noqa: S101 - created by _tracer
         run_session(trace, tracer)
 
     def _tidy(self) -> None:
@@ -175,7 +175,7 @@ class SessionRunner(BlockRunner):
 
 
 def load(options: ProcessOptions, asking: Asking) -> BlockRunner:
-    """Return what runs sessions."""
+    """Return the runner of sessions."""
     return SessionRunner(PipeTransport(asking), options)
 
 

@@ -1,10 +1,10 @@
-"""What is in a model's tensors, told from one moment to another by sums of their bytes.
+"""Detection of changes to a model's tensors by checksums of their bytes.
 
-A second copy of the weights would cost as much memory as the model; torch's own counters of writes miss those
-through ``.data``. So each tensor's bytes are added up as 64-bit numbers, by rows and by columns of a table:
-one byte that is another one changes both sums, and rows that trade places change the former. It costs two
-reads of the memory. Small tensors that are no weights, which a model may write to itself, are kept and put
-back. ``model_snapshot`` calls this between two traces.
+A second copy of the weights would cost as much memory as the model, and torch's version counters miss writes
+through ``.data``. So each tensor's bytes are viewed as a table of 64-bit integers and summed by rows and by
+columns: a changed byte changes a row sum and a column sum, and swapped rows change the order of the row
+sums. This costs two reads of the memory. Small tensors that are not weights, such as buffers that a model
+may write to itself, are copied and restored. ``model_snapshot`` calls this between two traces.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ import torch
 _WORD_BYTES = 8
 _NUM_COLUMNS = 256
 _MAX_KEPT_BYTES = 2**20
-"""Of a tensor that is copied, so that it can be put back."""
+"""The maximum size of a tensor that is copied, so that it can be restored."""
 
 
 class TensorChecksums:
-    """The tensors of a model, and what was in them.
+    """The tensors of a model, with their checksums or copies.
 
     Args:
-        tensors: The tensors; none of them is to be a placeholder.
+        tensors: The tensors; none of them on the meta device.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Take note of them."""
+        """Compute the checksums and copies."""
         self._tensors = [_Known(one) for one in tensors]
         self._summed = [one for one in self._tensors if one.kept is None]
         self._sums = self._now()
 
     @property
     def is_written(self) -> bool:
-        """Whether torch says that a weight was written to since the last look; costs nothing."""
+        """Whether a weight was written to since the last call, by torch's version counters; cheap."""
         return sum(one.is_written() for one in self._summed) > 0
 
     def restore(self) -> bool:
-        """Put back what can be; False if the tensors do not hold what they held."""
+        """Restore the copied tensors; return False if any tensor's content or graph has changed for good."""
         if not all(one.tensor.is_leaf for one in self._tensors):
-            return False  # a graph stands behind one
+            return False  # it is part of an autograd graph
         for one in self._tensors:
             one.restore()
         now = self._now()
@@ -59,11 +59,11 @@ class TensorChecksums:
 
 
 class _Known:
-    """A tensor as it was."""
+    """A tensor's memory, flags and, if it is small, content."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        self._memory = tensor.detach()  # and it stays allocated
+        self._memory = tensor.detach()  # keeps it allocated
         self._needs_grad = tensor.requires_grad
         self._version = tensor._version  # noqa: SLF001 - has no public name
         is_kept = not isinstance(tensor, torch.nn.Parameter) and tensor.nbytes <= _MAX_KEPT_BYTES
@@ -97,14 +97,14 @@ def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Compare bytes, since what is no number equals nothing."""
+    """Compare bytes, since NaN equals nothing."""
     return torch.equal(
         one.reshape(-1).contiguous().view(torch.uint8), other.reshape(-1).contiguous().view(torch.uint8)
     )
 
 
 def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors that have memory, of one that may be made of others."""
+    """Yield the tensors that own memory: a tensor itself, or the parts of a wrapper subclass."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         yield tensor

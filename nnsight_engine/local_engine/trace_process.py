@@ -1,8 +1,8 @@
-"""The server's hand on a trace process: starts it, talks with it, and knows when it has ended.
+"""The server's handle of a trace process: starts it, exchanges frames with it, and detects its end.
 
-Everything that comes from the process may come from a block, which can do there what it likes. So frames have
-a size, words are looked at before they are used, and the process is watched as well as its socket, which
-whatever a block started may hold open.
+Any message of the process may come from untrusted code in a block. So the size of frames is limited, words
+are validated before use, and the process is watched as well as its socket, since a process that a block has
+started may hold the socket open.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from nnsight_engine.remote_backend.frames import Frame, FrameKind, FrameReader, 
 from nnsight_engine.serialization import DecodeError
 
 _MAX_WAITING = 256
-"""Frames that are read ahead; then the process waits."""
+"""Maximum number of frames that are read ahead; beyond it the process is blocked."""
 _MAX_WAITING_BYTES = 2**22
-"""What they have together; a larger one comes alone."""
+"""Their maximum total size in bytes; a larger frame is read alone."""
 
 
 class ProcessEndedError(Exception):
-    """The process has ended, or said what it never says.
+    """The process has ended, or has broken the protocol.
 
     Attributes:
-        status: Its exit status, negative for a signal; None if it was ended for what it said.
+        status: Its exit status, negative for a signal; None if it was killed because it closed the
+            connection.
     """
 
     def __init__(self, status: int | None) -> None:
-        """Say how."""
+        """Describe how the process ended."""
         if status is None:
             how = "it broke off the connection with the server"
         elif status < 0:
@@ -48,16 +49,16 @@ class ProcessEndedError(Exception):
 
 
 class TraceProcess:
-    """A process that runs traces.
+    """A process that runs traces. Not thread-safe: use it on one event loop.
 
     Args:
         process: The process.
         sock: Our end of its socket.
-        max_bytes: Of a frame that it may send.
+        max_bytes: Maximum size of a frame that it may send.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, sock: socket.socket, max_bytes: int) -> None:
-        """Begin to listen."""
+        """Start reading frames, as a task."""
         self._reader = FrameReader(max_bytes)
         self._process = process
         self._socket = sock
@@ -77,10 +78,10 @@ class TraceProcess:
         """Start a process.
 
         Args:
-            module: What it runs, ``python -m``.
-            options: What it is started with, fit for JSON.
-            environment: All of its environment.
-            max_bytes: Of a frame that it may send.
+            module: The module that it runs, ``python -m``.
+            options: Its options, JSON-serializable.
+            environment: Its complete environment.
+            max_bytes: Maximum size of a frame that it may send.
         """
         ours, theirs = socket.socketpair()
         for sock in (ours, theirs):
@@ -96,12 +97,12 @@ class TraceProcess:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether it has said nothing that was not heard; one that speaks unasked is not to be believed."""
+        """Whether all of its messages were read; an idle process that sends messages is not to be trusted."""
         return self._frames.empty() and self._reader.is_between
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is over with it."""
+        """Whether the process has ended and its frames were read."""
         return self._is_over
 
     @property
@@ -110,10 +111,10 @@ class TraceProcess:
         return self._process.pid
 
     async def say(self, word: Mapping[str, Any], chunks: Sequence[bytes | memoryview] = ()) -> None:
-        """Say a word, and send a frame of these pieces behind it, if there are any.
+        """Send a word, and the chunks as the next frame if there are any.
 
         Raises:
-            ProcessEndedError: It has ended.
+            ProcessEndedError: The process has ended.
         """
         loop = asyncio.get_running_loop()
         frame = json_frame(FrameKind.EVENT, word)
@@ -127,26 +128,26 @@ class TraceProcess:
             except OSError as error:
                 raise await self._ended() from error
             except BaseException:
-                self.kill()  # half a frame may be on its way, and nothing after it would be understood
+                self.kill()  # after a partial frame, the process could parse nothing
                 raise
 
     async def run(self, number: int, chunks: Sequence[bytes | memoryview]) -> None:
-        """Have it run a trace; raises ProcessEndedError."""
+        """Send a trace to run; raises ProcessEndedError."""
         await self.say({RUN: number}, chunks)
 
     async def answer(self, frame: Frame) -> None:
-        """Send a frame in answer to what it asked; raises ProcessEndedError."""
+        """Send a frame in answer to the process's request; raises ProcessEndedError."""
         await self.say({ANSWER: True, KIND: int(frame.kind)}, [memoryview(frame.data)])
 
     async def frame(self) -> Frame:
-        """Return the next frame that it says.
+        """Wait for the next frame of the process and return it.
 
         Raises:
-            ProcessEndedError: It has ended, and said nothing more.
+            ProcessEndedError: It has ended, and there are no more frames.
         """
         frame = await self._frames.get()
         if frame is None:
-            self._frames.put_nowait(None)  # for whoever asks again
+            self._frames.put_nowait(None)  # for the next call
             raise await self._ended()
         self._num_waiting -= len(frame.data)
         if self._num_waiting < _MAX_WAITING_BYTES:
@@ -154,14 +155,14 @@ class TraceProcess:
         return frame
 
     def kill(self) -> None:
-        """End it, with whatever it has started."""
+        """Kill the process and its process group."""
         if self._is_over:
-            return  # its number may be somebody else's by now
+            return  # its process id may have been reused
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
     async def close(self) -> None:
-        """End it and wait until it has."""
+        """Kill the process and wait for its end."""
         self.kill()
         await self._process.wait()
         self._reading.cancel()
@@ -174,13 +175,13 @@ class TraceProcess:
         return ProcessEndedError(None if self._broke_off else status)
 
     async def _read(self) -> None:
-        """Put what it says into the queue, and None when it has ended."""
+        """Queue the process's frames, and None when it has ended."""
         gone = asyncio.create_task(self._process.wait())
         reading = asyncio.create_task(self._read_frames())
         try:
             await asyncio.wait({gone, reading}, return_when=asyncio.FIRST_COMPLETED)
             if not reading.done():
-                # What it said last is still on its way; whoever else holds the socket is not waited for.
+                # Its last frames may still be in the socket; do not wait for other holders of the socket.
                 await asyncio.wait({reading}, timeout=1)
             elif not gone.done():
                 await asyncio.wait({gone}, timeout=1)
