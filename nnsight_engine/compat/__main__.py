@@ -51,9 +51,7 @@ def _run_script(name: str) -> None:
     loader = SourceFileLoader("__main__", path)
     script = ModuleType("__main__")
     script.__file__, script.__loader__ = path, loader
-    sys.modules["__main__"] = (
-        script  # kept, as by python itself: threads and atexit handlers outlive the script
-    )
+    sys.modules["__main__"] = script  # kept: threads and atexit handlers outlive the script
     code = loader.source_to_code(loader.get_data(path), path)
     exec(code, script.__dict__)  # noqa: S102 - running the script is the purpose
 
