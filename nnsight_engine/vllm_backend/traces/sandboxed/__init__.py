@@ -1,2 +1,4 @@
-"""Untrusted blocks in processes of their own: ``sandbox_pool`` is the worker's side, ``sandbox_main`` the
-process's."""
+"""Untrusted blocks in sandbox processes.
+
+``sandbox_pool`` is the worker's side, ``sandbox_main`` the process's.
+"""

@@ -1,7 +1,7 @@
-"""What a sandboxed process has changed in a step, kept should the step be run again.
+"""Storage of a sandbox process's changes in a step, for the case that the step is run again.
 
-The process is asked once, and what it answers is as long as it likes: so not more is kept than one message
-may have, and whoever has changed more cannot have its step run again.
+The process is asked only once, and the size of its answers is up to the untrusted code. So no more is stored
+than one message may hold, and a step in which more was changed cannot be run again.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ class Changes:
     """The changes of one step, by place.
 
     Args:
-        max_bytes: The most that is kept.
+        max_bytes: Limit for the stored changes.
 
     Attributes:
         by_place: Slots, and the bytes of their tensors.
-        is_too_much: Whether more was changed than can be kept; then nothing is.
+        is_too_much: Whether the changes cannot be stored, because they exceed the limit or a place was
+            reached twice; then none is stored.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        """Start with none."""
         self.by_place: dict[str, tuple[Sequence[ValueSlot], memoryview]] = {}
         self.is_too_much = False
         self._max_bytes = max_bytes
         self._num_bytes = 0
 
     def keep(self, place: str, slots: Sequence[ValueSlot], content: memoryview) -> None:
-        """Keep what was changed at a place, unless it is too much, or the place was come to before."""
+        """Store the changes at a place, unless they exceed the limit or the place was reached before."""
         self._num_bytes += len(content)
         self.is_too_much = self.is_too_much or self._num_bytes > self._max_bytes or place in self.by_place
         if self.is_too_much:
@@ -39,6 +39,6 @@ class Changes:
             self.by_place[place] = (slots, content)
 
     def clear(self) -> None:
-        """The step is over."""
+        """Drop all changes: the step has ended."""
         self.by_place.clear()
         self.is_too_much, self._num_bytes = False, 0

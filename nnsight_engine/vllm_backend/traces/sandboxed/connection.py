@@ -1,9 +1,9 @@
-"""What the worker says to one sandboxed process, and what comes of it: asked now, answered later.
+"""The worker's connection to one sandbox process: asynchronous requests, and the process's time budget.
 
-Nothing here waits. An answer is read when it has come, so several processes compute at once, and the model
-need not wait for one that takes long (``wait_budget``). Between question and answer a process may have
-modules called. What it may take is counted in its own processor time and in the worker's for its calls: by
-the clock on the wall, a process is slow wherever the machine is busy.
+Nothing here blocks on an answer. An answer is read once it has arrived, so several processes compute
+concurrently, and the model need not wait for a slow one (``wait_budget``). Between a request and its answer a
+process may have modules called. Its budget is measured in its own CPU time plus the worker's time for its
+calls, because by wall-clock time a process is slow wherever the machine is busy.
 """
 
 from __future__ import annotations
@@ -43,40 +43,41 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _GRACE_S: Final = 0.25
-"""For a sandbox to interrupt a block itself, which tells its author where it was."""
+"""Extra time in which a sandbox process can interrupt a block itself, so that the author sees the line."""
 _READ_S: Final = 0.02
-"""For a sandbox to read one request's block, beside what all blocks may compute in a step."""
+"""Time for a sandbox process to decode one request's block, beside the time of all blocks in a step."""
 _SEND_S: Final = 1.0
-"""For a message to be taken: a socket takes any that is sent through it at once."""
+"""Time limit for sending a message: a socket that is being read accepts it at once."""
 _WALL: Final = 30.0
-"""How many times as long as it may compute an answer may take: the machine is busy, or it sleeps.
+"""Limit for the wall-clock time of an answer, as a multiple of its CPU budget.
 
-Many sandboxes on a small machine wait for each other, and they compute at the lowest priority.
+The machine may be busy, or the process asleep: many sandbox processes on a small machine wait for each other,
+and they run at the lowest priority.
 """
 
 _KNOWN_PARTS: Final = 4
-"""How long a call takes is known from so many of its parts."""
+"""Number of parts of a module call after which its total time is estimated."""
 
 _Answer = TypeVar("_Answer", bound=Go | Collected)
 
 
 class SandboxConnection:
-    """The worker's side of what is said to one process.
+    """The worker's side of the connection to one process.
 
     Args:
         sandbox: The process.
-        board: Where the model's calls come from.
+        board: The dispatcher of the model's calls.
         served: Calls modules for it.
-        max_bytes: Of an answer.
+        max_bytes: Limit for the size of an answer.
         budget_s: Seconds that it may compute within one step.
-        trace_s: Seconds that it may in all steps.
-        on_end: Told when the process is ended before its time.
+        trace_s: Seconds that it may compute in all steps.
+        on_end: Called when the process is ended prematurely.
 
     Attributes:
-        error: Why it was ended before its time.
-        waited_s: Seconds for which the worker has waited for it.
-        is_held: Whether an answer that comes is kept until it is asked for, see ``take_held``.
-        content: What stands behind the answer that was read last.
+        error: Why it was ended prematurely; None if it was not.
+        waited_s: Seconds that the worker has waited for it, since ``take_spent`` was last called.
+        is_held: Whether an answer that arrives is stored until ``take_held`` is called.
+        content: The bytes behind the header of the answer processed last.
     """
 
     def __init__(
@@ -89,7 +90,6 @@ class SandboxConnection:
         trace_s: float,
         on_end: Callable[[], None],
     ) -> None:
-        """Say nothing yet."""
         self.sandbox = sandbox
         self.error: Exception | None = None
         self.waited_s = 0.0
@@ -113,12 +113,12 @@ class SandboxConnection:
 
     @property
     def is_pending(self) -> bool:
-        """Whether an answer has yet to come."""
+        """Whether an answer has yet to arrive."""
         return self._answer is not None and self._came is None and self.error is None
 
     @property
     def is_unanswered(self) -> bool:
-        """Whether an answer has yet to be taken note of, come or not."""
+        """Whether an answer has yet to be processed, whether it has arrived or not."""
         return self._answer is not None and self.error is None
 
     def ask(
@@ -128,9 +128,9 @@ class SandboxConnection:
         answer: type[_Answer],
         then: Callable[[_Answer], None],
     ) -> None:
-        """Say something; ``then`` is called with the answer when it has come.
+        """Send a request; ``then`` is called with the answer once it has arrived.
 
-        There may be one question at a time.
+        There may be only one unanswered request at a time.
         """
 
         def say() -> None:
@@ -141,7 +141,7 @@ class SandboxConnection:
         self._guarded(say)
 
     def pump(self) -> None:
-        """Read what has come: the answer, or one call of a module."""
+        """Read a message that has arrived: the answer, or one call of a module."""
         if self.is_pending and not self.is_calling:
             self._guarded(self._read)
 
@@ -162,13 +162,13 @@ class SandboxConnection:
             self._take()
 
     def take_held(self) -> None:
-        """Take note of an answer that has come and was kept."""
+        """Process an answer that arrived while ``is_held`` was set."""
         self.is_held = False
         if self._came is not None:
             self._guarded(self._take)
 
     def drop_answer(self) -> None:
-        """Take no note of the answer to what was asked last, come or not."""
+        """Ignore the answer to the last request, whether it has arrived or not."""
         self._then = _nothing
         self.take_held()
 
@@ -181,11 +181,11 @@ class SandboxConnection:
 
     @property
     def is_calling(self) -> bool:
-        """Whether a call of a module has begun, of which ``call_on`` computes the next part."""
+        """Whether a module call is in progress, of which ``call_on`` computes the next part."""
         return self._call is not None and self.error is None
 
     def call_on(self) -> None:
-        """Compute the next part of a call of a module, and answer the call with the last one."""
+        """Compute the next part of a module call; after the last part, send the result."""
         call = self._call
         assert call is not None  # noqa: S101 - see ``is_calling``
         self._guarded(lambda: self._serve(lambda: self._go_on(call)))
@@ -208,7 +208,7 @@ class SandboxConnection:
             )
 
     def _serve(self, act: Callable[[], None]) -> None:
-        """Do something for a call, on the trace's time; what goes wrong is raised in the block."""
+        """Run ``act`` for a module call, on the trace's budget; an error is raised in the block."""
         listener, self._board.listener = self._board.listener, 0
         begin = time.monotonic()
         try:
@@ -229,7 +229,7 @@ class SandboxConnection:
             )
 
     def _takes_too_long(self, call: ModuleCall) -> bool:
-        """Tell whether a call will take longer than what is left of the step, by what it took so far."""
+        """Return whether a call is estimated to exceed the step's budget, from the time it took so far."""
         took_s = self._called_s - self._call_s
         is_known = call.num_done >= _KNOWN_PARTS * call.part_rows
         whole_s = took_s * call.num_rows / call.num_done if is_known else took_s
@@ -240,7 +240,7 @@ class SandboxConnection:
         self.sandbox.side.send(answer, time.monotonic() + _SEND_S)
 
     def _guarded(self, act: Callable[[], None]) -> None:
-        """Speak with the process, and end it if that fails."""
+        """Communicate with the process, and end it if that fails."""
         if self.error is not None:
             return
         try:
@@ -249,13 +249,13 @@ class SandboxConnection:
             self.give_up(error)
         except OSError:
             self.give_up(SandboxEndedError.gone())
-        except ValueError as error:  # too large to be said
+        except ValueError as error:  # the message is too large to be sent
             self.give_up(error)
         except Exception as error:  # noqa: BLE001 - nothing that a process does may end the engine's step
             self.give_up(SandboxEndedError.broken(f"what it said is of no use: {error}"))
 
     def give_up(self, error: Exception) -> None:
-        """End the process before its time; its requests fail."""
+        """End the process prematurely; its requests fail."""
         if self.error is not None:
             return
         logger.info("a sandbox was ended: %s", error)
@@ -264,10 +264,10 @@ class SandboxConnection:
         self.sandbox.end()
         self._on_end()
 
-    # What it may take.
+    # Time budget.
 
     def refill(self) -> None:
-        """Let it compute for as long as one step allows; end it if it has taken all that one trace may."""
+        """Reset its budget to that of one step; end it if it has used the budget of the whole trace."""
         self._trace_s -= self._used_s()
         self._cpu_s, self._called_s = self._read_cpu_s(), 0.0
         self._left_s = min(self._budget_s + _GRACE_S, self._trace_s)
@@ -275,18 +275,18 @@ class SandboxConnection:
             self.give_up(SandboxEndedError.long())
 
     def allow_reading(self) -> None:
-        """Let it compute for as long as reading one more block takes."""
+        """Add the time for decoding one more block to its budget."""
         self._left_s += _READ_S
 
     def _used_s(self) -> float:
-        """Return what it has taken since the last refill."""
+        """Return the seconds used since the last refill."""
         return max(self._read_cpu_s() - self._cpu_s, 0.0) + self._called_s
 
     def end_if_late(self, *, at_once: bool = False) -> bool:
-        """End the process if it has taken more than it may; returns whether it is at its end.
+        """End the process if it has exceeded its budget; return whether it has ended.
 
         Args:
-            at_once: End it although it has time left: the step has none.
+            at_once: End it even if it has budget left, because the step has no time left.
         """
         if self.error is not None:
             return True
@@ -297,7 +297,10 @@ class SandboxConnection:
         return self.error is not None
 
     def take_spent(self) -> float:
-        """Return the seconds that the trace took since last asked: the worker's, or the process's own."""
+        """Return the seconds spent on the trace since the last call.
+
+        That is the larger of the worker's wait and the process's CPU time.
+        """
         before, self._told_cpu_s = self._told_cpu_s, self._read_cpu_s()
         waited_s, self.waited_s = self.waited_s, 0.0
         return max(waited_s, self._told_cpu_s - before)
@@ -305,11 +308,11 @@ class SandboxConnection:
     def _read_cpu_s(self) -> float:
         with contextlib.suppress(OSError):
             return self.sandbox.cpu_s()
-        return getattr(self, "_cpu_s", 0.0)  # it is gone: what it used last is not known
+        return getattr(self, "_cpu_s", 0.0)  # it has exited: its final CPU time is unknown
 
 
 def _nothing(reply: Go | Collected) -> None:
-    """Take no note of an answer."""
+    """Ignore an answer."""
 
 
 __all__ = ["SandboxConnection"]

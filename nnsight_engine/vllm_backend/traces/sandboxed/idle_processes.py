@@ -1,7 +1,7 @@
-"""Processes that have run a trace and wait, stopped, for the next one of the same tenant's.
+"""Stopped processes that have run a trace and wait for the next one of the same tenant.
 
-Beginning in a process that has run something is faster than in a new one, and there need be no new one. What
-a block may have left in it can reach its own tenant alone.
+Reusing a process is faster than starting a trace in a new one, and saves a fork. State that a block may have
+left in it can only reach blocks of its own tenant.
 """
 
 from __future__ import annotations
@@ -16,23 +16,22 @@ _MAX_PARKED: Final = 8
 _MAX_USES: Final = 64
 _MAX_GROWN_BYTES: Final = 128 * 2**20
 _MAX_CPU_SHARE: Final = 0.1
-"""Of the seconds that a process may compute in its life, when another trace begins in it."""
+"""Maximum share of a process's lifetime CPU seconds that may be used when it is parked for another trace."""
 
 
 class IdleProcesses:
-    """The processes of all tenants that wait.
+    """The idle processes of all tenants.
 
     Args:
-        cpu_s: Seconds that one may compute in its life.
+        cpu_s: Limit for the CPU seconds of a process's life.
     """
 
     def __init__(self, cpu_s: float) -> None:
-        """Start with none."""
         self._max_cpu_s = _MAX_CPU_SHARE * cpu_s
         self._by_process: OrderedDict[int, tuple[str, Sandbox]] = OrderedDict()
 
     def put(self, tenant: str, sandbox: Sandbox) -> None:
-        """Keep a process whose trace is over, or end it: it may be too large, or too old."""
+        """Park a process whose trace has ended, or end it if it is too large or has been used too much."""
         sandbox.num_uses += 1
         try:
             if (
@@ -52,7 +51,7 @@ class IdleProcesses:
             self._by_process.popitem(last=False)[1][1].end()
 
     def take(self, tenant: str) -> Sandbox | None:
-        """Return a process of a tenant's that waits, the one used last; None if there is none."""
+        """Return the tenant's most recently parked process, resumed; None if there is none."""
         own = [process for process, (owner, _) in self._by_process.items() if owner == tenant]
         for process in reversed(own):
             _, sandbox = self._by_process.pop(process)
@@ -60,7 +59,7 @@ class IdleProcesses:
                 if sandbox.side.is_quiet():
                     sandbox.resume()
                     return sandbox
-            sandbox.end()  # it has died, or spoken out of turn
+            sandbox.end()  # it has died, or sent an unsolicited message
         return None
 
 

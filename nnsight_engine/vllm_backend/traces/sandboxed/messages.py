@@ -1,8 +1,8 @@
-"""What a worker and a sandbox say to each other: a head of plain values, and bytes behind it.
+"""The messages between a worker and a sandbox process: a msgpack header, followed by raw bytes.
 
-The worker speaks and the sandbox answers; before it answers it may ask for modules to be called. What comes
-from a sandbox is hostile until it has been read here: heads are of these very types, and tensors are made of
-a copy of their bytes whose sizes fit.
+The worker sends requests and the process answers; before it answers it may request calls of modules. Data
+from a sandbox is hostile until it has been validated here: headers are decoded into exactly these types, and
+tensors are made from a copy of their bytes after their sizes have been checked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nnsight_engine.sandbox.errors import SandboxEndedError
 _LENGTH: Final = struct.Struct("<I")
 _MAX_DIMS: Final = 16
 _MAX_ITEMS: Final = 50_000
-"""Places that a cache of a whole model may watch, with room."""
+"""Enough for the places that a cache of a whole model may watch."""
 _MAX_ARGUMENTS: Final = 64
 _MAX_HEAD_BYTES: Final = 16 * 2**20
 _T = TypeVar("_T")
@@ -47,12 +47,12 @@ _NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class ValueSlot(msgspec.Struct, frozen=True, tag=True):
-    """A tensor, whose bytes stand behind the head, in the order of the slots.
+    """A tensor, whose bytes follow the header, in the order of the slots.
 
     Attributes:
-        dtype: Its name.
-        shape: Its shape.
-        number: Which tensor of a value it takes the place of.
+        dtype: The dtype's name.
+        shape: The tensor's shape.
+        number: The number of the tensor of a value that it replaces.
     """
 
     dtype: str
@@ -64,18 +64,23 @@ Plain = None | bool | int | float | str
 Argument = ValueSlot | Plain
 
 
-# From the worker.
+# Messages of the worker.
 
 
 class Passed(msgspec.Struct, frozen=True):
-    """The places that the model has passed: so many as in the step before, then these."""
+    """The places that the model has passed in a step.
+
+    Attributes:
+        same: The number of leading places that equal those of the previous step.
+        more: The places after these.
+    """
 
     same: int = 0
     more: list[str] = []
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
-    """Requests came; behind the head nothing."""
+    """Requests arrived; no bytes follow the header."""
 
     arrived: list[tuple[str, Any]]
 
@@ -84,9 +89,10 @@ class StepMessage(msgspec.Struct, frozen=True, tag=True):
     """A step begins.
 
     Attributes:
-        spans: Of each request its number of rows, position of the first, whether a token is sampled after it.
+        spans: For each request: its id, number of rows, position of the first row, and whether a token is
+            sampled after the step.
         finished: Requests that have ended since the last step.
-        passed: What the model passed in the last step after the process had nothing more to do with it.
+        passed: The places that the model passed in the last step after the process was done with it.
     """
 
     spans: list[tuple[str, int, int, bool]]
@@ -95,13 +101,14 @@ class StepMessage(msgspec.Struct, frozen=True, tag=True):
 
 
 class Offer(msgspec.Struct, frozen=True, tag=True):
-    """The model is at a place; its value stands behind the head.
+    """The model has reached a place; the value's bytes follow the header.
 
     Attributes:
         provider: The place.
-        passed: What the model has passed before it.
+        passed: The places that the model has passed before it.
         is_behind: Whether values have one row per request there.
-        slots: The value is a tensor, or a tuple of tensors; None if it is as ``wire`` writes it.
+        slots: Slots of the value, if it is a tensor or a tuple of tensors; None if it is encoded by
+            ``serialization``.
         is_tuple: Whether it is a tuple.
     """
 
@@ -113,7 +120,7 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
 
 
 class Broken(msgspec.Struct, frozen=True, tag=True):
-    """The value at a place cannot be given to a sandbox."""
+    """The value at a place cannot be given to a sandbox process."""
 
     provider: str
     passed: Passed
@@ -121,19 +128,19 @@ class Broken(msgspec.Struct, frozen=True, tag=True):
 
 
 class End(msgspec.Struct, frozen=True, tag=True):
-    """The step is over."""
+    """The step has ended."""
 
     passed: Passed
 
 
 class Returned(msgspec.Struct, frozen=True, tag=True):
-    """What a module gave, behind the head as ``wire`` writes it, or its error."""
+    """The result of a module call, encoded by ``serialization`` behind the header, or the call's error."""
 
     error: dict[str, Any] | None = None
 
 
 class Collect(msgspec.Struct, frozen=True, tag=True):
-    """The trace, or one of its blocks, is over: what has it saved?"""
+    """The trace, or one of its blocks, has ended: request for its saved values."""
 
     key: str
     results: dict[str, Any]
@@ -144,11 +151,11 @@ class Collect(msgspec.Struct, frozen=True, tag=True):
 ToSandbox = Begin | StepMessage | Offer | Broken | End | Returned | Collect
 
 
-# From the sandbox.
+# Messages of the sandbox process.
 
 
 class SandboxReply(msgspec.Struct, frozen=True):
-    """News of a request, see ``telling``."""
+    """Reports of a request, see ``reporting``."""
 
     request_id: str
     index: int
@@ -157,15 +164,15 @@ class SandboxReply(msgspec.Struct, frozen=True):
 
 
 class Go(msgspec.Struct, frozen=True, tag=True):
-    """Go on.
+    """The answer that lets the model continue.
 
     Attributes:
         wanted: The places at which to stop; None for the same as before.
-        changes: What takes the place of tensors of the value at hand.
+        changes: Slots of the tensors that replace others of the value at hand.
         ended: Requests that are to end.
-        told: News of requests.
-        live: The requests whose blocks are still of use; None outside of ``Begin``.
-        is_over: Whether the process has nothing more to do with the running step, and has ended it.
+        told: Reports of requests.
+        live: The requests whose blocks still take part in steps; None except in answers to ``Begin``.
+        is_over: Whether the process needs no further place of the running step, and has ended it.
     """
 
     wanted: _Many[str] | None = None
@@ -177,7 +184,7 @@ class Go(msgspec.Struct, frozen=True, tag=True):
 
 
 class CallRequest(msgspec.Struct, frozen=True, tag=True):
-    """Call a module on values of a block's own."""
+    """Request to call a module on values of a block's own."""
 
     path: str
     args: Annotated[list[Argument], msgspec.Meta(max_length=_MAX_ARGUMENTS)]
@@ -185,7 +192,7 @@ class CallRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class Collected(msgspec.Struct, frozen=True, tag=True):
-    """What was saved stands behind the head; what was printed last, and what to say of a failure."""
+    """The saved values follow the header; with the remaining printed text and the text of a failure."""
 
     printed: str
     failure: str
@@ -197,22 +204,22 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def packed(head: msgspec.Struct, body: Sequence[bytes | memoryview] = ()) -> list[bytes | memoryview]:
-    """Return a message in parts."""
+    """Return a message as parts."""
     data = _encoder.encode(head)
     return [_LENGTH.pack(len(data)), data, *body]
 
 
 def read_by_sandbox(data: bytes) -> tuple[ToSandbox, memoryview]:
-    """Return what the worker said."""
+    """Decode a message of the worker."""
     head, body = _parted(data)
     return _to_sandbox.decode(head), body
 
 
 def read_by_worker(data: bytes) -> tuple[Go | CallRequest | Collected, memoryview]:
-    """Return what a sandbox said.
+    """Decode a message of a sandbox process.
 
     Raises:
-        SandboxEndedError: It is nothing that one says.
+        SandboxEndedError: The message is not valid.
     """
     try:
         head, body = _parted(data)
@@ -232,15 +239,15 @@ def _parted(data: bytes) -> tuple[memoryview, memoryview]:
 def slot_of(
     tensor: torch.Tensor, number: int = 0, *, max_bytes: int | None = None
 ) -> tuple[ValueSlot, memoryview]:
-    """Return what stands for a tensor on the host, and its bytes.
+    """Return the slot of a host tensor, and its bytes.
 
     Args:
         tensor: The tensor.
         number: See ``ValueSlot``.
-        max_bytes: How large it may be when it is written out.
+        max_bytes: Limit for its size when it is written out.
 
     Raises:
-        TypeError: It is of a type that does not cross, or too large.
+        TypeError: Its dtype or layout cannot be sent, it has no data, or it is too large.
     """
     name = _NAMES.get(tensor.dtype)
     if name is None or tensor.layout is not torch.strided:
@@ -255,9 +262,10 @@ def slot_of(
 
 
 def slots_of(value: Any) -> tuple[list[ValueSlot], bool, list[bytes | memoryview]] | None:
-    """Return what stands for a tensor or a tuple of tensors, whether it is a tuple, and their bytes.
+    """Return the slots of a tensor or a tuple of tensors, whether it is a tuple, and the tensors' bytes.
 
-    None for anything else, and for what ``wire`` has to write because the tensors are one and the same.
+    Returns None for other values, and for tuples that contain the same tensor twice, which ``serialization``
+    must encode.
     """
     parts = value if type(value) is tuple else (value,)
     if len(set(map(id, parts))) < len(parts) or not all(map(_is_simple, parts)):
@@ -271,21 +279,20 @@ def _is_simple(value: Any) -> bool:
 
 
 class Tensors:
-    """Makes tensors of what stands behind a head.
+    """Makes tensors from the bytes behind a header.
 
     Args:
-        body: Bytes that nobody else writes to.
+        body: Bytes that no other code writes to.
     """
 
     def __init__(self, body: memoryview) -> None:
-        """Begin at the first."""
         self._body = body
 
     def end(self) -> None:
-        """Refuse bytes that belong to no tensor.
+        """Check that no bytes are left.
 
         Raises:
-            SandboxEndedError: Some are left.
+            SandboxEndedError: There are bytes that belong to no tensor.
         """
         if self._body:
             raise SandboxEndedError.broken("it sent bytes that nobody asked for")
@@ -294,7 +301,7 @@ class Tensors:
         """Return the next tensor.
 
         Raises:
-            SandboxEndedError: The slot and the bytes do not fit.
+            SandboxEndedError: The slot is invalid, or there are not enough bytes.
         """
         dtype = _DTYPES.get(slot.dtype)
         if dtype is None or len(slot.shape) > _MAX_DIMS or any(size < 0 for size in slot.shape):

@@ -1,9 +1,9 @@
-"""A call of a module for a stranger's block, made of parts between which the engine may do something else.
+"""A module call for an untrusted block, computed in parts between which the engine can do other work.
 
-One call may have as many rows as a step of the engine has, and an unembedding multiplies each with a
-hundred million numbers. Modules that only compute on rows give the same for each row whatever is beside it,
-so few rows are computed at once; how many depends on the module alone, so that the same call gives the same
-bits.
+One call may have as many rows as a step of the engine, and an unembedding takes a hundred million
+multiplications per row. Modules that only compute on rows return the same for each row whatever the other
+rows are, so only a few rows are computed at once. Their number depends on the module alone, so that the same
+call returns bitwise the same result.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ import torch
 from nnsight_engine.core.trees import map_tensors, tensors
 
 _PART_WORK: Final = 2**30
-"""Multiplications of one part: some milliseconds."""
+"""Multiplications of one part: a few milliseconds."""
 _LEAST_ROWS: Final = 16
 
 
 def rows_at_once(row_work: int) -> int:
-    """Return how many rows a part has, each of which takes so many multiplications."""
+    """Return the number of rows of a part, given the multiplications per row."""
     return max(_LEAST_ROWS, _PART_WORK // max(row_work, 1))
 
 
 class ModuleCall:
-    """One call that has begun.
+    """A module call in progress.
 
     Args:
-        path: Of the module.
-        apply: Calls it.
+        path: The module's path.
+        apply: Calls the module.
         args: Tensors of rows ``[..., width]``, or of tokens, all with the same rows.
-        num_axes: How many axes of these are of rows.
-        part_rows: Rows that are computed at once.
+        num_axes: Number of leading axes of the tensors that index rows.
+        part_rows: Number of rows that are computed at once.
 
     Attributes:
-        num_rows: Of the whole call.
-        part_rows: As above.
-        num_done: Of these, how many have been computed.
+        num_rows: Number of rows of the whole call.
+        part_rows: Number of rows that are computed at once.
+        num_done: Number of rows computed so far.
     """
 
     def __init__(
@@ -49,7 +49,6 @@ class ModuleCall:
         num_axes: int,
         part_rows: int,
     ) -> None:
-        """Compute nothing yet."""
         self.path = path
         self._apply = apply
         self._lead = args[0].shape[:num_axes]
@@ -64,7 +63,7 @@ class ModuleCall:
 
     @property
     def is_done(self) -> bool:
-        """Whether all of it has been computed."""
+        """Whether all rows have been computed."""
         return bool(self._parts) and self.num_done >= self.num_rows
 
     def go_on(self) -> None:
@@ -72,12 +71,12 @@ class ModuleCall:
         first = self.num_done
         args = self._args if self._is_whole else [one[first : first + self.part_rows] for one in self._args]
         with torch.inference_mode():
-            # As in a block of the worker's: without the hooks that count the model's own calls.
+            # As for a block in the worker: without the hooks that count the model's own calls.
             self._parts.append(self._apply(*args))
         self.num_done = min(first + self.part_rows, self.num_rows)
 
     def result(self) -> Any:
-        """Return what the module gives."""
+        """Return the module's output for all rows."""
         if self._is_whole:
             return self._parts[0]
         columns = [list(tensors(part)) for part in self._parts]

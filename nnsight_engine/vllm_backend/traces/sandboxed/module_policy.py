@@ -1,10 +1,10 @@
-"""Which modules the worker calls for a stranger's block, and with what: those that only compute on rows.
+"""The modules that the worker calls for untrusted blocks, and the arguments that it accepts.
 
-vLLM's kernels trust their callers: an index out of range, a width that does not fit, and they read or write
-memory of somebody else's. So a module is called only if all in it is known to be harmless (linear layers,
-norms, activations, embeddings), with one tensor of rows (and the residual that a norm may add), of the width
-and type that the model gives it, and no more rows than a step of the engine may have. What it gives must fit
-into a message, and is computed in parts, for which the engine waits as it does for the block
+vLLM's kernels trust their callers: an index out of range or a wrong width makes them read or write memory of
+other requests. So a module is called only if all of its submodules are known to be safe (linear layers,
+norms, activations, embeddings). Its argument must be one tensor of rows (and the residual that a norm may
+add), with the width and dtype that the model uses, and with no more rows than a step of the engine may have.
+The result must fit into a message. It is computed in parts, and the time counts as waiting for the block
 (``wait_budget``).
 """
 
@@ -25,7 +25,7 @@ from nnsight_engine.vllm_backend.traces.model import WorkerModel
 from nnsight_engine.vllm_backend.traces.sandboxed.module_call import ModuleCall, rows_at_once
 
 _NUMBER_BYTES: Final = 4
-"""Of a number that a module gives, at the most."""
+"""Maximum size of an element of a module's output."""
 _NORMS: Final = (RMSNorm, GemmaRMSNorm, torch.nn.LayerNorm)
 _GATES: Final = (SiluAndMul, GeluAndMul)
 _ELEMENTWISE: Final = (torch.nn.GELU, torch.nn.SiLU, torch.nn.ReLU, torch.nn.Tanh, torch.nn.Identity)
@@ -37,12 +37,12 @@ class CallableModules:
     Args:
         model: The worker's tree of envoys.
         points: The model's points.
-        max_rows: Of a step of the engine.
-        max_bytes: That a call may give.
+        max_rows: Maximum number of rows of a step of the engine.
+        max_bytes: Maximum size of a call's result.
     """
 
     def __init__(self, model: WorkerModel, points: ModelPoints, max_rows: int, max_bytes: int) -> None:
-        """Look up what there is: a path that a process sends is a name in a table, and leads nowhere else."""
+        """Build the table of modules; a path received from a process is only looked up in this table."""
         self._envoys = {str(envoy.path): envoy for envoy in model.modules()}
         entry = model.entry
         self._beside_modules = frozenset([entry] if entry else [])
@@ -60,20 +60,20 @@ class CallableModules:
 
     @property
     def places(self) -> frozenset[str]:
-        """Where values can be asked for."""
+        """The places whose values can be requested."""
         of_modules = (f"{path}.{side}" for path in self._envoys for side in ("input", "output"))
         return self._beside_modules.union(of_modules)
 
     @property
     def call_bytes(self) -> int:
-        """The most that a call can need: two tensors of as many and as wide rows as there may be."""
+        """Maximum size of a call's arguments: two tensors of the maximum number of rows and maximum width."""
         return 2 * self._max_rows * self._max_width * _NUMBER_BYTES
 
     def begin(self, path: str, args: Sequence[Any], kwargs: dict[str, Any]) -> ModuleCall:
         """Begin a call of the module at ``path``.
 
         Raises:
-            SandboxedError: It is none that is called for strangers, or not with that.
+            SandboxedError: The module is not called for untrusted blocks, or not with these arguments.
         """
         envoy = self._envoys.get(path)
         if envoy is None:
@@ -96,7 +96,7 @@ class CallableModules:
         return call
 
     def _cost(self, module: torch.nn.Module, first: torch.Tensor, *, embeds: bool) -> tuple[int, int]:
-        """Return how many bytes a row gives at the most, and how many multiplications it takes."""
+        """Return the maximum output bytes per row, and the multiplications per row."""
         width = self._hidden_size if embeds else int(first.shape[-1])
         given: Any = module
         if isinstance(module, VocabParallelEmbedding):
@@ -148,10 +148,10 @@ class CallableModules:
             raise SandboxedError.uncalled(path, f"tokens are from 0 to {vocabulary - 1}")
 
     def _width(self, path: str, module: Any) -> int:
-        """Return the width of the rows that a module takes, 0 for any.
+        """Return the width of the rows that a module accepts, 0 for any.
 
         Raises:
-            SandboxedError: It is none that is called for strangers.
+            SandboxedError: The module is not called for untrusted blocks.
         """
         if isinstance(module, VocabParallelEmbedding):
             return int(module.embedding_dim)
@@ -171,7 +171,7 @@ class CallableModules:
 
 
 def _is_harmless(module: torch.nn.Module) -> bool:
-    """Tell whether all that a module is made of only computes on rows."""
+    """Return whether all leaf modules of a module only compute on rows."""
     known = (*_NORMS, *_GATES, *_ELEMENTWISE, LinearBase, torch.nn.Linear)
     return all(isinstance(one, known) for one in module.modules() if next(one.children(), None) is None)
 

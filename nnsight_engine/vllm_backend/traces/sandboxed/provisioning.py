@@ -1,4 +1,4 @@
-"""What a worker needs to have sandboxes: a description of its model, and the process that has it."""
+"""Setup of a worker's sandbox processes: a description of its model, and the fork server that loads it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _NUM_SPARE: Final = 4
 def open_sandbox_pool(
     cells: SandboxPool, model: WorkerModel, points: ModelPoints, config: VllmConfig, limits: EngineLimits
 ) -> None:
-    """Begin to start what a worker's sandboxed traces need.
+    """Start the fork server for a worker's sandboxed traces, without waiting for it.
 
     Args:
-        cells: The worker's.
+        cells: The worker's sandbox pool.
         model: The worker's tree of envoys.
         points: The model's points.
-        config: vLLM's.
-        limits: What blocks may use.
+        config: vLLM's configuration.
+        limits: Resource limits for blocks.
     """
     half_bytes = limits.sandbox_message_bytes
     max_rows = config.scheduler_config.max_num_batched_tokens

@@ -1,9 +1,9 @@
-"""The sandbox's side of sandboxed traces: blocks run here, on stand-ins for the model's modules.
+"""The sandbox process's side of sandboxed traces: runs blocks on stand-ins for the model's modules.
 
-``SandboxTraces`` is what ``WorkerTraces`` is in the worker, with everything that blocks may do, but the model
-is elsewhere: the worker offers what blocks want of it, goes on with what it gets back, and calls modules for
-them, as stages of a pipeline do for each other (see ``stages``). Here are no weights, and of a step's rows
-only those of this trace's requests.
+``SandboxTraces`` is the counterpart of ``WorkerTraces`` in the process and supports everything that blocks
+may do, but the model is in the worker. The worker offers the values that blocks want, continues with the
+values it receives back, and calls modules for them, as pipeline stages do for each other (see ``stages``).
+The process has no weights, and of a step's rows only those of this trace's requests.
 """
 
 from __future__ import annotations
@@ -58,29 +58,31 @@ from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 logger = logging.getLogger(__name__)
 
 _LEAST_S: Final = 0.001
-"""Less is left of a job's time than it is worth to wait for."""
+"""Remaining job time, in seconds, below which waiting further is not worthwhile."""
 _MOST_WALL: Final = 28
-"""How many times as long as it may compute a job may take: the machine is busy, or it sleeps."""
+"""Limit for a job's wall-clock time as a multiple of its CPU budget.
+
+The machine may be busy, or the job asleep.
+"""
 _ELSEWHERE: Final = 0
-"""The only other place, where stages of a pipeline have numbers."""
+"""The number of the only remote place, where pipeline stages have stage numbers."""
 
 
 class WaitingThread(ThreadStack):
-    """A thread that was there before the process was confined, and takes one job after the other.
+    """A thread that was started before the process was confined, and runs one job after the other.
 
-    Its time is the process's own: where the machine is busy, a job is not late because others compute.
+    Its clock is the process's CPU time: on a busy machine a job is not late because other processes compute.
     """
 
     __slots__ = ("_at_home",)
 
     def __init__(self, budget_s: float, at_home: list[WaitingThread]) -> None:
-        """Begin to wait."""
         super().__init__(budget_s)
         self._at_home = at_home
         self.prepare()
 
     def resume(self, payload: Any) -> Any:
-        """Hand ``payload`` over and return what comes back; a thread whose job is done goes home."""
+        """Hand ``payload`` over and return the event that comes back; after its job, pool the thread again."""
         event = super().resume(payload)
         if type(event) is Done and not self.abandoned:
             self._at_home.append(self)
@@ -88,7 +90,7 @@ class WaitingThread(ThreadStack):
 
     @staticmethod
     def clock() -> float:
-        """Tell the seconds that the process has computed."""
+        """Return the CPU seconds that the process has used."""
         return time.process_time()
 
     def _comes_back(self) -> bool:
@@ -105,15 +107,15 @@ class WaitingThread(ThreadStack):
 
 
 class WaitingThreads(Threads):
-    """As many threads as there are: a confined process makes none.
+    """A fixed pool of threads: a confined process cannot start any.
 
     Args:
         budget_s: Seconds that one block may compute within one step.
-        count: How many.
+        count: The number of threads.
     """
 
     def __init__(self, budget_s: float, count: int) -> None:
-        """Make them all."""
+        """Start all threads."""
         super().__init__(budget_s)
         self._at_home: list[WaitingThread] = []
         self._at_home += [WaitingThread(budget_s, self._at_home) for _ in range(count)]
@@ -122,7 +124,7 @@ class WaitingThreads(Threads):
         """Return a thread without a job.
 
         Raises:
-            SandboxedError: All wait in blocks.
+            SandboxedError: All threads are in use by blocks.
         """
         if not self._at_home:
             raise SandboxedError.crowded()
@@ -132,7 +134,7 @@ class WaitingThreads(Threads):
 
 
 class WorkerValue(RemoteStageValue):
-    """Stands for an object of the worker's that does not travel: what attention knows of all, for one."""
+    """A placeholder for an object of the worker that is not sent, such as attention metadata."""
 
     def _refusal(self) -> Exception:
         return SandboxedError.value(self.name[1])
@@ -142,15 +144,15 @@ class WorkerValue(RemoteStageValue):
 
 
 class SandboxTraces(WorkerTraces):
-    """The requests of one trace.
+    """The requests of one trace, in its sandbox process.
 
     Args:
-        points: Of the stand-ins.
-        limits: What blocks may use.
-        new_model: Makes what ``model`` is in the blocks.
+        points: The points of the stand-ins.
+        limits: Resource limits for blocks.
+        new_model: Returns the object that ``model`` refers to in the blocks.
 
     Attributes:
-        max_call_bytes: Of what a module is called with.
+        max_call_bytes: Limit for the size of a module call's arguments.
     """
 
     def __init__(
@@ -159,7 +161,6 @@ class SandboxTraces(WorkerTraces):
         limits: EngineLimits,
         new_model: Callable[[SandboxTraces, Names], WorkerModel],
     ) -> None:
-        """Start without requests."""
         self._make = new_model
         self.max_call_bytes = limits.sandbox_message_bytes
         self._side: SandboxSide | None = None
@@ -175,18 +176,22 @@ class SandboxTraces(WorkerTraces):
         return self._make(self, names)
 
     def _policy(self, entry: TraceEntry) -> Policy | None:
-        """Return what any block here may do: what the process forbids anyway, said at the block's line."""
+        """Return the policy for blocks.
+
+        It rejects operations that the process's confinement prevents anyway, with an error at the block's
+        line.
+        """
         del entry
         return strangers_policy(self._limits) if self._limits.sandbox_compiles else TRUSTED
 
     def grow_up(
         self, num_blocks: int, rehearse: Callable[[SandboxTraces], None]
     ) -> Callable[[SandboxSide], None]:
-        """Make what a forked process needs before it is confined; returns what it does then.
+        """Prepare a forked process before it is confined; return the function that it runs afterwards.
 
         Args:
-            num_blocks: Blocks that may wait at once; each has a thread.
-            rehearse: Runs a trace that leaves nothing behind.
+            num_blocks: Number of blocks that may wait at once; each has a thread.
+            rehearse: Runs a trace whose results are discarded.
         """
         self._threads = WaitingThreads(self._threads.budget_s, num_blocks)
         most = self._limits.sandbox_message_bytes
@@ -195,14 +200,18 @@ class SandboxTraces(WorkerTraces):
         return self.serve
 
     def serve(self, side: SandboxSide) -> None:
-        """Do what the worker says, until the process is ended."""
+        """Handle the worker's messages until the process is ended."""
         self._side = side
         while True:
             head, body = read_by_sandbox(side.receive())
             side.send(self.answer(head, body))
 
     def answer(self, head: ToSandbox, body: memoryview) -> list[bytes | memoryview]:
-        """Do what the worker says, and return what to say to it."""
+        """Handle a message of the worker, and return the answer.
+
+        Raises:
+            TypeError: The message is not a request.
+        """
         match head:
             case Begin(arrived):
                 self.begin(arrived, set())
@@ -229,7 +238,7 @@ class SandboxTraces(WorkerTraces):
         raise TypeError(f"nothing is done on {type(head).__name__}")
 
     def _start_over(self) -> None:
-        """The trace is over: another of the same tenant's may begin in this process, and finds it as new."""
+        """Reset the state of the ended trace: another one of the same tenant may begin in this process."""
         self.board.calls.clear()
         self.board.ever.clear()
         self._wanted, self._before, self._passed = [], [], []
@@ -250,19 +259,19 @@ class SandboxTraces(WorkerTraces):
         return packed(self._go())
 
     def _go(self, changes: Sequence[ValueSlot] = ()) -> Go:
-        """Say to go on; if no block wants anything more, the step is over here and need not be ended."""
+        """Return the message to continue; if no block wants anything more, it ends the step at once."""
         if self.board.wanted:
             return Go(self._now_wanted(), changes=list(changes))
         return msgspec.structs.replace(self._leave_step(), changes=list(changes), is_over=True)
 
     def _leave_step(self) -> Go:
-        """End the step, and say what came of it."""
+        """End the step, and return the message with its reports."""
         ended = self.end()
         told = [SandboxReply(name, parcel[1], parcel[2], parcel[3]) for name, parcel in self.news().items()]
         return Go(self._now_wanted(), ended=ended, told=told)
 
     def _pass(self, passed: Passed) -> None:
-        """Take note of the places that the model has passed."""
+        """Record the places that the model has passed."""
         new = [*self._before[len(self._passed) : passed.same], *passed.more]
         self._passed += new
         self.board.calls.update(dict.fromkeys(new, 1))
@@ -292,15 +301,14 @@ class SandboxTraces(WorkerTraces):
         self._wanted = wanted
         return wanted
 
-    # What blocks do with modules, see ``stages.elsewhere.Caller``.
+    # Use of modules by blocks, see ``stages.remote_modules.Caller``.
 
     def call(self, stage: int, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what a module of the worker's gives.
+        """Return the result of a module that the worker calls.
 
         Raises:
-            SandboxedError: It is called with something that does not cross, or by code that is not the
-                running block's own.
-            BaseException: What the worker, or the module, raised.
+            SandboxedError: An argument cannot be sent, or the calling code is not the running block's own.
+            BaseException: The worker or the module raised it.
         """
         del stage
         mediator = self.board.current
@@ -317,7 +325,7 @@ class SandboxTraces(WorkerTraces):
             [_argument(path, one, body, most) for one in args],
             {name: _argument(path, one, body, most) for name, one in kwargs.items()},
         )
-        if sum(map(len, body)) > most:  # the engine copies all of it before it can look at any
+        if sum(map(len, body)) > most:  # the engine copies all of it before it can validate any
             raise SandboxedError.argument(path, f"more than the {most:,} bytes that a call may have")
         side = self._side
         assert side is not None  # noqa: S101 - a block runs
@@ -331,7 +339,7 @@ class SandboxTraces(WorkerTraces):
             return decode(bytearray(content), resolve=WorkerValue)
 
     def lacking(self, stage: int, path: str, name: str) -> Exception:
-        """Return the error for something that a module has in the worker alone."""
+        """Return the error for an attribute of a module that exists in the worker only."""
         del stage
         return SandboxedError.attribute(path, name)
 

@@ -1,4 +1,4 @@
-"""All sandboxed traces of a worker: who has a process, and what becomes of it."""
+"""The pool of a worker's sandboxed traces, with their processes."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ if TYPE_CHECKING:
     from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 
 _LOOK_S: Final = 1.0
-"""How often whoever waits for a process looks whether it is late."""
+"""Interval, in seconds, at which a blocking wait for a process checks whether it is late."""
 
 
 class SandboxPool:
     """All sandboxed traces of a worker.
 
     Args:
-        board: Where the model's calls and the requests meet.
-        limits: What blocks may use.
+        board: The dispatcher that connects the model's calls with the requests.
+        limits: Resource limits for blocks.
 
     Attributes:
-        counts: What has happened, see ``SANDBOX_EVENTS``.
-        last_step_s: Seconds for which the worker has waited for them in the step that ended last.
+        counts: Counts of events, see ``SANDBOX_EVENTS``.
+        last_step_s: Seconds that the worker has waited for the processes in the step that ended last.
         is_alone: Whether the engine has requests of one tenant only.
         bound: Requests whose rows of a step cannot be computed again.
-        undone: Requests whose rows of the running step count for nothing: it goes on without their blocks.
+        undone: Requests whose rows of the running step are discarded: the step runs without their blocks.
     """
 
     def __init__(self, board: TraceDispatcher, limits: EngineLimits) -> None:
-        """Start without any, and with no process to run one in before ``open``."""
+        """Start without traces; no process is available before ``open``."""
         self._board = board
         self._limits = limits
         self._open: Opened | None = None
@@ -61,31 +61,31 @@ class SandboxPool:
         self._waiting = WaitBudget(limits.sandbox_wait_s, limits.sandbox_step_s)
 
     def open(self, server: ForkServer, served: CallableModules, max_bytes: int) -> None:
-        """Run traces from now on.
+        """Enable the pool.
 
         Args:
-            server: Gives out processes.
+            server: The fork server that provides processes.
             served: Calls modules for them.
-            max_bytes: Of an answer.
+            max_bytes: Limit for the size of an answer.
         """
         self._open = Opened(server, served, served.places, max_bytes)
 
     @property
     def is_open(self) -> bool:
-        """Whether traces are run."""
+        """Whether the pool is enabled."""
         return self._open is not None
 
     @property
     def is_ready(self) -> bool:
-        """Whether a process waits for work.
+        """Whether a spare process is available.
 
         Raises:
-            SandboxUnavailableError: They cannot be started.
+            SandboxUnavailableError: Processes cannot be started.
         """
         return self._open is not None and self._open.server.is_ready
 
     def __len__(self) -> int:
-        """Return how many there are."""
+        """Return the number of traces."""
         return len(self._by_key)
 
     @property
@@ -94,10 +94,10 @@ class SandboxPool:
         return all(cell.is_idle for cell in self._by_key.values())
 
     def arrive(self, request_id: str, entry: TraceEntry, order: int) -> None:
-        """Let a request's blocks begin.
+        """Start a request's blocks.
 
         Raises:
-            SandboxUnavailableError: There is no process for it.
+            SandboxUnavailableError: No process is available.
         """
         cell = self._by_key.get(entry.key)
         if cell is None:
@@ -122,7 +122,7 @@ class SandboxPool:
         return SandboxSession(self._board, sandbox, self._open, order, tenant, step_s, trace_s)
 
     def begin(self, finished: set[str]) -> None:
-        """Begin a step: let go of requests that have ended, and hear what has been answered meanwhile."""
+        """Begin a step: record requests that have ended, and process answers that have arrived meanwhile."""
         self._waiting.begin(is_alone=self.is_alone)
         self.undone = []
         for cell in self._by_key.values():
@@ -132,32 +132,35 @@ class SandboxPool:
         self.wait_for_any(0.0)
 
     def wait_for_any(self, wait_s: float) -> None:
-        """Wait for so long until a process has answered that keeps its requests from going on."""
+        """Wait for up to ``wait_s`` until a process has answered that blocks its requests."""
         if self.resting and not self.waiting:
-            time.sleep(wait_s)  # for what comes of itself
+            time.sleep(wait_s)  # the rest ends without an answer
         self._waiting.wait_for_any(list(self._by_key.values()), wait_s)
 
     @property
     def waiting(self) -> frozenset[str]:
-        """The requests that cannot go on before their process has answered."""
+        """The requests that cannot continue before their process has answered."""
         return frozenset().union(*(cell.waiting for cell in self._by_key.values()))
 
     @property
     def resting(self) -> frozenset[str]:
-        """The tenants whose requests are not to be in a step now, see ``WaitBudget``; none without others."""
+        """The tenants whose requests are not to be scheduled now, see ``WaitBudget``.
+
+        Empty if there is only one tenant.
+        """
         return frozenset() if self.is_alone else self._waiting.resting
 
     def has(self, request_id: str) -> bool:
-        """Tell whether a request is one of these, and its block still of use."""
+        """Return whether a request is sandboxed, and its block still takes part in steps."""
         cell = self._by_request.get(request_id)
         return cell is not None and request_id in cell.live
 
     def knows(self, key: str) -> bool:
-        """Tell whether a trace is one of these."""
+        """Return whether a trace is sandboxed."""
         return key in self._by_key
 
     def step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
-        """Begin a step for these requests; returns whether some block takes part in it."""
+        """Begin a step for these requests; return whether some block takes part in it."""
         by_cell: dict[SandboxSession, list[TraceSpan]] = {}
         for span in spans:
             by_cell.setdefault(self._by_request[span.request_id], []).append(span)
@@ -172,7 +175,7 @@ class SandboxPool:
         return bool(self._active)
 
     def gather(self) -> None:
-        """Wait for those that were asked something; who takes too long is left out of the step."""
+        """Wait for the processes that were asked; a process that takes too long is left out of the step."""
         self._waiting.wait(self._active)
         for cell in self._active:
             cell.defer()
@@ -185,21 +188,21 @@ class SandboxPool:
 
     @property
     def active(self) -> list[SandboxSession]:
-        """Those that take part in the running step."""
+        """The sessions that take part in the running step."""
         return self._active
 
     def again(self) -> None:
-        """The step is run again from its first layer."""
+        """Prepare to rerun the step from its first layer."""
         for cell in self._active:
             cell.again()
 
     def after_model(self, num_requests: int) -> None:
-        """From here on, values have one row per request."""
+        """Switch to the phase behind the model, in which values have one row per request."""
         for cell in self._active:
             cell.after_model(num_requests)
 
     def end(self) -> tuple[list[str], dict[str, Parcel]]:
-        """End the step; returns the requests that are to end, and what is to be told of any."""
+        """End the step; return the requests that are to end, and the reports by request."""
         self._board.gather = None
         for cell in self._active:
             cell.finish()
@@ -221,7 +224,7 @@ class SandboxPool:
         return self._by_key[key].tier
 
     def has_collected(self, key: str, results: Mapping[str, Any], index: int | None, wait_s: float) -> bool:
-        """Ask what a trace or one of its blocks has saved; returns whether that is known after so long."""
+        """Request the saved values of a trace or block; return whether they arrive within ``wait_s``."""
         cell = self._by_key[key]
         cell.stop_waiting()
         end = time.monotonic() + wait_s
@@ -234,13 +237,13 @@ class SandboxPool:
         return cell.has_collected
 
     def collect(self, key: str, results: Mapping[str, Any], index: int | None) -> tuple[list[Piece], float]:
-        """Return what a trace or one of its blocks has saved, and the seconds that it took since last asked.
+        """Return the saved values of a trace or block, and the seconds spent on it since the last call.
 
-        Without a block the trace is over.
+        Blocks until they have arrived. Without ``index`` the trace ends.
         """
         cell = self._by_key[key]
         while not self.has_collected(key, results, index, _LOOK_S):
-            pass  # whoever takes too long is ended
+            pass  # a process that takes too long is ended
         pieces, left = cell.saved(index)
         spent_s = cell.talk.take_spent()
         if index is None:
@@ -249,7 +252,7 @@ class SandboxPool:
         return pieces, spent_s
 
     def drop(self, key: str) -> float:
-        """End a trace that nobody will collect; returns the seconds that it took."""
+        """End a trace that no client will collect; return the seconds spent on it since the last call."""
         cell = self._by_key.get(key)
         spent_s = 0.0 if cell is None else cell.talk.take_spent()
         if cell is not None:
@@ -258,7 +261,7 @@ class SandboxPool:
         return spent_s
 
     def take_left(self, key: str) -> tuple[str, str] | None:
-        """Return what a trace printed last and how it failed; None of one that is not of these."""
+        """Return a trace's remaining printed text and failure text; None if there are none for this trace."""
         return self._left.pop(key, None)
 
     def _forget(self, key: str) -> None:

@@ -1,13 +1,13 @@
-"""The worker's side of one sandboxed trace: what its process wants of the model is offered to it.
+"""The worker's side of one sandboxed trace: offers its process the model's values that the blocks want.
 
-To the board, a cell is what a ``TracedRequest`` is: somebody who waits for values and may change them. It
-stands for all requests of one trace, since these share variables. A process that dies or says what no honest
-one says is ended, and its requests fail.
+For the dispatcher a session has the role of a ``TracedRequest``: it waits for values and may change them. It
+represents all requests of one trace, since these share variables. A process that dies or violates the
+protocol is ended, and its requests fail.
 
-One that is asked something and does not answer while the step may wait is *deferred*: the step goes on
-without its requests, whose rows of that step count for nothing. Once it has answered, they are computed
-again: what it changed before is changed again, its answer is taken at the place where the step left it, and
-from there on it takes part as ever. So a block sees each value once, as if the step had waited.
+A process that is asked and does not answer within the step's budget is *deferred*: the step continues without
+its requests, whose rows of that step are discarded. Once it has answered, the rows are computed again: its
+earlier changes are replayed, its answer is applied at the place where the step left it, and from there on it
+takes part normally. So a block sees each value once, as if the step had waited.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 _MAX_SAID: Final = 2000
 _MAX_MISFITS: Final = 500
-"""Steps in a row that have not the rows of the deferred one, after which its trace has failed."""
+"""Limit for consecutive steps whose rows differ from the deferred one's; beyond it the trace fails."""
 _SHARED: Final = (
     "`{}` holds a tensor that belongs to all requests of the step together, so a sandboxed block cannot have "
     "it. Ask for the value of a module around it."
@@ -60,7 +60,7 @@ _SHARED: Final = (
 
 
 class Opened(NamedTuple):
-    """What traces are run with, see ``Cells.open``."""
+    """The resources with which traces run, see ``SandboxPool.open``."""
 
     server: ForkServer
     served: CallableModules
@@ -69,27 +69,27 @@ class Opened(NamedTuple):
 
 
 class SandboxSession:
-    """One trace's process, as the board knows it.
+    """The session of one trace's process, as registered with the dispatcher.
 
     Args:
-        board: Where the model's calls come from.
+        board: The dispatcher of the model's calls.
         sandbox: The process.
-        opened: What it is run with.
-        order: Which of all requests its first one is.
-        tenant: Whose code runs in it.
+        opened: The resources with which it runs.
+        order: Position of its first request in the order of arrival.
+        tenant: The tenant whose code runs in it.
         budget_s: Seconds that its blocks may compute within one step, all together.
-        trace_s: Seconds that they may in all steps.
+        trace_s: Seconds that they may compute in all steps.
 
     Attributes:
-        entries: Its requests.
-        live: Those whose blocks are still of use.
-        talk: What is said to the process.
-        finished: Requests that have ended, of which the process has not been told.
-        undone: Requests whose rows of the running step count for nothing.
-        is_deferred: Whether the process is in a step that went on without it.
-        can_be_deferred: Whether the running step can go on without it.
-        is_elsewhere: Whether, by the last step, its blocks want what no tap provides.
-        went_elsewhere: Whether they did in this step.
+        entries: The entries of its requests, by request id.
+        live: The requests whose blocks still take part in steps.
+        talk: The connection to the process.
+        finished: Requests that have ended, which have not been reported to the process yet.
+        undone: Requests whose rows of the running step are discarded.
+        is_deferred: Whether the process is still in a step that continued without it.
+        can_be_deferred: Whether the running step can continue without it.
+        is_elsewhere: Whether its blocks needed, in the last step, values that no tap provides.
+        went_elsewhere: Whether they need such values in this step.
         tier: How its steps ran, see ``TracedRequest``.
     """
 
@@ -105,7 +105,6 @@ class SandboxSession:
         budget_s: float,
         trace_s: float,
     ) -> None:
-        """Stand for a process in which nothing has run yet."""
         self.board = board
         self.order = order
         self.tenant = tenant
@@ -145,13 +144,13 @@ class SandboxSession:
 
     @property
     def error(self) -> Exception | None:
-        """Why the process was ended before its time."""
+        """Why the process was ended prematurely; None if it was not."""
         return self.talk.error
 
-    # What is said to the process.
+    # Messages to the process.
 
     def begin(self, arrived: Sequence[tuple[str, TraceEntry]]) -> None:
-        """Tell of requests that came; they are read while the worker goes on."""
+        """Send requests that arrived to the process, which decodes them while the worker continues."""
         self.entries.update(arrived)
         self.live.update(name for name, _ in arrived)
         self._arrived += arrived
@@ -166,7 +165,7 @@ class SandboxSession:
         self.talk.ask(Begin([(name, entry.to_plain()) for name, entry in arrived]), [], Go, self._have_begun)
 
     def _have_begun(self, reply: Go) -> None:
-        """The process has read what it was told of; requests that failed at once are to end."""
+        """Handle the answer to ``Begin``; requests that failed at once are to end."""
         self._go(reply)
         if reply.live is not None:
             told = self.live - {name for name, _ in self._arrived}
@@ -175,14 +174,14 @@ class SandboxSession:
         self._tell_arrived()
 
     def prepare(self, spans: Sequence[TraceSpan], *, is_bound: bool) -> None:
-        """A step is about to begin; see ``step``."""
+        """Prepare for the step that is about to begin; see ``step``."""
         self._tell_arrived()
         self.can_be_deferred = not is_bound and all(span.complete for span in spans)
         self.undone = []
         self._takes_part = False
 
     def step(self, spans: Sequence[TraceSpan], num_rows: int) -> None:
-        """Begin a step, or go on with the one that was deferred."""
+        """Begin a step, or continue the one that was deferred."""
         spans = [span for span in spans if span.request_id in self.live]
         if not spans or self.error is not None:
             return
@@ -209,7 +208,7 @@ class SandboxSession:
         self._unsaid = Passed()
 
     def _is_same(self, spans: Sequence[TraceSpan]) -> bool:
-        """Tell whether a step is the one that was deferred, computed again; put its rows in their order."""
+        """Return whether a step recomputes the deferred one; bring its rows into the deferred order."""
         now = {span.request_id: span for span in spans}
         self._misfits += 1
         if self._misfits > _MAX_MISFITS or any(
@@ -225,11 +224,11 @@ class SandboxSession:
             return False
         self._misfits = 0
         self._spans = [now.pop(span.request_id) for span in self._spans]
-        self.undone = list(now)  # those that have come since
+        self.undone = list(now)  # requests that have arrived since
         return True
 
     def _resume(self) -> None:
-        """Go on at the place where the step went on without the process."""
+        """Continue at the place where the step left the process."""
         self.is_deferred = False
         self._replay()
         if self._at:
@@ -238,14 +237,14 @@ class SandboxSession:
             self.talk.take_held()
 
     def defer(self) -> None:
-        """Let the step go on without the process, which has not answered yet."""
+        """Let the step continue without the process if it has not answered yet."""
         if self.in_step and self.talk.is_pending:
             self.in_step = self._takes_part = False
             self.is_deferred = self.talk.is_held = True
             self.undone = [span.request_id for span in self._spans]
 
     def again(self) -> None:
-        """The step is run again from its first layer: what was changed in it is to be changed again."""
+        """Prepare to rerun the step from its first layer: changes already made in it are to be replayed."""
         if not self._takes_part:
             return
         if self._changes.is_too_much:
@@ -253,7 +252,7 @@ class SandboxSession:
         self._replay()
 
     def _replay(self) -> None:
-        """Change again, when the model comes by, what was changed in this step."""
+        """Register the places of the changes made in this step, to replay them when the model passes."""
         self._replays = True
         for provider in self._changes.by_place:
             self.board.want(provider, self)  # type: ignore[arg-type] # stands for the requests of a trace
@@ -264,16 +263,16 @@ class SandboxSession:
 
     @property
     def is_idle(self) -> bool:
-        """Whether none of its requests is running, or has failed before it could."""
+        """Whether none of its requests is running, and none that failed has yet to be ended."""
         return not (self.live or self._over)
 
     @property
     def waiting(self) -> set[str]:
-        """The requests that cannot go on before the process has answered."""
+        """The requests that cannot continue before the process has answered."""
         return set(self.live) if self.talk.is_pending else set()
 
     def after_model(self, num_requests: int) -> None:
-        """From here on, values have one row per request."""
+        """Switch to the phase behind the model, in which values have one row per request."""
         rows = [
             type(span)(span.request_id, at, span.index, 1, 0, complete=True)
             for at, span in enumerate(self._spans)
@@ -282,8 +281,8 @@ class SandboxSession:
         self._parcels = RowPayloads(rows, num_requests)
 
     def finish(self) -> None:
-        """Tell the process that the step is over."""
-        if self._is_resuming:  # the model has not come to the place again
+        """Notify the process that the step has ended."""
+        if self._is_resuming:  # the model has not reached the place again
             self._is_resuming = self.in_step = False
             self.talk.give_up(SandboxEndedError.unrepeated())
         elif self.in_step:
@@ -311,7 +310,7 @@ class SandboxSession:
         self._changes.clear()
 
     def take_news(self) -> tuple[list[str], dict[str, Parcel]]:
-        """Return the requests that are to end, and what is to be told of any."""
+        """Return the requests that are to end, and the reports by request."""
         if self.error is not None:
             self._over |= self.live
         over, self._over = self._over, set()
@@ -320,18 +319,18 @@ class SandboxSession:
         return list(over), news
 
     def _note(self, reply: Go) -> None:
-        """Take note of what came of a step."""
+        """Record the reports and ended requests of a step."""
         self._over |= self.live.intersection(reply.ended)
         for told in reply.told:
             entry = self.entries.get(told.request_id)
             self._num_printed += len(told.printed)
-            if self._num_printed > 2 * MAX_BYTES:  # an honest one stops at half of that
+            if self._num_printed > 2 * MAX_BYTES:  # an unmodified process stops at half of that
                 self.talk.give_up(SandboxEndedError.broken("it printed without end"))
             elif entry is not None:
                 self._news[told.request_id] = (entry.key, entry.index, told.data, told.printed)
 
     def _go(self, reply: Go) -> None:
-        """Take note of where the process wants to stop, and whether the step is over for it."""
+        """Record the places that the process wants, and whether the step has ended for it."""
         if reply.wanted is not None:
             self._want(reply.wanted)
         if reply.is_over and self.in_step:
@@ -339,7 +338,7 @@ class SandboxSession:
             self._note(reply)
 
     def ask_saved(self, key: str, results: Mapping[str, Any], index: int | None) -> None:
-        """Ask what the trace, or one of its blocks, has saved, unless that has been asked."""
+        """Request the saved values of the trace, or of one block, unless the process has yet to answer."""
         if self._collected is not None or self.talk.is_unanswered:
             return
         self.talk.refill()
@@ -352,11 +351,11 @@ class SandboxSession:
 
     @property
     def has_collected(self) -> bool:
-        """Whether there is an answer to ``ask_saved``, or there will be none."""
+        """Whether ``ask_saved`` has been answered, or never will be."""
         return self._collected is not None or self.error is not None
 
     def saved(self, index: int | None) -> tuple[list[Piece], tuple[str, str]]:
-        """Return what ``ask_saved`` asked for as pieces of a message, and what was printed last."""
+        """Return the answer to ``ask_saved`` as pieces of a message, with printed text and failure text."""
         head, self._collected = self._collected, None
         if head is not None:
             content, self.talk.content = self.talk.content, memoryview(b"")
@@ -370,13 +369,13 @@ class SandboxSession:
         return [encode({"blocks": blocks, "before": None})], ("", failure_of(blocks))
 
     def stop_waiting(self) -> None:
-        """The trace is over: no step comes in which it would go on."""
+        """Drop a deferred answer: the trace has ended, and no step will resume it."""
         if self.is_deferred:
             self.is_deferred = False
             self.talk.drop_answer()
 
     def close(self) -> Sandbox | None:
-        """Let go of the process; returns it if it has done all that it was told, and ends it otherwise."""
+        """Release the process; return it if it has completed all its requests, and end it otherwise."""
         self._want([])
         self.board.forget(self)  # type: ignore[arg-type] # as above
         self.live.clear()
@@ -386,7 +385,7 @@ class SandboxSession:
         return None
 
     def _want(self, wanted: Sequence[str]) -> None:
-        """Note at which places the process waits."""
+        """Register the places at which the process waits with the dispatcher."""
         now = {provider: None for provider in wanted if provider in self._places}
         for provider in self._wanted:
             if provider not in now:
@@ -396,7 +395,7 @@ class SandboxSession:
         self._wanted = list(now)
 
     def _newly_passed(self) -> Passed:
-        """Return the places that the model has passed and the process has not been told of."""
+        """Return the places that the model has passed and that were not reported to the process yet."""
         told, now = len(self._passed), self.board.passed()
         same = told
         while same < len(now) and same < len(self._before) and now[same] == self._before[same]:
@@ -404,34 +403,34 @@ class SandboxSession:
         self._passed = now
         return Passed(same, now[same:])
 
-    # What the board asks, as of a ``TracedRequest``.
+    # The interface of a ``TracedRequest`` to the dispatcher.
 
     def uses(self, provider: str) -> bool:
-        """Tell whether the process has a use for a value."""
+        """Return whether the process has a use for a value."""
         if self._is_resuming:
             return self.in_step and (provider == self._at or provider in self._changes.by_place)
         return self.in_step and provider in self._wanted
 
     def arrive(self, provider: str) -> None:
-        """Take note that the model is at a place, and change it as before if the step is run again."""
+        """Apply the replayed changes of a place that the model has reached, if the step is run again."""
         self._is_served = False
         if self._replays and self._takes_part and self.error is None and provider in self._changes.by_place:
             slots, content = self._changes.by_place[provider]
             self._put(slots, content)
 
     def is_due(self, provider: str) -> bool:
-        """Tell whether the process is to have the value at hand."""
+        """Return whether the process is to receive the value at hand."""
         is_wanted = provider == self._at if self._is_resuming else provider in self._wanted
         return self.in_step and self.error is None and not self._is_served and is_wanted
 
     def serve(self, provider: str) -> None:
-        """Offer the process the value at hand; what it changes is taken when it has answered."""
+        """Offer the value at hand to the process; its changes are applied when it has answered."""
         self._is_served = True
         if self._is_resuming:
             self._is_resuming = False
             self.talk.take_held()
             return
-        if provider in self._offered:  # for the second time, where the step cannot be left and come back to
+        if provider in self._offered:  # offered twice, so the place does not identify where to resume
             self.can_be_deferred = False
         self._offered.add(provider)
         self._at = provider
@@ -453,7 +452,7 @@ class SandboxSession:
         self.talk.ask(offer, body, Go, self._have_answered)
 
     def _have_answered(self, reply: Go) -> None:
-        """Take what the process has changed of the value at hand."""
+        """Apply the changes of the process to the value at hand."""
         self._go(reply)
         if reply.changes and self._put(reply.changes, self.talk.content):
             self._changes.keep(self._at, reply.changes, self.talk.content)
@@ -462,7 +461,7 @@ class SandboxSession:
         self.talk.content = memoryview(b"")
 
     def _put(self, changes: Sequence[ValueSlot], content: memoryview) -> bool:
-        """Put what the process has changed into the value at hand; returns whether it could be."""
+        """Apply the process's changes to the value at hand; return whether the process is still alive."""
         parcels, keeper = self._parcels, RowKeeper()
         assert parcels is not None  # noqa: S101 - a step is running
         try:
@@ -477,10 +476,10 @@ class SandboxSession:
     def _changed(
         self, parcels: RowPayloads, value: Any, slots: Sequence[ValueSlot], content: memoryview
     ) -> Any:
-        """Return the model's value with what the process has changed in it.
+        """Return the model's value with the changes of the process.
 
         Raises:
-            SandboxEndedError: It cannot be put there.
+            SandboxEndedError: The changes are invalid.
         """
         given, before = Tensors(content), list(tensors(value))
         changes: dict[int, torch.Tensor] = {}
@@ -503,7 +502,7 @@ class SandboxSession:
         return changed
 
     def leave(self, provider: str) -> None:
-        """Do nothing: copies and caches are the process's own affair."""
+        """Do nothing: copies and caches are handled in the process."""
 
     watch_pass = leave
 

@@ -1,10 +1,10 @@
-"""How long a step of the engine waits for sandboxes: for all together, and for each tenant only so long.
+"""The time that a step of the engine waits for sandbox processes, with a budget per tenant.
 
-A step is everybody's. Processes that are asked something at the same place compute at once, and the worker
-waits for all of them; a tenant has one allowance per step, however many traces it has. Whoever has not
-answered by then is left out of the step, which goes on for the others. What cannot be left out holds up
-everybody, so its tenant *rests* afterwards: none of its sandboxed requests is in a step for nine times as
-long.
+All requests share a step. Processes that are asked at the same place compute concurrently, and the worker
+waits for all of them. Each tenant has one budget per step, however many traces it has. A process that has not
+answered by then is left out of the step, which continues for the other requests. A process that cannot be
+left out delays all requests, so its tenant *rests* afterwards: none of its sandboxed requests is scheduled
+for nine times as long as the delay.
 """
 
 from __future__ import annotations
@@ -18,26 +18,25 @@ if TYPE_CHECKING:
     from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_session import SandboxSession
 
 _ALONE: Final = 8
-"""How many times as long a step waits in which, as far as is known, there is nobody else."""
+"""Factor by which a step waits longer while, as far as is known, only one tenant has requests."""
 
 
 _REST: Final = 9.0
-"""How many times as long as its traces have held others up a tenant rests: they do so a tenth of the time."""
+"""Rest of a tenant as a multiple of the delay that its traces caused: they can delay a tenth of the time."""
 
 
 class WaitBudget:
-    """The allowances of one step.
+    """The wait budgets of one step.
 
     Args:
-        wait_s: Of each tenant.
-        most_s: Of each tenant, for traces that cannot be left out of a step.
+        wait_s: Seconds of each tenant's budget.
+        most_s: Seconds of each tenant's budget for traces that cannot be left out of a step.
 
     Attributes:
-        waited_s: Seconds that the running step has waited, for whomever.
+        waited_s: Seconds that the running step has waited, over all tenants.
     """
 
     def __init__(self, wait_s: float, most_s: float) -> None:
-        """Start before the first step."""
         self._wait_s = wait_s
         self._most_s = most_s
         self._left_s = wait_s
@@ -47,14 +46,19 @@ class WaitBudget:
         self.waited_s = 0.0
 
     def begin(self, *, is_alone: bool = False) -> None:
-        """Begin a step; with one tenant alone nobody else waits for it, so it may wait longer."""
+        """Begin a step.
+
+        Args:
+            is_alone: Whether the engine has requests of one tenant only. A wait then delays no other tenant,
+                so the budget is larger.
+        """
         self._is_alone = is_alone
         self._left_s = min(self._wait_s * (_ALONE if is_alone else 1), self._most_s)
         self._used_s.clear()
         self.waited_s = 0.0
 
     def wait(self, cells: Sequence[SandboxSession]) -> None:
-        """Wait until all have answered, or had their time; those that cannot be left out then are ended."""
+        """Wait until all have answered or used their budgets; end late ones that cannot be left out."""
         self._wait([cell for cell in cells if cell.talk.is_pending], self._left_s)
         stubborn = [cell for cell in cells if cell.talk.is_pending and not cell.can_be_deferred]
         used_before = {cell.tenant: self._used(cell) for cell in stubborn}
@@ -72,13 +76,13 @@ class WaitBudget:
 
     @property
     def resting(self) -> frozenset[str]:
-        """The tenants whose traces have held others up and rest for it."""
+        """The tenants whose traces have delayed others and that are resting for it."""
         moment = time.monotonic()
         self._rests_until = {one: until for one, until in self._rests_until.items() if until > moment}
         return frozenset(self._rests_until)
 
     def wait_for_any(self, cells: Sequence[SandboxSession], wait_s: float) -> None:
-        """Wait for so long until some has answered, outside of a step: there is nothing else to do."""
+        """Wait, outside a step, for up to ``wait_s`` until one process has answered."""
         pending = [cell for cell in cells if cell.talk.is_pending]
         end = time.monotonic() + wait_s
         left_s = wait_s
@@ -105,7 +109,7 @@ class WaitBudget:
         return self._used_s.get(cell.tenant, 0.0)
 
     def _pump(self, cells: Sequence[SandboxSession], wait_s: float, most_s: float | None = None) -> None:
-        """Read what has come from any of them, waiting for it so long, and go on with calls of modules."""
+        """Read messages for up to ``wait_s``, and advance calls of modules within the tenants' budgets."""
         begin = time.monotonic()
         most_s = self._left_s if most_s is None else most_s
         calling = [cell for cell in cells if cell.talk.is_calling]
@@ -122,7 +126,7 @@ class WaitBudget:
 
 
 def _read(cells: Sequence[SandboxSession], wait_s: float) -> None:
-    """Read what has come from any of them, waiting for it so long."""
+    """Read messages that have arrived from any of them, waiting for up to ``wait_s``."""
     by_descriptor = {cell.talk.sandbox.side.fileno(): cell for cell in cells}
     poll = select.poll()
     for descriptor in by_descriptor:

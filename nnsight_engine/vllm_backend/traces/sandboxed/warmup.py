@@ -1,7 +1,7 @@
-"""A trace that every sandbox runs before it is confined: what is used the first time is slow, or needs files.
+"""A trace that every sandbox process runs before it is confined: first uses are slow, or need files.
 
-A forked process shares its parent's memory until it writes to it, page by page, and Python writes wherever it
-looks. So each child runs the parts of a small trace once, while nobody waits.
+A forked process shares its parent's memory copy-on-write, page by page, and Python writes even to objects
+that it only reads. So each child runs the parts of a small trace once while no request waits for it.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _MAX_OFFERS: Final = 8
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Warmup:
-    """The trace, ready to be run.
+    """The prepared trace.
 
     Attributes:
-        entry: Its request.
-        value: What a layer gives, as the model has it, without anything in it.
+        entry: The entry of its request.
+        value: A layer's output, of zeros, in the form that the model returns.
     """
 
     entry: dict[str, Any]
@@ -52,7 +52,7 @@ class Warmup:
 
     @staticmethod
     def of(points: ModelPoints) -> Warmup:
-        """Prepare one for a model."""
+        """Prepare the trace for a model."""
         data = encoded_code(Trace(op="trace", code=_CODE), "rehearsal")
         entry = TraceEntry(_KEY, 0, 1, data, [{}], streams=True, prints=True)
         rows = torch.zeros(_ROWS, points.hidden_size, dtype=torch.bfloat16)
@@ -60,7 +60,7 @@ class Warmup:
         return Warmup(entry.to_plain(), (whole, whole) if points.returns_residual else whole)
 
     def run(self, traces: SandboxTraces) -> None:
-        """Run it; what is saved is thrown away."""
+        """Run the trace and discard its results."""
         traces.answer(Begin([(_REQUEST, self.entry)]), memoryview(b""))
         traces.answer(StepMessage([(_REQUEST, _ROWS, 0, True)], [], Passed()), memoryview(b""))
         for _ in range(_MAX_OFFERS):

@@ -1,6 +1,6 @@
-"""The clean process of a worker: it has vLLM's classes and the model's outline, and no weight of it.
+"""The zygote process of a worker: it has loaded vLLM's classes and the model's outline, but no weights.
 
-Started by ``provisioning``; ``sandbox.nursery`` does the rest.
+Started by ``provisioning``; the generic part is in ``sandbox.zygote``.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from nnsight_engine.vllm_backend.traces.stages.remote_modules import RemoteModul
 
 
 class SandboxEnvoy(RemoteModuleEnvoy):
-    """Stands for a module of the worker's."""
+    """The envoy of a module of the worker."""
 
     @property
     def source(self) -> Any:
-        """Refuse: the operations inside a forward are met in the worker, and their values are not rows."""
+        """Raise: operations inside a forward run in the worker, and their values are not rows of a request."""
         raise SandboxedError.source(str(self.path))
 
 
 def main(orders: socket.socket, folder: str) -> None:
-    """Learn what the model is like, and fork sandboxes of it."""
+    """Receive the description of the model, and fork sandbox processes on order."""
     (num_bytes,) = NUMBER.unpack(read_exactly(orders.recv, NUMBER.size))
     setup = decode(read_exactly(orders.recv, num_bytes))
     torch.set_num_threads(1)
@@ -56,16 +56,16 @@ def main(orders: socket.socket, folder: str) -> None:
 
 
 class _Outside:
-    """Hands calls on to the traces, which are there once the model is."""
+    """Forwards calls to the traces, which are created after the model."""
 
     traces: SandboxTraces
 
     def call(self, stage: int, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what a module gives."""
+        """Return the result of a module call."""
         return self.traces.call(stage, path, args, kwargs)
 
     def lacking(self, stage: int, path: str, name: str) -> Exception:
-        """Return the error for what is not here."""
+        """Return the error for an attribute that is not here."""
         return self.traces.lacking(stage, path, name)
 
 
@@ -95,7 +95,7 @@ def _new_model(points: ModelPoints, traces: SandboxTraces, names: Names) -> Work
 
 
 def _warm_up() -> None:
-    """Have loaded what is otherwise loaded when it is first used: later there are no files."""
+    """Trigger lazy loading now: confined processes cannot open files."""
     value = torch.ones(4, 4, dtype=torch.bfloat16)
     torch.einsum("ij,jk->ik", value, value).float().softmax(-1).topk(2).values.tolist()
     repr(torch.linalg.svd(value.float()))
