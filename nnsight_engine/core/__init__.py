@@ -1,1 +1,1 @@
-"""Building blocks of every layer: points, the model's description, errors. Imports no other package of ours."""
+"""Building blocks of every layer: points, the model's description, errors; imports none of our packages."""

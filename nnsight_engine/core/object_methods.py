@@ -42,7 +42,7 @@ def always() -> bool:
 
 
 class _Mounted:
-    """The descriptor in ``object``; it has no ``__set__``, so instances may have an attribute of that name."""
+    """The descriptor in ``object``; without ``__set__``, so that instances may have such an attribute."""
 
     __slots__ = ("function", "name", "when")
 
@@ -63,7 +63,7 @@ class _Mounted:
 
 
 class _Probe:
-    """Looked up before and after a change, to check that the interpreter's attribute cache was invalidated."""
+    """Looked up before and after a change, to check that the attribute cache was invalidated."""
 
 
 def mount(name: str, function: Method, *, when: Condition = always) -> None:

@@ -25,7 +25,7 @@ _MAX_DEPTH = 8
 
 
 class Saves(threading.local):
-    """The marks of this thread's traces. Nested traces share them; they are dropped with the outermost one."""
+    """The marks of this thread's traces, shared by nested traces and dropped with the outermost one."""
 
     def __init__(self) -> None:
         self.depth = 0
