@@ -3,7 +3,7 @@
 A block waits in the middle of its code until the model reaches the value that it asked for. That needs two
 call stacks, of which one runs at a time. Greenlets provide them within one thread, so a hand-over costs a
 switch rather than two locks, and thread-local state is shared with the model (except for grad mode, see
-``mediator``).
+``torch_modes``).
 
 **The hazard.** Greenlets share one region of the C stack: the part below a greenlet's first frame is copied
 in and out. The frames *above* that first frame belong to whatever code runs there now. Torch walks the whole
