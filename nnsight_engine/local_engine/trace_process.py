@@ -102,7 +102,7 @@ class TraceProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process has ended and its frames were read."""
+        """Whether the process has ended and its last frames are queued."""
         return self._is_over
 
     @property
