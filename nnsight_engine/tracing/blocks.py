@@ -4,8 +4,8 @@ The tree keeps the file name and line numbers it was parsed with, so an error in
 profiler points at the user's own line, without translation.
 
 Every variable that the block shares with its surroundings is a *cell*, exactly as if the block were a nested
-function. A block inside a block gets the same cells, so one invoke sees the assignments of another without
-copying or synchronization; assignments take effect in the order in which they run.
+function. A block inside a block gets the same cells, so the two see each other's assignments without copying
+or synchronization. Invokes get copies of the cells (see ``interleaving.shared_variables``).
 
 Some constructs inside a block are rewritten, because a block may contain further traces and loops over
 generation steps:
