@@ -150,7 +150,7 @@ class EngineCacheView(CacheView):
             points = envoy.points
             return type(self)(self._cache, f"{points.root.path}.{points.family.layers}", envoy)
         if isinstance(envoy, PointGroup) and not isinstance(envoy, Part):
-            raise AttributeError(  # noqa: TRY004 - what a cache raises for a name it lacks
+            raise AttributeError(  # noqa: TRY004 - a cache raises this for unknown names
                 f"{envoy!r} are no module, and a cache has modules; save their values"
             )
         return super()._below(envoy)

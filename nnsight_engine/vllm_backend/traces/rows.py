@@ -152,7 +152,7 @@ class FlatBatcher(Batcher):
     def narrow(self, group: BatchGroup | None) -> Any:  # noqa: ARG002 - a batcher has one request
         """Return a copy of the request's rows of the current value, at their position in this phase."""
         own = self.group
-        with torch.inference_mode(mode=False):  # blocks run outside of it, and may edit what they get
+        with torch.inference_mode(mode=False):  # blocks run outside of it, and may edit the copies
             narrowed = map_tensors(self.current_value, lambda tensor: self._rows(tensor, own))
         if not isinstance(narrowed, torch.Tensor):
             self._lending().trees.append((narrowed, list(tensors(narrowed)), own))

@@ -82,7 +82,7 @@ class WaitingThread(ThreadStack):
         self.prepare()
 
     def resume(self, payload: Any) -> Any:
-        """Hand ``payload`` over and return the event that comes back; after its job, pool the thread again."""
+        """Hand ``payload`` over and return the event that comes back; after its job, repool the thread."""
         event = super().resume(payload)
         if type(event) is Done and not self.abandoned:
             self._at_home.append(self)

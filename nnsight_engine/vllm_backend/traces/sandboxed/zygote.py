@@ -33,7 +33,7 @@ class SandboxEnvoy(RemoteModuleEnvoy):
 
     @property
     def source(self) -> Any:
-        """Raise: operations inside a forward run in the worker, and their values are not rows of a request."""
+        """Raise: operations inside a forward run in the worker, and their values are not a request's rows."""
         raise SandboxedError.source(str(self.path))
 
 
