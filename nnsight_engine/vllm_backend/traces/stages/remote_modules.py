@@ -23,7 +23,7 @@ from nnsight_engine.vllm_backend.traces.errors import StageError
 Description = tuple[str, str, str, str, str, dict[str, Any], list[str]]
 """The description of one module.
 
-Its items: the path, the class's module and name, the module's extra_repr, the path of the same module
+Its items: the path, the class's module and name, the module's ``extra_repr``, the path of the same module
 if it was listed before, the plain attributes, and the names of all attributes that are not sent.
 """
 
