@@ -1,1 +1,1 @@
-"""How much a caller may do, found out before any work is done for them."""
+"""Admission control: rate limits and quotas, checked before any work is done."""

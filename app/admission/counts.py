@@ -1,9 +1,9 @@
-"""Counts over a sliding minute, in memory or in a storage that several servers share, which may be away.
+"""Counters over a sliding minute, in memory or in a storage that several servers share.
 
-Counting is ``limits``'s. Where the shared storage does not answer in time, or at all, this server goes on
-counting by itself, in memory, and asks it again after a pause: limits hold meanwhile, for each server alone,
-and nobody waits. Whatever is wrong with the storage never reaches a request. What exceeds a minute is counted
-in the minutes after it, so that in the end nobody has had more than theirs, however they brought it about.
+The ``limits`` library does the counting. If the shared storage does not respond in time, this server counts
+in its own memory and retries the storage after a pause: limits then hold per server, and requests are not
+delayed. Errors of the storage never reach a request. Usage in excess of a minute's limit is carried over to
+the following minutes, so that the long-term average cannot exceed the limit.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ T = TypeVar("T")
 _MINUTE_S: Final = 60
 _KEPT_S: Final = 3 * _MINUTE_S
 _PATIENCE_S: Final = 0.5
-"""What a request waits for the shared storage."""
+"""How long a request waits for the shared storage."""
 _PAUSE_S: Final = 5.0
-"""How long a storage that has failed is left alone; then one request asks it again."""
+"""How long a storage that failed is not used; then one request tries it again."""
 _MEMORY: Final = "memory://"
 MAX_CARRIED_MINUTES: Final = 60
-"""What exceeds so many minutes is forgotten: one accident does not shut a key out for days."""
+"""Usage beyond so many minutes is dropped, so that one accident does not lock a key out for days."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Used:
-    """What was used of something within a sliding minute.
+    """Usage within a sliding minute.
 
     Attributes:
-        before: In the last minute of the clock.
-        now: In this one.
-        left: The part of the last one that still counts, from 1 down to 0 as this one goes by.
-        later: What is counted in the next minutes already, where that was asked for.
+        before: The usage in the previous minute of the clock.
+        now: The usage in the current minute.
+        left: The fraction of the previous minute that still counts, falling from 1 to 0 during the current
+            one.
+        later: The usage carried over to the following minutes, if requested.
     """
 
     before: int
@@ -57,17 +58,17 @@ class Used:
 
     @property
     def amount(self) -> int:
-        """How much that is."""
+        """The usage in the sliding minute."""
         return max(0, int(self.before * self.left) + self.now)
 
     def wait_s(self, room: int) -> int:
-        """Return in how many seconds no more than ``room`` of it will count, at least one."""
+        """Return the seconds, at least one, until at most ``room`` of the usage counts."""
         if self.amount <= room:
             return 1
         room, before = max(0, room), self.before
         minutes = 0.0
         for index, now in enumerate((self.now, *self.later, 0)):
-            if now <= room:  # at some moment of this minute, what is left of the one before it has gone by
+            if now <= room:  # at some moment of this minute, enough of the previous minute has expired
                 minutes = index + 1 - min(1.0, (room - now) / max(1, before))
                 break
             before = now
@@ -75,7 +76,7 @@ class Used:
 
 
 class _Side:
-    """A storage and what counts in it."""
+    """A storage and its rate limiter."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
@@ -87,13 +88,13 @@ _Ask = Callable[[_Side], Awaitable[T]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Taken:
-    """What was set aside.
+    """A reservation.
 
     Attributes:
-        name: Of what.
-        amount: How much.
-        minute: When.
-        side: Which storage knows of it.
+        name: The counter.
+        amount: The reserved amount.
+        minute: The minute of the reservation.
+        side: The storage that holds it.
     """
 
     name: str
@@ -103,20 +104,20 @@ class Taken:
 
 
 class Counts:
-    """Counts of one server, or of several that share a storage.
+    """The counters of one server, or of several that share a storage.
 
     Args:
-        url: Where they are kept, as ``limits`` has it: ``memory://``, ``redis://host:6379``.
+        url: The storage, in the notation of ``limits``: ``memory://``, ``redis://host:6379``.
 
     Attributes:
-        num_failures: How often the shared storage has failed.
+        num_failures: The number of failures of the shared storage.
     """
 
     def __init__(self, url: str) -> None:
-        """Open the storage, which connects when it is first asked.
+        """Open the storage, which connects at its first use.
 
         Raises:
-            UnsupportedOptionError: It names none that is known here, or one whose client is not installed.
+            UnsupportedOptionError: The URL's scheme is unknown, or its client library is not installed.
         """
         self.num_failures = 0
         self._own = _Side(MemoryStorage())
@@ -124,32 +125,32 @@ class Counts:
         self._again_at = 0.0
 
     async def hit(self, item: RateLimitItem, name: str) -> bool:
-        """Count one of something, unless that is one too many; returns whether it was counted."""
+        """Count one hit unless that exceeds the limit; return whether it was counted."""
         return await self._ask(lambda side: side.limiter.hit(item, name))
 
     async def test(self, item: RateLimitItem, name: str) -> bool:
-        """Tell whether one more would be counted."""
+        """Return whether one more hit is within the limit."""
         return await self._ask(lambda side: side.limiter.test(item, name))
 
     async def stats(self, item: RateLimitItem, name: str) -> WindowStats:
-        """Return how many more would be, and when that changes."""
+        """Return how many more hits are within the limit, and when it resets."""
         return await self._ask(lambda side: side.limiter.get_window_stats(item, name))
 
     async def used(self, name: str, *, ahead: bool = False) -> Used:
-        """Return how much was used of something.
+        """Return the usage of a counter.
 
         Args:
-            name: Of what.
-            ahead: Whether ``later`` is wanted.
+            name: The counter.
+            ahead: Whether to read ``later``.
         """
         return await self._ask(lambda side: _used(side.storage, name, ahead=ahead))
 
     async def add(self, name: str, amount: int, most: int) -> None:
-        """Add to what was used; what goes beyond ``most`` a minute counts in the next ones."""
+        """Add to the usage; what exceeds ``most`` per minute is carried over to the following minutes."""
         await self._ask(lambda side: _add(side.storage, name, amount, most))
 
     async def take(self, name: str, amount: int) -> tuple[Taken, Used]:
-        """Set some aside, beyond whatever limit; returns also how much is used then."""
+        """Reserve an amount regardless of limits; return the reservation and the resulting usage."""
 
         async def ask(side: _Side) -> tuple[Taken, Used]:
             minute = this_minute()
@@ -159,9 +160,9 @@ class Counts:
         return await self._ask(ask)
 
     async def give_back(self, taken: Taken, amount: int) -> None:
-        """Give back some of what was set aside, where it was; too late for it, nothing changes.
+        """Release part of a reservation; no effect if its minute no longer counts.
 
-        A storage that does not answer keeps it until its minute is over.
+        If the storage does not respond, the reservation expires with its minute.
         """
         if taken.minute < this_minute() - 1 or amount <= 0:
             return
@@ -169,7 +170,7 @@ class Counts:
 
         async def ask() -> None:
             left = await storage.incr(bucket, _KEPT_S, -amount)
-            if left < 0:  # the storage has forgotten what was taken
+            if left < 0:  # the storage has lost the reservation
                 await storage.incr(bucket, _KEPT_S, -left)
 
         if taken.side is self._own:
@@ -181,7 +182,7 @@ class Counts:
         shared = self._shared
         if shared is None or time.monotonic() < self._again_at:
             return await ask(self._own)
-        if self._again_at:  # it has failed: others need not wait for it too
+        if self._again_at:  # while one request retries a failed storage, others do not wait for it
             self._again_at = time.monotonic() + _PAUSE_S
         try:
             async with asyncio.timeout(_PATIENCE_S):
@@ -189,7 +190,7 @@ class Counts:
         except Exception as error:  # noqa: BLE001 - whatever clients of storages raise
             self._again_at = time.monotonic() + _PAUSE_S
             self.num_failures += 1
-            # Its own words may hold the URL's password.
+            # Its message may contain the URL's password.
             logger.warning(
                 "limits are counted by this server alone for now, where NNSIGHT_ENGINE_LIMITS_URL leads does "
                 "not answer (%s, %d times so far)", type(error).__name__, self.num_failures,
@@ -202,7 +203,7 @@ class Counts:
 
 
 def this_minute() -> int:
-    """Return the clock's minute."""
+    """Return the current minute of the clock."""
     return int(time.time() // _MINUTE_S)
 
 
@@ -240,11 +241,11 @@ def _bucket(name: str, minute: int) -> str:
 
 def _opened(url: str) -> Storage:
     try:
-        # Of the clients of Redis, the one that is its own.
+        # Of the client libraries for Redis, select the official one.
         options = {"implementation": "redispy"} if url.startswith("redis") else {}
         storage = storage_from_string(f"async+{url}", **options)
     except ConfigurationError as error:
-        # Its own words may hold the URL's password.
+        # Its message may contain the URL's password.
         raise UnsupportedOptionError(
             f"NNSIGHT_ENGINE_LIMITS_URL begins with {url.partition(':')[0]!r}, where counts cannot be "
             f"kept ({type(error).__name__}): memory:// will do, and redis://… with the package redis"

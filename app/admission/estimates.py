@@ -1,6 +1,6 @@
-"""How many tokens a request is about to use, from what it says before anybody has read it closely.
+"""Estimates the tokens that a request is going to use, from its unvalidated body.
 
-Bodies are hostile here: whatever is not what it should be counts nothing, and the engine refuses it later.
+Bodies are untrusted: malformed parts count as nothing, and the engine rejects them later.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from nnsight_engine.remote_backend.messages import TraceHead
 _BYTES_A_TOKEN: Final = 4
 _MOST: Final = 2**31
 _WHOLE: Final = TypeAdapter(int)
-"""Reads numbers as the engine does, which takes 7.0 and "7" for 7."""
+"""Parses integers as the engine does, which accepts 7.0 and "7" for 7."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Estimate:
-    """Tokens that a request asks for.
+    """The estimated tokens of a request.
 
     Attributes:
-        stated: Those that it states: ids of its prompts, and the most that may be generated.
-        guessed: Those that its text may have.
+        stated: Tokens that it states: ids of its prompts, and the maximum to generate.
+        guessed: Tokens estimated from the length of its text.
     """
 
     stated: int
@@ -35,19 +35,19 @@ class Estimate:
 
 
 def of_body(body: Mapping[str, Any]) -> Estimate:
-    """Return what a completion or a chat asks for; of a length that it leaves open, a token a choice."""
+    """Estimate a completion or a chat; if it states no maximum length, one token per choice."""
     prompts = _prompts(body["prompt"]) if "prompt" in body else [_chat(body.get("messages"))]
     most = _number(body.get("max_completion_tokens")) or _number(body.get("max_tokens")) or 1
     return _together(prompts, most * num_choices(body))
 
 
 def num_choices(body: Mapping[str, Any]) -> int:
-    """Return how many texts a completion or a chat asks for, those of all its prompts together."""
+    """Return the number of choices of a completion or a chat, over all its prompts."""
     return min(num_prompts(body) * max(1, _number(body.get("n"))), _MOST)
 
 
 def num_prompts(body: Mapping[str, Any]) -> int:
-    """Return how many prompts a completion has; of a body that has none, 1."""
+    """Return the number of prompts of a completion, at least 1."""
     given = body.get("prompt")
     found = len(given) if isinstance(given, list) and not _is_ids(given) else int(given is not None)
     embeds = body.get("prompt_embeds")
@@ -56,7 +56,7 @@ def num_prompts(body: Mapping[str, Any]) -> int:
 
 
 def check_choices(body: Mapping[str, Any], max_choices: int) -> None:
-    """Raise ApiError for a request that asks for more texts than one may: each is a request to the engine."""
+    """Raise ApiError if a request has too many choices, each of which is a request to the engine."""
     found = num_choices(body)
     if found > max_choices:
         raise ApiError(
@@ -68,7 +68,7 @@ def check_choices(body: Mapping[str, Any], max_choices: int) -> None:
 
 
 def of_trace(head: TraceHead) -> Estimate:
-    """Return what a trace's requests ask for."""
+    """Estimate all requests of a trace."""
     prompts, generated = [], 0
     for invoke in head.invokes:
         prompts.append(_prompt(invoke.prompt))
@@ -78,7 +78,7 @@ def of_trace(head: TraceHead) -> Estimate:
 
 
 def of_training(wanted: TrainingRequest) -> Estimate:
-    """Return what the prompts of a training ask for, each of which generates one token."""
+    """Estimate the prompts of a training, each of which generates one token."""
     prompts = [
         Estimate(0, _guessed(prompt))
         if isinstance(prompt, str)
@@ -100,7 +100,7 @@ def _prompts(given: Any) -> list[Estimate]:
 
 
 def _is_ids(given: list[Any]) -> bool:
-    """Tell whether a list is one prompt, of ids, and not several."""
+    """Return whether a list is a single prompt of token ids, not several prompts."""
     return not given or isinstance(given[0], int)
 
 

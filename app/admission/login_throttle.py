@@ -1,8 +1,8 @@
-"""How many wrong keys are told that they are wrong: guesses at one key from one place, and no others.
+"""Throttles guesses at keys: limits invalid keys per key id and client network.
 
-A place is a client's address, of IPv6 the network that a client has to itself. Whoever guesses is refused in
-words that ask for patience; a right key is never asked how many wrong ones came before it, from wherever it
-comes. ``auth.keys`` counts a key after it has looked at it.
+The network is the client's IPv4 address, or its IPv6 /64. Guesses beyond the limit are rejected with a
+request to wait. A valid key is never affected by invalid ones, whatever its origin: ``auth.keys`` counts a
+key only after it was checked and found invalid.
 """
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ _Place = tuple[str, str]
 
 
 class LoginThrottle:
-    """Counts wrong keys: two hundred at once for each id and place, then one a second.
+    """Counts invalid keys: a burst of 200 per id and network, then one per second.
 
     Args:
-        clock: Seconds that only go forward.
+        clock: A monotonic clock, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Know no place."""
         self._clock = clock
         self._left: dict[_Place, tuple[float, float]] = {}
 
     def count(self, key_id: str, address: str) -> None:
-        """Count a wrong key of this id from an address.
+        """Count an invalid key with this id from an address.
 
         Raises:
             ThrottledError: There were too many.
@@ -57,7 +56,7 @@ class LoginThrottle:
         return min(_MOST, left + (self._clock() - moment) * _PER_S)
 
     def _forget(self) -> None:
-        """Forget places that may bring as many as any, or all, where so many others are left."""
+        """Drop entries whose allowance is full again, or all if too many are left."""
         self._left = {place: one for place, one in self._left.items() if self._now(place) < _MOST}
         if len(self._left) >= _MAX_PLACES:
             self._left.clear()
@@ -67,7 +66,7 @@ def _place_of(address: str) -> str:
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
-        return address  # a socket's client has none
+        return address  # a client on a Unix socket has no address
     if isinstance(parsed, ipaddress.IPv6Address) and parsed.ipv4_mapped is None:
         return str(ipaddress.ip_network((parsed.packed, _IPV6_NETWORK), strict=False))
     return str(getattr(parsed, "ipv4_mapped", None) or parsed)

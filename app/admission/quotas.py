@@ -1,10 +1,10 @@
-"""What keys and tenants may use up in a minute: tokens, bytes that leave the engine, seconds of its time.
+"""Quotas of keys and tenants per minute: tokens, captured bytes, seconds of intervention time.
 
-What a request will use is known afterwards. So a minute that is used up lets nobody in, and what a request
-did use is counted when it is over, however it ended. Tokens are what many requests at once would run past by
-far: each sets aside beforehand what it asks for, and gives back what it did not use. What was used beyond a
-minute is counted in those after it, so that the next ones wait for as long as it takes. ``Rates`` is the
-caller.
+The usage of a request is known only after it. A used-up minute therefore admits no requests, and the actual
+usage is counted when a request is over, however it ended. Many concurrent requests would exceed the token
+quota by far, so each reserves the tokens that it asks for and releases what it did not use. Usage beyond a
+minute's quota is carried over to the following minutes, so that later requests wait accordingly. Called by
+``Rates``.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _MICROSECONDS: Final = 10**6
 
 
 class Quota(enum.Enum):
-    """Something that is used up; its value is the field of ``Limits`` that says how much may be."""
+    """A quota; its value is the field of ``Limits`` with its amount per minute."""
 
     TOKENS = "tokens_per_minute"
     CAPTURED_BYTES = "captured_bytes_per_minute"
     INTERVENTION_TIME = "intervention_seconds_per_minute"
 
     def limit(self, limits: Limits) -> int | None:
-        """Return how much may be used in a minute, None for as much as anybody likes."""
+        """Return the amount per minute; None for no limit."""
         most: float | None = getattr(limits, self.value)
         return None if most is None else max(1, int(most * self._scale))
 
     def used(self, meter: UsageMeter) -> int:
-        """Return how much a request has used."""
+        """Return the usage of a request."""
         if self is Quota.TOKENS:
             return meter.num_tokens
         if self is Quota.CAPTURED_BYTES:
@@ -46,7 +46,7 @@ class Quota(enum.Enum):
         return round(meter.intervention_s * _MICROSECONDS)
 
     def said(self, amount: int) -> str:
-        """Return an amount for people."""
+        """Return an amount with its unit, for messages."""
         return f"{amount / self._scale:g} {_UNITS[self]}"
 
     @property
@@ -60,12 +60,12 @@ _UNITS: Final = {
     Quota.INTERVENTION_TIME: "seconds of interventions",
 }
 INTERVENING: Final = (Quota.CAPTURED_BYTES, Quota.INTERVENTION_TIME)
-"""What only requests use that intervene."""
+"""Quotas that only requests with interventions use."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class QuotaGroup:
-    """Whose requests are counted together: those of a key, or of all keys of a tenant."""
+    """The requests that share limits: those of a key, or of all keys of a tenant."""
 
     name: str
     said: str
@@ -73,24 +73,23 @@ class QuotaGroup:
 
 
 class Quotas:
-    """What is used up, by group.
+    """The quotas' usage, by group.
 
     Args:
-        counts: Keep it.
+        counts: The counters.
     """
 
     def __init__(self, counts: Counts) -> None:
-        """Begin with whatever is counted there."""
         self._counts = counts
 
     async def check(self, groups: Sequence[QuotaGroup], *quotas: Quota) -> dict[str, str]:
-        """Let a request in whose callers have something left of these.
+        """Check that the groups have some of these quotas left.
 
         Returns:
-            OpenAI's headers of tokens, where these are asked for and limited.
+            OpenAI's headers for tokens, if that quota is checked and limited.
 
         Raises:
-            ThrottledError: One of them is used up.
+            ThrottledError: A quota is used up.
         """
         told: list[dict[str, str]] = []
         for quota in quotas:
@@ -106,7 +105,7 @@ class Quotas:
         return _least(told)
 
     async def wait_s(self, groups: Sequence[QuotaGroup]) -> int:
-        """Return in how many seconds all have something left of everything: 0 if they have."""
+        """Return the seconds until all groups have some of each quota left; 0 if they have now."""
         wait = 0
         for quota in Quota:
             for group in groups:
@@ -122,14 +121,14 @@ class Quotas:
     async def reserve(
         self, groups: Sequence[QuotaGroup], estimate: Estimate
     ) -> tuple[list[Taken], dict[str, str]]:
-        """Set tokens aside for a request.
+        """Reserve tokens for a request.
 
         Returns:
-            What was, to be given to ``settle``; and OpenAI's headers.
+            The reservations, to be passed to ``settle``, and OpenAI's headers.
 
         Raises:
-            ApiError: ``request_beyond_limit``: no minute has so many.
-            ThrottledError: This one has not.
+            ApiError: ``request_beyond_limit``: the request alone exceeds the quota of a minute.
+            ThrottledError: Not enough is left of the current minute.
         """
         reserved: list[Taken] = []
         told: list[dict[str, str]] = []
@@ -154,7 +153,7 @@ class Quotas:
                 "fewer, or in parts.",
                 "max_tokens",
             )
-        # What is guessed may be wrong, and keeps nobody from an empty minute.
+        # Guesses may be wrong, so they never exceed the quota of an unused minute.
         amount = min(estimate.stated + estimate.guessed, most)
         taken, used = await self._counts.take(_name(group, Quota.TOKENS), amount)
         reserved.append(taken)
@@ -163,7 +162,11 @@ class Quotas:
         return _headers(most, used)
 
     async def set_aside(self, groups: Sequence[QuotaGroup], estimate: Estimate) -> list[Taken]:
-        """Set tokens aside for something that runs in any case; returns them, to be given to ``settle``."""
+        """Reserve tokens for work that runs in any case.
+
+        Returns:
+            The reservations, to be passed to ``settle``.
+        """
         asked = estimate.stated + estimate.guessed
         limits = [(group, Quota.TOKENS.limit(group.limits)) for group in groups]
         return [
@@ -179,7 +182,7 @@ class Quotas:
     async def settle(
         self, groups: Sequence[QuotaGroup], meter: UsageMeter, reserved: Sequence[Taken] = ()
     ) -> None:
-        """Count what a request has used that is over, less what it had set aside."""
+        """Count the usage of a request that is over, and release what it reserved and did not use."""
         await meter.settled()
         aside = {one.name: one for one in reserved}
         for quota in Quota:
@@ -199,7 +202,7 @@ class Quotas:
     async def _used_up(
         self, group: QuotaGroup, quota: Quota, most: int, taken: Taken | None = None
     ) -> ThrottledError:
-        """Return what somebody is told who has used all up, or has not enough left for what was taken."""
+        """Return the error for a quota that is used up, or has less left than the reservation ``taken``."""
         used = await self._counts.used(_name(group, quota), ahead=True)
         asks = 1 if taken is None else taken.amount
         if taken is not None:

@@ -1,8 +1,8 @@
-"""Limits of keys and tenants: a request is let in, or told when to come back; what it used is counted.
+"""Rate limits of keys and tenants: admits or rejects requests, and counts their usage.
 
-Counts are ``counts``'s, for this server or for several together; what runs at once is counted by each server
-for itself. Whoever has no limits costs nothing. The dependency that reads keys calls ``admit``; the outermost
-middleware sends the headers of what it gave, and releases it after the response's last byte.
+``counts`` counts for this server or for several together; concurrency is counted by each server for itself.
+Callers without limits cost nothing. The dependency that authenticates requests calls ``admit``;
+``GateMiddleware`` sends the headers of the result, and releases it after the response's last byte.
 """
 
 from __future__ import annotations
@@ -25,24 +25,26 @@ from app.auth.principal import Principal
 from nnsight_engine.core.metering import UsageMeter
 
 ADMITTED: Final = "nnsight_engine.admitted"
-"""Where a request's ASGI scope keeps its ``Admitted``."""
+"""The key of a request's ASGI scope that holds its ``Admitted``."""
 _SOON_S: Final = 1
 _REMAINING: Final = "x-ratelimit-remaining-requests"
 
 
 class Admitted:
-    """A request that was let in.
+    """An admitted request.
 
     Args:
-        headers: What is left to its caller, as OpenAI says it.
-        groups: Whose limits it is under.
-        quotas: Count what it uses.
-        release: Called with it when it is over.
+        headers: OpenAI's rate limit headers, with what is left to the caller.
+        caller: The caller.
+        groups: The groups whose limits apply.
+        quotas: Counts the usage.
+        release: Called with this object when the request is over.
 
     Attributes:
-        headers: See above; the server sends them.
-        meter: What it has used.
-        reserved: What was set aside for it.
+        headers: The headers, which the server sends with the response.
+        meter: The usage so far.
+        groups: The groups whose limits apply.
+        reserved: The reservations for it.
     """
 
     def __init__(
@@ -53,7 +55,6 @@ class Admitted:
         quotas: Quotas,
         release: Callable[[Admitted], None],
     ) -> None:
-        """Begin with a request that has used nothing."""
         self.headers = headers
         self.meter = UsageMeter(caller.key_id)
         self.groups = groups
@@ -62,15 +63,15 @@ class Admitted:
         self._release: Callable[[Admitted], None] | None = release
 
     async def check(self, *quotas: Quota) -> None:
-        """Go on if something is left of these, which this request is going to use.
+        """Check that some of these quotas, which the request is going to use, is left.
 
         Raises:
-            ThrottledError: One of them is used up.
+            ThrottledError: A quota is used up.
         """
         self.headers |= await self._quotas.check(self.groups, *quotas)
 
     async def reserve(self, estimate: Estimate) -> None:
-        """Set aside the tokens that the request asks for.
+        """Reserve the tokens that the request asks for.
 
         Raises:
             ApiError: ``request_beyond_limit``, ``rate_limit_exceeded``.
@@ -78,36 +79,39 @@ class Admitted:
         try:
             self.reserved, told = await self._quotas.reserve(self.groups, estimate)
         except ThrottledError as error:
-            # The refusal says what is left; said twice it would be nobody knows what.
+            # The error has these headers itself, with newer values; they must not be sent twice.
             self.headers = {name: value for name, value in self.headers.items() if name not in error.headers}
             raise
         self.headers |= told
 
     def release(self) -> None:
-        """Say that the response is over; harmless when repeated."""
+        """Mark the response as over; idempotent."""
         release, self._release = self._release, None
         if release is not None:
             release(self)
 
 
 def admitted_of(connection: HTTPConnection) -> Admitted | None:
-    """Return how a request was let in; None if nothing is counted of it."""
+    """Return a request's ``Admitted``; None if nothing is counted for it."""
     admitted: Admitted | None = connection.scope.get(ADMITTED)
     return admitted
 
 
 class Rates:
-    """Counts requests of one server, or of several that share a storage.
+    """Counts the requests of one server, or of several that share a storage.
 
     Args:
-        url: Where counts are kept, as ``limits`` has it: ``memory://``, ``redis://host:6379``.
+        url: The storage, in the notation of ``limits``: ``memory://``, ``redis://host:6379``.
+
+    Attributes:
+        counts: The counters.
     """
 
     def __init__(self, url: str) -> None:
         """Open the storage.
 
         Raises:
-            UnsupportedOptionError: It names none that is known here, or one whose client is not installed.
+            UnsupportedOptionError: The URL's scheme is unknown, or its client library is not installed.
         """
         self.counts = Counts(url)
         self._quotas = Quotas(self.counts)
@@ -115,18 +119,18 @@ class Rates:
         self._settling: set[asyncio.Task[None]] = set()
 
     def num_running(self, tenant: str) -> int:
-        """Return how many completions, chats and traces of a tenant run here now."""
+        """Return how many completions, chats, traces and trainings of a tenant run on this server."""
         return self._running[f"tenant:{tenant}"]
 
     async def admit(self, caller: Principal, *, works: bool) -> Admitted | None:
-        """Count a request; None for one of which nothing is to be counted.
+        """Count a request; return None if nothing is counted for it.
 
         Args:
-            caller: Who sends it.
-            works: Whether it is one of those that run at once, which concurrency is of, and use tokens.
+            caller: The caller.
+            works: Whether it uses the engine, so that the limits on concurrency and tokens apply.
 
         Raises:
-            ThrottledError: It is beyond what its key or its tenant may.
+            ThrottledError: It exceeds a limit of its key or its tenant.
         """
         groups = groups_of(caller)
         if not (groups or works):
@@ -137,7 +141,7 @@ class Rates:
             headers |= await self._quotas.check(groups, Quota.TOKENS)
         for group in groups:
             await self._check_rate(group)
-        # Nobody else's turn has come since the check but those that waited for the storage: look again.
+        # Other requests may have been admitted while this one waited for the storage, so check again.
         names = [f"key:{caller.key_id}", f"tenant:{caller.tenant}"] if works else []
         self._check_running(groups if works else [])
         self._running.update(names)
@@ -155,15 +159,15 @@ class Rates:
         return Admitted(headers, caller, groups, self._quotas, release)
 
     async def set_aside(self, caller: Principal, estimate: Estimate) -> list[Taken]:
-        """Set aside the tokens of something that is no request and begins, such as a job."""
+        """Reserve the tokens of work that is not a request, such as a job, when it begins."""
         return await self._quotas.set_aside(groups_of(caller), estimate)
 
     async def count(self, caller: Principal, meter: UsageMeter, reserved: Sequence[Taken] = ()) -> None:
-        """Count what such a thing has used, and give back what it had set aside and has not."""
+        """Count the usage of such work, and release what it reserved and did not use."""
         await self._quotas.settle(groups_of(caller), meter, reserved)
 
     async def wait_s(self, caller: Principal) -> int:
-        """Return in how many seconds something that is no request may begin for a caller: 0 for now."""
+        """Return the seconds until work that is not a request may begin for a caller; 0 for now."""
         return await self._quotas.wait_s(groups_of(caller))
 
     async def close(self) -> None:
@@ -171,7 +175,7 @@ class Rates:
         await asyncio.gather(*self._settling, return_exceptions=True)
 
     def _count_later(self, admitted: Admitted) -> None:
-        """Count what a request has used that is over; nobody waits for it."""
+        """Count the usage of a request that is over, in the background."""
         if not admitted.groups:
             return
         counting = self._quotas.settle(admitted.groups, admitted.meter, admitted.reserved)
@@ -201,7 +205,7 @@ class Rates:
             raise await self._beyond(group, most)
 
     async def _count(self, group: QuotaGroup) -> dict[str, str]:
-        """Count a request of a group, and return what its caller is told."""
+        """Count a request of a group; return the headers for its caller."""
         most = group.limits.requests_per_minute
         if most is None:
             return {}
@@ -228,7 +232,7 @@ class Rates:
 
 
 def groups_of(caller: Principal) -> list[QuotaGroup]:
-    """Return under whose limits a caller is."""
+    """Return the groups whose limits apply to a caller."""
     return [
         group
         for group in (

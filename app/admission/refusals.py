@@ -1,4 +1,4 @@
-"""What a caller beyond their limits is told."""
+"""The error for a request beyond its caller's limits."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ class ThrottledError(ApiError):
     """A request beyond its caller's limits.
 
     Attributes:
-        headers: When to come back, and OpenAI's headers of what is left.
+        headers: ``Retry-After``, and OpenAI's rate limit headers.
     """
 
     def __init__(self, message: str, headers: dict[str, str]) -> None:
-        """Keep both."""
         super().__init__(ErrorCode.RATE_LIMITED, message)
         self.headers = headers
 

@@ -1,1 +1,1 @@
-"""Who ran what, and who changed what: written down beside the requests, and told to administrators."""
+"""The audit log: which caller ran or changed something, for administrators to read."""

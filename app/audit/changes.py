@@ -1,4 +1,4 @@
-"""What is written down of changes of keys and tenants, over HTTP and by command."""
+"""The audited details of changes to keys and tenants, over HTTP and by command."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _OF_TENANTS: Final = {"name", "limits"}
 
 
 def changed(thing: Key | Tenant) -> dict[str, Any]:
-    """Return what a key or a tenant is now; never what opens anything."""
+    """Return the current state of a key or a tenant, without secrets."""
     names = _OF_KEYS if isinstance(thing, Key) else _OF_TENANTS
     return thing.model_dump(mode="json", include=names, exclude_none=True)
 
 
 def of_command(command: str, subject: str, thing: Key | Tenant) -> Record:
-    """Return the record of a command on the server's machine, for which nobody's key was needed.
+    """Return the record of a command on the server's machine, which needs no key.
 
     Args:
-        command: Like `keys create`.
-        subject: What it was given; empty for a key that it made.
-        thing: What became of it.
+        command: The command, such as ``keys create``.
+        subject: The command's argument; empty for a command that created a key.
+        thing: The key or tenant after the change.
     """
     made = thing.id if isinstance(thing, Key) else thing.name
     return Record("CLI", route=command, subject=subject or made, details=changed(thing))

@@ -1,9 +1,9 @@
-"""Records on their way to the database: nobody waits for it, and no more are kept than fit.
+"""Writes audit records to the database asynchronously, with a bounded queue.
 
-A task writes what came within a second in one transaction. What runs for longer is written down before it
-has ended, and again then: a server that dies of a request does not take the record of it along. Where the
-database does not take them they are kept up to a limit; how many were lost beyond it is a record too.
-``create_app`` owns the one instance.
+A task writes the records of about one second in one transaction. Requests that run for longer are written
+before their end and updated after it, so that a crash of the server does not lose the record of the request
+that may have caused it. If the database is unavailable, records are queued up to a limit; the number of
+records lost beyond it is recorded too. ``create_app`` owns the one instance.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _RETRY_S: Final = 5.0
 _SWEEP_S: Final = 3600.0
 _UNDER_WAY: Final = "under_way"
 _KNOWN: Final = ("tenant", "key_id", "route", "subject", "model", "operations", "code_sha256")
-"""What is learned of a request while it runs, and written down again when it changes."""
+"""Attributes that are set while a request runs; changes of them are written before its end."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Entry:
-    """A record, and what the database has of it.
+    """A record and its state in the database.
 
     Attributes:
-        record: It.
-        row: What is to be written, once it has ended.
-        number: Its place in the log, once it has one.
-        known: What was known when it was written last.
+        record: The record.
+        row: The row to write.
+        number: The row's number in the log, once it was written.
+        known: The values of ``_KNOWN`` when the row was last written before the end.
     """
 
     record: Record
@@ -52,15 +52,14 @@ class _Entry:
 
 
 class AuditLog:
-    """The records of one server.
+    """The audit records of one server.
 
     Args:
-        store: Keeps them.
-        ttl_s: For how long; 0 if there are to be none.
+        store: The table of records.
+        ttl_s: How long records are retained, in seconds; 0 disables the log.
     """
 
     def __init__(self, store: AuditStore, ttl_s: float) -> None:
-        """Begin without records."""
         self._store = store
         self._ttl_s = ttl_s
         self._pending: list[_Entry] = []
@@ -72,17 +71,17 @@ class AuditLog:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is written down."""
+        """Whether the log is enabled."""
         return self._ttl_s > 0
 
     def begin(self, record: Record) -> None:
-        """Take note of something that begins; ``add`` or ``drop`` its record in the end."""
+        """Register a request that begins; ``add`` or ``drop`` must follow."""
         if self.is_on:
             self._running[record.request_id] = _Entry(record)
             self._come.set()
 
     def add(self, record: Record) -> None:
-        """Have a record written down soon, of something that has ended."""
+        """Enqueue the record of a request that has ended."""
         if not self.is_on:
             return
         entry = self._running.pop(record.request_id, None) or _Entry(record)
@@ -94,7 +93,10 @@ class AuditLog:
         self._come.set()
 
     def drop(self, record: Record) -> None:
-        """Forget what began and is not worth a record, unless it has one by now; harmless after ``add``."""
+        """Unregister a request that needs no record.
+
+        A record that was written already is updated like by ``add``. No effect after ``add``.
+        """
         entry = self._running.get(record.request_id)
         if entry is None:
             return
@@ -104,11 +106,11 @@ class AuditLog:
             self.add(record)
 
     def start(self) -> None:
-        """Begin to write; called inside the running event loop, with the database open."""
+        """Start writing; called inside the running event loop, with the database open."""
         self._task = asyncio.create_task(self._keep(), name="audit")
 
     async def stop(self) -> None:
-        """Write what is left; harmless when repeated."""
+        """Write the remaining records; idempotent."""
         task, self._task = self._task, None
         if task is None:
             return
@@ -120,8 +122,8 @@ class AuditLog:
             logger.exception("%d records of the audit log are lost", len(self._pending))
 
     async def flush(self) -> None:
-        """Write what there is now."""
-        async with self._turn:  # or two would write the same
+        """Write all pending records now."""
+        async with self._turn:  # concurrent flushes would write the same records
             await self._flush()
 
     async def _flush(self) -> None:
@@ -177,7 +179,7 @@ class AuditLog:
 
 
 def _is_news(entry: _Entry) -> bool:
-    """Tell whether something has run for so long, for somebody who is known, that it is written down now."""
+    """Return whether a running request is to be written now: authenticated, not brief, and changed."""
     record = entry.record
     if not record.key_id or time.time() - record.time < _GATHER_S:
         return False
@@ -185,7 +187,7 @@ def _is_news(entry: _Entry) -> bool:
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Await what must not be done half: what is on its way gets there, and is not written a second time."""
+    """Await ``work`` to its end even when cancelled, so that no record is written twice."""
     writing = asyncio.ensure_future(work)
     try:
         await asyncio.shield(writing)

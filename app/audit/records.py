@@ -1,8 +1,8 @@
-"""What is known of a request beside its content, and how those who serve it add to that.
+"""The record of a request: its metadata without content, completed by the code that serves it.
 
-The outermost middleware makes a record for each request, and puts it into the context; whoever learns
-something on the way notes it there. Metrics, the log and, where there are keys, the audit log are made of it.
-Neither prompts nor code are ever noted: of code its hash and size.
+The outermost middleware creates a record for each request and stores it in a context variable; code on the
+way adds what it knows. Metrics, the log and, on servers with keys, the audit log are derived from it. Prompts
+and code are never recorded; of code only the hash and the size.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from nnsight_engine.remote_backend.messages import TraceRequest
 
 CODE: Final = "code"
-"""The kind of point of what may be anywhere."""
+"""The kind of point of code, which may act at any point."""
 
 _MAX_TEXT: Final = 200
 _MAX_OPERATIONS: Final = 64
@@ -38,20 +38,21 @@ _LAYER: Final = re.compile(r"^layers\.[^.]*\.")
 _ANY_LAYER: Final = "layers.*."
 _LENS_POINT: Final = "layers.*.output"
 _UNWRITTEN: Final = {"kept": False}
-"""What marks a field of which the audit log has no column."""
+"""Marks fields without a column in the audit log."""
 
 
 @dataclasses.dataclass(slots=True)
 class Record:
-    """Something that was done; see ``api_schemas.audit.AuditEntry`` for the attributes that it has.
+    """A recorded request or action; see ``api_schemas.audit.AuditEntry`` for its columns.
 
     Attributes:
-        trace_id: Of the distributed trace that it is a part of, hexadecimal; empty if there is none.
+        trace_id: The id of its distributed trace, hexadecimal; empty if there is none.
         caller_class: The tier of the caller's key; ``none`` without one.
-        uses: What its operations are, and at which kinds of points.
-        tier: How its steps ran, once that is known: ``tap`` or ``eager``.
-        salt: What keeps its part of the prefix cache from others', empty for nothing; None if it has none.
-        begun_s: When its body had come, on the clock of ``time.perf_counter``.
+        uses: Its operations, each with a kind of point that it acts at.
+        tier: How its steps ran, once known: ``tap`` or ``eager``.
+        salt: What isolates its part of the prefix cache from others', empty for nothing; None if not
+            applicable.
+        begun_s: When the last part of its body was received, by ``time.perf_counter``.
     """
 
     method: str
@@ -82,24 +83,24 @@ class Record:
     salt: str | None = dataclasses.field(default=None, metadata=_UNWRITTEN)
 
     def add_use(self, meter: UsageMeter | None) -> None:
-        """Take what the request has used, if that was counted."""
+        """Set the request's usage from its meter, if there is one."""
         if meter is not None:
             self.tokens, self.captured_bytes = meter.num_tokens, meter.captured_bytes
             self.intervention_s = meter.intervention_s
 
     def row(self) -> dict[str, Any]:
-        """Return what a database is given."""
+        """Return the columns for the database."""
         written = [field.name for field in dataclasses.fields(self) if field.metadata.get("kept", True)]
         row = {name: getattr(self, name) for name in written}
         return row | {name: _storable(row[name]) for name in ("subject", "model", "error", "route")}
 
 
 RECORD: Final[ContextVar[Record | None]] = ContextVar("nnsight_engine_record", default=None)
-"""The record of the request on whose behalf this runs."""
+"""The record of the request on whose behalf the current context runs."""
 
 
 def note(**known: Any) -> None:
-    """Note attributes of the record, where there is one."""
+    """Set attributes of the current record, if there is one."""
     record = RECORD.get()
     if record is not None:
         for name, value in known.items():
@@ -107,7 +108,7 @@ def note(**known: Any) -> None:
 
 
 def note_caller(caller: Principal, connection: HTTPConnection) -> None:
-    """Note who sends a request, and which route it is for."""
+    """Record the caller and the route of a request."""
     record = RECORD.get()
     if record is not None:
         record.tenant, record.key_id = caller.tenant, caller.key_id
@@ -117,7 +118,7 @@ def note_caller(caller: Principal, connection: HTTPConnection) -> None:
 
 
 def note_operations(model: object, interventions: Sequence[Intervention]) -> None:
-    """Note what a completion does."""
+    """Record the operations of a completion."""
     record = RECORD.get()
     if record is None:
         return
@@ -132,14 +133,14 @@ def note_operations(model: object, interventions: Sequence[Intervention]) -> Non
 
 
 def note_tier(tier: str) -> None:
-    """Note how steps of the request ran; one that ran uncompiled says it of all."""
+    """Record how steps of the request ran; ``eager`` takes precedence over ``tap``."""
     record = RECORD.get()
     if record is not None and record.tier != "eager":
         record.tier = tier
 
 
 def _points(operation: Intervention) -> set[str]:
-    """Return at which kinds of points an operation acts, as capabilities name them."""
+    """Return the kinds of points at which an operation acts, named as in the capabilities."""
     if isinstance(operation, Trace):
         return {CODE}
     if isinstance(operation, LogitLens):
@@ -149,7 +150,7 @@ def _points(operation: Intervention) -> set[str]:
 
 
 async def note_trace(request: TraceRequest, record: Record | None = None) -> None:
-    """Note what a trace is of, in the record given or in the request's."""
+    """Record the metadata of a trace, in the given record or the current one."""
     record = record or RECORD.get()
     if record is None:
         return
@@ -163,7 +164,7 @@ async def note_trace(request: TraceRequest, record: Record | None = None) -> Non
 
 
 def _storable(text: str) -> str:
-    """Return text that every database can keep, whatever a client has sent."""
+    """Return text that every database can store, whatever the client sent."""
     return text[:_MAX_TEXT].encode("utf-8", "replace").decode().replace("\0", "")
 
 

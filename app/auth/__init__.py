@@ -1,1 +1,1 @@
-"""Who may do what: each rule is one function that routes and services call before anything is run."""
+"""Authentication and authorization: each rule is one function, called before anything runs."""

@@ -1,7 +1,7 @@
-"""Who may send blocks as pickles, which run code before any block does.
+"""Authorizes blocks sent as pickles, which run code when they are unpickled.
 
-Two switches, both the operator's: the server takes such blocks at all, and takes them from those whose key
-says so. ``services.trace_admission`` calls ``check_codec`` before anybody looks at a trace's parts.
+Two switches of the operator must both allow it: the server accepts pickles at all, and the caller's key
+permits them. ``services.trace_admission`` calls ``check_codec`` before any part of a trace is decoded.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from nnsight_engine.remote_backend.messages import TraceHead
 
 
 def codecs_of(settings: Settings) -> list[str]:
-    """Return what blocks may be written in here, by some client at least."""
+    """Return the codecs of blocks that this server accepts from at least some clients."""
     return ["wire", "cloudpickle"] if settings.allow_cloudpickle else ["wire"]
 
 
 def check_codec(head: TraceHead, caller: Principal, settings: Settings) -> None:
-    """Let a trace pass whose codec its sender may use.
+    """Check that the caller may use the codec of a trace.
 
     Args:
-        head: Names the codec.
-        caller: The sender.
-        settings: Say whether anybody may.
+        head: The trace's head, which names the codec.
+        caller: The caller.
+        settings: The server's settings.
 
     Raises:
         ApiError: ``codec_not_allowed``.

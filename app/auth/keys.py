@@ -1,10 +1,10 @@
-"""Whose key a request brings, and keys made, replaced and ended.
+"""Authenticates requests by their key, and creates, rotates and revokes keys.
 
-Requests come fast: what was found out of a key holds for some seconds, within which another process's
-revocation is not seen yet; this process's own is seen at once. Afterwards its row is read again, together
-with all others that are to be read (``lookups``): a wrong key, one that has ended and one that never was cost
-the same, and many of them little more than one. A right one is let in however many wrong ones came before;
-those are counted, see ``admission.guesses``.
+Requests are frequent, so the result of a check is cached for some seconds, during which another process's
+revocation is not noticed; one by this process takes effect at once. After that the key's row is read again,
+in one statement with all other keys that are due (``lookups``): an invalid key costs the same whether it is
+wrong, expired or nonexistent, and many of them cost little more than one. A valid key is always accepted,
+however many invalid ones came before; those are counted, see ``admission.login_throttle``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,13 @@ _USE_RESOLUTION_S: Final = 60.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Known:
-    """What was found out of a key that a request brought: nobody's, if it opens nothing; and its hash."""
+    """The cached result of a check: the principal, None for an invalid key, and the stored hash.
+
+    Attributes:
+        principal: The caller, or None.
+        until: When the entry expires, by ``time.monotonic``.
+        kept: The hash that the key matched.
+    """
 
     principal: Principal | None
     until: float
@@ -53,11 +59,10 @@ class Keys:
     """The keys of one server.
 
     Args:
-        store: Where they are kept.
+        store: The keys in the database.
     """
 
     def __init__(self, store: KeyStore) -> None:
-        """Know no key yet."""
         self._store = store
         self._lookups = Lookups(store.find)
         self._known: dict[bytes, _Known] = {}
@@ -65,17 +70,18 @@ class Keys:
         self._has_keys = False
         self._looked_until = 0.0
         self._guesses = LoginThrottle()
-        # For keys that are kept by a slow hash; its own, since one whose request is cancelled goes on.
+        # For keys stored with a slow hash. A dedicated pool, since hashing continues after its request is
+        # cancelled.
         self._hashing = ThreadPoolExecutor(_MAX_AT_ONCE, thread_name_prefix="keys")
         self._num_waiting = 0
-        # What keys that are not there are compared with.
+        # The hash that nonexistent keys are compared with, for equal timing.
         self._nobodys = hashed(new_secret())
-        # Each lasts as long as somebody waits for it.
+        # Each lock lives as long as a task holds or awaits it.
         self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._notes: set[asyncio.Task[None]] = set()
 
     async def are_required(self) -> bool:
-        """Tell whether this server has keys; once it has, that does not change."""
+        """Return whether this server has keys; once it has, that does not change."""
         moment = time.monotonic()
         if not self._has_keys and moment >= self._looked_until:
             self._has_keys = await self._store.is_used()
@@ -83,19 +89,20 @@ class Keys:
         return self._has_keys
 
     async def need_sandbox(self) -> bool:
-        """Tell whether there is a key whose code runs in a sandbox."""
+        """Return whether there is a valid key whose code runs in a sandbox."""
         return await self._store.has_open(Tier.SANDBOXED, Scope.CODE)
 
     async def principal(self, authorization: str | None, address: str = "") -> Principal:
-        """Return who sends a request.
+        """Authenticate a request.
 
         Args:
-            authorization: The request's header of this name.
-            address: Where it comes from.
+            authorization: The request's ``Authorization`` header.
+            address: The client's address.
 
         Raises:
-            ApiError: ``missing_api_key``: the server has keys and the request none; ``invalid_api_key``: it
-                is not known, or has ended; ``rate_limit_exceeded``: too many of those came from there.
+            ApiError: ``missing_api_key``: the server has keys and the request has none; ``invalid_api_key``:
+                the key is unknown or has ended; ``rate_limit_exceeded``: too many invalid keys came from the
+                address.
         """
         if not await self.are_required():
             return EVERYBODY
@@ -120,7 +127,7 @@ class Keys:
         if known is None or time.monotonic() >= known.until:
             generation = self._generation
             known = await self._checked(secret, _holder(known))
-            if generation == self._generation:  # else the key may have been ended meanwhile
+            if generation == self._generation:  # otherwise the key may have been revoked meanwhile
                 self._remember(digest, known)
         if known.principal is None:
             self._guesses.count(secret.id, address)
@@ -128,7 +135,7 @@ class Keys:
 
     def _remember(self, digest: bytes, known: _Known) -> None:
         if len(self._known) >= _MAX_KNOWN:
-            # Those that guesses have filled it with go first.
+            # Invalid keys are evicted first: guesses may have filled the cache.
             self._known = {key: one for key, one in self._known.items() if one.principal is not None}
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
@@ -152,10 +159,12 @@ class Keys:
         return _Known(_principal(row, tenant_limits), until, row.hash)
 
     async def holder(self, key_id: str) -> Principal | None:
-        """Return for whom something goes on that a key has begun: None if it ended without a successor.
+        """Return the principal for which work begun with a key continues.
+
+        None if the key has ended without a valid successor.
 
         Args:
-            key_id: The key; empty for what was begun without one.
+            key_id: The key; empty for work begun without one.
         """
         if not key_id:
             return EVERYBODY
@@ -165,7 +174,7 @@ class Keys:
     async def _matches(self, secret: Secret, kept: str) -> bool:
         if not is_slow(kept):
             return matches(secret, kept)
-        # One at a time for each id: whoever guesses at one holds up nobody else's.
+        # One check at a time per id, so that guesses at one key do not delay the checks of others.
         turn = self._turns.get(secret.id) or asyncio.Lock()
         self._turns[secret.id] = turn
         async with turn:
@@ -191,14 +200,14 @@ class Keys:
             logger.exception("it could not be written down that the key %s was used", key_id)
 
     async def close(self) -> None:
-        """Finish what is being written; the database must still be open."""
+        """Finish pending writes; the database must still be open."""
         await asyncio.gather(*self._notes, return_exceptions=True)
         self._hashing.shutdown(wait=False)
 
     # Keys themselves.
 
     async def create(self, new: NewKey) -> CreatedKey:
-        """Make a key; what it returns is the only place that has it whole."""
+        """Create a key; the returned object is the only copy of its secret."""
         secret = new_secret()
         key = await self._store.add(new, secret.id, hashed(secret))
         logger.info("key %s was made for tenant %s", key.id, key.tenant)
@@ -206,10 +215,10 @@ class Keys:
         return CreatedKey(**key.model_dump(), key=secret.text)
 
     async def adopt(self, secret: Secret, new: NewKey) -> Key:
-        """Make a key whose text somebody else has chosen.
+        """Create a key whose secret was chosen by the caller.
 
         Raises:
-            KeyTakenError: Its id is a key's.
+            KeyTakenError: The id is in use.
         """
         key = await self._store.add(new, secret.id, hashed(secret))
         logger.info("key %s was adopted for tenant %s", key.id, key.tenant)
@@ -217,10 +226,10 @@ class Keys:
         return key
 
     async def recognized(self, secret: Secret) -> Key | None:
-        """Return the key that this text is, one that has ended too; None where its id is nobody's.
+        """Return the key with this secret, even if it has ended; None if the id is unknown.
 
         Raises:
-            ApiError: ``invalid_api_key``: the id is another text's.
+            ApiError: ``invalid_api_key``: the id belongs to a key with another secret.
         """
         found = await self._lookups.find(secret.id)
         if found is None:
@@ -232,7 +241,7 @@ class Keys:
         return told(found[0])
 
     async def rotate(self, key_id: str, grace_s: float) -> CreatedKey:
-        """Make a key of the rights of another, which ends after the grace.
+        """Create a key with the rights of an existing one, which expires after ``grace_s`` seconds.
 
         Raises:
             ApiError: ``key_not_found``, ``key_ended``.
@@ -244,7 +253,7 @@ class Keys:
         return CreatedKey(**key.model_dump(), key=secret.text)
 
     async def revoke(self, key_id: str) -> Key:
-        """End a key now.
+        """Revoke a key.
 
         Raises:
             ApiError: ``key_not_found``.
@@ -255,7 +264,7 @@ class Keys:
         return key
 
     async def page(self, tenant: str | None = None) -> list[Key]:
-        """Return keys, the newest first, of all tenants or of one."""
+        """Return keys, newest first, of one tenant or of all."""
         return await self._store.page(tenant)
 
     async def tenants(self) -> list[Tenant]:
@@ -270,7 +279,7 @@ class Keys:
         """
         changed = await self._store.limit(tenant, limits)
         self._generation += 1
-        # They are read again, and not hashed.
+        # Expired entries are read again from the database, but valid keys are not hashed again.
         self._known = {digest: dataclasses.replace(one, until=0.0) for digest, one in self._known.items()}
         return changed
 
@@ -284,7 +293,7 @@ class Keys:
 
 
 def _holder(known: _Known | None) -> _Known | None:
-    """Return what is known of a key if it was right when it was last looked at."""
+    """Return a cached entry if it was of a valid key, else None."""
     return known if known is not None and known.principal is not None else None
 
 

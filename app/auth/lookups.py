@@ -1,7 +1,8 @@
-"""Keys looked up together: however many ids are asked for, the database reads few statements a second.
+"""Batches lookups of keys, so that any number of requested ids causes only a few statements per second.
 
-Otherwise whoever sends ids at random has each of them read. An id that comes while a statement runs, or just
-after one, is read by the next, with all others that came: so no id waits longer for how many they are.
+Without batching, a client that sends random ids would cause one query for each. An id requested while a
+statement runs, or shortly after it, is read by the next statement together with all others, so that the
+latency does not grow with their number.
 """
 
 from __future__ import annotations
@@ -12,20 +13,19 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Final, Generic, TypeVar
 
 _PAUSE_S: Final = 0.05
-"""Between two statements."""
+"""The pause between two statements, in seconds."""
 
 _Found = TypeVar("_Found")
 
 
 class Lookups(Generic[_Found]):
-    """Looks up what belongs to ids.
+    """Looks up values by id.
 
     Args:
-        read: Returns, of some ids, what belongs to those that there are.
+        read: Returns the values of those of the given ids that exist.
     """
 
     def __init__(self, read: Callable[[Collection[str]], Awaitable[Mapping[str, _Found]]]) -> None:
-        """Have read nothing yet."""
         self._read = read
         self._turn = asyncio.Lock()
         self._next: asyncio.Task[Mapping[str, _Found]] | None = None
@@ -33,11 +33,11 @@ class Lookups(Generic[_Found]):
         self._free_at = 0.0
 
     async def find(self, key_id: str) -> _Found | None:
-        """Return what belongs to an id, as it is no earlier than now."""
+        """Return the value of an id, read after this call began, or None."""
         if self._next is None:
             self._next = asyncio.create_task(self._read_next())
         self._asked.add(key_id)
-        # Others wait for it, whoever of them gives up.
+        # Others wait for the same task, so a cancelled caller must not cancel it.
         return (await asyncio.shield(self._next)).get(key_id)
 
     async def _read_next(self) -> Mapping[str, _Found]:

@@ -1,4 +1,4 @@
-"""Who sends a request, and what they may: all that is known of a caller once their key has been checked."""
+"""The authenticated caller of a request, with its permissions."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Principal:
     """A caller.
 
     Attributes:
-        tenant: Whose data are theirs; empty for everybody on a server without keys.
-        key_id: The key that they hold; empty without keys.
-        scopes: What they may.
-        tier: Where their code runs.
-        limits: Of their key.
-        tenant_limits: Of all keys of their tenant together.
-        trusted_codecs: Whether they may send blocks as pickles, where the server takes such.
+        tenant: The tenant whose data it accesses; empty on a server without keys.
+        key_id: The id of its key; empty on a server without keys.
+        scopes: Its scopes.
+        tier: The isolation in which its code runs.
+        limits: The limits of its key.
+        tenant_limits: The limits of all keys of its tenant together.
+        trusted_codecs: Whether it may send blocks as pickles, if the server accepts them.
     """
 
     tenant: str
@@ -33,14 +33,14 @@ class Principal:
 
     @property
     def has_key(self) -> bool:
-        """Whether the server has keys, so that this caller has shown one."""
+        """Whether the caller authenticated with a key, which a server with keys requires."""
         return bool(self.key_id)
 
     def check(self, *scopes: Scope) -> None:
-        """Let a caller pass who has all of these.
+        """Check that the caller has all of these scopes.
 
         Raises:
-            ApiError: ``missing_scope``; ``missing_api_key``, where no one may without a key.
+            ApiError: ``missing_scope``; ``missing_api_key`` if the caller has no key.
         """
         missing = [scope for scope in scopes if scope not in self.scopes]
         if missing and not self.has_key:
@@ -61,9 +61,10 @@ class Principal:
 EVERYBODY: Final = Principal(
     "", "", frozenset(Scope) - {Scope.ADMIN}, Tier.TRUSTED, limits=Limits(), tenant_limits=Limits()
 )
-"""Who sends requests to a server without keys, which listens to this machine alone.
+"""The caller on a server without keys, which listens to this machine alone.
 
-Not an administrator: a page in a browser on this machine, or a proxy, could else make itself a key.
+Not an administrator: otherwise a page in a browser on this machine, or a proxy, could create a key for
+itself.
 """
 
 __all__ = ["EVERYBODY", "Principal"]

@@ -1,9 +1,9 @@
-"""Keys as text: made, taken apart, hashed, and compared with their hash.
+"""The text of keys: generation, parsing, hashing, and comparison with a hash.
 
-A key is ``nns_<id>_<secret>``. The secret has 256 random bits, which nobody finds by trying, so what is kept
-of it is its SHA-256, with which a stolen database opens nothing. A slow hash, meant for what people make up,
-would let whoever guesses spend the server's time, and have right keys wait behind wrong ones. Keys made when
-it was Argon2id still work, and are kept anew when they are shown. The id is no secret.
+A key is ``nns_<id>_<secret>``. The secret has 256 random bits and cannot be guessed, so its SHA-256 is
+stored, which is of no use to the thief of a database. A slow hash, made for passwords that people choose,
+would let guesses consume the server's CPU time and delay valid keys. Keys stored with Argon2id by older
+versions still work, and are hashed again with SHA-256 at their next use. The id is not secret.
 """
 
 from __future__ import annotations
@@ -28,42 +28,42 @@ _HASHER: Final = PasswordHasher(time_cost=1, memory_cost=8 * 1024, parallelism=1
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Secret:
-    """A key: ``id`` names it, ``text`` is all of it."""
+    """A key: ``id`` identifies it, ``text`` is the complete key."""
 
     id: str
     text: str
 
 
 def bearer(authorization: str | None) -> str:
-    """Return what an ``Authorization`` header bears, as a key or as anything; nothing if it bears none."""
+    """Return the credentials of an ``Authorization: Bearer`` header, unvalidated; empty if there are none."""
     scheme, _, text = (authorization or "").partition(" ")
     return text.strip() if scheme.lower() == _SCHEME else ""
 
 
 def new_secret() -> Secret:
-    """Make a key."""
+    """Generate a key."""
     key_id = secrets.token_hex(_ID_BYTES)
     return Secret(key_id, f"nns_{key_id}_{secrets.token_urlsafe(_SECRET_BYTES)}")
 
 
 def parsed(text: str) -> Secret | None:
-    """Return the key that a client sent, None if it is none of ours."""
+    """Parse a client's key; None if its format is not that of a key."""
     found = _FORM.fullmatch(text)
     return None if found is None else Secret(found[1], text)
 
 
 def hashed(secret: Secret) -> str:
-    """Return what is kept of a key."""
+    """Return the hash of a key to store."""
     return _KEPT + hashlib.sha256(secret.text.encode()).hexdigest()
 
 
 def is_slow(kept: str) -> bool:
-    """Tell whether comparing a key with what is kept of it takes milliseconds."""
+    """Return whether comparing a key with this hash takes milliseconds."""
     return not kept.startswith(_KEPT)
 
 
 def matches(secret: Secret, kept: str) -> bool:
-    """Tell whether this is the key that ``kept`` was made of; takes as long if it is not."""
+    """Return whether the hash is that of this key; takes the same time in either case."""
     if not is_slow(kept):
         return hmac.compare_digest(hashed(secret), kept)
     try:

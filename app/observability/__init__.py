@@ -1,1 +1,1 @@
-"""What operators see of a server: metrics, logs, traces."""
+"""Observability of a server: metrics, logs, spans."""

@@ -1,7 +1,7 @@
-"""The server's log: text for people or a JSON object a line, the same for uvicorn's and vLLM's loggers.
+"""The server's log: text for people or one JSON object per line, also for uvicorn's and vLLM's loggers.
 
-Everything is logged by the standard library's loggers and written by structlog's formatter, which adds whose
-request it is about. What clients send is never logged: no prompts, keys, vectors or code.
+Everything is logged by loggers of the standard library and formatted by structlog, which adds the request's
+id and tenant. Content of clients is never logged: no prompts, keys, vectors or code.
 """
 
 from __future__ import annotations
@@ -24,27 +24,33 @@ _requests = logging.getLogger("app.requests")
 
 _FIELDS: Final = ("request_id", "tenant", "trace_id")
 _CHATTY: Final = ("app", "nnsight_engine", "uvicorn")
-"""Loggers that go by the setting ``log_level``."""
+"""Loggers whose level is the setting ``log_level``."""
 _EXTRAS: Final = (
     *_FIELDS, "method", "route", "status", "outcome", "error", "operations", "duration_s", "request_bytes",
     "response_bytes", "model", "models", "url",
 )  # fmt: skip
-"""What our lines have beside their text. Libraries give every record of the process fields of theirs, too."""
+"""Extra fields of our log lines. Only these are written, because libraries add fields of their own to all
+records.
+"""
 _VLLM_CONFIG: Final = "vllm_logging.json"
 
 
 def start_logs(settings: Settings) -> None:
-    """Have everything logged as the settings say; before vLLM is imported, which sets its own loggers up."""
+    """Configure logging by the settings.
+
+    Must run before vLLM is imported, which configures its own loggers.
+    """
     as_json = is_json(settings)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(json_formatter() if as_json else text_formatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    # Not of all: some libraries tell at these levels what they are given, statements with their values.
+    # Not for all loggers: some libraries log their arguments at these levels, such as SQL statements with
+    # values.
     for name in _CHATTY:
         logging.getLogger(name).setLevel(settings.log_level)
-    # Below that it writes the headers of WebSockets, keys among them.
+    # At DEBUG uvicorn logs the headers of WebSockets, which include keys.
     uvicorns = logging.getLogger("uvicorn")
     uvicorns.setLevel(max(uvicorns.level, logging.INFO))
     logging.captureWarnings(True)  # noqa: FBT003 - the library's
@@ -52,27 +58,27 @@ def start_logs(settings: Settings) -> None:
 
 
 def place_engine_log(settings: Settings) -> None:
-    """Have vLLM's processes log as this one does; before vLLM is imported."""
+    """Configure the log of vLLM's processes like this one; must run before vLLM is imported."""
     if is_json(settings):
         set_engine_log(str(importlib.resources.files("app.observability") / _VLLM_CONFIG))
 
 
 def is_json(settings: Settings) -> bool:
-    """Tell whether the log is for programs; unless that is set, it is where nobody looks at a terminal."""
+    """Return whether the log is JSON; if not configured, it is unless standard error is a terminal."""
     if settings.log_format is None:
         return not sys.stderr.isatty()
     return settings.log_format == "json"
 
 
 def json_formatter() -> logging.Formatter:
-    """Return what writes a JSON object a line; also named in vLLM's configuration of its loggers."""
-    # Local variables are clients' content.
+    """Return a formatter that writes one JSON object per line; also named in vLLM's logging configuration."""
+    # Local variables contain content of clients.
     tracebacks = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
     return _formatter(structlog.processors.ExceptionRenderer(tracebacks), structlog.processors.JSONRenderer())
 
 
 def text_formatter() -> logging.Formatter:
-    """Return what writes for people."""
+    """Return a formatter that writes text for people."""
     plain = structlog.dev.plain_traceback
     return _formatter(structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain))
 
@@ -91,7 +97,7 @@ def _formatter(*last: Processor) -> logging.Formatter:
 
 
 def add_request(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    """Add whose request it is that logs."""
+    """Add the ids of the request on whose behalf an event is logged."""
     record = RECORD.get()
     if record is not None:
         for name in _FIELDS:
@@ -102,7 +108,7 @@ def add_request(_logger: WrappedLogger, _method: str, event: EventDict) -> Event
 
 
 def log_request(record: Record) -> None:
-    """Log a request that is over, at the level ``INFO``."""
+    """Log a request that is over, at level ``INFO``."""
     if _requests.isEnabledFor(logging.INFO):
         _requests.info("request", extra=_of_request(record))
 

@@ -1,10 +1,10 @@
-"""The server's metrics: what each counts, and ``GET /metrics``' text.
+"""The server's metrics, and their exposition for ``GET /metrics``.
 
-One registry for each server, of which a process may have several; vLLM keeps its own in the process's, and
-both are told together. Where several processes answer for one port, ``prometheus_client`` adds up what all
-have counted (the setting ``metrics_dir``), so everything here is a metric of that library, also what others
-have counted. Labels have only values of which there are few: what clients write is one of those known, or
-``other``.
+Each server has a registry of its own, since a process may run several servers; vLLM uses the process's
+default registry, and both are exposed together. If several processes serve one port (the setting
+``metrics_dir``), ``prometheus_client`` aggregates their metrics, so everything here is a metric of that
+library, including values counted elsewhere. The number of values of each label is bounded: values from
+clients are mapped to known ones or to ``other``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from app.lifecycle import Phase
 from nnsight_engine.core.engine_counts import SANDBOX_EVENTS, STEP_BUCKETS_S, TIERS, EngineCounts
 
 OTHER: Final = "other"
-"""Stands for every value of a label that is none of those known."""
+"""The value of a label for everything that is not known."""
 
 _REQUEST_BUCKETS_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 _FIRST_BUCKETS_S: Final = (0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80, 160)
@@ -68,13 +68,13 @@ _CLIENT_LEFT: Final = "client_left"
 
 
 class _TalliedHistogram(Histogram):
-    """A histogram of what somebody else has observed."""
+    """A histogram whose observations are counted elsewhere."""
 
     def add(self, tallies: Sequence[int], total: float) -> None:
         """Add observations.
 
         Args:
-            tallies: How many there were in each bucket, the unbounded one last.
+            tallies: The number of new observations per bucket, the unbounded bucket last.
             total: Their sum.
         """
         for bucket, number in zip(self._buckets, tallies, strict=True):
@@ -85,15 +85,15 @@ class _TalliedHistogram(Histogram):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Levels:
-    """What there is at the moment, of everything that comes and goes.
+    """The current values of everything that goes up and down.
 
     Attributes:
-        phase: Of the server.
-        in_flight: Requests being answered, and jobs being run.
-        waiting: How much waits, by what it waits for.
-        jobs: Jobs by status.
-        oldest_job_s: How long the job that has waited longest waits; 0 where none does.
-        stored: Bytes kept, and most that may be, by place.
+        phase: The server's phase.
+        in_flight: The number of requests being answered and of jobs being run.
+        waiting: The number of waiting items, by queue.
+        jobs: The number of jobs, by status.
+        oldest_job_s: The waiting time of the job that has waited longest; 0 if none is waiting.
+        stored: The stored bytes and their limit, by store.
     """
 
     phase: Phase
@@ -108,15 +108,15 @@ class Metrics:
     """The metrics of one server.
 
     Args:
-        folder: Where several processes keep theirs together; None where this is the only one.
+        folder: The folder in which several processes share their metrics; None if this is the only one.
 
     Attributes:
-        first_token_s: Histogram by route and kind.
-        between_tokens_s: Likewise.
+        first_token_s: A histogram by route and kind.
+        between_tokens_s: A histogram by route and kind.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        """Make all metrics, those without labels at zero."""
+        """Create all metrics, those without labels at zero."""
         own = self._own = CollectorRegistry()
         self._folder = folder
         self._told = EngineCounts()
@@ -190,7 +190,7 @@ class Metrics:
         self._make_levels(own)
 
     def _make_engines(self, own: CollectorRegistry) -> None:
-        """Make those of what engines count."""
+        """Create the metrics of what engines count."""
         self._steps = Counter(
             "nnsight_engine_steps",
             "Steps of the engine: plain, with interventions in the compiled model, or with it uncompiled.",
@@ -209,7 +209,7 @@ class Metrics:
             ["event"],
             registry=own,
         )
-        # Whoever asks how much something has grown needs to have seen it at zero.
+        # Rates can be computed only for series that existed at zero before.
         for tier in TIERS:
             self._steps.labels(tier)
         for event in SANDBOX_EVENTS:
@@ -219,7 +219,7 @@ class Metrics:
                 self._job_ends.labels(status.value.lower())
 
     def _make_levels(self, own: CollectorRegistry) -> None:
-        """Make those of what is there at the moment; several processes' are added up, or are the same."""
+        """Create the gauges; over several processes they are summed, or equal if shared."""
 
         def gauge(name: str, about: str, labels: Iterable[str] = (), *, is_shared: bool = False) -> Gauge:
             mode: Literal["livemax", "livesum"] = "livemax" if is_shared else "livesum"
@@ -249,11 +249,11 @@ class Metrics:
         return generate_latest(told)
 
     def count_engine(self, counts: EngineCounts, number: int = 0) -> None:
-        """Learn what the engine has counted since it started; the next one begins again at zero.
+        """Set an engine's counts since its start; a restarted engine begins at zero again.
 
         Args:
-            counts: Its counts.
-            number: Which engine of this server it is.
+            counts: The engine's counts.
+            number: The index of the engine among those that this server has started.
         """
         last, self._told = self._told if number == self._engine_told else EngineCounts(), counts
         self._engine_told = number
@@ -269,18 +269,18 @@ class Metrics:
         self._step_s.add(tallies, _grown(last.intervention_s, counts.intervention_s))
 
     def count_restarts(self, num_restarts: int) -> None:
-        """Learn how often this server has started an engine in place of one that died."""
+        """Set the number of engine restarts of this server."""
         self._restarts.inc(num_restarts - self._num_restarts)
         self._num_restarts = num_restarts
 
     def count_stall(self, seconds: float, *, is_new: bool) -> None:
-        """Count that the event loop stopped, or that a stall counted before has gone on; from any thread."""
+        """Count a new stall of the event loop, or the continuation of a counted one, from any thread."""
         if is_new:
             self._stalls.inc()
         self._stalled_s.inc(seconds)
 
     def set_levels(self, levels: Levels) -> None:
-        """Learn what there is at the moment."""
+        """Set all gauges."""
         for phase in Phase:
             self._phase.labels(phase.value).set(phase is levels.phase)
         self._in_flight.set(levels.in_flight)
@@ -298,8 +298,8 @@ class Metrics:
         """Count a request that is over.
 
         Args:
-            record: What is known of it.
-            models: What the model may be called, first what it is called by whoever says nothing.
+            record: The request's record.
+            models: The names of the model, first the default one.
         """
         model = record.model or (models[0] if record.operations or record.salt is not None else "")
         self._requests.labels(
@@ -315,17 +315,17 @@ class Metrics:
             self._prompts.labels(record.salt).inc()
 
     def count_time(self, record: Record) -> None:
-        """Count how long a request took that used the engine, and is over just now."""
+        """Count the duration of a request that used the engine and has just ended."""
         taken_s = time.perf_counter() - record.begun_s
         self._request_s.labels(record.route, kind_of(record.operations)).observe(taken_s)
 
     def count_use(self, record: Record, points: Collection[str], captured_bytes: int) -> None:
-        """Count what a request or a job has done to the model, and what it has read of it.
+        """Count the operations of a request or a job and its captured bytes.
 
         Args:
-            record: What is known of it.
-            points: The kinds of points that there are.
-            captured_bytes: What left the engine.
+            record: Its record.
+            points: The kinds of points of the model.
+            captured_bytes: The bytes that left the engine.
         """
         self._captured.inc(captured_bytes)
         tier = record.tier if record.tier in _TIERS else "unknown"
@@ -338,22 +338,23 @@ class Metrics:
         self._job_ends.labels(status.value.lower()).inc()
 
     def close(self) -> None:
-        """Have other processes tell no more of what was here."""
+        """Remove this process's gauges from the shared metrics."""
         if self._folder is not None:
             multiprocess.mark_process_dead(os.getpid(), str(self._folder))  # type: ignore[no-untyped-call]
 
 
 def kind_of(operations: Collection[str]) -> str:
-    """Return what a request is, by its operations: ``plain``, ``operations`` or ``code``."""
+    """Return the kind of a request by its operations: ``plain``, ``operations`` or ``code``."""
     return _KINDS[not _CODE_OPS.isdisjoint(operations)] if operations else "plain"
 
 
 def outcome_of(record: Record) -> str:
-    """Return how a request ended: ``ok``, ``refused``, ``busy``, ``failed`` or ``client_left``."""
+    """Return the outcome of a request: ``ok``, ``refused``, ``busy``, ``failed`` or ``client_left``."""
     if record.error == _CLIENT_LEFT:
         return _CLIENT_LEFT
     status = record.status or 0
-    if 0 < status < 400 and record.error in _CODES:  # told in the middle of a stream, which had begun well
+    # an error in the middle of a stream, after the success status was sent
+    if 0 < status < 400 and record.error in _CODES:
         status = STATUS.get(ErrorCode(record.error), 400)
     if status in _BUSY and record.error != ErrorCode.ENGINE_DEAD:
         return "busy"

@@ -1,7 +1,7 @@
-"""The outermost layer: a record of each request, from its first byte to its answer's last.
+"""The outermost middleware: records each request, from its first byte to the last byte of its response.
 
-Of it are made the metrics, a line in the log, the request's span and, where there are keys, the entry of the
-audit log of what runs or changes something.
+From the record it derives the metrics, a log line, the request's span and, on servers with keys, the audit
+entry of requests that run or change something.
 """
 
 from __future__ import annotations
@@ -29,20 +29,23 @@ from nnsight_engine.core.metering import METER, UsageMeter
 _READS: Final = {"GET", "HEAD", "OPTIONS"}
 _UNFINISHED: Final = "client_left"
 _NOT_RUN: Final = {ErrorCode.RATE_LIMITED}
-"""Refusals of which there may be thousands in a second, and which ran nothing."""
+"""Rejections that may occur thousands of times per second and ran nothing."""
 _STARTS: Final = {"http.response.start", "websocket.http.response.start"}
 _SOCKET_ANSWERS: Final = {
     "websocket.accept": HTTPStatus.SWITCHING_PROTOCOLS,
     "websocket.close": HTTPStatus.FORBIDDEN,
     "websocket.http.response.body": HTTPStatus.FORBIDDEN,
 }
-"""What an answer's status is that says none."""
+"""The status of responses whose messages contain none."""
 _ERROR_STATUS: Final = 400
 _TIMED: Final = {"/v1/completions", "/v1/chat/completions", "/v1/traces"}
 
 
 class RecordMiddleware:
-    """Lets everything pass, and sees to it that operators know of it."""
+    """Passes all requests through and records them.
+
+    Audit entries are written only on servers with keys.
+    """
 
     def __init__(
         self,
@@ -54,7 +57,6 @@ class RecordMiddleware:
         engine: EngineClient,
         tracing: Tracing | None,
     ) -> None:
-        """Wrap ``app``; there are entries in the audit log only where there are keys."""
         self._app = app
         self._log = log
         self._keys = keys
@@ -63,7 +65,7 @@ class RecordMiddleware:
         self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one connection of the ASGI server."""
+        """Handle one ASGI connection."""
         if scope["type"] not in {"http", "websocket"}:
             await self._app(scope, receive, send)
             return
@@ -96,7 +98,7 @@ class RecordMiddleware:
             return False
         try:
             return await self._keys.are_required()
-        except Exception:  # noqa: BLE001 - whoever serves the request meets the same, and says it
+        except Exception:  # noqa: BLE001 - the route's own check fails the same way and reports the error
             return True
 
     async def _watched(
@@ -129,10 +131,10 @@ class RecordMiddleware:
 
 
 class _Watch:
-    """Notes what comes and goes on one connection.
+    """Records the messages of one connection.
 
     Attributes:
-        is_whole: Whether the answer's last byte was sent.
+        is_whole: Whether the last byte of the response was sent.
     """
 
     def __init__(self, record: Record, span: RequestSpan | None, receive: Receive, send: Send) -> None:
@@ -165,7 +167,7 @@ class _Watch:
 
 
 def points_of(engine: EngineClient) -> Collection[str]:
-    """Return the kinds of points of the model; none while it is not there."""
+    """Return the kinds of points of the model; empty while no engine is ready."""
     if not engine.ready:
         return ()
     return {point.name for point in engine.capabilities().points}

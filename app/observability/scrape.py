@@ -1,7 +1,7 @@
-"""What is asked for when somebody looks at the metrics: the engine's counts, and what there is at the moment.
+"""Collects values on demand when metrics are scraped: the engine's counts, and the current gauges.
 
-The engine answers questions between two steps: it is asked once a second at most, however many look, and the
-database too. Where one does not answer, those who look are told what was known last.
+The engine answers such queries between two steps. It is therefore queried at most once per second, regardless
+of the number of scrapers, and so is the database. If one does not respond, the last known values are exposed.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from app.observability.metrics import Levels, Metrics
 logger = logging.getLogger(__name__)
 
 _PAUSE_S: Final = 1.0
-"""Between the last answer and the next question."""
+"""The pause between a response and the next query."""
 
 _PATIENCE_S: Final = 2.0
-"""How long is waited for an answer; then those are told that were given last."""
+"""How long a scrape waits for a response before it uses the last known values."""
 
 
 class Jobs(Protocol):
-    """What is asked of jobs."""
+    """The source of the numbers of jobs."""
 
     async def levels(self) -> tuple[dict[str, int], float]:
-        """Return how many there are by status, and for how long the first of them waits."""
+        """Return the number of jobs by status, and for how long the oldest waiting one has waited."""
 
 
 class _Question:
-    """Something asked once a second at most, however many want to know.
+    """A query that runs at most once per second, shared by all scrapers.
 
     Args:
-        ask: Asks and keeps the answer; raises nothing.
+        ask: Queries and stores the response; raises nothing.
     """
 
     def __init__(self, ask: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -45,14 +45,14 @@ class _Question:
         self._answered_at = float("-inf")
 
     async def answered(self) -> None:
-        """Ask, unless somebody just has; whoever is asking, is waited for, but not for ever."""
+        """Start the query unless one has just completed, and wait for the running one up to a time limit."""
         if self._asking is None and time.monotonic() - self._answered_at >= _PAUSE_S:
             self._asking = asyncio.create_task(self._asked(), name="metrics")
         if self._asking is not None:
             await asyncio.wait({self._asking}, timeout=_PATIENCE_S)
 
     async def close(self) -> None:
-        """Wait for no answer any more."""
+        """Cancel the running query."""
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.gather(self._asking, return_exceptions=True)
@@ -65,16 +65,16 @@ class _Question:
 
 
 class Scrape:
-    """Asks on behalf of those who look at one server's metrics.
+    """Collects values for scrapes of one server's metrics.
 
     Args:
-        metrics: Take the answers.
+        metrics: The metrics to update.
         engine: Counts its steps.
-        lifecycle: Knows the phase.
-        jobs: Know theirs.
-        waiting: Returns what waits, by what it waits for.
-        stored: Returns bytes kept and most that may be, by place.
-        restarts: Returns how often an engine was started in place of one that died.
+        lifecycle: The source of the phase.
+        jobs: The source of the numbers of jobs.
+        waiting: Returns the number of waiting items, by queue.
+        stored: Returns the stored bytes and their limit, by store.
+        restarts: Returns the number of engine restarts.
     """
 
     def __init__(
@@ -88,7 +88,6 @@ class Scrape:
         stored: Callable[[], Mapping[str, tuple[int, int]]],
         restarts: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Know nothing yet."""
         self._metrics = metrics
         self._engine = engine
         self._lifecycle = lifecycle
@@ -116,7 +115,7 @@ class Scrape:
         return await self._metrics.exposition()
 
     async def close(self) -> None:
-        """Wait for no answer any more."""
+        """Cancel running queries, and close the metrics."""
         for question in self._questions:
             await question.close()
         self._metrics.close()

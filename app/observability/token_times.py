@@ -1,7 +1,8 @@
-"""When a stream's tokens come: its first one, and each after it, at the moment they leave for the client.
+"""Measures the time to the first token of a stream and between tokens, when events are sent to the client.
 
-The first event with text is looked for, since a chat begins with one that has none. After it each event of
-vLLM's stands for a token or more, whose text may be empty; only what ends a stream stands for none.
+The first event with text counts as the first token, since a chat begins with an event without text. After
+that each of vLLM's events represents at least one token, possibly with empty text; only the events that end a
+stream represent none.
 """
 
 from __future__ import annotations
@@ -19,21 +20,22 @@ _ERROR: Final = 'data: {"error"'
 _DONE: Final = "data: [DONE]"
 _USAGE: Final = re.compile(r'"choices": ?\[\]')
 _HEAD_LENGTH: Final = 512
-"""Before that an event says whether it has choices."""
+"""The number of characters in which an event shows whether it has choices."""
 _LARGE: Final = 8192
-"""An event of so many characters has results of interventions, which come with tokens."""
+"""An event of more characters contains results of interventions, which come with tokens."""
 
 
 class TokenTimes:
-    """The times of one stream's tokens.
+    """The token times of one stream.
 
     Args:
-        metrics: Take them.
-        num_choices: Those of several come by turns, and nothing is told of the times between them.
+        metrics: The metrics to update.
+        num_choices: The number of choices; those of several interleave, so the times between tokens are not
+            measured.
     """
 
     def __init__(self, metrics: Metrics, num_choices: int) -> None:
-        """Wait for the first; called within the request whose stream it is."""
+        """Must be called in the context of the request."""
         record = RECORD.get()
         kind = "plain" if record is None else kind_of(record.operations)
         route = "" if record is None else record.route
@@ -44,7 +46,7 @@ class TokenTimes:
         self._last_s = 0.0
 
     def saw(self, event: str) -> None:
-        """Take note of an event that is about to be sent."""
+        """Record an event that is about to be sent."""
         if self._last_s:
             if self._between is not None and _has_token(event):
                 now = time.perf_counter()

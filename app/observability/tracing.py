@@ -1,9 +1,9 @@
-"""A span for each API request and each run of a job, for an OpenTelemetry collector, and for the engine.
+"""OpenTelemetry spans for API requests and runs of jobs, continued by the engine.
 
-A client's ``traceparent`` is continued, and the answer has one, so that both sides find the same trace. A job
-may run hours after its request, on another server, and more than once: each run is a trace of its own, linked
-to the request. vLLM sends a span of its own for each prompt, below ours: the command line gives it the same
-collector.
+A client's ``traceparent`` is continued, and the response has one, so that both sides can find the trace. A
+job may run hours after its request, on another server, and more than once: each run is a trace of its own,
+linked to the request. vLLM exports a span of its own for each prompt as a child of ours; the command line
+configures the same collector for it.
 """
 
 from __future__ import annotations
@@ -47,23 +47,25 @@ class RequestSpan:
     """The span of one request.
 
     Args:
-        span: It, begun.
-        headers: What continues it.
+        span: The started span.
+        headers: Headers that propagate it.
+
+    Attributes:
+        headers: Headers that propagate the span.
     """
 
     def __init__(self, span: Span, headers: dict[str, str]) -> None:
-        """Take over the span."""
         self._span = span
         self.headers = headers
 
     @property
     def answer_header(self) -> tuple[bytes, bytes] | None:
-        """What tells the client which trace it is; None where the SDK is switched off."""
+        """The response header with the trace's id; None if the SDK is disabled."""
         told = self.headers.get(_TRACEPARENT)
         return None if told is None else (_TRACEPARENT.encode(), told.encode())
 
     def end(self, record: Record) -> None:
-        """End it with what is known of the request: nothing that its client wrote but the route's name."""
+        """End the span with attributes of the request, which contain no content of the client."""
         route = record.route or "unknown"
         self._span.update_name(f"{record.method} {route}")
         self._span.set_attributes(
@@ -83,15 +85,14 @@ class JobSpan:
     """The span of one run of a job.
 
     Args:
-        span: It, begun.
+        span: The started span.
     """
 
     def __init__(self, span: Span) -> None:
-        """Take over the span."""
         self._span = span
 
     def end(self, record: Record, ended: JobStatus | None) -> None:
-        """End it with what is known of the run; None is the end of one that is to run again."""
+        """End the span with attributes of the run; ``ended`` is None if the job is going to run again."""
         self._span.set_attributes(
             {
                 "nnsight_engine.job_id": record.subject,
@@ -119,32 +120,32 @@ class Tracing:
     """The spans of one server.
 
     Args:
-        endpoint: Where they go.
-        protocol: How: ``grpc`` or ``http/protobuf``.
+        endpoint: The collector's endpoint.
+        protocol: ``grpc`` or ``http/protobuf``.
     """
 
     def __init__(self, endpoint: str, protocol: str) -> None:
-        """Open the exporter, which connects when it has something to send."""
+        """Create the exporter, which connects at its first export."""
         exporter = GrpcExporter(endpoint=endpoint) if protocol == _GRPC else HttpExporter(endpoint=endpoint)
         resource = Resource.create({"service.name": "nnsight-engine", "service.version": __version__})
-        # Of this server alone: the process's own is vLLM's.
+        # A provider of this server alone: vLLM uses the process's global one.
         self._provider = TracerProvider(resource=resource)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("nnsight_engine", __version__)
         self._propagator = TraceContextTextMapPropagator()
 
     def begin(self, scope: Scope, record: Record) -> RequestSpan:
-        """Begin the span of a request, and let what runs on its behalf continue it."""
+        """Begin the span of a request, and propagate it to the work on the request's behalf."""
         parent = self._propagator.extract(Headers(scope=scope), context=Context())
         span = self._tracer.start_span("request", parent, SpanKind.SERVER)
         return RequestSpan(span, self._hand_on(span, record))
 
     def begin_job(self, record: Record, traceparent: str) -> JobSpan:
-        """Begin the span of a job's run, and let what runs in this task continue it.
+        """Begin the span of a job's run, and propagate it to the work in this task.
 
         Args:
-            record: Of the run.
-            traceparent: Of the request that let it run; empty if that had none.
+            record: The record of the run.
+            traceparent: That of the request that started the run; empty if it had none.
         """
         asked = self._propagator.extract({_TRACEPARENT: traceparent}, context=Context())
         asking = get_current_span(asked).get_span_context()
@@ -161,14 +162,14 @@ class Tracing:
         return headers
 
     def close(self) -> None:
-        """Send what is left, for as long as the collector takes, but some seconds at most."""
+        """Export the remaining spans, waiting for the collector a few seconds at most."""
         ending = threading.Thread(target=self._provider.shutdown, name="last-spans", daemon=True)
         ending.start()
         ending.join(_LAST_S)
 
 
 def tracing_of(settings: Settings) -> Tracing | None:
-    """Return what keeps traces, None where the settings name no collector."""
+    """Return the exporter of spans; None if the settings name no collector."""
     endpoint = otlp_traces_endpoint(settings)
     return Tracing(endpoint, settings.otlp_protocol) if endpoint else None
 
