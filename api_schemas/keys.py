@@ -114,7 +114,7 @@ class NewKey(BaseModel):
     @field_validator("trusted_codecs")
     @classmethod
     def _of_trusted(cls, trusted_codecs: bool, info: ValidationInfo) -> bool:  # noqa: FBT001 - pydantic's
-        # Unpickling runs the sender's code, and it does not happen inside a sandbox.
+        # Unpickling runs the sender's code, outside any sandbox.
         if trusted_codecs and info.data.get("tier") is not Tier.TRUSTED:
             raise ValueError("only a key of the tier 'trusted' may send blocks as pickles, which are code")
         return trusted_codecs

@@ -95,7 +95,7 @@ def parse_object(body: bytes | bytearray) -> dict[str, Any]:
         # counted on single bytes.
         value = json.loads(body.decode("utf-8-sig"), parse_constant=_refuse_constant)
         if _HALVES.search(body):
-            # raises for lone surrogates; paired ones were joined into characters
+            # Raises for lone surrogates; paired ones were joined into characters.
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise ApiError(
@@ -195,7 +195,7 @@ async def stream_bytes(
     cutoff = cutoff_of(request.scope) or RequestDeadline()  # a deadline that is never reached
     while True:
         if cutoff.reached.done():
-            # a client that keeps sending slowly never triggers the idle timeout
+            # A client that keeps sending slowly never triggers the idle timeout.
             raise cutoff.reached.result()
         try:
             async with cutoff.pause(idle_s):

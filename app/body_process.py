@@ -26,8 +26,8 @@ from nnsight_engine.core.process_memory import address_space_bytes, end_before_s
 _NICENESS: Final = 5
 _BYTES_PER_BYTE: Final = 32
 """Memory per byte of a body. A list of numbers that becomes a tensor needs about 24, including all
-intermediate
-values, and nothing that a request may contain needs more. Nested empty lists need up to 48 and are rejected.
+intermediate values, and nothing that a request may contain needs more. Nested empty lists need up to 48
+and are rejected.
 """
 _SPARE_BYTES: Final = 64 * 2**20
 """Memory for the interpreter, independent of the body."""

@@ -204,7 +204,7 @@ def _settings() -> Settings:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = ".".join(map(str, first["loc"]))
-        # otherwise the location is the name of an environment variable with an alias
+        # Otherwise the location is the name of an environment variable with an alias.
         if name in Settings.model_fields:
             name = f"{Settings.model_config['env_prefix']}{name}".upper()
         raise CommandError(

@@ -110,7 +110,7 @@ def host_of(connection: HTTPConnection) -> Authority | None:
 
 
 def is_from_elsewhere(connection: HTTPConnection) -> bool:
-    """Return whether the ``Origin`` header names another host or port than the ``Host`` header."""
+    """Return whether the ``Origin`` header is malformed or names another host or port than ``Host``."""
     given = connection.headers.getlist("origin")
     if not given:
         return False

@@ -201,7 +201,7 @@ class Lifecycle:
         for cutoff in self._cutoffs:
             cutoff.end(ApiError(*_CUT_SHORT))
         end = time.monotonic() + _LAST_WORDS_S
-        while self._cutoffs and time.monotonic() < end:  # noqa: ASYNC110 - only here does anybody wait for it
+        while self._cutoffs and time.monotonic() < end:  # noqa: ASYNC110 - the only waiter
             await asyncio.sleep(0.01)
 
     async def close(self) -> None:

@@ -44,8 +44,9 @@ def listening_socket(config: uvicorn.Config, *, stall_s: float = 60.0) -> socket
 
     Args:
         config: uvicorn's configuration.
-        stall_s: How long sent data may stay unacknowledged before the connection is closed. Unacknowledged
-            data would otherwise stay in memory with the connection, even after the end of the request.
+        stall_s: How long sent data may stay unacknowledged, or unsent because the client reads nothing,
+            before the connection is closed. The data would otherwise stay in memory with the connection,
+            even after the end of the request.
     """
     sock = config.bind_socket()
     # Accepted connections inherit all of these options.

@@ -353,7 +353,7 @@ def outcome_of(record: Record) -> str:
     if record.error == _CLIENT_LEFT:
         return _CLIENT_LEFT
     status = record.status or 0
-    # an error in the middle of a stream, after the success status was sent
+    # An error in the middle of a stream, after the success status was sent.
     if 0 < status < 400 and record.error in _CODES:
         status = STATUS.get(ErrorCode(record.error), 400)
     if status in _BUSY and record.error != ErrorCode.ENGINE_DEAD:

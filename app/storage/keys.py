@@ -157,7 +157,7 @@ class KeyStore:
     async def heir(self, key_id: str) -> tuple[KeyRow, Limits] | None:
         """Return a key if it is valid or, if it expired and was replaced, its newest valid successor.
 
-        Revoked keys and their successors are excluded.
+        Revoked keys are excluded, and so are their successors.
         """
 
         def read(session: Session) -> tuple[KeyRow, Limits] | None:

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _MAX_TEMPORARY_CHARS: Final = 20
 """A socket's path may have 107 characters, of which our folders take 50 and vLLM's file name 36."""
 LOCK_NAME: Final = ".lock"
-_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - in it a folder of ours, which is looked at
+_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - only a private folder in it is used, and checked
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

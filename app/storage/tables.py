@@ -70,7 +70,7 @@ class JobRow(Base):
         result_bytes: The size of the result; None if there is none, in which case a result file is partial.
         event_bytes: The size of its events, mostly printed output, see ``job_states``.
         attempt: The number of attempts, including the current one.
-        num_interruptions: How often a server died while it held the job.
+        num_interruptions: How often a server or its engine died while it held the job.
         num_events: The number of events, which is also the number of the last one.
         reruns: Whether it is requeued automatically after the server died while it ran.
         cancel_requested: Whether its cancellation was requested.
@@ -219,7 +219,7 @@ class VectorNameRow(Base):
     Attributes:
         versions: The number of versions ever created.
         shared: Whether a version was ever shared; the name then refers to this tenant's vectors for all
-            tenants without vectors of that name.
+            tenants that have never used the name themselves.
     """
 
     __tablename__ = "vector_names"

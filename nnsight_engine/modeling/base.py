@@ -90,7 +90,7 @@ def _merge(architecture: Architecture, owner: type[NNsight], kwargs: dict[str, A
     The user opts out of the classes with ``envoys=None``.
     """
     rename = kwargs.get("rename")
-    # other types are rejected with a message where names are read
+    # Other types are rejected with a message where names are read.
     if rename is None or isinstance(rename, Mapping):
         kwargs["rename"] = architecture.rename_with(rename, owner)
     if kwargs.get("envoys", owner) is not None:

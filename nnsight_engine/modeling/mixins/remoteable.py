@@ -62,7 +62,7 @@ class RemoteableMixin(MetaMixin):
                 ``remote``.
             **kwargs: See ``Envoy.trace``.
         """
-        refuse_statement(sys._getframe(1), "trace")  # noqa: SLF001 - the caller is what it is about
+        refuse_statement(sys._getframe(1), "trace")  # noqa: SLF001 - checks the caller's statement
         chosen = self._chosen(backend, remote, blocking=blocking)
         return super().trace(*args, backend=chosen, **kwargs)
 
@@ -74,14 +74,14 @@ class RemoteableMixin(MetaMixin):
         Only the session specifies where it runs. Values assigned in one trace can be used in the next, on the
         server too.
         """
-        refuse_statement(sys._getframe(1), "session")  # noqa: SLF001 - the caller is what it is about
+        refuse_statement(sys._getframe(1), "session")  # noqa: SLF001 - checks the caller's statement
         return super().session(backend=self._chosen(backend, remote, blocking=blocking))
 
     def _chosen(self, backend: Backend | None, remote: Remote, *, blocking: bool) -> Backend | None:
         """Return the backend that runs a trace; see ``chosen_backend``."""
         default: Remote = self.__dict__["remote"]
         if backend is None and (default if remote is None else remote) == _HERE:
-            # imported lazily, since it depends on this package
+            # Imported lazily, since it depends on this package.
             here = importlib.import_module("nnsight_engine.local_engine.in_process")
             chosen: Backend = here.InProcessBackend(self, blocking=blocking)
             return chosen
