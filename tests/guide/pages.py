@@ -31,7 +31,7 @@ from tests.e2e.server import PROJECT
 
 SHELLS: Final = frozenset({"sh", "bash"})
 RUN: Final = SHELLS | {"python"}
-SHOWN: Final = frozenset({"text", "json", "yaml", "toml"})
+SHOWN: Final = frozenset({"text", "json", "yaml", "toml", "mermaid"})
 """Languages of blocks that show something and are not run."""
 WITH_ENGINES: Final = (PROJECT / "docs/vllm-traces.md",)
 """Pages that start engines of their own."""
