@@ -125,8 +125,6 @@ class Mediator:
     MissedProviderError = MissedProviderError
     OutOfOrderError = OutOfOrderError
     runs_on: ClassVar[StackKind] = stacks
-    warns: ClassVar[bool] = True
-    """Whether a warning in the block reaches who wrote it; where it would not, errors tell."""
 
     def __init__(
         self,
@@ -256,7 +254,8 @@ class Mediator:
             if self.interleaver is None or not self.interleaver.ending:
                 raise
         except StepNotReachedError as error:
-            _warn(error)
+            if self.interleaver is not None:
+                self.interleaver.warn(error)
         except IterationOver as error:
             raise MissedProviderError(
                 "A loop over steps was left in the middle, because generation ended, and what stands "
@@ -314,7 +313,7 @@ class Mediator:
         return answer
 
 
-def _warn(error: StepNotReachedError) -> None:
+def warn(error: StepNotReachedError) -> None:
     """Warn at the line of the block that asked; what follows it does not run."""
     places = [
         (frame, line)

@@ -23,7 +23,7 @@ from _thread import allocate_lock
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -313,7 +313,6 @@ class ThreadMediator(Mediator):
     """
 
     __slots__ = ("_random", "runs_on", "spent_s")
-    warns: ClassVar[bool] = False
 
     def __init__(self, intervention: Callable[[], Any], info: Any, threads: Threads, *, seed: int) -> None:
         """Prepare a block; nothing runs before ``start``."""

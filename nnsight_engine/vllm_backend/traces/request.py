@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from nnsight_engine.core.trees import map_tensors
-from nnsight_engine.interleaving.events import Events
+from nnsight_engine.interleaving.events import Events, StepNotReachedError
 from nnsight_engine.interleaving.interleaver import Interleaver, Watcher
 from nnsight_engine.interleaving.mediator import Mediator, Raise
 from nnsight_engine.interleaving.threads import TimeBudgetError
@@ -115,6 +115,7 @@ class TracedRequest(Interleaver):
         self.holdings = holdings
         self.caches = RequestCaches(holdings)
         self.cache_misses: list[CacheMisses] = []
+        self._ended_early: list[str] = []
         self.last_label: str | None = None
         self.is_rehearsal = False
         self.max_spent_s = math.inf
@@ -258,7 +259,12 @@ class TracedRequest(Interleaver):
 
     def warnings(self) -> list[str]:
         """Return what whoever wrote the block is to be warned of, once the request is over."""
-        return [said for cache in self.cache_misses if (said := cache.warning()) is not None]
+        misses = (cache.warning() for cache in self.cache_misses)
+        return [*self._ended_early, *(miss for miss in misses if miss is not None)]
+
+    def warn(self, error: StepNotReachedError) -> None:
+        """Record the warning for the client, who gets it with what the block saved."""
+        self._ended_early.append(f"{error} The block ends here.")
 
     def retire(self) -> None:
         """No further step comes: nothing is computed anew any more."""
