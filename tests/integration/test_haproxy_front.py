@@ -122,17 +122,13 @@ async def proxied(directory: Path, *sizes: int, delay_s: float = 0) -> AsyncIter
         yield Proxied(process, client, models)
 
 
-async def test_it_keeps_streams_as_they_are_made_and_sees_who_leaves(tmp_path: Path) -> None:
-    async with proxied(tmp_path, 2, delay_s=0.2) as front:
+async def test_it_keeps_streams_as_they_are_made_sees_who_leaves_and_drains(tmp_path: Path) -> None:
+    async with proxied(tmp_path, 2, delay_s=0.1) as front:
         async with front.stream(max_tokens=200) as answer:
             assert (await anext(answer.aiter_lines())).startswith("data: ")
             assert front.num_running == 1  # the first event is here, the others are not made yet
         await until(lambda: not front.num_running)
-
-
-async def test_it_lets_streams_end_before_it_stops(tmp_path: Path) -> None:
-    async with proxied(tmp_path, 2, delay_s=0.05) as front:
-        async with front.stream(max_tokens=20) as answer:
+        async with front.stream(max_tokens=10) as answer:
             lines = answer.aiter_lines()
             await anext(lines)
             front.process.send_signal(signal.SIGUSR1)
@@ -167,7 +163,7 @@ async def test_it_cuts_streams_of_a_replica_that_dies_and_cannot_say_why(tmp_pat
                     replica.kill()
 
 
-async def test_it_leads_a_job_that_asks_its_client_to_one_replica_of_two(tmp_path: Path) -> None:
+async def test_it_asks_one_replica_where_all_should_answer(tmp_path: Path) -> None:
     async with proxied(tmp_path, 2) as front:
         answer = await front.client.post("/v1/jobs", content=trace("hang"), headers=HEADERS)
         job_id = answer.json()["id"]
@@ -175,10 +171,6 @@ async def test_it_leads_a_job_that_asks_its_client_to_one_replica_of_two(tmp_pat
         async with connect(address) as follower, asking(front.replicas, job_id):
             assert len(await askers(follower, 1)) == 1
             assert await askers(follower, 1, wait_s=1) == set()
-
-
-async def test_it_has_metrics_of_one_replica_alone(tmp_path: Path) -> None:
-    async with proxied(tmp_path, 2) as front:
         await asyncio.gather(*(front.who({"prompt": f"{number}{LONG}"}) for number in range(12)))
         page = (await front.client.get("/metrics")).text
     lines = [line for line in page.splitlines() if line.startswith("nnsight_engine_requests_total")]
