@@ -34,7 +34,7 @@ _DEFAULT: Final = "serving"
 
 def main() -> int:
     """Run the command line and return its exit status."""
-    args, rest = _arguments(sys.argv[1:])
+    args, rest = arguments_of(sys.argv[1:])
     console = Console()
     machine = announced_machine(console)
     command = shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
@@ -58,7 +58,7 @@ def main() -> int:
     return 0
 
 
-def _arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def arguments_of(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the common options, and the table's own ones."""
     lines = [f"  {name:14} {table.summary}" for name, table in TABLES.items()]
     parser = argparse.ArgumentParser(

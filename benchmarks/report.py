@@ -194,8 +194,8 @@ class Report:
         table = Table(title=self.title)
         for place, column in enumerate(_COLUMNS):
             table.add_column(column, justify="left" if place == 0 else "right")
-        for row in self.rows:
-            table.add_row(*_cells(row), style="red" if row.reached is False else "")
+        for row, cells in zip(self.rows, self._cells(), strict=True):
+            table.add_row(*cells, style="red" if row.reached is False else "")
         return table
 
     def write(self, folder: Path) -> Path:
@@ -207,6 +207,14 @@ class Report:
         }
         text = json.dumps(content, indent=1) + "\n"
         return write_report(folder, self._stem, markdown=self.to_markdown(), json=text)
+
+    def _cells(self) -> list[list[str]]:
+        """Return every row's cells, with the sides in a case's first row only."""
+        before = [None, *self.rows[:-1]]
+        return [
+            _cells(row, has_sides=last is None or (row.case, row.size) != (last.case, last.size))
+            for last, row in zip(before, self.rows, strict=True)
+        ]
 
     def to_markdown(self) -> str:
         """Return the table as a page."""
@@ -224,7 +232,7 @@ class Report:
             "",
             *(f"    {command}" for command in self.commands),
             "",
-            *table_lines(_COLUMNS, map(_cells, self.rows)),
+            *table_lines(_COLUMNS, self._cells()),
             *_bounds(self.rows),
         ]
         return "\n".join(lines) + "\n"
@@ -241,7 +249,7 @@ def _span(numbers: Iterable[int]) -> str:
     return " to ".join(str(number) for number in (different[:1] + different[1:][-1:]))
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: Row, *, has_sides: bool) -> list[str]:
     digits = 1 if row.measure.endswith(("µs", "MiB")) else 3
     sign = "≥" if row.is_floor else "≤"
     sides = ", ".join(f"{name} {value:,.{1 if value < 1000 else 0}f}" for name, value in row.sides.items())
@@ -256,7 +264,7 @@ def _cells(row: Row) -> list[str]:
         _pair(row.processes, digits),
         "" if row.target is None else f"{sign} {row.target:g}",
         {True: "yes", False: "no", None: ""}[row.reached],
-        row.note.replace("|", "/") or f"{row.unit}: {sides}",
+        row.note.replace("|", "/") or (f"{row.unit}: {sides}" if has_sides else ""),
     ]
 
 

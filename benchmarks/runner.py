@@ -12,11 +12,11 @@ import importlib
 import pstats
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 from benchmarks.case import Case, NotMeasuredError, Plan, Sample, Sampler, rotated
-from benchmarks.process import Event, EventPipe
+from benchmarks.process import Event, EventPipe, events_fd
 from benchmarks.tables import TABLES
 
 Report = Callable[[Event], None]
@@ -109,17 +109,24 @@ def parser_of(table: str) -> tuple[argparse.ArgumentParser, TableModule]:
     return parser, module
 
 
+def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse a table's command line; what follows ``--`` is left in ``rest``."""
+    place = arguments.index("--") if "--" in arguments else len(arguments)
+    args = parser.parse_args(arguments[:place])
+    args.rest = list(arguments[place + 1 :])
+    return args
+
+
 def main() -> None:
     """Measure, and report through the pipe."""
-    table, *arguments = sys.argv[1:]
+    (table, *arguments), fd = events_fd(sys.argv)
     parser, module = parser_of(table)
     parser.add_argument("--repeats", type=int, required=True)
     parser.add_argument("--process", type=int, required=True, help="its number among a table's processes")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--events-fd", type=int, required=True)
-    args = parser.parse_args(arguments)
-    pipe = EventPipe(args.events_fd)
+    args = parsed(parser, arguments)
+    pipe = EventPipe(fd)
     with contextlib.ExitStack() as stack:
         plan = module.plan(args, stack)
         if not plan.cases:

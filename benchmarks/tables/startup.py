@@ -33,18 +33,17 @@ checks see. The first start is not counted."""
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the engines."""
     parser.add_argument("--compile", action="store_true", help="compiled engines, and what that costs")
-    parser.add_argument("engine", nargs="*", metavar="-- ENGINE ARGUMENTS", help="of vLLM, for every side")
 
 
 def plan(args: argparse.Namespace, _stack: contextlib.ExitStack) -> Plan:
     """Return the case."""
     mode = "compiled" if args.compile else "eager"
     sides = {
-        str(side): partial(_started, side, args.engine, compiled=args.compile)
+        str(side): partial(_started, side, args.rest, compiled=args.compile)
         for side in (Side.OURS, Side.VLLM)
     }
     if args.compile:
-        sides[_EAGER] = partial(_started, Side.OURS, args.engine, compiled=False)
+        sides[_EAGER] = partial(_started, Side.OURS, args.rest, compiled=False)
     case = Case(
         "from the command to the first token", mode, partial(_warmed_up, sides), _measures(args.compile), "s"
     )
