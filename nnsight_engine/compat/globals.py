@@ -1,4 +1,4 @@
-"""``Globals``: what a backend of one's own opens before it runs a block, and closes after.
+"""``Globals``: what a custom backend enters before it runs a block, and exits afterwards.
 
 It stands for the marks of the calling thread (see ``core.saves``) and for the process's trace sites (see
 ``tracing.sites``); both are where they are, and this only gives them the documented names.

@@ -14,12 +14,10 @@ import pytest
 import torch
 
 from nnsight_engine import CONFIG, NNsight, save
-from nnsight_engine.intervention.backends.base import Backend
-from nnsight_engine.intervention.backends.execution import ExecutionBackend
-from nnsight_engine.intervention.tracing.base import Tracer
-from nnsight_engine.intervention.tracing.globals import Globals
-from nnsight_engine.intervention.tracing.tracer import InterleavingTracer
-from nnsight_engine.intervention.tracing.util import ExceptionWrapper, wrap_exception
+from nnsight_engine.compat.exceptions import ExceptionWrapper, wrap_exception
+from nnsight_engine.compat.globals import Globals
+from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
+from nnsight_engine.tracing.tracer import Backend, ExecutionBackend, Tracer
 
 X = torch.ones(1, 5)
 
@@ -69,10 +67,10 @@ def test_documented_import(module: str, names: str) -> None:
 
 
 def test_documented_events_and_errors_of_blocks() -> None:
-    from nnsight_engine.intervention.interleaver import Events, Mediator  # noqa: PLC0415 - beside what it shows
-
-    assert {"value", "swap", "end", "exception", "skip", "barrier"} <= {event.value for event in Events}
-    assert issubclass(Mediator.OutOfOrderError, Mediator.MissedProviderError)
+    interleaver = importlib.import_module("nnsight_engine.intervention.interleaver")
+    events, mediator = interleaver.Events, interleaver.Mediator
+    assert {"value", "swap", "end", "exception", "skip", "barrier"} <= {event.value for event in events}
+    assert issubclass(mediator.OutOfOrderError, mediator.MissedProviderError)
 
 
 class DocumentedBackend(Backend):

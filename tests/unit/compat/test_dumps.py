@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight_engine.intervention.serialization import dumps, loads
+from nnsight_engine.compat.dumps import dumps, loads
 from nnsight_engine.wire import DecodeError, EncodeError
 
 
