@@ -20,7 +20,7 @@ import torch
 from nnsight_engine.wire.errors import DecodeError
 from nnsight_engine.wire.homes import MOVED
 from nnsight_engine.wire.kinds import Kind
-from nnsight_engine.wire.limits import Limits, Policy
+from nnsight_engine.wire.limits import Limits, Policy, is_data_class
 from nnsight_engine.wire.message import HERE, Table
 
 Resolve = Callable[[tuple[str, ...]], Any]
@@ -181,7 +181,7 @@ class Decoder:
                 f"the message asks for {module}.{name}, which this side's {module} lacks"
                 f"{self.between_versions}"
             ) from error
-        if not self.policy.allow_source and not isinstance(value, type):
+        if not self.policy.allow_source and not is_data_class(value, module, name):
             raise DecodeError(f"the message asks for {module}.{name}, which is no class of data")
         return value
 
