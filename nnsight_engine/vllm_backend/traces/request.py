@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from nnsight_engine.core.trees import map_tensors
-from nnsight_engine.interleaving.events import Events
+from nnsight_engine.interleaving.events import Events, StepNotReachedError
 from nnsight_engine.interleaving.interleaver import Interleaver, Watcher
 from nnsight_engine.interleaving.mediator import Mediator, Raise
 from nnsight_engine.interleaving.threads import TimeBudgetError
@@ -116,6 +116,7 @@ class TracedRequest(Interleaver):
         self.holdings = holdings
         self.caches = RequestCaches(holdings)
         self.cache_misses: list[CacheMisses] = []
+        self._ended_early: list[str] = []
         self.last_label: str | None = None
         self.is_rehearsal = False
         self.max_spent_s = math.inf
@@ -259,7 +260,12 @@ class TracedRequest(Interleaver):
 
     def warnings(self) -> list[str]:
         """Return the warnings for the author of the block, once the request has ended."""
-        return [said for cache in self.cache_misses if (said := cache.warning()) is not None]
+        misses = (cache.warning() for cache in self.cache_misses)
+        return [*self._ended_early, *(miss for miss in misses if miss is not None)]
+
+    def warn(self, error: StepNotReachedError) -> None:
+        """Record the warning for the client, who gets it with what the block saved."""
+        self._ended_early.append(f"{error} The block ends here.")
 
     def retire(self) -> None:
         """Drop data stored for later steps: no further step follows, and no position is computed again."""
