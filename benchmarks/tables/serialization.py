@@ -13,7 +13,7 @@ import torch
 from benchmarks.case import Case, Measure, Plan, Sampler, ratio
 from benchmarks.clients.sent_blocks import Sent, reference, sent_blocks
 from benchmarks.turns import CallsByTurns, Side
-from nnsight_engine.wire import decode, decode_trace, encode, encode_trace
+from nnsight_engine.serialization import decode, decode_trace, encode, encode_trace
 
 _NUM_TENSORS: Final = 25
 _TENSOR_BYTES: Final = 2 * 2**20
