@@ -1,1 +1,1 @@
-"""The wire: what travels over HTTP, in pydantic and the standard library alone."""
+"""The schemas of the HTTP API; depends on pydantic and the standard library only."""

@@ -1,4 +1,4 @@
-"""The audit log: who ran what, and who changed what."""
+"""The schemas of the audit log: which caller ran or changed something."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The answer of ``GET /v1/capabilities``: what this model and server offer to interventions."""
+"""The response of ``GET /v1/capabilities``: the points, operations and limits of this model and server."""
 
 from __future__ import annotations
 

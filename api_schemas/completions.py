@@ -1,7 +1,7 @@
-"""OpenAI's completion request and response, with our field: for documentation and for clients.
+"""OpenAI's completion request and response with our field, for documentation and for clients.
 
-The server hands everything but ``interventions`` to vLLM's own request model, which knows many
-more fields; they pass through here unchecked.
+The server passes everything but ``interventions`` to vLLM's own request model, which defines many more
+fields; they are not validated here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""What can be wrong with a request, as stable codes, and OpenAI's shape for saying it.
+"""Errors of requests: stable codes, their HTTP statuses, and OpenAI's error format.
 
-A client branches on ``code``; the message is for people. ``STATUS`` is the one table from
-code to HTTP status.
+Clients branch on ``code``; the message is for people. ``STATUS`` is the only table from code to HTTP status.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A bounded picture of any JSON value, for error messages.
+"""Short text representations of arbitrary JSON values, for error messages.
 
-Requests decide what stands in a message, so it must be short, cheap to make and always
+Requests determine the content of such messages, so the text must be short, cheap to create and always
 encodable as UTF-8.
 """
 
@@ -22,7 +22,7 @@ class _Repr(reprlib.Repr):
         self.maxstring = self.maxother = _MAX_CHARACTERS
 
     def repr_int(self, x: int, level: int) -> str:
-        # Python refuses to print very long integers.
+        # Python refuses to convert very long integers to text.
         del level
         return str(x) if x.bit_length() <= _MAX_BITS else f"an integer of {x.bit_length()} bits"
 
@@ -38,5 +38,5 @@ def clip(text: str) -> str:
 
 
 def _encodable(text: str) -> str:
-    # A lone surrogate would make the answer impossible to encode.
+    # A lone surrogate would make the response impossible to encode.
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

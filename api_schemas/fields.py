@@ -1,7 +1,7 @@
-"""Field types that several schemas share: strict numbers, bounded strings, short-circuit lists.
+"""Field types shared by several schemas: strict numbers, bounded strings, lists that stop at the first error.
 
-JSON's ``true`` is not the number 1 and ``"1"`` is not a number. Lists stop at the first bad item,
-so that a million bad items are one error.
+JSON's ``true`` is not accepted as the number 1, and ``"1"`` is not accepted as a number. Validation of a list
+stops at its first invalid item, so that a million invalid items are one error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Integer = Annotated[int, Field(strict=True)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 """A finite number; booleans are none, integers are."""
 
-# A length limit makes pydantic check that the string is Unicode: lone surrogates cannot be encoded.
+# A length limit makes pydantic check that the string is valid Unicode: lone surrogates cannot be encoded.
 ShortText = Annotated[str, Field(strict=True, max_length=256)]
 """A string of at most 256 characters."""
 
@@ -68,7 +68,7 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _knows_its_fields(cls, value: Any) -> Any:
-        # As pydantic would for ``extra``, which does not say what is known.
+        # Like pydantic's check for ``extra``, whose error does not list the known fields.
         given = value if isinstance(value, dict) else {}
         unknown = next((name for name in given if name not in cls.model_fields), None)
         if unknown is not None:

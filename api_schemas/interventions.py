@@ -1,7 +1,7 @@
-"""The field ``interventions``: a list of operations, and the one function that reads it.
+"""The field ``interventions``: a list of operations, and the function that parses it.
 
-``parse_interventions`` turns whatever JSON came into typed operations or one ``ApiError`` that
-names the field. It knows no model; sizes are bounded before anything is built from them.
+``parse_interventions`` converts untrusted JSON to typed operations, or raises one ``ApiError`` that names the
+field. It does not depend on a model; sizes are bounded before anything is allocated for them.
 """
 
 from __future__ import annotations

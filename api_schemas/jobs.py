@@ -1,4 +1,4 @@
-"""Jobs: a trace that a server runs while nobody waits, what states it goes through and what it tells."""
+"""The schemas of jobs, which are traces that a server runs in the background: states, events, results."""
 
 from __future__ import annotations
 

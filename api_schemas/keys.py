@@ -1,7 +1,7 @@
-"""Keys: who sends a request, and what they may do.
+"""The schemas of API keys: their tenants, scopes, tiers and limits.
 
-A key is shown once, when it is made; what lists of keys say is ``Key``. Scopes open routes and operations,
-and the tier says where a key's code runs.
+The secret is shown once, when a key is created; ``Key`` is the description in lists. Scopes permit routes and
+operations, and the tier determines the isolation in which a key's code runs.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class NewKey(BaseModel):
     @field_validator("trusted_codecs")
     @classmethod
     def _of_trusted(cls, trusted_codecs: bool, info: ValidationInfo) -> bool:  # noqa: FBT001 - pydantic's
-        # Reading a pickle runs code of its sender's, and no sandbox reads it.
+        # Unpickling runs the sender's code, and it does not happen inside a sandbox.
         if trusted_codecs and info.data.get("tier") is not Tier.TRUSTED:
             raise ValueError("only a key of the tier 'trusted' may send blocks as pickles, which are code")
         return trusted_codecs

@@ -1,7 +1,7 @@
-"""How much one request's interventions may be, before anything is resolved against a model.
+"""Limits on the size of one request's interventions, checked before anything is resolved against a model.
 
-Counted before decoding or allocating. Admission builds one from the server's settings and
-hands it to ``parse_interventions``, which passes it to the schemas as validation context.
+Sizes are counted before decoding or allocating. Admission creates the limits from the server's settings and
+passes them to ``parse_interventions``, which passes them to the schemas as validation context.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The string form of a point in a model, and of several at once.
+"""The string form of one or several points in a model.
 
-``layers.10.attn.q`` names one place on every architecture; ``layers.*.output``,
-``layers.3:9.output`` (half-open) and ``layers.-1.output`` stand for several, or for one counted
-from the end. This module knows the grammar and the number of layers, not which points a model
-has: the engine checks that.
+``layers.10.attn.q`` names one point on every architecture; ``layers.*.output`` and ``layers.3:9.output``
+(half-open) name several, and ``layers.-1.output`` one counted from the end. This module depends on the
+grammar and the number of layers, not on the points that a model has, which the engine checks.
 """
 
 from __future__ import annotations

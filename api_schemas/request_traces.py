@@ -1,7 +1,7 @@
-"""The operation ``trace``: Python that runs beside a request, inside the forward pass.
+"""The operation ``trace``: Python code that runs beside a request, inside the forward pass.
 
-What its code means is checked where it is compiled (``nnsight_engine.vllm_backend.request_code``); here it is
-text, variables of JSON and tensors, and sizes.
+The code is checked where it is compiled (``nnsight_engine.vllm_backend.request_code``); here it is text, with
+variables of JSON and tensors, and limits on sizes.
 """
 
 from __future__ import annotations

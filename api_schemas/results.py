@@ -1,7 +1,7 @@
-"""What the operations of one choice brought, and where and how they were applied.
+"""The results of the operations of one choice, and where and how they were applied.
 
-Part of every choice whose request intervened; in a stream each chunk carries the results of its
-tokens, and the last one ``applied`` and ``provenance``.
+They are part of every choice whose request has interventions. In a stream each chunk carries the results of
+its tokens, and the last one also carries ``applied`` and ``provenance``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Tensors in JSON: numbers in lists, an object with base64 data, or the name of a vector that is kept.
+"""Tensors in JSON: nested lists of numbers, objects with base64 data, or the names of stored vectors.
 
-Sizes are checked against what was really sent and never allocated by what a shape claims.
-A tensor object is decoded once, when it is validated; ``raw`` gives the bytes.
+Limits apply to the data that was actually sent; memory is never allocated based on a claimed shape. A tensor
+object is decoded once, during validation; ``raw`` returns the bytes.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class NamedTensor(TensorObject):
     @classmethod
     def of(cls, used: VectorUsed, shape: list[int], data: bytes) -> NamedTensor:
         """Wrap float32 numbers that are known to be right; nothing is checked."""
-        # What is sent on is `raw`; the text would be made for nobody.
+        # The server uses only `raw`, so the base64 text is not generated.
         tensor = cls.model_construct(dtype="float32", shape=shape, data="", encoding="base64")
         tensor._raw, tensor._used = data, used  # noqa: SLF001, it is our own
         return tensor
@@ -137,7 +137,7 @@ def _check_size(num_bytes: int, info: ValidationInfo) -> None:
 
 
 def _error(code: ErrorCode, message: str, field: str = "") -> PydanticCustomError:
-    # Through the context, because pydantic reads braces in the message itself as a template.
+    # Passed through the context, because pydantic treats braces in the message itself as a template.
     return PydanticCustomError(code.value, "{message}", {"message": message, "field": field})
 
 

@@ -1,7 +1,7 @@
-"""``POST /v1/tokenize``: what a text or a conversation is to the model, token by token.
+"""``POST /v1/tokenize``: the tokens of a text or a conversation for the served model.
 
-Positions of interventions count these tokens, and ``where.tokens`` and a lens's ``targets`` name them, by id
-or by the text that is told here.
+Positions of interventions count these tokens; ``where.tokens`` and a lens's ``targets`` name them, by id or
+by the text in this response.
 """
 
 from __future__ import annotations

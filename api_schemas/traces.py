@@ -1,4 +1,4 @@
-"""What a server says of itself to clients that write blocks: its phase, its models, their modules."""
+"""The server's description for clients that write blocks: its phase, its models and their modules."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ServerStatus(BaseModel):
     queued: int = 0
 
 
-# As a list of one type, which more readers of schemas understand than one type for each place.
+# A list of one type, which more readers of schemas support than a tuple of types by index.
 _FOUR_STRINGS: Final = {"type": "array", "items": {"type": "string"}, "minItems": 4, "maxItems": 4}
 OutlinedModule = Annotated[tuple[str, str, str, str], WithJsonSchema(_FOUR_STRINGS)]
 

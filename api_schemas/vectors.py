@@ -1,8 +1,8 @@
-"""Steering vectors that a server keeps: what is sent to make one, and what is told of it.
+"""The schemas of stored steering vectors: requests that create one, and its description.
 
-A vector has one row of numbers for each layer that it belongs to, all at points of one kind
-(``layers.*.output``). Under a name there are versions, which count up and never change; operations name the
-newest, ``joy``, or a certain one, ``joy@2``.
+A vector has one row of numbers for each of its layers, all at points of one kind (``layers.*.output``). A
+name has versions, which are numbered and immutable; operations refer to the newest, ``joy``, or to a specific
+one, ``joy@2``.
 """
 
 from __future__ import annotations

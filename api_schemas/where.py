@@ -1,8 +1,8 @@
-"""Which positions an operation acts on, as a request says it.
+"""Selection of the positions at which an operation acts.
 
-Positions are absolute, because prefill and decode are no stable ideas: after a preemption
-generated tokens are prefilled again. Negatives count from the prompt's end, whatever is generated.
-All conditions of a clause hold together; ``exclude`` takes out what it names.
+Positions are absolute, because prefill and decode do not identify positions reliably: after a preemption
+generated tokens are prefilled again. Negative positions count from the prompt's end, independent of the
+generated tokens. All conditions of a clause must hold; ``exclude`` removes the positions that it matches.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python -m loadtests [SCENARIO] [--shape steady|spike|soak] [--time 120] [--users 1]
         [--url URL] [--admin-key-file FILE] [--thresholds FILE] [--output FOLDER] [-- SERVE OPTIONS]
 
-Writes ``report.html``, locust's own report, and ``summary.json``, and prints the table. Ends with 0 if every
-threshold was kept, with 1 if one was missed, with 2 if there was no run. ``docs/load-testing.md`` says how to
-read it.
+Writes ``report.html``, locust's own report, and ``summary.json``, and prints the table. Exits with 0 if every
+threshold was met, with 1 if one was missed, with 2 if the run failed. ``docs/load-testing.md`` explains the
+results.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _show(summary: Summary, console: Console) -> None:
         table.add_column(name, justify="left" if name in HEAD[:2] else "right")
     for row in summary.rows:
         table.add_row(*cells(row))
-    # As wide as it is, wherever it goes: a file has no width, and numbers cut off are none.
+    # Printed at full width: a file has no width, and truncated numbers are useless.
     Console(file=console.file, width=max(console.width, 200)).print(table)
     for error, count in summary.errors.items():
         console.print(f"failed {count} times: {error}", markup=False, soft_wrap=True)

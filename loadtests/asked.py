@@ -1,4 +1,4 @@
-"""What a run consists of: who sends what, in which phases. The command says it, the child process does it."""
+"""The definition of a run: users, requests, phases. Created by the command, executed by the child process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 PLAIN: Final = "plain"
 HOSTILE: Final = ("flood", "huge-body", "break-off", "endless-block")
-"""What the hostile tenant does."""
+"""The kinds of requests of the hostile tenant."""
 
 _READING: Final = ("lens", "capture")
 _CODE: Final = ("trace-operation", "trace-message")
@@ -25,17 +25,17 @@ SCENARIOS: Final[Mapping[str, Sequence[str]]] = {
     "jobs": (PLAIN, "jobs"),
     "mixed": (PLAIN, *_STEERED, *_READING, "long-prompt", *_CODE, "jobs", *HOSTILE),
 }
-"""The kinds of requests of each scenario. Plain ones are in all of them: what others cost is told by them."""
+"""The kinds of requests of each scenario. All include plain ones, which show the cost that others cause."""
 
 _MANY: Final[Mapping[str, int]] = {PLAIN: 2, "flood": 16, "break-off": 2}
 
 
 def counts_of(scenario: str, users: int = 1) -> dict[str, int]:
-    """Return how many users of each kind a scenario has: one, two of the plain ones, a flood of sixteen.
+    """Return the number of users per kind in a scenario: one each, but more for some kinds.
 
     Args:
         scenario: One of ``SCENARIOS``.
-        users: Multiplies all of them.
+        users: A factor for all numbers.
     """
     return {kind: users * _MANY.get(kind, 1) for kind in SCENARIOS[scenario]}
 
@@ -52,18 +52,18 @@ _TENANTS: Final[Mapping[str, Sequence[str]]] = {
     "loadtest-hostile": HOSTILE,
 }
 TENANT_OF: Final[Mapping[str, str]] = {kind: tenant for tenant, kinds in _TENANTS.items() for kind in kinds}
-"""Whose requests of each kind are."""
+"""The tenant that sends each kind of request."""
 
 
 class Phase(msgspec.Struct, frozen=True, kw_only=True):
     """A part of a run.
 
     Attributes:
-        name: Names the part in tables.
-        share: The part of the run's time that it takes.
-        load: How many times the run's users there are.
-        is_hostile: Whether the hostile tenant does what it does.
-        is_counted: Whether it is in tables; the start of a run, which pays for first requests, is not.
+        name: Its name in tables.
+        share: Its fraction of the run's time.
+        load: A factor for the run's number of users.
+        is_hostile: Whether the hostile tenant is active.
+        is_counted: Whether it is in tables; the warm-up, which includes the cost of first requests, is not.
     """
 
     name: str
@@ -78,7 +78,8 @@ def phases_of(shape: str, *, has_hostile: bool) -> list[Phase]:
 
     Args:
         shape: One of ``SHAPES``.
-        has_hostile: Whether the hostile tenant is in the scenario, who comes for a part of the time.
+        has_hostile: Whether the scenario includes the hostile tenant, which is active during a part of the
+            time.
     """
     phases = [Phase(name="steady", share=1.0)]
     if shape == "spike":
@@ -95,7 +96,7 @@ def phases_of(shape: str, *, has_hostile: bool) -> list[Phase]:
         ]
     elif has_hostile:
         phases = [Phase(name="calm", share=1 / 3), Phase(name="flood", share=2 / 3, is_hostile=True)]
-    # The first phase begins when requests have been through once: sandboxes start, memory is first used.
+    # The first phase begins after a warm-up, in which sandboxes start and memory is touched first.
     first = msgspec.structs.replace(phases[0], share=phases[0].share - _WARM_UP.share)
     return [_WARM_UP, first, *phases[1:]]
 
@@ -110,19 +111,19 @@ PHASES: Final = tuple(
         if phase.is_counted
     )
 )
-"""The names of all phases that are in tables."""
+"""The names of all counted phases."""
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """What requests have to know of the model.
+    """Properties of the model that requests depend on.
 
     Attributes:
-        name: What the server calls it.
-        num_layers: Its layers.
-        width: Numbers of one position of the residual stream.
-        vocab_size: Token ids there are.
-        max_model_len: Most tokens of prompt and answer together.
-        max_body_bytes: The largest body that the server takes.
+        name: The server's name of the model.
+        num_layers: The number of layers.
+        width: The width of the residual stream.
+        vocab_size: The number of token ids.
+        max_model_len: The maximum number of tokens of prompt and output together.
+        max_body_bytes: The largest body that the server accepts.
     """
 
     name: str
@@ -134,27 +135,27 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layer(self) -> int:
-        """The layer in the middle."""
+        """The middle layer."""
         return self.num_layers // 2
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """One run.
+    """The definition of one run.
 
     Attributes:
-        scenario: The name of what is sent.
-        shape: How much of it when.
-        url: The server.
-        model: Its model.
-        counts: How many users there are of each kind, where a phase does not multiply them.
-        phases: Its parts in time.
-        seconds: How long it takes.
-        keys: Of the tenants; none where the server asks for none.
-        messages: Traces to be sent as they are, in base64.
+        scenario: The name of the scenario.
+        shape: The name of the shape, the load over time.
+        url: The server's address.
+        model: The server's model.
+        counts: The number of users per kind, before a phase multiplies them.
+        phases: The phases.
+        seconds: The duration.
+        keys: The keys by tenant; empty if the server requires none.
+        messages: Encoded traces, in base64.
         has_pauses: Whether users pause between requests, as people do.
-        finish_s: How long requests that run in the end have to finish.
-        silence_s: The longest that a server may say nothing in the middle of a request.
-        seed: Of prompts, vectors and lengths.
+        finish_s: How long requests that run at the end may take to finish.
+        silence_s: The longest time without data from the server during a request.
+        seed: The seed of prompts, vectors and lengths.
     """
 
     scenario: str
@@ -172,7 +173,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
 
     def phase_at(self, elapsed_s: float) -> Phase | None:
-        """Return what is on so many seconds after the start, or None when all is over."""
+        """Return the phase at a time after the start, or None after the end."""
         end_s = 0.0
         for phase in self.phases:
             end_s += phase.share * self.seconds

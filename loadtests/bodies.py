@@ -1,4 +1,4 @@
-"""Bodies of requests: prompts no two alike, answers of many lengths, what they ask of the model beside."""
+"""Request bodies: distinct prompts, outputs of various lengths, and operations."""
 
 from __future__ import annotations
 
@@ -22,21 +22,20 @@ Operation = dict[str, Any]
 
 
 class Bodies:
-    """Makes the requests of one user.
+    """Creates the requests of one user.
 
     Args:
-        model: Who is asked.
-        seed: Equal seeds make equal requests.
+        model: The model.
+        seed: Equal seeds yield equal requests.
     """
 
     def __init__(self, model: Model, seed: str) -> None:
-        """Begin."""
         self._model = model
-        self._chance = random.Random(seed)  # noqa: S311 - no secret
-        self._same = _tensor(model.width, random.Random(0))  # noqa: S311 - one for all users
+        self._chance = random.Random(seed)  # noqa: S311 - not for secrets
+        self._same = _tensor(model.width, random.Random(0))  # noqa: S311 - the same for all users
 
     def prompt(self, num_tokens: int = _PROMPT_TOKENS) -> list[int]:
-        """Return token ids."""
+        """Return random token ids."""
         stop = min(_MAX_ID, self._model.vocab_size)
         first = min(_FIRST_ID, stop - 1)
         return [self._chance.randrange(first, stop) for _ in range(num_tokens)]
@@ -46,39 +45,39 @@ class Bodies:
         return self._streamed(self.prompt(), _MAX_TOKENS, operations)
 
     def long_prompt(self) -> bytes:
-        """Return one of a long prompt, for which other requests' steps have to wait or be shared."""
+        """Return a completion of a long prompt, whose prefill delays other requests or is chunked."""
         room = self._model.max_model_len - _MAX_TOKENS[1] - 1
         return self._streamed(self.prompt(max(1, min(_LONG_PROMPT_TOKENS, room))), _MAX_TOKENS, ())
 
     def flood(self) -> bytes:
-        """Return one of those that the hostile tenant has many of."""
+        """Return a completion as the hostile tenant sends in large numbers."""
         return self._streamed(self.prompt(), _FLOOD_TOKENS, ())
 
     def huge(self) -> bytes:
-        """Return 16 MiB that are no request the model could answer: a text, or very many ids."""
-        # Not by the JSON encoder: users of this process wait while one of them computes.
+        """Return a body of 16 MiB that the model cannot serve: a long text, or very many ids."""
+        # Not with the JSON encoder: its computation would block the other users of this process.
         text = b'"%b"' % (b"a " * (_HUGE_BYTES // 2))
         prompt = b"[%b1]" % (b"1," * (_HUGE_BYTES // 2)) if self.is_one_in(2) else text
         head = self._json({"model": self._model.name, "max_tokens": 1})
         return head[:-1] + b', "prompt": ' + prompt + b"}"
 
     def steer(self, *, is_same: bool) -> Operation:
-        """Return an operation that adds a vector in the middle: everybody's one, or one of its own."""
+        """Return an operation that adds a vector at the middle layer: the shared vector, or a new one."""
         vector = self._same if is_same else _tensor(self._model.width, self._chance)
         at = f"layers.{self._model.layer}.output"
         return {"op": "steer", "at": at, "vector": vector, "mode": "norm_match", "scale": 0.1}
 
     def lens(self) -> Operation:
-        """Return an operation that reads the logit lens of all layers where the answer begins."""
+        """Return an operation that reads the logit lens of all layers at the last position of the prompt."""
         return {"op": "logit_lens", "layers": "all", "top_k": 5, "where": {"positions": [-1]}, "name": "lens"}
 
     def capture(self) -> Operation:
-        """Return an operation that brings the prompt's residual stream home."""
+        """Return an operation that captures the prompt's residual stream."""
         at = [f"layers.{self._model.layer}.output"]
         return {"op": "capture", "at": at, "where": {"phase": "prompt"}, "name": "residual"}
 
     def code(self) -> Operation:
-        """Return an operation that is code: a norm of each generated token."""
+        """Return an operation with code, which computes a norm for each generated token."""
         code = (
             "norms = save([])\n"
             "for _ in tracer.iter[:]:\n"
@@ -87,16 +86,16 @@ class Bodies:
         return {"op": "trace", "name": "norms", "code": code}
 
     def endless(self) -> Operation:
-        """Return an operation that is code which never ends by itself."""
+        """Return an operation with code that never ends."""
         code = f"hidden = model.layers[{self._model.layer}].output\nwhile True:\n    hidden = hidden + 1"
         return {"op": "trace", "name": "endless", "code": code}
 
     def is_one_in(self, num: int) -> bool:
-        """Tell whether to do what is done one time in so many."""
+        """Return True with probability 1 / ``num``."""
         return not self._chance.randrange(num)
 
     def pause_s(self, least_s: float, most_s: float) -> float:
-        """Return how long a user waits."""
+        """Return a random pause in seconds."""
         return self._chance.uniform(least_s, most_s)
 
     def _streamed(

@@ -1,12 +1,12 @@
-"""How much one server does, by the number of requests that run at once: plain ones alone, and beside others.
+"""The capacity of one server by concurrency: plain requests alone, and beside requests with interventions.
 
     python -m loadtests.capacity [--concurrency 1 2 4 8 16 32] [--loads plain mixed one-tenant] [--seconds 24]
         [--add] [--url URL] [--admin-key-file FILE] [--output FOLDER] [-- SERVE OPTIONS]
 
 Each user sends one request after another without a pause. Under the mixed load half of them are plain, the
-neighbours, and the others steer, read the lens and capture: three tenants, and the plain one has more than a
-share. With ``one-tenant`` it is one, so that only interventions differ from the plain load. What began in
-the first quarter does not count.
+neighbours, and the others steer, read the lens and capture: three tenants, of which the plain one has more
+than its share. With ``one-tenant`` all requests are of one tenant, so that only interventions differ from the
+plain load. Requests that begin in the first quarter are not counted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs, each in a process of its own, which locust changes."""
+"""Runs each load test in a process of its own, because locust patches its process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RunError(Exception):
 
 
 def run_child(asked: Asked, folder: Path, machine: Machine) -> Summary:
-    """Run what is asked, and return what was found; locust's report is in the folder then.
+    """Execute a run in a child process and return its summary; locust's report is in the folder.
 
     Raises:
         RunError: There is no result.
@@ -30,7 +30,7 @@ def run_child(asked: Asked, folder: Path, machine: Machine) -> Summary:
     folder.mkdir(parents=True, exist_ok=True)
     summary_file = folder / SUMMARY_FILE
     summary_file.unlink(missing_ok=True)
-    # Through a pipe, since it has keys in it.
+    # Through a pipe, since the definition contains keys.
     command = [sys.executable, "-m", "loadtests.run", str(folder)]
     done = subprocess.run(command, input=msgspec.json.encode(asked), check=False)
     if done.returncode or not summary_file.exists():

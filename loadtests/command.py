@@ -1,4 +1,4 @@
-"""What both command lines share: which server, and what a server that is started is told."""
+"""Options shared by both command lines: the server to test, and arguments of a server to start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--url`` and ``--admin-key-file``, whose content is ``admin_key``."""
+    """Add ``--url`` and ``--admin-key-file``; the file's content becomes ``admin_key``."""
     parser.add_argument(
         "--url", default="", help="the server; it is started where nobody listens, or without this"
     )
@@ -16,13 +16,13 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         "--admin-key-file",
         dest="admin_key",
         type=_content,
-        default=None,  # text would be taken for a path
+        default=None,  # argparse would parse a text default as a path
         help="a file with a key of the scope `admin`, of a server that has keys",
     )
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return what comes before ``--``, and the options for the server behind it."""
+    """Return the arguments before ``--``, and the server's options after it."""
     given = list(arguments)
     at = given.index("--") if "--" in given else len(given)
     return given[:at], given[at + 1 :]

@@ -1,6 +1,7 @@
-"""The hostile tenant, in the phases that are theirs: what they do to the server.
+"""The hostile tenant, active in hostile phases, and its attacks on the server.
 
-A server may let them in or refuse them, and ``refusals`` says with what; any other answer is an error.
+A server may serve or reject its requests, and ``refusals`` lists the allowed rejections; any other response
+is an error.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ _LINES_READ: Final = 5
 
 
 class Hostile(Client):
-    """Does nothing until its time comes."""
+    """A user that is idle except in hostile phases."""
 
     abstract = True
     pauses_s = (0.0, 0.0)
 
     @task
     def attack(self) -> None:
-        """Send a request, if it is time."""
+        """Send a request if the phase is hostile."""
         phase = self.environment.phase
         if phase is None or not phase.is_hostile:
             gevent.sleep(_PAUSE_S)
@@ -38,7 +39,7 @@ class Hostile(Client):
             self.ask()
 
     def send_operations(self, body: bytes, asking: Asking) -> None:
-        """Send a completion, and read it to its end if it was not refused."""
+        """Send a completion, and read its stream unless it was rejected."""
         with self.request("POST", COMPLETIONS, body) as response:
             if self.is_refused(response):
                 asking.outcome = Told.REFUSED
@@ -46,10 +47,10 @@ class Hostile(Client):
                 read_stream(response, asking)
 
     def is_refused(self, response: HTTPSocketResponse) -> bool:
-        """Tell whether a request was refused, as it may be.
+        """Return whether a request was rejected, in one of the allowed ways.
 
         Raises:
-            LoadError: It was neither refused so nor let in.
+            LoadError: It was neither rejected in an allowed way nor served.
         """
         if response.status_code == OK:
             return False
@@ -57,13 +58,13 @@ class Hostile(Client):
         return True
 
     def check_refusal(self, answer: Answer) -> None:
-        """Raise LoadError for an answer that is no good refusal of what this user does."""
+        """Raise LoadError if the response is not an allowed rejection of this user's attack."""
         if answer not in EXPECTED[self.kind]:
             status, code = answer
             raise LoadError(f"answered with {status} {code}", code)
 
     def half_request(self, num_claimed: int) -> http.client.HTTPConnection:
-        """Return a connection on which a request has begun that says it has so many bytes."""
+        """Return a connection with a started request that announces ``num_claimed`` bytes."""
         url = urlsplit(self.asked.url)
         kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
         connection = kind(url.netloc, timeout=60)
@@ -76,23 +77,23 @@ class Hostile(Client):
 
 
 class Flood(Hostile):
-    """Sends requests without a pause; there are sixteen of them."""
+    """Sends requests without a pause, from sixteen users."""
 
     kind = "flood"
 
     def send(self, asking: Asking) -> None:
-        """Read it to its end."""
+        """Send one and read its response to the end."""
         self.send_operations(self.bodies.flood(), asking)
 
 
 class HugeBody(Hostile):
-    """Sends bodies that no request needs."""
+    """Sends bodies that are far too large."""
 
     kind = "huge-body"
     pauses_s = (1.0, 2.0)
 
     def send(self, asking: Asking) -> None:
-        """Have it refused: for what it is, or for the size that it claims."""
+        """Send a body that is rejected for its content or size, or only announce a size that is too large."""
         if self.bodies.is_one_in(3):
             answer = self._claimed()
         else:
@@ -114,13 +115,13 @@ class HugeBody(Hostile):
 
 
 class BreakOff(Hostile):
-    """Breaks connections off, in the middle of a body or of an answer."""
+    """Disconnects in the middle of a body or of a response."""
 
     kind = "break-off"
     pauses_s = (0.05, 0.1)
 
     def send(self, asking: Asking) -> None:
-        """Leave."""
+        """Send a partial request, or read a part of the response, and disconnect."""
         asking.outcome = Told.LEFT
         if self.bodies.is_one_in(2):
             connection = self.half_request(1000)
@@ -145,7 +146,7 @@ class EndlessBlock(Hostile):
         return [self.bodies.endless()]
 
     def send(self, asking: Asking) -> None:
-        """Have the server end it."""
+        """Wait until the server ends the code."""
         try:
             self.send_operations(self.bodies.completion(*self.operations()), asking)
         except LoadError as error:

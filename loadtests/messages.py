@@ -1,4 +1,4 @@
-"""Traces as a client of the library sends them, encoded once and sent many times."""
+"""Traces as sent by a client of the library, encoded once and sent many times."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _MAX_TOKENS: Final = 16
 
 
 class _SentError(RemoteError):
-    """There is no answer: the trace was only to be kept."""
+    """Raised in place of a response: the trace is only recorded."""
 
 
 class _Keeper:
-    """Keeps traces instead of sending them; a ``Transport``."""
+    """A ``Transport`` that records traces instead of sending them."""
 
     def __init__(self, outline: dict[str, Any]) -> None:
         self.kept: list[TraceRequest] = []
@@ -46,13 +46,13 @@ class _Keeper:
 
 
 def messages_of(model: Model, outline: dict[str, Any], prompts: Sequence[list[int]], url: str) -> list[str]:
-    """Return messages in base64 that save a norm for each token generated after each prompt.
+    """Return messages in base64 whose blocks save a norm for each token generated after each prompt.
 
     Args:
         model: The model.
-        outline: What the server says of its modules.
+        outline: The server's description of its modules.
         prompts: Token ids.
-        url: The server, whose outline is asked for once more.
+        url: The server, which is queried once more for its outline.
     """
     keeper = _Keeper(outline)
     client = VLLM(model.name, remote=url)

@@ -1,4 +1,4 @@
-"""The table of ``loadtests.capacity``: measurements by load and concurrency, and what a step takes."""
+"""The table of ``loadtests.capacity``: measurements by load and concurrency, and the duration of a step."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from loadtests.child import RunError
 from loadtests.summary import Percentiles, Summary, times_cells
 
 LOADS: Final = ("plain", "mixed", "one-tenant")
-"""Plain requests alone; beside others, of three tenants; the same of one tenant, who share nothing out."""
+"""Plain requests alone; beside others of three tenants; beside others of the same tenant, so without fair
+shares.
+"""
 
 _MEASURED: Final = "measured"
 PHASES: Final = (Phase(name="warm-up", share=0.25, is_counted=False), Phase(name=_MEASURED, share=0.75))
-"""Of each run; what begins in the first one does not count."""
+"""The phases of each run; requests that begin in the first one are not counted."""
 
 _OTHERS: Final = ("steered-different", "lens", "steered-same", "capture")
 
@@ -30,13 +32,13 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         load: One of ``LOADS``.
-        concurrency: Requests that run at once.
-        requests_per_s: Of all kinds.
-        tokens_per_s: Generated, of all kinds.
-        num_failed: Requests that failed, which should be none.
-        ttft_ms: Of plain requests, the neighbours' under a mixed load.
-        itl_ms: Of the same.
-        client_cpu: The part of one core's time that the sender took, on the same machine.
+        concurrency: The number of concurrent requests.
+        requests_per_s: The rate of requests of all kinds.
+        tokens_per_s: The rate of generated tokens of all kinds.
+        num_failed: The number of failed requests, which should be 0.
+        ttft_ms: The time to first token of plain requests, which are the neighbours under a mixed load.
+        itl_ms: The inter-token latency of the same.
+        client_cpu: The fraction of one core that the sender used, on the same machine.
     """
 
     load: str
@@ -50,14 +52,14 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
-    """A table of them."""
+    """A table of measurements."""
 
     machine: dict[str, Any]
     points: list[Point]
 
 
 def counts_of(load: str, concurrency: int) -> dict[str, int]:
-    """Return how many users of each kind there are under a load."""
+    """Return the number of users per kind under a load."""
     if load == "plain":
         return {PLAIN: concurrency}
     others = list(itertools.islice(itertools.cycle(_OTHERS), concurrency // 2))
@@ -65,10 +67,10 @@ def counts_of(load: str, concurrency: int) -> dict[str, int]:
 
 
 def point_of(load: str, concurrency: int, summary: Summary) -> Point:
-    """Return the measurement that a run is.
+    """Return the measurement of a run.
 
     Raises:
-        RunError: No plain request came to its end in it.
+        RunError: No plain request was completed.
     """
     rows = [row for row in summary.rows if row.phase == _MEASURED]
     plain = summary.row(PLAIN, _MEASURED)
@@ -87,9 +89,9 @@ def point_of(load: str, concurrency: int, summary: Summary) -> Point:
 
 
 def step_of(points: Sequence[Point]) -> tuple[float, float] | None:
-    """Return what a step takes, as milliseconds and milliseconds for each request in it, by least squares.
+    """Return the duration of a step by least squares: a constant, and an increment per request, in ms.
 
-    None of fewer than two plain points: there is no line.
+    None if there are plain points at fewer than two concurrencies.
     """
     plain = [point for point in points if point.load == "plain"]
     if len({point.concurrency for point in plain}) < 2:

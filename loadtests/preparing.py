@@ -1,4 +1,4 @@
-"""What a run needs before it can begin: a server, keys, what its model is, messages of traces."""
+"""The preparation of a run: the server, keys, the model's properties, encoded traces."""
 
 from __future__ import annotations
 
@@ -30,25 +30,24 @@ class LoadTestError(Exception):
 
 
 class Server:
-    """A server that answers, and the key that makes others; nothing where it asks for none."""
+    """A running server, and its admin key; empty if it requires no keys."""
 
     def __init__(self, url: str, admin_key: str) -> None:
-        """Note where it is."""
         self.url = url
         self.admin_key = admin_key
 
     @contextlib.contextmanager
     def asked(self, scenario: str, shape: str, seconds: float, counts: dict[str, int]) -> Iterator[Asked]:
-        """Prepare a run; its keys work within the block.
+        """Prepare a run; its keys are valid within the block.
 
         Args:
-            scenario: What it is called.
+            scenario: The name of the scenario.
             shape: One of ``SHAPES``.
-            seconds: How long it takes.
-            counts: How many users there are of each kind.
+            seconds: The duration.
+            counts: The number of users per kind.
 
         Raises:
-            LoadTestError: It cannot be run on this server.
+            LoadTestError: The run is not possible on this server.
         """
         kinds = set(counts)
         has_hostile = bool(kinds & set(HOSTILE))
@@ -88,16 +87,18 @@ class Server:
 
 @contextlib.contextmanager
 def server_at(url: str, admin_key: str, options: Sequence[str]) -> Iterator[Server]:
-    """Give the server at an address, or start one with keys where nobody listens; that one is stopped.
+    """Yield the server at an address, or start one with keys if none is listening there.
+
+    A server that was started is stopped at the end of the block.
 
     Args:
-        url: The address; a free port here where it is empty.
-        admin_key: A key of the scope ``admin`` of a server that listens.
-        options: Of ``nnsight-engine serve``, for one that is started; without a model, the bundled one.
+        url: The address; empty for a free port on this machine.
+        admin_key: A key with the scope ``admin`` of a running server.
+        options: Options of ``nnsight-engine serve`` for a server to start; without a model, the bundled one.
 
     Raises:
-        LoadTestError: Nobody listens there, and it is another machine.
-        ServerError: It does not start.
+        LoadTestError: No server is listening, and the address is on another machine.
+        ServerError: The server does not start.
     """
     if url and _listens(url):
         yield Server(url.rstrip("/"), admin_key)

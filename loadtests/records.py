@@ -1,7 +1,7 @@
-"""What happened in a run, as locust's request events told it, and the table of it.
+"""Collects locust's request events of a run and computes its table.
 
-Locust's own statistics round times to two digits, so the summary has its own. Requests belong to the phase in
-which they began: rates are requests of a phase by its length.
+Locust's own statistics round times to two digits, so the summary is computed separately. A request belongs to
+the phase in which it began: a rate is the number of requests of a phase divided by its duration.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from loadtests.summary import Percentiles, Row
 
 
 class Told(enum.StrEnum):
-    """What an event tells, locust's ``request_type``."""
+    """The kind of an event, locust's ``request_type``."""
 
     FIRST = "TTFT"
-    """The first token came."""
+    """The first token was received."""
     GAP = "ITL"
-    """Another token came."""
+    """Another token was received."""
     END = "E2E"
-    """The answer is whole, or failed."""
+    """The response is complete, or failed."""
     REFUSED = "REFUSED"
-    """A request of the hostile tenant was refused, as it should be."""
+    """A request of the hostile tenant was rejected, as it should be."""
     LEFT = "LEFT"
-    """The hostile tenant left in the middle of one."""
+    """The hostile tenant disconnected during a request."""
 
 
 _OUTCOMES: Final = (Told.END, Told.REFUSED, Told.LEFT)
@@ -38,7 +38,7 @@ _MOST_ERRORS: Final = 20
 
 @dataclasses.dataclass(slots=True)
 class _Counted:
-    """One kind of request in one phase."""
+    """The counts of one kind of request in one phase."""
 
     outcomes: collections.Counter[Told] = dataclasses.field(default_factory=collections.Counter)
     num_failed: int = 0
@@ -52,7 +52,6 @@ class Records:
     """Collects a run's events."""
 
     def __init__(self, asked: Asked) -> None:
-        """Begin with nothing."""
         self._asked = asked
         self._counted: dict[tuple[str, str], _Counted] = collections.defaultdict(_Counted)
         self.errors: collections.Counter[str] = collections.Counter()
@@ -65,7 +64,7 @@ class Records:
         exception: BaseException | None = None,
         **_rest: object,
     ) -> None:
-        """Note one event; a listener of locust's."""
+        """Record one event; a listener of locust's request event."""
         told = Told(request_type)
         counted = self._counted[context["kind"], context["phase"]]
         if told in _OUTCOMES:
@@ -80,7 +79,7 @@ class Records:
             self.errors[error] += 1
 
     def rows(self) -> list[Row]:
-        """Return the table: each kind in each phase; hostile ones only where they do something."""
+        """Return the rows, one per kind and phase; idle phases of hostile kinds are omitted."""
         return [
             self._row(kind, phase.name, phase.share * self._asked.seconds)
             for kind in self._asked.counts
@@ -115,7 +114,7 @@ def _rests(kind: str, *, is_hostile: bool) -> bool:
 
 
 def percentiles(times: array[float]) -> Percentiles | None:
-    """Return percentiles, or None of nothing."""
+    """Return the percentiles, or None if there are no times."""
     if not times:
         return None
     if len(times) == 1:

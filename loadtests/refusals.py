@@ -1,7 +1,7 @@
-"""What a server should answer to each thing that the hostile tenant does, if it does not let it in.
+"""The allowed rejections of each attack of the hostile tenant.
 
-Any other answer, a key that is suddenly not known or an error of the server's own, is a failure of the run:
-it would have been refused for a wrong reason, or not on purpose.
+Any other response, such as an unknown key or an internal error of the server, is a failure of the run: the
+request would have been rejected for a wrong reason, or not on purpose.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 from api_schemas.errors import STATUS, ErrorCode
 
 Answer = tuple[int, str]
-"""A status and an error code; vLLM's own errors have their status for a code."""
+"""A status and an error code; vLLM's own errors have their status as code."""
 
 
 def _ours(code: ErrorCode) -> Answer:
@@ -31,15 +31,15 @@ _BUSY: Final = {
 }
 _TOO_LONG: Final = {_vllms(HTTPStatus.BAD_REQUEST), _ours(ErrorCode.INVALID_VALUE)}
 CLOSED: Final = _ours(ErrorCode.BODY_TOO_LARGE)
-"""What it means if a connection is closed in the middle of a body."""
+"""The meaning of a connection that is closed in the middle of a body."""
 EXPECTED: Final[Mapping[str, frozenset[Answer]]] = {
     "flood": frozenset(_BUSY),
     "huge-body": frozenset(_BUSY | _TOO_LONG | {CLOSED}),
     "break-off": frozenset(_BUSY),
     "endless-block": frozenset(_BUSY),
 }
-"""By kind of request."""
+"""The allowed rejections by kind of request."""
 ENDED: Final = frozenset({ErrorCode.TRACE_FAILED, ErrorCode.TRACE_TIMED_OUT})
-"""How an endless block ends that was let in."""
+"""The errors with which the server may end an endless block."""
 
 __all__ = ["CLOSED", "ENDED", "EXPECTED", "Answer"]

@@ -1,7 +1,7 @@
-"""A run, in a process of its own: ``python -m loadtests.run FOLDER``, told by standard input.
+"""Executes a run in a process of its own: ``python -m loadtests.run FOLDER``, with its definition on stdin.
 
-Importing locust makes sockets and threads of this process gevent's; it comes before what uses them. Writes
-``report.html``, locust's own, and ``summary.json`` into the folder.
+Importing locust replaces this process's sockets and threads with gevent's, so it must precede their use.
+Writes ``report.html``, locust's own report, and ``summary.json`` to the folder.
 """
 
 from __future__ import annotations
@@ -34,16 +34,15 @@ _CLASSES: Final[dict[str, type[Client]]] = {
 
 
 class Shape(LoadTestShape):
-    """As many users as the phase has; locust asks once a second."""
+    """The number of users over time, by phase; locust queries it once per second."""
 
     load: Load
 
     def __init__(self) -> None:
-        """Begin when locust says so."""
         super().__init__()  # type: ignore[no-untyped-call] # locust's has no types
 
     def tick(self) -> tuple[int, float] | None:
-        """Return how many users there are to be, and how many come in a second; None in the end."""
+        """Return the number of users and the spawn rate per second; None at the end."""
         phase = self.load.phase
         if phase is None:
             return None
@@ -52,7 +51,7 @@ class Shape(LoadTestShape):
 
 
 def run(asked: Asked, folder: Path) -> Summary:
-    """Send what is asked, write locust's report, and return what was found."""
+    """Send the requests, write locust's report, and return the summary."""
     classes: list[type[User]] = [_CLASSES[kind] for kind in asked.counts]
     for kind, count in asked.counts.items():
         _CLASSES[kind].weight = count  # locust starts users in this proportion
@@ -88,7 +87,7 @@ def _crashes(runner: Runner) -> list[str]:
 
 
 def main() -> int:
-    """Run what standard input says, and return the exit status."""
+    """Execute the run defined on standard input, and return the exit status."""
     asked, folder = msgspec.json.decode(sys.stdin.buffer.read(), type=Asked), Path(sys.argv[1])
     setup_logging("WARNING")
     write(folder / SUMMARY_FILE, run(asked, folder))

@@ -1,4 +1,4 @@
-"""Users who want something of the server, one class for each kind of request."""
+"""Users with ordinary requests, one class per kind of request."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Completing(Client):
 
     @task
     def completion(self) -> None:
-        """Ask for one."""
+        """Send one request."""
         self.ask()
 
     def body(self) -> bytes:
-        """Return what is asked."""
+        """Return the body of a request."""
         return self.bodies.completion(*self.operations())
 
     def operations(self) -> list[Operation]:
@@ -42,34 +42,34 @@ class Completing(Client):
         return []
 
     def send(self, asking: Asking) -> None:
-        """Read it to its end."""
+        """Send a completion and read its stream to the end."""
         with self.request("POST", COMPLETIONS, self.body()) as response:
             read_stream(response, asking)
 
 
 class Plain(Completing):
-    """Wants text alone."""
+    """Requests completions without operations."""
 
     kind = PLAIN
 
 
 class SteeredSame(Completing):
-    """Steers by a vector that all of them share."""
+    """Steers by a vector that all of these users share."""
 
     kind = "steered-same"
 
     def operations(self) -> list[Operation]:
-        """Steer."""
+        """Return a steering operation."""
         return [self.bodies.steer(is_same=True)]
 
 
 class SteeredDifferent(Completing):
-    """Steers by another vector each time."""
+    """Steers by a new vector each time."""
 
     kind = "steered-different"
 
     def operations(self) -> list[Operation]:
-        """Steer."""
+        """Return a steering operation."""
         return [self.bodies.steer(is_same=False)]
 
 
@@ -79,27 +79,27 @@ class Lens(Completing):
     kind = "lens"
 
     def operations(self) -> list[Operation]:
-        """Read."""
+        """Return a lens operation."""
         return [self.bodies.lens()]
 
 
 class Capture(Completing):
-    """Takes the prompt's residual stream home."""
+    """Captures the prompt's residual stream."""
 
     kind = "capture"
 
     def operations(self) -> list[Operation]:
-        """Capture."""
+        """Return a capture operation."""
         return [self.bodies.capture()]
 
 
 class LongPrompt(Completing):
-    """Sends prompts that take a step or more by themselves."""
+    """Sends prompts whose prefill takes a whole step or more."""
 
     kind = "long-prompt"
 
     def body(self) -> bytes:
-        """Return what is asked."""
+        """Return the body of a request."""
         return self.bodies.long_prompt()
 
 
@@ -109,18 +109,18 @@ class TraceOperation(Completing):
     kind = "trace-operation"
 
     def operations(self) -> list[Operation]:
-        """Run it."""
+        """Return an operation with code."""
         return [self.bodies.code()]
 
 
 class Tracing(Client):
-    """Has messages of blocks, which the command has encoded."""
+    """A user that sends traces encoded by the command."""
 
     abstract = True
     _num_sent: ClassVar[int] = 0
 
     def message(self) -> bytes:
-        """Return the next one."""
+        """Return the next message."""
         Tracing._num_sent += 1
         messages = self.asked.messages
         return base64.b64decode(messages[Tracing._num_sent % len(messages)])
@@ -133,28 +133,28 @@ class TraceMessage(Tracing):
 
     @task
     def trace(self) -> None:
-        """Run one."""
+        """Send one trace."""
         self.ask()
 
     def send(self, asking: Asking) -> None:
-        """Read what came of it."""
+        """Send a trace and check its response."""
         with self.request("POST", "/v1/traces", self.message(), MEDIA_TYPE) as response:
             check_status(response)
             check_frames(response.read(), asking)
 
 
 class Jobs(Tracing):
-    """Has traces run as jobs, and fetches their results."""
+    """Submits traces as jobs, and fetches their results."""
 
     kind = "jobs"
 
     @task
     def job(self) -> None:
-        """Run one."""
+        """Run one job."""
         self.ask()
 
     def send(self, asking: Asking) -> None:
-        """Submit it, wait for its end, fetch its result and remove it."""
+        """Submit a job, wait for its end, fetch its result and remove it."""
         with self.request("POST", "/v1/jobs", self.message(), MEDIA_TYPE) as response:
             check_status(response, _ACCEPTED)
             path = f"/v1/jobs/{json.loads(response.read())['id']}"
@@ -176,10 +176,10 @@ class Jobs(Tracing):
 
 
 def check_frames(data: bytes, asking: Asking) -> None:
-    """See that an answer to a trace is whole, and count its tokens and bytes.
+    """Check that the response to a trace is complete, and count its tokens and bytes.
 
     Raises:
-        LoadError: It is not.
+        LoadError: It is incomplete.
     """
     asking.num_bytes = len(data)
     reader = FrameReader(_MAX_FRAME_BYTES)

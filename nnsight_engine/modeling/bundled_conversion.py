@@ -1,7 +1,7 @@
-"""How the folder of the bundled model is made: Hugging Face's format out of a GGUF file of 4 bits a weight.
+"""Builds the folder of the bundled model: converts a 4-bit GGUF file to Hugging Face's format.
 
-Apart from ``bundled``, which imports this only where a folder has to be built: it takes torch and
-transformers, seconds of import, and at nearly every start the folder is there already.
+Separate from ``bundled``, which imports this only if a folder has to be built: it imports torch and
+transformers, which takes seconds, and at nearly every start the folder exists already.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def convert_bundled(folder: Path, progress: ProgressCallback) -> None:
     """Write the bundled model into ``folder``: config, bf16 safetensors, tokenizer, chat template.
 
     Raises:
-        BundledModelError: The package with the weights is not installed or not what it should be.
+        BundledModelError: The package with the weights is not installed or not as expected.
     """
     source = find_source()
     progress("reading the tokenizer", 0.0)
@@ -66,19 +66,20 @@ def convert_bundled(folder: Path, progress: ProgressCallback) -> None:
     _generation_config(tokenizer).save_pretrained(folder)
     weights = folder / "model.safetensors"
     save_file(state, weights, metadata={"format": "pt"})
-    # safetensors writes for the owner alone; the container image converts as root and serves as another.
+    # safetensors makes the file readable for its owner only; the container image converts as root and serves
+    # as another user.
     weights.chmod(0o644)
     (folder / "README.md").write_text(_NOTICE, encoding="utf-8")
     progress("writing the weights", 1.0)
 
 
 def find_source() -> Path:
-    """Return the GGUF file inside its package, found without importing the package.
+    """Return the GGUF file inside its package, located without importing the package.
 
     Raises:
         BundledModelError: The package is not installed, or lacks the file.
     """
-    # Importing it would import the ``llm`` tool that it is a plug-in of, which we do not install.
+    # Importing it would import the ``llm`` tool that it is a plug-in of, which is not installed.
     spec = importlib.util.find_spec(SOURCE_PACKAGE)
     candidates = [Path(place) / SOURCE_FILE for place in (spec and spec.submodule_search_locations) or ()]
     found = next((path for path in candidates if path.is_file()), None)
@@ -92,7 +93,7 @@ def find_source() -> Path:
 
 
 def _config(reader: gguf.GGUFReader, tokenizer: Any) -> LlamaConfig:
-    """Build the config from the file's header alone, so that nothing in it says "quantized"."""
+    """Build the config from the file's header alone, so that it does not mention quantization."""
 
     def header(key: str) -> Any:
         field = reader.get_field(f"llama.{key}")
@@ -111,7 +112,7 @@ def _config(reader: gguf.GGUFReader, tokenizer: Any) -> LlamaConfig:
         num_attention_heads=int(header("attention.head_count")),
         num_key_value_heads=int(header("attention.head_count_kv")),
         max_position_embeddings=int(header("context_length")),
-        # The header holds float32: 1e-5 arrives as 9.9999997e-06.
+        # The header stores float32: 1e-5 is read as 9.9999997e-06.
         rms_norm_eps=float(f"{header('attention.layer_norm_rms_epsilon'):.6g}"),
         rope_parameters={"rope_type": "default", "rope_theta": float(header("rope.freq_base"))},
         bos_token_id=tokenizer.bos_token_id,
@@ -125,7 +126,7 @@ def _config(reader: gguf.GGUFReader, tokenizer: Any) -> LlamaConfig:
 def _dequantize(
     tensors: Iterable[gguf.ReaderTensor], config: LlamaConfig, progress: ProgressCallback
 ) -> dict[str, torch.Tensor]:
-    """Return every weight as bfloat16, in Hugging Face's names and row order."""
+    """Return every weight as bfloat16, with Hugging Face's names and row order."""
     listed = list(tensors)
     state: dict[str, torch.Tensor] = {}
     for index, tensor in enumerate(listed):
@@ -143,18 +144,18 @@ def _dequantize(
 
 
 def _hugging_face_name(name: str) -> str:
-    """Turn ``blk.3.attn_q.weight`` into ``model.layers.3.self_attn.q_proj.weight``."""
+    """Convert ``blk.3.attn_q.weight`` to ``model.layers.3.self_attn.q_proj.weight``."""
     *head, leaf, kind = name.split(".")
     prefix = f"model.layers.{head[1]}." if head else ""
     return f"{prefix}{_NAMES[leaf]}.{kind}"
 
 
 def _undo_rotary_interleave(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Return the rows in Hugging Face's order; GGUF puts the two halves of a rotary pair side by side.
+    """Return the rows in Hugging Face's order; GGUF interleaves the two halves of each rotary pair.
 
     Args:
         weight: ``[num_heads * head_dim, hidden]``.
-        num_heads: Heads that the rows belong to.
+        num_heads: The number of heads that the rows belong to.
     """
     rows, width = weight.shape
     pairs = weight.reshape(num_heads, rows // num_heads // 2, 2, width)
@@ -162,10 +163,10 @@ def _undo_rotary_interleave(weight: torch.Tensor, num_heads: int) -> torch.Tenso
 
 
 def _check_complete(config: LlamaConfig, state: dict[str, torch.Tensor]) -> None:
-    """Prove that the weights fill the model: each one there, of its shape, and none left over."""
+    """Check that the weights match the model: all present, with the right shapes, and none left over."""
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    # The head is the embedding, which the file holds once.
+    # The head's weights are those of the embedding, which the file stores once.
     complete = {**state, "lm_head.weight": state["model.embed_tokens.weight"]}
     try:
         model.load_state_dict(complete, strict=True, assign=True)
@@ -174,7 +175,7 @@ def _check_complete(config: LlamaConfig, state: dict[str, torch.Tensor]) -> None
 
 
 def _generation_config(tokenizer: Any) -> GenerationConfig:
-    """Return when to stop: a chat turn ends with the one token, a document with the other."""
+    """Return the stop tokens: one ends a chat turn, the other a document."""
     return GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.convert_tokens_to_ids(list(_STOP_TOKENS)),

@@ -1,10 +1,9 @@
-"""A folder that takes long to build, built once and checked on every use.
+"""A cached folder that is expensive to build: built once, and verified on every use.
 
-A cache on a user's disk meets full disks, killed processes, two starters at once and rotten
-sectors, and a model with one wrong byte still speaks. So a folder is handed out only when every
-file has the size and the SHA-256 of its manifest; whatever else is found is built again. The new
-folder is prepared beside its target and renamed into place, so no reader sees half of one.
-``bundled_model_path`` is the caller.
+A cache on a user's disk is exposed to full disks, killed processes, concurrent starts and corrupt sectors,
+and a model with one wrong byte still produces text. A folder is therefore returned only if every file has the
+size and the SHA-256 of its manifest; otherwise it is rebuilt. The new folder is built beside its target and
+renamed into place, so that no reader sees a partial one. Called by ``bundled_model_path``.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ import msgspec
 logger = logging.getLogger(__name__)
 
 ProgressCallback = Callable[[str, float], None]
-"""Called with what is being done now and how much of it is done, 0.0 to 1.0."""
+"""Called with the current stage and its completed fraction, 0.0 to 1.0."""
 
 FolderBuilder = Callable[[Path, ProgressCallback], None]
-"""Writes the folder's files into an empty folder; raises where it cannot."""
+"""Writes the folder's files into an empty folder; raises an exception on failure."""
 
 MANIFEST_NAME: Final = "manifest.json"
 LOCK_TIMEOUT_S: Final = 900.0
 
 
 class FolderLockTimeoutError(Exception):
-    """Another process has been building the same folder for longer than we are willing to wait."""
+    """Another process has been building the same folder for longer than the timeout."""
 
 
 class FileRecord(msgspec.Struct, frozen=True):
-    """What one file must look like: its size in bytes and its SHA-256 in hex."""
+    """The expected size in bytes and SHA-256 in hexadecimal of one file."""
 
     num_bytes: int
     sha256: str
@@ -58,19 +57,19 @@ def ensure_folder(
     progress: ProgressCallback,
     lock_timeout_s: float = LOCK_TIMEOUT_S,
 ) -> Path:
-    """Return ``target``, built with ``build`` unless it is already there and intact.
+    """Return ``target``, built with ``build`` unless it exists and is intact.
 
     Args:
-        target: Folder to hand out; its parent is created.
+        target: The folder to return; its parent is created.
         build: Writes the content; called at most once, in one process at a time.
-        progress: Told of the build and of waiting for another process.
-        lock_timeout_s: How long to wait for another process that builds the same folder.
+        progress: Called during the build and while waiting for another process.
+        lock_timeout_s: How long to wait for another process that builds the same folder, in seconds.
 
     Raises:
         FolderLockTimeoutError: Another process held the lock for ``lock_timeout_s``.
         OSError: The folder cannot be written.
     """
-    # Without the lock first: the usual case, and the only one that works where the disk is read-only.
+    # Checked without the lock first: the usual case, and the only one that works on a read-only disk.
     if find_fault(target) is None:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -86,7 +85,7 @@ def ensure_folder(
 
 
 def find_fault(folder: Path) -> str | None:
-    """Return what is wrong with the folder in a few words, or None where it matches its manifest."""
+    """Return a short description of what is wrong with the folder, or None if it matches its manifest."""
     try:
         manifest = msgspec.json.decode((folder / MANIFEST_NAME).read_bytes(), type=Manifest)
     except FileNotFoundError:
@@ -110,7 +109,7 @@ def find_fault(folder: Path) -> str | None:
 
 
 def write_manifest(folder: Path) -> None:
-    """Record size and SHA-256 of every file in the folder."""
+    """Record the size and the SHA-256 of every file in the folder."""
     files = {_relative(path, folder): _record(path) for path in _files(folder)}
     data = msgspec.json.format(msgspec.json.encode(Manifest(files=files)), indent=2)
     (folder / MANIFEST_NAME).write_bytes(data)
@@ -144,8 +143,8 @@ def _build_beside(target: Path, build: FolderBuilder, progress: ProgressCallback
         build(content, progress)
         progress("recording checksums", 0.0)
         write_manifest(content)
-        # A folder cannot be renamed onto one with files in it. Between these two renames there is
-        # none at the target, which a starter that comes just then reads as "not built yet".
+        # A folder cannot be renamed onto a non-empty one. Between these two renames the target does not
+        # exist, which a process that starts at that moment treats as "not built yet".
         if target.exists():
             os.replace(target, staging / "old")
         os.replace(content, target)
@@ -155,7 +154,7 @@ def _build_beside(target: Path, build: FolderBuilder, progress: ProgressCallback
 
 
 def _sweep_leftovers(target: Path) -> None:
-    """Remove what builders left that were killed; we hold the lock, so none of them is alive."""
+    """Remove what killed builders left behind; the caller holds the lock, so none of them is alive."""
     for path in target.parent.glob(f"{_staging_prefix(target)}*"):
         shutil.rmtree(path, ignore_errors=True)
 

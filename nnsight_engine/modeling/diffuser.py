@@ -1,7 +1,8 @@
-"""A diffusion pipeline as one module, so that the models it is made of are a tree that can be traced.
+"""A diffusion pipeline as a single module, so that the models it consists of form a tree that can be traced.
 
-Also the pipeline without weights: the models are made from their configs, so that the tree can be shown and
-scanned before anything large is read. Parts are found through the pipeline's own index, as diffusers does.
+A pipeline can also be created without weights: its models are created from their configs, so that the tree
+can be printed and scanned before anything large is read. Components are found through the pipeline's own
+index, as in diffusers.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from typing import Any, Final
 import torch
 
 DENOISERS: Final = ("unet", "transformer", "prior", "decoder")
-"""What pipelines call the model that runs once per step, the usual ones first."""
+"""The names that pipelines use for the model that runs once per step, the most common ones first."""
 
 
 def diffusers() -> ModuleType:
-    """Return the package diffusers, which only this part needs.
+    """Return the package diffusers, an optional dependency.
 
     Raises:
         ImportError: It is not installed.
@@ -33,10 +34,10 @@ def diffusers() -> ModuleType:
 
 
 class Diffuser(torch.nn.Module):
-    """The models of a pipeline; a call goes to the one that denoises."""
+    """The models of a pipeline; a forward call runs the denoiser."""
 
     def __init__(self, pipeline: Any) -> None:
-        """Hold the pipeline, and its models as modules of their names."""
+        """Register the pipeline's models as modules under their names."""
         super().__init__()
         self.pipeline = pipeline
         for name, component in pipeline.components.items():
@@ -45,10 +46,10 @@ class Diffuser(torch.nn.Module):
 
     @property
     def denoiser(self) -> str:
-        """Name of the model that runs once per step.
+        """The name of the model that runs once per step.
 
         Raises:
-            ValueError: There is none of a name that we know.
+            ValueError: The pipeline has no model with one of the known names.
         """
         children = dict(self.named_children())
         found = next((name for name in DENOISERS if name in children), None)
@@ -65,7 +66,7 @@ class Diffuser(torch.nn.Module):
         return self.pipeline.config
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model that denoises, once."""
+        """Run the denoiser once."""
         return self.get_submodule(self.denoiser)(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -74,10 +75,10 @@ class Diffuser(torch.nn.Module):
 
 
 def pipeline_class(given: type | str) -> Any:
-    """Return a class of pipelines, or the one of that name in diffusers.
+    """Return a pipeline class, or look it up in diffusers by its name.
 
     Raises:
-        ValueError: There is none of that name.
+        ValueError: diffusers has no class of that name.
     """
     if not isinstance(given, str):
         return given
@@ -93,13 +94,13 @@ def pipeline_class(given: type | str) -> Any:
 def pipeline_without_weights(
     source: str, automodel: Any, hub_options: dict[str, Any], given: dict[str, Any]
 ) -> Any:
-    """Return the pipeline of a repository with models that have no weights yet.
+    """Return the pipeline of a repository with models without weights.
 
     Args:
-        source: Repository or folder.
-        automodel: Class of the pipeline; ``DiffusionPipeline`` means the one that the repository names.
-        hub_options: Revision and the like.
-        given: Components that the caller has already; None leaves one out.
+        source: The repository or folder.
+        automodel: The class of the pipeline; ``DiffusionPipeline`` means the one that the repository names.
+        hub_options: Options of the hub, such as the revision.
+        given: Components that the caller provides; None leaves one out.
     """
     index: dict[str, Any] = automodel.load_config(source, **hub_options)
     if automodel is diffusers().DiffusionPipeline:
@@ -115,16 +116,16 @@ def pipeline_without_weights(
 
 
 def _component(source: str, name: str, entry: Sequence[str | None], options: dict[str, Any]) -> Any:
-    """Return one part of a pipeline, of which the index says the library and the class."""
+    """Return one component of a pipeline; its library and class are given by the index."""
     library, class_name = entry
     if library is None or class_name is None:
         return None
-    inner = getattr(diffusers().pipelines, library, None)  # some parts belong to one pipeline
+    inner = getattr(diffusers().pipelines, library, None)  # some components belong to one pipeline
     found = getattr(inner or importlib.import_module(library), class_name)
     place = {**options, "subfolder": name}
     if not issubclass(found, torch.nn.Module):
-        with torch.device("cpu"):  # a scheduler's tables are computed as it is made
+        with torch.device("cpu"):  # a scheduler computes its tables in its constructor
             return found.from_pretrained(source, **place)
-    if hasattr(found, "config_class") and found.config_class is not None:  # one of transformers
+    if hasattr(found, "config_class") and found.config_class is not None:  # a class of transformers
         return found(found.config_class.from_pretrained(source, **place)).eval()
     return found.from_config(found.load_config(source, **place)).eval()

@@ -1,8 +1,8 @@
-"""``DiffusionModel``: a pipeline that makes images; its denoising steps can be read and edited one by one.
+"""``DiffusionModel``: an image generation pipeline whose denoising steps can be read and edited.
 
-``generate`` runs the pipeline, and each call of the model that denoises is a step. ``trace`` runs that model
-once, on tensors. Each row has a random generator of its own, so that an image does not depend on what else is
-in the batch.
+``generate`` runs the pipeline, and each call of the denoiser is a step. ``trace`` runs the denoiser once, on
+tensors. Each row has a random generator of its own, so that an image does not depend on the rest of the
+batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nnsight_engine.modeling.prompts import INPUTS, Prepared, as_lists, count_ro
 from nnsight_engine.modeling.spread_rows import SpreadBatcher
 
 _MAX_BLOCKS: Final = 3
-"""Guidance repeats the batch twice; by text and image, three times."""
+"""Guidance repeats the batch twice; guidance by text and image, three times."""
 
 
 class DiffusionModel(HuggingFaceModel):
@@ -30,7 +30,7 @@ class DiffusionModel(HuggingFaceModel):
     Its models are modules of this one, under the pipeline's names: ``unet``, ``vae``, ``text_encoder``.
 
     Attributes:
-        automodel: Class of the pipeline.
+        automodel: The class of the pipeline.
         pipeline: The pipeline itself, with its scheduler and its tokenizers.
     """
 
@@ -41,9 +41,9 @@ class DiffusionModel(HuggingFaceModel):
 
         Args:
             source: A repository, a folder, or a pipeline.
-            *args: For ``from_pretrained``.
+            *args: Passed to ``from_pretrained``.
             automodel: The class that loads it, or its name in diffusers.
-            **kwargs: See ``HuggingFaceModel``; all else goes to ``from_pretrained``.
+            **kwargs: See ``HuggingFaceModel``; others are passed to ``from_pretrained``.
 
         Raises:
             ImportError: diffusers is not installed.
@@ -52,7 +52,7 @@ class DiffusionModel(HuggingFaceModel):
         self.automodel = pipeline_class(automodel or type(self).default_automodel)
         if isinstance(source, diffusers().DiffusionPipeline):
             source = Diffuser(source)
-        if "torch_dtype" in kwargs:  # what diffusers called it, and warns about
+        if "torch_dtype" in kwargs:  # the former name, deprecated by diffusers
             kwargs["dtype"] = kwargs.pop("torch_dtype")
         super().__init__(source, *args, **kwargs)
         if isinstance(source, Diffuser):
@@ -77,7 +77,7 @@ class DiffusionModel(HuggingFaceModel):
         return bool(args) or any(kwargs.get(name) is not None for name in INPUTS)
 
     def _prepare_input(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any], int]:
-        """Return an invoke's arguments with a list of prompts, or with tensors, and how many there are."""
+        """Return an invoke's arguments, with lists of prompts or with tensors, and its number of rows."""
         if not self._has_input(inputs, kwargs):
             return without_input(kwargs)
         if inputs and isinstance(inputs[0], str | list | tuple):
@@ -86,7 +86,7 @@ class DiffusionModel(HuggingFaceModel):
         return inputs, as_lists(kwargs, num_rows), num_rows
 
     def _batch(self, batched_input: Prepared, *inputs: Any, **kwargs: Any) -> Prepared:
-        """Return the arguments of the invokes so far with another's added, see ``Batchable``."""
+        """Append another invoke's rows to the arguments of the invokes so far, see ``Batchable``."""
         return join_arguments(batched_input, (inputs, kwargs))
 
     # Running.
@@ -107,7 +107,7 @@ class DiffusionModel(HuggingFaceModel):
     def _call_method(
         self, name: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call a method of the module outside a trace; ``generate`` knows ``seed=`` there, too."""
+        """Call a method of the module outside a trace; ``generate`` accepts ``seed=`` there too."""
         if name != "generate":
             return super()._call_method(name, method, args, kwargs)
         self.dispatch()
@@ -116,11 +116,11 @@ class DiffusionModel(HuggingFaceModel):
         return self._run_pipeline(*args, **kwargs)
 
     def __nnsight_generate__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the pipeline, as ``with model.generate(...)`` does: each call of what denoises is a step.
+        """Run the pipeline, as ``with model.generate(...)`` does: each call of the denoiser is a step.
 
         Args:
-            *args: For the pipeline.
-            **kwargs: For the pipeline; ``seed`` is what images are made from, see ``generators``.
+            *args: Passed to the pipeline.
+            **kwargs: Passed to the pipeline; ``seed`` creates the random generators, see ``generators``.
         """
         interleaver = self._interleaver
         interleaver.clock = f"{self.path}.{self._diffuser.denoiser}.input"
@@ -149,9 +149,10 @@ class DiffusionModel(HuggingFaceModel):
 
 
 def generators(seed: int, num_images: int) -> torch.Generator | list[torch.Generator]:
-    """Return a random generator for each image: the first has the seed, the next one more, and so on.
+    """Return a random generator for each image, seeded with ``seed``, ``seed + 1`` and so on.
 
-    On the CPU, from which diffusers moves the numbers: the same on every device.
+    The generators are on the CPU, from which diffusers moves the random numbers, so that they are the same on
+    every device.
     """
     made = [torch.Generator().manual_seed(seed + index) for index in range(num_images)]
     return made if num_images > 1 else made[0]

@@ -1,7 +1,7 @@
-"""Where the denoising steps of a pipeline end, which still decodes an image after the last.
+"""Detects the last denoising step of a pipeline, after which the pipeline still decodes an image.
 
-Pipelines of diffusers tell a callback of each step. Loops over steps end with the last one, so that what
-stands after them can read what comes then; with a pipeline that has no such callback they end with the run.
+Pipelines of diffusers call a callback after each step. Loops over steps end with the last one, so that the
+code after them can read later values; with a pipeline that has no such callback they end with the run.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _INPUTS: Final = "callback_on_step_end_tensor_inputs"
 
 
 def with_last_step(pipeline: Any, kwargs: dict[str, Any], ended: Callable[[], None]) -> dict[str, Any]:
-    """Return the arguments of a pipeline that will call ``ended`` once its last denoising step is over.
+    """Return a pipeline's arguments, extended so that it calls ``ended`` after its last denoising step.
 
     Args:
         pipeline: The pipeline.
-        kwargs: Its arguments, whose own callback is called too.
-        ended: Takes note.
+        kwargs: Its arguments; a callback among them is called too.
+        ended: Called after the last step.
     """
     if _CALLBACK not in inspect.signature(type(pipeline).__call__).parameters:
         return kwargs
@@ -33,7 +33,7 @@ def with_last_step(pipeline: Any, kwargs: dict[str, Any], ended: Callable[[], No
         return changed if changed is not None else {}
 
     chained = {**kwargs, _CALLBACK: step_ended}
-    inputs = getattr(given, "tensor_inputs", None)  # of diffusers' own callbacks
+    inputs = getattr(given, "tensor_inputs", None)  # set on diffusers' own callbacks
     if inputs is not None:
         chained[_INPUTS] = inputs
     return chained

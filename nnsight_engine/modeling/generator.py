@@ -1,4 +1,4 @@
-"""Where generated tokens pass through the tree: ``model.generator``, and ``model.generator.streamer``."""
+"""Modules through which generated tokens pass: ``model.generator`` and ``model.generator.streamer``."""
 
 from __future__ import annotations
 
@@ -10,35 +10,38 @@ from nnsight_engine.modeling.wrapper import WrapperModule
 
 
 class Streamer(Protocol):
-    """What transformers hands tokens to while it generates."""
+    """The interface to which transformers passes tokens while it generates."""
 
     def put(self, value: torch.Tensor) -> None:
-        """Take the prompt, and then each step's tokens, ``[num_rows]``."""
+        """Receive the prompt, and then the tokens of each step, ``[num_rows]``."""
 
     def end(self) -> None:
-        """Take note that generation has ended."""
+        """Receive the end of the generation."""
 
 
 class Generator(WrapperModule):
-    """Its output is what generation returns; its ``streamer``'s, each step's tokens."""
+    """A module whose output is the result of the generation; its ``streamer`` outputs each step's tokens."""
 
     def __init__(self) -> None:
-        """Make the streamer's module."""
         super().__init__()
         self.streamer = WrapperModule()
 
 
 class TokenFeed:
-    """Hands each step's tokens to a module, so that blocks can read them, and to another streamer."""
+    """A streamer that passes each step's tokens to a module, where blocks can read them.
+
+    Args:
+        module: Called with each step's tokens.
+        other: Another streamer, which receives everything, or None.
+    """
 
     def __init__(self, module: torch.nn.Module, other: Streamer | None = None) -> None:
-        """Feed ``module``, and ``other`` beside it."""
         self._module = module
         self._other = other
         self._begun = False
 
     def put(self, value: torch.Tensor) -> None:
-        """Hand tokens on. The prompt comes first, which is nothing that was generated."""
+        """Pass tokens on. The first call contains the prompt, which is not passed to the module."""
         if self._begun:
             self._module(value)
         self._begun = True
@@ -46,18 +49,18 @@ class TokenFeed:
             self._other.put(value)
 
     def end(self) -> None:
-        """Hand on that generation has ended."""
+        """Pass the end of the generation on."""
         if self._other is not None:
             self._other.end()
 
 
 def takes_streamer(config: Any, kwargs: dict[str, Any]) -> bool:
-    """Tell whether generation with these arguments can hand on tokens as they come; beam search cannot."""
+    """Return whether generation with these arguments supports a streamer; beam search does not."""
     return _setting("num_beams", config, kwargs) == 1
 
 
 def rows_per_input(config: Any, kwargs: dict[str, Any]) -> frozenset[int]:
-    """Return how many rows generation with these arguments may make of one: beams, and sequences returned."""
+    """Return how many rows generation may create from one: 1, the beams, or the returned sequences."""
     names = ("num_beams", "num_return_sequences")
     return frozenset({1, *(_setting(name, config, kwargs) for name in names)})
 

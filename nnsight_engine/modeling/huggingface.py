@@ -1,4 +1,4 @@
-"""Models that come from a Hugging Face repository, or from a folder that looks like one."""
+"""Models from a Hugging Face repository, or from a folder with the layout of one."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from nnsight_engine.modeling.mixins.remoteable import RemoteableMixin
 
 
 class HuggingFaceModel(RemoteableMixin):
-    """A model known by its repository.
+    """A model identified by its repository.
 
     Attributes:
         repo_id: The repository or folder; None for a module whose config names none.
-        revision: Branch, tag or commit of the repository; None is its default branch.
+        revision: The branch, tag or commit of the repository; None for its default branch.
     """
 
     repo_id: str | None
@@ -28,9 +28,9 @@ class HuggingFaceModel(RemoteableMixin):
 
         Args:
             source: A repository, a folder, or a module.
-            *args: For the loader.
-            revision: Branch, tag or commit.
-            **kwargs: See ``MetaMixin``; all else goes to ``from_pretrained``.
+            *args: Passed to the loader.
+            revision: The branch, tag or commit.
+            **kwargs: See ``MetaMixin``; others are passed to ``from_pretrained``.
         """
         if isinstance(source, Path):
             source = str(source)
@@ -47,13 +47,13 @@ class HuggingFaceModel(RemoteableMixin):
         """Write the edits of this model to a file, and return its path.
 
         Args:
-            name: What the model is called in the folder; its repository by default.
-            export_dir: The folder; one in the user's cache by default.
-            variant: Tells several exports of one model apart.
+            name: The model's name in the folder; by default its repository.
+            export_dir: The folder; by default one in the user's cache.
+            variant: Distinguishes several exports of one model.
 
         Raises:
-            ValueError: There are no edits, or a name cannot be a file's.
-            EncodeError: Something that the edits use cannot be written.
+            ValueError: There are no edits, or a name is not a valid file name.
+            EncodeError: A value that the edits use cannot be serialized.
         """
         path = edits_path(name or self._edits_name(), export_dir, variant)
         write_edits(self, path)
@@ -65,18 +65,18 @@ class HuggingFaceModel(RemoteableMixin):
         export_dir: str | os.PathLike[str] | None = None,
         variant: str = DEFAULT_VARIANT,
     ) -> None:
-        """Add edits that ``export_edits`` wrote to those of this model.
+        """Add edits written by ``export_edits`` to those of this model.
 
-        Their code runs in this process, in each trace: import only what you would import as a Python module.
+        Their code runs in this process in each trace: import only what you would import as a Python module.
 
         Args:
-            name: As for ``export_edits``.
-            export_dir: The same.
-            variant: The same.
+            name: See ``export_edits``.
+            export_dir: See ``export_edits``.
+            variant: See ``export_edits``.
 
         Raises:
             FileNotFoundError: They were not exported.
-            ValueError: They are of a model of another shape, or one with modules that this one lacks.
+            ValueError: They are for a model of another shape, or for one with modules that this one lacks.
         """
         path = edits_path(name or self._edits_name(), export_dir, variant)
         self._default_mediators.extend(read_edits(self, path))
@@ -87,7 +87,7 @@ class HuggingFaceModel(RemoteableMixin):
         return self.repo_id.strip(os.sep)
 
     def _hub_options(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the options that every part of a repository is to be loaded with."""
+        """Return the options with which every part of a repository is loaded."""
         options = {name: kwargs[name] for name in _HUB_OPTIONS if name in kwargs}
         return options if self.revision is None else {**options, "revision": self.revision}
 
@@ -96,6 +96,6 @@ _HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "subfolder", 
 
 
 def _name_of(source: torch.nn.Module | Any) -> str | None:
-    """Return the repository that a module's config, or a config, says it is from."""
+    """Return the repository that a module's config, or a config itself, names; None if there is none."""
     config = getattr(source, "config", source)
     return getattr(config, "name_or_path", None) or None

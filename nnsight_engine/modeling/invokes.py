@@ -1,4 +1,4 @@
-"""What invokes say beside their inputs: one run serves them all, so they cannot ask for different things."""
+"""Arguments that all invokes of a trace share, because a single run serves them all."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch
 
 
 class InvokesDifferError(ValueError):
-    """The invokes of one trace ask for what a single run cannot do."""
+    """The invokes of one trace have arguments that a single run cannot satisfy."""
 
 
 def join_shared(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments for the whole run, which a later invoke may repeat but not change.
+    """Return the arguments of the whole run, which a later invoke may repeat but not change.
 
     Args:
         first: The arguments so far.
-        second: What one more invoke says.
+        second: The arguments of one more invoke.
 
     Raises:
-        InvokesDifferError: It says something else.
+        InvokesDifferError: They differ from those so far.
     """
     for name, value in second.items():
         if name not in first or not _same(first[name], value):
@@ -32,10 +32,10 @@ def join_shared(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]
 
 
 def without_input(kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], int]:
-    """Return what prepares an empty invoke, which has no rows.
+    """Return the prepared arguments of an empty invoke, which has no rows.
 
     Raises:
-        ValueError: It has arguments all the same.
+        ValueError: It has arguments.
     """
     if kwargs:
         raise ValueError(

@@ -1,8 +1,8 @@
-"""``LanguageModel``: a causal language model with its tokenizer; takes text, and generates.
+"""``LanguageModel``: a causal language model with its tokenizer, for text inputs and generation.
 
-Each invoke's input becomes rows of tokens, the rows of all invokes are filled up to one length, and every row
-computes what it would alone. What an invoke or the trace says beside the input goes to the model's forward,
-or to ``generate``, for all rows.
+The input of each invoke becomes rows of tokens. The rows of all invokes are padded to one length, and every
+row computes the same as it would alone. Further arguments of an invoke or of the trace are passed to the
+model's forward, or to ``generate``, and apply to all rows.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class LanguageModel(TransformersModel):
     """A language model and its tokenizer.
 
     Attributes:
-        tokenizer: Encodes text. Rows are filled up on its ``padding_side``.
-        generator: Its output is what ``generate`` returns; ``generator.streamer.output`` is each new token.
+        tokenizer: Encodes text. Rows are padded on its ``padding_side``.
+        generator: Its output is the result of ``generate``; ``generator.streamer.output`` is each new token.
     """
 
     default_automodel: ClassVar[str] = "AutoModelForCausalLM"
     input_names: ClassVar[tuple[str, ...]] = TOKEN_INPUTS
-    """Keyword arguments that make an input."""
+    """Keyword arguments that form an input."""
 
     tokenizer: PreTrainedTokenizerBase
     generator: Envoy
@@ -65,14 +65,15 @@ class LanguageModel(TransformersModel):
         """Load a model and its tokenizer, or wrap both.
 
         Args:
-            source: A repository, a folder, a module, or a config, which gives a model with random weights.
-            *args: For ``from_pretrained``.
-            tokenizer: The tokenizer, needed with a module or a config.
-            tokenizer_kwargs: For the tokenizer's ``from_pretrained``, such as ``{"padding_side": "right"}``.
-            **kwargs: See ``TransformersModel``; all else goes to the model's ``from_pretrained``.
+            source: A repository, a folder, a module, or a config, which yields a model with random weights.
+            *args: Passed to ``from_pretrained``.
+            tokenizer: The tokenizer, required with a module or a config.
+            tokenizer_kwargs: Passed to the tokenizer's ``from_pretrained``, such as ``{"padding_side":
+                "right"}``.
+            **kwargs: See ``TransformersModel``; others are passed to the model's ``from_pretrained``.
 
         Raises:
-            AttributeError: A module or a config comes without a tokenizer.
+            AttributeError: A module or a config is passed without a tokenizer.
         """
         if tokenizer is None:
             self._check_loads(source, "Tokenizer", "tokenizer")
@@ -83,12 +84,12 @@ class LanguageModel(TransformersModel):
         self._add_envoy(Generator(), "generator")
 
     def _load_tokenizer(self, options: dict[str, Any]) -> PreTrainedTokenizerBase:
-        """Load the tokenizer from where the model comes from, and set it up for generation."""
+        """Load the tokenizer from the model's repository, and configure it for generation."""
         tokenizer = AutoTokenizer.from_pretrained(self.repo_id, **options)  # nosec B615 # the user's choice
         return self._set_up(tokenizer, options)
 
     def _set_up(self, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> PreTrainedTokenizerBase:
-        # Not for an encoder: its positions are mostly absolute, and would count what is filled in.
+        # Not for an encoder: its positions are mostly absolute, and would count the padding.
         if "padding_side" not in options and not getattr(self.config, "is_encoder_decoder", False):
             tokenizer.padding_side = "left"
         if tokenizer.pad_token is None:
@@ -96,7 +97,7 @@ class LanguageModel(TransformersModel):
         return tokenizer
 
     def _check_loads(self, source: Any, what: str, argument: str) -> None:
-        """Check that there is a place from which to load what was not passed."""
+        """Check that a part that was not passed can be loaded, because the source is a repository."""
         if not isinstance(source, str | Path):
             name = type(self).__name__
             raise AttributeError(  # noqa: TRY004 - the documented error
@@ -116,8 +117,8 @@ class LanguageModel(TransformersModel):
         """Return an invoke's arguments with its rows, see ``Batchable``.
 
         Raises:
-            TypeError: There are several inputs, or one that is none.
-            ValueError: There are arguments and no input.
+            TypeError: There are several inputs, or an invalid one.
+            ValueError: There are arguments but no input.
         """
         if not self._has_input(inputs, kwargs):
             return without_input(kwargs)
@@ -130,30 +131,30 @@ class LanguageModel(TransformersModel):
         return (), read, len(read["attention_mask"])
 
     def _read(self, value: Any = None, /, **kwargs: Any) -> dict[str, Any]:
-        """Return an invoke's arguments by name, those that are rows as tensors of one length."""
+        """Return an invoke's arguments by name, with rows as tensors of one length."""
         given = dict(value) if isinstance(value, Mapping) else {"input_ids": value}
         return read_rows(self.tokenizer, {**given, **kwargs})
 
     def _batch(self, batched_input: Prepared, *inputs: Any, **kwargs: Any) -> Prepared:
-        """Return the arguments of the invokes so far with another's added, see ``Batchable``.
+        """Append another invoke's rows to the arguments of the invokes so far, see ``Batchable``.
 
         Raises:
-            InvokesDifferError: An argument for the whole run is not what it is so far.
+            InvokesDifferError: An argument of the whole run differs from the one so far.
         """
-        del inputs  # all arguments have names once they are prepared
+        del inputs  # all prepared arguments have names
         first, second = batched_input[1], kwargs
         rows = join_rows(filling_of(self.tokenizer), _rows(first), _rows(second))
         others = self._join_others(_others(first), _others(second))
         return (), self._with_positions({**rows, **others})
 
     def _join_others(self, first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments that are no rows; they are for the run, so invokes cannot differ in them."""
+        """Return the arguments other than rows; they apply to the run, so invokes cannot differ in them."""
         return join_shared(first, second)
 
     def _with_positions(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments with positions, if rows are filled up in a model that needs to be told."""
+        """Return the arguments with position ids if rows are padded and the model needs them."""
         mask = arguments["attention_mask"]
-        is_per_token = mask.ndim == 2  # and not the user's own for each pair of tokens
+        is_per_token = mask.ndim == 2  # not the user's own mask per pair of tokens
         if (
             "position_ids" in arguments
             or not is_per_token
@@ -164,7 +165,7 @@ class LanguageModel(TransformersModel):
         return {**arguments, "position_ids": positions(mask)}
 
     def _on_device(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments with tensors where the model is."""
+        """Return the arguments with tensors on the model's device."""
         device = self.device
         return {
             name: value.to(device) if isinstance(value, torch.Tensor) else value
@@ -191,7 +192,7 @@ class LanguageModel(TransformersModel):
     def _call_method(
         self, name: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call a method of the module outside a trace; ``generate`` takes any input there, too."""
+        """Call a method of the module outside a trace; ``generate`` accepts any input there too."""
         if name != "generate":
             return super()._call_method(name, method, args, kwargs)
         self.dispatch()
@@ -211,16 +212,16 @@ class LanguageModel(TransformersModel):
         if takes_streamer(module.generation_config, kwargs):
             streamer = self.generator.streamer._module  # noqa: SLF001 - an envoy of ours
             kwargs["streamer"] = TokenFeed(streamer, kwargs.get("streamer"))
-        # A compiled model would run past the blocks.
+        # A compiled model would bypass the hooks.
         output = module.generate(*args, **self._for_generation(kwargs), disable_compile=True)
         interleaver.end_loops()
         return self.generator._module(output)  # noqa: SLF001
 
     def _for_generation(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments where the model is, with a token to fill up rows that end early."""
+        """Return the arguments on the model's device, with a token to pad rows that end early."""
         kwargs = self._on_device(kwargs)
         if not getattr(self.config, "is_encoder_decoder", False):
-            kwargs = filled_left(kwargs)  # what is generated follows the last column
+            kwargs = filled_left(kwargs)  # generated tokens follow the last column
         config: Any = kwargs.get("generation_config") or self._module.generation_config
         if kwargs.get("pad_token_id", config.pad_token_id) is None:
             kwargs["pad_token_id"] = filling_of(self.tokenizer).token

@@ -1,7 +1,7 @@
-"""Progress of long local work, drawn on standard error.
+"""Progress bars on standard error for long local work.
 
-Work reports through a plain callback and never prints; who owns the terminal decides what is drawn. The
-command line and ``python -m nnsight_engine.modeling.bundled`` own theirs and use this one.
+Work reports through a plain callback and never prints; the owner of the terminal decides how to show it. Used
+by the command line and by ``python -m nnsight_engine.modeling.bundled``.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from nnsight_engine.modeling.cached_folder import ProgressCallback
 
 @contextlib.contextmanager
 def console_progress(title: str) -> Iterator[ProgressCallback]:
-    """Draw one bar on standard error for each stage that the yielded callback is told of.
+    """Draw one bar on standard error for each stage that the yielded callback is called with.
 
-    Nothing is drawn before the first report, so a cached result leaves the terminal alone.
+    Nothing is drawn before the first report, so a cached result leaves the terminal unchanged.
 
     Args:
-        title: What the work is for, before the stage's own words.
+        title: The purpose of the work, shown before the stage.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with contextlib.ExitStack() as stack:

@@ -1,7 +1,7 @@
-"""What people pass to a diffusion model: prompts for the pipeline, or tensors for the model that denoises.
+"""Inputs of a diffusion model: prompts for the pipeline, or tensors for the denoiser.
 
-Each prompt is a row, and so is each tensor's first dimension. Joining invokes puts their rows one after the
-other, in lists or in tensors; everything else is for the one run that they share.
+Each prompt is a row, and so is each index of a tensor's first dimension. Invokes are joined by concatenating
+their rows, in lists or in tensors; all other arguments apply to the run that they share.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import torch
 from nnsight_engine.modeling.invokes import InvokesDifferError, join_shared
 
 Prepared: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
-"""Arguments without and with a name."""
+"""Positional and keyword arguments."""
 
 INPUTS: Final = ("prompt", "prompt_embeds", "batch_size", "sample", "hidden_states")
-"""Arguments that say how many rows there are; a pipeline without prompts takes ``batch_size``."""
+"""Arguments that determine the number of rows; a pipeline without prompts takes ``batch_size``."""
 
 
 def count_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return the number of rows that the arguments make.
+    """Return the number of rows in the arguments.
 
     Raises:
-        TypeError: None of them says.
+        TypeError: None of them determines it.
     """
     for value in (*args[:1], *(kwargs.get(name) for name in INPUTS)):
         if isinstance(value, int):
@@ -38,7 +38,7 @@ def count_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 def as_lists(kwargs: dict[str, Any], num_rows: int) -> dict[str, Any]:
-    """Return the arguments with a list of texts in place of one text for all rows."""
+    """Return the arguments with each single text repeated into a list with one text per row."""
     return {
         name: [value] * num_rows if "prompt" in name and isinstance(value, str) else value
         for name, value in kwargs.items()
@@ -46,10 +46,10 @@ def as_lists(kwargs: dict[str, Any], num_rows: int) -> dict[str, Any]:
 
 
 def join_arguments(first: Prepared, second: Prepared) -> Prepared:
-    """Return the arguments of two invokes as those of one.
+    """Join the arguments of two invokes.
 
     Raises:
-        InvokesDifferError: What they ask for does not go together.
+        InvokesDifferError: The arguments are incompatible.
     """
     if len(first[0]) != len(second[0]):
         raise InvokesDifferError(

@@ -1,8 +1,8 @@
-"""Rows of tokens: what people pass to a language model, as tensors of one length.
+"""Rows of tokens: converts the inputs of language models to tensors of one length.
 
-Rows of one batch are as long as its longest, and a model must not notice: what is filled in is masked, and
-positions count from a row's first real token. Models that count positions through the mask themselves are
-left to do so. A language model reads each invoke's input with this, and joins the invokes' rows.
+The rows of a batch are padded to the longest, without affecting the model: padding is masked, and positions
+count from a row's first real token. Models that derive positions from the mask are left to do so. Language
+models use this to read the input of each invoke and to join the rows of all.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from transformers import PreTrainedTokenizerBase
 from nnsight_engine.modeling.invokes import InvokesDifferError
 
 Rows: TypeAlias = dict[str, torch.Tensor]
-"""By argument of the model; the first dimension is the rows, and the second the tokens."""
+"""Tensors by the model's argument; the first dimension is the rows, the second the tokens."""
 
 IGNORED_LABEL: Final = -100
-"""What losses leave out."""
+"""The label that losses ignore."""
 
 TOKEN_INPUTS: Final = ("input_ids", "inputs_embeds")
-"""Either one gives the rows."""
+"""Arguments either of which provides the rows."""
 
 _TOKEN_IDS: Final = ("input_ids", "decoder_input_ids")
 _TEXT: Final = ("input_ids", "decoder_input_ids", "labels")
@@ -38,15 +38,15 @@ _FILLED_WITH: Final = {
     "labels": IGNORED_LABEL,
 }
 ROW_INPUTS: Final = frozenset({*_FILLED_WITH, *_TOKEN_IDS})
-"""Arguments that have one row per row of the batch, and one column per token."""
+"""Arguments with one row per row of the batch, and one column per token."""
 
 
 @dataclass(frozen=True)
 class Filling:
-    """How short rows are filled up.
+    """How short rows are padded.
 
     Args:
-        token: Token to fill with; masked, so any will do.
+        token: The padding token; masked, so any token works.
         side: ``left`` or ``right``.
     """
 
@@ -54,7 +54,7 @@ class Filling:
     side: str
 
     def stack(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the rows of all parts, each ``[num_rows, num_tokens, ...]``, as one tensor."""
+        """Pad the rows of all parts, each ``[num_rows, num_tokens, ...]``, and stack them to one tensor."""
         width = max(part.shape[1] for part in parts)
         return torch.cat([self._widened(name, part, width) for part in parts])
 
@@ -68,21 +68,21 @@ class Filling:
 
 
 def filling_of(tokenizer: PreTrainedTokenizerBase) -> Filling:
-    """Return how the tokenizer fills up, as it is set now."""
+    """Return the padding that the tokenizer currently uses."""
     tokens = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return Filling(next(token for token in tokens if token is not None), tokenizer.padding_side)
 
 
 def read_rows(tokenizer: PreTrainedTokenizerBase, given: dict[str, Any]) -> dict[str, Any]:
-    """Return a model's arguments with those that are rows as tensors of one length, and with a mask.
+    """Return a model's arguments, with rows as tensors of one length and with an attention mask.
 
     Args:
-        tokenizer: Encodes text, and says how to fill up.
+        tokenizer: Encodes text, and determines the padding.
         given: The arguments. Tokens and labels may be text, token ids, a list of either, or a tensor
             ``[num_tokens]`` or ``[num_rows, num_tokens]``.
 
     Raises:
-        TypeError: Tokens are given as nothing of these.
+        TypeError: Tokens have another type.
         ValueError: There are no tokens.
     """
     filling = filling_of(tokenizer)
@@ -104,7 +104,7 @@ def read_rows(tokenizer: PreTrainedTokenizerBase, given: dict[str, Any]) -> dict
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments with tokens in place of text."""
+    """Return the arguments with text encoded as tokens."""
     texts = {name: _texts(given[name]) for name in _TEXT if name in given}
     encoded = {name: tokenizer(texts) for name, texts in texts.items() if texts}
     beside = dict(encoded["input_ids"]) if "input_ids" in encoded else {}
@@ -112,7 +112,7 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, given: dict[str, Any]) -> dict[
 
 
 def _texts(value: Any) -> list[str]:
-    """Return the texts; none if it is anything else."""
+    """Return the texts; an empty list for any other value."""
     if isinstance(value, str):
         return [value]
     is_list = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
@@ -120,17 +120,17 @@ def _texts(value: Any) -> list[str]:
 
 
 def read_ids(value: Any) -> list[torch.Tensor]:
-    """Return token ids, given as for ``read_rows`` but not as text, as tensors ``[num_rows, num_tokens]``.
+    """Return token ids, in the forms of ``read_rows`` except text, as tensors ``[num_rows, num_tokens]``.
 
     Raises:
-        TypeError: They are no whole numbers.
+        TypeError: They are not integers.
         ValueError: There are none.
     """
     return _parts("input_ids", value)
 
 
 def _parts(name: str, value: Any) -> list[torch.Tensor]:
-    """Return tensors ``[num_rows, num_tokens, ...]`` that make up the value."""
+    """Return the tensors ``[num_rows, num_tokens, ...]`` that the value consists of."""
     if isinstance(value, list | tuple) and value and _is_row(value[0]):
         return [part for item in value for part in _parts(name, item)]
     tensor = value if isinstance(value, torch.Tensor) else _as_tensor(name, value)
@@ -167,7 +167,7 @@ def _as_tensor(name: str, value: Any) -> torch.Tensor:
 
 
 def join_rows(filling: Filling, first: Rows, second: Rows) -> Rows:
-    """Return the rows of both, as long as the longest.
+    """Return the rows of both, padded to the longest.
 
     Raises:
         InvokesDifferError: One has an argument that the other lacks and that has no default.
@@ -180,7 +180,7 @@ def join_rows(filling: Filling, first: Rows, second: Rows) -> Rows:
 
 
 def _default(name: str, rows: Rows) -> torch.Tensor:
-    """Return what an argument is for rows that come without it."""
+    """Return the default of an argument for rows that lack it."""
     mask = rows["attention_mask"]
     if name == "position_ids":
         return positions(mask)
@@ -190,17 +190,17 @@ def _default(name: str, rows: Rows) -> torch.Tensor:
 
 
 def counts_positions(module: torch.nn.Module) -> bool:
-    """Tell whether the model takes ``position_ids`` that count each row's tokens from 0.
+    """Return whether the model takes ``position_ids`` that count each row's tokens from 0.
 
-    Not so for those that take none, and for those that work out their own from the tokens: RoBERTa, whose
-    first position is not 0, and models that see, whose positions have three dimensions.
+    That excludes models without the argument, and those that compute their own positions from the tokens:
+    RoBERTa, whose first position is not 0, and vision models, whose positions have three dimensions.
     """
     if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
         return False
     own = ("create_position_ids_from_input_ids", "get_rope_index")
     if any(hasattr(part, name) for part in module.modules() for name in own):
         return False
-    # Of the class: accelerate puts a function of its own on the instance.
+    # Inspect the class: accelerate replaces the method on the instance.
     return "position_ids" in inspect.signature(type(module).forward).parameters
 
 
@@ -211,9 +211,9 @@ def positions(mask: torch.Tensor) -> torch.Tensor:
 
 
 def filled_left(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments with rows that are filled up on the right filled up on the left instead.
+    """Return the arguments with right-padded rows moved to the right, so that they are left-padded.
 
-    Generation goes on after the last column, which must be a token of every row.
+    Generation continues after the last column, which must contain a token of every row.
     """
     mask = arguments.get("attention_mask")
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2:

@@ -1,10 +1,10 @@
-"""Rows of runs that make several of each row they are given.
+"""Batches in which a run creates several rows from each input row.
 
-Beam search, or several images of one prompt, put ``copies`` rows side by side for each. Guidance runs a model
-on the whole batch twice in one call, without and with the prompts, one block after the other. An invoke goes
-on to see what was made of its own rows, and nothing else. Rows of one block are a view; those of several
-blocks are not next to each other, so an invoke gets them put together, and what it changes is put back before
-anybody else looks. Model classes whose methods do such things make their traces' batchers of this class.
+Beam search, or several images per prompt, create ``copies`` adjacent rows for each input row. Guidance runs a
+model on the whole batch twice in one call, without and with the prompts, as two consecutive blocks. An invoke
+must still see the rows that were created from its own, and no others. The rows of one block are a view; those
+of several blocks are not adjacent, so an invoke gets a gathered copy, and its changes are written back before
+any other invoke reads the value. Model classes with such methods use this class for their traces' batchers.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from nnsight_engine.core.trees import map_pairs
 from nnsight_engine.interleaving.batching import Batcher, BatchGroup, Loans
 
 Span = tuple[int, int]
-"""First row and number of rows."""
+"""The first row and the number of rows."""
 
 
 @dataclass
 class _Gathered:
-    """Rows of several blocks, lent to an invoke."""
+    """The rows of several blocks, gathered for an invoke."""
 
     whole: torch.Tensor
     spans: list[Span]
@@ -35,7 +35,7 @@ class _Gathered:
     version: int | None = None
 
     def collect(self) -> torch.Tensor:
-        """Bring the rows up to date, and return them."""
+        """Update the gathered rows from the whole tensor, and return them."""
         with torch.no_grad():
             for part, span in zip(self._parts(), self.spans, strict=True):
                 part.copy_(self.whole.narrow(0, *span))
@@ -43,7 +43,7 @@ class _Gathered:
         return self.rows
 
     def put_back(self) -> None:
-        """Write the rows into the tensor that they are from, if they were changed."""
+        """Write the rows back into the whole tensor, if they were changed."""
         if self.version is not None and self.version == _version(self.rows):
             return
         with torch.no_grad():
@@ -56,7 +56,7 @@ class _Gathered:
 
 
 class _SpreadLoans(Loans):
-    """What invokes were given, rows of several blocks among it."""
+    """The values lent to invokes, including gathered rows of several blocks."""
 
     __slots__ = ("gathered",)
 
@@ -66,31 +66,31 @@ class _SpreadLoans(Loans):
 
 
 class SpreadBatcher(Batcher):
-    """A batch of which the run makes more rows.
+    """A batch from which the run creates more rows.
 
     Attributes:
-        copies: How many rows side by side the run may make of one.
-        num_blocks: How often the whole batch may be repeated.
+        copies: The possible numbers of adjacent rows created from one.
+        num_blocks: The maximum number of repetitions of the whole batch.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Start empty, with a run that makes one row of each."""
+        """Start with an empty batch, from which the run creates one row each."""
         super().__init__(*args, **kwargs)
         self.copies: frozenset[int] = frozenset({1})
         self.num_blocks = 1
 
     def narrow(self, group: BatchGroup | None) -> Any:
-        """Return the current value with only what was made of these rows."""
+        """Return the current value, restricted to what was created from these rows."""
         self._put_back()
         return self._narrow_lists(super().narrow(group), group)
 
     def narrow_without_state(self, group: BatchGroup | None) -> Any:
-        """Return the same with None in place of KV caches."""
+        """Return the same, with None in place of KV caches."""
         self._put_back()
         return self._narrow_lists(super().narrow_without_state(group), group)
 
     def swap(self, group: BatchGroup | None, value: Any) -> None:
-        """Replace what was made of these rows, see ``Batcher``."""
+        """Replace what was created from these rows, see ``Batcher``."""
         self._put_back()
         super().swap(group, value)
 
@@ -105,7 +105,7 @@ class SpreadBatcher(Batcher):
         return whole
 
     def _join(self, num_rows: int, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        """Return both, block by block; ``part`` was made of ``num_rows`` rows."""
+        """Concatenate both within each block; ``part`` was created from ``num_rows`` rows."""
         fitting = (
             n for n in range(1, self.num_blocks + 1) for c in self.copies if len(part) == n * c * num_rows
         )
@@ -114,7 +114,7 @@ class SpreadBatcher(Batcher):
         return torch.cat([rows for block in blocks for rows in block])
 
     def settle(self) -> None:
-        """Put back what was changed, see ``Batcher``."""
+        """Write changes back, see ``Batcher``."""
         self._put_back()
         if self.loans is not None:
             self._lending().gathered.clear()
@@ -131,7 +131,7 @@ class SpreadBatcher(Batcher):
                 gathered.put_back()
 
     def _spans(self, length: int, group: BatchGroup) -> list[Span]:
-        """Return where in so many rows an invoke's are, one span per block; none if they are nobody's."""
+        """Return an invoke's spans in ``length`` rows, one per block; none if the length fits no layout."""
         total, (first, num_rows) = self.total_batch_size, group
         for num_blocks in range(1, self.num_blocks + 1):
             for copies in sorted(self.copies):
@@ -144,7 +144,7 @@ class SpreadBatcher(Batcher):
         if group is None or not tensor.ndim or tensor.shape[0] == self.total_batch_size:
             return super()._rows(tensor, group)
         spans = self._spans(tensor.shape[0], group)
-        if len(spans) < 2:  # one is a view
+        if len(spans) < 2:  # a single span is a view
             return tensor.narrow(0, *spans[0]) if spans else self._whole(tensor)
         for known in self._lending().gathered:
             if known.whole is tensor and known.spans == spans:
@@ -170,7 +170,7 @@ class SpreadBatcher(Batcher):
         return replaced
 
     def _narrow_lists(self, value: Any, group: BatchGroup | None) -> Any:
-        """Return a result with only the images of an invoke, which are no tensors."""
+        """Return a result with only an invoke's images, which are lists or arrays instead of tensors."""
         if group is None or self.sees_all(group):
             return value
         if not dataclasses.is_dataclass(value) or isinstance(value, type):
@@ -186,5 +186,5 @@ class SpreadBatcher(Batcher):
 
 
 def _version(tensor: torch.Tensor) -> int | None:
-    """Return a number that changes with the tensor; None where torch does not count."""
+    """Return a number that changes with each in-place write to the tensor; None if not tracked."""
     return None if tensor.is_inference() else tensor._version  # noqa: SLF001 - torch has no other way to ask

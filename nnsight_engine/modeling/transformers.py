@@ -1,7 +1,7 @@
 """Models of the transformers library, loaded by its Auto classes.
 
-Whatever is said to the constructor goes on to ``from_pretrained``, so the module is the one that transformers
-itself would load. Without weights it is made from the same config.
+The constructor passes its arguments on to ``from_pretrained``, so the module is the one that transformers
+itself would load. Without weights it is created from the same config.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from nnsight_engine.modeling.huggingface import HuggingFaceModel
 
 
 class TransformersModel(HuggingFaceModel):
-    """A model that an Auto class loads.
+    """A model loaded by an Auto class.
 
     Attributes:
         automodel: The Auto class.
@@ -28,8 +28,8 @@ class TransformersModel(HuggingFaceModel):
         """Wrap a module, or load one.
 
         Args:
-            source: A repository, a folder, a module, or a config, which gives a model with random weights.
-            *args: For ``from_pretrained``.
+            source: A repository, a folder, a module, or a config, which yields a model with random weights.
+            *args: Passed to ``from_pretrained``.
             automodel: The class that loads it, or its name in transformers.
             **kwargs: See ``HuggingFaceModel``.
 
@@ -37,7 +37,7 @@ class TransformersModel(HuggingFaceModel):
             ValueError: transformers has no class of that name.
         """
         self.automodel = _automodel(automodel or type(self).default_automodel)
-        if "torch_dtype" in kwargs:  # what transformers called it, and warns about
+        if "torch_dtype" in kwargs:  # the former name, deprecated by transformers
             kwargs["dtype"] = kwargs.pop("torch_dtype")
         super().__init__(source, *args, **kwargs)
 

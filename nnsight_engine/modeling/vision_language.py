@@ -1,8 +1,8 @@
-"""``VisionLanguageModel``: a language model that also sees; takes text and images together.
+"""``VisionLanguageModel``: a language model with image and video inputs.
 
-A processor puts into the text as many places as an image fills, and cuts images into what the model takes.
-That has as many rows as there are images or parts of them, not one per text, so the images of several invokes
-stand one after the other, in the order of the places in the texts.
+A processor inserts into the text as many placeholder tokens as an image occupies, and splits images into the
+model's inputs. These have as many rows as there are images or parts of them, not one per text, so the images
+of several invokes are concatenated in the order of their placeholders.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _MEDIA: Final = ("images", "videos")
 
 
 class VisionLanguageModel(LanguageModel):
-    """A language model that sees, and its processor.
+    """A language model with image and video inputs, and its processor.
 
-    Text is passed as to a ``LanguageModel``, with ``images=`` or ``videos=`` as the processor takes them, and
-    with the model's own mark where an image belongs.
+    Text is passed as to a ``LanguageModel``, with ``images=`` or ``videos=`` in the forms that the processor
+    accepts, and with the model's own placeholder where an image belongs.
 
     Attributes:
         processor: Prepares texts and images; its tokenizer is ``tokenizer``.
@@ -46,14 +46,14 @@ class VisionLanguageModel(LanguageModel):
         """Load a model and its processor, or wrap both.
 
         Args:
-            source: A repository, a folder, a module, or a config, which gives a model with random weights.
-            *args: For ``from_pretrained``.
-            processor: The processor, needed with a module or a config.
-            processor_kwargs: For the processor's ``from_pretrained``.
+            source: A repository, a folder, a module, or a config, which yields a model with random weights.
+            *args: Passed to ``from_pretrained``.
+            processor: The processor, required with a module or a config.
+            processor_kwargs: Passed to the processor's ``from_pretrained``.
             **kwargs: See ``LanguageModel``.
 
         Raises:
-            AttributeError: A module or a config comes without a processor.
+            AttributeError: A module or a config is passed without a processor.
         """
         if processor is None:
             self._check_loads(source, "Processor", "processor")
@@ -61,7 +61,7 @@ class VisionLanguageModel(LanguageModel):
         self.processor = processor
         kwargs.setdefault("tokenizer", getattr(processor, "tokenizer", None))
         super().__init__(source, *args, **kwargs)
-        if self.processor is None:  # a tokenizer was passed, so none was loaded
+        if self.processor is None:  # a tokenizer was passed, so _load_tokenizer did not load the processor
             self.processor = self._load_processor(self._hub_options(kwargs))
 
     def _load_tokenizer(self, options: dict[str, Any]) -> PreTrainedTokenizerBase:
@@ -101,7 +101,7 @@ class VisionLanguageModel(LanguageModel):
 
 
 def _one_after_the_other(name: str, features: list[Any]) -> Any:
-    """Return the images of one or two invokes as those of one."""
+    """Concatenate the images of one or two invokes."""
     if len(features) == 1:
         return features[0]
     first, second = features

@@ -1,7 +1,7 @@
-"""Where nnsight's users import ``VLLM`` from; the class itself is a public name of the package.
+"""The import location of ``VLLM`` for users of nnsight; the class itself is a public name of the package.
 
-It lives in ``vllm_backend``, which stands on this package, so it is asked for by its public name, and only
-when somebody wants it: importing this module must not load vLLM.
+It is in ``vllm_backend``, which depends on this package, so it is accessed by its public name and only on
+demand: importing this module must not load vLLM.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A module that hands on what it is given, so that a value which no module makes has a place in the tree."""
+"""An identity module, which gives a place in the tree to a value that no other module computes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 
 
 class WrapperModule(torch.nn.Module):
-    """The identity; several positional arguments come back as a tuple."""
+    """The identity; several positional arguments are returned as a tuple."""
 
     def forward(self, *args: Any) -> Any:
-        """Return what is given."""
+        """Return the arguments unchanged."""
         return args[0] if len(args) == 1 else args

@@ -1,1 +1,1 @@
-"""What model classes are put together from: loading, loading late, running elsewhere."""
+"""Mixins of model classes: loading, lazy loading, remote execution."""

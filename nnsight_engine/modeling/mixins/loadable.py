@@ -1,7 +1,7 @@
-"""Models that load themselves: the first argument is a module, or says where to find one.
+"""Models that load themselves: the first argument is a module, or specifies one to load.
 
-A subclass says how with ``_load``. What is to be said to the envoys (``rename``, ``envoys``) is kept apart
-from what is to be said to the loader, so that the latter can go on to it unseen.
+A subclass implements ``_load``. The options of envoys (``rename``, ``envoys``) are separated from the
+loader's arguments, so that the latter are passed on unchanged.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ import torch
 from nnsight_engine.modeling.base import NNsight
 
 ENVOY_OPTIONS: Final = ("rename", "envoys")
-"""Keyword arguments that are for the envoys; all others are for the loader."""
+"""Keyword arguments for the envoys; all others are for the loader."""
 
 
 class LoadableMixin(NNsight):
-    """Wraps a module, or loads the one that its first argument names."""
+    """Wraps a module, or loads the one that its first argument specifies."""
 
     def __init__(self, source: Any, *args: Any, **kwargs: Any) -> None:
-        """Wrap or load.
+        """Wrap or load a module.
 
         Args:
-            source: A module, or whatever the class's loader takes: a repository, a folder, a config.
-            *args: For the loader.
-            **kwargs: ``rename`` and ``envoys`` are the envoys'; all else is the loader's.
+            source: A module, or an argument of the class's loader: a repository, a folder, a config.
+            *args: Passed to the loader.
+            **kwargs: ``rename`` and ``envoys`` apply to the envoys; others are passed to the loader.
 
         Raises:
-            TypeError: There are arguments for a loader, and a module that needs none.
+            TypeError: A module is passed together with arguments for the loader.
         """
         options = take_envoy_options(kwargs)
         super().__init__(self._module_from(source, args, kwargs), **options)
 
     def _module_from(self, source: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.nn.Module:
-        """Return the module to start with."""
+        """Return the initial module."""
         if not isinstance(source, torch.nn.Module):
             return self._load(source, *args, **kwargs)
         if args or kwargs:
@@ -53,5 +53,5 @@ class LoadableMixin(NNsight):
 
 
 def take_envoy_options(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Remove what is for the envoys from ``kwargs``, and return it."""
+    """Remove the options of envoys from ``kwargs``, and return them."""
     return {name: kwargs.pop(name) for name in ENVOY_OPTIONS if name in kwargs}

@@ -1,8 +1,8 @@
-"""Models that load late: first the structure, without memory for weights; the weights when they are needed.
+"""Lazy loading: first the structure, without memory for weights; the weights when they are needed.
 
-A model of the right shape is enough to print the tree, to scan and to write a trace down. It is dispatched,
-which is to say its weights are loaded, by the first real run. Copies made by ``edit()`` share the tree, so
-one dispatch counts for all of them.
+A model without weights is enough to print the tree, to scan, and to compile a trace. The first real run
+dispatches the model, that is, loads its weights. Copies made by ``edit()`` share the tree, so one dispatch
+applies to all of them.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from nnsight_engine.modeling.mixins.loadable import LoadableMixin
 
 
 class MetaMixin(LoadableMixin):
-    """Loads the structure at once and the weights with the first run, or with ``dispatch()``."""
+    """Loads the structure at once, and the weights at the first run or by ``dispatch()``."""
 
     def __init__(self, source: Any, *args: Any, dispatch: bool = False, **kwargs: Any) -> None:
         """Wrap a module, or load one.
 
         Args:
-            source: A module, or whatever the class's loader takes.
-            *args: For the loader.
-            dispatch: Load the weights now.
+            source: A module, or an argument of the class's loader.
+            *args: Passed to the loader.
+            dispatch: Whether to load the weights now.
             **kwargs: See ``LoadableMixin``.
         """
         mine = self.__dict__
@@ -41,7 +41,7 @@ class MetaMixin(LoadableMixin):
             return self._load_meta(source, *args, **kwargs)
 
     def _load_meta(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        """Return the module without weights; called where new tensors take no memory."""
+        """Return the module without weights; called with the meta device as the default device."""
         raise NotImplementedError(
             f"{type(self).__name__} cannot load a module without its weights: pass dispatch=True, or "
             "implement _load_meta() on the class"
@@ -62,7 +62,7 @@ class MetaMixin(LoadableMixin):
             try:
                 module = root._load(source, *args, **kwargs)  # noqa: SLF001 - the root of this tree
             except BaseException:
-                root.__dict__["_to_load"] = (source, args, kwargs)  # so that it can be tried again
+                root.__dict__["_to_load"] = (source, args, kwargs)  # allows another attempt
                 raise
             root._update(module)  # noqa: SLF001
             for copied in root.__dict__["_copies"]:

@@ -15,25 +15,25 @@ from nnsight_engine.remote_backend.transformers_dialect import TransformersDiale
 from nnsight_engine.tracing.tracer import Backend, refuse_statement
 
 _HERE: Final = "local"
-"""As ``remote=``: all that is done for a server, in this process."""
+"""The value of ``remote=`` for running in this process, with all the steps of a remote run."""
 
 _LIBRARIES: Final = ("nnsight_engine.", "builtins", "abc", "typing")
 
 
 class RemoteableMixin(MetaMixin):
-    """A model of which the structure is known here, and whose weights may be elsewhere.
+    """A model whose structure is known locally, and whose weights may be on a server.
 
     Attributes:
-        remote: Where its traces run that do not say so themselves.
+        remote: The default for traces that do not specify where they run.
     """
 
     def __init__(self, source: Any, *args: Any, remote: Remote = None, **kwargs: Any) -> None:
         """Wrap a module, or load one.
 
         Args:
-            source: A module, or whatever the class's loader takes.
-            *args: For the loader.
-            remote: Where traces run unless they say otherwise: a server's address, True for that of
+            source: A module, or an argument of the class's loader.
+            *args: Passed to the loader.
+            remote: The default place where traces run: a server's address, True for that of
                 ``CONFIG.API.HOST``. No weights are needed then.
             **kwargs: See ``MetaMixin``.
         """
@@ -54,11 +54,13 @@ class RemoteableMixin(MetaMixin):
 
         Args:
             *args: The input; without one, the block defines invokes.
-            remote: Where it runs: a server's address, True for that of ``CONFIG.API.HOST``, False for here;
-                ``"local"`` sends it to this process as to a server, to see whether it can travel.
-            blocking: Wait for its end; otherwise it is a job, see ``RemoteBackend``.
-            backend: What runs the compiled block; ``RemoteBackend(...)`` says more than ``remote`` can.
-            **kwargs: As for ``Envoy.trace``.
+            remote: Where it runs: a server's address, True for that of ``CONFIG.API.HOST``, False for
+                locally; ``"local"`` sends it to this process like to a server, to check that it can be
+                serialized.
+            blocking: Whether to wait for its end; otherwise it is a job, see ``RemoteBackend``.
+            backend: The backend that runs the compiled block; ``RemoteBackend(...)`` has more options than
+                ``remote``.
+            **kwargs: See ``Envoy.trace``.
         """
         refuse_statement(sys._getframe(1), "trace")  # noqa: SLF001 - the caller is what it is about
         chosen = self._chosen(backend, remote, blocking=blocking)
@@ -69,25 +71,27 @@ class RemoteableMixin(MetaMixin):
     ) -> Session:
         """Group traces: ``with model.session(remote=True):`` sends all of them as one request.
 
-        Only the session says where it runs. What one trace assigned the next can use, on the server too.
+        Only the session specifies where it runs. Values assigned in one trace can be used in the next, on the
+        server too.
         """
         refuse_statement(sys._getframe(1), "session")  # noqa: SLF001 - the caller is what it is about
         return super().session(backend=self._chosen(backend, remote, blocking=blocking))
 
     def _chosen(self, backend: Backend | None, remote: Remote, *, blocking: bool) -> Backend | None:
-        """Return what runs a trace; see ``chosen_backend``."""
+        """Return the backend that runs a trace; see ``chosen_backend``."""
         default: Remote = self.__dict__["remote"]
         if backend is None and (default if remote is None else remote) == _HERE:
-            here = importlib.import_module("nnsight_engine.local_engine.in_process")  # which stands on models
+            # imported lazily, since it depends on this package
+            here = importlib.import_module("nnsight_engine.local_engine.in_process")
             chosen: Backend = here.InProcessBackend(self, blocking=blocking)
             return chosen
         return chosen_backend(backend, remote, default, blocking=blocking)
 
     def to_model_key(self) -> str:
-        """Return what a server knows this model by, for ``RemoteBackend(model_key=...)``.
+        """Return the name by which a server finds this model, for ``RemoteBackend(model_key=...)``.
 
         Raises:
-            ValueError: It was made from a module, which has no name.
+            ValueError: The model was created from a module, which has no name.
         """
         source = self.__dict__.get("repo_id")
         if not source:
@@ -98,10 +102,10 @@ class RemoteableMixin(MetaMixin):
         return name_of(source)
 
     def remote_dialect(self) -> TransformersDialect:
-        """Return how this model's traces are said to a server.
+        """Return the dialect in which this model's traces are sent to a server.
 
         Raises:
-            ValueError: The server cannot stand for its modules as this model does.
+            ValueError: The model uses classes that the server does not have.
         """
         kinds = {type(envoy) for envoy in self._root._walk()}  # noqa: SLF001 - an envoy of ours
         own = {base for kind in kinds for base in kind.__mro__ if not base.__module__.startswith(_LIBRARIES)}
