@@ -102,7 +102,7 @@ soak: install ## Faults under load for an hour; ARGS="--minutes 2" for less
 fuzz: install ## Random requests against transformers for an hour; ARGS="--minutes 5 --seed 1" for less
 	$(BIN)/python -m tests.e2e.fuzz $(ARGS)
 
-bench: install ## Speed against plain vLLM, as ratios; writes benchmarks/results/
+bench: install ## Speed against plain vLLM, as ratios; other tables: ARGS="http"; writes benchmarks/results/
 	$(BIN)/python -m benchmarks $(ARGS)
 
 loadtest: install ## Load on a server, with a verdict, see docs/load-testing.md; without URL= one is started

@@ -1,121 +1,117 @@
-"""``make bench``: speed of an engine that can intervene, against plain vLLM on the same machine.
+"""The benchmarks: ratios against a baseline that runs by turns with what it is compared with.
 
-    python -m benchmarks [--mode eager|compiled|both] [--batches 1 8 32 64] [--prompts 16 512] [--processes 3]
-        [--repeats 5] [--only WORDS …] [--quantity decode|first_token] [--add] [--quick]
+    python -m benchmarks [TABLE] [--repeats N] [--processes N] [--quick] [--add] [--profile] [--output FOLDER]
+        [options of the table]
 
-Run it on a machine that does nothing else. ``--only``, ``--batches`` and ``--quantity`` cut it into shorter
-runs, of which ``--add`` makes one table. docs/development.md lists the other commands.
+Run it on a machine that does nothing else. Each run writes a table to ``benchmarks/results/``; ``--quick``
+prints one and writes nothing. ``--add`` puts the rows into the table that the day has for this commit and
+machine. ``python -m benchmarks TABLE --help`` lists a table's own options.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import shlex
 import sys
 from pathlib import Path
 from typing import Final
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.cases import Case
-from benchmarks.machine import Machine, announced_machine
-from benchmarks.processes import HUGE_PAGES, ChildError, run_child
-from benchmarks.ratios import summarize
-from benchmarks.report import Report, ReportError, check_addable
-from benchmarks.selection import add_options, as_options, check_options
+from benchmarks.machine import announced_machine
+from benchmarks.process import Process, ProcessError
+from benchmarks.report import Report, ReportError, Results
+from benchmarks.runner import parser_of
+from benchmarks.tables import TABLES
 from nnsight_engine.modeling.bundled import BundledModelError, bundled_model_path
 from nnsight_engine.modeling.progress import console_progress
 
-_SUMMARY: Final = "Speed of an engine that can intervene, against plain vLLM on the same machine."
 _RESULTS: Final = Path(__file__).parent / "results"
-_PROCESSES: Final = 3
-_MODES: Final = {"eager": ["eager"], "compiled": ["compiled"], "both": ["eager", "compiled"]}
+_DEFAULT: Final = "serving"
 
 
 def main() -> int:
     """Run the command line and return its exit status."""
-    args, cases = _arguments()
+    args, rest = arguments_of(sys.argv[1:])
     console = Console()
     machine = announced_machine(console)
+    command = shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
     try:
-        if args.add:  # told before the measuring, not behind it
-            for mode in _MODES[args.mode]:
-                check_addable(args.output, mode, machine)
         with console_progress("Bundled model") as progress:
             bundled_model_path(progress=progress)
-        for mode in _MODES[args.mode]:
-            report = _run(mode, args, cases, machine, console)
-            if args.add:
-                report = report.added_to(args.output)
-            for table in report.tables():
-                console.print(table)
-            if args.quick:
-                console.print("Quick: nothing was written.")
-            else:
-                console.print(f"Written to {report.write(args.output)}", soft_wrap=True)
-    except (BundledModelError, ChildError, ReportError) as error:
+        results = _measured(args, rest, console)
+        plan = results.plan
+        machine = dataclasses.replace(machine, versions={**plan["versions"], **machine.versions})
+        report = Report(machine, plan["name"], plan["title"], plan["method"], [command], results.rows())
+        report = report.added_to(args.output) if args.add else report
+    except (BundledModelError, ProcessError, ReportError) as error:
+        console.print(getattr(error, "output", ""), markup=False, soft_wrap=True)
         console.print(f"benchmarks: {error}", markup=False, soft_wrap=True)
         return 1
+    console.print(report.table())
+    if args.quick or args.profile:
+        console.print("Nothing was written.")
+    else:
+        console.print(f"Written to {report.write(args.output)}", soft_wrap=True)
     return 0
 
 
-def _arguments() -> tuple[argparse.Namespace, list[Case]]:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=_SUMMARY)
-    parser.add_argument("--mode", choices=sorted(_MODES), default="both")
-    add_options(parser)
-    parser.add_argument(
-        "--add", action="store_true", help="keep what today's table has and this run does not measure"
+def arguments_of(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the common options, and the table's own ones."""
+    lines = [f"  {name:14} {table.summary}" for name, table in TABLES.items()]
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="\n".join([str(__doc__), "tables:", *lines]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
+    has_table = bool(arguments) and not arguments[0].startswith("-")
+    parser.set_defaults(table=arguments[0] if has_table else _DEFAULT)
+    own = arguments[1:] if has_table else arguments
+    if has_table and arguments[0] not in TABLES:
+        parser.error(f"TABLE must be one of {', '.join(TABLES)}; got {arguments[0]}")
+    if has_table and own and own[0] in {"-h", "--help"}:
+        parser_of(arguments[0])[0].print_help()
+        sys.exit(0)
+    table = TABLES[parser.get_default("table")]
+    parser.add_argument("--repeats", type=int, help="repetitions of every case in each process")
+    parser.add_argument("--processes", type=int, help="processes, each with engines of its own")
+    parser.add_argument("--quick", action="store_true", help="few repetitions, printed and not written")
+    parser.add_argument("--add", action="store_true", help="add the rows to the day's table")
+    parser.add_argument("--profile", action="store_true", help="print where the process's time goes")
     parser.add_argument("--output", type=Path, default=_RESULTS, help="folder of the tables")
-    parser.add_argument(
-        "--processes", type=int, default=_PROCESSES, help="processes, each with engines of its own"
-    )
-    args = parser.parse_args()
-    if args.quick:
-        args.processes = 1
-    if args.processes < 1:
-        parser.error("there must be a process at least")
-    return args, check_options(parser, args)
+    place = own.index("--") if "--" in own else len(own)  # what follows is the table's
+    args, rest = parser.parse_known_args(own[:place])
+    args.repeats = args.repeats or (table.quick_repeats if args.quick else table.repeats)
+    args.processes = args.processes or (1 if args.quick else table.processes)
+    if min(args.repeats, args.processes) < 1:
+        parser.error("--repeats and --processes must be positive")
+    return args, [*rest, *own[place:]]
 
 
-def _run(
-    mode: str, args: argparse.Namespace, cases: list[Case], machine: Machine, console: Console
-) -> Report:
-    plain: dict[str, list[list[float]]] = {case.key: [] for case in cases}
-    ours: dict[str, list[list[float]]] = {case.key: [] for case in cases}
-    options = ["--mode", mode, *as_options(args)]
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
+def _measured(args: argparse.Namespace, rest: list[str], console: Console) -> Results:
+    results = Results()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    options = ["--repeats", str(args.repeats), *(["--quick"] if args.quick else [])]
+    options += ["--profile"] if args.profile else []
+    variables = TABLES[args.table].variables
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(mode, total=args.processes * args.repeats * len(cases))
-        for process in range(args.processes):
-            for case in cases:
-                plain[case.key].append([])
-                ours[case.key].append([])
-            for event in run_child("benchmarks.worker", [*options, "--process", str(process)], HUGE_PAGES):
-                if "stage" in event:
-                    stage = f"{mode}, process {process + 1} of {args.processes}: {event['stage']}"
-                    progress.update(task, description=stage)
-                else:
-                    plain[event["case"]][-1].append(event["plain"])
-                    ours[event["case"]][-1].append(event["ours"])
-                    progress.advance(task)
-    rows = [summarize(case, mode, plain[case.key], ours[case.key], args.steps) for case in cases]
-    command = shlex.join([*options, "--processes", str(args.processes)])
-    return Report(mode, machine, [f"python -m benchmarks {command}"], rows)
+        task = progress.add_task(f"{args.table}: preparing", total=None)
+        for number in range(args.processes):
+            arguments = [args.table, *options, "--process", str(number), *rest]
+            with Process("benchmarks.runner", *arguments, variables=variables) as process:
+                for event in process.events():
+                    results.add(event)
+                    if "plan" in event:
+                        total = args.processes * args.repeats * len(event["plan"]["cases"])
+                        progress.update(task, total=total, description=args.table)
+                    else:
+                        progress.update(task, advance=float("sample" in event))
+                if args.profile:
+                    console.print(process.printed(), markup=False, soft_wrap=True)
+    return results
 
 
 if __name__ == "__main__":

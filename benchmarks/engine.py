@@ -18,8 +18,8 @@ from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from api_schemas.interventions import parse_interventions
-from benchmarks.asked import Asked, Block, JsonObject, Shape
 from benchmarks.engine_arguments import engine_arguments
+from benchmarks.interventions import Block, Content, JsonObject, Shape
 from benchmarks.traced import check_traced, submit_traced
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.token_texts import TokenTexts
@@ -40,7 +40,7 @@ class BenchmarkError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Submitted:
-    """A request in flight: what takes in its results, or its trace of some layers; None where it is plain."""
+    """A request in flight, with what collects its results or its trace; neither where it is plain."""
 
     request_id: str
     collector: RequestCollector | None = None
@@ -49,20 +49,12 @@ class Submitted:
 
 
 class Engine:
-    """An engine with the bundled model, or another.
-
-    Args:
-        able: Whether it can intervene; else it is vLLM as it comes.
-        eager: Whether it runs uncompiled.
-        max_num_seqs: Largest batch.
-        max_step_tokens: Most tokens of prompts that one step has to take, where that is more than usual.
-        model: The model's folder; the bundled one where none is given.
-    """
+    """An engine with the bundled model, or another; plain vLLM unless it is ``able`` to intervene."""
 
     def __init__(
         self, *, able: bool, eager: bool, max_num_seqs: int, max_step_tokens: int = 0, model: str = ""
     ) -> None:
-        """Load the model."""
+        """Load the model; ``max_step_tokens`` is the most prompt tokens of one step."""
         arguments = engine_arguments(eager=eager, max_num_seqs=max_num_seqs, max_step_tokens=max_step_tokens)
         model = model or str(bundled_model_path())
         self._model = VLLM(model, dispatch=True, **arguments) if able else None
@@ -81,26 +73,32 @@ class Engine:
             self._router = ResultRouter(self._spec)
             self._router.attach(self._core.output_processor)
 
-    def submit(self, prompt: Sequence[int], max_tokens: int, asked: Asked) -> Submitted:
+    def submit(self, prompt: Sequence[int], max_tokens: int, content: Content) -> Submitted:
         """Queue a request that generates exactly ``max_tokens`` greedy tokens."""
-        if isinstance(asked, Block):
-            trace = submit_traced(self.able_model, prompt, max_tokens, asked.layers)
-            return Submitted(trace.key, trace=trace, num_layers=len(asked.layers))
+        if isinstance(content, Block):
+            trace = submit_traced(self.able_model, prompt, max_tokens, content.layers)
+            return Submitted(trace.key, trace=trace, num_layers=len(content.layers))
         params = SamplingParams(
             temperature=0.0, max_tokens=max_tokens, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
         )
         request_id = uuid.uuid4().hex
-        content: dict[str, Any] = {"prompt_token_ids": list(prompt)}
-        collector = self._intervene(request_id, content, params, asked) if asked else None
-        self._core.add_request(request_id, content, params)
+        own: dict[str, Any] = {"prompt_token_ids": list(prompt)}
+        collector = self._intervene(request_id, own, params, content) if content else None
+        self._core.add_request(request_id, own, params)
         return Submitted(request_id, collector)
 
     @property
     def able_model(self) -> VLLM:
         """The engine as a model that can be traced."""
         if self._model is None:
-            raise BenchmarkError("a plain engine cannot trace; ask the one that is able to intervene")
+            raise BenchmarkError("a plain engine cannot trace; use the one that is able to intervene")
         return self._model
+
+    @property
+    def layers(self) -> Any:
+        """The layers of the model in the worker, for PyTorch hooks."""
+        worker = self._core.model_executor.driver_worker.worker
+        return worker.model_runner.get_model().model.layers
 
     def _intervene(
         self, request_id: str, content: dict[str, Any], params: Any, interventions: list[JsonObject]
@@ -149,7 +147,7 @@ class Engine:
         return num_steps
 
     def check(self, request: Submitted, output: Any) -> None:
-        """Raise BenchmarkError unless everything that an ended request asked for was applied."""
+        """Raise BenchmarkError unless everything that a finished request asked for was applied."""
         if request.trace is not None:
             check_traced(self.able_model, request.trace, output, request.num_layers)
         elif request.collector is not None:

@@ -14,13 +14,7 @@ _GPU_SHARE: Final = {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": 1 
 
 
 def engine_arguments(*, eager: bool, max_num_seqs: int, max_step_tokens: int = 0) -> dict[str, Any]:
-    """Return vLLM's engine arguments.
-
-    Args:
-        eager: Whether it runs uncompiled.
-        max_num_seqs: Largest batch.
-        max_step_tokens: Most tokens of prompts that one step has to take, where that is more than usual.
-    """
+    """Return vLLM's engine arguments; ``max_step_tokens`` is the most prompt tokens of one step."""
     return {
         "dtype": DTYPE_NAME,
         "enforce_eager": eager,

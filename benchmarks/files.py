@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 
@@ -19,12 +19,6 @@ def write_report(folder: Path, name: str, *, markdown: str, json: str) -> Path:
 def table_lines(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Return a markdown table, its first column to the left and the others to the right."""
     return [_line(head), _line(["---"] + ["---:"] * (len(head) - 1)), *map(_line, rows)]
-
-
-def bound_lines(missed: Mapping[str, str]) -> list[str]:
-    """Return a section on what bounds each target that was missed, empty where none was."""
-    told = [f"- {name}: {bound or 'Not known.'}" for name, bound in missed.items()]
-    return ["", "## What bounds the targets missed", "", *told] if told else []
 
 
 def _line(cells: Sequence[str]) -> str:

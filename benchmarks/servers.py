@@ -43,13 +43,9 @@ class Side(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Served:
-    """A server that is ready.
+    """A server that is ready: seconds from its command to the first answer of any kind, and to readiness.
 
-    Attributes:
-        url: Where it listens.
-        began: When its command was given, on the clock of ``time.perf_counter``.
-        listening_s: Seconds from its command to the first answer of any kind.
-        ready_s: Seconds from its command until it called itself ready.
+    ``began`` is when its command was given, on the clock of ``time.perf_counter``.
     """
 
     url: str
@@ -63,13 +59,9 @@ class Served:
 
 
 def command_of(side: Side, model: str, *, compiled: bool, options: Sequence[str] = ()) -> list[str]:
-    """Return the arguments of Python that serve ``model``, eager or compiled, apart from the port.
+    """Return the arguments of Python that serve ``model``, apart from the port.
 
-    Args:
-        side: Whose server.
-        model: A folder or a name.
-        compiled: Whether the engine is compiled; ours is not unless told, vLLM's own is unless told.
-        options: More of vLLM's engine arguments, the same on both sides.
+    Our engine is eager by default and vLLM's own is compiled; ``options`` are engine arguments of both.
     """
     named = ["--served-model-name", MODEL_NAME, "--dtype", DTYPE_NAME, *options]
     if side is Side.OURS:
@@ -84,12 +76,7 @@ def command_of(side: Side, model: str, *, compiled: bool, options: Sequence[str]
 def served_by(
     side: Side, command: Sequence[str], variables: Mapping[str, str] | None = None
 ) -> Iterator[Served]:
-    """Run a command of ``command_of``, and give the server once it is ready; it is stopped in the end.
-
-    Args:
-        side: Whose server.
-        command: Its command.
-        variables: Environment variables beside our own, for ``own_folders`` too.
+    """Run a command of ``command_of`` until the block ends; yields the server once it is ready.
 
     Raises:
         ServerError: It ended before, or was not ready in time.
@@ -102,12 +89,7 @@ def served_by(
 
 @contextlib.contextmanager
 def served(options: Sequence[str], variables: Mapping[str, str], port: int | None = None) -> Iterator[str]:
-    """Start our server, and give its URL once it is ready; it is stopped in the end.
-
-    Args:
-        options: Of ``nnsight-engine serve``.
-        variables: Environment variables beside our own.
-        port: Where it is to listen; a free one by default.
+    """Run our server until the block ends, on a free port by default; yields its URL once it is ready.
 
     Raises:
         ServerError: It ended before, or was not ready in time.
@@ -123,7 +105,7 @@ def created_key(tenant: str, variables: Mapping[str, str], *options: str) -> str
 
 
 def own_folders(folder: str) -> dict[str, str]:
-    """Return the variables that keep our server away from keys and jobs of whoever runs the benchmark."""
+    """Return the variables that keep the server away from the keys and jobs of the user."""
     return {"NNSIGHT_ENGINE_DATA_DIR": f"{folder}/data", "NNSIGHT_ENGINE_RESULT_DIR": f"{folder}/results"}
 
 
@@ -176,16 +158,3 @@ def _message(server: subprocess.Popen[bytes], printed: IO[bytes]) -> str:
     output = printed.read().decode(errors="replace")
     ended = f"gone with status {server.returncode}" if server.returncode is not None else "still running"
     return f"the server must be ready within {_LIMIT_S} s, it is {ended}; its output:\n{output}"
-
-
-__all__ = [
-    "MODEL_NAME",
-    "Served",
-    "ServerError",
-    "Side",
-    "command_of",
-    "created_key",
-    "own_folders",
-    "served",
-    "served_by",
-]

@@ -1,7 +1,6 @@
 """Traced requests in an engine of this process, submitted by hand so that its steps can be timed one by one.
 
-A trace saves what some layers return at every step. Whoever drives the engine submits it, runs the steps,
-and has it checked in the end.
+A trace saves what some layers return at every step. The caller submits it, runs the steps, and checks it.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from nnsight_engine.vllm_backend.vllm import VLLM
 
 
 class TraceCheckError(Exception):
-    """A trace did not keep what its block asks for."""
+    """A trace did not save what its block asks for."""
 
 
-class _Held(RequestTracer):
+class _Deferred(RequestTracer):
     """A trace whose request is submitted by hand."""
 
     sent: SentTrace
@@ -32,12 +31,12 @@ class _Held(RequestTracer):
 def submit_traced(model: VLLM, prompt: Sequence[int], max_tokens: int, layers: Sequence[int]) -> SentTrace:
     """Queue a request that generates exactly ``max_tokens`` greedy tokens; its id is the trace's key."""
     options: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": max_tokens}
-    with model.trace(list(prompt), tracer_cls=_Held, **options) as held:
+    with model.trace(list(prompt), tracer_cls=_Deferred, **options) as tracer:
         kept = save([])
-        for _ in held.iter[:]:
+        for _ in tracer.iter[:]:
             for layer in layers:
                 kept.append(model.layers[layer].output)
-    sent: SentTrace = held.sent
+    sent: SentTrace = tracer.sent
     (params,) = sent.params
     params.output_kind = RequestOutputKind.FINAL_ONLY
     model.engine.llm_engine.add_request(sent.key, sent.prompts[0], params)
@@ -45,14 +44,7 @@ def submit_traced(model: VLLM, prompt: Sequence[int], max_tokens: int, layers: S
 
 
 def check_traced(model: VLLM, trace: SentTrace, output: Any, num_layers: int) -> None:
-    """Collect what a trace saved; raises what failed in it, and TraceCheckError where a step is missing.
-
-    Args:
-        model: Where it ran.
-        trace: The trace.
-        output: Its request's, which has ended.
-        num_layers: Layers whose outputs it saves.
-    """
+    """Collect what a trace saved; raises its error, and TraceCheckError where a step is missing."""
     (data,) = model.host.call("collect_trace", trace.key, trace.results([output]))
     (outcome,) = trace.read(data, [output])
     if outcome.error is not None:
@@ -60,8 +52,5 @@ def check_traced(model: VLLM, trace: SentTrace, output: Any, num_layers: int) ->
     num_kept, num_wanted = len(outcome.saves["kept"]), num_layers * len(output.outputs[0].token_ids)
     if num_kept != num_wanted:
         raise TraceCheckError(
-            f"a trace must keep {num_wanted} values, one for each layer and token, it kept {num_kept}"
+            f"a trace must save {num_wanted} values, one for each layer and token, it saved {num_kept}"
         )
-
-
-__all__ = ["TraceCheckError", "check_traced", "submit_traced"]

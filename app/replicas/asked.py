@@ -27,12 +27,10 @@ class Asked:
     Attributes:
         model: As the request names it; empty where it names none.
         key: What it has in common with others, see ``choosing``; empty for nothing.
-        owner: The replica that alone can answer.
     """
 
     model: str = ""
     key: bytes = b""
-    owner: str = ""
 
 
 class _Body(msgspec.Struct):

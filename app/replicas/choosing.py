@@ -17,20 +17,15 @@ from typing import Final
 _KEY_BYTES: Final = 16
 
 
-def ranked(
-    loads: Mapping[str, int], key: bytes, *, owner: str = "", tried: Collection[str] = (), slack: int = 8
-) -> list[str]:
+def ranked(loads: Mapping[str, int], key: bytes, *, tried: Collection[str] = (), slack: int = 8) -> list[str]:
     """Return the names of replicas in the order in which they are asked to take a request.
 
     Args:
         loads: What each has to do, in requests.
         key: What requests have in common that gain by the same replica; empty for nothing.
-        owner: The one that alone can answer, where it is there.
         tried: Those that could not; they come last.
         slack: How many more requests than the least busy one has the preferred may have.
     """
-    if owner in loads:
-        return [owner]
     fresh = [name for name in loads if name not in tried] or list(loads)
     if not fresh:
         return []

@@ -104,7 +104,11 @@ class Front:
             await answer(scope, receive, send)
             return
         sent = await self._relay.read(request, path)
-        await self._pass_on(sent, await self._asked(sent, named), send)
+        owner = owner_of(path)
+        if owner:
+            await self._pass_to(owner, sent, send)
+        else:
+            await self._pass_on(sent, await self._asked(sent, named), send)
 
     def _wanted(self, named: str) -> list[int]:
         """Return which models must be there for all to be well: one that is named, or those with replicas."""
@@ -135,7 +139,7 @@ class Front:
     async def _asked(self, sent: Sent, named: str) -> Asked:
         body = sent.body
         if not body:
-            return Asked(named, owner=owner_of(sent.path))
+            return Asked(named)
         key = sent.request.headers.get("authorization", "").encode()
 
         def look() -> Asked:
@@ -150,19 +154,32 @@ class Front:
             self._opened = Relay(self._settings)
         return self._opened
 
+    async def _pass_to(self, owner: str, sent: Sent, send: Send) -> None:
+        """Send a request to the one replica that can answer it."""
+        scope = sent.request.scope
+        answer: Response | None = None
+        place = await while_connected(sent.receive, self._questions.place_of(owner), cutoff_of(scope))
+        if place is not None:
+            try:
+                answer = await self._relay.answer(sent, place)
+            except NotTakenError as refusal:
+                answer = refusal.answer
+        if answer is None:
+            raise _no_result()
+        await answer(scope, sent.receive, send)
+
     async def _pass_on(self, sent: Sent, asked: Asked, send: Send) -> None:
         """Send a request to a replica, or to the next one where that has not taken it."""
-        replicas = await self._of(asked)
+        replicas = self._of(asked.model)
         scope = sent.request.scope
         tried: set[str] = set()
         answer: Response | None = None
         while True:
             try:
                 async with contextlib.AsyncExitStack() as stack:
-                    taking = replicas.taken(asked.key, owner=asked.owner, tried=tried)
-                    entering = stack.enter_async_context(taking)
+                    entering = stack.enter_async_context(replicas.taken(asked.key, tried=tried))
                     place = await while_connected(sent.receive, entering, cutoff_of(scope))
-                    if place.name in tried or (asked.owner and place.name != asked.owner):
+                    if place.name in tried:
                         break
                     tried.add(place.name)
                     reply = await self._relay.answer(sent, place)
@@ -171,20 +188,15 @@ class Front:
             except NotTakenError as refusal:
                 answer = refusal.answer or answer
         if answer is None:
-            raise _no_result() if asked.owner else none_ready()
+            raise none_ready()
         await answer(scope, sent.receive, send)
 
-    async def _of(self, asked: Asked) -> Replicas:
-        """Return the replicas that a request is for, of a model that nobody has those of the first one."""
+    def _of(self, model: str) -> Replicas:
+        """Return the replicas of a model; those of the first model where no replica has the one named."""
         replicas = self._replicas()
         if not replicas:
             raise none_ready()
-        if asked.owner and len(replicas) > 1:
-            found = await self._questions.having(asked.owner)
-            if found is None:
-                raise _no_result()
-            return found
-        return replicas[self._index.get(asked.model, 0)]
+        return replicas[self._index.get(model, 0)]
 
     async def _socket(self, websocket: WebSocket) -> None:
         try:
@@ -194,7 +206,7 @@ class Front:
 
     async def _pass_socket_on(self, websocket: WebSocket, path: str) -> None:
         """Lead a WebSocket to a replica, or to the next one where that does not take it."""
-        replicas = await self._of(Asked(str(websocket.scope.get(MODEL, ""))))
+        replicas = self._of(str(websocket.scope.get(MODEL, "")))
         is_local = websocket.query_params.get("local", "").lower() in _YES and path.endswith(_EVENTS)
         tried: set[str] = set()
         answer: Response | None = None

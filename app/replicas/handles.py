@@ -40,15 +40,13 @@ class ServedReplicas:
         self._last: list[Place] = []
 
     @contextlib.asynccontextmanager
-    async def taken(
-        self, key: bytes = b"", *, owner: str = "", tried: Collection[str] = ()
-    ) -> AsyncGenerator[Place, None]:
+    async def taken(self, key: bytes = b"", *, tried: Collection[str] = ()) -> AsyncGenerator[Place, None]:
         """Choose a replica, and count a request there for the length of the block.
 
         Raises:
             ApiError: ``starting``: none is there in time.
         """
-        asked = {"key": key, "owner": owner, "tried": list(tried)}
+        asked = {"key": key, "tried": list(tried)}
         leases: list[Any] = []
         try:
             try:

@@ -27,7 +27,7 @@ class Replicas(Protocol):
     """The replicas of one model."""
 
     def taken(
-        self, key: bytes = b"", *, owner: str = "", tried: Collection[str] = ()
+        self, key: bytes = b"", *, tried: Collection[str] = ()
     ) -> contextlib.AbstractAsyncContextManager[Place]:
         """Choose a replica, see ``choosing``, and count a request there for the length of the block.
 

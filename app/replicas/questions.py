@@ -97,16 +97,16 @@ class Questions:
                 return None if said.status == _OK else said.response()
         return None
 
-    async def having(self, name: str) -> Replicas | None:
-        """Return the replicas that one of some name is of; None where it is gone."""
-        replicas = self._replicas()
-        found = await asyncio.gather(*(one.places() for one in replicas))
-        if not any(found):
+    async def place_of(self, name: str) -> Place | None:
+        """Return where the replica of a name is; None where it is gone.
+
+        Raises:
+            ApiError: ``starting``: there are no replicas at all.
+        """
+        places = await self.places()
+        if not places:
             raise none_ready()
-        for one, places in zip(replicas, found, strict=True):
-            if any(place.name == name for place in places):
-                return one
-        return None
+        return next((one for one in places if one.name == name), None)
 
     async def places(self) -> list[Place]:
         """Return where the replicas of all models are."""

@@ -94,13 +94,13 @@ class Replica:
         self._watching = asyncio.create_task(self._end_with_server(), name="replica-server")
 
     async def lease(
-        self, key: bytes = b"", owner: str = "", tried: Collection[str] = ()
+        self, key: bytes = b"", tried: Collection[str] = ()
     ) -> AsyncGenerator[tuple[str, str], None]:
         """Say where the server is, and count as a request until the caller ends the call.
 
         The arguments are the router's, which has gone by them.
         """
-        del key, owner, tried
+        del key, tried
         yield await self.place()
         await asyncio.Event().wait()
 

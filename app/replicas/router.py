@@ -12,7 +12,7 @@ from app.replicas.choosing import ranked
 class PrefixRouter(RequestRouter):
     """Sends requests that have a key in common to one replica, see ``choosing``.
 
-    What it goes by are the arguments of ``Replica.lease``: ``key``, ``owner`` and ``tried``.
+    It decides by the arguments of ``Replica.lease``: ``key`` and ``tried``.
     """
 
     _slack = 8
@@ -32,13 +32,7 @@ class PrefixRouter(RequestRouter):
         replicas = {one.replica_id.unique_id: one for one in candidate_replicas}
         cache = self.replica_queue_len_cache
         loads = {name: cache.get(one.replica_id) or 0 for name, one in replicas.items()}
-        order = ranked(
-            loads,
-            given.get("key", b""),
-            owner=given.get("owner", ""),
-            tried=given.get("tried", ()),
-            slack=self._slack,
-        )
+        order = ranked(loads, given.get("key", b""), tried=given.get("tried", ()), slack=self._slack)
         return [[replicas[name]] for name in order]
 
 

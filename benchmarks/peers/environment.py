@@ -21,11 +21,11 @@ _SHOWN: Final = 300
 
 
 class EnvironmentUnavailableError(Exception):
-    """The peers could not be installed; the message is the installer's last word."""
+    """The peers could not be installed; the message is the installer's error."""
 
 
 def default_environment() -> Path:
-    """Return where the environment lies unless somebody says otherwise."""
+    """Return where the environment is by default."""
     return Path(platformdirs.user_cache_dir("nnsight-engine")) / "peers"
 
 
@@ -61,4 +61,4 @@ def _run(command: list[str]) -> None:
     if done.returncode:
         lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
         errors = [line for line in lines if "error" in line.lower()]
-        raise EnvironmentUnavailableError((errors or lines or ["it said nothing"])[-1].strip()[:_SHOWN])
+        raise EnvironmentUnavailableError((errors or lines or ["it printed nothing"])[-1].strip()[:_SHOWN])

@@ -1,7 +1,6 @@
-"""What every side does: the same work on the same models and inputs, named once.
+"""The tasks of all sides: the same work on the same models and inputs.
 
-Both ends read this module, the command and the children in either environment: it knows torch and nothing
-of ours or of a peer's.
+The table and the sides in either environment import this module: it uses nothing of ours or of a peer's.
 """
 
 from __future__ import annotations
@@ -15,21 +14,22 @@ from typing import Any, Final, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.precision import DTYPE
+from benchmarks.precision import DTYPE, DTYPE_NAME
 
-NUM_THREADS: Final = 2
 NUM_TOKENS: Final = 16
 NUM_PROMPTS: Final = 4
 NUM_REQUESTS: Final = 8
 LAYER: Final = 15
 """Of the language model."""
 PROMPT_TOKENS: Final = 12
-_WIDTH: Final = 64
-_NUM_SMALL_LAYERS: Final = 12
+NUM_SMALL_LAYERS: Final = 12
 _LOWEST_TOKEN: Final = 100
 """Ids below it are special tokens."""
 _FLOAT32_ROUNDING: Final = 1e-5
 _BF16_ROUNDING: Final = 0.02
+
+ENGINE_ARGUMENTS: Final[dict[str, Any]] = {"dtype": DTYPE_NAME, "max_model_len": 512}
+"""Beside the model and ``enforce_eager``, which interp-engine sets itself where any point may be read."""
 
 Work = Callable[[], list[torch.Tensor]]
 """Does a task once, and returns what it read."""
@@ -40,12 +40,7 @@ class NotOfferedError(Exception):
 
 
 class Size(NamedTuple):
-    """A model and its input, as tables call them, and how far values may lie apart.
-
-    Attributes:
-        name: In tables.
-        rounding: The largest difference that is rounding, as a share of the largest value.
-    """
+    """A model, and the largest difference of values that is rounding, as a share of the largest value."""
 
     name: str
     rounding: float
@@ -58,20 +53,14 @@ SERVED: Final = Size("SmolLM2 in vLLM", _BF16_ROUNDING)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Task:
-    """One thing to do.
-
-    Attributes:
-        key: Method of a side's work that does it.
-        name: In tables.
-        size: What it is done on.
-    """
+    """One thing to do: the method of a side's work that does it, its name, and the model."""
 
     key: str
     name: str
     size: Size
 
 
-LOCAL_TASKS: Final = (
+_LOCAL: Final = (
     Task("one_value", "one layer's output saved", SMALL),
     Task("all_values", "every layer's output saved", SMALL),
     Task("one_write", "one layer's output replaced, result saved", SMALL),
@@ -85,7 +74,7 @@ LOCAL_TASKS: Final = (
     Task("gradient", "gradient at one layer's output", LANGUAGE),
 )
 
-SERVING_TASKS: Final = (
+_SERVING: Final = (
     Task("idle", f"{NUM_REQUESTS} requests, none looked into", SERVED),
     Task("one_reads", f"{NUM_REQUESTS} requests, one layer's output of one at each token", SERVED),
     Task("all_read", f"{NUM_REQUESTS} requests, one layer's output of all at each token", SERVED),
@@ -93,18 +82,19 @@ SERVING_TASKS: Final = (
 )
 
 
+TASKS: Final = {"local": _LOCAL, "serving": _SERVING}
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Subject:
-    """A model and what is done to it.
+    """A model and what tasks need of it.
 
     Attributes:
-        module: The model.
-        layers_of: The layers below the module, or below what a library wraps it in.
-        num_layers: How many.
-        layer: The one that is looked at.
-        inputs: ``[1, width]``, or ids ``[1, tokens]``.
-        vector: ``[width]``, what is added where a task writes.
-        result_of: What is saved of the model's output.
+        layers_of: The layers below the module, or below its wrapper.
+        layer: The one that is read or changed.
+        inputs: ``[batch, width]``, or ids ``[1, tokens]``.
+        vector: ``[width]``, added where a task writes.
+        result_of: The part of the model's output that is saved.
     """
 
     module: Any
@@ -121,22 +111,22 @@ class Subject:
         return [self.inputs + index for index in range(NUM_PROMPTS)]
 
     def twin(self) -> Subject:
-        """Return the same with another module on the very same weights, which nobody wraps."""
+        """Return the same with another module on the very same weights, which no library wraps."""
         shared = {id(weight): weight for weight in self.module.parameters()}
         return dataclasses.replace(self, module=copy.deepcopy(self.module, shared))
 
 
-def small_subject() -> Subject:
+def small_subject(width: int = 64, batch: int = 1) -> Subject:
     """Return a stack of layers, so small that what a library adds shows."""
     torch.manual_seed(0)
-    layers = [torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(_NUM_SMALL_LAYERS)]
+    layers = [torch.nn.Linear(width, width) for _ in range(NUM_SMALL_LAYERS)]
     return Subject(
         module=torch.nn.Sequential(*layers).requires_grad_(requires_grad=False),
         layers_of=lambda root: root,
-        num_layers=_NUM_SMALL_LAYERS,
+        num_layers=NUM_SMALL_LAYERS,
         layer=5,
-        inputs=torch.randn(1, _WIDTH),
-        vector=torch.randn(_WIDTH),
+        inputs=torch.randn(batch, width),
+        vector=torch.randn(width),
         result_of=lambda output: output,
     )
 
@@ -155,6 +145,15 @@ def language_subject(path: Path) -> Subject:
     )
 
 
+class Models:
+    """The models that a library gets, by size, and the language model's folder."""
+
+    def __init__(self, path: Path) -> None:
+        """Load them."""
+        self.path = path
+        self.subjects = {SMALL: small_subject(), LANGUAGE: language_subject(path)}
+
+
 def steering_vector(width: int) -> torch.Tensor:
     """Return what is added at a layer of the language model, ``[width]``."""
     return torch.randn(width, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
@@ -165,6 +164,11 @@ def prompt_ids(seed: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     ids: list[int] = torch.randint(_LOWEST_TOKEN, 40_000, (PROMPT_TOKENS,), generator=generator).tolist()
     return ids
+
+
+def prompts() -> list[list[int]]:
+    """Return the prompts of the requests in vLLM."""
+    return [prompt_ids(seed) for seed in range(NUM_REQUESTS)]
 
 
 def difference(values: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float | None:

@@ -25,7 +25,7 @@ from nnsight_engine.interleaving.events import (
     StepNotReachedError,
 )
 from nnsight_engine.interleaving.gradients import in_backward
-from nnsight_engine.interleaving.mediator import NOTHING, Event, Mediator, Raise, named
+from nnsight_engine.interleaving.mediator import NOTHING, Event, Mediator, Raise, named, warn
 from nnsight_engine.interleaving.module_use import ModuleUse
 
 
@@ -164,6 +164,10 @@ class Interleaver(ModuleUse):
             self.stopped = True
         elif self.error is None and not self.ending:
             self.error = error
+
+    def warn(self, error: StepNotReachedError) -> None:
+        """Warn of a block that ended because it asked for a step that did not come."""
+        warn(error)
 
     def _settle(self) -> None:
         """Run the blocks that a barrier has released; unwind the model if a block failed or stopped."""
@@ -424,8 +428,8 @@ class Interleaver(ModuleUse):
                 "the loss was computed from."
             )
         if iteration is not None and calls:
-            warns = mediator.moved_on and mediator.warns
-            return (StepNotReachedError if warns else MissedProviderError)(_ended(requester, calls))
+            error_type = StepNotReachedError if mediator.moved_on else MissedProviderError
+            return error_type(_ended(requester, calls))
         never = MissedProviderError(
             f"Execution complete but `{requester}` was not provided. Did you call an Envoy out of order? "
             "Investigate why this module was not called."

@@ -126,8 +126,6 @@ class Mediator:
     MissedProviderError = MissedProviderError
     OutOfOrderError = OutOfOrderError
     runs_on: ClassVar[StackKind] = call_stacks
-    warns: ClassVar[bool] = True
-    """Whether a warning in the block reaches its author; if not, an error is raised instead."""
 
     def __init__(
         self,
@@ -257,7 +255,8 @@ class Mediator:
             if self.interleaver is None or not self.interleaver.ending:
                 raise
         except StepNotReachedError as error:
-            _warn(error)
+            if self.interleaver is not None:
+                self.interleaver.warn(error)
         except IterationOver as error:
             raise MissedProviderError(
                 "A loop over steps was left in the middle, because generation ended, and what stands "
@@ -315,7 +314,7 @@ class Mediator:
         return answer
 
 
-def _warn(error: StepNotReachedError) -> None:
+def warn(error: StepNotReachedError) -> None:
     """Warn at the line of the block that made the request; the rest of the block does not run."""
     places = [
         (frame, line)

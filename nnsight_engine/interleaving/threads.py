@@ -24,7 +24,7 @@ from _thread import allocate_lock
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -315,7 +315,6 @@ class ThreadMediator(Mediator):
     """
 
     __slots__ = ("_random", "runs_on", "spent_s")
-    warns: ClassVar[bool] = False
 
     def __init__(self, intervention: Callable[[], Any], info: Any, threads: Threads, *, seed: int) -> None:
         """Prepare a block; it does not run before ``start``."""

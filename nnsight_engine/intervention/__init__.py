@@ -1,16 +1,5 @@
-"""The documented import paths of nnsight's ``intervention``, each leading to where the thing lives here.
+"""The documented import paths of nnsight's ``intervention``; the names are defined elsewhere."""
 
-The names are what people import, so they stay; nothing is defined here, and nothing of ours imports this.
-"""
+from nnsight_engine.compat.import_paths import add_paths
 
-from nnsight_engine.intervention import (
-    backends,
-    batching,
-    envoy,
-    hooks,
-    interleaver,
-    serialization,
-    tracing,
-)
-
-__all__ = ["backends", "batching", "envoy", "hooks", "interleaver", "serialization", "tracing"]
+add_paths(__name__)

@@ -21,7 +21,7 @@ import torch
 
 from nnsight_engine.serialization.errors import DecodeError
 from nnsight_engine.serialization.import_resolution import MOVED
-from nnsight_engine.serialization.limits import MessageLimits, Policy
+from nnsight_engine.serialization.limits import MessageLimits, Policy, is_data_class
 from nnsight_engine.serialization.message import HERE, Table
 from nnsight_engine.serialization.node_kinds import NodeKind
 
@@ -184,7 +184,7 @@ class Decoder:
                 f"the message asks for {module}.{name}, which this side's {module} lacks"
                 f"{self.between_versions}"
             ) from error
-        if not self.policy.allow_source and not isinstance(value, type):
+        if not self.policy.allow_source and not is_data_class(value, module, name):
             raise DecodeError(f"the message asks for {module}.{name}, which is no class of data")
         return value
 

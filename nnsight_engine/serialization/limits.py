@@ -91,9 +91,27 @@ class Policy:
 
 
 def _is_data(module: str, name: str) -> bool:
-    return (module, name) in _DATA_NAMES or (
+    if (module, name) in _DATA_NAMES:
+        return True
+    # No dotted name: it would lead through what the module imports to anything in the process.
+    return name.isidentifier() and (
         module in _OUTPUT_MODULES or (module.startswith(_MODEL_MODULES) and name.endswith("Output"))
     )
+
+
+def is_data_class(value: object, module: str, name: str) -> bool:
+    """Return whether what was found under an allowed name is the class of data that the name stands for.
+
+    A module also has names that it imports, which the patterns of ``DATA_ONLY`` cannot tell from its own.
+    """
+    if not isinstance(value, type):
+        return False
+    if (module, name) in _DATA_NAMES:
+        return True
+    if (value.__module__, value.__qualname__) != (module, name):
+        return False
+    is_model_output = any(base.__name__ == "ModelOutput" for base in value.__mro__)
+    return is_model_output or not module.startswith(_MODEL_MODULES)
 
 
 def _anything(_module: str, _name: str) -> bool:

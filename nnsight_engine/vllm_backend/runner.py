@@ -163,7 +163,7 @@ class InterventionRunnerMixin:
         self._scheduled = scheduler_output.num_scheduled_tokens
         self._num_rows = scheduler_output.total_num_scheduled_tokens
         if isinstance(self.traces, WorkerTraces):
-            self.traces.cells.is_alone = is_alone(scheduler_output)
+            self.traces.sandboxes.is_alone = is_alone(scheduler_output)
         if traced or not self.traces.idle:
             self.traces.begin(traced, finished)
         self._samples.forget(finished)
@@ -184,7 +184,7 @@ class InterventionRunnerMixin:
         """Wait briefly for blocks in a step without tokens, and return the output with their results."""
         if not isinstance(self.traces, WorkerTraces) or (self.traces.idle and not self._told_resting):
             return output
-        self.traces.cells.wait_for_any(_IDLE_S)
+        self.traces.sandboxes.wait_for_any(_IDLE_S)
         results = self._with_blocks(self.traces, None)
         return output if results is None else attach_results(output, results)
 
@@ -200,7 +200,7 @@ class InterventionRunnerMixin:
             return super()._model_forward(input_ids, *args, **kwargs)  # type: ignore[misc]
         forward = functools.partial(super()._model_forward, input_ids, *args, **kwargs)  # type: ignore[misc]
         context = get_forward_context()
-        step = TapStep(plan, self.traces.board if traced else None)
+        step = TapStep(plan, self.traces.dispatcher if traced else None)
         context.additional_kwargs[CONTEXT_KEY] = step
         with contextlib.ExitStack() as stack:
             missing = set() if plan is None else plan.taps() - self.taps
@@ -219,7 +219,7 @@ class InterventionRunnerMixin:
     def _note_tier(self, plan: StepPlan | None, *, is_uncompiled: bool) -> None:
         """Record on which tier a step with interventions ran, for all its requests."""
         self.counts.steps["eager" if is_uncompiled else "tap"] += 1
-        self.traces.board.is_uncompiled = is_uncompiled
+        self.traces.dispatcher.is_uncompiled = is_uncompiled
         if plan is not None and is_uncompiled:
             plan.note_uncompiled()
 
@@ -267,7 +267,7 @@ class InterventionRunnerMixin:
         if isinstance(self.traces, WorkerTraces):
             # A step cannot be undone for requests whose prompt logprobs vLLM returns only once, or whose
             # values operations have already read.
-            self.traces.cells.bound = {*self.num_prompt_logprobs, *self.interventions.live}  # type: ignore[attr-defined]
+            self.traces.sandboxes.bound = {*self.num_prompt_logprobs, *self.interventions.live}  # type: ignore[attr-defined]
         return self.traces.step(spans, int(tokens.shape[0]))
 
     def _timed_plan(self) -> StepPlan | None:
@@ -352,10 +352,10 @@ class InterventionRunnerMixin:
         self, traces: WorkerTraces | EarlyStageTraces, results: StepResults | None
     ) -> StepResults | None:
         """End the step for traces, and return the step's results with those of the blocks added."""
-        undone = list(traces.cells.undone) if isinstance(traces, WorkerTraces) else []
+        undone = list(traces.sandboxes.undone) if isinstance(traces, WorkerTraces) else []
         ended, news = traces.end(), traces.news()
-        waiting = traces.cells.waiting if isinstance(traces, WorkerTraces) else frozenset()
-        resting = traces.cells.resting if isinstance(traces, WorkerTraces) else frozenset()
+        waiting = traces.sandboxes.waiting if isinstance(traces, WorkerTraces) else frozenset()
+        resting = traces.sandboxes.resting if isinstance(traces, WorkerTraces) else frozenset()
         is_told = waiting == self._told_waiting and resting == self._told_resting
         if ended or news or undone or not is_told:
             results = results or StepResults({}, {}, {})
@@ -371,14 +371,14 @@ class InterventionRunnerMixin:
         if not (isinstance(traces, WorkerTraces) and traces.in_step):
             return super()._sample(*args, **kwargs)  # type: ignore[misc]
         batch, mask = self.input_batch, self.discard_request_mask.np  # type: ignore[attr-defined]
-        undone = {batch.req_id_to_index[request_id] for request_id in traces.cells.undone}
+        undone = {batch.req_id_to_index[request_id] for request_id in traces.sandboxes.undone}
         mask[list(undone)] = True
-        before = self._samples.states(batch) if traces.cells.in_step else {}
+        before = self._samples.states(batch) if traces.sandboxes.in_step else {}
         output = super()._sample(*args, **kwargs)  # type: ignore[misc]
-        self._samples.put_back(output, batch.req_id_to_index, traces.cells.undone)
+        self._samples.put_back(output, batch.req_id_to_index, traces.sandboxes.undone)
         sampled = output.sampled_token_ids
         output.sampled_token_ids = traces.on_samples(sampled)
-        for request_id in traces.cells.undone:
+        for request_id in traces.sandboxes.undone:
             index = batch.req_id_to_index[request_id]
             if index not in undone:
                 mask[index] = True

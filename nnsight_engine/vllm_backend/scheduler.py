@@ -75,7 +75,7 @@ class InterventionScheduler(FairScheduler):
         self._owners: dict[str, str] = {}
         self._writers: set[str] = set()
         self._traced: set[str] = set()
-        self._gangs: dict[str, RequestGroup] = {}
+        self._groups: dict[str, RequestGroup] = {}
         self._news: dict[str, list[Parcel]] = {}
         self._waiting: frozenset[str] = frozenset()
         self._resting: frozenset[str] = frozenset()
@@ -115,7 +115,7 @@ class InterventionScheduler(FairScheduler):
         if len(entry.groups) == 1:
             return
         new = RequestGroup(dict.fromkeys(range(len(entry.groups))), [])
-        self._gangs.setdefault(entry.key, new).join(request.request_id, entry)
+        self._groups.setdefault(entry.key, new).join(request.request_id, entry)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step, without the requests that wait for their blocks and those of resting tenants."""
@@ -158,8 +158,8 @@ class InterventionScheduler(FairScheduler):
         """Schedule a step; a traced prompt that fits into one step is never split over several."""
         if not self.waiting:  # no request to hold back
             return super().schedule_all(*args, **kwargs)
-        before = list(self.waiting) if self._traced or self._gangs else []
-        apart = self._hold_gangs() if self._gangs else []
+        before = list(self.waiting) if self._traced or self._groups else []
+        apart = self._hold_groups() if self._groups else []
         held = self._hold_back() if self._traced else []
         output: SchedulerOutput = super().schedule_all(*args, **kwargs)
         if held or apart:
@@ -176,16 +176,16 @@ class InterventionScheduler(FairScheduler):
 
     def companions(self, request: Request) -> Collection[str]:
         """Return the ids of the requests of the same trace, whose blocks may wait for each other."""
-        gangs = (gang for gang in self._gangs.values() if request.request_id in gang.members)
-        return next((gang.members for gang in gangs), ())
+        groups = (group for group in self._groups.values() if request.request_id in group.members)
+        return next((group.members for group in groups), ())
 
-    def _hold_gangs(self) -> list[Request]:
+    def _hold_groups(self) -> list[Request]:
         """Remove and return waiting requests of traces of which other requests have not arrived yet."""
         for key in [
-            key for key, gang in self._gangs.items() if self.requests.keys().isdisjoint(gang.members)
+            key for key, group in self._groups.items() if self.requests.keys().isdisjoint(group.members)
         ]:
-            del self._gangs[key]
-        members = {member for gang in self._gangs.values() if gang.missing for member in gang.members}
+            del self._groups[key]
+        members = {member for group in self._groups.values() if group.missing for member in group.members}
         held = [request for request in self.waiting if request.request_id in members]
         self.waiting.remove_requests(held)
         return held
@@ -218,9 +218,9 @@ class InterventionScheduler(FairScheduler):
         finished: list[Request] = super().finish_requests(request_ids, finished_status)
         for request in finished:
             self._drop(request.request_id)
-            for gang in self._gangs.values():
-                if request.request_id in gang.members:
-                    gang.missing.clear()  # the rest may never arrive: stop waiting for it
+            for group in self._groups.values():
+                if request.request_id in group.members:
+                    group.missing.clear()  # the rest may never arrive: stop waiting for it
         return finished
 
     def update_from_output(

@@ -38,16 +38,21 @@ class TapStep:
 
     Args:
         plan: The plan of the declarative requests; None for none.
-        board: Dispatches between the blocks of traced requests and the model; None if the step has no blocks.
+        dispatcher: Connects the blocks of traced requests with the model; None if the step has no blocks.
     """
 
-    __slots__ = ("_board", "_plan", "_planned", "_served")
+    __slots__ = (
+        "_dispatcher",
+        "_plan",
+        "_planned",
+        "_served",
+    )
 
-    def __init__(self, plan: StepPlan | None, board: TraceDispatcher | None) -> None:
+    def __init__(self, plan: StepPlan | None, dispatcher: TraceDispatcher | None) -> None:
         self._plan = plan
         self._planned = frozenset[int]() if plan is None else plan.taps()
-        self._board = board
-        self._served = board if board is not None and board.route is not None else None
+        self._dispatcher = dispatcher
+        self._served = dispatcher if dispatcher is not None and dispatcher.route is not None else None
 
     def is_busy(self, tap: int) -> bool:
         """Return whether a tap may have work; checked at each tap of each step, and mostly false."""
@@ -55,16 +60,16 @@ class TapStep:
 
     def is_models_own(self) -> bool:
         """Return whether the current call is made by the model; blocks may call modules themselves."""
-        return self._board is None or self._board.listener == get_ident()
+        return self._dispatcher is None or self._dispatcher.listener == get_ident()
 
     def at(self, tap: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Handle the arrival at a tap: the plan changes the tensors in place, then the blocks do."""
         if not self.is_models_own():
             return
         self.run_plan(tap, hidden, residual)
-        board = self._served
-        if board is not None:
-            board.at_tap(tap, hidden if residual is None else (hidden, residual))
+        dispatcher = self._served
+        if dispatcher is not None:
+            dispatcher.at_tap(tap, hidden if residual is None else (hidden, residual))
 
     def run_plan(self, tap: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Run the plan's operations at a tap, or at the location of a tap that is not installed."""

@@ -26,8 +26,7 @@ def report_of(module: str, folder: Path, names: Sequence[str] = (), *, engine_in
     environment = {
         **os.environ,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if engine_in_process else "1",
-        # A graph compiled by an earlier version of the taps must not be found.
-        "VLLM_CACHE_ROOT": str(folder / "cache"),
+        "VLLM_CACHE_ROOT": str(own_cache(folder / "cache")),
         # Two processes share the cores; left alone, both would bind to the same ones.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
@@ -44,6 +43,20 @@ def report_of(module: str, folder: Path, names: Sequence[str] = (), *, engine_in
     output = done.stdout.decode("utf-8", "replace")[-_OUTPUT_SHOWN:]
     assert done.returncode == 0, f"{module} {' '.join(names)} exited with {done.returncode}:\n{output}"
     return json.loads((folder / REPORT).read_text())
+
+
+def own_cache(cache: Path) -> Path:
+    """Make a cache for vLLM in which a graph compiled by an earlier version of the taps cannot be found.
+
+    Descriptions of vLLM's model classes are shared: each takes a process of some seconds to make.
+    """
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    described = Path(os.environ.get("VLLM_CACHE_ROOT") or caches / "vllm") / "modelinfos"
+    described.mkdir(parents=True, exist_ok=True)
+    cache.mkdir(parents=True, exist_ok=True)
+    if not (cache / described.name).exists():
+        (cache / described.name).symlink_to(described)
+    return cache
 
 
 def in_forks(check: Callable[[str], Any], folder: Path, names: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from tests.e2e.watching import Watch
 
 pytestmark = pytest.mark.e2e
 
-_NUM_CASES = 40
+_NUM_CASES = 120
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
@@ -29,14 +29,12 @@ def busy():
 SLOW_BLOCKS: Final = {
     "layers": f"{BUSY}\nfor step in tracer.iter[:]:\n    model.layers[5].output[:] *= 1.5\n    busy()",
     "prompt logprobs": f"{BUSY}\nmodel.layers[5].output[:] *= 1.5\nbusy()",
-    "operation": f"{BUSY}\nmodel.layers[5].output[:] *= 1.5\nbusy()",
 }
 BESIDE: Final[dict[str, dict[str, Any]]] = {
     "layers": {"max_tokens": 4},
     "prompt logprobs": {"max_tokens": 1, "prompt_logprobs": 0},
-    "operation": {"max_tokens": 1, "beside": [{"op": "capture", "at": "layers.3.output"}]},
 }
-"""Beside the last two a block cannot be left out of a step."""
+"""Beside the last a block cannot be left out of a step."""
 
 
 @dataclass
@@ -52,9 +50,9 @@ class Tenant:
         headers = {"authorization": f"Bearer {self.key}"}
         return httpx.post(f"{self.url}/v1/completions", json=body, headers=headers, timeout=300)
 
-    def trace(self, code: str, beside: Sequence[Any] = (), **body: Any) -> httpx.Response:
-        """Send a completion with code, and operations beside it."""
-        return self.post(interventions=[{"op": "trace", "code": code, "name": "t"}, *beside], **body)
+    def trace(self, code: str, **body: Any) -> httpx.Response:
+        """Send a completion with code beside it."""
+        return self.post(interventions=[{"op": "trace", "code": code, "name": "t"}], **body)
 
 
 def texts_of(tenant: Tenant) -> list[str]:

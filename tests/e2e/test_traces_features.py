@@ -243,6 +243,16 @@ def test_a_cache_says_what_it_missed_and_why(model: VLLM) -> None:
     assert len(caught) == 1
 
 
+def test_a_step_that_does_not_come_ends_the_block_with_a_warning(model: VLLM) -> None:
+    warned = pytest.warns(UserWarning, match="The block ends here")
+    with warned, model.trace(PROMPT, max_tokens=2, **GREEDY) as tracer:
+        steps = save([model.samples.output.item()])
+        tracer.next(2)
+        steps.append(model.samples.output.item())
+        steps.append("unreachable")
+    assert len(steps) == 1
+
+
 def caching(model: VLLM, number: int) -> SentTrace:
     """Return a trace of 90 tokens with a cache, and every second one with an edit."""
     prompt = f"{OTHER} and {number}" * 3

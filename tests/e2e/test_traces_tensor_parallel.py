@@ -146,10 +146,10 @@ def test_ranks_sample_alike_whatever_a_block_draws(model: VLLM) -> None:
 
 def count_words(worker: Any, counts: bool) -> int:
     """Count, from now on, how often the leading rank says something; returns how often it has."""
-    board = worker.model_runner.traces.board
-    told = board.__dict__.setdefault("told", [])
+    dispatcher = worker.model_runner.traces.dispatcher
+    told = dispatcher.__dict__.setdefault("told", [])
     if counts:
-        ranks = board.spread.ranks
+        ranks = dispatcher.spread.ranks
         tell = type(ranks).tell
         ranks.tell = lambda *order: (told.append(1), tell(ranks, *order))[1]
     return len(told)

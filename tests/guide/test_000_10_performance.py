@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from nnsight_engine.intervention.tracing.globals import Globals
 
 import nnsight_engine
 from nnsight_engine import CONFIG, LanguageModel, NNsight, save
-from nnsight_engine.intervention.tracing.globals import Globals
 from nnsight_engine.tracing.source_text import SourceReader
 from tests.guide.alone import tokens
 from tests.guide.modules import TinyMLP

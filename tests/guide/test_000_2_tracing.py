@@ -18,11 +18,11 @@ from types import FrameType, ModuleType
 import pytest
 import torch
 from IPython.core.interactiveshell import InteractiveShell
+from nnsight_engine.intervention.backends.base import Backend
+from nnsight_engine.intervention.tracing.base import Info, Tracer, WithBlockNotFoundError
 
 import nnsight_engine
 from nnsight_engine import LanguageModel, NNsight
-from nnsight_engine.intervention.backends.base import Backend
-from nnsight_engine.intervention.tracing.base import Info, Tracer, WithBlockNotFoundError
 from tests.guide.alone import tokens
 from tests.guide.modules import TinyMLP
 from tests.guide.plain import outputs_of

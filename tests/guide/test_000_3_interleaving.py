@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from nnsight_engine.intervention.interleaver import MissedProviderError, OutOfOrderError
 
 import nnsight_engine
 from nnsight_engine import CONFIG, LanguageModel, NNsight
-from nnsight_engine.intervention.interleaver import MissedProviderError, OutOfOrderError
 from tests.guide.alone import generated, tokens
 from tests.guide.modules import TinyMLP
 from tests.guide.plain import edited, outputs_of, recorded

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from nnsight_engine.intervention.envoy import OperationEnvoy
 
 import nnsight_engine
 from nnsight_engine import LanguageModel, NNsight
-from nnsight_engine.intervention.envoy import OperationEnvoy
 from tests.guide.alone import module_of, tokens
 from tests.guide.plain import outputs_of, recorded_inputs
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from nnsight_engine.intervention.tracing.globals import Globals
 
 import nnsight_engine
 from nnsight_engine import CONFIG, LanguageModel, NNsight
-from nnsight_engine.intervention.tracing.globals import Globals
 from tests.guide.alone import tokens
 from tests.guide.plain import outputs_of
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from nnsight_engine.intervention.interleaver import MissedProviderError
 
 from nnsight_engine import LanguageModel, save
-from nnsight_engine.intervention.interleaver import MissedProviderError
 from tests.guide.alone import generated
 from tests.guide.plain import edited, recorded
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nnsight_engine import LanguageModel, NNsight
-from nnsight_engine.intervention.interleaver import MissedProviderError
+from nnsight_engine.interleaving.events import MissedProviderError
 from tests.guide.alone import module_of, tokens
 from tests.guide.plain import edited, outputs_of
 

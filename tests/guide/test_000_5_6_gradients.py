@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from nnsight_engine.intervention.interleaver import MissedProviderError
 
 from nnsight_engine import LanguageModel, NNsight
-from nnsight_engine.intervention.interleaver import MissedProviderError
 from tests.guide.alone import module_of, tokens
 from tests.guide.modules import TinyMLP
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from nnsight_engine.intervention.batching import Batchable
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nnsight_engine import Envoy, LanguageModel, NNsight
-from nnsight_engine.intervention.batching import Batchable
 from nnsight_engine.modeling.huggingface import HuggingFaceModel
 from nnsight_engine.modeling.mixins.loadable import LoadableMixin
 from nnsight_engine.modeling.mixins.meta import MetaMixin

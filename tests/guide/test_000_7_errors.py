@@ -10,10 +10,10 @@ from contextlib import redirect_stdout
 
 import pytest
 import torch
-
-from nnsight_engine import CONFIG, LanguageModel, NNsight, save
 from nnsight_engine.intervention.interleaver import MissedProviderError, OutOfOrderError
 from nnsight_engine.intervention.tracing.base import WithBlockNotFoundError
+
+from nnsight_engine import CONFIG, LanguageModel, NNsight, save
 from tests.guide.alone import tokens
 from tests.guide.modules import TinyMLP
 from tests.guide.plain import outputs_of

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from nnsight_engine.intervention.envoy import Envoy, OperationEnvoy, eproperty
+from nnsight_engine.intervention.hooks import requires_input, requires_output
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2Block
 
 from nnsight_engine import LanguageModel, NNsight
-from nnsight_engine.intervention.envoy import Envoy, OperationEnvoy, eproperty
-from nnsight_engine.intervention.hooks import requires_input, requires_output
 from tests.guide.attention import WIDTH, Attender, Attention, Block
 from tests.guide.plain import edited, outputs_of
 

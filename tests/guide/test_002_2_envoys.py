@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from nnsight_engine.intervention.envoy import Envoy, eproperty
+from nnsight_engine.intervention.hooks import requires_output
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from nnsight_engine import LanguageModel, NNsight
-from nnsight_engine.intervention.envoy import Envoy, eproperty
-from nnsight_engine.intervention.hooks import requires_output
 from tests.guide.attention import HEAD_WIDTH, NUM_HEADS, WIDTH, Attender, Attention
 from tests.guide.plain import edited, outputs_of
 

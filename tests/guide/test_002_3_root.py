@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from nnsight_engine.intervention.envoy import Envoy, eproperty
+from nnsight_engine.intervention.hooks import requires_output
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from nnsight_engine import LanguageModel, NNsight
-from nnsight_engine.intervention.envoy import Envoy, eproperty
-from nnsight_engine.intervention.hooks import requires_output
 from tests.guide.alone import module_of
 from tests.guide.attention import WIDTH, Attender, Attention, Block
 from tests.guide.plain import outputs_of

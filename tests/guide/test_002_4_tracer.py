@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-
-from nnsight_engine import NNsight, save
 from nnsight_engine.intervention.tracing.base import Tracer
 from nnsight_engine.intervention.tracing.editing import EditingTracer
 from nnsight_engine.intervention.tracing.tracer import InterleavingTracer, ScanningTracer
+
+from nnsight_engine import NNsight, save
 
 
 class Recorder(Tracer):

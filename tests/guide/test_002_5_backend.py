@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-
-import nnsight_engine
-from nnsight_engine import NNsight
 from nnsight_engine.intervention.backends.base import Backend
 from nnsight_engine.intervention.backends.execution import ExecutionBackend
 from nnsight_engine.intervention.tracing.base import Tracer
 from nnsight_engine.intervention.tracing.globals import Globals
 from nnsight_engine.intervention.tracing.util import wrap_exception
+
+import nnsight_engine
+from nnsight_engine import NNsight
 
 OURS = str(Path(nnsight_engine.__file__).parent)
 

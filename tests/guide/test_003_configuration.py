@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from nnsight_engine.intervention.tracing.globals import Globals
 
 import nnsight_engine
 from nnsight_engine import CONFIG, LanguageModel, NNsight
 from nnsight_engine.core.config import Config
-from nnsight_engine.intervention.tracing.globals import Globals
 from tests.guide.alone import module_of
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from nnsight_engine.intervention.interleaver import OutOfOrderError
 
 from nnsight_engine import LanguageModel, NNsight, save
-from nnsight_engine.intervention.interleaver import OutOfOrderError
 from tests.guide.alone import module_of
 from tests.guide.plain import edited, outputs_of
 

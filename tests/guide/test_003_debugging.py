@@ -11,10 +11,10 @@ from types import FrameType, TracebackType
 
 import pytest
 import torch
+from nnsight_engine.intervention.interleaver import MissedProviderError, OutOfOrderError
 
 import nnsight_engine
 from nnsight_engine import CONFIG, LanguageModel, NNsight
-from nnsight_engine.intervention.interleaver import MissedProviderError, OutOfOrderError
 from tests.guide.alone import module_of
 
 OURS = str(Path(nnsight_engine.__file__).parent)

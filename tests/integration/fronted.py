@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Receive, Scope, Send
+from websockets.asyncio.client import ClientConnection
 
 from app.context import Context
 from app.engine.fake import FakeBehaviour, FakeEngineClient
@@ -60,10 +61,8 @@ class Some(Replicas):
         self.loads: collections.Counter[str] = collections.Counter(dict.fromkeys(self.all, 0))
 
     @contextlib.asynccontextmanager
-    async def taken(
-        self, key: bytes = b"", *, owner: str = "", tried: Collection[str] = ()
-    ) -> AsyncGenerator[Place, None]:
-        order = ranked({name: self.loads[name] for name in self.all}, key, owner=owner, tried=tried)
+    async def taken(self, key: bytes = b"", *, tried: Collection[str] = ()) -> AsyncGenerator[Place, None]:
+        order = ranked({name: self.loads[name] for name in self.all}, key, tried=tried)
         if not order:
             raise none_ready()
         self.loads[order[0]] += 1
@@ -145,10 +144,8 @@ class Fronted:
 
 
 @contextlib.asynccontextmanager
-async def fronted(
-    directory: Path, *sizes: int, proxies: str = "127.0.0.1", prefix: str = "", **settings: Any
-) -> AsyncIterator[Fronted]:
-    """Run so many replicas of each model behind a front."""
+async def running(directory: Path, *sizes: int, **settings: Any) -> AsyncIterator[list[Some]]:
+    """Run so many replicas of each model."""
     async with contextlib.AsyncExitStack() as stack:
         models = []
         for index, size in enumerate(sizes or (2,)):
@@ -158,6 +155,16 @@ async def fronted(
                 one.place = Place(one.name, f"http://127.0.0.1:{port_of(one.connections)}")
             await until(lambda: all(one.engine.ready for one in replicas))  # noqa: B023 - it is awaited here
             models.append(Some(replicas))
+        yield models
+
+
+@contextlib.asynccontextmanager
+async def fronted(
+    directory: Path, *sizes: int, proxies: str = "127.0.0.1", prefix: str = "", **settings: Any
+) -> AsyncIterator[Fronted]:
+    """Run so many replicas of each model behind a front."""
+    async with contextlib.AsyncExitStack() as stack:
+        models = await stack.enter_async_context(running(directory, *sizes, **settings))
         named = [ModelOptions(model=MODEL if not index else f"other/{index}") for index in range(len(models))]
         chosen = Settings.model_validate({"drain_timeout_s": 1.0, **settings})
         front = create_front(
@@ -171,6 +178,32 @@ async def fronted(
         address = f"http://127.0.0.1:{port_of(server)}"
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=address, timeout=20))
         yield Fronted(server, client, models)
+
+
+@contextlib.asynccontextmanager
+async def asking(replicas: Iterable[Replica], job_id: str) -> AsyncIterator[None]:
+    """Have each replica ask a job's client for something, as the one that runs the job does."""
+    calls = [
+        asyncio.create_task(one.context.jobs.local_calls.ask(job_id, one.name.encode())) for one in replicas
+    ]
+    try:
+        yield
+    finally:
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def askers(socket: ClientConnection, number: int, wait_s: float = 20) -> set[str]:
+    """Return so many of the replicas whose calls come over a job's socket, fewer where time ends."""
+    found: set[str] = set()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(wait_s):
+            while len(found) < number:
+                message = await socket.recv()
+                if isinstance(message, bytes):
+                    found |= {name for name in ("m0r0", "m0r1") if name.encode() in message}
+    return found
 
 
 def who(answer: httpx.Response) -> str:

@@ -19,7 +19,7 @@ from api_schemas.errors import ApiError, ErrorCode
 from app.engine.fake_results import MODEL
 from app.replicas.protocol import Place, none_ready
 from app.replicas.relay import REPLICA_HEADER
-from tests.integration.fronted import Some, code_of, fronted, who
+from tests.integration.fronted import Some, askers, asking, code_of, fronted, who
 from tests.integration.scripted_traces import HEADERS, trace
 from tests.integration.waiting import until
 
@@ -232,6 +232,16 @@ async def test_jobs_are_known_to_all_replicas_and_followed_through_any(tmp_path:
                 pass
         assert caught.value.response.status_code == 404
         assert b"job_not_found" in caught.value.response.body
+
+
+async def test_whoever_follows_a_job_through_the_front_is_asked_by_any_replica(tmp_path: Path):
+    """A job may be run by any replica, and by another one after that; the client cannot know which."""
+    async with fronted(tmp_path) as front:
+        answer = await front.client.post("/v1/jobs", content=trace("hang"), headers=HEADERS)
+        job_id = answer.json()["id"]
+        address = f"ws://127.0.0.1:{front.client.base_url.port}/v1/jobs/{job_id}/events?local=true"
+        async with connect(address) as socket, asking(front.replicas, job_id):
+            assert await askers(socket, 2) == {"m0r0", "m0r1"}
 
 
 async def test_a_trace_goes_through_as_it_comes(tmp_path: Path):

@@ -109,7 +109,7 @@ class World:
 
     ends: list[socket.socket] = field(default_factory=list)
     served: _Served = field(default_factory=_Served)
-    board: TraceDispatcher = field(default_factory=TraceDispatcher)
+    dispatcher: TraceDispatcher = field(default_factory=TraceDispatcher)
     cell: SandboxSession = field(init=False)
     process: _Process = field(init=False)
     waiting: WaitBudget = field(default_factory=lambda: WaitBudget(_BUDGET_S, 5 * _BUDGET_S))
@@ -122,7 +122,7 @@ class World:
         descriptor = theirs.detach()  # the thread's, which closes it
         inside = SandboxSide(descriptor, Memory(shared, _HALF))
         os.close(shared)
-        self.board.place.tokens = {_SAMPLES: _TOKENS}
+        self.dispatcher.place.tokens = {_SAMPLES: _TOKENS}
         opened = Opened(
             cast("Any", None),
             cast("Any", self.served),
@@ -130,7 +130,7 @@ class World:
             _HALF,
         )
         self.cell = SandboxSession(
-            self.board, cast("Any", self.process), opened, 1, "acme", _BUDGET_S, _TRACE_S
+            self.dispatcher, cast("Any", self.process), opened, 1, "acme", _BUDGET_S, _TRACE_S
         )
         threading.Thread(target=_told, args=(lie, inside, descriptor), daemon=True).start()
 
@@ -140,13 +140,13 @@ class World:
 
     def go(self, spans: Sequence[TraceSpan], *, is_bound: bool = True, is_alone: bool = False) -> None:
         """Begin a step as the worker does."""
-        self.board.begin()
+        self.dispatcher.begin()
         self.waiting.begin(is_alone=is_alone)
         self.cell.prepare(spans, is_bound=is_bound)
         self.waiting.wait([self.cell])
         self.cell.step(spans, _ROWS)
         self.gather()
-        self.board.gather = self.gather
+        self.dispatcher.gather = self.gather
 
     def gather(self) -> None:
         self.waiting.wait([self.cell])
@@ -154,7 +154,7 @@ class World:
 
     def listen(self) -> None:
         """Wait between steps until the process has answered."""
-        while self.cell.talk.is_pending:
+        while self.cell.connection.is_pending:
             self.waiting.wait_for_any([self.cell], 10)
 
     def end(self) -> tuple[list[str], dict[str, Any]]:
@@ -235,16 +235,16 @@ def test_what_it_says_of_a_value_ends_it_alone(world: World, then: Callable[[Any
     world.begin(wanting(_LAYER, then=then))
     world.step()
     value = torch.arange(4.0 * _ROWS).view(_ROWS, 4)
-    after = world.board.provide(_LAYER, value)
+    after = world.dispatcher.provide(_LAYER, value)
     assert torch.equal(after, torch.arange(4.0 * _ROWS).view(_ROWS, 4))
     assert world.error()
-    assert world.board.wanted == {}
+    assert world.dispatcher.wanted == {}
 
 
 def test_it_changes_its_own_rows(world: World) -> None:
     world.begin(wanting(_LAYER, then=changing([_ROWS_OF_FLOATS[0]], _ROWS_OF_FLOATS[1])))
     world.step()
-    after = world.board.provide(_LAYER, torch.zeros(_ROWS, 4))
+    after = world.dispatcher.provide(_LAYER, torch.zeros(_ROWS, 4))
     assert after.sum(1).tolist() == [4.0, 4.0, 4.0, 0.0, 0.0]
     assert world.cell.error is None
 
@@ -254,7 +254,7 @@ def test_positions_are_not_changed(world: World, number: int) -> None:
     slot, content = slot_of(torch.full((_OWN,), number))
     world.begin(wanting(_POSITIONS, then=changing([slot], content)))
     world.step()
-    after = world.board.provide(_POSITIONS, torch.arange(_ROWS))
+    after = world.dispatcher.provide(_POSITIONS, torch.arange(_ROWS))
     assert after.tolist() == [0, 1, 2, 3, 4]
     assert "integers" in world.error()
 
@@ -264,7 +264,7 @@ def test_tokens_that_there_are_not_are_not_sampled(world: World, number: int) ->
     slot, content = slot_of(torch.full((_OWN,), number))
     world.begin(wanting(_SAMPLES, then=changing([slot], content)))
     world.step()
-    assert world.board.provide(_SAMPLES, torch.arange(_ROWS)).tolist() == [0, 1, 2, 3, 4]
+    assert world.dispatcher.provide(_SAMPLES, torch.arange(_ROWS)).tolist() == [0, 1, 2, 3, 4]
     assert f"tokens are from 0 to {_TOKENS - 1}" in world.error()
 
 
@@ -272,7 +272,7 @@ def test_tokens_that_there_are_can_be_sampled(world: World) -> None:
     slot, content = slot_of(torch.full((_OWN,), _TOKENS - 1))
     world.begin(wanting(_SAMPLES, then=changing([slot], content)))
     world.step()
-    assert world.board.provide(_SAMPLES, torch.arange(_ROWS)).tolist() == [99, 99, 99, 3, 4]
+    assert world.dispatcher.provide(_SAMPLES, torch.arange(_ROWS)).tolist() == [99, 99, 99, 3, 4]
 
 
 def _calls_without_end(side: SandboxSide) -> None:
@@ -390,10 +390,10 @@ def _deferred(world: World, offered: list[str], names: Sequence[str] = ("own",))
     world.listen()  # it has read its blocks
     world.waiting = WaitBudget(60, 60)
     world.go(_spans(names), is_bound=False)
-    assert world.board.provide(_LAYER, torch.ones(_ROWS, 4))[:, 0].tolist() == [2, 2, 2, 1, 1]
+    assert world.dispatcher.provide(_LAYER, torch.ones(_ROWS, 4))[:, 0].tolist() == [2, 2, 2, 1, 1]
     world.waiting = WaitBudget(_SHORT_S, 60)
     world.waiting.begin()
-    assert world.board.provide(_LATER, torch.ones(_ROWS, 4))[:, 0].tolist() == [1, 1, 1, 1, 1]
+    assert world.dispatcher.provide(_LATER, torch.ones(_ROWS, 4))[:, 0].tolist() == [1, 1, 1, 1, 1]
     return may_answer
 
 
@@ -402,15 +402,15 @@ def test_a_step_goes_on_without_a_process_that_takes_long_and_is_computed_again(
     may_answer = _deferred(world, offered)
     assert (world.cell.undone, world.cell.waiting) == (["own"], {"own"})
     assert world.end() == ([], {})
-    world.board.begin()  # a step of others', who stand where its rows were
-    assert world.board.provide(_LAYER, torch.ones(_ROWS, 4)).eq(1).all()
-    assert world.board.provide(_LATER, torch.ones(_ROWS, 4)).eq(1).all()
+    world.dispatcher.begin()  # a step of others', who stand where its rows were
+    assert world.dispatcher.provide(_LAYER, torch.ones(_ROWS, 4)).eq(1).all()
+    assert world.dispatcher.provide(_LATER, torch.ones(_ROWS, 4)).eq(1).all()
     may_answer.set()
     world.listen()
     assert world.cell.waiting == set()
     world.go([TraceSpan("own", 1, 2, _OWN, 7, complete=True)], is_bound=False)
-    assert world.board.provide(_LAYER, torch.ones(_ROWS, 4))[:, 0].tolist() == [1, 1, 2, 2, 2]
-    assert world.board.provide(_LATER, torch.ones(_ROWS, 4))[:, 0].tolist() == [1, 1, 2, 2, 2]
+    assert world.dispatcher.provide(_LAYER, torch.ones(_ROWS, 4))[:, 0].tolist() == [1, 1, 2, 2, 2]
+    assert world.dispatcher.provide(_LATER, torch.ones(_ROWS, 4))[:, 0].tolist() == [1, 1, 2, 2, 2]
     assert (world.cell.undone, world.end()) == ([], ([], {}))
     assert offered == [_LAYER, _LATER], "it sees each value once"
 
@@ -424,7 +424,7 @@ def test_a_step_that_is_not_the_one_that_was_left_is_not_gone_on_with(world: Wor
     may_answer.set()
     world.listen()
     world.go([span], is_bound=False)
-    assert world.board.provide(_LAYER, torch.ones(_ROWS, 4)).eq(1).all()
+    assert world.dispatcher.provide(_LAYER, torch.ones(_ROWS, 4)).eq(1).all()
     assert (world.cell.error is not None) == (span.start != 7)
     assert world.cell.undone == ([] if world.cell.error else ["own"])
 
@@ -468,7 +468,7 @@ def test_a_deferred_step_that_comes_after_others_is_gone_on_with(
         world.end()
     world.go(_spans(["own"]), is_bound=False)
     for place in (_LAYER, _LATER):
-        assert world.board.provide(place, torch.ones(_ROWS, 4))[:, 0].tolist() == [2, 2, 2, 1, 1]
+        assert world.dispatcher.provide(place, torch.ones(_ROWS, 4))[:, 0].tolist() == [2, 2, 2, 1, 1]
     assert (world.cell.error, world.cell.undone) == (None, [])
 
 
@@ -481,7 +481,7 @@ def test_requests_that_arrive_while_a_trace_is_deferred_are_told_of_before_their
     world.listen()
     world.go(_spans(["own"]), is_bound=False)
     for place in (_LAYER, _LATER):
-        world.board.provide(place, torch.ones(_ROWS, 4))
+        world.dispatcher.provide(place, torch.ones(_ROWS, 4))
     world.end()
     assert offered == [_LAYER, _LATER], "in the middle of a step it reads nothing"
     world.go([TraceSpan("later", 0, 0, 1, 0, complete=True)])
@@ -566,7 +566,7 @@ def test_it_speaks_for_its_own_requests_only(world: World) -> None:
     world.begin(lie)
     world.step()
     assert world.cell.live == {"own"}
-    assert list(world.board.wanted) == [_LAYER]
+    assert list(world.dispatcher.wanted) == [_LAYER]
     assert world.end() == ([], {"own": ("key", 0, b"data", "printed")})
 
 

@@ -122,9 +122,9 @@ class Played:
 
 def play(server: ForkServer, code: str, wait_s: float) -> Played:
     """Play a model to one request with a block, until it has all its tokens."""
-    board = TraceDispatcher()
-    board.place.tokens = {"model.samples.output": _VOCABULARY}
-    cells = SandboxPool(board, dataclasses.replace(_LIMITS, sandbox_wait_s=wait_s))
+    dispatcher = TraceDispatcher()
+    dispatcher.place.tokens = {"model.samples.output": _VOCABULARY}
+    cells = SandboxPool(dispatcher, dataclasses.replace(_LIMITS, sandbox_wait_s=wait_s))
     cells.open(server, cast("Any", _Served()), _LIMITS.sandbox_message_bytes)
     data = encoded_code(Trace(op="trace", code=code), "test")
     entry = TraceEntry("key", 0, 1, data, [{}], sandbox_of="tenant")
@@ -136,10 +136,10 @@ def play(server: ForkServer, code: str, wait_s: float) -> Played:
             cells.begin(set())
         num_rows = _PROMPT if not step else 1
         shift = _NEIGHBOUR if played.num_run % 2 else 0  # where its rows are may be another place each time
-        ended_with = _step(board, cells, done, num_rows, shift)
+        ended_with = _step(dispatcher, cells, done, num_rows, shift)
         is_undone = cells.undone == ["own"]
         assert cells.end()[0] == []
-        board.end()
+        dispatcher.end()
         played.num_run += 1
         assert played.num_run < 300
         if is_undone:
@@ -158,26 +158,26 @@ def play(server: ForkServer, code: str, wait_s: float) -> Played:
 
 
 def _step(
-    board: TraceDispatcher, cells: SandboxPool, done: int, num_rows: int, shift: int
+    dispatcher: TraceDispatcher, cells: SandboxPool, done: int, num_rows: int, shift: int
 ) -> tuple[list[Any], list[float]]:
     total = num_rows + _NEIGHBOUR
     own = slice(shift, shift + num_rows)
-    board.begin()
+    dispatcher.begin()
     cells.step([TraceSpan("own", int(shift > 0), shift, num_rows, done, complete=True)], total)
     hidden = torch.zeros(total, _WIDTH)
     hidden[own] = torch.arange(done, done + num_rows).float()[:, None]
     states = []
     for layer in range(_LAYERS):
         hidden = hidden + 1
-        made = board.provide(f"model.model.layers.{layer}.output", (hidden, torch.zeros(total, _WIDTH)))
+        made = dispatcher.provide(f"model.model.layers.{layer}.output", (hidden, torch.zeros(total, _WIDTH)))
         hidden = made[0] + made[1]
         states.append(hidden[own].tolist())
     cells.after_model(2)
     logits = torch.zeros(2, _VOCABULARY)
     row = int(shift > 0)
     logits[row] = hidden[own][-1, 0]
-    logits = board.provide("model.logits.output", logits)
-    samples = board.provide("model.samples.output", torch.tensor([[3], [3]]))
+    logits = dispatcher.provide("model.logits.output", logits)
+    samples = dispatcher.provide("model.samples.output", torch.tensor([[3], [3]]))
     neighbour = [one for one in range(total) if not own.start <= one < own.stop]
     others = [*hidden[neighbour].flatten().tolist(), *logits[1 - row].tolist(), float(samples[1 - row])]
     return [states, logits[row].tolist(), samples[row].tolist()], others
@@ -244,8 +244,8 @@ for step in tracer.iter[:3]:
 
 def test_all_traces_of_a_tenant_have_one_allowance_in_a_step(server: ForkServer) -> None:
     wait_s, busy_s, count = 0.1, 0.5, 6
-    board = TraceDispatcher()
-    cells = SandboxPool(board, dataclasses.replace(_LIMITS, sandbox_wait_s=wait_s))
+    dispatcher = TraceDispatcher()
+    cells = SandboxPool(dispatcher, dataclasses.replace(_LIMITS, sandbox_wait_s=wait_s))
     cells.open(server, cast("Any", _Served()), _LIMITS.sandbox_message_bytes)
     code = "import time\nx = model.layers[1].output\nend = time.perf_counter() + SECONDS\n"
     code += "while time.perf_counter() < end:\n    pass\nmodel.layers[2].output[:] = 9"
@@ -260,17 +260,17 @@ def test_all_traces_of_a_tenant_have_one_allowance_in_a_step(server: ForkServer)
 
     def step(spans: list[TraceSpan]) -> tuple[torch.Tensor, float]:
         cells.begin(set())
-        board.begin()
+        dispatcher.begin()
         began = time.monotonic()
         cells.step(spans, count)
         hidden = torch.zeros(count, _WIDTH)
         for layer in range(_LAYERS):
-            hidden, _ = board.provide(
+            hidden, _ = dispatcher.provide(
                 f"model.model.layers.{layer}.output", (hidden, torch.zeros_like(hidden))
             )
         took_s = time.monotonic() - began
         assert cells.end()[0] == []
-        board.end()
+        dispatcher.end()
         return hidden, took_s
 
     spans = {name: TraceSpan(name, row, row, 1, 0, complete=True) for row, name in enumerate(names)}

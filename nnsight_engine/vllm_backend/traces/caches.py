@@ -61,11 +61,11 @@ class RequestCaches:
     """The caches of one request, and parts of values whose prompt is not complete yet.
 
     Args:
-        holdings: The request's memory account.
+        memory: The request's memory account.
     """
 
-    def __init__(self, holdings: MemoryAccount) -> None:
-        self._holdings = holdings
+    def __init__(self, memory: MemoryAccount) -> None:
+        self._memory = memory
         self._by_provider: dict[str, list[RequestCache]] = {}
         self._parts: dict[tuple[int, str], list[list[Any]]] = {}
         self._calls: dict[tuple[int, str], int] = {}
@@ -130,8 +130,8 @@ class RequestCaches:
             return tensor.clone()
 
     def _spend(self, num_bytes: int) -> None:
-        self._holdings.keep(CACHES, num_bytes)
-        self._holdings.check()
+        self._memory.keep(CACHES, num_bytes)
+        self._memory.check()
 
 
 class EngineCacheView(CacheView):

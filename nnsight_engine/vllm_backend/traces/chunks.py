@@ -40,7 +40,7 @@ class PromptChunks:
     def clear(self) -> None:
         """Drop the gathered values: the prompt has been computed."""
         self.num_passed = 0
-        self._request.holdings.keep("chunks", -num_bytes(self._gathered.values()))
+        self._request.memory.keep("chunks", -num_bytes(self._gathered.values()))
         self._gathered.clear()
         self._whole.clear()
 
@@ -53,7 +53,7 @@ class PromptChunks:
             if len(gathered) != self.num_passed:
                 continue  # an earlier chunk has passed this place; the last chunk raises it in the block
             gathered.append(batcher.narrow(batcher.group))
-            request.holdings.keep("chunks", num_bytes(gathered[-1:]))
+            request.memory.keep("chunks", num_bytes(gathered[-1:]))
             if kind is Events.SWAP:
                 batcher.swap(batcher.group, self._share_of(more))
 
@@ -67,7 +67,7 @@ class PromptChunks:
         if len(gathered) != self.num_passed:
             mediator.fail(ChunkedPromptError.reading(provider, self.num_passed + 1))
         elif kind is Events.SWAP and place not in self._whole:
-            request.holdings.keep("chunks", -num_bytes(self._gathered.pop(place)))
+            request.memory.keep("chunks", -num_bytes(self._gathered.pop(place)))
             self._swap_last(mediator, more)
         elif kind is Events.VALUE:
             whole = batcher.narrow(batcher.group)
@@ -87,7 +87,7 @@ class PromptChunks:
         """
         given, self._given = self._given, []
         for whole, before in given:
-            self._request.holdings.give(num_bytes([whole]))
+            self._request.memory.give(num_bytes([whole]))
             if _versions(whole) != before:
                 raise ChunkedPromptError.writing(provider, self.num_passed + 1)
 

@@ -48,7 +48,7 @@ class WorkerModel(StandardNames):
         self,
         points: ModelPoints,
         config: VllmConfig | None,
-        board: TraceDispatcher,
+        dispatcher: TraceDispatcher,
         elsewhere: Mapping[str, torch.nn.Module] = _NONE,
         names: Names | None = None,
         calls: type[RemoteModuleEnvoy] | None = None,
@@ -58,7 +58,7 @@ class WorkerModel(StandardNames):
         Args:
             points: The model's points.
             config: vLLM's configuration; None in a sandbox process.
-            board: The dispatcher that connects the model's calls with the requests.
+            dispatcher: The dispatcher that connects the model's calls with the requests.
             elsewhere: Stand-ins for modules of other pipeline stages, by their paths below the model.
             names: A client's own names and envoy classes.
             calls: The envoy class that makes the calls if all of the model's modules are remote (in a
@@ -71,7 +71,7 @@ class WorkerModel(StandardNames):
             own |= envoy_classes(envoys, [points.model], calls)
         super().__init__(
             points.model,
-            interleaver=board,  # type: ignore[arg-type] # stands for all of them
+            interleaver=dispatcher,  # type: ignore[arg-type] # stands for all of them
             rename=names.rename_over(_renamed(points)),
             envoys=names.envoys_over(own),
         )
@@ -83,11 +83,11 @@ class WorkerModel(StandardNames):
         for name in (LOGITS, SAMPLES):
             self._add_envoy(WrapperModule(), name)
         mine = self.__dict__
-        mine["_probe_set"] = Probes(self.own_modules(), board, calls_forward=_calls_forward)  # type: ignore[arg-type] # as above
-        mine["_kernel_probes"] = KernelProbes(_bare_kernels(points), board)
+        mine["_probe_set"] = Probes(self.own_modules(), dispatcher, calls_forward=_calls_forward)  # type: ignore[arg-type] # as above
+        mine["_kernel_probes"] = KernelProbes(_bare_kernels(points), dispatcher)
         mine["_config"] = config
-        mine["_board"] = board
-        mine["_points"] = WorkerPoints(self, points, board)
+        mine["_dispatcher"] = dispatcher
+        mine["_points"] = WorkerPoints(self, points, dispatcher)
         mine["_vocab_size"] = points.vocab_size
 
     @property
@@ -101,8 +101,8 @@ class WorkerModel(StandardNames):
     @property
     def entry(self) -> str:
         """The place where the residual stream begins, if a tap lies there; else empty."""
-        board: TraceDispatcher = self.__dict__["_board"]
-        return board.entry
+        dispatcher: TraceDispatcher = self.__dict__["_dispatcher"]
+        return dispatcher.entry
 
     def standard(self, name: str) -> Any:
         """Return the object that has a standard name, see ``EnginePoints.standard``."""
@@ -132,14 +132,14 @@ class WorkerModel(StandardNames):
         ]
 
     @contextlib.contextmanager
-    def heard(self, board: TraceDispatcher) -> Iterator[None]:
+    def heard(self, dispatcher: TraceDispatcher) -> Iterator[None]:
         """Report the modules' calls and the inspected operations to a dispatcher within the context."""
         self._install()
-        board.listen()
+        dispatcher.listen()
         try:
             yield
         finally:
-            board.pause()
+            dispatcher.pause()
             self._remove()
 
     def _install(self) -> None:

@@ -23,9 +23,9 @@ class KernelProbes:
         board: The dispatcher whose requests may want the arguments.
     """
 
-    def __init__(self, kernels: Iterable[tuple[torch.nn.Module, str]], board: TraceDispatcher) -> None:
+    def __init__(self, kernels: Iterable[tuple[torch.nn.Module, str]], dispatcher: TraceDispatcher) -> None:
         self._kernels = list(kernels)
-        self._board = board
+        self._dispatcher = dispatcher
 
     def install(self) -> None:
         """Replace every ``forward``."""
@@ -38,11 +38,11 @@ class KernelProbes:
             del vars(module)["forward"]
 
     def _probe(self, provider: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        board = self._board
+        dispatcher = self._dispatcher
 
         def attend(*args: Any, **kwargs: Any) -> Any:
-            if get_ident() == board.listener:
-                args, kwargs = board.provide(provider, (args, kwargs))
+            if get_ident() == dispatcher.listener:
+                args, kwargs = dispatcher.provide(provider, (args, kwargs))
             return forward(*args, **kwargs)
 
         return attend

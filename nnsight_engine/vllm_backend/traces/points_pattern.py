@@ -105,5 +105,5 @@ class PatternPoint:
             store.move_to(keys.new_empty(2 * stop, *keys.shape[1:]))
         store.put(start, keys)
         request: Any = mediator.interleaver
-        request.holdings.keep("keys", (store.capacity - before) * keys[:1].nbytes)
+        request.memory.keep("keys", (store.capacity - before) * keys[:1].nbytes)
         return store

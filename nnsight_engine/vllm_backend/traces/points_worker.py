@@ -134,11 +134,11 @@ class OutputPoint:
 class WorkerPoints(EnginePoints):
     """The standard points of the worker's model."""
 
-    def __init__(self, root: Envoy, points: ModelPoints, board: TraceDispatcher) -> None:
+    def __init__(self, root: Envoy, points: ModelPoints, dispatcher: TraceDispatcher) -> None:
         """Offer all points: blocks see whole values, also of sharded tensors."""
         super().__init__(root, points.family, len(points.layers), points.leaf_specs(wholes=True))
         self._model = points
-        self._board = board
+        self._dispatcher = dispatcher
 
     def _found(self, name: str) -> PointAccess:
         layer, leaf = self._resolved(name)
@@ -176,8 +176,8 @@ class WorkerPoints(EnginePoints):
     def _residual(self, name: str, layer: int, side: Side, shape: tuple[int, ...]) -> PointAccess:
         if side == "input" and layer:
             layer, side = layer - 1, "output"  # the same value, at a place that has a tap
-        if side == "input" and self._board.entry:
-            path = self._board.entry.removesuffix(".output")
+        if side == "input" and self._dispatcher.entry:
+            path = self._dispatcher.entry.removesuffix(".output")
             start = Envoy(WrapperModule(), self.root.interleaver, path, root=self.root)
             return OutputPoint(
                 ModulePoint(name, start, "output", self._rows(), shape), self.family.is_batched

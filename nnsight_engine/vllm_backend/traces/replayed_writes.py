@@ -33,7 +33,7 @@ class ReplayedWrites:
         """Begin a step that recomputes ``num_rows`` positions from ``start`` on, in rows from ``row`` on."""
         self._again = (row, start, num_rows) if num_rows else None
         for provider in self._written if num_rows else ():
-            self._request.board.want(provider, self._request)
+            self._request.dispatcher.want(provider, self._request)
 
     def end(self) -> None:
         """End the step."""
@@ -45,7 +45,7 @@ class ReplayedWrites:
     def clear(self) -> None:
         """Drop all writes: no position will be computed again."""
         self._written.clear()
-        self._request.holdings.let_go(_WRITES)
+        self._request.memory.let_go(_WRITES)
 
     def has_use_for(self, provider: str) -> bool:
         """Return whether a write is to be replayed at this provider in this step."""
@@ -88,7 +88,7 @@ class ReplayedWrites:
 
         entries = self._written.setdefault(provider, [])
         if entries and entries[-1][0] == request.start:
-            request.holdings.keep(_WRITES, -num_bytes([entries.pop()[1]]))
+            request.memory.keep(_WRITES, -num_bytes([entries.pop()[1]]))
         written = map_tensors(batcher.current_value, kept)
         entries.append((request.start, written))
-        request.holdings.keep(_WRITES, num_bytes([written]))
+        request.memory.keep(_WRITES, num_bytes([written]))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from nnsight_engine.core.trees import map_tensors
-from nnsight_engine.interleaving.events import Events
+from nnsight_engine.interleaving.events import Events, StepNotReachedError
 from nnsight_engine.interleaving.interleaver import Interleaver, Watcher
 from nnsight_engine.interleaving.mediator import Mediator, Raise
 from nnsight_engine.interleaving.threads import TimeBudgetError
@@ -73,7 +73,7 @@ class TracedRequest(Interleaver):
         num_new: Number of rows that the block has not seen.
         partial: Whether the step computes a chunk of the prompt that does not reach its end.
         muted: The module whose call the block skips while it runs for other requests.
-        holdings: The account of the memory that it holds.
+        memory: The account of the memory that it holds.
         caches: The caches that the block fills with values of many modules.
         cache_misses: For each cache, the requested values that it does not have.
         last_label: The name, in errors, of the block that ran last; None for the request's own block.
@@ -89,23 +89,23 @@ class TracedRequest(Interleaver):
 
     def __init__(
         self,
-        board: TraceDispatcher,
+        dispatcher: TraceDispatcher,
         mediator: ThreadMediator,
         order: int,
-        holdings: MemoryAccount,
+        memory: MemoryAccount,
         edits: Sequence[ThreadMediator] = (),
     ) -> None:
         """Register beside the dispatcher's other requests; no block runs before ``open``.
 
         Args:
-            board: The dispatcher of the model's calls.
+            dispatcher: The dispatcher of the model's calls.
             mediator: Runs the request's block.
             order: Position of this request in the order of arrival.
-            holdings: The request's memory account.
+            memory: The request's memory account.
             edits: The mediators of the edits that the request selected; they receive each value before the
                 block.
         """
-        self.board = board
+        self.dispatcher = dispatcher
         self.order = order
         self.number = 0
         self.done = 0
@@ -113,9 +113,10 @@ class TracedRequest(Interleaver):
         self.partial = False
         self.muted: str | None = None
         self.mediator = mediator
-        self.holdings = holdings
-        self.caches = RequestCaches(holdings)
+        self.memory = memory
+        self.caches = RequestCaches(memory)
         self.cache_misses: list[CacheMisses] = []
+        self._ended_early: list[str] = []
         self.last_label: str | None = None
         self.is_rehearsal = False
         self.max_spent_s = math.inf
@@ -131,27 +132,27 @@ class TracedRequest(Interleaver):
         super().__init__()
         self.wanted = _Wanted(self)
         self.calls = _Calls(self)
-        self.initialize([*edits, mediator], batcher=FlatBatcher(board.place))
+        self.initialize([*edits, mediator], batcher=FlatBatcher(dispatcher.place))
 
     # One worker has one dispatcher, and one block runs at a time.
 
     @property
     def current(self) -> Mediator | None:
         """The running block, of any request."""
-        return self.board.current
+        return self.dispatcher.current
 
     @current.setter
     def current(self, mediator: Mediator | None) -> None:
-        self.board.current = mediator
+        self.dispatcher.current = mediator
 
     @property
     def listener(self) -> int:
         """The id of the thread whose module calls are the model's own."""
-        return self.board.listener
+        return self.dispatcher.listener
 
     @listener.setter
     def listener(self, thread: int) -> None:
-        self.board.listener = thread
+        self.dispatcher.listener = thread
 
     # Lifecycle.
 
@@ -221,7 +222,7 @@ class TracedRequest(Interleaver):
         """Leave the step."""
         self.in_step = False
         self.is_elsewhere = self.went_elsewhere
-        if self.board.is_uncompiled:
+        if self.dispatcher.is_uncompiled:
             self.tier = "eager"
         self._writes.end()
         if self.spent_s > self.max_spent_s and not self.is_over:
@@ -242,9 +243,9 @@ class TracedRequest(Interleaver):
         self._refill()
         self._guarded(lambda: self._finish(result))
         if self.error is None:
-            self._guarded(lambda: self.holdings.check(is_last=True))
+            self._guarded(lambda: self.memory.check(is_last=True))
         self._guarded(self._end)
-        self.board.forget(self)
+        self.dispatcher.forget(self)
 
     def _finish(self, result: Any) -> None:
         if not self.is_over:
@@ -259,7 +260,12 @@ class TracedRequest(Interleaver):
 
     def warnings(self) -> list[str]:
         """Return the warnings for the author of the block, once the request has ended."""
-        return [said for cache in self.cache_misses if (said := cache.warning()) is not None]
+        misses = (cache.warning() for cache in self.cache_misses)
+        return [*self._ended_early, *(miss for miss in misses if miss is not None)]
+
+    def warn(self, error: StepNotReachedError) -> None:
+        """Record the warning for the client, who gets it with what the block saved."""
+        self._ended_early.append(f"{error} The block ends here.")
 
     def retire(self) -> None:
         """Drop data stored for later steps: no further step follows, and no position is computed again."""
@@ -305,7 +311,7 @@ class TracedRequest(Interleaver):
         """Queue a block's request, or answer it with an error if it is refused, see ``Interleaver``."""
         kind, provider, _, _ = mediator.waiting or (None, "", None, None)
         if kind in _OF_THE_MODEL:
-            refusal = self.board.refusal(provider)
+            refusal = self.dispatcher.refusal(provider)
             if refusal is not None:
                 return Raise(refusal)
         return super().queue(mediator)
@@ -322,12 +328,12 @@ class TracedRequest(Interleaver):
             Exception: No block can have one of these values.
         """
         names = list(providers)
-        for refusal in map(self.board.refusal, names):
+        for refusal in map(self.dispatcher.refusal, names):
             if refusal is not None:
                 raise refusal
         self.caches.add(cast("RequestCache", watcher), names)
         for provider in names:
-            self.board.want(provider, self)
+            self.dispatcher.want(provider, self)
 
     def skips(self, provider: str) -> bool:
         """Return whether a value that the block provided replaces this one."""
@@ -340,7 +346,7 @@ class TracedRequest(Interleaver):
     def release(self, provider: str) -> None:
         """Unregister the use of a provider, unless the request has another use for it."""
         if not (provider in self.wanted or self.has_use_for(provider)):
-            self.board.unwant(provider, self)
+            self.dispatcher.unwant(provider, self)
 
     def is_due(self, provider: str) -> bool:
         """Return whether a block waits for this call of a provider."""
@@ -384,10 +390,10 @@ class TracedRequest(Interleaver):
         """Close the value at hand: later edits of the block's copies no longer reach the model."""
         if self.batcher.changed:
             self._guarded(lambda: self._note_written(provider))
-        self.holdings.give(self.batcher.lent_bytes)
+        self.memory.give(self.batcher.lent_bytes)
         self.batcher.loans, self.batcher.changed = None, False
         self._guarded(lambda: self._chunks.leave(provider))
-        self._guarded(self.holdings.check)
+        self._guarded(self.memory.check)
 
     def watch_pass(self, provider: str) -> None:
         """Add the value at hand to the caches, as all blocks have left it."""
@@ -431,7 +437,7 @@ class TracedRequest(Interleaver):
         self.muted = provider.removesuffix(".input")
         exit_ = f"{self.muted}.output"
         self._skips[exit_] = value
-        self.board.want(exit_, self)
+        self.dispatcher.want(exit_, self)
 
     def _put_skipped(self, provider: str) -> None:
         skip = self._skips.pop(provider)
@@ -464,12 +470,12 @@ class _Wanted(dict[str, list[Mediator]]):
 
     def __setitem__(self, provider: str, waiting: list[Mediator]) -> None:
         super().__setitem__(provider, waiting)
-        self._request.board.want(provider, self._request)
+        self._request.dispatcher.want(provider, self._request)
 
     def __delitem__(self, provider: str) -> None:
         super().__delitem__(provider)
         if not self._request.has_use_for(provider):
-            self._request.board.unwant(provider, self._request)
+            self._request.dispatcher.unwant(provider, self._request)
 
     def clear(self) -> None:
         for provider in list(self):
@@ -485,8 +491,8 @@ class _Calls(dict[str, int]):
 
     def get(self, provider: str, default: Any = 0) -> Any:  # noqa: ARG002 - dict's signature
         request = self._request
-        board = request.board
-        if not board.is_known(provider):
+        dispatcher = request.dispatcher
+        if not dispatcher.is_known(provider):
             return 0
-        passed = request.in_step and not request.partial and board.has_passed(provider)
+        passed = request.in_step and not request.partial and dispatcher.has_passed(provider)
         return request.number + (1 if passed else 0)

@@ -22,7 +22,7 @@ def scanned(request: TracedRequest, model: WorkerModel) -> RequestCache:
     """Return a cache that records the shapes of all values that a request's rows pass."""
     cache = RequestCache(device="meta")
     names = [f"{path}.{key}" for path, _ in model.named_modules() for key in _KEYS]
-    request.watch(cache, [name for name in names if request.board.refusal(name) is None])
+    request.watch(cache, [name for name in names if request.dispatcher.refusal(name) is None])
     return cache
 
 

@@ -79,11 +79,11 @@ class TpFollowerDispatcher(TraceDispatcher):
 class TpFollowerTraces(Presence, WorkerTraces):
     """The traced requests of a model, on a rank that runs none of their blocks."""
 
-    board: TpFollowerDispatcher
+    dispatcher: TpFollowerDispatcher
 
     def __init__(self, points: ModelPoints, config: VllmConfig, ranks: Ranks, limits: EngineLimits) -> None:
-        super().__init__(points, config, limits, board=TpFollowerDispatcher())
-        self.board.spread = TpCollectives(ranks, self.model, points)
+        super().__init__(points, config, limits, dispatcher=TpFollowerDispatcher())
+        self.dispatcher.spread = TpCollectives(ranks, self.model, points)
         self._in_step = False
 
     def prepare_sandbox(self) -> bool:
@@ -102,13 +102,13 @@ class TpFollowerTraces(Presence, WorkerTraces):
     def begin(self, arrived: Sequence[tuple[str, Any]], finished: set[str]) -> None:
         """Execute the leading rank's orders while it opens the blocks of requests that arrived."""
         if self._met(arrived, finished):
-            self.board.follow()
+            self.dispatcher.follow()
 
     def step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:  # noqa: ARG002 - as on the other side
         """Execute the leading rank's orders while a step begins; return whether a block takes part in it."""
         if spans:
-            self.board.follow()
-            self._in_step = self.board.traced
+            self.dispatcher.follow()
+            self._in_step = self.dispatcher.traced
         return self._in_step
 
     @property
@@ -118,20 +118,20 @@ class TpFollowerTraces(Presence, WorkerTraces):
 
     def on_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Stop at the logits for the leading rank; return them as the blocks leave them."""
-        value: torch.Tensor = self.board.provide(f"{self.model.path}.{LOGITS}.output", logits)
+        value: torch.Tensor = self.dispatcher.provide(f"{self.model.path}.{LOGITS}.output", logits)
         return value
 
     def end(self) -> list[str]:
         """End the step; only the leading rank reports requests that are to end."""
         self._in_step = False
-        self.board.wanted.clear()
+        self.dispatcher.wanted.clear()
         return []
 
     def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> list[Piece]:  # noqa: ARG002 - as on the other side
         """Execute the leading rank's orders while it closes a trace; return no results."""
-        self.board.follow()
+        self.dispatcher.follow()
         return []
 
     def drop(self, key: str) -> None:  # noqa: ARG002 - as on the other side
         """Execute the leading rank's orders while it closes a trace."""
-        self.board.follow()
+        self.dispatcher.follow()

@@ -184,11 +184,11 @@ def _changed(before: Any, after: Any) -> dict[int, torch.Tensor]:
 class TpLeaderTraces(Presence, WorkerTraces):
     """The traced requests of a model, on the rank that runs their blocks."""
 
-    board: TpLeaderDispatcher
+    dispatcher: TpLeaderDispatcher
 
     def __init__(self, points: ModelPoints, config: VllmConfig, ranks: Ranks, limits: EngineLimits) -> None:
-        super().__init__(points, config, limits, board=TpLeaderDispatcher())
-        self.board.spread = TpCollectives(ranks, self.model, points)
+        super().__init__(points, config, limits, dispatcher=TpLeaderDispatcher())
+        self.dispatcher.spread = TpCollectives(ranks, self.model, points)
 
     def _open_sandbox_pool(self) -> None:
         raise SandboxedError.spread()
@@ -196,30 +196,30 @@ class TpLeaderTraces(Presence, WorkerTraces):
     def adopt(self, data: bytes) -> dict[str, Any] | None:
         """Apply a client's names and classes, before any trace; return the error as data, if any."""
         failure = super().adopt(data)
-        self.board.spread = TpCollectives(self.board.spread.ranks, self.model, self._points)
+        self.dispatcher.spread = TpCollectives(self.dispatcher.spread.ranks, self.model, self._points)
         return failure
 
     def begin(self, arrived: Sequence[tuple[str, Any]], finished: set[str]) -> None:
         """Open the blocks of requests that arrived, and retire requests that finished."""
         if self._met(arrived, finished):
-            with self.board.leading():
+            with self.dispatcher.leading():
                 super().begin(arrived, finished)
 
     def step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
         """Begin a step for these requests; return False if no block takes part in it."""
         if not spans:
             return False
-        with self.board.leading() as turn:
+        with self.dispatcher.leading() as turn:
             live = [span for span in spans if span.request_id in self._live]
             turn.traced = super().step(live, num_rows)
             return turn.traced
 
     def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> list[Piece]:
         """Close a trace whose requests have ended, and return its saved values."""
-        with self.board.leading():
+        with self.dispatcher.leading():
             return super().collect(key, results, index)
 
     def drop(self, key: str) -> float | None:
         """Close a trace that no client will collect."""
-        with self.board.leading():
+        with self.dispatcher.leading():
             return super().drop(key)

@@ -80,13 +80,13 @@ class WorkerTraces:
         config: VllmConfig,
         limits: EngineLimits,
         *,
-        board: TraceDispatcher | None = None,
+        dispatcher: TraceDispatcher | None = None,
     ) -> None:
-        self.board = board if board is not None else TraceDispatcher()
+        self.dispatcher = dispatcher if dispatcher is not None else TraceDispatcher()
         self._points = points
         self._config = config
         self.model = self._new_model(Names())
-        self.board.place.tokens = self.model.token_places()
+        self.dispatcher.place.tokens = self.model.token_places()
         self.edits = KeptEdits(limits.max_edits, limits.max_edit_bytes)
         self._threads = Threads(limits.trace_step_s)
         self._strangers_threads = Threads(limits.sandbox_step_s)
@@ -103,21 +103,21 @@ class WorkerTraces:
         self.telling = Reporting()
         self._limits = limits
         self._cell_news: dict[str, Parcel] = {}
-        self.cells = SandboxPool(self.board, limits)
+        self.sandboxes = SandboxPool(self.dispatcher, limits)
         self.last_spent_s = 0.0
         self.last_tier = "tap"
         self.last_step_s = self._began_s = 0.0
-        self._habits = TierPredictor()
+        self._tiers = TierPredictor()
         self._spent_s: defaultdict[str, float] = defaultdict(float)
 
     def _new_model(self, names: Names) -> WorkerModel:
         """Return the object that ``model`` refers to in the blocks."""
-        return WorkerModel(self._points, self._config, self.board, names=names)
+        return WorkerModel(self._points, self._config, self.dispatcher, names=names)
 
     @property
     def idle(self) -> bool:
         """Whether no traced request is running, and none that failed on arrival has yet to be ended."""
-        return not (self._live or self._ended) and self.cells.idle
+        return not (self._live or self._ended) and self.sandboxes.idle
 
     def outline(self) -> list[OutlineEntry]:
         """List the model's modules."""
@@ -129,7 +129,7 @@ class WorkerTraces:
             "traced": len(self._live),
             "traces": len(self._by_key.keys() | self._held.keys()),
             "prints": len(self.telling),
-            "sandboxes": len(self.cells),
+            "sandboxes": len(self.sandboxes),
         }
         return {**held, "edits": self.edits.num_kept}
 
@@ -139,7 +139,7 @@ class WorkerTraces:
         """Open the blocks of requests that arrived, and retire requests that finished."""
         for request_id in finished & self._live.keys():
             self._live.pop(request_id).retire()
-        self.cells.begin(finished)
+        self.sandboxes.begin(finished)
         for request_id, plain in arrived:
             if request_id not in self._members:
                 self._arrive(request_id, plain)
@@ -168,15 +168,15 @@ class WorkerTraces:
             enter = self.telling.open(request_id, entry)
             threads = self._threads_for(entry)
             mediator = member.context.mediator(entry.index, member.choice, threads, enter)
-            holdings = MemoryAccount(self._max_bytes, partial(member.context.marked, entry.index))
+            memory = MemoryAccount(self._max_bytes, partial(member.context.marked, entry.index))
             policy = self._policy(entry) or TRUSTED
             edits = self.edits.mediators(entry, member.choice, self.model, threads, enter, policy)
-            member.request = TracedRequest(self.board, mediator, self._num_arrived, holdings, edits)
+            member.request = TracedRequest(self.dispatcher, mediator, self._num_arrived, memory, edits)
             for before, edit in enumerate(edits):
                 edit.idx = before - len(edits)
             mediator.idx = entry.index
             member.request.is_rehearsal = entry.is_rehearsal
-            member.request.is_elsewhere = self._habits.expects_elsewhere(member.context.code(entry.index))
+            member.request.is_elsewhere = self._tiers.expects_elsewhere(member.context.code(entry.index))
             if self._is_restricted(entry):
                 member.request.max_spent_s = self._limits.sandbox_cpu_s
             if entry.is_scan:
@@ -196,7 +196,7 @@ class WorkerTraces:
         """
         if not entry.data:
             entry = msgspec.structs.replace(entry, data=self._held.get(entry.key, b""))
-        self.cells.arrive(request_id, self.edits.filled_in(entry), self._num_arrived)
+        self.sandboxes.arrive(request_id, self.edits.filled_in(entry), self._num_arrived)
 
     def _policy(self, entry: TraceEntry) -> Policy | None:
         """Return the policy for a request's blocks; None for those of trusted senders."""
@@ -219,16 +219,16 @@ class WorkerTraces:
         """
         if self._limits.sandbox != PROCESS:
             return True
-        if not self.cells.is_open:
+        if not self.sandboxes.is_open:
             self._open_sandbox_pool()
-        return self.cells.is_ready
+        return self.sandboxes.is_ready
 
     def count_sandboxes(self) -> dict[str, int]:
         """Return the counts of sandbox events, by event."""
-        return dict(self.cells.counts)
+        return dict(self.sandboxes.counts)
 
     def _open_sandbox_pool(self) -> None:
-        open_sandbox_pool(self.cells, self.model, self._points, self._config, self._limits)
+        open_sandbox_pool(self.sandboxes, self.model, self._points, self._config, self._limits)
 
     def _context(self, entry: TraceEntry, choice: int) -> tuple[TraceContext | None, BaseException | None]:
         """Return the decoded blocks of a request's trace, or the error that prevents decoding."""
@@ -290,27 +290,27 @@ class WorkerTraces:
 
     def takes_part(self, request_id: str) -> bool:
         """Return whether a request is traced and its block still takes part in steps."""
-        return request_id in self._live or self.cells.has(request_id)
+        return request_id in self._live or self.sandboxes.has(request_id)
 
     def step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
         """Begin a step for these requests; return False if no block takes part in it."""
         if not spans:
             return False
-        self.board.begin()
+        self.dispatcher.begin()
         own = [span for span in spans if span.request_id in self._live]
         self._active = [self._live[span.request_id] for span in own]
         self._began_s = sum(request.spent_s for request in self._active)
         for request, span in zip(self._active, own, strict=True):
             request.begin(span, num_rows)
         if len(own) < len(spans):
-            self.cells.step([span for span in spans if span.request_id not in self._live], num_rows)
-        self.board.choose([*self._active, *self.cells.active])
+            self.sandboxes.step([span for span in spans if span.request_id not in self._live], num_rows)
+        self.dispatcher.choose([*self._active, *self.sandboxes.active])
         return True
 
     @property
     def by_taps(self) -> bool:
         """Whether the blocks of the running step are served at the taps."""
-        return self.board.by_taps
+        return self.dispatcher.by_taps
 
     @contextlib.contextmanager
     def tapped(self) -> Iterator[None]:
@@ -319,20 +319,20 @@ class WorkerTraces:
         Raises:
             UntappedError: Blocks need more: call ``again``, and rerun the step under ``running``.
         """
-        self.board.listen()
+        self.dispatcher.listen()
         try:
             yield
-            self.board.at_end()
+            self.dispatcher.at_end()
         finally:
-            self.board.pause()
+            self.dispatcher.pause()
             self.model.forget_sources()
 
     def again(self) -> None:
         """Prepare to rerun the step from its first layer; blocks continue from where they are."""
-        self.board.again()
+        self.dispatcher.again()
         for request in self._active:
             request.again()
-        self.cells.again()
+        self.sandboxes.again()
 
     def learn_route(self, run: Callable[[], Any], taps: Collection[int]) -> None:
         """Record the order of the model's module calls from one run, after which taps can serve blocks.
@@ -341,41 +341,43 @@ class WorkerTraces:
             run: Runs the model.
             taps: The numbers of the installed taps.
         """
-        with self.model.heard(self.board):
+        with self.model.heard(self.dispatcher):
             run()
         layers = f"{self.model.path}.{self._points.family.layers}"
         exits = [f"{layers}.{index}.output" for index in range(len(self._points.layers))]
         entry = f"{self.model.path}.{EMBED}"
         try:
-            self.board.route = ModuleOrder(str(self.model.path), list(self.board.calls), exits, taps, entry)
-            self.board.entry = self.board.route.exits.get(0, "")
+            self.dispatcher.route = ModuleOrder(
+                str(self.model.path), list(self.dispatcher.calls), exits, taps, entry
+            )
+            self.dispatcher.entry = self.dispatcher.route.exits.get(0, "")
         except ValueError as error:
             logger.warning("steps with blocks will run uncompiled: %s", error)
-        self.board.calls.clear()
+        self.dispatcher.calls.clear()
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Observe the modules' calls while the model runs."""
-        self.board.go_by_modules()
-        with self.model.heard(self.board):
+        self.dispatcher.go_by_modules()
+        with self.model.heard(self.dispatcher):
             yield
 
     @property
     def in_step(self) -> bool:
         """Whether some block takes part in the running step."""
-        return bool(self._active) or self.cells.in_step
+        return bool(self._active) or self.sandboxes.in_step
 
     def on_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Offer the logits, ``[requests, vocabulary]``; return them as the blocks leave them."""
         for request in self._active:
             request.after_model(logits.shape[0])
-        self.cells.after_model(logits.shape[0])
-        value: torch.Tensor = self.board.provide(f"{self.model.path}.{LOGITS}.output", logits)
+        self.sandboxes.after_model(logits.shape[0])
+        value: torch.Tensor = self.dispatcher.provide(f"{self.model.path}.{LOGITS}.output", logits)
         return value
 
     def on_samples(self, samples: torch.Tensor) -> torch.Tensor:
         """Offer the sampled tokens, ``[requests, 1]``; return them as the blocks leave them."""
-        value: torch.Tensor = self.board.provide(f"{self.model.path}.{SAMPLES}.output", samples)
+        value: torch.Tensor = self.dispatcher.provide(f"{self.model.path}.{SAMPLES}.output", samples)
         return value
 
     def end(self) -> list[str]:
@@ -383,12 +385,12 @@ class WorkerTraces:
         for request in self._active:
             request.end()
         self._note_habits()
-        ended, self._cell_news = self.cells.end()
+        ended, self._cell_news = self.sandboxes.end()
         self._ended += ended
-        if self.board.interleaving:
-            self.board.end()
+        if self.dispatcher.interleaving:
+            self.dispatcher.end()
         spent_s = sum(request.spent_s for request in self._active)
-        self.last_step_s = spent_s - self._began_s + self.cells.last_step_s
+        self.last_step_s = spent_s - self._began_s + self.sandboxes.last_step_s
         self._active, self._began_s = [], 0.0
         over = [request_id for request_id, request in self._live.items() if request.is_over]
         for request_id in over:
@@ -398,7 +400,7 @@ class WorkerTraces:
 
     def has_collected(self, key: str, results: Mapping[str, Any], wait_s: float) -> bool:
         """Wait up to ``wait_s`` for a sandboxed trace to close; return whether its result is ready."""
-        return not self.cells.knows(key) or self.cells.has_collected(key, results, None, wait_s)
+        return not self.sandboxes.knows(key) or self.sandboxes.has_collected(key, results, None, wait_s)
 
     def _note_habits(self) -> None:
         """Record for each block whether its first step needed values that no tap provides."""
@@ -406,7 +408,7 @@ class WorkerTraces:
             member = self._members[request_id]
             if request.number == 1 and member.context is not None and not member.is_known:
                 member.is_known = True
-                self._habits.note(member.context.code(member.entry.index), elsewhere=request.is_elsewhere)
+                self._tiers.note(member.context.code(member.entry.index), elsewhere=request.is_elsewhere)
 
     def news(self) -> dict[str, Parcel]:
         """Return the reports of streamed blocks since the last step, by request."""
@@ -450,9 +452,9 @@ class WorkerTraces:
         if index is not None:
             self._by_key[key] = [one for one in every if one not in request_ids]
         members = [self._members.pop(request_id) for request_id in request_ids]
-        if self.cells.knows(key):
-            self.last_tier = self.cells.tier(key)
-            pieces, spent_s = self.cells.collect(key, results, index)
+        if self.sandboxes.knows(key):
+            self.last_tier = self.sandboxes.tier(key)
+            pieces, spent_s = self.sandboxes.collect(key, results, index)
             self._spent_s[key] += spent_s
             outside = next((member.error for member in members if member.error is not None), None)
             return pieces if outside is None else [self._closing.failed(members, outside)]
@@ -474,7 +476,7 @@ class WorkerTraces:
         requests = [one.request for one in members if one.request is not None]
         self._spent_s[key] += sum(request.spent_s for request in requests)
         self.last_tier = "eager" if any(request.tier == "eager" for request in requests) else "tap"
-        num_bytes = sum(request.holdings.result_bytes for request in requests)
+        num_bytes = sum(request.memory.result_bytes for request in requests)
         compress = any(member.entry.compresses for member in members)
         with self._timed(key):
             return self._closing.encoded({"blocks": blocks, "before": before}, num_bytes, compress=compress)
@@ -483,7 +485,7 @@ class WorkerTraces:
         """Close the rest of a trace that no client will collect; return ``last_spent_s``."""
         self._held.pop(key, None)
         self.last_spent_s = 0.0
-        self._spent_s[key] += self.cells.drop(key)
+        self._spent_s[key] += self.sandboxes.drop(key)
         if key in self._by_key:
             self.collect(key, {})
         self._spent_s.pop(key, None)
@@ -492,7 +494,7 @@ class WorkerTraces:
 
     def take_left(self, key: str) -> tuple[str, str]:
         """Return and remove a trace's remaining printed text and the text of its failure."""
-        return self.cells.take_left(key) or self.telling.take_left(key)
+        return self.sandboxes.take_left(key) or self.telling.take_left(key)
 
     def _drop_uncollected(self) -> None:
         if len(self._by_key) <= _MAX_UNCOLLECTED:

@@ -11,6 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, Final
 
+from tests.e2e.check_process import own_cache
+
 BUNDLED: Final = "bundled"
 """Stands for a family: the bundled model, with its own tokenizer and thirty layers."""
 FAMILIES: Final = ("llama", "qwen3", BUNDLED, "gpt2", "gemma2", "opt", "phi3")
@@ -88,7 +90,7 @@ def play_round(played: Round) -> Report:
         done = subprocess.run(
             [sys.executable, "-m", "tests.e2e.fuzz.child", folder],
             cwd=_PROJECT,
-            env=os.environ | _ENVIRONMENT | {"VLLM_CACHE_ROOT": folder},
+            env=os.environ | _ENVIRONMENT | {"VLLM_CACHE_ROOT": str(own_cache(Path(folder, "cache")))},
             input=played.to_json().encode(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import sys
+import argparse
+import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks.report import Results, Row
+from benchmarks.runner import run
+from benchmarks.tables import gpu
 from benchmarks.waiting import WaitError, no_waiting
 
 CPU = torch.device("cpu")
@@ -22,27 +24,24 @@ def _own_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+def rows(device: str) -> list[Row]:
+    results = Results()
+    with contextlib.ExitStack() as stack:
+        run(gpu.plan(argparse.Namespace(device=device, quick=True), stack), 1, results.add)
+    return results.rows()
+
+
 @pytest.mark.usefixtures("_own_threads")
-def test_traces_and_plans_run_without_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    options = ["--device", "cpu", "--repeats", "1", "--quick", "--output", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["gpu", *options])
-    monkeypatch.setenv("COLUMNS", "200")
-    assert gpu.main() == 0
-    printed = capsys.readouterr().out
-    assert "twelve" in printed
-    assert "steered" in printed
-    assert not list(tmp_path.iterdir())
+def test_traces_and_plans_run_without_a_gpu() -> None:
+    measured = rows("cpu")
+    assert all(row.value is not None for row in measured)
+    assert {"twelve saved values", "one request steered"} <= {row.case for row in measured}
 
 
+@pytest.mark.usefixtures("_own_threads")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu"])
-    assert gpu.main() == 1
-    assert "finds no CUDA GPU" in capsys.readouterr().out
+def test_without_a_gpu_it_says_so() -> None:
+    assert all("finds no CUDA GPU" in row.note for row in rows("cuda"))
 
 
 def test_handing_a_number_to_python_is_waiting_and_arithmetic_is_not() -> None:

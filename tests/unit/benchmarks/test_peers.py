@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.machine import describe_machine
+from benchmarks.case import NotMeasuredError, Plan
 from benchmarks.peers import environment
-from benchmarks.peers.child import Conversation
-from benchmarks.peers.comparing import OURS, Row, compare
 from benchmarks.peers.environment import EnvironmentUnavailableError, ensure_environment
-from benchmarks.peers.parent import SideError, SideProcess
-from benchmarks.peers.report import Report
+from benchmarks.peers.side import SideTasks
 from benchmarks.peers.tasks import SMALL, NotOfferedError, Task, difference
-from benchmarks.processes import Event
+from benchmarks.report import Results, Row
+from benchmarks.runner import run
+from benchmarks.tables.peers import OURS, Comparison, Side
 
-TASK = Task("one_value", "one | value", SMALL)
+TASK = Task("one_value", "one value", SMALL)
 
 
 class FakeSide:
@@ -28,49 +27,55 @@ class FakeSide:
     def __init__(self, name: str, folder: Path, value: float, seconds: dict[str, float]) -> None:
         self.name, self._file, self._value, self._seconds = name, folder / name, value, seconds
 
-    def ask(self, request: Event) -> Event:
-        if "prepare" in request:
+    def request(self, **command: Any) -> Any:
+        if "prepare" in command:
             save_file({"0": torch.tensor([self._value])}, self._file)
-            return {"num_values": 1}
+            return {}
         if not self._seconds:
-            raise SideError("Broken: there")
+            raise NotMeasuredError("Broken: there")
         return {"seconds": self._seconds}
 
 
-def rows_of(folder: Path, *sides: FakeSide, reference: str = "hooks") -> list[Row]:
-    return compare(0, TASK, sides, folder, reference=reference, repeats=3)  # type: ignore[arg-type] # fakes
+def rows_of(
+    folder: Path, ours: FakeSide, peer: FakeSide | None, reference: FakeSide | None = None
+) -> list[Row]:
+    comparison = Comparison(0, TASK, ours, peer, reference, folder)  # type: ignore[arg-type] # fakes
+    results = Results()
+    run(Plan("peers", "", "", [comparison.case()]), 3, results.add)
+    return results.rows()
 
 
 def test_times_are_compared_within_a_repetition(tmp_path: Path) -> None:
     ours = FakeSide(OURS, tmp_path, 1.0, {"library": 3.0, "reference": 1.0})
     peer = FakeSide("peer", tmp_path, 1.0, {"library": 8.0, "reference": 2.0})
-    hooks, row = rows_of(tmp_path, ours, peer)
-    assert (hooks.peer, hooks.ratios) == ("hooks", [3.0] * 3)
-    assert (row.peer, row.ratios, row.agreement) == ("peer", [0.375] * 3, "bit for bit")
+    assert rows_of(tmp_path, ours, None)[0].value == 3.0
+    values = {row.measure: row.value for row in rows_of(tmp_path, ours, peer)}
+    assert values == {
+        "ours / peer": 0.375,
+        "ours - reference, µs": 2e6,
+        "peer - its reference, µs": 6e6,
+        "difference of values read": 0.0,
+    }
 
 
-def test_a_side_can_be_everybodys_reference(tmp_path: Path) -> None:
+def test_a_side_can_be_the_reference_of_all(tmp_path: Path) -> None:
     ours = FakeSide(OURS, tmp_path, 1.0, {"library": 3.0})
     plain = FakeSide("plain", tmp_path, 1.0, {"library": 2.0})
-    (row,) = rows_of(tmp_path, ours, plain, reference="plain")
-    assert (row.peer, row.ratios) == ("plain", [1.5] * 3)
+    peer = FakeSide("peer", tmp_path, 1.0, {"library": 6.0})
+    assert rows_of(tmp_path, ours, plain, plain)[0].value == 1.5
+    assert [row.value for row in rows_of(tmp_path, ours, peer, plain)] == [0.5, 1e6, 4e6, 0.0]
 
 
 def test_other_values_give_no_ratio(tmp_path: Path) -> None:
     times = {"library": 1.0, "reference": 1.0}
-    _, row = rows_of(tmp_path, FakeSide(OURS, tmp_path, 1.0, times), FakeSide("peer", tmp_path, 1.5, times))
-    assert row.ratios is None
-    assert row.agreement.startswith("differs, by 0.33")
+    rows = rows_of(tmp_path, FakeSide(OURS, tmp_path, 1.0, times), FakeSide("peer", tmp_path, 1.5, times))
+    assert {(row.value, row.note[:20]) for row in rows} == {(None, "values differ, by 0.")}
 
 
-def test_a_fault_is_a_row_and_ours_stays_measured(tmp_path: Path) -> None:
+def test_a_fault_is_a_note(tmp_path: Path) -> None:
     times = {"library": 2.0, "reference": 1.0}
-    hooks, row = rows_of(tmp_path, FakeSide(OURS, tmp_path, 1.0, times), FakeSide("peer", tmp_path, 1.0, {}))
-    assert hooks.ratios == [2.0] * 3
-    assert (row.ratios, row.agreement) == (None, "Broken: there")
-    report = Report(describe_machine(), "peers", "How.", 3, [hooks, row])
-    assert "Broken: there" in report.to_markdown()
-    assert json.loads(report.to_json())["rows"][1]["ratio"] is None
+    rows = rows_of(tmp_path, FakeSide(OURS, tmp_path, 1.0, times), FakeSide("peer", tmp_path, 1.0, {}))
+    assert {(row.value, row.note) for row in rows} == {(None, "Broken: there")}
 
 
 @pytest.mark.parametrize(
@@ -90,13 +95,17 @@ def test_difference_is_a_share_of_the_largest(
 
 def test_a_child_answers_what_it_cannot_do(tmp_path: Path) -> None:
     class Refusing:
-        def prepare(self, number: int) -> None:
-            raise NotOfferedError("no invokes") if number else ValueError("first\nsecond")
+        def one_value(self) -> None:
+            raise ValueError("first\nsecond")
 
-    conversation = Conversation(Refusing(), tmp_path)
-    assert conversation.answer({"prepare": 1, "file": "a"}) == {"not_offered": "no invokes"}
-    assert conversation.answer({"prepare": 0, "file": "a"}) == {"error": "ValueError: first"}
-    assert "must be prepared" in conversation.answer({"repeat": True})["error"]
+        def all_values(self) -> None:
+            raise NotOfferedError("no invokes")
+
+    side = SideTasks("local", {SMALL: Refusing()}, {}, tmp_path)
+    assert side.answer(prepare=0, file="a") == {"error": "ValueError: first"}
+    assert side.answer(prepare=1, file="a") == {"error": "no invokes"}
+    assert side.answer(prepare=5, file="a") == {"error": "takes language models only"}
+    assert "must be prepared" in side.answer(repeat=True)["error"]
 
 
 def test_an_environment_that_cannot_be_made_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,17 +118,14 @@ def test_an_environment_that_cannot_be_made_says_why(tmp_path: Path, monkeypatch
         ensure_environment(tmp_path)
 
 
-def test_an_interpreter_that_is_not_there_is_a_fault_and_no_crash(tmp_path: Path) -> None:
-    with pytest.raises(SideError, match="No such file"):
-        SideProcess("local", "peer", tmp_path / "python", [], {})
+def test_an_interpreter_that_is_missing_is_a_note(tmp_path: Path) -> None:
+    with pytest.raises(NotMeasuredError, match="No such file"):
+        Side("local", "peer", str(tmp_path / "python"), tmp_path, 1)
 
 
 def test_a_side_that_ends_says_with_what(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho out of memory >&2\nexit 7\n")
     python.chmod(0o755)
-    with (
-        SideProcess("local", "peer", python, [], {}) as side,
-        pytest.raises(SideError, match="ended with status 7: out of memory"),
-    ):
-        side.wait()
+    with pytest.raises(NotMeasuredError, match="ended with status 7: out of memory"):
+        Side("local", "peer", str(python), tmp_path, 1)

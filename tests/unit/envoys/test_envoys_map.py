@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight_engine import NNsight
-from nnsight_engine.intervention.envoy import Envoy, eproperty
-from nnsight_engine.intervention.hooks import requires_input, requires_output
+from nnsight_engine import Envoy, NNsight, eproperty
+from nnsight_engine.envoys.hooks import requires_input, requires_output
 
 PROMPT = torch.randn(2, 3, 8)
 

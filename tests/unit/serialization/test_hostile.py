@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 import struct
+import subprocess
 import sys
 import tracemalloc
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -265,3 +269,44 @@ def test_a_policy_is_asked_before_anything_is_imported() -> None:
 def test_what_is_not_installed_here_says_what_to_do() -> None:
     refused(message((NodeKind.NAME, [], "no_such_package:thing")), "register_by_value", policy=TRUSTED)
     refused(message((NodeKind.NAME, [], "math:nothing")), "math.nothing", policy=TRUSTED)
+
+
+def test_data_names_only_classes_of_the_module_itself() -> None:
+    """Modules of models import others, through which a dotted name would lead to anything in the process."""
+    modules = ["transformers.cache_utils", "transformers.modeling_outputs", "torch.return_types"]
+    modules += ["transformers.models.llama.modeling_llama", "transformers.generation.utils"]
+    for module in modules:
+        found = importlib.import_module(module)
+        for name, value in list(vars(found).items()):
+            data = message((NodeKind.NAME, [], f"{module}:{name}"))
+            try:
+                taken = decode(data)
+            except DecodeError:
+                continue
+            assert isinstance(taken, type)
+            assert (taken.__module__, taken.__qualname__) == (module, name)
+            assert not issubclass(taken, torch.nn.Module)
+            for inner in dir(value):
+                refused(message((NodeKind.NAME, [], f"{module}:{name}.{inner}")), "does not take")
+        for imported in [name for name, value in vars(found).items() if isinstance(value, ModuleType)]:
+            refused(message((NodeKind.NAME, [], f"{module}:{imported}.Tensor")), "does not take")
+
+
+def test_data_runs_no_command(tmp_path: Path) -> None:
+    walked, queue = set[int](), [(importlib.import_module("transformers.cache_utils"), "")]
+    while True:
+        module, path = queue.pop(0)
+        if module is subprocess:
+            break
+        if id(module) not in walked:
+            walked.add(id(module))
+            inner = [(name, value) for name, value in vars(module).items() if isinstance(value, ModuleType)]
+            queue += [(value, f"{path}{name}.") for name, value in inner]
+    name = f"transformers.cache_utils:{path}Popen"
+    data = message(
+        (NodeKind.CALL, [1, 2, 3, 3, 3, 3, 3], None), (NodeKind.NAME, [], name), (NodeKind.TUPLE, [4], None),
+        (NodeKind.NONE, [], None), (NodeKind.LIST, [5, 6], None), (NodeKind.STR, [], "touch"),
+        (NodeKind.STR, [], str(tmp_path / "ran")),
+    )  # fmt: skip
+    refused(data, "does not take")
+    assert not list(tmp_path.iterdir())

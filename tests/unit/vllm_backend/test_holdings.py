@@ -48,17 +48,17 @@ def test_what_is_saved_is_counted_when_it_could_be_too_much() -> None:
         looks.append(len(saved))
         return saved
 
-    holdings = MemoryAccount(1000, look)
-    holdings.give(100)
-    holdings.check()
+    memory = MemoryAccount(1000, look)
+    memory.give(100)
+    memory.check()
     assert not looks, "so little cannot be too much"
     saved.append(torch.zeros(200))
-    holdings.give(200)
-    holdings.check()
-    holdings.keep("writes", 150)
-    holdings.check()
-    holdings.keep("chunks", 100)
+    memory.give(200)
+    memory.check()
+    memory.keep("writes", 150)
+    memory.check()
+    memory.keep("chunks", 100)
     with pytest.raises(TraceBytesError, match=r"saved 800 bytes, and 250 are kept.*1000.*max_trace_bytes"):
-        holdings.check()
-    holdings.keep("chunks", -100)
-    holdings.check(is_last=True)
+        memory.check()
+    memory.keep("chunks", -100)
+    memory.check(is_last=True)

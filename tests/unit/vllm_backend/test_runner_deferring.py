@@ -15,7 +15,7 @@ from nnsight_engine.vllm_backend.seeded_chunks import SeededChunksMixin
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 
 
-class _Cells:
+class _Sandboxes:
     in_step = True
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class _Traces(WorkerTraces):
     """Blocks, of which one leaves the step when it is shown its token."""
 
     def __init__(self, *, leaves: bool) -> None:
-        self.cells: Any = _Cells()
+        self.sandboxes: Any = _Sandboxes()
         self.leaves = leaves
         self.is_empty = False
         self.shown: list[int] = []
@@ -47,12 +47,12 @@ class _Traces(WorkerTraces):
     def on_samples(self, samples: torch.Tensor) -> torch.Tensor:
         self.shown = samples[:, 0].tolist()
         if self.leaves:
-            self.cells.undone = ["own"]
-            self.cells.waiting = frozenset({"own"})
+            self.sandboxes.undone = ["own"]
+            self.sandboxes.waiting = frozenset({"own"})
         return samples
 
     def end(self) -> list[str]:
-        self.cells.undone = []
+        self.sandboxes.undone = []
         return []
 
     def news(self) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def test_a_token_that_was_shown_is_the_one_that_leaves_later() -> None:
     assert results is not None
     assert (results.undone, results.waiting) == (["own"], frozenset({"own"}))
     traces.leaves = False
-    traces.cells.waiting = frozenset()
+    traces.sandboxes.waiting = frozenset()
     assert runner.sampled() == [second[0], first[1]]
     results = runner._with_blocks(traces, None)
     assert results is not None
@@ -114,22 +114,22 @@ def test_a_block_that_has_left_before_has_no_token() -> None:
     first = plain.sampled()
     traces = _Traces(leaves=False)
     runner = _Runner(traces)
-    traces.cells.undone = ["own"]
+    traces.sandboxes.undone = ["own"]
     assert runner.sampled() == [first[0], -1]
-    traces.cells.undone = []
+    traces.sandboxes.undone = []
     assert runner.sampled()[1] == first[1], "its stream was put back"
 
 
 def test_the_end_of_a_rest_is_told_although_no_block_is_there() -> None:
     traces = _Traces(leaves=False)
     runner = _Runner(traces)
-    traces.cells.resting = frozenset({"many"})
+    traces.sandboxes.resting = frozenset({"many"})
     results = runner._with_blocks(traces, None)
     assert results is not None
     assert results.resting == frozenset({"many"})
     traces.is_empty = True
     assert runner._idle(SimpleNamespace()) is not None
-    traces.cells.resting = frozenset()
+    traces.sandboxes.resting = frozenset()
     told = detach_results(runner._idle(SimpleNamespace()))
     assert told is not None
     assert told.resting == frozenset()

@@ -83,7 +83,7 @@ class SandboxConnection:
     def __init__(
         self,
         sandbox: Sandbox,
-        board: TraceDispatcher,
+        dispatcher: TraceDispatcher,
         served: CallableModules,
         max_bytes: int,
         budget_s: float,
@@ -95,7 +95,7 @@ class SandboxConnection:
         self.waited_s = 0.0
         self.is_held = False
         self.content = memoryview(b"")
-        self._board = board
+        self._dispatcher = dispatcher
         self._served = served
         self._max_bytes = max_bytes
         self._budget_s = budget_s
@@ -209,7 +209,7 @@ class SandboxConnection:
 
     def _serve(self, act: Callable[[], None]) -> None:
         """Run ``act`` for a module call, on the trace's budget; an error is raised in the block."""
-        listener, self._board.listener = self._board.listener, 0
+        listener, self._dispatcher.listener = self._dispatcher.listener, 0
         begin = time.monotonic()
         try:
             act()
@@ -218,7 +218,7 @@ class SandboxConnection:
         except Exception as error:  # noqa: BLE001 - raised in the block
             self._return(packed(Returned(encode_error(error))))
         finally:
-            self._board.listener = listener
+            self._dispatcher.listener = listener
             self._called_s += time.monotonic() - begin
         call = self._call
         if call is not None and self._takes_too_long(call):

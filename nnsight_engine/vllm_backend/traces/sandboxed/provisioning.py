@@ -24,12 +24,12 @@ _NUM_SPARE: Final = 4
 
 
 def open_sandbox_pool(
-    cells: SandboxPool, model: WorkerModel, points: ModelPoints, config: VllmConfig, limits: EngineLimits
+    sandboxes: SandboxPool, model: WorkerModel, points: ModelPoints, config: VllmConfig, limits: EngineLimits
 ) -> None:
     """Start the fork server for a worker's sandboxed traces, without waiting for it.
 
     Args:
-        cells: The worker's sandbox pool.
+        sandboxes: The worker's sandbox pool.
         model: The worker's tree of envoys.
         points: The model's points.
         config: vLLM's configuration.
@@ -60,7 +60,7 @@ def open_sandbox_pool(
         command, encode(setup), half_bytes, _NUM_SPARE, needs_namespaces=limits.sandbox_needs_namespaces
     )
     server.start()
-    cells.open(server, served, half_bytes)
+    sandboxes.open(server, served, half_bytes)
 
 
 __all__ = ["open_sandbox_pool"]

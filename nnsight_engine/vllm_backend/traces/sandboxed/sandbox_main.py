@@ -224,7 +224,7 @@ class SandboxTraces(WorkerTraces):
                 return self._offer(head, body)
             case Broken(provider, passed, reason):
                 self._pass(passed)
-                self.board.fail(provider, SandboxedError.unshared(reason))
+                self.dispatcher.fail(provider, SandboxedError.unshared(reason))
                 return packed(self._go())
             case End(passed):
                 self._pass(passed)
@@ -239,8 +239,8 @@ class SandboxTraces(WorkerTraces):
 
     def _start_over(self) -> None:
         """Reset the state of the ended trace: another one of the same tenant may begin in this process."""
-        self.board.calls.clear()
-        self.board.ever.clear()
+        self.dispatcher.calls.clear()
+        self.dispatcher.ever.clear()
         self._wanted, self._before, self._passed = [], [], []
 
     def _step(self, told: Sequence[tuple[str, int, int, bool]]) -> list[bytes | memoryview]:
@@ -260,7 +260,7 @@ class SandboxTraces(WorkerTraces):
 
     def _go(self, changes: Sequence[ValueSlot] = ()) -> Go:
         """Return the message to continue; if no block wants anything more, it ends the step at once."""
-        if self.board.wanted:
+        if self.dispatcher.wanted:
             return Go(self._now_wanted(), changes=list(changes))
         return msgspec.structs.replace(self._leave_step(), changes=list(changes), is_over=True)
 
@@ -274,7 +274,7 @@ class SandboxTraces(WorkerTraces):
         """Record the places that the model has passed."""
         new = [*self._before[len(self._passed) : passed.same], *passed.more]
         self._passed += new
-        self.board.calls.update(dict.fromkeys(new, 1))
+        self.dispatcher.calls.update(dict.fromkeys(new, 1))
 
     def _offer(self, head: Offer, body: memoryview) -> list[bytes | memoryview]:
         self._pass(head.passed)
@@ -287,15 +287,15 @@ class SandboxTraces(WorkerTraces):
         slots: list[tuple[ValueSlot, memoryview]] = []
         try:
             value = _value(head, body)
-            changes = parcels.changes(value, self.board.offer(head.provider, None, value))
+            changes = parcels.changes(value, self.dispatcher.offer(head.provider, None, value))
             slots = [slot_of(rows, number) for number, rows in changes]
         except Exception as error:
             logger.debug("a value could not be shared", exc_info=True)
-            self.board.fail(head.provider, error)
+            self.dispatcher.fail(head.provider, error)
         return packed(self._go([slot for slot, _ in slots]), [content for _, content in slots])
 
     def _now_wanted(self) -> list[str] | None:
-        wanted = list(self.board.wanted)
+        wanted = list(self.dispatcher.wanted)
         if wanted == self._wanted:
             return None
         self._wanted = wanted
@@ -311,7 +311,7 @@ class SandboxTraces(WorkerTraces):
             BaseException: The worker or the module raised it.
         """
         del stage
-        mediator = self.board.current
+        mediator = self.dispatcher.current
         if not isinstance(mediator, ThreadMediator):
             raise SandboxedError.call(path)
         args, kwargs = map_tensors((args, kwargs), plain)

@@ -43,9 +43,9 @@ class SandboxPool:
         undone: Requests whose rows of the running step are discarded: the step runs without their blocks.
     """
 
-    def __init__(self, board: TraceDispatcher, limits: EngineLimits) -> None:
+    def __init__(self, dispatcher: TraceDispatcher, limits: EngineLimits) -> None:
         """Start without traces; no process is available before ``open``."""
-        self._board = board
+        self._dispatcher = dispatcher
         self._limits = limits
         self._open: Opened | None = None
         self._by_key: dict[str, SandboxSession] = {}
@@ -91,7 +91,7 @@ class SandboxPool:
     @property
     def idle(self) -> bool:
         """Whether no request is running."""
-        return all(cell.is_idle for cell in self._by_key.values())
+        return all(session.is_idle for session in self._by_key.values())
 
     def arrive(self, request_id: str, entry: TraceEntry, order: int) -> None:
         """Start a request's blocks.
@@ -99,16 +99,16 @@ class SandboxPool:
         Raises:
             SandboxUnavailableError: No process is available.
         """
-        cell = self._by_key.get(entry.key)
-        if cell is None:
+        session = self._by_key.get(entry.key)
+        if session is None:
             try:
-                cell = self._by_key[entry.key] = self._started(entry.sandbox_of, order)
+                session = self._by_key[entry.key] = self._started(entry.sandbox_of, order)
             except Exception:
                 self.counts["refused"] += 1
                 raise
             self.counts["started"] += 1
-        self._by_request[request_id] = cell
-        cell.begin([(request_id, msgspec.structs.replace(entry, sandbox_of=""))])
+        self._by_request[request_id] = session
+        session.begin([(request_id, msgspec.structs.replace(entry, sandbox_of=""))])
 
     def _started(self, tenant: str, order: int) -> SandboxSession:
         if len(self._by_key) >= self._limits.max_sandboxes:
@@ -119,16 +119,16 @@ class SandboxPool:
             raise SandboxUnavailableError("no sandbox has been started: send the request again")
         sandbox = self._parked.take(tenant) or self._open.server.take()
         step_s, trace_s = self._limits.sandbox_step_s, self._limits.sandbox_cpu_s
-        return SandboxSession(self._board, sandbox, self._open, order, tenant, step_s, trace_s)
+        return SandboxSession(self._dispatcher, sandbox, self._open, order, tenant, step_s, trace_s)
 
     def begin(self, finished: set[str]) -> None:
         """Begin a step: record requests that have ended, and process answers that have arrived meanwhile."""
         self._waiting.begin(is_alone=self.is_alone)
         self.undone = []
-        for cell in self._by_key.values():
-            ended = finished & cell.live
-            cell.live -= ended
-            cell.finished |= ended
+        for session in self._by_key.values():
+            ended = finished & session.live
+            session.live -= ended
+            session.finished |= ended
         self.wait_for_any(0.0)
 
     def wait_for_any(self, wait_s: float) -> None:
@@ -140,7 +140,7 @@ class SandboxPool:
     @property
     def waiting(self) -> frozenset[str]:
         """The requests that cannot continue before their process has answered."""
-        return frozenset().union(*(cell.waiting for cell in self._by_key.values()))
+        return frozenset().union(*(session.waiting for session in self._by_key.values()))
 
     @property
     def resting(self) -> frozenset[str]:
@@ -152,8 +152,8 @@ class SandboxPool:
 
     def has(self, request_id: str) -> bool:
         """Return whether a request is sandboxed, and its block still takes part in steps."""
-        cell = self._by_request.get(request_id)
-        return cell is not None and request_id in cell.live
+        session = self._by_request.get(request_id)
+        return session is not None and request_id in session.live
 
     def knows(self, key: str) -> bool:
         """Return whether a trace is sandboxed."""
@@ -165,21 +165,21 @@ class SandboxPool:
         for span in spans:
             by_cell.setdefault(self._by_request[span.request_id], []).append(span)
         self._active = list(by_cell)
-        for cell, own in by_cell.items():
-            cell.prepare(own, is_bound=any(span.request_id in self.bound for span in own))
+        for session, own in by_cell.items():
+            session.prepare(own, is_bound=any(span.request_id in self.bound for span in own))
         self._waiting.wait(self._active)
-        for cell, own in by_cell.items():
-            cell.step(own, num_rows)
+        for session, own in by_cell.items():
+            session.step(own, num_rows)
         self.gather()
-        self._board.gather = self.gather
+        self._dispatcher.gather = self.gather
         return bool(self._active)
 
     def gather(self) -> None:
         """Wait for the processes that were asked; a process that takes too long is left out of the step."""
         self._waiting.wait(self._active)
-        for cell in self._active:
-            cell.defer()
-        self.undone = [request_id for cell in self._active for request_id in cell.undone]
+        for session in self._active:
+            session.defer()
+        self.undone = [request_id for session in self._active for request_id in session.undone]
 
     @property
     def in_step(self) -> bool:
@@ -193,28 +193,28 @@ class SandboxPool:
 
     def again(self) -> None:
         """Prepare to rerun the step from its first layer."""
-        for cell in self._active:
-            cell.again()
+        for session in self._active:
+            session.again()
 
     def after_model(self, num_requests: int) -> None:
         """Switch to the phase behind the model, in which values have one row per request."""
-        for cell in self._active:
-            cell.after_model(num_requests)
+        for session in self._active:
+            session.after_model(num_requests)
 
     def end(self) -> tuple[list[str], dict[str, Parcel]]:
         """End the step; return the requests that are to end, and the reports by request."""
-        self._board.gather = None
-        for cell in self._active:
-            cell.finish()
-        self._waiting.wait([cell for cell in self._active if not cell.is_deferred])
-        for cell in self._active:
-            cell.end()
+        self._dispatcher.gather = None
+        for session in self._active:
+            session.finish()
+        self._waiting.wait([session for session in self._active if not session.is_deferred])
+        for session in self._active:
+            session.end()
         self.last_step_s = self._waiting.waited_s
         self._active = []
         ended: list[str] = []
         news: dict[str, Parcel] = {}
-        for cell in self._by_key.values():
-            over, told = cell.take_news()
+        for session in self._by_key.values():
+            over, told = session.take_news()
             ended += over
             news |= told
         return ended, news
@@ -225,27 +225,27 @@ class SandboxPool:
 
     def has_collected(self, key: str, results: Mapping[str, Any], index: int | None, wait_s: float) -> bool:
         """Request the saved values of a trace or block; return whether they arrive within ``wait_s``."""
-        cell = self._by_key[key]
-        cell.stop_waiting()
+        session = self._by_key[key]
+        session.stop_waiting()
         end = time.monotonic() + wait_s
-        while not cell.has_collected:
-            cell.ask_saved(key, results, index)
+        while not session.has_collected:
+            session.ask_saved(key, results, index)
             left_s = end - time.monotonic()
             if left_s <= 0:
                 break
-            self._waiting.wait_for_any([cell], left_s)
-        return cell.has_collected
+            self._waiting.wait_for_any([session], left_s)
+        return session.has_collected
 
     def collect(self, key: str, results: Mapping[str, Any], index: int | None) -> tuple[list[Piece], float]:
         """Return the saved values of a trace or block, and the seconds spent on it since the last call.
 
         Blocks until they have arrived. Without ``index`` the trace ends.
         """
-        cell = self._by_key[key]
+        session = self._by_key[key]
         while not self.has_collected(key, results, index, _LOOK_S):
             pass  # a process that takes too long is ended
-        pieces, left = cell.saved(index)
-        spent_s = cell.talk.take_spent()
+        pieces, left = session.saved(index)
+        spent_s = session.connection.take_spent()
         if index is None:
             self._left[key] = left
             self._forget(key)
@@ -253,9 +253,9 @@ class SandboxPool:
 
     def drop(self, key: str) -> float:
         """End a trace that no client will collect; return the seconds spent on it since the last call."""
-        cell = self._by_key.get(key)
-        spent_s = 0.0 if cell is None else cell.talk.take_spent()
-        if cell is not None:
+        session = self._by_key.get(key)
+        spent_s = 0.0 if session is None else session.connection.take_spent()
+        if session is not None:
             self._forget(key)
         self._left.pop(key, None)
         return spent_s
@@ -265,13 +265,13 @@ class SandboxPool:
         return self._left.pop(key, None)
 
     def _forget(self, key: str) -> None:
-        cell = self._by_key.pop(key)
-        for request_id in cell.entries:
+        session = self._by_key.pop(key)
+        for request_id in session.entries:
             self._by_request.pop(request_id, None)
-        self.counts["killed"] += cell.error is not None
-        sandbox = cell.close()
+        self.counts["killed"] += session.error is not None
+        sandbox = session.close()
         if sandbox is not None:
-            self._parked.put(cell.tenant, sandbox)
+            self._parked.put(session.tenant, sandbox)
 
 
 __all__ = ["SandboxPool"]

@@ -97,7 +97,7 @@ class SandboxSession:
 
     def __init__(
         self,
-        board: TraceDispatcher,
+        dispatcher: TraceDispatcher,
         sandbox: Sandbox,
         opened: Opened,
         order: int,
@@ -105,14 +105,20 @@ class SandboxSession:
         budget_s: float,
         trace_s: float,
     ) -> None:
-        self.board = board
+        self.dispatcher = dispatcher
         self.order = order
         self.tenant = tenant
         self.entries: dict[str, TraceEntry] = {}
         self.live: set[str] = set()
         self._misfits = 0
-        self.talk = SandboxConnection(
-            sandbox, board, opened.served, opened.max_bytes, budget_s, trace_s, on_end=lambda: self._want([])
+        self.connection = SandboxConnection(
+            sandbox,
+            dispatcher,
+            opened.served,
+            opened.max_bytes,
+            budget_s,
+            trace_s,
+            on_end=lambda: self._want([]),
         )
         self.in_step = False
         self.finished: set[str] = set()
@@ -145,7 +151,7 @@ class SandboxSession:
     @property
     def error(self) -> Exception | None:
         """Why the process was ended prematurely; None if it was not."""
-        return self.talk.error
+        return self.connection.error
 
     # Messages to the process.
 
@@ -155,14 +161,16 @@ class SandboxSession:
         self.live.update(name for name, _ in arrived)
         self._arrived += arrived
         for _ in arrived:
-            self.talk.allow_reading()
+            self.connection.allow_reading()
         self._tell_arrived()
 
     def _tell_arrived(self) -> None:
-        if not self._arrived or self.talk.is_unanswered or self.is_deferred:
+        if not self._arrived or self.connection.is_unanswered or self.is_deferred:
             return
         arrived, self._arrived = self._arrived, []
-        self.talk.ask(Begin([(name, entry.to_plain()) for name, entry in arrived]), [], Go, self._have_begun)
+        self.connection.ask(
+            Begin([(name, entry.to_plain()) for name, entry in arrived]), [], Go, self._have_begun
+        )
 
     def _have_begun(self, reply: Go) -> None:
         """Handle the answer to ``Begin``; requests that failed at once are to end."""
@@ -187,7 +195,7 @@ class SandboxSession:
             return
         if self.is_deferred and not self._is_same(spans):
             return
-        if self.talk.is_pending:
+        if self.connection.is_pending:
             self.undone = [span.request_id for span in spans]
             return
         if not self.is_deferred:
@@ -203,8 +211,8 @@ class SandboxSession:
             self._resume()
             return
         told = [(span.request_id, span.num_rows, span.start, span.complete) for span in spans]
-        self.talk.refill()
-        self.talk.ask(StepMessage(told, self._take_finished(), self._unsaid), [], Go, self._go)
+        self.connection.refill()
+        self.connection.ask(StepMessage(told, self._take_finished(), self._unsaid), [], Go, self._go)
         self._unsaid = Passed()
 
     def _is_same(self, spans: Sequence[TraceSpan]) -> bool:
@@ -215,7 +223,7 @@ class SandboxSession:
             span.request_id not in self.live or now.get(span.request_id, span).start != span.start
             for span in self._spans
         ):
-            self.talk.give_up(SandboxEndedError.unrepeated())
+            self.connection.give_up(SandboxEndedError.unrepeated())
             return False
         if [one.num_rows for one in self._spans] != [
             now[one.request_id].num_rows if one.request_id in now else 0 for one in self._spans
@@ -234,13 +242,13 @@ class SandboxSession:
         if self._at:
             self._is_resuming = True
         else:
-            self.talk.take_held()
+            self.connection.take_held()
 
     def defer(self) -> None:
         """Let the step continue without the process if it has not answered yet."""
-        if self.in_step and self.talk.is_pending:
+        if self.in_step and self.connection.is_pending:
             self.in_step = self._takes_part = False
-            self.is_deferred = self.talk.is_held = True
+            self.is_deferred = self.connection.is_held = True
             self.undone = [span.request_id for span in self._spans]
 
     def again(self) -> None:
@@ -248,14 +256,14 @@ class SandboxSession:
         if not self._takes_part:
             return
         if self._changes.is_too_much:
-            self.talk.give_up(SandboxEndedError.unrepeated())
+            self.connection.give_up(SandboxEndedError.unrepeated())
         self._replay()
 
     def _replay(self) -> None:
         """Register the places of the changes made in this step, to replay them when the model passes."""
         self._replays = True
         for provider in self._changes.by_place:
-            self.board.want(provider, self)  # type: ignore[arg-type] # stands for the requests of a trace
+            self.dispatcher.want(provider, self)  # type: ignore[arg-type] # stands for the requests of a trace
 
     def _take_finished(self) -> list[str]:
         finished, self.finished = self.finished, set()
@@ -269,7 +277,7 @@ class SandboxSession:
     @property
     def waiting(self) -> set[str]:
         """The requests that cannot continue before the process has answered."""
-        return set(self.live) if self.talk.is_pending else set()
+        return set(self.live) if self.connection.is_pending else set()
 
     def after_model(self, num_requests: int) -> None:
         """Switch to the phase behind the model, in which values have one row per request."""
@@ -284,10 +292,10 @@ class SandboxSession:
         """Notify the process that the step has ended."""
         if self._is_resuming:  # the model has not reached the place again
             self._is_resuming = self.in_step = False
-            self.talk.give_up(SandboxEndedError.unrepeated())
+            self.connection.give_up(SandboxEndedError.unrepeated())
         elif self.in_step:
             self.in_step = False
-            self.talk.ask(End(self._newly_passed()), [], Go, self._have_ended)
+            self.connection.ask(End(self._newly_passed()), [], Go, self._have_ended)
         elif self._takes_part:
             self._unsaid = self._newly_passed()
 
@@ -302,11 +310,11 @@ class SandboxSession:
             return
         self._takes_part = False
         self.is_elsewhere = self.went_elsewhere
-        if self.board.is_uncompiled:
+        if self.dispatcher.is_uncompiled:
             self.tier = "eager"
         self._spans = []
         for provider in self._changes.by_place.keys() - set(self._wanted):
-            self.board.unwant(provider, self)  # type: ignore[arg-type] # as above
+            self.dispatcher.unwant(provider, self)  # type: ignore[arg-type] # as above
         self._changes.clear()
 
     def take_news(self) -> tuple[list[str], dict[str, Parcel]]:
@@ -325,7 +333,7 @@ class SandboxSession:
             entry = self.entries.get(told.request_id)
             self._num_printed += len(told.printed)
             if self._num_printed > 2 * MAX_BYTES:  # an unmodified process stops at half of that
-                self.talk.give_up(SandboxEndedError.broken("it printed without end"))
+                self.connection.give_up(SandboxEndedError.broken("it printed without end"))
             elif entry is not None:
                 self._news[told.request_id] = (entry.key, entry.index, told.data, told.printed)
 
@@ -339,12 +347,12 @@ class SandboxSession:
 
     def ask_saved(self, key: str, results: Mapping[str, Any], index: int | None) -> None:
         """Request the saved values of the trace, or of one block, unless the process has yet to answer."""
-        if self._collected is not None or self.talk.is_unanswered:
+        if self._collected is not None or self.connection.is_unanswered:
             return
-        self.talk.refill()
+        self.connection.refill()
         self._is_whole = index is None
         collect = Collect(key, dict(results), index, self._take_finished())
-        self.talk.ask(collect, [], Collected, self._have_collected)
+        self.connection.ask(collect, [], Collected, self._have_collected)
 
     def _have_collected(self, reply: Collected) -> None:
         self._collected = reply
@@ -358,7 +366,7 @@ class SandboxSession:
         """Return the answer to ``ask_saved`` as pieces of a message, with printed text and failure text."""
         head, self._collected = self._collected, None
         if head is not None:
-            content, self.talk.content = self.talk.content, memoryview(b"")
+            content, self.connection.content = self.connection.content, memoryview(b"")
             return [content], (head.printed[:MAX_BYTES], head.failure[:_MAX_SAID])
         told = encode_error(self.error or SandboxEndedError.gone())
         blocks = [
@@ -372,16 +380,16 @@ class SandboxSession:
         """Drop a deferred answer: the trace has ended, and no step will resume it."""
         if self.is_deferred:
             self.is_deferred = False
-            self.talk.drop_answer()
+            self.connection.drop_answer()
 
     def close(self) -> Sandbox | None:
         """Release the process; return it if it has completed all its requests, and end it otherwise."""
         self._want([])
-        self.board.forget(self)  # type: ignore[arg-type] # as above
+        self.dispatcher.forget(self)  # type: ignore[arg-type] # as above
         self.live.clear()
-        if self._is_whole and self.error is None and not self.talk.is_unanswered:
-            return self.talk.sandbox
-        self.talk.sandbox.end()
+        if self._is_whole and self.error is None and not self.connection.is_unanswered:
+            return self.connection.sandbox
+        self.connection.sandbox.end()
         return None
 
     def _want(self, wanted: Sequence[str]) -> None:
@@ -389,14 +397,14 @@ class SandboxSession:
         now = {provider: None for provider in wanted if provider in self._places}
         for provider in self._wanted:
             if provider not in now:
-                self.board.unwant(provider, self)  # type: ignore[arg-type] # stands for the requests of a trace
+                self.dispatcher.unwant(provider, self)  # type: ignore[arg-type] # stands for the requests of a trace
         for provider in now:
-            self.board.want(provider, self)  # type: ignore[arg-type] # the same
+            self.dispatcher.want(provider, self)  # type: ignore[arg-type] # the same
         self._wanted = list(now)
 
     def _newly_passed(self) -> Passed:
         """Return the places that the model has passed and that were not reported to the process yet."""
-        told, now = len(self._passed), self.board.passed()
+        told, now = len(self._passed), self.dispatcher.passed()
         same = told
         while same < len(now) and same < len(self._before) and now[same] == self._before[same]:
             same += 1
@@ -428,13 +436,13 @@ class SandboxSession:
         self._is_served = True
         if self._is_resuming:
             self._is_resuming = False
-            self.talk.take_held()
+            self.connection.take_held()
             return
         if provider in self._offered:  # offered twice, so the place does not identify where to resume
             self.can_be_deferred = False
         self._offered.add(provider)
         self._at = provider
-        parcels, value = self._parcels, self.board.place.value
+        parcels, value = self._parcels, self.dispatcher.place.value
         assert parcels is not None  # noqa: S101 - a step is running
         try:
             packed_value, forms = parcels.pack(RowKeeper().keep(value))
@@ -446,31 +454,31 @@ class SandboxSession:
         except Exception as error:  # noqa: BLE001 - whatever the value is made of
             reason = f"`{provider}` cannot be given to a sandboxed block: {error}"
         if reason:
-            self.talk.ask(Broken(provider, self._newly_passed(), reason), [], Go, self._go)
+            self.connection.ask(Broken(provider, self._newly_passed(), reason), [], Go, self._go)
             return
         offer = Offer(provider, self._newly_passed(), self._is_behind, slots, is_tuple)
-        self.talk.ask(offer, body, Go, self._have_answered)
+        self.connection.ask(offer, body, Go, self._have_answered)
 
     def _have_answered(self, reply: Go) -> None:
         """Apply the changes of the process to the value at hand."""
         self._go(reply)
-        if reply.changes and self._put(reply.changes, self.talk.content):
-            self._changes.keep(self._at, reply.changes, self.talk.content)
+        if reply.changes and self._put(reply.changes, self.connection.content):
+            self._changes.keep(self._at, reply.changes, self.connection.content)
             if self._changes.is_too_much:
                 self.can_be_deferred = False
-        self.talk.content = memoryview(b"")
+        self.connection.content = memoryview(b"")
 
     def _put(self, changes: Sequence[ValueSlot], content: memoryview) -> bool:
         """Apply the process's changes to the value at hand; return whether the process is still alive."""
         parcels, keeper = self._parcels, RowKeeper()
         assert parcels is not None  # noqa: S101 - a step is running
         try:
-            kept = keeper.keep(self.board.place.value)
-            self.board.place.value = keeper.give_back(self._changed(parcels, kept, changes, content))
+            kept = keeper.keep(self.dispatcher.place.value)
+            self.dispatcher.place.value = keeper.give_back(self._changed(parcels, kept, changes, content))
         except SandboxEndedError as error:
-            self.talk.give_up(error)
+            self.connection.give_up(error)
         except Exception as error:  # noqa: BLE001 - no number that a process sends may end the model
-            self.talk.give_up(SandboxEndedError.broken(f"it changed a value, but {error}"))
+            self.connection.give_up(SandboxEndedError.broken(f"it changed a value, but {error}"))
         return self.error is None
 
     def _changed(
@@ -490,13 +498,13 @@ class SandboxSession:
             if tuple(rows.shape) != parcels.shape_of(before[slot.number]):
                 raise SandboxEndedError.broken("it changed rows that are not its own")
             if not before[slot.number].is_floating_point():
-                self.board.place.check(rows.to(before[slot.number].dtype))
+                self.dispatcher.place.check(rows.to(before[slot.number].dtype))
             changes[slot.number] = rows
         given.end()
         with torch.inference_mode():
             changed = parcels.changed(value, list(changes.items()))
         for old, new in zip(before, list(tensors(changed)), strict=True):
-            for copy in self.board.place.copies:
+            for copy in self.dispatcher.place.copies:
                 if copy.whole is old:
                     copy.whole = new
         return changed

@@ -57,15 +57,17 @@ class WaitBudget:
         self._used_s.clear()
         self.waited_s = 0.0
 
-    def wait(self, cells: Sequence[SandboxSession]) -> None:
+    def wait(self, sandboxes: Sequence[SandboxSession]) -> None:
         """Wait until all have answered or used their budgets; end late ones that cannot be left out."""
-        self._wait([cell for cell in cells if cell.talk.is_pending], self._left_s)
-        stubborn = [cell for cell in cells if cell.talk.is_pending and not cell.can_be_deferred]
-        used_before = {cell.tenant: self._used(cell) for cell in stubborn}
+        self._wait([session for session in sandboxes if session.connection.is_pending], self._left_s)
+        stubborn = [
+            session for session in sandboxes if session.connection.is_pending and not session.can_be_deferred
+        ]
+        used_before = {session.tenant: self._used(session) for session in stubborn}
         self._wait(stubborn, self._most_s)
-        for cell in stubborn:
-            if cell.talk.is_pending:
-                cell.talk.end_if_late(at_once=True)
+        for session in stubborn:
+            if session.connection.is_pending:
+                session.connection.end_if_late(at_once=True)
         if not self._is_alone:
             for tenant, used_s in used_before.items():
                 self._rest(tenant, self._used_s.get(tenant, 0.0) - used_s)
@@ -81,58 +83,63 @@ class WaitBudget:
         self._rests_until = {one: until for one, until in self._rests_until.items() if until > moment}
         return frozenset(self._rests_until)
 
-    def wait_for_any(self, cells: Sequence[SandboxSession], wait_s: float) -> None:
+    def wait_for_any(self, sandboxes: Sequence[SandboxSession], wait_s: float) -> None:
         """Wait, outside a step, for up to ``wait_s`` until one process has answered."""
-        pending = [cell for cell in cells if cell.talk.is_pending]
+        pending = [session for session in sandboxes if session.connection.is_pending]
         end = time.monotonic() + wait_s
         left_s = wait_s
         while pending:
             self._pump(pending, left_s)
             left_s = end - time.monotonic()
-            if left_s <= 0 or not all(cell.talk.is_pending for cell in pending):
+            if left_s <= 0 or not all(session.connection.is_pending for session in pending):
                 break
-        for cell in pending:
-            if cell.talk.is_pending:
-                cell.talk.end_if_late()
+        for session in pending:
+            if session.connection.is_pending:
+                session.connection.end_if_late()
 
-    def _wait(self, cells: list[SandboxSession], most_s: float) -> None:
-        while cells:
-            left_s = max(most_s - self._used(cell) for cell in cells)
-            self._pump(cells, max(left_s, 0.0), most_s)
-            cells = [
-                cell
-                for cell in cells
-                if cell.talk.is_pending and self._used(cell) < most_s and not cell.talk.end_if_late()
+    def _wait(self, sandboxes: list[SandboxSession], most_s: float) -> None:
+        while sandboxes:
+            left_s = max(most_s - self._used(session) for session in sandboxes)
+            self._pump(sandboxes, max(left_s, 0.0), most_s)
+            sandboxes = [
+                session
+                for session in sandboxes
+                if session.connection.is_pending
+                and self._used(session) < most_s
+                and not session.connection.end_if_late()
             ]
 
-    def _used(self, cell: SandboxSession) -> float:
-        return self._used_s.get(cell.tenant, 0.0)
+    def _used(self, session: SandboxSession) -> float:
+        return self._used_s.get(session.tenant, 0.0)
 
-    def _pump(self, cells: Sequence[SandboxSession], wait_s: float, most_s: float | None = None) -> None:
+    def _pump(self, sandboxes: Sequence[SandboxSession], wait_s: float, most_s: float | None = None) -> None:
         """Read messages for up to ``wait_s``, and advance calls of modules within the tenants' budgets."""
         begin = time.monotonic()
         most_s = self._left_s if most_s is None else most_s
-        calling = [cell for cell in cells if cell.talk.is_calling]
-        _read([cell for cell in cells if not cell.talk.is_calling], 0.0 if calling else wait_s)
-        for cell in calling:
-            if self._used(cell) + time.monotonic() - begin < most_s:
-                cell.talk.call_on()
+        calling = [session for session in sandboxes if session.connection.is_calling]
+        _read(
+            [session for session in sandboxes if not session.connection.is_calling],
+            0.0 if calling else wait_s,
+        )
+        for session in calling:
+            if self._used(session) + time.monotonic() - begin < most_s:
+                session.connection.call_on()
         took_s = time.monotonic() - begin
         self.waited_s += took_s
-        for tenant in {cell.tenant for cell in cells}:
+        for tenant in {session.tenant for session in sandboxes}:
             self._used_s[tenant] = self._used_s.get(tenant, 0.0) + took_s
-        for cell in cells:
-            cell.talk.waited_s += took_s / len(cells)
+        for session in sandboxes:
+            session.connection.waited_s += took_s / len(sandboxes)
 
 
-def _read(cells: Sequence[SandboxSession], wait_s: float) -> None:
+def _read(sandboxes: Sequence[SandboxSession], wait_s: float) -> None:
     """Read messages that have arrived from any of them, waiting for up to ``wait_s``."""
-    by_descriptor = {cell.talk.sandbox.side.fileno(): cell for cell in cells}
+    by_descriptor = {session.connection.sandbox.side.fileno(): session for session in sandboxes}
     poll = select.poll()
     for descriptor in by_descriptor:
         poll.register(descriptor, select.POLLIN)
     for descriptor, _ in poll.poll(wait_s * 1000):
-        by_descriptor[descriptor].talk.pump()
+        by_descriptor[descriptor].connection.pump()
 
 
 __all__ = ["WaitBudget"]

@@ -64,7 +64,7 @@ class Warmup:
         traces.answer(Begin([(_REQUEST, self.entry)]), memoryview(b""))
         traces.answer(StepMessage([(_REQUEST, _ROWS, 0, True)], [], Passed()), memoryview(b""))
         for _ in range(_MAX_OFFERS):
-            wanted = next(iter(traces.board.wanted), None)
+            wanted = next(iter(traces.dispatcher.wanted), None)
             if wanted is None:
                 break
             slots, is_tuple, body = slots_of(self.value) or ([], False, [])

@@ -47,7 +47,7 @@ def main(orders: socket.socket, folder: str) -> None:
     limits = dataclasses.replace(limits, trace_step_s=limits.sandbox_step_s)
     points = _points(setup)
     traces = SandboxTraces(points, limits, partial(_new_model, points))
-    traces.board.entry = setup["entry"]
+    traces.dispatcher.entry = setup["entry"]
     traces.max_call_bytes = min(limits.sandbox_message_bytes, setup["call_bytes"])
     rehearsal = Warmup.of(points)
     share = ProcessLimits(limits.sandbox_bytes - 2 * limits.sandbox_message_bytes, limits.sandbox_cpu_s)
@@ -91,7 +91,7 @@ def _points(setup: Mapping[str, Any]) -> ModelPoints:
 
 def _new_model(points: ModelPoints, traces: SandboxTraces, names: Names) -> WorkerModel:
     _OUTSIDE.traces = traces
-    return WorkerModel(points, None, traces.board, names=names, calls=SandboxEnvoy)
+    return WorkerModel(points, None, traces.dispatcher, names=names, calls=SandboxEnvoy)
 
 
 def _warm_up() -> None:

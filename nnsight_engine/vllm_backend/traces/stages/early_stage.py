@@ -153,8 +153,8 @@ class EarlyStageTraces:
     def __init__(self, points: ModelPoints, config: VllmConfig, link: Channel) -> None:
         """Send the descriptions of this stage's modules to the last stage."""
         paths = [f".{path}" if path else "" for path in spanning_paths(points.family.layers)]
-        self.board = EarlyStageDispatcher(link, [f"model{path}" for path in paths])
-        self.model = self.board.model = WorkerModel(points, config, self.board)
+        self.dispatcher = EarlyStageDispatcher(link, [f"model{path}" for path in paths])
+        self.model = self.dispatcher.model = WorkerModel(points, config, self.dispatcher)
         self._registered: set[str] = set()
         link.send(described(points.model))
 
@@ -174,16 +174,16 @@ class EarlyStageTraces:
 
     def step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
         """Begin a step for these requests; return False if no block takes part in it."""
-        return bool(spans) and self.board.open(spans, num_rows)
+        return bool(spans) and self.dispatcher.open(spans, num_rows)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Observe the modules' calls while the model runs."""
         try:
-            with self.model.heard(self.board):
+            with self.model.heard(self.dispatcher):
                 yield
         finally:
-            self.board.close()
+            self.dispatcher.close()
 
     def end(self) -> list[str]:
         """End the step; only the last stage reports requests that are to end."""

@@ -87,7 +87,7 @@ class LastStageTraces(WorkerTraces):
         super().__init__(points, config, limits)
 
     def _new_model(self, names: Names) -> WorkerModel:
-        return PipelineModel(self._points, self._config, self.board, self.elsewhere, names)
+        return PipelineModel(self._points, self._config, self.dispatcher, self.elsewhere, names)
 
     def _open_sandbox_pool(self) -> None:
         raise SandboxedError.spread()
@@ -128,18 +128,18 @@ class LastStageTraces(WorkerTraces):
         """Give blocks the values they wait for on a stage, until the stage reports that it is done."""
         while True:
             kind, passed, *rest = self._hear(stage, link)
-            self.board.calls.update(dict.fromkeys(passed, 1))
+            self.dispatcher.calls.update(dict.fromkeys(passed, 1))
             if kind == "done":
                 return
             changes: list[Any] = []
             if kind == "offer":
                 changes = self._offered(parcels, *rest)
             else:
-                self.board.fail(rest[0], StageError(rest[1]))
+                self.dispatcher.fail(rest[0], StageError(rest[1]))
             try:
                 self._say(changes)
             except EncodeError as error:
-                self.board.fail(rest[0], error)
+                self.dispatcher.fail(rest[0], error)
                 self._say([])
 
     def _hear(self, stage: int, link: Channel) -> tuple[Any, ...]:
@@ -158,19 +158,19 @@ class LastStageTraces(WorkerTraces):
                 for one in self.model._sources  # noqa: SLF001 - an envoy of ours
                 if isinstance(one.module, RemoteModule) and one.module.stage == listening.stage
             ]
-            listening.link.send("go", what, list(self.board.wanted), looked_into)
+            listening.link.send("go", what, list(self.dispatcher.wanted), looked_into)
             self._listening = None
 
     def _offered(self, parcels: RowPayloads, provider: str, packed: Any, forms: Sequence[Form]) -> list[Any]:
         """Give blocks a value of another stage; return the changes that they made to it."""
-        if provider not in self.board.wanted:
+        if provider not in self.dispatcher.wanted:
             return []
         try:
             value = parcels.unpack(packed, forms, self._device)
-            return parcels.changes(value, self.board.offer(provider, None, value))
+            return parcels.changes(value, self.dispatcher.offer(provider, None, value))
         except Exception as error:
             logger.exception("a value of another stage could not be shared with traced requests")
-            self.board.fail(provider, error)
+            self.dispatcher.fail(provider, error)
             return []
 
     def step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
@@ -194,7 +194,7 @@ class LastStageTraces(WorkerTraces):
                 sent.
             BaseException: The module raised it.
         """
-        listening, mediator = self._listening, self.board.current
+        listening, mediator = self._listening, self.dispatcher.current
         worker = None if mediator is None else mediator.worker
         if listening is None or listening.stage != stage or worker is None or not worker.is_current():
             raise StageError.call(path, stage)

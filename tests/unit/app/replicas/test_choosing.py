@@ -43,11 +43,6 @@ def test_without_a_key_the_less_busy_of_two_is_first() -> None:
     assert {ranked(IDLE, b"")[0] for _ in range(200)} == set(IDLE)
 
 
-def test_what_belongs_to_one_is_asked_of_it_alone() -> None:
-    assert ranked({**IDLE, "b": 99}, KEYS[0], owner="b") == ["b"]
-    assert sorted(ranked(IDLE, b"", owner="gone")) == ["a", "b", "c"]
-
-
 def test_those_that_were_tried_are_left_out_while_there_are_others() -> None:
     assert ranked(IDLE, KEYS[0], tried=["a", "b"]) == ["c"]
     assert sorted(ranked(IDLE, KEYS[0], tried=["a", "b", "c"])) == ["a", "b", "c"]

@@ -1,1 +1,0 @@
-"""How long one tenant waits while another floods the server: see ``__main__``."""

@@ -1,1 +1,0 @@
-"""What our server costs beside vLLM's own, over HTTP: see ``__main__``."""

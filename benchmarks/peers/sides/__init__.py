@@ -1,1 +1,0 @@
-"""One module for each way of doing the tasks; each runs in a child that has its library."""

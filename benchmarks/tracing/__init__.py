@@ -1,1 +1,0 @@
-"""What tracing costs beside hooks written by hand, and beside a model that nobody looks into."""

@@ -1,0 +1,99 @@
+"""The documented import paths of nnsight's ``intervention`` package, as one table.
+
+Each path is a module that defines nothing: a name is loaded from the module where it is defined here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, Final
+
+_INTERLEAVING: Final = "nnsight_engine.interleaving"
+_TRACERS: Final = "nnsight_engine.envoys.tracers"
+_COMPAT: Final = "nnsight_engine.compat"
+
+PATHS: Final = {
+    "backends.base": {"nnsight_engine.tracing.tracer": "Backend"},
+    "backends.execution": {"nnsight_engine.tracing.tracer": "ExecutionBackend"},
+    "backends.remote": {"nnsight_engine.remote_backend.backend": "RemoteBackend"},
+    "batching": {f"{_INTERLEAVING}.batching": "Batchable Batcher"},
+    "envoy": {
+        "nnsight_engine.envoys.envoy": "Envoy",
+        "nnsight_engine.envoys.eproperty": "eproperty",
+        "nnsight_engine.envoys.operations": "OperationEnvoy SourceEnvoy",
+    },
+    "hooks": {
+        "nnsight_engine.envoys.hooks": "requires_input requires_operation_input"
+        " requires_operation_output requires_output",
+    },
+    "interleaver": {
+        "nnsight_engine.envoys.eproperty": "IEnvoy eproperty",
+        f"{_INTERLEAVING}.events": "Cancelation EarlyStopException Events MissedProviderError"
+        " OutOfOrderError SkipException",
+        f"{_INTERLEAVING}.interleaver": "Interleaver",
+        f"{_INTERLEAVING}.mediator": "Mediator",
+    },
+    "serialization": {f"{_COMPAT}.dumps": "dumps loads"},
+    "tracing.backwards": {f"{_TRACERS}.backwards": "BackwardsTracer"},
+    "tracing.base": {
+        "nnsight_engine.tracing.errors": "WithBlockNotFoundError",
+        "nnsight_engine.tracing.tracer": "Info Tracer",
+    },
+    "tracing.editing": {f"{_TRACERS}.editing": "EditingTracer"},
+    "tracing.globals": {f"{_COMPAT}.globals": "Globals", "nnsight_engine.core.saves": "save"},
+    "tracing.invoker": {f"{_TRACERS}.invoker": "Invoker"},
+    "tracing.iterator": {f"{_INTERLEAVING}.iteration": "IteratorTracer"},
+    "tracing.tracer": {
+        "nnsight_engine.envoys.cache": "Cache",
+        f"{_TRACERS}.interleaving": "InterleavingTracer",
+        f"{_TRACERS}.scanning": "ScanningTracer",
+        f"{_INTERLEAVING}.barrier": "Barrier",
+        "nnsight_engine.tracing.tracer": "Tracer",
+    },
+    "tracing.util": {f"{_COMPAT}.exceptions": "ExceptionWrapper wrap_exception"},
+}
+"""Names by the module that defines them, for each path below ``intervention``."""
+
+
+class _Path(ModuleType):
+    """A module whose names are loaded from elsewhere when they are first asked for."""
+
+    def __init__(self, name: str, homes: dict[str, str]) -> None:
+        super().__init__(name, f"Names of nnsight's ``{name.partition('.')[2]}``, defined elsewhere.")
+        self.__path__: list[str] = []
+        self.__spec__ = ModuleSpec(name, None, is_package=True)
+        self.__all__ = sorted(homes)
+        self._homes = homes
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._homes:
+            raise AttributeError(
+                f"module {self.__name__!r} has no attribute {name!r}; it offers {', '.join(self.__all__)}"
+            )
+        value = getattr(importlib.import_module(self._homes[name]), name)
+        setattr(self, name, value)
+        return value
+
+    def __dir__(self) -> list[str]:
+        return self.__all__
+
+
+def add_paths(root: str) -> ModuleType:
+    """Register the modules of all paths below ``root``, and return the one of ``root`` itself."""
+    for path, names in PATHS.items():
+        homes = {name: home for home, listed in names.items() for name in listed.split()}
+        _add(f"{root}.{path}", homes)
+    return sys.modules[root]
+
+
+def _add(name: str, homes: dict[str, str]) -> None:
+    parent, _, last = name.rpartition(".")
+    if parent not in sys.modules:
+        _add(parent, {})
+    module = sys.modules.setdefault(name, _Path(name, homes))
+    above = sys.modules[parent]
+    setattr(above, last, module)
+    above.__all__ = sorted({*getattr(above, "__all__", ()), last})  # type: ignore[attr-defined] # a module's
