@@ -34,7 +34,7 @@ THREAD_BYTES: Final = 1024 * 1024
 _LARGE_BYTES: Final = 128 * 1024
 """Bodies of at least this size are parsed in a separate process, see ``large_bodies``."""
 _SMALL_BYTES: Final = 16 * 1024
-"""Bodies smaller than this are too small to exceed the field limits, so their fields are not counted."""
+"""The fields of smaller bodies are not counted, unless so small a body can exceed a limit."""
 _STEPS: Final = np.zeros(256, dtype=np.int8)
 _STEPS[[ord("["), ord("{")]] = 1
 _STEPS[[ord("]"), ord("}")]] = -1
@@ -76,7 +76,9 @@ async def read_object(request: Request, limits: BodyLimits) -> dict[str, Any]:
         return await while_connected(request.receive, reading, cutoff_of(request.scope))
     check_depth(body, limits.max_depth)
     value = parse_object(body)
-    return value if bodies is None or len(body) < _SMALL_BYTES else checked(value, bodies.limits)
+    if bodies is None or len(body) < min(_SMALL_BYTES, bodies.limits.least_bytes):
+        return value
+    return checked(value, bodies.limits)
 
 
 def check_media_type(request: Request, expected: str) -> None:

@@ -41,6 +41,11 @@ class FieldLimits(msgspec.Struct, frozen=True):
     max_values: int
     max_prompt_ids: int
 
+    @property
+    def least_bytes(self) -> int:
+        """Bytes that a body needs at least to exceed one of the counts: an item and a separator each."""
+        return 2 * min(self.max_objects, self.max_values, self.max_prompt_ids)
+
 
 def checked(body: dict[str, Any], limits: FieldLimits) -> dict[str, Any]:
     """Convert tensors in a body to tensor objects and check the counts of its fields.

@@ -13,6 +13,7 @@ import contextlib
 import errno
 import hashlib
 import logging
+import math
 import socket
 import threading
 import time
@@ -257,7 +258,10 @@ class _Answers:
     async def _own_answer(self, scope: Scope) -> Response | None:
         """Return a response from state available without the main loop; None if only that loop can answer."""
         if scope["path"] == METRICS:
-            if self._metrics is None or self._let_in.get(_caller(scope), 0.0) < time.monotonic() - _KNOWN_S:
+            if (
+                self._metrics is None
+                or self._let_in.get(_caller(scope), -math.inf) < time.monotonic() - _KNOWN_S
+            ):
                 return None
             return Response(await self._metrics.exposition(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
         refusal = self._lifecycle.refusal()

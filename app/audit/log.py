@@ -85,7 +85,7 @@ class AuditLog:
         if not self.is_on:
             return
         entry = self._running.pop(record.request_id, None) or _Entry(record)
-        if len(self._pending) >= _MAX_PENDING:
+        if len(self._pending) >= _MAX_PENDING and entry.known is None:  # else a row would stay under way
             self._num_lost += 1
             return
         entry.row = record.row()

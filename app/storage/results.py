@@ -224,7 +224,7 @@ class ResultStore:
     def _abandon(self, task: asyncio.Task[StoredResult]) -> None:
         if task.cancelled() or task.exception() is not None:
             return
-        _unlink(self._forget([task.result()]))
+        asyncio.get_running_loop().run_in_executor(None, _unlink, self._forget([task.result()]))
 
     def _path(self, result_id: str) -> Path:
         if self._folder is None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.integration.conftest import ErrorCheck, Serve
 from tests.integration.test_signals import Process, started
 from tests.integration.waiting import until_async
 from tests.large_bodies import COMPLETIONS, large_bodies
@@ -93,3 +94,20 @@ async def test_a_large_body_whose_client_leaves_costs_the_next_one_nothing(serve
     assert (await post(server, COMPLETIONS, json.dumps({"prompt": "a" * 300_000, "max_tokens": 1}).encode()))[
         0
     ] in {200, 400}
+
+
+@pytest.mark.parametrize(
+    ("setting", "body"),
+    [
+        ("max_field_objects", {"stop": [], "tools": [{}] * 9}),
+        ("max_field_values", {"logit_bias": {str(number): 1 for number in range(9)}}),
+        ("max_prompt_ids", {"prompt": list(range(9))}),
+    ],
+)
+async def test_a_low_limit_on_fields_holds_for_small_bodies(
+    serve: Serve, error_of: ErrorCheck, setting: str, body: dict[str, Any]
+) -> None:
+    async with serve(**{setting: 8}) as server:
+        message = error_of(await server.complete(**body), 400, "invalid_value")
+        assert setting in message
+        assert (await server.complete(prompt="short")).status_code == 200
