@@ -150,9 +150,9 @@ def python_page() -> str:
 def openapi() -> dict[str, Any]:
     """Return the OpenAPI document of the app, which is made without an engine."""
     sys.path.insert(0, str(PROJECT))
-    from app.engine.fake import FakeEngineClient  # noqa: PLC0415 - mkdocs loads hooks before it knows this path
     from app.main import create_app, new_store  # noqa: PLC0415 - as above
     from app.settings import Settings  # noqa: PLC0415 - as above
+    from tests.fakes.engine import FakeEngineClient  # noqa: PLC0415 - mkdocs loads hooks before it knows this path
 
     with tempfile.TemporaryDirectory() as folder:
         settings = Settings(result_dir=Path(folder), data_dir=Path(folder))

@@ -19,7 +19,6 @@ from websockets.sync.client import connect
 
 from api_schemas.errors import ApiError
 from app.cli import main
-from app.engine.fake import FakeBehaviour, FakeEngineClient
 from app.main import create_app, new_store
 from app.replicas.application import build, front_of, routing_of, scaling_of
 from app.replicas.handles import ServedReplicas
@@ -28,6 +27,7 @@ from app.settings import Settings
 from nnsight_engine.core.errors import UnsupportedOptionError
 from tests.e2e import ray_ingress
 from tests.e2e.faults import until
+from tests.fakes.engine import FakeBehaviour, FakeEngineClient
 from tests.integration.live import listening
 from tests.integration.scripted_traces import HEADERS, ScriptedEngine, trace
 

@@ -15,8 +15,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from websockets.asyncio.client import ClientConnection
 
 from app.context import Context
-from app.engine.fake import FakeBehaviour, FakeEngineClient
-from app.engine.fake_results import MODEL
 from app.main import create_app, new_store
 from app.replicas.choosing import ranked
 from app.replicas.front import create_front
@@ -25,6 +23,8 @@ from app.replicas.protocol import Place, Replicas, none_ready
 from app.replicas.relay import REPLICA_HEADER
 from app.server import DrainingServer, server_config
 from app.settings import Settings
+from tests.fakes.engine import FakeBehaviour, FakeEngineClient
+from tests.fakes.results import MODEL
 from tests.integration.scripted_traces import ScriptedEngine
 from tests.integration.waiting import until
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import uvicorn
 
-from app.engine.fake import FakeEngineClient
 from app.main import create_app, new_store
 from app.settings import Settings
+from tests.fakes.engine import FakeEngineClient
 from tests.integration.scripted_traces import ScriptedEngine
 from tests.integration.waiting import until
 

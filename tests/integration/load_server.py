@@ -11,11 +11,11 @@ from pathlib import Path
 import uvicorn
 
 from app.engine.client import DescribedModel
-from app.engine.fake import FakeBehaviour, FakeEngineClient
-from app.engine.fake_results import CAPABILITIES, MODEL
 from app.main import create_app, new_store
 from app.settings import Settings
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
+from tests.fakes.engine import FakeBehaviour, FakeEngineClient
+from tests.fakes.results import CAPABILITIES, MODEL
 
 SIZES = CAPABILITIES.sizes
 LEAVES = tuple(LeafSpec(name, (SIZES.hidden_size,), "tap", ()) for name in ("input", "output"))

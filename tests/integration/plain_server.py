@@ -12,11 +12,11 @@ from pathlib import Path
 
 import uvicorn
 
-from app.engine.fake import FakeBehaviour, FakeEngineClient
 from app.main import create_app, new_store
 from app.observability.logs import start_logs
 from app.settings import Settings
 from nnsight_engine.core.engine_counts import EngineCounts
+from tests.fakes.engine import FakeBehaviour, FakeEngineClient
 
 
 async def main(folder: Path) -> None:

@@ -16,9 +16,9 @@ from starlette.routing import Route
 
 from api_schemas.keys import Scope
 from app.context import ANYBODY
-from app.engine.fake import FakeEngineClient
 from app.main import create_app, new_store
 from app.settings import Settings
+from tests.fakes.engine import FakeEngineClient
 
 SOCKET: Final = "WS"
 

@@ -17,9 +17,9 @@ from typing import Any
 from rich.console import Console
 
 from app import cli
-from app.engine.fake import FakeBehaviour, FakeEngineClient
 from app.settings import Settings
 from app.storage.results import ResultStore
+from tests.fakes.engine import FakeBehaviour, FakeEngineClient
 
 
 class _Engine(FakeEngineClient):

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.engine.fake import FakeBehaviour
+from tests.fakes.engine import FakeBehaviour
 from tests.integration.conftest import ErrorCheck, Serve
 
 JSON = {"content-type": "application/json"}

@@ -16,9 +16,9 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.engine.fake_results import MODEL
 from app.replicas.protocol import Place, none_ready
 from app.replicas.relay import REPLICA_HEADER
+from tests.fakes.results import MODEL
 from tests.integration.fronted import Some, askers, asking, code_of, fronted, who
 from tests.integration.scripted_traces import HEADERS, trace
 from tests.integration.waiting import until

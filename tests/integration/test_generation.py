@@ -17,7 +17,7 @@ from api_schemas.completions import CompletionResponse
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.results import CaptureResult, TensorLink
 from api_schemas.tensors import TensorObject
-from app.engine.fake import FakeBehaviour
+from tests.fakes.engine import FakeBehaviour
 from tests.integration.conftest import ErrorCheck, Serve, Server
 
 READS = [

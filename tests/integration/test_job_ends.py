@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from api_schemas.jobs import Job
-from app.engine.fake import FakeBehaviour
+from tests.fakes.engine import FakeBehaviour
 from tests.integration.conftest import ErrorCheck, Serve
 from tests.integration.scripted_traces import HEADERS, frames_of, trace
 from tests.integration.tenants import Tenants
@@ -279,7 +279,7 @@ async def test_a_job_of_another_model_is_left_to_its_servers(with_jobs: Any, mon
     async with with_jobs(max_running_jobs=1) as jobs:
         await jobs.submit("hang")
         waiting = await jobs.submit()
-    monkeypatch.setattr("app.engine.fake.MODEL", "another-model")
+    monkeypatch.setattr("tests.fakes.engine.MODEL", "another-model")
     async with with_jobs() as jobs:
         jobs.engine.released.set()
         await jobs.end(await jobs.submit(model="another-model"))

@@ -16,9 +16,9 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from app.context import Context
-from app.engine.fake import FakeBehaviour, FakeEngineClient
 from app.main import create_app, new_store
 from app.settings import Settings
+from tests.fakes.engine import FakeBehaviour, FakeEngineClient
 from tests.integration.scripted_traces import HEADERS, ScriptedEngine, trace
 from tests.integration.waiting import until
 

@@ -12,8 +12,8 @@ import pytest
 from sqlalchemy import select
 
 from api_schemas.keys import Scope, Tier
-from app.engine.fake_traces import FakeTraceEngine
 from app.storage.tables import Base
+from tests.fakes.traces import FakeTraceEngine
 from tests.integration.conftest import ErrorCheck, Serve
 from tests.integration.served_routes import ROUTES
 from tests.integration.tenants import Tenants

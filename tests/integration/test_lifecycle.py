@@ -10,10 +10,10 @@ import time
 import httpx
 import pytest
 
-from app.engine.fake import FakeBehaviour, FakeEngineClient
 from app.lifecycle import Lifecycle, Phase, Restarts
 from app.main import create_app, new_store
 from app.settings import Settings
+from tests.fakes.engine import FakeBehaviour, FakeEngineClient
 from tests.integration.conftest import ErrorCheck, Serve
 from tests.integration.trace_messages import HEADERS, frames_of, message
 from tests.integration.waiting import until

@@ -20,8 +20,6 @@ import torch
 
 from api_schemas.errors import ErrorCode
 from app.engine import trace_processes
-from app.engine.fake import FakeEngineClient
-from app.engine.fake_results import MODEL
 from app.engine.local_traces import LocalTraceEngine
 from app.main import create_app, new_store
 from app.settings import Settings, environment_for_traces
@@ -36,6 +34,8 @@ from nnsight_engine.remote_backend.http import HttpTransport
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE, TraceHead, TraceRequest
 from nnsight_engine.remote_backend.transport import Progress
 from nnsight_engine.serialization import encode
+from tests.fakes.engine import FakeEngineClient
+from tests.fakes.results import MODEL
 from tests.families.checkpoints import write_checkpoint
 from tests.integration.live import Leaving, Recording, listening, until
 

@@ -17,8 +17,6 @@ from websockets.exceptions import InvalidStatus, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
 from app.context import Context
-from app.engine.fake import FakeEngineClient
-from app.engine.fake_results import MODEL
 from app.engine.local_traces import LocalTraceEngine
 from app.main import create_app, new_store
 from app.settings import Settings, environment_for_traces
@@ -29,6 +27,8 @@ from nnsight_engine.remote_backend.backend import RemoteBackend
 from nnsight_engine.remote_backend.errors import LocalBlockError, RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, called, calling
 from nnsight_engine.serialization import DecodeError, EncodeError, decode, encode
+from tests.fakes.engine import FakeEngineClient
+from tests.fakes.results import MODEL
 from tests.families.checkpoints import write_checkpoint
 from tests.integration.live import listening, until
 from tests.shared_names import Program

@@ -14,9 +14,9 @@ import pytest
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.keys import Scope
-from app.engine.fake import FakeBehaviour
 from app.observability.logs import start_logs
 from app.settings import Settings
+from tests.fakes.engine import FakeBehaviour
 from tests.integration.conftest import Serve
 from tests.integration.tenants import Tenants
 

@@ -18,10 +18,10 @@ from prometheus_client import REGISTRY, Counter
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.keys import Limits, Scope, Tier
-from app.engine.fake import FakeBehaviour
-from app.engine.fake_results import MODEL
 from app.observability import scrape
 from nnsight_engine.core.engine_counts import EngineCounts
+from tests.fakes.engine import FakeBehaviour
+from tests.fakes.results import MODEL
 from tests.integration.conftest import ErrorCheck, Serve, Server
 from tests.integration.tenants import Tenants
 from tests.integration.waiting import until, until_async

@@ -30,13 +30,13 @@ from schemathesis.specs.openapi.checks import negative_data_rejection, positive_
 
 from api_schemas.keys import NewKey, Scope, Tier
 from app.auth.keys import Keys
-from app.engine.fake import FakeEngineClient
 from app.main import create_app, new_store
 from app.openapi_links import LINKS
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.keys import KeyStore
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE
+from tests.fakes.engine import FakeEngineClient
 from tests.integration.scripted_traces import HEADERS, ScriptedEngine, trace
 
 NUM_EXAMPLES: Final = 20

@@ -16,12 +16,12 @@ import uvicorn
 
 from api_schemas.keys import Limits, NewKey
 from app.auth.keys import Keys
-from app.engine.fake import FakeBehaviour, FakeEngineClient
 from app.listen_socket import listening_socket, patient_for
 from app.main import create_app, new_store
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.keys import KeyStore
+from tests.fakes.engine import FakeBehaviour, FakeEngineClient
 from tests.integration.trace_messages import HEADERS, message
 
 

@@ -15,9 +15,6 @@ import torch
 from api_schemas.errors import ApiError, ErrorCode
 from app.context import Context
 from app.engine.client import DescribedModel
-from app.engine.fake import FakeEngineClient
-from app.engine.fake_results import MODEL
-from app.engine.fake_traces import FakeTraceEngine
 from app.engine.trace_processes import TraceProcesses
 from app.main import create_app, new_store
 from app.settings import Settings
@@ -30,6 +27,9 @@ from nnsight_engine.remote_backend.frames import Frame
 from nnsight_engine.remote_backend.messages import TraceRequest
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.collector import Collector, Span, collecting
+from tests.fakes.engine import FakeEngineClient
+from tests.fakes.results import MODEL
+from tests.fakes.traces import FakeTraceEngine
 from tests.integration.live import Leaving, Recording, listening, until
 
 SPEC = ModelSpec(

@@ -19,9 +19,9 @@ from typing import Any
 import httpx
 import pytest
 
-from app.engine.fake import FakeEngineClient
 from app.main import create_app, new_store
 from app.settings import Settings
+from tests.fakes.engine import FakeEngineClient
 from tests.integration.live import listening, until
 
 # A shell that starts the tests in its background has them ignore Ctrl-C, which a terminal's commands do not.

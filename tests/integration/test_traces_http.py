@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.engine.fake import FakeBehaviour
-from app.engine.fake_results import FINGERPRINT, MODEL
 from nnsight_engine.remote_backend.frames import MEDIA_TYPE, FrameKind, tier_of
 from nnsight_engine.remote_backend.messages import TraceRequest
 from nnsight_engine.remote_backend.outcomes import read_outcomes
+from tests.fakes.engine import FakeBehaviour
+from tests.fakes.results import FINGERPRINT, MODEL
 from tests.integration.conftest import ErrorCheck, Serve, Server
 from tests.integration.trace_messages import HEADERS, frames_of, message, told
 

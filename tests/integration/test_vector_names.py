@@ -121,7 +121,7 @@ async def test_a_vector_of_another_model_is_never_used(
     server: Server, error_of: ErrorCheck, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await make(server)
-    monkeypatch.setattr("app.engine.fake.MODEL", "another-model")
+    monkeypatch.setattr("tests.fakes.engine.MODEL", "another-model")
     assert "'fake-model'" in error_of(await server.complete(interventions=[steer()]), 400, "vector_mismatch")
     theirs = await make(server)
     monkeypatch.undo()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from api_schemas.keys import Scope
-from app.engine.fake import FakeBehaviour
+from tests.fakes.engine import FakeBehaviour
 from tests.integration.conftest import ErrorCheck, Serve, Server
 from tests.integration.tenants import Tenants
 from tests.integration.test_vectors import content_of

@@ -7,9 +7,9 @@ from typing import Any
 
 import httpx
 
-from app.engine.fake_results import MODEL
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, FrameReader
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE, SentInvoke, TraceHead, TraceRequest
+from tests.fakes.results import MODEL
 
 HEADERS = {"content-type": MEDIA_TYPE}
 

@@ -19,12 +19,12 @@ from playwright.sync_api import Page, Route, expect
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.keys import NewKey, Scope
 from app.auth.keys import Keys
-from app.engine.fake import FakeBehaviour, FakeEngineClient
 from app.main import create_app, new_store
 from app.playground.assets import STATIC
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.keys import KeyStore
+from tests.fakes.engine import FakeBehaviour, FakeEngineClient
 from tests.integration.live import listening, until
 from tests.playground.conftest import Open, copied, faults, is_too_wide, link, press, shoot, view_of
 

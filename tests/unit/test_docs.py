@@ -17,11 +17,11 @@ from api_schemas.points import MODEL_POINTS, PointPattern
 from api_schemas.request_traces import Trace
 from api_schemas.results import ChoiceInterventions
 from api_schemas.where import Where
-from app.engine.fake import FakeEngineClient
 from app.main import create_app, new_store
 from app.settings import Settings
 from nnsight_engine.core.model_spec import PATTERN_LEAF, RESIDUAL_LEAVES
 from nnsight_engine.vllm_backend.families import FAMILIES
+from tests.fakes.engine import FakeEngineClient
 
 PROJECT = Path(__file__).resolve().parents[2]
 DOCS = PROJECT / "docs"

@@ -20,8 +20,6 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import Intervention, PromptOperations
 from api_schemas.tokens import TokenizePrompt, TokenizeRequest
 from app.engine.client import DescribedModel, EngineReply, JsonObject
-from app.engine.fake_results import CAPABILITIES, FINGERPRINT, MODEL, collected
-from app.engine.fake_traces import FakeTraceEngine
 from app.engine.traces import TraceEngine
 from app.errors import DONE_FRAME
 from app.services.responses import choice_json
@@ -30,6 +28,8 @@ from app.settings import Settings
 from app.storage.results import ResultStore
 from nnsight_engine.core.engine_counts import EngineCounts
 from nnsight_engine.core.metering import METER
+from tests.fakes.results import CAPABILITIES, FINGERPRINT, MODEL, collected
+from tests.fakes.traces import FakeTraceEngine
 
 _DEFAULT_MAX_TOKENS: Final = 16
 _MAX_CHOICES: Final = 128

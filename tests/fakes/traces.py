@@ -63,7 +63,7 @@ class FakeTraceEngine:
         self.heads: list[TraceHead] = []
         self.sandboxes: list[str] = []
 
-    async def run_trace(self, request: TraceRequest, job_id: str) -> AsyncGenerator[Frame, None]:  # noqa: ARG002 - the protocol's
+    async def run_trace(self, request: TraceRequest, job_id: str) -> AsyncGenerator[Frame, None]:
         """Yield the frames that the behaviour defines."""
         behaviour = self.behaviour
         self.heads.append(request.head)
