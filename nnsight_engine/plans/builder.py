@@ -160,10 +160,9 @@ class StepBuilder:
                 stages[key] += 1
             work.append(Rows(span, active, offsets, numbers, offsets + span.row))
             self._count_read(reserved, active, len(offsets))
-        if patterns:
-            self._patterns.plan(plan, span, patterns)
         new = self._new_reductions(span.request, work)
-        if span.request.failure is None and self._reserve(span, reserved, sum(new.values())):
+        is_planned = not patterns or self._patterns.plan(plan, span, patterns)
+        if is_planned and self._reserve(span, reserved, sum(new.values())):
             span.request.reductions.update(new)
             plan.reserved[span.request.request_id] = reserved
             return work
