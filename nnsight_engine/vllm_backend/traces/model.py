@@ -108,11 +108,6 @@ class WorkerModel(StandardNames):
         points: WorkerPoints = self.__dict__["_points"]
         return points.standard(name)
 
-    def at(self, path: str) -> Envoy:
-        """Return what stands for the module at a path, which may be the model's own."""
-        envoy: Envoy = self if path == self.path else self.get(path)
-        return envoy
-
     def token_places(self) -> dict[str, int]:
         """Return the places at which integers are ids of tokens, with how many there are."""
         places = {f"{self.path}.{SAMPLES}.output": self.__dict__["_vocab_size"]}

@@ -87,7 +87,7 @@ class Spread:
 
     def call(self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module, or a method of it, with wholes; returns the whole of what it returns."""
-        envoy = self._model.at(path)
+        envoy = self._model.get(path)
         # As on a block's own thread.
         with torch.inference_mode(mode=False), torch.no_grad():
             if method not in _ITSELF:
@@ -103,7 +103,7 @@ class Spread:
         Raises:
             SpreadModuleError: It is not known how it is spread.
         """
-        part: torch.Tensor = getattr(self._model.at(path)._module, name)  # noqa: SLF001 - an envoy of ours
+        part: torch.Tensor = getattr(self._model.get(path)._module, name)  # noqa: SLF001 - an envoy of ours
         with torch.inference_mode(mode=False), torch.no_grad():
             whole: torch.Tensor = self.shards.held(path, name, part).whole(part, self.ranks.gather)
             return whole
