@@ -10,7 +10,7 @@ import torch
 from nnsight_engine.core.dtype_conversion import narrowed
 from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.envoys.cache_display import cache_html
-from nnsight_engine.envoys.tree import EnvoyTree
+from nnsight_engine.envoys.tree import NOT_THERE, EnvoyTree, at_path
 from nnsight_engine.interleaving.model_state import without_state
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ class Entry:
         numbers: Number of the call of each value.
     """
 
+    _index: _Index | None = None
+
     def __init__(self) -> None:
         self.values: dict[str, list[Any]] = {}
         self.numbers: dict[str, list[Any]] = {}
@@ -42,6 +44,7 @@ class Entry:
         """Store one call's value; its number pairs outputs with inputs and sorts the calls."""
         self.values.setdefault(key, []).append(value)
         self.numbers.setdefault(key, []).append(number)
+        self._index = None
 
     def __len__(self) -> int:
         """Return the number of calls."""
@@ -73,14 +76,23 @@ class Entry:
         return self._at(number)
 
     def _calls(self) -> list[Any]:
-        return sorted({number for numbers in self.numbers.values() for number in numbers})
+        return self._indexed().calls
 
     def _at(self, number: Any) -> Entry:
         one = Entry()
-        for key, numbers in self.numbers.items():
-            if number in numbers:
-                one.add(key, number, self.values[key][numbers.index(number)])
+        for key, place in self._indexed().places.get(number, {}).items():
+            one.add(key, number, self.values[key][place])
         return one
+
+    def _indexed(self) -> _Index:
+        """Return where each call's values are, which is found out once for many calls."""
+        if self._index is None:
+            self._index = _Index(self.numbers)
+        return self._index
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is kept, without the index of it."""
+        return {"values": self.values, "numbers": self.numbers}
 
     def _get(self, key: str) -> list[Any]:
         if key not in self.values:
@@ -110,6 +122,22 @@ class Entry:
     def __repr__(self) -> str:
         """Return the kinds and numbers of values."""
         return f"Entry({', '.join(f'{key} x{len(kept)}' for key, kept in self.values.items())})"
+
+
+class _Index:
+    """The calls of an entry in order, and for each the place of its value in each list.
+
+    Args:
+        numbers: For each list, which call each value belongs to.
+    """
+
+    def __init__(self, numbers: Mapping[str, Sequence[Any]]) -> None:
+        """Go through the lists once."""
+        self.places: dict[Any, dict[str, int]] = {}
+        for key, calls in numbers.items():
+            for place, call in enumerate(calls):
+                self.places.setdefault(call, {}).setdefault(key, place)
+        self.calls = sorted(self.places)
 
 
 class Cache:
@@ -266,28 +294,39 @@ class CacheView(Mapping[str, "CacheView"]):
         except IndexError:
             raise IndexError(f"the cache has {len(calls)} calls of {self._path}, got {key}") from None
 
-    def _at_path(self, path: str) -> CacheView:
+    def _at_path(self, path: str) -> Self:
         if path in self._cache.entries:
-            return CacheView(self._cache, path, self._found(path))
+            return type(self)(self._cache, path, self._found(path))
         here: Any = self
         try:
             for part in path.split("."):
-                here = here[int(part)] if part.isdecimal() else getattr(here, part)
+                here = here._part(part)
         except (AttributeError, IndexError, TypeError):
             here = None
-        if not isinstance(here, CacheView) or not here.keys():
+        if not isinstance(here, type(self)) or not here.keys():
             raise KeyError(
                 f"{path!r} is not in the cache, which has {', '.join(self._cache.entries) or 'nothing'}"
             )
         return here
 
+    def _part(self, name: str) -> Any:
+        """Return what one component of a path leads to from here."""
+        if not name.isdecimal():
+            return getattr(self, name)
+        is_child = isinstance(self._envoy, EnvoyTree) and name in self._envoy._names
+        return self[name if is_child else int(name)]
+
     def _found(self, path: str) -> Any:
-        """Return the envoy at a path of the model; None if no module has that path."""
-        root = str(self._envoy.path)
+        """Return what stands at a path of the model, here or below; None for what is no module of it."""
+        tree = self._tree()
         try:
-            return self._envoy if path == root else self._envoy.get(path.removeprefix(f"{root}."))
-        except (AttributeError, IndexError):
+            return None if tree is None else at_path(tree, path)
+        except NOT_THERE:
             return None
+
+    def _tree(self) -> EnvoyTree | None:
+        """Return an envoy below which everything is that is below this place."""
+        return self._envoy if isinstance(self._envoy, EnvoyTree) else None
 
     def __getattr__(self, name: str) -> Any:
         """Return the view of a child, by any name that the envoy knows it by."""
@@ -377,7 +416,7 @@ class CacheView(Mapping[str, "CacheView"]):
     def _kept(self) -> dict[str, CacheView]:
         prefix = f"{self._path}."
         return {
-            path: CacheView(self._cache, path, self._found(path) if not self._path else None)
+            path: type(self)(self._cache, path, self._found(path))
             for path in self._cache.entries
             if not self._path or f"{path}.".startswith(prefix)
         }

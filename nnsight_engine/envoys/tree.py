@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Self, cast, overload
+from typing import TYPE_CHECKING, Any, Final, Self, cast, overload
 
 import torch
 
+from nnsight_engine.envoys.display import NoSuchModuleError
+
 if TYPE_CHECKING:
     from nnsight_engine.envoys.envoy import Envoy
+
+NOT_THERE: Final = (AttributeError, LookupError, TypeError)
+"""What looking for a path raises where nothing is: a number in it may meet an object without items."""
 
 
 class EnvoyTree:
@@ -77,12 +83,12 @@ class EnvoyTree:
                 yield from child._walk(seen)
 
     def get(self, path: str) -> Any:
-        """Return the envoy, or any attribute, at a path below this one: ``get("layers.3.mlp")``."""
-        found: Any = self
-        for part in path.removeprefix(f"{self.path}.").split("."):
-            names = getattr(found, "_names", ())  # lists of standard layers have none
-            found = found[int(part)] if part.isdigit() and part not in names else getattr(found, part)
-        return found
+        """Return the envoy, or whatever attribute, at a path.
+
+        The path may be as it is printed, ``get("model.layers.3.mlp")``, or begin below this module,
+        ``get("layers.3.mlp")``. One that can be read both ways is taken as printed.
+        """
+        return at_path(self, path)
 
     # Devices.
 
@@ -110,3 +116,47 @@ class EnvoyTree:
         """Move the module to a GPU."""
         self._module.cuda(device)
         return self
+
+
+def at_path(
+    start: EnvoyTree,
+    path: str,
+    attribute: Callable[[Any, str], Any] = getattr,
+    item: Callable[[Any, int], Any] = operator.getitem,
+) -> Any:
+    """Return what is at a path, see ``EnvoyTree.get``.
+
+    Args:
+        start: Where the path begins, or the module whose own path it begins with.
+        path: The path.
+        attribute: Returns an attribute of what was found so far.
+        item: Returns an item of it.
+    """
+    if path == start.path:
+        return start
+    below = path.removeprefix(f"{start.path}.")
+    try:
+        return _followed(start, below, attribute, item)
+    except NOT_THERE as error:
+        if below == path:
+            raise
+        try:  # a module below this one may have its name
+            return _followed(start, path, attribute, item)
+        except NOT_THERE:
+            raise error from None
+
+
+def _followed(
+    start: EnvoyTree, path: str, attribute: Callable[[Any, str], Any], item: Callable[[Any, int], Any]
+) -> Any:
+    found: Any = start
+    for part in path.split("."):
+        if not part.isdecimal():
+            found = attribute(found, part)
+        elif not isinstance(found, EnvoyTree):
+            found = item(found, int(part))
+        elif part in found._names:  # by name: a dict of modules may have numbers for keys, in any order
+            found = found.__dict__[part]
+        else:
+            raise NoSuchModuleError(cast("Envoy", found), part)
+    return found

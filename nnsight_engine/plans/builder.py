@@ -176,22 +176,27 @@ class StepBuilder:
             for key in active.keys:
                 stages[key] += 1
             work.append(Rows(span, active, offsets, numbers, offsets + span.row))
-            self._count_read(reserved, span.request, active, len(offsets))
-        if patterns:
-            self._patterns.plan(plan, span, patterns)
-        plan.reserved[span.request.request_id] = reserved
-        if self._reserve(span, reserved):
+            self._count_read(reserved, active, len(offsets))
+        new = self._new_reductions(span.request, work)
+        is_planned = not patterns or self._patterns.plan(plan, span, patterns)
+        if is_planned and self._reserve(span, reserved, sum(new.values())):
+            span.request.reductions.update(new)
+            plan.reserved[span.request.request_id] = reserved
             return work
-        # Its writes still apply: other requests may already share the KV cache entries of this step.
+        plan.reserved[span.request.request_id] = StepBytes()
+        # Its writes go on: others may already share the keys and values of this very step.
         return [item for item in work if not item.active.op.reads]
 
-    def _reserve(self, span: Span, reserved: StepBytes) -> bool:
-        """Reserve a step's bytes and return True; over a limit, fail the request and return False.
+    def _reserve(self, span: Span, reserved: StepBytes, once: int = 0) -> bool:
+        """Count a step's bytes; over a limit the request fails and nothing is allocated for it.
 
-        The caller then allocates nothing for the request's reads.
+        Args:
+            span: The request.
+            reserved: What every step like this one needs.
+            once: What the request holds from this step on, however many follow.
         """
         try:
-            self._ledger.reserve(span.request.request_id, reserved.kept + reserved.scratch)
+            self._ledger.reserve(span.request.request_id, reserved.kept + reserved.scratch + once)
         except InterventionError as error:
             span.request.fail(error.code, error.message)
             # Nothing was reserved, so nothing may be released later.
@@ -204,22 +209,17 @@ class StepBuilder:
         for request_id, reserved in plan.reserved.items():
             self._ledger.give_back(request_id, reserved.scratch + (reserved.kept if kept else 0))
 
-    def _count_read(
-        self, reserved: StepBytes, request: ActiveRequest, active: ActiveOp, num_rows: int
-    ) -> None:
+    def _count_read(self, reserved: StepBytes, active: ActiveOp, num_rows: int) -> None:
         op = active.op
         if LOGITS in active.keys:
             # The full logits rows, of which a probe keeps one number each.
             reserved.scratch += num_rows * self._spec.vocab_size * self._dtype.itemsize
         match op.kind:
             case OperationKind.CAPTURE:
-                width = sum(leaf_width(site, self._spec) for site in op.sites)
-                row_bytes = width * self._capture_dtype(op).itemsize
                 if op.reduce == "none":
-                    reserved.kept += num_rows * row_bytes
+                    reserved.kept += num_rows * self._row_bytes(op)
                 else:
-                    reserved.scratch += num_rows * row_bytes
-                    self._keep_reduction(request, active.index, row_bytes)
+                    reserved.scratch += num_rows * self._row_bytes(op)
             case OperationKind.PROBE:
                 reserved.kept += num_rows * len(op.sites) * torch.float32.itemsize
             case OperationKind.LENS:
@@ -229,15 +229,20 @@ class StepBuilder:
             case _:
                 pass
 
-    def _keep_reduction(self, request: ActiveRequest, op_index: int, num_bytes: int) -> None:
-        """Reserve the one row that a reduction holds, once in the request's life."""
-        if op_index in request.reductions:
-            return
-        request.reductions.add(op_index)
-        try:
-            self._ledger.reserve(request.request_id, num_bytes)
-        except InterventionError as error:
-            request.fail(error.code, error.message)
+    def _new_reductions(self, request: ActiveRequest, work: list[Rows]) -> dict[int, int]:
+        """Return the bytes of the one row that each reduction holds, of those that begin in this step."""
+        return {
+            item.active.index: self._row_bytes(item.active.op)
+            for item in work
+            if item.active.op.kind is OperationKind.CAPTURE
+            and item.active.op.reduce != "none"
+            and item.active.index not in request.reductions
+        }
+
+    def _row_bytes(self, op: PlannedOp) -> int:
+        """Return the bytes of one row of a capture, at all its sites."""
+        width = sum(leaf_width(site, self._spec) for site in op.sites)
+        return width * self._capture_dtype(op).itemsize
 
     def _capture_dtype(self, op: PlannedOp) -> torch.dtype:
         # A mean is summed in float32, whatever dtype it is returned in.

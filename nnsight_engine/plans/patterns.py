@@ -149,14 +149,17 @@ class PatternPlanner:
         self._ledger = ledger
         self._form_of = form_of
 
-    def plan(self, plan: StepPlan, span: Span, captures: Sequence[tuple[ActiveOp, RowArray]]) -> None:
-        """Add a request's pattern captures to a step, or mark the request as failed.
+    def plan(self, plan: StepPlan, span: Span, captures: Sequence[tuple[ActiveOp, RowArray]]) -> bool:
+        """Add a request's pattern captures to a step, or mark the request failed.
 
         Args:
             plan: The step.
             span: The request's rows in it.
             captures: All its operations that capture patterns, and the offsets in the span at
                 which each captures in this step.
+
+        Returns:
+            Whether the request goes on.
         """
         open_until = self._open_until(span, captures)
         self._free(span, open_until)
@@ -168,6 +171,8 @@ class PatternPlanner:
                     self._plan_rows(plan, span, active, offsets)
         except InterventionError as error:
             span.request.fail(error.code, error.message)
+            return False
+        return True
 
     def _open_until(self, span: Span, captures: Sequence[tuple[ActiveOp, RowArray]]) -> dict[int, int]:
         """Return, for each layer that still captures, one past the last position that may be captured."""

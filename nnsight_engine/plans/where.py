@@ -55,15 +55,6 @@ def generated_is_constant(rule: WhereRule, prompt_len: int, from_position: int) 
     return named if excluded is False else None
 
 
-def reads_prompt(rule: WhereRule, prompt_len: int) -> bool:
-    """Return whether the rule may match a position of the prompt, for any tokens."""
-    positions = np.arange(prompt_len, dtype=np.int64)
-    mask = _by_position(rule, positions, prompt_len)
-    if rule.exclude is not None and rule.exclude.tokens is None:
-        mask &= ~_by_position(rule.exclude, positions, prompt_len)
-    return bool(mask.any())
-
-
 def may_generate(rule: WhereRule, prompt_len: int, num_positions: int) -> bool:
     """Return whether the rule may match a generated position below ``num_positions``."""
     if rule.phase == "prompt":

@@ -179,7 +179,7 @@ class ObjectReferences:
         if path == str(model.path):
             return model
         root = model._root  # noqa: SLF001 - an envoy of ours
-        found = root if path == str(root.path) else root.get(path)
+        found = root.get(path)
         if not isinstance(found, Envoy):
             raise TypeError(f"{path} is no module")
         return found

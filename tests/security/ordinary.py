@@ -69,7 +69,10 @@ for layer in [model.layer1, model.layer2]:
 """,
     "children": "names = save([child.path for child in model])\nnum = save(len(model))",
     "named-modules": "names = save([path for path, _ in model.named_modules()])",
-    "get": "out = model.get('layer1').output.save()",
+    "get": """
+out = model.get('layer1').output.save()
+paths = save([model.get(path).path for path in ('model', 'model.layer2', 'layer2')])
+""",
     "conditions": "h = model.layer1.output\nif h.mean() > 100 or not h.any():\n    h[:] = 1\nelif 0 < h.shape[0] <= 3:\n    h[:] = 2\nout = model.output.save()",
     "functions": """
 def scaled(value, factor=2.0, *, shift=0):

@@ -20,6 +20,7 @@ from nnsight_engine.envoys.architectures.named_points import NamedPoints, PointG
 from nnsight_engine.envoys.cache import CacheView, Entry
 from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
+from nnsight_engine.envoys.tree import at_path
 from nnsight_engine.sandbox.restricted.arguments import dense
 from nnsight_engine.sandbox.restricted.budget import refusal
 from nnsight_engine.sandbox.restricted.codecs import check_codec
@@ -164,12 +165,7 @@ def _get(guards: Any, owner: Any, _name: str) -> Any:
     """Return ``envoy.get(path)`` that asks the guards at each part of the path."""
 
     def get(path: str) -> Any:
-        found = owner
-        root = str(owner.path)
-        parts = str(path).removeprefix(f"{root}.").split(".")
-        for part in parts:
-            found = guards.item(found, int(part)) if part.isdecimal() else guards.get(found, part)
-        return found
+        return at_path(owner, str(path), guards.get, guards.item)
 
     return get
 

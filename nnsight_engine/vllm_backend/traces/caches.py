@@ -24,6 +24,7 @@ from nnsight_engine.vllm_backend.traces.points import ATTENTION_INPUT, Layers, P
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.envoy import Envoy
+    from nnsight_engine.envoys.tree import EnvoyTree
     from nnsight_engine.vllm_backend.families import EngineFamily
 
 
@@ -154,6 +155,11 @@ class EngineCacheView(CacheView):
                 f"{envoy!r} are no module, and a cache has modules; save their values"
             )
         return super()._below(envoy)
+
+    def _tree(self) -> EnvoyTree | None:
+        if isinstance(self._envoy, Layers):
+            return self._envoy.points.root
+        return self._envoy.owner.root if isinstance(self._envoy, Part) else super()._tree()
 
     def _holds_numbered(self) -> bool:
         return isinstance(self._envoy, Layers) or super()._holds_numbered()

@@ -109,11 +109,6 @@ class WorkerModel(StandardNames):
         points: WorkerPoints = self.__dict__["_points"]
         return points.standard(name)
 
-    def at(self, path: str) -> Envoy:
-        """Return the envoy of the module at a path, which may be the model's own path."""
-        envoy: Envoy = self if path == self.path else self.get(path)
-        return envoy
-
     def token_places(self) -> dict[str, int]:
         """Return the places whose integers are token ids, each with its vocabulary size."""
         places = {f"{self.path}.{SAMPLES}.output": self.__dict__["_vocab_size"]}

@@ -356,7 +356,7 @@ def place_named(root: StandardNames, kind: str, name: str) -> Any:
         LookupError: There is none.
     """
     if kind == "envoy":
-        return root if name == root.path else root.get(name)
+        return root.get(name)
     points = root._standard_points() if kind == "standard" else None  # noqa: SLF001 - its own
     if points is None:
         raise LookupError(f"nothing is known by {(kind, name)!r}")

@@ -93,7 +93,7 @@ class TpCollectives:
 
     def call(self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module, or a method of it, with whole arguments; return the whole result."""
-        envoy = self._model.at(path)
+        envoy = self._model.get(path)
         # As on a block's own thread.
         with torch.inference_mode(mode=False), torch.no_grad():
             if method not in _ITSELF:
@@ -109,7 +109,7 @@ class TpCollectives:
         Raises:
             SpreadModuleError: It is not known how the tensor is sharded.
         """
-        part: torch.Tensor = getattr(self._model.at(path)._module, name)  # noqa: SLF001 - an envoy of ours
+        part: torch.Tensor = getattr(self._model.get(path)._module, name)  # noqa: SLF001 - an envoy of ours
         with torch.inference_mode(mode=False), torch.no_grad():
             whole: torch.Tensor = self.shards.held(path, name, part).whole(part, self.ranks.gather)
             return whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from nnsight_engine import NNsight
+from nnsight_engine.envoys.cache import Entry
 
 TOKENS = torch.tensor([[1, 2, 3]])
 
@@ -183,3 +185,41 @@ def test_a_path_that_is_not_there_is_a_key_error(gpt2: NNsight, path: str) -> No
     assert path not in cache
     with pytest.raises(KeyError, match=r"not in the cache, which has model\.lm_head"):
         cache[path]
+
+
+class Number(int):
+    """The number of a call; says how often any was compared."""
+
+    compared = 0
+    __hash__ = int.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Number.compared += 1
+        return int(self) == other
+
+    def __lt__(self, other: int) -> bool:
+        Number.compared += 1
+        return int(self) < int(other)
+
+
+def test_going_through_many_calls_takes_time_in_proportion() -> None:
+    count = 500
+    entry = Entry()
+    for number in range(count):
+        entry.add("input", Number(number), ((number,), {}))
+        entry.add("output", Number(number), number)
+    Number.compared = 0
+    assert [one.output for one in entry] == list(range(count))
+    assert [entry[at].input for at in range(count)] == list(range(count))
+    assert Number.compared <= 20 * count
+    entry.add("output", Number(count), count)
+    assert (len(entry), entry[-1].output) == (count + 1, count)
+
+
+def test_an_entry_travels_as_its_values_and_their_numbers() -> None:
+    entry = Entry()
+    entry.add("output", 1, "b")
+    assert entry[0].output == "b"
+    copied = copy.copy(entry)
+    assert vars(copied) == {"values": {"output": ["b"]}, "numbers": {"output": [1]}}
+    assert copied[0].output == "b"

@@ -310,3 +310,29 @@ def test_a_layer_that_cannot_be_computed_fails_its_request() -> None:
     plan.run(site, worker.queries[:5], None)
     assert worker.request.failure is not None
     assert "another layer's keys" in worker.request.failure.message
+
+
+def test_a_request_that_patterns_fail_takes_nothing_for_its_other_reads() -> None:
+    """The small reads of a request would fit; what fails it is known before they are allocated."""
+    reads = (capture("layers.0.output", name="rows"), capture("layers.0.output", name="l", reduce="last"))
+    worker = Worker(compiled(capture(), *reads), max_bytes=4 * KEY_BYTES)
+    plan = worker.builder.plan([Span(worker.request, 0, 1, 0, np.zeros(64, np.int32))])
+    assert worker.request.failure is not None
+    assert worker.request.failure.code == "capture_too_large"
+    assert (plan.reads, worker.ledger.total_bytes, worker.request.reductions) == ([], 0, set())
+    worker.builder.give_back(plan)
+    assert worker.ledger.total_bytes == 0
+
+
+@pytest.mark.parametrize("num_bytes", [0, 47, 48, 96, 144, 191, 192, 480])
+def test_reads_are_counted_whole_or_not_at_all(num_bytes: int) -> None:
+    """Two reductions of 48 bytes a row, and what they are made of, whatever the limit."""
+    reads = [capture("layers.0.output", name=name, reduce="last") for name in ("a", "b")]
+    worker = Worker(compiled(*reads), max_bytes=num_bytes)
+    plan = worker.builder.plan([Span(worker.request, 0, 5, 0, np.zeros(64, np.int32))])
+    fits = num_bytes >= 4 * 48
+    assert (worker.request.failure is None) == fits
+    assert worker.ledger.total_bytes == (4 * 48 if fits else 0)
+    assert (bool(plan.reads), worker.request.reductions) == ((True, {0, 1}) if fits else (False, set()))
+    worker.builder.give_back(plan)
+    assert worker.ledger.total_bytes == (2 * 48 if fits else 0)

@@ -15,7 +15,7 @@ from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.plans.compile_scope import CompileScope
 from nnsight_engine.plans.compile_where import Named, compile_where
 from nnsight_engine.plans.request_plan import WhereRule
-from nnsight_engine.plans.where import evaluate, generated_is_constant, reads_prompt
+from nnsight_engine.plans.where import evaluate, generated_is_constant
 
 VOCABULARY = 6
 SPEC = ModelSpec("tiny", "Llama", 2, 8, VOCABULARY, "float32", 64, 64, (), 1 << 20)
@@ -118,8 +118,6 @@ def test_a_clause_names_what_its_json_says_whatever_the_chunks(
         ids = np.asarray(token_ids[start:stop], np.int32)
         found += positions[evaluate(named.rule, positions, ids, prompt_len)].tolist()
     assert found == expected
-    if in_prompt:
-        assert reads_prompt(named.rule, prompt_len)
     for first in range(prompt_len, num_positions):
         constant = generated_is_constant(named.rule, prompt_len, first)
         if constant is not None:
@@ -189,21 +187,3 @@ def is_out_of_place(clause: dict[str, Any], prompt_len: int, num_positions: int)
 )
 def test_steady_answers_are_known_from_a_position_on(rule: WhereRule, expected: bool | None) -> None:
     assert generated_is_constant(rule, 8, 10) is expected
-
-
-@pytest.mark.parametrize(
-    ("rule", "expected"),
-    [
-        (WhereRule(), True),
-        (WhereRule(phase="generated"), False),
-        (WhereRule(start=8), False),
-        (WhereRule(start=7), True),
-        (WhereRule(positions=(8, 9)), False),
-        (WhereRule(positions=(3, 9), start=4), False),
-        (WhereRule(tokens=(1,)), True),
-        (WhereRule(exclude=WhereRule(phase="prompt")), False),
-        (WhereRule(exclude=WhereRule(phase="prompt", tokens=(1,))), True),
-    ],
-)
-def test_what_may_read_the_prompt_is_known_without_its_tokens(rule: WhereRule, expected: bool) -> None:
-    assert reads_prompt(rule, 8) is expected

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.envoys.architectures.errors import UnknownPointError
 from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.vllm_backend.families import UnsupportedModelError
 from nnsight_engine.vllm_backend.model_outline import outlined
-from nnsight_engine.vllm_backend.traces.points import EnginePoints, standard_name
+from nnsight_engine.vllm_backend.traces.caches import RequestCache
+from nnsight_engine.vllm_backend.traces.points import EnginePoints, Part, StandardNames, standard_name
 
 MODULES = {
     "LlamaForCausalLM": (
@@ -28,7 +30,9 @@ def points_of(architecture: str, *leaves: str) -> EnginePoints:
     paths = dict.fromkeys((*_parents(layers), layers, *filter(None, [norm])))
     for layer in range(2):
         paths |= {f"{layers}.{layer}": None, **{f"{layers}.{layer}.{part}": None for part in parts}}
-    root = Envoy(outlined([("", architecture, "", ""), *((path, "Module", "", "") for path in paths)]))
+    root = StandardNames(
+        outlined([("", architecture, "", ""), *((path, "Module", "", "") for path in paths)])
+    )
     names = ("embed.output", "input", "output", *leaves, *(["norm.output"] if norm else []), "logits")
     spec = ModelSpec(
         name="tiny",
@@ -42,7 +46,8 @@ def points_of(architecture: str, *leaves: str) -> EnginePoints:
         leaves=tuple(LeafSpec(name, (8,), "tap", ()) for name in names),
         max_capture_bytes=1,
     )
-    return EnginePoints.on_client(root, architecture, spec)
+    points = root.__dict__["_points"] = EnginePoints.on_client(root, architecture, spec)
+    return points
 
 
 def _parents(path: str) -> list[str]:
@@ -100,3 +105,33 @@ def test_a_model_of_no_table_is_refused() -> None:
     spec = ModelSpec("m", "MambaForCausalLM", 1, 1, 1, "float32", 1, 1, (), 1)
     with pytest.raises(UnsupportedModelError, match="MambaForCausalLM"):
         EnginePoints.on_client(points.root, "MambaForCausalLM", spec)
+
+
+def test_a_path_is_a_standard_name_or_the_modules_as_printed() -> None:
+    root = points_of("LlamaForCausalLM", "mlp.output").root
+    for path in ("layers.1.mlp", "model.layers.1.mlp"):
+        part = root.get(path)
+        assert isinstance(part, Part)
+        assert (part.place, part.path) == ("layers.1.mlp", "model.model.layers.1.mlp")
+    raw = root.get("model.model.layers.1.mlp")
+    assert isinstance(raw, Envoy)
+    assert raw.path == "model.model.layers.1.mlp"
+    for path, envoy in root.named_modules():
+        assert root.get(path) is envoy
+
+
+def test_a_cache_leads_on_from_the_root_to_standard_names() -> None:
+    root = points_of("LlamaForCausalLM", "mlp.output").root
+    cache = RequestCache()
+    for path, _ in root.named_modules():
+        cache.keep(f"{path}.output", (1, 0), torch.ones(2, 8))
+    whole = cache.view(root)
+    for view in (whole.model, whole["model"]):
+        assert view.layers[1].mlp.output.shape == (2, 8)
+    inside = whole.model.layers[1].items()
+    assert [path for path, _ in inside] == [
+        path for path in whole if f"{path}.".startswith("model.model.layers.1.")
+    ]
+    for path, view in [*inside, *whole.model.layers.items()]:
+        assert view == whole[path]
+        assert view._envoy is root.get(path)
