@@ -142,7 +142,7 @@ def test_near_names_are_the_users_own_first(path: str, name: str, hint: str) -> 
 def test_help_of_a_property_shows_its_documentation(capsys: pytest.CaptureFixture[str]) -> None:
     model = NNsight(Tiny(4), envoys={Block: BlockEnvoy})
     help(model.h[0].output)
-    assert "What the call returns; assign to replace it." in capsys.readouterr().out
+    assert "The return value of the call; assign to replace it." in capsys.readouterr().out
     block = model.h[0]
     help(block.hidden)
     assert "Help on eproperty" in capsys.readouterr().out
