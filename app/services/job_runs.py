@@ -173,12 +173,14 @@ class JobRun:
             self._note_run(None)
         finally:
             self._tools.log.drop(self.record)
-            if has_result:
-                result.leave()
-            else:
-                await result.discard()
             self._prints.close()
-            self._tools.told(self._job.id)
+            try:
+                if has_result:
+                    result.leave()
+                else:
+                    await result.discard()
+            finally:
+                self._tools.told(self._job.id)
 
     def _note_run(self, end: JobEnd | None) -> None:
         """Note how it ended, and have it written down where it was a tenant's."""
