@@ -1,4 +1,4 @@
-"""What a trace's process tells is kept for a client that does not read, up to a limit."""
+"""What a trace's process tells is kept up to a limit, and whatever it does its queue is served."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import asyncio
 import contextlib
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
 from app.engine import trace_processes
+from app.engine.local_traces import LocalTraceEngine
+from app.engine.session_traces import SessionTraces
 from app.engine.trace_processes import Job, TraceProcesses
+from app.engine.traces import TraceEngine
 from app.settings import Settings
-from nnsight_engine.local_engine.link import READY, ProcessOptions
+from nnsight_engine.local_engine.child import Child
+from nnsight_engine.local_engine.link import LOCAL, OUTLINE, READY, ProcessOptions
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, json_frame
 from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
 from nnsight_engine.remote_backend.unread import Unread
@@ -106,6 +110,7 @@ class Scripted:
         self.is_quiet, self.has_ended = True, False
         self.words = list(words)
         self.num_closed = 0
+        self.answers: list[Frame] = []
 
     async def frame(self) -> Frame:
         word = self.words.pop(0)
@@ -115,6 +120,9 @@ class Scripted:
 
     async def run(self, number: int, chunks: Any) -> None:
         pass
+
+    async def answer(self, frame: Frame) -> None:
+        self.answers.append(frame)
 
     async def close(self) -> None:
         self.num_closed += 1
@@ -190,3 +198,27 @@ async def test_a_process_that_does_not_settle_is_replaced_and_the_next_trace_run
     first, second = Scripted({READY: 1}, RESULT, word), Scripted({READY: 1}, RESULT, {READY: 1})
     assert await run_in([first, second], tmp_path, monkeypatch, 2) == [None, None]
     assert first.num_closed == 1
+
+
+@pytest.mark.parametrize("kind", ["local", "session"])
+async def test_what_a_process_asks_for_is_answered_also_where_that_fails(kind: str, tmp_path: Path) -> None:
+    async def fail(*_: Any) -> Any:
+        raise ValueError("it is broken")
+
+    settings, options = Settings(result_dir=tmp_path), ProcessOptions(model="m")
+    request = TraceRequest(REQUEST.head, [b"blocks"])
+    request.ask = fail
+    job = Job(request, "local", Unread(2**22))
+    child = Scripted(Frame(FrameKind.RESULT, b"a part"))
+    processes: TraceProcesses
+    if kind == "local":
+        processes = LocalTraceEngine(options, settings, {})
+        await processes.asked(cast("Child", child), {LOCAL: True}, job)
+    else:
+        processes = SessionTraces(cast("TraceEngine", None), fail, options, settings, {})
+        await processes.asked(cast("Child", child), {OUTLINE: True}, job)
+    async with asyncio.timeout(10):
+        await asyncio.gather(*processes._asking.values())
+    [answer] = child.answers
+    assert answer.kind is FrameKind.ERROR
+    assert answer.json()["error"]["code"] == ErrorCode.INTERNAL
