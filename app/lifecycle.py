@@ -270,8 +270,10 @@ class Lifecycle:
 
 _CUT_SHORT: Final = (
     ErrorCode.DRAINING,
-    "The server is shutting down and could not wait for the request's end (drain_timeout_s); send it to "
-    "another replica.",
+    (
+        "The server is shutting down and could not wait for the request's end (drain_timeout_s); send it to "
+        "another replica."
+    ),
 )
 
 _REFUSALS: Final = {

@@ -26,7 +26,7 @@ from vllm.v1.structured_output.request import get_structured_output_key
 
 from api_schemas.errors import ApiError, ErrorCode
 from app.engine.grammar_bounds import FIELD, GrammarBounds
-from app.engine.slot_pool import SlotPool
+from app.engine.slot_pool import Slot, SlotPool
 from app.errors import internal_error
 from app.settings import Settings
 from nnsight_engine.vllm_backend import grammar_process
@@ -148,7 +148,9 @@ class Grammars:
         compiling = self._compiling.get(key)
         if compiling is None:
             job = GrammarJob(given, self._backend, self._cpu_s, self._memory)
-            task = asyncio.create_task(self._compiled(job, key, sender), name="grammar")
+            place = self._places.ask(sender, key)  # a refusal is of this tenant, and nobody else's
+            task = asyncio.create_task(self._compiled(job, key, place), name="grammar")
+            task.add_done_callback(lambda _: place.leave())  # also of one that never began
             compiling = self._compiling[key] = _Compiling(task)
         compiling.num_waiting += 1
         try:
@@ -159,17 +161,17 @@ class Grammars:
                 compiling.task.cancel()
                 del self._compiling[key]
 
-    async def _compiled(self, job: GrammarJob, key: bytes, sender: str) -> GrammarVerdict:
-        async with self._places.ask(sender, key):
+    async def _compiled(self, job: GrammarJob, key: bytes, place: Slot) -> GrammarVerdict:
+        await place.taken()
+        try:
+            verdict = await self._asked(job)
+        except OSError:
+            await self.close()  # whatever ended it, another one is started
             try:
                 verdict = await self._asked(job)
-            except OSError:
-                await self.close()  # whatever ended the process, start another one
-                try:
-                    verdict = await self._asked(job)
-                except OSError as error:
-                    logger.exception("grammars cannot be compiled")
-                    raise internal_error() from error
+            except OSError as error:
+                logger.exception("grammars cannot be compiled")
+                raise internal_error() from error
         self._known[key] = verdict
         while len(self._known) > _MAX_KNOWN:
             self._known.popitem(last=False)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from api_schemas.errors import ApiError, ErrorCode
 from app.engine.trace_processes import ProcessJob, TraceProcesses
-from app.errors import error_bytes
+from app.errors import error_bytes, internal_error
 from app.settings import Settings
 from nnsight_engine.local_engine.process_channel import LOCAL, ProcessOptions
 from nnsight_engine.local_engine.trace_process import ProcessEndedError, TraceProcess
 from nnsight_engine.remote_backend.errors import LocalBlockError
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.serialization import DecodeError
+
+logger = logging.getLogger(__name__)
 
 
 class LocalTraceEngine(TraceProcesses):
@@ -70,6 +73,9 @@ class LocalTraceEngine(TraceProcesses):
             return Frame(FrameKind.RESULT, await job.request.ask(data))
         except TimeoutError:
             return _refusal(LocalBlockError.unanswered(self._timeout_s))
+        except Exception:
+            logger.exception("a trace's client could not be asked")
+            return Frame(FrameKind.ERROR, error_bytes(internal_error()))
 
 
 def _refusal(error: LocalBlockError) -> Frame:

@@ -137,6 +137,11 @@ class SessionTraces(TraceProcesses):
                 await child.answer(json_frame(FrameKind.EVENT, await self._outline()))
             except ApiError as error:
                 await child.answer(_refusal(error))
+            except ProcessEndedError:
+                raise
+            except Exception:
+                logger.exception("a session could not be told of the model")
+                await child.answer(_refusal(internal_error()))
 
 
 def _check(request: TraceRequest) -> None:

@@ -42,6 +42,9 @@ _SETTLE_LIMIT_S: Final = 120.0
 _PAUSE_S: Final = 30.0
 """After a failed start of a process, how long traces are refused before the next attempt."""
 
+_RETRY_S: Final = 1.0
+"""After a fault that no trace is to blame for."""
+
 _MAX_EVENT_BYTES: Final = 2**21
 _MAX_UNREAD_BYTES: Final = 16 * 2**20
 """Unread events of one trace."""
@@ -295,36 +298,46 @@ class _Line:
         if after is not None:
             await after
         while True:
-            if self._traces.starts_ahead:
-                with contextlib.suppress(ApiError):
-                    await self._ready()
-            job = self.running = await self._traces.take()
-            self._traces.tell_positions()
             try:
-                await self._serve(job)
-            except ApiError as error:
-                job.frames.put_nowait(error)
-            except Exception:
-                logger.exception("a trace failed on its way")
-                job.frames.put_nowait(internal_error())
-                await self.drop()
-            self.running = None
-            job.end()
-            await self._settle()
+                await self._run_next()
+            except Exception:  # who waits in the queue is served by nobody else
+                logger.exception("%s went wrong between two traces", self._traces.purpose)
+                await asyncio.sleep(_RETRY_S)
+
+    async def _run_next(self) -> None:
+        """Run the trace whose turn it is; what goes wrong with it is its client's to know."""
+        if self._traces.starts_ahead:
+            with contextlib.suppress(ApiError):
+                await self._ready()
+        job = self.running = await self._traces.take()
+        is_broken = False
+        try:
+            self._traces.tell_positions()
+            await self._serve(job)
+        except ApiError as error:
+            job.frames.put_nowait(error)
+        except Exception:
+            logger.exception("a trace failed on its way")
+            job.frames.put_nowait(internal_error())
+            is_broken = True
+        self.running = None
+        job.end()
+        await (self.drop() if is_broken else self._settle())
 
     async def _settle(self) -> None:
         """Wait until the process has undone the effects of an answered trace; kill it if it does not."""
         child = self.child
         if child is None or self._is_settled:
             return
-        is_ready = False
-        with contextlib.suppress(ProcessEndedError, TimeoutError, DecodeError):
-            async with asyncio.timeout(_SETTLE_LIMIT_S):
-                said = (await child.frame()).json()
-            is_ready = isinstance(said, dict) and READY in said
-        if not is_ready:
-            await self.drop()
-        self._is_settled = True
+        word: dict[str, Any] = {}
+        try:
+            with contextlib.suppress(ProcessEndedError, TimeoutError, DecodeError):
+                async with asyncio.timeout(_SETTLE_LIMIT_S):
+                    word = await _word(child)
+        finally:
+            if READY not in word:
+                await self.drop()
+            self._is_settled = True
 
     async def _ready(self) -> TraceProcess:
         """Return the process, started and loaded.
@@ -343,12 +356,15 @@ class _Line:
                 traces.module, traces.options, traces.environment, max_bytes=traces.max_frame_bytes
             )
             async with asyncio.timeout(_LOAD_LIMIT_S):
-                word = (await child.frame()).json()
+                word = await _word(child)
             if READY in word:
                 return child
             self._failure = str(word.get(FAILED, ""))
         except (ProcessEndedError, OSError, TimeoutError, DecodeError) as error:
             self._failure = str(error) or "it took too long"
+        except Exception as error:
+            logger.exception("%s: starting it went wrong", traces.purpose)
+            self._failure = type(error).__name__
         logger.error("%s could not be started: %s", traces.purpose, self._failure)
         await self.drop()
         self._retry_at = time.monotonic() + _PAUSE_S
@@ -409,11 +425,13 @@ class _Line:
             logger.warning("a trace made its process say what it never says: %s", error)
             raise ProcessEndedError(None) from error
         finally:
-            watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)
             if job.meter is not None and self._traces.are_engines:
                 job.meter.intervention_s += time.monotonic() - begin
-            await self._traces.ended(job)
+            try:
+                watch.cancel()
+                await asyncio.gather(watch, return_exceptions=True)
+            finally:
+                await self._traces.ended(job)
 
     async def _watch(self, child: TraceProcess, job: ProcessJob, number: int) -> None:
         """Cancel a trace that nothing waits for or that exceeded its time, then kill the process."""
@@ -485,6 +503,19 @@ class _Line:
             f"The trace ran for {self._traces.time_limit_s:g} s, which is all that one may "
             "(trace_time_limit_s).",
         )
+
+
+async def _word(child: TraceProcess) -> dict[str, Any]:
+    """Return what a process says of itself.
+
+    Raises:
+        DecodeError: It is no object.
+        ProcessEndedError: It says nothing more.
+    """
+    word = (await child.frame()).json()
+    if not isinstance(word, dict):
+        raise DecodeError("what a process says of itself is an object")
+    return word
 
 
 __all__ = ["CANCEL_GRACE_S", "ProcessJob", "TraceProcesses"]

@@ -454,8 +454,10 @@ class VLLMEngineClient:
                 raise call.failure from error
             raise
         finally:
-            await frames.aclose()  # type: ignore[attr-defined]  # vLLM's streams are generators
-            engine.close_call(call)  # the engine of this call: another one may serve by now
+            try:
+                await frames.aclose()  # type: ignore[attr-defined]  # vLLM's streams are generators
+            finally:
+                engine.close_call(call)  # another one may serve by now
 
     async def _frame(self, frame: str, call: Call, num_choices: int, owner: str) -> str:
         chunk = json.loads(frame.removeprefix("data: "))

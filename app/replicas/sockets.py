@@ -14,7 +14,7 @@ from typing import Final
 from urllib.parse import quote, urlsplit
 
 from starlette.responses import Response
-from starlette.websockets import WebSocket
+from starlette.websockets import WebSocket, WebSocketDisconnect
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
 
@@ -70,7 +70,7 @@ async def relay_socket(websocket: WebSocket, path: str, place: Place, others: Se
         await websocket.accept(first.subprotocol, [(REPLICA_HEADER.encode(), place.name.encode())])
         code = await _pump(websocket, first, further)
         if code is not None:
-            with contextlib.suppress(RuntimeError, OSError):  # it has left meanwhile
+            with contextlib.suppress(WebSocketDisconnect, RuntimeError, OSError):  # it has left meanwhile
                 await websocket.close(_GOING_AWAY if code in _NOT_SENT else code)
 
 
@@ -117,7 +117,9 @@ async def _pump(
     asking = [asyncio.create_task(_ask(websocket, one)) for one in further]
     try:
         done, _ = await asyncio.wait([listening, telling], return_when=asyncio.FIRST_COMPLETED)
-        return telling.result() if telling in done else None
+        return telling.result() if telling in done and listening not in done else None
+    except WebSocketDisconnect:
+        return None  # noticed by whoever sent something
     finally:
         for task in (listening, telling, *asking):
             task.cancel()

@@ -112,19 +112,26 @@ async def _follow(
     tasks = [telling, listening]
     if local:
         tasks.append(asyncio.create_task(_ask(websocket, calls.frames(job_id)), name=f"ask-{job_id}"))
+    code: int | None = None
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        code = listening.result() if listening in done else None
-        if telling in done:
-            telling.result()
+        if listening in done:  # also where the job ends now: who is gone can be told nothing more
+            code = listening.result()
+        else:
+            for task in done:
+                task.result()
             code = _NORMAL if await _is_over(context, job_id, caller.tenant) else _GOING_AWAY
+    except WebSocketDisconnect:
+        pass  # noticed by whoever sent something
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        answers.close()
+        try:
+            await asyncio.gather(*tasks, return_exceptions=True)
+        finally:
+            answers.close()
     if code is not None:
-        with contextlib.suppress(WebSocketDisconnect):  # it may have disconnected after the last event
+        with contextlib.suppress(WebSocketDisconnect, RuntimeError):  # it has left meanwhile
             await websocket.close(code)
 
 

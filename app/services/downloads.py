@@ -31,8 +31,9 @@ async def download(
     """
     size = file.num_bytes
     headers = {"Accept-Ranges": "bytes", "ETag": tag, "Cache-Control": "private, no-store"}
-    start, stop = _range(request, size, tag) or (0, size)
-    if start >= stop:
+    asked = _range(request, size, tag)
+    start, stop = asked or (0, size)
+    if asked is not None and start >= stop:
         await file.close()
         error = ApiError(
             ErrorCode.RANGE_NOT_SATISFIABLE, f"The file has {size} bytes, and the range begins behind them."
@@ -60,4 +61,6 @@ def _range(request: Request, size: int, tag: str) -> tuple[int, int] | None:
     if first:
         stop = min(size, int(last) + 1) if last else size
         return None if last and int(last) < int(first) else (int(first), stop)
-    return (max(0, size - int(last)), size) if last else None
+    if not last or (not size and int(last)):  # the last bytes of an empty file are all of it
+        return None
+    return max(0, size - int(last)), size

@@ -218,13 +218,17 @@ class JobDispatcher:
             # The job keeps its lease until it expires, and is then recovered as lost.
             logger.exception("what became of job %s could not be written down", job.id)
         finally:
-            # Before another job of the same key may begin.
-            await self._callers.count(caller, meter, reserved)
-            del self._runs[job.id], self._running[job.id]
-            slot.leave()
-            self.wake()
-            if over is not None:
-                over(run.ended, meter)
+            try:
+                # Before another job of the same key may begin.
+                await self._callers.count(caller, meter, reserved)
+            except Exception:
+                logger.exception("what job %s used could not be counted", job.id)
+            finally:
+                del self._runs[job.id], self._running[job.id]
+                slot.leave()
+                self.wake()
+                if over is not None:
+                    over(run.ended, meter)
 
     async def _keep(self) -> None:
         renewed_at = recovered_at = time.monotonic()

@@ -171,12 +171,14 @@ class JobRun:
             self._note_run(None)
         finally:
             self._tools.log.drop(self.record)
-            if has_result:
-                result.leave()
-            else:
-                await result.discard()
             self._prints.close()
-            self._tools.told(self._job.id)
+            try:
+                if has_result:
+                    result.leave()
+                else:
+                    await result.discard()
+            finally:
+                self._tools.told(self._job.id)
 
     def _note_run(self, end: JobEnd | None) -> None:
         """Complete the audit record, and write it if the job belongs to a tenant."""

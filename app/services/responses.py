@@ -12,6 +12,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.excerpt import clip
 from api_schemas.interventions import Intervention, tensor_of
 from api_schemas.tensors import NamedTensor
 from app.audit.records import note_tier
@@ -34,6 +36,9 @@ _LOWEST_LOGPROB: Final = -9999.0
 
 _NUMBER_BYTES: Final = 4
 """Size of a single number, as the engine stores it."""
+
+_GROWN: Final = "~grown"
+"""Where what lists grew by stands in a file: beside what was saved, whose places have no such name."""
 
 Decode = Callable[[int], str]
 _Result = CaptureResult | ProbeResult | LensResult | TraceResult
@@ -66,14 +71,10 @@ async def choice_json(
         ``results`` by name; in the final part also ``provenance`` and, except for code, ``applied``.
 
     Raises:
-        ApiError: The store refuses the tensors.
+        ApiError: The store refuses the tensors; ``trace_failed``: two have one place.
     """
     tensors = _Inline()
-    large = {
-        _file_key(result.name, place): tensor
-        for result in collected.results
-        for place, tensor in _tensors_of(result)
-    }
+    large = _by_key(collected.results)
     num_bytes = sum(len(tensor.data) for tensor in large.values())
     meter = METER.get()
     if meter is not None:
@@ -123,9 +124,9 @@ def _number_bytes(result: _Result) -> int:
 class _Inline:
     """Tensors as base64 inside the JSON."""
 
-    def reference(self, name: str, point: str, tensor: TensorResult) -> dict[str, Any]:
-        """Return the JSON object for the tensor captured as ``name`` at ``point``."""
-        del name, point
+    def reference(self, name: str, place: str, tensor: TensorResult) -> dict[str, Any]:
+        """Return the JSON object for the tensor captured as ``name`` at ``place``."""
+        del name, place
         return {
             "dtype": tensor.dtype,
             "shape": list(tensor.shape),
@@ -141,29 +142,52 @@ class _Stored(_Inline):
         self._url = url
         self._expires_at = expires_at
 
-    def reference(self, name: str, point: str, tensor: TensorResult) -> dict[str, Any]:
+    def reference(self, name: str, place: str, tensor: TensorResult) -> dict[str, Any]:
         """Return the URL and the tensor's key in the file."""
         return {
             "url": self._url,
             "format": "safetensors",
-            "key": _file_key(name, point),
+            "key": _file_key(name, place),
             "dtype": tensor.dtype,
             "shape": list(tensor.shape),
             "expires_at": self._expires_at,
         }
 
 
-def _file_key(name: str, point: str) -> str:
-    return f"{name}/{point}"
+def _by_key(results: Sequence[_Result]) -> dict[str, TensorResult]:
+    """Return all tensors by their keys in a file.
+
+    Raises:
+        ApiError: Two have the same.
+    """
+    found: dict[str, TensorResult] = {}
+    for result in results:
+        for place, tensor in _tensors_of(result):
+            key = _file_key(result.name, place)
+            if key in found:
+                raise ApiError(
+                    ErrorCode.TRACE_FAILED,
+                    f"Two saved tensors have one place in the answer, {clip(key)!r}: a number and its digits "
+                    "are one key in JSON. Give each a key of its own.",
+                )
+            found[key] = tensor
+    return found
+
+
+def _file_key(name: str, place: str) -> str:
+    return f"{_escaped(name)}/{place}"
 
 
 def _tensors_of(result: _Result) -> Iterator[tuple[str, TensorResult]]:
     """Yield a result's tensors with their paths in it."""
     if isinstance(result, CaptureResult):
-        yield from result.points.items()
+        for point, tensor in result.points.items():
+            yield _escaped(point), tensor
     if isinstance(result, TraceResult):
-        for place, value in (*result.saves.items(), *result.grown.items()):
-            yield from _tensors_in(value, place)
+        for name, value in result.saves.items():
+            yield from _tensors_in(value, _escaped(name))
+        for name, value in result.grown.items():
+            yield from _tensors_in(value, _below(_GROWN, name))
 
 
 def _tensors_in(value: Any, place: str) -> Iterator[tuple[str, TensorResult]]:
@@ -174,8 +198,12 @@ def _tensors_in(value: Any, place: str) -> Iterator[tuple[str, TensorResult]]:
 
 
 def _below(place: str, key: object) -> str:
-    """Return the path of an item, escaped as in JSON pointers, so that a slash in a key is unambiguous."""
-    return f"{place}/{str(key).replace('~', '~0').replace('/', '~1')}"
+    """Return the place of an item, as JSON pointers spell it: no two are alike, whatever the keys."""
+    return f"{place}/{_escaped(str(key))}"
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
 
 
 def _items(value: Any) -> Iterable[tuple[Any, Any]]:
@@ -218,7 +246,8 @@ def _capture_json(capture: CaptureResult, tensors: _Inline) -> dict[str, Any]:
         "type": "capture",
         "positions": capture.positions,
         "points": {
-            point: tensors.reference(capture.name, point, tensor) for point, tensor in capture.points.items()
+            point: tensors.reference(capture.name, _escaped(point), tensor)
+            for point, tensor in capture.points.items()
         },
     }
     if capture.reduce != "none":
@@ -237,9 +266,9 @@ def _trace_json(result: TraceResult, tensors: _Inline) -> dict[str, Any]:
         return value
 
     answer: dict[str, Any] = {"type": "trace", "saves": {}}
-    answer["saves"] = {name: plain(value, name) for name, value in result.saves.items()}
+    answer["saves"] = {name: plain(value, _escaped(name)) for name, value in result.saves.items()}
     if result.grown:
-        answer["grown"] = {name: plain(value, name) for name, value in result.grown.items()}
+        answer["grown"] = {name: plain(value, _below(_GROWN, name)) for name, value in result.grown.items()}
     if result.printed:
         answer["printed"] = result.printed
     if result.warnings:

@@ -85,9 +85,11 @@ class ClosingStream(StreamingResponse):
             await _say(self._last_words(error), send)
         finally:
             sending.close()
-            await self._source.aclose()
-            if self._on_close is not None:
-                await self._on_close()
+            try:
+                await self._source.aclose()
+            finally:
+                if self._on_close is not None:
+                    await self._on_close()
 
 
 class _Sending:

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from app.terminal.server import JsonObject, Server
-from app.terminal.showing import plain, with_differences
+from app.terminal.showing import MARK, plain, with_differences
 
 _SIDE_BY_SIDE: Final = 72
 """The minimum number of terminal columns for two texts side by side."""
@@ -70,6 +70,14 @@ class Comparison:
         grid.add_row(*panels)
         return grid
 
+    def summary(self) -> str:
+        """Say in a sentence how the texts differ, once they are complete."""
+        if self.texts[0] == self.texts[1]:
+            return "Both are the same."
+        if any(span.style == MARK for text in self._with_differences() for span in text.spans):
+            return "What differs is marked."
+        return "They differ only in whitespace or control characters, which are not marked."
+
     def _with_differences(self) -> tuple[Text, Text]:
         """Return both texts with differences marked; the comparison is cached until a text changes."""
         baseline, steered = self.texts
@@ -104,7 +112,7 @@ async def steer(server: Server, asked: SteeringRequest, title: str, console: Con
             for number, is_steered in enumerate((False, True)):
                 group.create_task(follow(number, asked.body(steered=is_steered)))
     console.print(shown.draw(console.width))
-    console.print("What differs is marked." if shown.texts[0] != shown.texts[1] else "Both are the same.")
+    console.print(shown.summary())
 
 
 __all__ = ["Comparison", "SteeringRequest", "steer"]

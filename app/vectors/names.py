@@ -110,8 +110,7 @@ class NameResolver:
             raise ApiError(
                 ErrorCode.UNSUPPORTED_COMBINATION,
                 "`patch` takes a row for each position, and a vector has one for each layer; steer with it, "
-                "in "
-                "the mode `replace`.",
+                "in the mode `replace`.",
                 f"{param}.values",
             )
         if not isinstance(op, Steer | Ablate | Probe):

@@ -117,8 +117,7 @@ def _array(content: bytes, name: str) -> npt.NDArray[Any]:
         raise ApiError(
             ErrorCode.UNSUPPORTED_FORMAT,
             f"The array {clip(name)!r} has Python objects, which are pickled, and whoever reads a pickle "
-            "runs its "
-            "code: no server takes one. Save floats: row.astype('float32').",
+            "runs its code: no server takes one. Save floats: row.astype('float32').",
             _PARAM,
         )
     if dtype.kind != "f" or dtype.itemsize > np.dtype(np.float64).itemsize:

@@ -133,8 +133,7 @@ def rows_of(tensors: Tensors, at: str | Sequence[str] | None, shape: ModelShape,
         raise ApiError(
             ErrorCode.VECTOR_MISMATCH,
             f"A vector belongs to points of one kind, these are {', '.join(map(kind_of, leaves[:4]))}; make "
-            "one "
-            "vector of each.",
+            "one vector of each.",
             param,
         )
     width = shape.width(leaves[0], param)
@@ -150,8 +149,8 @@ def _by_name(tensors: Tensors, shape: ModelShape, param: str) -> dict[Point, npt
         if match is None:
             raise _invalid(
                 "A tensor's name must say its layer, such as 10, layers.10, layers.10.output or "
-                "direction.10; "
-                f"got {clip(name)!r}. A file with one tensor [layers, width] may say them in `at`.",
+                f"direction.10; got {clip(name)!r}. A file with one tensor [layers, width] may say them in "
+                "`at`.",
                 param,
             )
         layer = resolve_layer(int(match["layer"]), shape.num_layers, param)
@@ -168,8 +167,7 @@ def _by_points(
     if len(tensors) > 1:
         raise _invalid(
             f"`at` says where one tensor belongs, and here are {len(tensors)}; name each by its layer, and "
-            "leave "
-            "`at` out.",
+            "leave `at` out.",
             param,
         )
     points = points_of(at, shape.num_layers, "at")
@@ -180,8 +178,7 @@ def _by_points(
         raise ApiError(
             ErrorCode.WRONG_WIDTH,
             f"`at` names {len(points)} points, so their tensor must be [width] or [{len(points)}, width]; "
-            "got "
-            f"{list(tensor.shape)}.",
+            f"got {list(tensor.shape)}.",
             param,
         )
     return dict(zip(points, tensor, strict=True))

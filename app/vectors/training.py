@@ -122,8 +122,7 @@ class Trainer:
             raise ApiError(
                 ErrorCode.INVALID_VALUE,
                 f"A vector is trained from at most {self._settings.max_training_bytes} bytes of values, and "
-                "these "
-                f"prompts and layers have {num_bytes}; name fewer of one of them "
+                f"these prompts and layers have {num_bytes}; name fewer of one of them "
                 "(NNSIGHT_ENGINE_MAX_TRAINING_BYTES).",
                 "layers",
             )
@@ -258,8 +257,7 @@ def _fit(positive: Values, negative: Values, chosen: Split, wanted: TrainingRequ
         raise ApiError(
             ErrorCode.TRAINING_FAILED,
             f"Nothing can be learned at layer {layer}: {error}. Give prompts that differ where they are "
-            "read, see "
-            "`position`, or leave the layer out.",
+            "read, see `position`, or leave the layer out.",
             "positive",
         ) from error
 

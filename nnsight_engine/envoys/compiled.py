@@ -35,8 +35,9 @@ def explain_missed(error: MissedProviderError, root: Envoy) -> None:
     path = (error.provider or "").rpartition(".")[0]
     outer = compiled_around(root, path) if path else None
     if outer is not None:
-        error.args = (
+        message = (
             f"{error} It is inside `{outer}`, which torch.compile has compiled: compiled code does not call "
             "the modules in it. Wrap the model before it is compiled (`NNsight(compiled._orig_mod)`), or run "
-            "the trace under `with torch.compiler.set_stance('force_eager'):`.",
+            "the trace under `with torch.compiler.set_stance('force_eager'):`."
         )
+        error.args = (message,)

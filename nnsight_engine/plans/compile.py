@@ -79,8 +79,7 @@ def compile_request(
             raise ApiError(
                 ErrorCode.UNSUPPORTED_COMBINATION,
                 f"`{op.op}` at {_LOGITS} changes what is sampled, not the prompt's log-probabilities; ask "
-                "for one "
-                "of the two.",
+                "for one of the two.",
                 param,
             )
         planned.append(plan_op)
@@ -121,8 +120,7 @@ def _names(ops: Mapping[int, Operation]) -> dict[int, str]:
                 raise ApiError(
                     ErrorCode.DUPLICATE_NAME,
                     f"Names must differ within a request, {clip(name)!r} is used twice; give one of them "
-                    "another "
-                    "`name` (by default the operation and its index, capture_2).",
+                    "another `name` (by default the operation and its index, capture_2).",
                     f"{FIELD}.{index}.name",
                 )
             taken.add(name)

@@ -114,16 +114,15 @@ class OperationCompiler:
             raise ApiError(
                 ErrorCode.UNSUPPORTED_COMBINATION,
                 f"`ablate` by mean needs the whole prompt in one step, of at most {limit} tokens; this "
-                "prompt has "
-                f"{self._scope.prompt_len}. Shorten it, or capture the mean and ablate by `vector`.",
+                f"prompt has {self._scope.prompt_len}. Shorten it, or capture the mean and ablate by "
+                "`vector`.",
                 f"{param}.method",
             )
         if named.num_prompt == 0:
             raise ApiError(
                 ErrorCode.CONTRADICTORY_WHERE,
-                "`ablate` by mean takes the mean over the prompt positions that `where` names, and it "
-                "names none; "
-                "name some, or ablate by `vector`.",
+                "`ablate` by mean takes the mean over the prompt positions that `where` names, and it names "
+                "none; name some, or ablate by `vector`.",
                 f"{param}.where",
             )
 
@@ -147,8 +146,7 @@ class OperationCompiler:
             raise ApiError(
                 ErrorCode.CONTRADICTORY_WHERE,
                 f"With `phase` generated a patch's positions must all be {self._scope.prompt_len} or more, "
-                "the "
-                f"prompt's length; got {min(positions)}.",
+                f"the prompt's length; got {min(positions)}.",
                 f"{path}.positions",
             )
         sites = resolve_sites(op.at, op.op, self._spec, f"{param}.at")
@@ -166,9 +164,8 @@ class OperationCompiler:
             if len(sites) > 1 or op.dtype is not None or op.reduce == "mean":
                 raise ApiError(
                     ErrorCode.UNSUPPORTED_COMBINATION,
-                    f"`{_SAMPLES}` are token ids: capture them in an operation of their own, without "
-                    "`dtype` and "
-                    "without `reduce` mean.",
+                    f"`{_SAMPLES}` are token ids: capture them in an operation of their own, without `dtype` "
+                    "and without `reduce` mean.",
                     f"{param}.at",
                 )
             self._check_sampled(named, param)

@@ -145,8 +145,7 @@ def _wrong_width(shape: tuple[int, ...], widths: Sequence[int], rows: str, param
     width = different[0]
     return ApiError(
         ErrorCode.WRONG_WIDTH,
-        f"Expected a tensor of shape [{rows}{width}] for all points, or [{len(widths)}, {rows}{width}] "
-        "with one "
-        f"for each, got {list(shape)}. GET /v1/capabilities lists the widths.",
+        f"Expected a tensor of shape [{rows}{width}] for all points, or [{len(widths)}, {rows}{width}] with "
+        f"one for each, got {list(shape)}. GET /v1/capabilities lists the widths.",
         param,
     )

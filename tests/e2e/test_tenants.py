@@ -117,8 +117,10 @@ COSTLY: Final = {
         "within one step",
     ),
     "mlp": (
-        "rows = torch.zeros(2048, 576, dtype=torch.bfloat16)\n"
-        "for _ in range(999):\n    model.model.layers[0].mlp(rows)",
+        (
+            "rows = torch.zeros(2048, 576, dtype=torch.bfloat16)\n"
+            "for _ in range(999):\n    model.model.layers[0].mlp(rows)"
+        ),
         "within one step",
     ),
     "bytes": (

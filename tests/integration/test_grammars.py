@@ -15,11 +15,11 @@ import pytest
 import pytest_asyncio
 from vllm.sampling_params import StructuredOutputsParams
 
-from api_schemas.errors import ApiError
+from api_schemas.errors import ApiError, ErrorCode
 from app.engine.grammars import Grammars
 from app.settings import Settings, environment_for_traces
 from nnsight_engine.modeling.bundled import bundled_model_path
-from nnsight_engine.vllm_backend.grammar_process import GrammarSetup
+from nnsight_engine.vllm_backend.grammar_process import GrammarJob, GrammarSetup, GrammarVerdict
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 COSTLY = "(" + "|".join(f"(.*[{letter}-z]){{1,1000}}" for letter in "abcdefghijklmnopqrstuvwxy" * 3) + ")"
@@ -155,3 +155,49 @@ async def test_nothing_of_a_grammar_is_written_anywhere(
             await grammars.accept(StructuredOutputsParams(**given), "")
     out, err = capfd.readouterr()
     assert "secret-of-a-client" not in out + err
+
+
+async def test_who_joins_what_another_tenant_asked_for_is_told_of_no_other_tenants_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(data_dir=tmp_path, max_queued_traces=2, tenant_share=0.5)
+    made = Grammars(settings, {})
+    go = asyncio.Event()
+
+    async def asked(_job: GrammarJob) -> GrammarVerdict:
+        await go.wait()
+        return GrammarVerdict(backend="xgrammar")
+
+    monkeypatch.setattr(made, "_asked", asked)
+
+    def accepted(name: str, tenant: str) -> asyncio.Task[None]:
+        return asyncio.create_task(made.accept(StructuredOutputsParams(regex=name), tenant))
+
+    first = [accepted(name, "a") for name in ("runs", "waits")]
+    await asyncio.sleep(0)
+    refused, joined = accepted("same", "a"), accepted("same", "b")  # in one iteration of the loop
+    with pytest.raises(ApiError, match="of the tenant 'a'") as caught:
+        await refused
+    assert caught.value.code is ErrorCode.QUEUE_FULL
+    go.set()
+    await asyncio.gather(*first, joined)
+    assert made.num_waiting == 0
+
+
+async def test_a_compilation_that_nobody_waits_for_from_the_start_leaves_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Grammars(Settings(data_dir=tmp_path), {})
+
+    async def asked(_job: GrammarJob) -> GrammarVerdict:
+        return GrammarVerdict(backend="xgrammar")
+
+    monkeypatch.setattr(made, "_asked", asked)
+    for number in range(5):
+        accepting = asyncio.create_task(made.accept(StructuredOutputsParams(regex=f"a{number}"), "a"))
+        await asyncio.sleep(0)  # its compilation has not had its first step
+        accepting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await accepting
+    async with asyncio.timeout(10):
+        await made.accept(StructuredOutputsParams(regex="b"), "a")

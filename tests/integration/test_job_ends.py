@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from api_schemas.jobs import Job
+from app.services.job_callers import JobCallers
 from tests.fakes.engine import FakeBehaviour
 from tests.integration.conftest import ErrorCheck, Serve
 from tests.integration.scripted_traces import HEADERS, frames_of, trace
@@ -305,3 +306,18 @@ async def test_what_the_operator_does_not_take_any_more_does_not_run(with_jobs: 
     async with with_jobs(allow_code=False) as jobs:
         jobs.client.headers["authorization"] = trusted["authorization"]
         assert (await jobs.get(waiting)).status == "ERROR"
+
+
+@pytest.mark.parametrize("error", [ConnectionError("the database is away"), asyncio.CancelledError()])
+async def test_a_job_whose_use_cannot_be_counted_leaves_its_place(
+    with_jobs: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException
+):
+    async def count(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(JobCallers, "count", count)
+    async with with_jobs(max_running_jobs=1) as jobs:
+        for _ in range(2):
+            job = await jobs.end(await jobs.submit())
+            assert job.status == "COMPLETED"
+        await until(lambda: jobs.server.context.jobs.num_running == 0)

@@ -42,8 +42,10 @@ def rows_faults(
     if float(off[worst]) <= allowed:
         return []
     return [
-        f"row {worst} of {what} is off by {float(off[worst]):.4g}, of a norm of "
-        f"{float(others[worst].norm()):.4g}; {allowed:.3g} is allowed"
+        (
+            f"row {worst} of {what} is off by {float(off[worst]):.4g}, of a norm of "
+            f"{float(others[worst].norm()):.4g}; {allowed:.3g} is allowed"
+        )
     ]
 
 

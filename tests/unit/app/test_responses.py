@@ -5,13 +5,17 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 import pytest_asyncio
 from safetensors.numpy import load
 
+from api_schemas.errors import ApiError, ErrorCode
 from app.services.responses import choice_json
 from app.settings import Settings
 from app.storage.results import ResultStore
@@ -23,6 +27,7 @@ from nnsight_engine.plans.collected import (
     LensToken,
     ProbeResult,
     TensorResult,
+    TraceResult,
 )
 
 VALUES = np.arange(6, dtype="<f4").reshape(2, 3)
@@ -142,3 +147,66 @@ async def test_a_part_of_a_stream_has_results_alone(store: ResultStore):
     part = CollectedResults([ProbeResult("p", [5], {"layers.3.output": [1.0]})], final=False)
     answer = await choice_json(part, store=store, owner="acme", settings=settings(), decode=word)
     assert list(answer) == ["results"]
+
+
+@pytest.mark.parametrize(
+    ("saves", "grown"),
+    [
+        ({"a": {"b": 1}, "a/b": 2}, {}),
+        ({"a": {"b/c": 1, "b": {"c": 2}}}, {}),
+        ({"a~1b": 1, "a/b": 2, "a~01b": 3}, {}),
+        ({"rows": [1, 2]}, {"rows": [3, 4]}),
+        ({"~grown": {"rows": [1]}, "grown/rows": [2]}, {"rows": [3]}),
+        ({"": 1}, {"": [2]}),
+    ],
+)
+async def test_every_saved_tensor_has_a_key_of_its_own(
+    store: ResultStore, saves: dict[str, Any], grown: dict[str, Any]
+):
+    def tensors(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: tensors(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return list(map(tensors, value))
+        return TensorResult("float32", (1,), np.array([value], "<f4").tobytes())
+
+    def numbers(value: Any, arrays: dict[str, Any]) -> Any:
+        if isinstance(value, list):
+            return [numbers(item, arrays) for item in value]
+        if "key" in value:
+            return int(arrays[value["key"]][0])
+        return {key: numbers(item, arrays) for key, item in value.items()}
+
+    collected = CollectedResults([TraceResult("trace", tensors(saves), tensors(grown), "")])
+    answer = await choice_json(collected, store=store, owner="acme", settings=settings(0), decode=word)
+    result = answer["results"]["trace"]
+    [url] = set(re.findall(r"/v1/results/([^\"]+)", json.dumps(result)))
+    opened = await store.open(url, "acme")
+    arrays = load(b"".join([chunk async for chunk in opened.chunks()]))
+    assert numbers(result["saves"], arrays) == saves
+    assert numbers(result.get("grown", {}), arrays) == grown
+
+
+async def test_results_and_points_whose_names_run_together_stay_apart(store: ResultStore):
+    def one(value: int) -> TensorResult:
+        return TensorResult("int32", (1,), np.array([value], "<i4").tobytes())
+
+    captures = [
+        CaptureResult("a", [0], "none", {"b/c": one(1)}),
+        CaptureResult("a/b", [0], "none", {"c": one(2)}),
+    ]
+    answer = await choice_json(
+        CollectedResults(captures), store=store, owner="acme", settings=settings(0), decode=word
+    )
+    keys = [answer["results"]["a"]["points"]["b/c"]["key"], answer["results"]["a/b"]["points"]["c"]["key"]]
+    assert len(set(keys)) == 2
+
+
+@pytest.mark.parametrize("inline_bytes", [0, 1000])
+async def test_a_number_and_its_digits_as_keys_are_refused(store: ResultStore, inline_bytes: int):
+    tensor = TensorResult("float32", VALUES.shape, VALUES.tobytes())
+    saves = {"rows": {1: tensor, "1": tensor}}
+    collected = CollectedResults([TraceResult("trace", saves, {}, "")])
+    with pytest.raises(ApiError, match="'trace/rows/1'") as caught:
+        await choice_json(collected, store=store, owner="acme", settings=settings(inline_bytes), decode=word)
+    assert caught.value.code is ErrorCode.TRACE_FAILED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Self
+from typing import Self, cast
 
 import pytest
 from starlette.requests import ClientDisconnect
@@ -207,3 +207,28 @@ async def test_a_stream_without_a_close_is_fine():
 
     assert await first_event(Bare()) is None
     assert [event async for event in events(None, Bare())] == []
+
+
+async def test_what_a_stream_holds_is_released_also_when_its_source_cannot_be_closed():
+    class Unclosable:
+        def __aiter__(self) -> Self:
+            return self
+
+        async def __anext__(self) -> str:
+            raise StopAsyncIteration
+
+        async def aclose(self) -> None:
+            raise RuntimeError("it is stuck")
+
+    closed = []
+
+    async def on_close() -> None:
+        closed.append(True)
+
+    async def send(message: Message) -> None:
+        pass
+
+    source = cast("AsyncGenerator[str, None]", Unclosable())
+    with pytest.raises(RuntimeError, match="it is stuck"):
+        await ClosingStream(source, media_type="text/plain", on_close=on_close)({}, never, send)
+    assert closed == [True]

@@ -1,20 +1,27 @@
-"""What a trace's process tells is kept for a client that does not read, up to a limit."""
+"""What a trace's process tells is kept up to a limit, and whatever it does its queue is served."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
+from app.engine import trace_processes
+from app.engine.local_traces import LocalTraceEngine
+from app.engine.session_traces import SessionTraces
 from app.engine.trace_processes import ProcessJob, TraceProcesses
+from app.engine.traces import TraceEngine
 from app.settings import Settings
-from nnsight_engine.local_engine.process_channel import ProcessOptions
+from nnsight_engine.local_engine.process_channel import LOCAL, OUTLINE, READY, ProcessOptions
+from nnsight_engine.local_engine.trace_process import TraceProcess
 from nnsight_engine.remote_backend.backpressure import Backpressure
-from nnsight_engine.remote_backend.frames import Frame, FrameKind
+from nnsight_engine.remote_backend.frames import Frame, FrameKind, json_frame
 from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
 
 REQUEST = TraceRequest(TraceHead(model="m", dialect="transformers"), [b"blocks"])
@@ -93,3 +100,125 @@ async def test_of_many_the_slowest_goes() -> None:
     slow.tell(JobStatus.LOG, "x" * 3 * 2**20)
     other.tell(JobStatus.LOG, "y" * 2**21)
     assert (slow.cancelled.is_set(), other.cancelled.is_set()) == (True, False)
+
+
+class Scripted:
+    """A process that says what it is told to, a value for each frame that it is asked for."""
+
+    def __init__(self, *words: Any) -> None:
+        self.pid = 1
+        self.is_quiet, self.has_ended = True, False
+        self.words = list(words)
+        self.num_closed = 0
+        self.answers: list[Frame] = []
+
+    async def frame(self) -> Frame:
+        word = self.words.pop(0)
+        if isinstance(word, BaseException):
+            raise word
+        return word if isinstance(word, Frame) else json_frame(FrameKind.EVENT, word)
+
+    async def run(self, number: int, chunks: Any) -> None:
+        pass
+
+    async def answer(self, frame: Frame) -> None:
+        self.answers.append(frame)
+
+    async def close(self) -> None:
+        self.num_closed += 1
+        self.has_ended = True
+
+
+RESULT = Frame(FrameKind.RESULT, b"x")
+
+
+class Ahead(TraceProcesses):
+    name, purpose = "local", "the process"
+    starts_ahead = True
+
+
+async def run_in(
+    children: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_traces: int
+) -> list[ErrorCode | None]:
+    """Run traces one after the other, and return how each failed."""
+
+    async def start(*_args: Any, **_more: Any) -> Any:
+        child = children.pop(0) if len(children) > 1 else children[0]
+        if isinstance(child, BaseException):
+            raise child
+        return child
+
+    monkeypatch.setattr(trace_processes, "TraceProcess", SimpleNamespace(start=start))
+    monkeypatch.setattr(trace_processes, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(trace_processes, "_RETRY_S", 0.0)
+    processes = Ahead("nothing", ProcessOptions(model="m"), Settings(result_dir=tmp_path), {})
+    processes.start()
+    ends: list[ErrorCode | None] = []
+    try:
+        for _ in range(num_traces):
+            try:
+                async with (
+                    asyncio.timeout(10),
+                    contextlib.aclosing(processes.run_trace(REQUEST, "id")) as frames,
+                ):
+                    [_ async for _ in frames]
+                ends.append(None)
+            except ApiError as error:
+                ends.append(error.code)
+        assert not any(driver.done() for driver in processes._drivers)
+    finally:
+        await processes.close()
+    return ends
+
+
+@pytest.mark.parametrize("word", [["ready"], "ready", 5, None, True])
+async def test_whatever_a_process_says_first_its_queue_is_served(
+    word: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd, good = Scripted(word, RESULT, {READY: 1}), Scripted({READY: 1}, RESULT, {READY: 1})
+    [end] = await run_in([odd, good], tmp_path, monkeypatch, 1)
+    assert end is None
+    assert RESULT in odd.words
+    assert RESULT not in good.words
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no"), ValueError("embedded null byte"), OSError("no room")])
+async def test_a_start_that_fails_fails_the_traces_and_is_tried_again(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await run_in([error], tmp_path, monkeypatch, 2) == [ErrorCode.LOCAL_ENGINE_FAILED] * 2
+    good = Scripted({READY: 1}, RESULT, {READY: 1})
+    assert await run_in([error, good], tmp_path, monkeypatch, 1) == [None]
+
+
+@pytest.mark.parametrize("word", [["ready"], 5, RuntimeError("no"), Frame(FrameKind.EVENT, b"{")])
+async def test_a_process_that_does_not_settle_is_replaced_and_the_next_trace_runs(
+    word: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = Scripted({READY: 1}, RESULT, word), Scripted({READY: 1}, RESULT, {READY: 1})
+    assert await run_in([first, second], tmp_path, monkeypatch, 2) == [None, None]
+    assert first.num_closed == 1
+
+
+@pytest.mark.parametrize("kind", ["local", "session"])
+async def test_what_a_process_asks_for_is_answered_also_where_that_fails(kind: str, tmp_path: Path) -> None:
+    async def fail(*_: Any) -> Any:
+        raise ValueError("it is broken")
+
+    settings, options = Settings(result_dir=tmp_path), ProcessOptions(model="m")
+    request = TraceRequest(REQUEST.head, [b"blocks"])
+    request.ask = fail
+    job = ProcessJob(request, "local", Backpressure(2**22))
+    child = Scripted(Frame(FrameKind.RESULT, b"a part"))
+    processes: TraceProcesses
+    if kind == "local":
+        processes = LocalTraceEngine(options, settings, {})
+        await processes.asked(cast("TraceProcess", child), {LOCAL: True}, job)
+    else:
+        processes = SessionTraces(cast("TraceEngine", None), fail, options, settings, {})
+        await processes.asked(cast("TraceProcess", child), {OUTLINE: True}, job)
+    async with asyncio.timeout(10):
+        await asyncio.gather(*processes._asking.values())
+    [answer] = child.answers
+    assert answer.kind is FrameKind.ERROR
+    assert answer.json()["error"]["code"] == ErrorCode.INTERNAL

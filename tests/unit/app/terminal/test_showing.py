@@ -111,3 +111,24 @@ def test_commands_start_without_torch_vllm_and_the_server() -> None:
     )
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert answer.stdout == "set()\n"
+
+
+@pytest.mark.parametrize(
+    ("baseline", "steered", "summary"),
+    [
+        ("I am", "I am", "Both are the same."),
+        ("I am", "I was", "What differs is marked."),
+        ("I am", "I am not", "What differs is marked."),
+        ("", "I", "What differs is marked."),
+        ("I am", "I  am\n", "They differ only in whitespace"),
+        ("", " \n", "They differ only in whitespace"),
+        ("a\x1b", "a\x07", "They differ only in whitespace or control characters"),
+        ("a\r", "a", "They differ only in whitespace"),
+    ],
+)
+def test_marks_are_spoken_of_only_where_there_are_some(baseline: str, steered: str, summary: str) -> None:
+    shown = Comparison(SteeringRequest("", is_chat=True, options={}, steers=[]), "joy")
+    shown.texts, shown.done = [baseline, steered], [True, True]
+    assert shown.summary().startswith(summary)
+    are_marked = any(map(marked, shown._with_differences()))
+    assert are_marked == ("is marked" in shown.summary())
