@@ -58,10 +58,10 @@ def _message(record: logging.LogRecord) -> str:
     if not record.args:
         return template
     try:
-        told = _told_each(record.args)
-        return _TOKEN.sub("a token%.0s", template) % told
+        message: str = _TOKEN.sub("a token%.0s", template) % _told_each(record.args)
     except Exception:  # noqa: BLE001 - a replaced argument does not fit `%d`, or a value's own code fails
         return f"{template} (arguments left out)"
+    return message
 
 
 def _told_each(args: tuple[object, ...] | Mapping[str, object]) -> Any:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from nnsight_engine import VLLM
 from nnsight_engine.vllm_backend import engine_start
+from nnsight_engine.vllm_backend.vllm import VLLM
 
 
 class PlayedHost:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -84,7 +85,7 @@ def host(core: PlayedCore, monkeypatch: pytest.MonkeyPatch) -> SyncEngine:
     inner.model_config = type("Model", (), {"runner_type": "generate"})
     inner._preprocess_cmpl_one = lambda prompt, *_, **__: prompt
     inner._resolve_mm_lora = lambda *_: None
-    inner.collective_rpc = lambda method, args: [core.get_output and (method, *args)]
+    inner.collective_rpc = lambda method, args: [(method, *args)]
     host = SyncEngine.__new__(SyncEngine)
     monkeypatch.setattr("nnsight_engine.vllm_backend.engines.LLM", lambda **_: inner)
     host.__init__({})  # type: ignore[misc] # with the engine that is played
@@ -147,7 +148,7 @@ def test_an_abort_that_fails_does_not_hide_why_the_run_ended(host: SyncEngine, c
 
 
 def test_threads_take_turns_and_each_has_its_own_outputs(host: SyncEngine, core: PlayedCore) -> None:
-    core.before_step = lambda: threading.Event().wait(0.001) and None
+    core.before_step = lambda: time.sleep(0.001)
     found: dict[int, list[list[list[int]]]] = {}
 
     def work(number: int) -> None:

@@ -21,16 +21,16 @@ class Mine:
 
 
 class Meta(type):
-    __hash__ = __eq__ = __instancecheck__ = __subclasscheck__ = _never  # type: ignore[assignment] # as above
-    __name__ = property(_never)  # type: ignore[assignment] # as above
+    __hash__ = __eq__ = __instancecheck__ = __subclasscheck__ = _never
+    __name__ = property(_never)
 
 
 class OfMeta(metaclass=Meta):
     pass
 
 
-class Array(np.ndarray):  # type: ignore[type-arg] # of any shape
-    dtype = ndim = shape = property(_never)  # type: ignore[assignment] # as above
+class Array(np.ndarray):
+    dtype = ndim = shape = property(_never)
     item = tolist = _never
 
 
@@ -39,7 +39,7 @@ class AsNumpys(Array):
 
 
 class Number(np.float64):
-    dtype = property(_never)  # type: ignore[assignment] # as above
+    dtype = property(_never)
     item = _never
     __module__ = "numpy"
 
