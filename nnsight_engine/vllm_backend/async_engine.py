@@ -8,6 +8,7 @@ rejected with an HTTP status instead of an error inside the stream.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import logging
 import secrets
@@ -232,7 +233,7 @@ class InterventionAsyncLLM(AsyncLLM):
             return
         note_spent(call.spent_s)
         for entry in call.entries:
-            self._close_entry(entry)
+            self._close_key(entry.key)
 
     async def finish_trace(self, key: str, results: dict[str, Any]) -> FinishedTrace:
         """End a trace whose requests have ended, and return its results.
@@ -285,9 +286,9 @@ class InterventionAsyncLLM(AsyncLLM):
         self._left.add(task)
         task.add_done_callback(self._left.discard)
 
-    def _close_entry(self, entry: PromptEntry) -> None:
-        self.router.close(entry.key)
-        self._contents.release(entry.key)
+    def _close_key(self, key: str) -> None:
+        self.router.close(key)
+        self._contents.release(key)
 
     def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
@@ -331,16 +332,22 @@ class InterventionAsyncLLM(AsyncLLM):
         prompt_token_ids = _token_ids(prompt)
         compiled = call.compile(prompt_token_ids, sampling_params)
         key = uuid.uuid4().hex
-        compiled = msgspec.structs.replace(compiled, tensors=self._contents.acquire(key, compiled.tensors))
-        collectors = self.router.open(
-            key,
-            compiled.plan,
-            prompt_token_ids=prompt_token_ids,
-            op_names=call.op_names(len(call.entries)),
-            num_choices=sampling_params.n,
-        )
-        entry = PromptEntry(key, compiled, collectors, [[] for _ in collectors])
-        call.entries.append(entry)
+        op_names = call.op_names(len(call.entries))
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._close_key, key)
+            compiled = msgspec.structs.replace(
+                compiled, tensors=self._contents.acquire(key, compiled.tensors)
+            )
+            collectors = self.router.open(
+                key,
+                compiled.plan,
+                prompt_token_ids=prompt_token_ids,
+                op_names=op_names,
+                num_choices=sampling_params.n,
+            )
+            entry = PromptEntry(key, compiled, collectors, [[] for _ in collectors])
+            call.entries.append(entry)
+            undo.pop_all()  # from here on ``close_call`` closes it
         prepare_params(sampling_params, compiled, key)
         salt = salted(compiled, prompt.get("cache_salt"), self._salt_secret)
         if salt is not None:

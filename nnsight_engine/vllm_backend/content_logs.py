@@ -2,7 +2,8 @@
 
 Hazard: some of vLLM's log lines quote requests: the text of a grammar, the tokens of an answer, a chat
 template, a tool call. The modules that read requests and answers log such data as arguments and in
-tracebacks. Safeguard: such a line keeps the event, its location, the error's type and the request's id.
+tracebacks. Safeguard: such a line keeps the event, its location, the error's type and the request's id. If
+that fails, it keeps only its template: logging never raises in vLLM's code.
 ``leave_content_out`` is called once in each process that runs vLLM: the server's and the engine's.
 """
 
@@ -45,20 +46,37 @@ class _WithoutContent:
         record = self._make(*args, **kwargs)
         if not f"{record.name}.".startswith(_READERS):
             return record
-        record.msg = _TOKEN.sub(
-            "a token%.0s", record.msg if isinstance(record.msg, str) else _told(record.msg)
-        )
-        if isinstance(record.args, Mapping):
-            record.args = {name: _told(one) for name, one in record.args.items()}
-        elif record.args:
-            record.args = tuple(map(_told, record.args))
         error = record.exc_info[1] if record.exc_info else None
-        if error is not None:
-            *_, frame = traceback.extract_tb(error.__traceback__) or [None]
-            where = "" if frame is None else f" at {frame.filename}:{frame.lineno}"
-            record.msg, record.args = f"{record.getMessage()} {type(error).__name__}{where}", ()
-            record.exc_info = record.exc_text = None
+        record.exc_info = record.exc_text = None
+        record.msg, record.args = _message(record) + _described(error), ()
         return record
+
+
+def _message(record: logging.LogRecord) -> str:
+    """Return a record's formatted message without content."""
+    template = record.msg if type(record.msg) is str else f"<{type(record.msg).__name__}>"
+    if not record.args:
+        return template
+    try:
+        message: str = _TOKEN.sub("a token%.0s", template) % _told_each(record.args)
+    except Exception:  # noqa: BLE001 - a replaced argument does not fit `%d`, or a value's own code fails
+        return f"{template} (arguments left out)"
+    return message
+
+
+def _told_each(args: tuple[object, ...] | Mapping[str, object]) -> Any:
+    if isinstance(args, Mapping):
+        return {name: _told(one) for name, one in args.items()}
+    return tuple(map(_told, args))
+
+
+def _described(error: BaseException | None) -> str:
+    """Return an error's type and location, to be appended to a message."""
+    if error is None:
+        return ""
+    *_, frame = traceback.extract_tb(error.__traceback__) or [None]
+    where = "" if frame is None else f" at {frame.filename}:{frame.lineno}"
+    return f" {type(error).__name__}{where}"
 
 
 def _told(value: object) -> Any:

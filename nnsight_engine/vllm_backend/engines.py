@@ -9,6 +9,7 @@ iterates.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import uuid
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
@@ -20,15 +21,23 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from nnsight_engine.vllm_backend.trace_router import TraceRouter
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 
 class SyncEngine:
-    """``vllm.LLM``: calls block until the requests have finished."""
+    """``vllm.LLM``: calls block until the requests have finished.
+
+    Hazard: ``LLM.generate`` steps until no request is left, and returns the outputs of all that finished
+    meanwhile: those of an interrupted call, and those of other threads. Safeguard: threads take turns, the
+    requests of a run that fails are aborted, and outputs are matched by request id.
+    """
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         """Start the engine with vLLM's engine arguments."""
         self.inner = LLM(**arguments)
+        self._turn = threading.RLock()  # vLLM's client of the engine's process is not thread-safe
 
     @property
     def tokenizer(self) -> Any:
@@ -37,13 +46,39 @@ class SyncEngine:
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Call a method on all workers, and return the result of each."""
-        answers: list[Any] = self.inner.collective_rpc(method, args=args)
+        with self._turn:
+            answers: list[Any] = self.inner.collective_rpc(method, args=args)
         return answers
 
     def run(self, prompts: Sequence[Any], params: Sequence[SamplingParams]) -> list[RequestOutput]:
-        """Run requests, and return their outputs."""
-        outputs: list[RequestOutput] = self.inner.generate(prompts, params, use_tqdm=False)
-        return outputs
+        """Run requests, and return the output of each; abort them if one fails or the run is interrupted."""
+        with self._turn:
+            others = self._unfinished()
+            try:
+                return self._outputs_of(self.inner.enqueue(prompts, params, use_tqdm=False))
+            except BaseException:
+                self._abort(self._unfinished() - others)
+                raise
+
+    def _outputs_of(self, internal_ids: Sequence[str]) -> list[RequestOutput]:
+        """Wait for all requests, and return the outputs of these."""
+        finished = {
+            one.request_id: one for one in self.inner.wait_for_completion(RequestOutput, use_tqdm=False)
+        }
+        # Outputs carry the id without the random characters that vLLM appends to it.
+        return [finished[one.split("-")[0]] for one in internal_ids]
+
+    def _unfinished(self) -> set[str]:
+        """Return the internal ids of the engine's unfinished requests; of several choices, the parent's."""
+        states = self.inner.llm_engine.output_processor.request_states.values()
+        return {one.request_id if one.parent_req is None else one.parent_req.request_id for one in states}
+
+    def _abort(self, internal_ids: set[str]) -> None:
+        """Abort requests; never raises, so that the error of the run is not hidden."""
+        try:
+            self.inner.llm_engine.abort_request(list(internal_ids), internal=True)
+        except Exception:
+            logger.exception("unfinished requests could not be aborted")
 
     def close(self) -> None:
         """Shut the engine's processes down."""
@@ -78,7 +113,12 @@ class AsyncEngine:
         if threading.current_thread() is self._thread:
             coroutine.close()
             raise RuntimeError("the engine's own loop would wait for itself")
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # on an interrupt it is still running
+            raise
 
     @property
     def tokenizer(self) -> Any:

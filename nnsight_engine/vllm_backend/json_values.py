@@ -1,9 +1,9 @@
 """Conversion of saved values to JSON types with tensors in place, or an error that names the variable.
 
 The worker converts the values that a request's ``trace`` saved before they leave it, since only the worker
-can name classes that only it knows; ``trace_call`` builds the answer from the result. Types are compared by
-identity, so that no code of an untrusted value runs. Exception: the ``dtype`` of NumPy array subclasses is
-read.
+can name classes that only it knows; ``trace_call`` builds the answer from the result. No code of an untrusted
+value runs: types are compared by identity, and those with a metaclass of their own are refused first, since
+it could define their hash and name.
 """
 
 from __future__ import annotations
@@ -19,6 +19,12 @@ _AS_THEY_ARE: Final = frozenset({type(None), bool})
 _LISTS: Final = frozenset({list, tuple, set, frozenset, torch.Size})
 _TENSORS: Final = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _NAMES: Final = frozenset({torch.dtype, torch.device})
+_METACLASSES: Final = (type, *{type(one) for one in _TENSORS})
+_NUMPY_NUMBERS: Final = frozenset(np.dtype(code).type for code in "?" + np.typecodes["AllInteger"] + "efdg")
+_NUMPY_KINDS: Final = {
+    "b": "booleans", "i": "integers", "u": "integers", "f": "numbers", "c": "complex numbers",
+    "O": "objects", "S": "bytes", "U": "text", "V": "records", "M": "dates", "m": "time spans",
+}  # fmt: skip
 _MAX_DEPTH: Final = 32
 _MAX_VALUES: Final = 100_000
 _MAX_INTEGER_BITS: Final = 1024
@@ -64,6 +70,7 @@ class _Walk:
     def __init__(self, tensor: Callable[[torch.Tensor], Any], known: frozenset[type]) -> None:
         self._tensor = tensor
         self._known = known
+        self._metaclasses = (*_METACLASSES, *map(type, known))
         self._num_left = _MAX_VALUES
 
     def plain(self, value: Any, depth: int) -> Any:
@@ -73,6 +80,8 @@ class _Walk:
         if not depth:
             raise _UnfitError(f"it is more than {_MAX_DEPTH} lists and dicts deep")
         kind = type(value)
+        if not any(type(kind) is one for one in self._metaclasses):
+            raise _UnfitError(f"it holds a value of type {_name_of(kind)}")
         if kind in _LISTS:
             return [self.plain(item, depth - 1) for item in value]
         if kind is dict:
@@ -96,11 +105,21 @@ class _Walk:
             raise _UnfitError(str(error)) from error
 
     def _plain_array(self, value: Any) -> Any:
-        if type(value) is np.ndarray and value.dtype.kind in "biuf":
-            return self._plain_tensor(torch.from_numpy(np.ascontiguousarray(value)))
-        if type(value).__module__ == "numpy" and value.dtype.kind in "biuf" and not value.ndim:
+        kind = type(value)
+        if kind in _NUMPY_NUMBERS:
             return _scalar(value.item(), self._known)
-        raise _UnfitError(f"it holds an array of {value.dtype}")
+        if kind is not np.ndarray:
+            raise _UnfitError(f"it holds a value of type {_name_of(kind)}")
+        if value.dtype.kind in "biuf":
+            return self._plain_tensor(torch.from_numpy(np.ascontiguousarray(value)))
+        # The dtype's own text would contain the titles of its fields, which may be any objects.
+        raise _UnfitError(f"it holds an array of {_NUMPY_KINDS.get(value.dtype.kind, 'another kind')}")
+
+
+def _name_of(kind: type) -> str:
+    """Return a class's name; a metaclass's ``__name__`` is not read."""
+    name: str = type.__dict__["__name__"].__get__(kind)
+    return name
 
 
 def _key(key: Any) -> str:
@@ -108,7 +127,7 @@ def _key(key: Any) -> str:
         return _text(key)
     if type(key) is int and key.bit_length() <= _MAX_INTEGER_BITS:
         return str(key)
-    raise _UnfitError(f"it holds a dict with a key of type {type(key).__name__}")
+    raise _UnfitError(f"it holds a dict with a key of type {_name_of(type(key))}")
 
 
 def _scalar(value: Any, known: frozenset[type]) -> Any:
@@ -124,7 +143,7 @@ def _scalar(value: Any, known: frozenset[type]) -> Any:
         return value if math.isfinite(value) else None
     if kind in _NAMES:
         return str(value)
-    raise _UnfitError(f"it holds a value of type {kind.__name__}")
+    raise _UnfitError(f"it holds a value of type {_name_of(kind)}")
 
 
 def _text(value: str) -> str:

@@ -57,10 +57,10 @@ class RequestTracer(InterleavingTracer):
         host = self.model.host
         try:
             outputs = host.run(trace.prompts, trace.params)
+            data = answer(host.call("collect_trace", trace.key, trace.results(outputs)))
         except BaseException:
             host.call("drop_trace", trace.key)
             raise
-        data = answer(host.call("collect_trace", trace.key, trace.results(outputs)))
         return trace.read(data, outputs), outputs
 
     def _validate(self) -> None:

@@ -2,7 +2,7 @@
 
 vLLM's RPC copies results between processes several times, at about 300 MB per second. Instead a worker writes
 a file; the server maps it and unlinks it, and its memory is freed with the last reader. A worker that cannot
-write the file (on another machine, or out of memory) returns the bytes over RPC.
+write the file for any reason (on another machine, out of memory) returns the bytes over RPC.
 """
 
 from __future__ import annotations
@@ -59,13 +59,21 @@ def leave(pieces: Sequence[bytes | memoryview], path: str) -> bool:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileNotFoundError:
         return False  # this worker is on another machine than the server
+    except OSError as error:
+        _log_failure(num_bytes, error)
+        return False
     try:
         with open(descriptor, "wb") as file:
             # If memory ran out later, the process that touches it would be killed.
             os.posix_fallocate(descriptor, 0, num_bytes)
             file.writelines(pieces)
     except OSError as error:
-        logger.warning("a result of %d bytes goes to the server over a socket: %s", num_bytes, error)
-        os.unlink(path)
+        _log_failure(num_bytes, error)
+        with contextlib.suppress(OSError):  # the server may have removed it
+            os.unlink(path)
         return False
     return True
+
+
+def _log_failure(num_bytes: int, error: OSError) -> None:
+    logger.warning("a result of %d bytes goes to the server over a socket: %s", num_bytes, error)

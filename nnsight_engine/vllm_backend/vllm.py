@@ -107,7 +107,10 @@ class VLLM(StandardNames):
             self.dispatch()
 
     def dispatch(self) -> None:
-        """Start the engine and fetch the model's module tree; does nothing if it has started."""
+        """Start the engine, fetch the model's module tree, and send names and edits to the workers.
+
+        Does nothing if the engine has started; shuts it down if a later part fails.
+        """
         if self._follows_original():
             return
         with self.__dict__["_starting"]:
@@ -122,9 +125,15 @@ class VLLM(StandardNames):
                 has_envoys=names.envoys is not None,
             )
             self.__dict__["host"], self.__dict__["engine"] = host, host.inner
-            entries = [tuple(entry) for entry in answer(host.call("outline_model"))]
-            self._know(entries, ModelSpec.from_plain(answer(host.call("describe_traces"))))
-            self._equip_workers(message)
+            try:
+                entries = [tuple(entry) for entry in answer(host.call("outline_model"))]
+                self._know(entries, ModelSpec.from_plain(answer(host.call("describe_traces"))))
+                if message is not None:
+                    self.ask_workers("adopt_names", message)
+                self.own_edits.book.install(self)
+            except BaseException:
+                self.shutdown()
+                raise
 
     def _know(self, entries: Sequence[OutlineEntry], spec: ModelSpec) -> None:
         """Build the module tree and the points from an engine's description of its model."""
@@ -157,16 +166,6 @@ class VLLM(StandardNames):
         backend = chosen_backend(None, None, self.__dict__["remote"])
         assert isinstance(backend, RemoteBackend)  # noqa: S101 - `remote` is set
         return backend
-
-    def _equip_workers(self, names: bytes | None) -> None:
-        """Send this model's names and edits to an engine that has just started; shut it down on failure."""
-        try:
-            if names is not None:
-                self.ask_workers("adopt_names", names)
-            self.own_edits.book.install(self)
-        except BaseException:
-            self.shutdown()
-            raise
 
     def shutdown(self) -> None:
         """Shut the engine down; the next trace starts a new one."""

@@ -570,6 +570,44 @@ def test_it_speaks_for_its_own_requests_only(world: World) -> None:
     assert world.end() == ([], {"own": ("key", 0, b"data", "printed")})
 
 
+def test_a_call_with_more_bytes_than_its_arguments_have_is_refused(world: World) -> None:
+    slot, content = slot_of(torch.ones(_CALL_ROWS, 2))
+    world.begin(
+        wanting(_LAYER, then=lambda _: packed(CallRequest("model.lm_head", [slot], {}), [content, b"more"]))
+    )
+    world.step()
+    world.dispatcher.provide(_LAYER, torch.zeros(_ROWS, 4))
+    assert "bytes that nobody asked for" in world.error()
+    assert world.served.num_calls == 0
+
+
+@pytest.mark.parametrize("is_again", [False, True])
+def test_a_block_that_calls_a_module_behind_its_last_step_is_collected(world: World, is_again: bool) -> None:
+    def lie(side: SandboxSide) -> None:
+        side.receive()
+        side.send(packed(Go([], live=["own"])))
+        side.receive()
+        for _ in range(1 + is_again):
+            side.send(packed(CallRequest("model.lm_head", [], {})))
+            side.receive()
+        side.send(packed(Collected("", ""), [b"saved"]))
+
+    world.served.lasts_s = 0.01
+    world.waiting = WaitBudget(_SHORT_S, 5 * _BUDGET_S)
+    world.begin(lie)
+    world.waiting.begin()
+    world.cell.begin([("own", TraceEntry("key", 0, 1, b"", [{}]))])
+    give_up = time.monotonic() + _LATEST_S
+    while not world.cell.has_collected and time.monotonic() < give_up:
+        world.cell.ask_saved("key", {})
+        world.waiting.wait_for_any([world.cell], 0.05)
+    assert world.cell.error is None
+    assert world.cell.has_collected
+    assert world.served.num_calls == _CALL_ROWS * (1 + is_again)
+    # Of the next step's budget, nothing is used.
+    assert world.waiting.waited_s == 0
+
+
 def test_what_it_says_last_is_no_longer_than_an_honest_one_s(world: World) -> None:
     def lie(side: SandboxSide) -> None:
         side.receive()
@@ -580,9 +618,9 @@ def test_what_it_says_last_is_no_longer_than_an_honest_one_s(world: World) -> No
     world.begin(lie)
     world.cell.begin([("own", TraceEntry("key", 0, 1, b"", [{}]))])
     while not world.cell.has_collected:
-        world.cell.ask_saved("key", {}, None)
+        world.cell.ask_saved("key", {})
         world.waiting.wait_for_any([world.cell], 1.0)
-    (content,), (printed, failure) = world.cell.saved(None)
+    (content,), (printed, failure) = world.cell.saved()
     assert bytes(cast("memoryview", content)) == b"saved"
     assert (len(printed), len(failure)) == (MAX_BYTES, 2000)
 

@@ -150,7 +150,9 @@ def play(server: ForkServer, code: str, wait_s: float) -> Played:
         played.neighbours += neighbours
         done, step = done + num_rows, step + 1
     cells.begin({"own"})
-    pieces, _ = cells.collect("key", {"0/0": {}}, None)
+    while not cells.has_collected("key", {"0/0": {}}, 1.0):
+        pass
+    pieces, _ = cells.collect("key")
     (block,) = decode(b"".join(pieces))["blocks"]
     assert block["error"] is None, block["error"]["message"]
     played.saves = block["saves"]

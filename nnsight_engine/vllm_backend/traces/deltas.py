@@ -10,6 +10,7 @@ serialization. The client reassembles the values, see ``remote_backend.saved_del
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -102,6 +103,27 @@ def _mark(value: Any) -> Any:
     kind = type(value)  # not `isinstance`, which `__class__` can deceive
     if kind is torch.Tensor:
         return None if value.is_inference() else value._version  # noqa: SLF001 - has no public name
-    if kind is list or kind is set:
+    if kind is list:
         return (len(value),)
-    return tuple(map(id, value.values())) if kind is dict else kind
+    if kind is dict:
+        return _Same([*value, *value.values()])
+    return _Same([*value]) if kind is set else kind
+
+
+class _Same:
+    """The items of a container; equal to others if all are the same objects.
+
+    It holds references, since the id of a freed item may be that of a new one.
+    """
+
+    __hash__ = None  # type: ignore[assignment] # compared only
+
+    def __init__(self, items: list[Any]) -> None:
+        self._items = items
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Same)
+            and len(self._items) == len(other._items)
+            and all(map(operator.is_, self._items, other._items))
+        )

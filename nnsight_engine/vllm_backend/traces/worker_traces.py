@@ -400,7 +400,7 @@ class WorkerTraces:
 
     def has_collected(self, key: str, results: Mapping[str, Any], wait_s: float) -> bool:
         """Wait up to ``wait_s`` for a sandboxed trace to close; return whether its result is ready."""
-        return not self.sandboxes.knows(key) or self.sandboxes.has_collected(key, results, None, wait_s)
+        return not self.sandboxes.knows(key) or self.sandboxes.has_collected(key, results, wait_s)
 
     def _note_habits(self) -> None:
         """Record for each block whether its first step needed values that no tap provides."""
@@ -434,7 +434,11 @@ class WorkerTraces:
         Args:
             key: The trace.
             results: The result of each request, by ``"<block>/<choice>"``, for blocks that wait for it.
-            index: The only block to close; the trace continues until it is dropped. None ends the trace.
+            index: The only block to close; the trace continues until it is dropped. None ends the trace. Not
+                for sandboxed traces.
+
+        Raises:
+            RuntimeError: The trace is sandboxed and its values have not arrived, see ``has_collected``.
         """
         if index is None:
             self._held.pop(key, None)
@@ -445,6 +449,8 @@ class WorkerTraces:
         return pieces
 
     def _collected(self, key: str, results: Mapping[str, Any], index: int | None) -> list[Piece]:
+        if key in self._by_key and self.sandboxes.knows(key):
+            return self._collected_of_sandbox(key)
         every = self._by_key.pop(key, None)
         if every is None:
             return [encode({"blocks": [], "before": None})]
@@ -452,12 +458,6 @@ class WorkerTraces:
         if index is not None:
             self._by_key[key] = [one for one in every if one not in request_ids]
         members = [self._members.pop(request_id) for request_id in request_ids]
-        if self.sandboxes.knows(key):
-            self.last_tier = self.sandboxes.tier(key)
-            pieces, spent_s = self.sandboxes.collect(key, results, index)
-            self._spent_s[key] += spent_s
-            outside = next((member.error for member in members if member.error is not None), None)
-            return pieces if outside is None else [self._closing.failed(members, outside)]
         for request_id in request_ids:
             self._live.pop(request_id, None)
         in_order = sorted(members, key=lambda one: (one.entry.index, one.choice))
@@ -480,6 +480,14 @@ class WorkerTraces:
         compress = any(member.entry.compresses for member in members)
         with self._timed(key):
             return self._closing.encoded({"blocks": blocks, "before": before}, num_bytes, compress=compress)
+
+    def _collected_of_sandbox(self, key: str) -> list[Piece]:
+        self.last_tier = self.sandboxes.tier(key)
+        pieces, spent_s = self.sandboxes.collect(key)
+        self._spent_s[key] += spent_s
+        members = [self._members.pop(request_id) for request_id in self._by_key.pop(key)]
+        outside = next((member.error for member in members if member.error is not None), None)
+        return pieces if outside is None else [self._closing.failed(members, outside)]
 
     def drop(self, key: str) -> float | None:
         """Close the rest of a trace that no client will collect; return ``last_spent_s``."""

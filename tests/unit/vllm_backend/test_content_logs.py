@@ -75,6 +75,35 @@ def test_an_error_is_its_type_and_place(caplog: pytest.LogCaptureFixture) -> Non
         assert __file__ in record.getMessage()
 
 
+class Broken(dict[str, str]):
+    def __len__(self) -> int:
+        raise RuntimeError(SECRET)
+
+
+@pytest.mark.parametrize("exc_info", [None, ValueError(SECRET)], ids=ascii)
+@pytest.mark.parametrize(
+    ("template", "args", "left"),
+    [
+        ("%d tokens", (SECRET,), "%d tokens (arguments left out)"),
+        ("%.2f%% of %x", (SECRET, SECRET), "%.2f%% of %x (arguments left out)"),
+        ("%s and %s", (SECRET,), "%s and %s (arguments left out)"),
+        ("no place", (SECRET,), "no place (arguments left out)"),
+        ("%(one)s", ({"two": SECRET},), "%(one)s (arguments left out)"),
+        ("%s", (Broken(a=SECRET), 1), "%s (arguments left out)"),
+        ("100 %", (), "100 %"),
+        (ValueError(SECRET), (), "<ValueError>"),
+    ],
+    ids=ascii,
+)
+def test_a_line_whose_arguments_do_not_fit_is_logged_without_them(
+    template: Any, args: tuple[Any, ...], left: str, exc_info: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger(READERS[0]).error(template, *args, exc_info=exc_info)
+    (record,) = caplog.records
+    assert record.getMessage() == left + (" ValueError" if exc_info else "")
+    assert SECRET not in caplog.text
+
+
 def test_a_token_is_content_and_its_request_is_none(caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("vllm.v1.structured_output").error("token %s for request %s rejected", 7042, "cmpl-1-0")
     assert caplog.records[0].getMessage() == "a token for request cmpl-1-0 rejected"

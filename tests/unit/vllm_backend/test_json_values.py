@@ -20,6 +20,34 @@ class Mine:
     __hash__ = None  # type: ignore[assignment] # nor is it asked for one
 
 
+class Meta(type):
+    __hash__ = __eq__ = __instancecheck__ = __subclasscheck__ = _never
+    __name__ = property(_never)
+
+
+class OfMeta(metaclass=Meta):
+    pass
+
+
+class Array(np.ndarray):
+    dtype = ndim = shape = property(_never)
+    item = tolist = _never
+
+
+class AsNumpys(Array):
+    __module__ = "numpy"
+
+
+class Number(np.float64):
+    dtype = property(_never)
+    item = _never
+    __module__ = "numpy"
+
+
+class Title:
+    __repr__ = __str__ = _never
+
+
 def plain(value: Any) -> Any:
     return plain_saves({"v": value}, lambda tensor: ("tensor", *tensor.shape))["v"]
 
@@ -65,7 +93,15 @@ CYCLE.append(CYCLE)
         ([0] * 100_001, "100,000 values"),
         (1 << 5000, "type int"),
         (np.array(["a"]), "array of"),
-        (np.array([None]), "array of"),
+        (np.array([None]), "array of objects"),
+        (np.array([1j]), "array of complex numbers"),
+        (np.zeros(1, [((Title(), "a"), "f4")]), "array of records"),
+        (np.zeros(2).view(Array), "type Array"),
+        (np.zeros(()).view(AsNumpys), "type AsNumpys"),
+        (Number(1), "type Number"),
+        (np.complex64(1), "type complex64"),
+        (OfMeta(), "type OfMeta"),
+        ({"a": [OfMeta()]}, "type OfMeta"),
     ],
 )
 def test_what_has_none_is_named(value: Any, match: str) -> None:

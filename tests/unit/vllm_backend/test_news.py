@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nnsight_engine.remote_backend.saved_deltas import apply_news
 from nnsight_engine.serialization import EncodeError, encode
@@ -46,6 +48,34 @@ def test_what_was_edited_or_replaced_is_told_again() -> None:
     assert known["table"] == {"a": 2}
     told(news, {"value": [3]}, known)
     assert known["value"] == [3]
+
+
+ITEMS = st.one_of(st.integers(-2, 1000), st.sampled_from(["a", "b", None, 1.5, True]))
+CONTAINERS = st.one_of(st.dictionaries(ITEMS, ITEMS, max_size=4), st.sets(ITEMS, max_size=4))
+
+
+@given(st.lists(CONTAINERS, min_size=2, max_size=5))
+def test_a_dict_and_a_set_are_told_whatever_was_done_to_them(states: list[Any]) -> None:
+    news, known = Deltas(), dict[str, Any]()
+    saves: dict[str, Any] = {"dict": {}, "set": set()}
+    for state in states:
+        value = saves["dict" if type(state) is dict else "set"]
+        value.clear()
+        value.update(state)
+        told(news, saves, known)
+        assert known == saves
+        assert [*known["dict"]] == [*saves["dict"]], "the order of its keys is part of a dict"
+        assert news.of(saves) is None
+
+
+def test_the_id_of_a_freed_value_says_nothing() -> None:
+    news, known = Deltas(), dict[str, Any]()
+    table: dict[str, Any] = {}
+    for step in range(50):
+        table["a"] = None  # frees the tensor, whose id the next one may have
+        table["a"] = torch.full((1,), float(step))
+        told(news, {"table": table}, known)
+        assert known["table"]["a"].item() == step
 
 
 def test_objects_of_own_classes_wait_for_the_end_and_run_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -39,6 +40,30 @@ def test_small_results_are_not_worth_a_file(tmp_path: Path) -> None:
 
 def test_a_worker_of_another_machine_leaves_nothing(tmp_path: Path) -> None:
     assert not leave(PIECES, SharedMemoryResults(tmp_path / "elsewhere").path(KEY))
+
+
+@pytest.mark.parametrize(
+    "code", [errno.EEXIST, errno.EACCES, errno.ENOSPC, errno.EMFILE], ids=errno.errorcode.get
+)
+@pytest.mark.parametrize("where", ["open", "posix_fallocate", "unlink"])
+def test_whatever_fails_the_bytes_go_another_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int, where: str
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, where, fail)
+    if where == "unlink":
+        monkeypatch.setattr(os, "posix_fallocate", fail)
+    assert not leave(PIECES, SharedMemoryResults(tmp_path).path(KEY))
+    assert os.strerror(code) in caplog.text
+
+
+def test_a_file_that_is_there_already_is_left_alone(tmp_path: Path) -> None:
+    handover = SharedMemoryResults(tmp_path)
+    assert leave(PIECES, handover.path(KEY))
+    assert not leave([b"x" * LARGE_BYTES], handover.path(KEY))
+    assert bytes(handover.take(KEY)) == b"".join(PIECES)
 
 
 def test_a_full_file_system_leaves_nothing(tmp_path: Path) -> None:

@@ -196,6 +196,7 @@ class SandboxConnection:
         kwargs = {
             name: given.next(one) if isinstance(one, ValueSlot) else one for name, one in call.kwargs.items()
         }
+        given.end()
         self._call = self._served.begin(call.path, args, kwargs)
         self._call_s = self._called_s
 

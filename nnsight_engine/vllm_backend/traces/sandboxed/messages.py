@@ -140,11 +140,10 @@ class Returned(msgspec.Struct, frozen=True, tag=True):
 
 
 class Collect(msgspec.Struct, frozen=True, tag=True):
-    """The trace, or one of its blocks, has ended: request for its saved values."""
+    """The trace has ended: request for its saved values."""
 
     key: str
     results: dict[str, Any]
-    index: int | None
     finished: list[str]
 
 

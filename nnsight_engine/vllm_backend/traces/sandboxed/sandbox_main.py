@@ -229,11 +229,10 @@ class SandboxTraces(WorkerTraces):
             case End(passed):
                 self._pass(passed)
                 return packed(self._leave_step())
-            case Collect(key, results, index, finished):
+            case Collect(key, results, finished):
                 self.begin((), set(finished))
-                pieces = self.collect(key, results, index)
-                if index is None:
-                    self._start_over()
+                pieces = self.collect(key, results)
+                self._start_over()
                 return packed(Collected(*self.telling.take_left(key)), pieces)
         raise TypeError(f"nothing is done on {type(head).__name__}")
 

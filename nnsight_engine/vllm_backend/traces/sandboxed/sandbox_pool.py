@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from nnsight_engine.vllm_backend.traces.request import TraceSpan
     from nnsight_engine.vllm_backend.traces.sandboxed.module_policy import CallableModules
     from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
-
-_LOOK_S: Final = 1.0
-"""Interval, in seconds, at which a blocking wait for a process checks whether it is late."""
 
 
 class SandboxPool:
@@ -129,7 +126,7 @@ class SandboxPool:
             ended = finished & session.live
             session.live -= ended
             session.finished |= ended
-        self.wait_for_any(0.0)
+        self._waiting.take_arrived(list(self._by_key.values()))
 
     def wait_for_any(self, wait_s: float) -> None:
         """Wait for up to ``wait_s`` until a process has answered that blocks its requests."""
@@ -223,32 +220,31 @@ class SandboxPool:
         """Return how the steps of a trace ran, see ``TracedRequest``."""
         return self._by_key[key].tier
 
-    def has_collected(self, key: str, results: Mapping[str, Any], index: int | None, wait_s: float) -> bool:
-        """Request the saved values of a trace or block; return whether they arrive within ``wait_s``."""
+    def has_collected(self, key: str, results: Mapping[str, Any], wait_s: float) -> bool:
+        """Request the saved values of a trace; return whether they arrive within ``wait_s``."""
         session = self._by_key[key]
         session.stop_waiting()
         end = time.monotonic() + wait_s
         while not session.has_collected:
-            session.ask_saved(key, results, index)
+            session.ask_saved(key, results)
             left_s = end - time.monotonic()
             if left_s <= 0:
                 break
             self._waiting.wait_for_any([session], left_s)
         return session.has_collected
 
-    def collect(self, key: str, results: Mapping[str, Any], index: int | None) -> tuple[list[Piece], float]:
-        """Return the saved values of a trace or block, and the seconds spent on it since the last call.
+    def collect(self, key: str) -> tuple[list[Piece], float]:
+        """End a trace; return its saved values, and the seconds spent on it since the last call.
 
-        Blocks until they have arrived. Without ``index`` the trace ends.
+        Raises:
+            RuntimeError: They have not arrived, see ``has_collected``: the engine must not wait for them.
         """
         session = self._by_key[key]
-        while not self.has_collected(key, results, index, _LOOK_S):
-            pass  # a process that takes too long is ended
-        pieces, left = session.saved(index)
+        if not session.has_collected:
+            raise RuntimeError("a sandboxed trace has not been collected yet: poll `finish_trace`")
+        pieces, self._left[key] = session.saved()
         spent_s = session.connection.take_spent()
-        if index is None:
-            self._left[key] = left
-            self._forget(key)
+        self._forget(key)
         return pieces, spent_s
 
     def drop(self, key: str) -> float:

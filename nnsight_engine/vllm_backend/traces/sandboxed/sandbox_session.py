@@ -345,13 +345,13 @@ class SandboxSession:
             self.in_step = False
             self._note(reply)
 
-    def ask_saved(self, key: str, results: Mapping[str, Any], index: int | None) -> None:
-        """Request the saved values of the trace, or of one block, unless the process has yet to answer."""
+    def ask_saved(self, key: str, results: Mapping[str, Any]) -> None:
+        """Request the saved values of the trace, unless the process has yet to answer."""
         if self._collected is not None or self.connection.is_unanswered:
             return
         self.connection.refill()
-        self._is_whole = index is None
-        collect = Collect(key, dict(results), index, self._take_finished())
+        self._is_whole = True
+        collect = Collect(key, dict(results), self._take_finished())
         self.connection.ask(collect, [], Collected, self._have_collected)
 
     def _have_collected(self, reply: Collected) -> None:
@@ -362,7 +362,7 @@ class SandboxSession:
         """Whether ``ask_saved`` has been answered, or never will be."""
         return self._collected is not None or self.error is not None
 
-    def saved(self, index: int | None) -> tuple[list[Piece], tuple[str, str]]:
+    def saved(self) -> tuple[list[Piece], tuple[str, str]]:
         """Return the answer to ``ask_saved`` as pieces of a message, with printed text and failure text."""
         head, self._collected = self._collected, None
         if head is not None:
@@ -372,7 +372,6 @@ class SandboxSession:
         blocks = [
             outcome_of(entry.index, {}, told, choice=entry.choice_of(name))
             for name, entry in self.entries.items()
-            if index in {None, entry.index}
         ]
         return [encode({"blocks": blocks, "before": None})], ("", failure_of(blocks))
 

@@ -9,6 +9,7 @@ for nine times as long as the delay.
 
 from __future__ import annotations
 
+import math
 import select
 import time
 from collections.abc import Sequence
@@ -84,23 +85,32 @@ class WaitBudget:
         return frozenset(self._rests_until)
 
     def wait_for_any(self, sandboxes: Sequence[SandboxSession], wait_s: float) -> None:
-        """Wait, outside a step, for up to ``wait_s`` until one process has answered."""
+        """Wait, outside a step, for up to ``wait_s`` until one process has answered.
+
+        No step waits meanwhile, so calls of modules advance whatever the last step has left of the tenants'
+        budgets, and nothing is charged to them.
+        """
         pending = [session for session in sandboxes if session.connection.is_pending]
         end = time.monotonic() + wait_s
         left_s = wait_s
         while pending:
-            self._pump(pending, left_s)
+            self._pump(pending, left_s, math.inf)
             left_s = end - time.monotonic()
             if left_s <= 0 or not all(session.connection.is_pending for session in pending):
                 break
-        for session in pending:
-            if session.connection.is_pending:
-                session.connection.end_if_late()
+        _end_late(pending)
+
+    def take_arrived(self, sandboxes: Sequence[SandboxSession]) -> None:
+        """Process, at the beginning of a step, the messages that have arrived; charged to the budgets."""
+        pending = [session for session in sandboxes if session.connection.is_pending]
+        if pending:
+            self._charge(pending, self._pump(pending, 0.0, self._left_s))
+        _end_late(pending)
 
     def _wait(self, sandboxes: list[SandboxSession], most_s: float) -> None:
         while sandboxes:
             left_s = max(most_s - self._used(session) for session in sandboxes)
-            self._pump(sandboxes, max(left_s, 0.0), most_s)
+            self._charge(sandboxes, self._pump(sandboxes, max(left_s, 0.0), most_s))
             sandboxes = [
                 session
                 for session in sandboxes
@@ -112,10 +122,12 @@ class WaitBudget:
     def _used(self, session: SandboxSession) -> float:
         return self._used_s.get(session.tenant, 0.0)
 
-    def _pump(self, sandboxes: Sequence[SandboxSession], wait_s: float, most_s: float | None = None) -> None:
-        """Read messages for up to ``wait_s``, and advance calls of modules within the tenants' budgets."""
+    def _pump(self, sandboxes: Sequence[SandboxSession], wait_s: float, most_s: float) -> float:
+        """Read messages for up to ``wait_s``, and advance calls of modules; return the seconds it took.
+
+        Calls of tenants that have used ``most_s`` in this step do not advance.
+        """
         begin = time.monotonic()
-        most_s = self._left_s if most_s is None else most_s
         calling = [session for session in sandboxes if session.connection.is_calling]
         _read(
             [session for session in sandboxes if not session.connection.is_calling],
@@ -125,11 +137,21 @@ class WaitBudget:
             if self._used(session) + time.monotonic() - begin < most_s:
                 session.connection.call_on()
         took_s = time.monotonic() - begin
+        for session in sandboxes:
+            session.connection.waited_s += took_s / len(sandboxes)
+        return took_s
+
+    def _charge(self, sandboxes: Sequence[SandboxSession], took_s: float) -> None:
+        """Charge a step's wait for these sessions to their tenants."""
         self.waited_s += took_s
         for tenant in {session.tenant for session in sandboxes}:
             self._used_s[tenant] = self._used_s.get(tenant, 0.0) + took_s
-        for session in sandboxes:
-            session.connection.waited_s += took_s / len(sandboxes)
+
+
+def _end_late(sandboxes: Sequence[SandboxSession]) -> None:
+    for session in sandboxes:
+        if session.connection.is_pending:
+            session.connection.end_if_late()
 
 
 def _read(sandboxes: Sequence[SandboxSession], wait_s: float) -> None:

@@ -72,7 +72,7 @@ class Warmup:
             traces.answer(offer, memoryview(b"".join(body)))
         else:
             traces.answer(End(Passed()), memoryview(b""))
-        traces.answer(Collect(_KEY, {}, None, []), memoryview(b""))
+        traces.answer(Collect(_KEY, {}, []), memoryview(b""))
 
 
 __all__ = ["Warmup"]

@@ -26,6 +26,7 @@ from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from nnsight_engine.serialization.message import Piece
     from nnsight_engine.vllm_backend.families import ModelPoints
     from nnsight_engine.vllm_backend.traces.request import TraceSpan
     from nnsight_engine.vllm_backend.traces.stages.links import Channel
@@ -203,10 +204,10 @@ class EarlyStageTraces:
         """Return no counts: the last stage counts."""
         return {}
 
-    def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> bytes:
+    def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> list[Piece]:
         """Return no results."""
         del key, results, index
-        return b""
+        return []
 
     def has_collected(self, key: str, results: Mapping[str, Any], wait_s: float) -> bool:
         """Return True: there is nothing to wait for."""
