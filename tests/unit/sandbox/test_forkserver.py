@@ -94,9 +94,9 @@ def test_one_failed_fork_is_forgotten_after_the_next(monkeypatch: pytest.MonkeyP
 
 def test_a_zygote_that_cannot_be_started_leaves_nothing_open() -> None:
     before = open_descriptors()
-    with pytest.raises(SandboxUnavailableError):
+    with pytest.raises(SandboxUnavailableError) as caught:  # its traceback refers to the sockets
         _Nursery(["/no/such/program"], b"", _HALF_BYTES, needs_namespaces=False)
-    assert open_descriptors() == before
+    assert open_descriptors() == before, caught.value
 
 
 def test_a_fork_that_fails_leaves_nothing_open() -> None:
@@ -105,23 +105,24 @@ def test_a_fork_that_fails_leaves_nothing_open() -> None:
     nursery._orders, theirs = socket.socketpair()
     theirs.close()
     before = open_descriptors()
-    with pytest.raises(OSError, match=r"pipe|reset"):
+    with pytest.raises(OSError, match=r"pipe|reset") as caught:
         nursery.fork()
     nursery._orders.close()
-    assert open_descriptors() == before - 1
+    assert open_descriptors() == before - 1, caught.value
 
 
 def test_a_trace_process_that_cannot_be_started_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
     async def start() -> int:
-        before = open_descriptors()
+        before, every = open_descriptors(), []
         for error in (FileNotFoundError, subprocess.SubprocessError):
 
             async def fail(*_args: Any, error: type[Exception] = error, **_options: Any) -> None:
                 raise error
 
             monkeypatch.setattr(asyncio, "create_subprocess_exec", fail)
-            with pytest.raises(error):
+            with pytest.raises(error) as caught:
                 await TraceProcess.start("module", {}, {})
+            every.append(caught)
         return open_descriptors() - before
 
     assert asyncio.run(start()) == 0
