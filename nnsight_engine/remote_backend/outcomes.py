@@ -192,7 +192,7 @@ def _pairs(before: Any, saved: Sequence[Any]) -> list[tuple[Any, Any]]:
     Raises:
         DecodeError: There are more or fewer of them, or they are of other kinds.
     """
-    if len(_typed(before, list | tuple)) != len(saved):
+    if len(_typed(before, list)) != len(saved):
         raise DecodeError(f"the message has {len(before)} containers, and {len(saved)} were sent")
     for value, original in zip(before, saved, strict=True):
         if not any(isinstance(value, kind) and isinstance(original, kind) for kind in (list, dict, set)):

@@ -44,7 +44,7 @@ _PATHS: Final = (
 _WITH_ATTRIBUTES: Final = (collections.Counter, collections.OrderedDict, types.SimpleNamespace)
 _ARGUMENTS: Final = (type(None), bool, int, float, str, bytes, tuple, list, dict, type)
 """Argument types of other classes, those that a reader allows in addition."""
-_SHALLOW_HASHES: Final = (object.__hash__, tuple.__hash__)
+_SHALLOW_HASHES: Final[tuple[Any, ...]] = (object.__hash__, tuple.__hash__)
 _TEXT_PER_ITEM: Final = 64
 """Characters that count as one copied item."""
 _COPIES: Final = "copied items"

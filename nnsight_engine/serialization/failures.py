@@ -242,7 +242,7 @@ def _traceback_of(entries: list[_Entry]) -> TracebackType | None:
     for entry in reversed(entries):
         line = min(max(entry.line, 1), _MAX_LINE)
         if entry.source:
-            SHELF.put(entry.file, line, entry.source)
+            SHELF.put(entry.file, line, entry.source, is_quoted=True)
         made = _entered(_code_of(entry, line))
         result = TracebackType(result, made.tb_frame, made.tb_lasti, made.tb_lineno)
     return result

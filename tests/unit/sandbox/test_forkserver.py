@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -101,7 +102,7 @@ def test_a_zygote_that_cannot_be_started_leaves_nothing_open() -> None:
 
 def test_a_fork_that_fails_leaves_nothing_open() -> None:
     nursery = object.__new__(_Nursery)
-    nursery._half_bytes, nursery._lock = _HALF_BYTES, forkserver.threading.Lock()
+    nursery._half_bytes, nursery._lock = _HALF_BYTES, threading.Lock()
     nursery._orders, theirs = socket.socketpair()
     theirs.close()
     before = open_descriptors()
