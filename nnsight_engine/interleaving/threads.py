@@ -173,8 +173,8 @@ class ThreadStack:
         self.abandoned = True
         if not came_back:
             _take_back(self._thread)
-        if came_back and type(self._given) is not Done:
-            self._handed.release()  # it made another request: resume it, so that it ends
+        # It may have made, or make now, another request: it is resumed, and ends.
+        self._handed.release()
         self._given = None
         return TimeBudgetError(message)
 

@@ -22,6 +22,14 @@ _JOIN_S: Final = 0.1
 """Seconds that a thread which a block has left behind has for ending."""
 
 
+def _working_directory() -> str:
+    """Return the working directory; empty if it has been removed."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return ""
+
+
 _SETTINGS: Final[tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...]] = (
     (torch.get_num_threads, torch.set_num_threads),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
@@ -33,7 +41,7 @@ _SETTINGS: Final[tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...]] = (
     (sys.gettrace, sys.settrace),
     (sys.getprofile, sys.setprofile),
     (sys.getrecursionlimit, sys.setrecursionlimit),
-    (os.getcwd, os.chdir),
+    (_working_directory, os.chdir),
     (lambda: dict(os.environ), set_environment),
     (lambda: list(sys.path), functools.partial(sys.path.__setitem__, slice(None))),
 )  # fmt: skip
@@ -48,12 +56,20 @@ class ProcessState:
         self._threads = _running()
 
     def restore(self) -> bool:
-        """Restore the settings; return False if there are threads that did not exist at the snapshot."""
+        """Restore the settings.
+
+        Return False if a setting cannot be restored, such as a working directory that was removed, or if
+        there are threads that did not exist at the snapshot.
+        """
         renew_globals()
+        is_complete = True
         for (get, put), known in zip(_SETTINGS, self._known, strict=True):
-            if get() != known:
-                put(known)
-        return not self._left()
+            try:
+                if get() != known:
+                    put(known)
+            except (OSError, RecursionError):
+                is_complete = False
+        return not self._left() and is_complete
 
     def _left(self) -> set[int]:
         left = _running() - self._threads

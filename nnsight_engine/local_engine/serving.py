@@ -38,6 +38,7 @@ from nnsight_engine.local_engine.process_channel import (
     ProcessChannel,
     ProcessOptions,
 )
+from nnsight_engine.local_engine.process_hooks import ProcessHooks
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, json_frame
 from nnsight_engine.remote_backend.messages import TraceRequest
 from nnsight_engine.remote_backend.prints import Prints
@@ -130,6 +131,7 @@ class _Serving:
         sys.breakpointhook = _refuse_breakpoint
         sys.stdout = stdout = _TraceStdout(sys.stdout, self._log)
         warnings.showwarning = _print_warning
+        hooks = ProcessHooks()
         self._say({READY: True})
         while True:
             number, data = self._traces.get()
@@ -145,8 +147,9 @@ class _Serving:
             self._link.send(answer)
             del answer
             # From here on only the next trace waits.
-            self._say({READY: True} if runner.settle() else {WORN: True})
-            if runner.is_worn:
+            is_fit = runner.settle() and hooks.restore()
+            self._say({READY: True} if is_fit else {WORN: True})
+            if not is_fit:
                 return
 
     def _answer(self, runner: BlockRunner, number: int, data: Any) -> Frame:

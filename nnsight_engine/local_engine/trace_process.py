@@ -87,12 +87,16 @@ class TraceProcess:
         for sock in (ours, theirs):
             widen(sock)
         ours.settimeout(0)
-        with theirs:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", module, str(theirs.fileno()), msgspec.json.encode(options).decode(),
-                pass_fds=[theirs.fileno()], env=environment, stdin=asyncio.subprocess.DEVNULL,
-                start_new_session=True,
-            )  # fmt: skip
+        try:
+            with theirs:
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable, "-m", module, str(theirs.fileno()), msgspec.json.encode(options).decode(),
+                    pass_fds=[theirs.fileno()], env=environment, stdin=asyncio.subprocess.DEVNULL,
+                    start_new_session=True,
+                )  # fmt: skip
+        except BaseException:
+            ours.close()
+            raise
         return TraceProcess(process, ours, max_bytes)
 
     @property

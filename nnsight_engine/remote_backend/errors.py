@@ -53,8 +53,16 @@ class RemoteError(RuntimeError):
             TypeError: The body has another structure.
         """
         error = plain["error"]
-        message, code, param = str(error["message"]), str(error["code"]), error.get("param")
-        return cls(message, code=code, status=status, param=param, retry_after_s=retry_after_s)
+        message, code, param = error["message"], error["code"], error.get("param")
+        if not isinstance(message, str):
+            raise TypeError("the error's message is no text")
+        return cls(
+            message,
+            code=None if code is None else str(code),
+            status=status,
+            param=None if param is None else str(param),
+            retry_after_s=retry_after_s,
+        )
 
 
 class RemoteConnectionError(RemoteError, ConnectionError):

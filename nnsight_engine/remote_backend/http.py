@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import math
 import os
 import time
 import uuid
@@ -178,18 +179,25 @@ class HttpTransport:
                     yield event
                 # A stopped server ends the stream as the end of a job does, and the stream of a job that was
                 # run again still contains the end of its earlier run. So the job's status decides.
-                if JobStatus(self.job(job_id)["status"]).is_final:
+                if self._is_final(job_id, end):
                     return
                 raise httpx.RemoteProtocolError("the events ended before the job did")
             except (httpx.TransportError, RemoteError) as error:
-                if end is not None and time.monotonic() >= end:
+                left_s = math.inf if end is None else end - time.monotonic()
+                pause_s = tries.pause_s(error) if left_s > 0 else 0.0
+                time.sleep(max(min(pause_s, left_s), 0.0))
+                if pause_s >= left_s:
                     raise TimeoutError(f"job {job_id} is not done yet; it goes on") from error
-                tries.wait(error)
+
+    def _is_final(self, job_id: str, end: float | None) -> bool:
+        """Return whether a job has ended; not retried, since ``followed`` retries until the deadline."""
+        answer = _object(self._send("GET", f"{self.url}/v1/jobs/{job_id}", read_s=_left_s(end)))
+        return JobStatus(answer["status"]).is_final
 
     def _events(self, job_id: str, after: int, end: float | None) -> Iterator[dict[str, Any]]:
         path = f"{self.url}/v1/jobs/{job_id}/events?after={after}"
         # The server sends heartbeats, so only the caller's deadline can be shorter.
-        read_s = _READ_S if end is None else max(end - time.monotonic(), 0.001)
+        read_s = _left_s(end)
         response = self._send(
             "GET", path, headers={"accept": "text/event-stream"}, stream=True, read_s=read_s
         )
@@ -304,7 +312,12 @@ def _client(pid: int) -> httpx.Client:
 
 
 def _timeout(read_s: float = _READ_S) -> httpx.Timeout:
-    return httpx.Timeout(read_s, connect=_CONNECT_S)
+    return httpx.Timeout(read_s, connect=min(_CONNECT_S, read_s))
+
+
+def _left_s(end: float | None) -> float:
+    """Return the read timeout of a request that has to end at a deadline."""
+    return _READ_S if end is None else max(end - time.monotonic(), 0.001)
 
 
 def _pieces(content: bytes, progress: Progress | None) -> Iterator[bytes]:

@@ -46,7 +46,7 @@ def _connection(
         RemoteError: The server refuses the connection, or the connection broke.
     """
     try:
-        with _connected(http, job_id, after) as socket:
+        with _connected(http, job_id, after, end) as socket:
             yield from _events(socket, run, end)
     except ConnectionClosedOK:
         return
@@ -58,14 +58,15 @@ def _connection(
         ) from error
 
 
-def _connected(http: HttpTransport, job_id: str, after: int) -> ClientConnection:
+def _connected(http: HttpTransport, job_id: str, after: int, end: float | None) -> ClientConnection:
+    left_s = _OPEN_S if end is None else max(end - time.monotonic(), 0.001)
     address = "ws" + http.url.removeprefix("http")
     return connect(
         f"{address}/v1/jobs/{job_id}/events?after={after}&local=true",
         additional_headers=http.headers(),
         compression=None,
         max_size=None,
-        open_timeout=_OPEN_S,
+        open_timeout=min(_OPEN_S, left_s),
     )
 
 

@@ -11,7 +11,7 @@ import dataclasses
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from types import CellType
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self, TypeVar
 
 from nnsight_engine.core.closure_cells import Assignments, content
 from nnsight_engine.core.config import CONFIG
@@ -24,6 +24,7 @@ from nnsight_engine.serialization.decoder import Resolve
 from nnsight_engine.tracing.tracebacks import users_stacklevel
 from nnsight_engine.tracing.tracer import Info
 
+T = TypeVar("T")
 _MAX_WARNING: Final = 2000
 """Maximum number of characters of a warning that are shown."""
 _MAX_WARNINGS: Final = 32
@@ -148,26 +149,55 @@ def read_outcomes(
         DecodeError: The message is malformed.
     """
     message = decode(data, resolve=resolve, policy=policy, device=device)
-    if not isinstance(message, dict) or not isinstance(message.get("blocks"), list):
-        raise DecodeError("the message holds no outcome of a trace")
-    own: dict[int, Any] = {}
-    if message["before"] is not None and fills:
-        pairs = list(zip(message["before"], saved, strict=True))
+    try:
+        before = message["before"] if fills else None
+        pairs = [] if before is None else _pairs(before, saved)
         own = {id(value): original for value, original in pairs}
+        outcomes = [_outcome(block, own) for block in _typed(message["blocks"], list)]
         for value, original in pairs:
             _fill(original, value, own)
-    return [
-        Outcome(
-            index=block["index"],
-            choice=block["choice"],
-            saves={name: own.get(id(value), value) for name, value in block["saves"].items()},
-            error=None if block["error"] is None else restore_error(block["error"]),
-            shapes=block["shapes"],
-            flows={name: own.get(id(value), value) for name, value in block.get("flows", {}).items()},
-            warnings=warnings_of(block),
-        )
-        for block in message["blocks"]
-    ]
+    except (AttributeError, LookupError, TypeError) as error:
+        raise DecodeError(f"the message holds no outcome of a trace: {error!r}") from error
+    return outcomes
+
+
+def _outcome(block: dict[str, Any], own: Mapping[int, Any]) -> Outcome:
+    error = block["error"]
+    return Outcome(
+        index=_typed(block["index"], int),
+        choice=_typed(block["choice"], int),
+        saves=_named(block["saves"], own),
+        error=None if error is None else restore_error(error),
+        shapes=_typed(block["shapes"], dict),
+        flows=_named(block.get("flows", {}), own),
+        warnings=warnings_of(block),
+    )
+
+
+def _typed(value: Any, kind: type[T]) -> T:
+    if not isinstance(value, kind):
+        raise TypeError(f"{kind.__name__} is wanted, not {type(value).__name__}")
+    return value
+
+
+def _named(values: Any, own: Mapping[int, Any]) -> dict[str, Any]:
+    """Return values by variable, with the user's containers in place of the returned ones."""
+    values = _typed(values, dict)
+    return {_typed(name, str): own.get(id(value), value) for name, value in values.items()}
+
+
+def _pairs(before: Any, saved: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Return the returned containers, each with the user's container that it replaces.
+
+    Raises:
+        DecodeError: There are more or fewer of them, or they are of other kinds.
+    """
+    if len(_typed(before, list)) != len(saved):
+        raise DecodeError(f"the message has {len(before)} containers, and {len(saved)} were sent")
+    for value, original in zip(before, saved, strict=True):
+        if not any(isinstance(value, kind) and isinstance(original, kind) for kind in (list, dict, set)):
+            raise DecodeError(f"a {type(original).__name__} that was sent came back as another type")
+    return list(zip(before, saved, strict=True))
 
 
 def bring_home(parts: Sequence[SentPart], outcomes: Sequence[Outcome]) -> None:

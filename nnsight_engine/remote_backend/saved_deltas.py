@@ -20,18 +20,31 @@ logger = logging.getLogger(__name__)
 
 
 def apply_news(saves: dict[str, Any], data: bytes) -> None:
-    """Update ``saves`` with one delta of a block; ignore a delta that cannot be decoded."""
+    """Update ``saves`` with one delta of a block; ignore a delta that cannot be decoded or applied."""
     try:
         message = decode(data)
-        whole, grown = message["whole"], message["grown"]
+        new = _values(message["whole"], object)
+        for name, items in _values(message["grown"], list).items():
+            # A new list each time: outputs that were already delivered keep theirs.
+            new[name] = [*(new if name in new else saves).get(name, ()), *items]
     except (DecodeError, LookupError, TypeError):
         # From a hostile block. The result at the end of the trace has all values that can be decoded.
         logger.debug("something saved cannot be read", exc_info=True)
         return
-    saves.update(whole)
-    for name, items in grown.items():
-        # A new list each time: outputs that were already delivered keep theirs.
-        saves[name] = [*saves.get(name, ()), *items]
+    saves.update(new)
+
+
+def _values(values: Any, kind: type) -> dict[str, Any]:
+    """Return a copy of values by name.
+
+    Raises:
+        DecodeError: They are no dict, have other keys than strings, or are not all of the type ``kind``.
+    """
+    if type(values) is not dict or not all(type(name) is str for name in values):
+        raise DecodeError("its values have no names")
+    if not all(isinstance(value, kind) for value in values.values()):
+        raise DecodeError(f"a value is no {kind.__name__}")
+    return dict(values)
 
 
 class SavesSoFar:

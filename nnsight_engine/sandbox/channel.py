@@ -211,6 +211,8 @@ class EngineSide:
             self._socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
             return True
+        except OSError:  # the other side is gone, with unread bytes of ours
+            return False
         return False
 
     def close(self) -> None:

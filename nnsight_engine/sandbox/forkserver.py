@@ -73,17 +73,21 @@ class Sandbox:
 
     def cpu_s(self) -> float:
         """Return its CPU time in seconds; raises OSError if it is gone."""
-        if not self.process:
-            raise ProcessLookupError("it has been ended")
-        return time.clock_gettime(~self.process << 3 | _CPU_CLOCK)
+        return time.clock_gettime(~self._running() << 3 | _CPU_CLOCK)
 
     def pause(self) -> None:
-        """Stop the process with SIGSTOP."""
-        os.kill(self.process, signal.SIGSTOP)
+        """Stop the process with SIGSTOP; raises OSError if it is gone."""
+        os.kill(self._running(), signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Resume the process with SIGCONT."""
-        os.kill(self.process, signal.SIGCONT)
+        """Resume the process with SIGCONT; raises OSError if it is gone."""
+        os.kill(self._running(), signal.SIGCONT)
+
+    def _running(self) -> int:
+        """Return its process id, which is never 0: signals for 0 go to this process's own group."""
+        if not self.process:
+            raise ProcessLookupError("it has been ended")
+        return self.process
 
     def end(self) -> None:
         """Kill the process; repeated calls do nothing."""
@@ -136,6 +140,7 @@ class _Nursery:
                 start_new_session=True,
             )
         except OSError as error:
+            own.close()
             self._let_folder_go()
             raise SandboxUnavailableError(f"the sandbox could not be started: {error}") from error
         finally:
@@ -176,6 +181,9 @@ class _Nursery:
                 self._num_due += 1
                 process = self._next_number()
             side = EngineSide(own, Memory(descriptor, self._half_bytes))
+        except BaseException:
+            own.close()
+            raise
         finally:
             theirs.close()
             os.close(descriptor)
@@ -334,11 +342,11 @@ class ForkServer:
                         self._half_bytes,
                         needs_namespaces=self._needs_namespaces,
                     )
-                    self._error = None
                     if self._nursery.lacks:
                         logger.warning("sandboxes have no %s namespace here", ", ".join(self._nursery.lacks))
                 while len(self._spare) < self._num_spare and not self._closed:
                     self._spare.append(self._nursery.fork())
+                self._error = None
             except SandboxUnavailableError as error:
                 logger.exception("no sandbox can be started")
                 self._error = error

@@ -216,7 +216,8 @@ def _make_member(decoder: Decoder, _index: int, parts: list[Any]) -> Any:
     return decoder.policy.rules.member(owner, name)
 
 
-def _make_cell(_decoder: Decoder, _index: int, _parts: list[Any]) -> CellType:
+def _make_cell(decoder: Decoder, _index: int, _parts: list[Any]) -> CellType:
+    refuse_source(decoder)  # long chains of cells are freed by recursion
     return CellType()
 
 

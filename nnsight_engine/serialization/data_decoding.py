@@ -8,22 +8,24 @@ to a ``DecodeError``.
 from __future__ import annotations
 
 import collections
-import datetime
 import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from nnsight_engine.serialization.data_objects import (
+    check_call,
+    check_filling,
+    check_made,
+    check_member,
+    check_new,
+)
 from nnsight_engine.serialization.decoder import Decoder, Maker
 from nnsight_engine.serialization.errors import DecodeError
 from nnsight_engine.serialization.node_kinds import NodeKind
 from nnsight_engine.serialization.tensors import DTYPES, array_of, tensor_of
 
-_ARGUMENTS = (
-    type(None), bool, int, float, str, bytes, tuple, list, dict, type, datetime.timedelta, datetime.tzinfo,
-)  # fmt: skip
-"""Argument types from which result classes may be constructed."""
 _CHECKED_FROM = 64
 """Number of keys from which on their hashes are checked for collisions."""
 
@@ -133,7 +135,8 @@ def _complex(_decoder: Decoder, _index: int, parts: list[Any]) -> complex:
     return complex(_typed(real, float), _typed(imag, float))
 
 
-def _range(_decoder: Decoder, _index: int, parts: list[Any]) -> range:
+def _range(decoder: Decoder, index: int, parts: list[Any]) -> range:
+    _note_depth(decoder, index)
     start, stop, step = (_typed(part, int) for part in parts)
     return range(start, stop, step)
 
@@ -191,54 +194,37 @@ def _make_module(decoder: Decoder, index: int, _parts: list[Any]) -> Any:
     return decoder.import_name(decoder.payload(index), "")
 
 
-def _has_kind(value: type) -> bool:
-    """Return whether a node kind exists for instances of a class; the class may then only be named."""
-    return value.__module__ == "builtins" or issubclass(value, torch.Tensor)
-
-
-def _check_call(decoder: Decoder, value: Any, args: tuple[Any, ...]) -> None:
-    """Refuse calls that, in a message of data only, would do more than combine their arguments.
-
-    Raises:
-        DecodeError: The call might do more, or the callee is not allowed at all.
-    """
-    if decoder.policy.allow_source and callable(value):
-        return
-    if not isinstance(value, type) or _has_kind(value):
-        raise DecodeError(
-            f"the message asks to call a {type(value).__name__}, which this side does not do for one"
-        )
-    if any(base.__name__ == "ModelOutput" for base in value.__mro__):
-        return
-    if value.__module__.startswith("transformers."):
-        raise DecodeError(
-            f"the message asks to call {value.__qualname__}, which this side does not do for one"
-        )
-    # No range and no tensor with many empty rows: a collection would iterate over it.
-    if not all(isinstance(arg, _ARGUMENTS) for arg in args):
-        raise DecodeError(f"the message gives {value.__qualname__} arguments that it is never made from")
-
-
 def _make_new(decoder: Decoder, index: int, parts: list[Any]) -> Any:
     _note_depth(decoder, index)
     kind, args, kwargs = parts
     kind = decoder.policy.rules.real(kind)
     if not isinstance(kind, type):
         raise DecodeError("the message is broken: an object's class is none")
-    if not decoder.policy.allow_source and _has_kind(kind):
-        raise DecodeError(f"the message asks to call {kind.__name__}, which this side does not do for one")
-    return decoder.policy.rules.new(kind, _typed(args, tuple), kwargs or {})
+    args = _typed(args, tuple)
+    if decoder.policy.allow_source:
+        return decoder.policy.rules.new(kind, args, kwargs or {})
+    check_new(decoder, kind, args, kwargs)
+    made = kind.__new__(kind, *args)
+    check_made(decoder, index, kind, args, made)
+    return made
 
 
 def _make_call(decoder: Decoder, index: int, parts: list[Any]) -> Any:
     _note_depth(decoder, index)
     function, args, kwargs = parts
-    _check_call(decoder, function, _typed(args, tuple))
-    return decoder.policy.rules.callee(function)(*args, **(kwargs or {}))
+    args = _typed(args, tuple)
+    if decoder.policy.allow_source and callable(function):
+        return decoder.policy.rules.callee(function)(*args, **(kwargs or {}))
+    check_call(decoder, function, args, kwargs)
+    made = function(*args)
+    check_made(decoder, index, function, args, made)
+    return made
 
 
 def _fill_object(decoder: Decoder, value: Any, parts: list[Any]) -> None:
     state, slots, items, pairs = parts
+    if not decoder.policy.allow_source:
+        check_filling(decoder, value, parts)
     if state is not None or slots is not None:
         rules = decoder.policy.rules
         rules.check_state(value, state)
@@ -268,6 +254,8 @@ def _enum_member(decoder: Decoder, _index: int, parts: list[Any]) -> Any:
     kind = decoder.policy.rules.real(kind)
     if not isinstance(kind, enum.EnumMeta):
         raise DecodeError("the message is broken: a member's class is no enum")
+    if not decoder.policy.allow_source:
+        check_member(value)
     return kind(value)
 
 

@@ -157,6 +157,11 @@ class Decoder:
         """Return a node's scalar, of the type of its kind."""
         return self._payloads[index]
 
+    def num_sent(self, text_per_item: int) -> int:
+        """Return the number of nodes and references in the message; text counts as many short items."""
+        texts = sum(len(payload) for payload in self._payloads if isinstance(payload, str | bytes))
+        return len(self._kinds) + sum(map(len, self._children)) + texts // text_per_item
+
     def import_name(self, module: str, name: str) -> Any:
         """Return the object with a qualified name in an importable module.
 
@@ -172,7 +177,7 @@ class Decoder:
             )
         try:
             found = importlib.import_module(module)
-        except Exception as error:  # a module may fail in any way
+        except (Exception, SystemExit) as error:  # a module may fail in any way
             raise DecodeError(
                 f"the message asks for the module {module}, which cannot be imported here ({error}); install "
                 f"it here too, or send it as source with register_by_value{self.between_versions}"

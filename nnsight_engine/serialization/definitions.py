@@ -3,11 +3,12 @@
 A code object knows its file, its first line and the positions of its instructions, which distinguish even
 several lambdas on one line. A class knows less: it is located by its methods' code, or else in its module's
 file and in notebook cells. A function's text is compiled and compared with the loaded code, so that the text
-of a file that was edited since it was loaded is not sent.
+of a file that was edited since it was loaded is not sent. Of a class's text, the declared names are compared.
 """
 
 from __future__ import annotations
 
+import abc
 import ast
 import functools
 import itertools
@@ -25,6 +26,7 @@ from nnsight_engine.serialization.source_fragments import (
     first_line,
     nested_codes,
 )
+from nnsight_engine.tracing.block_names import mangled
 from nnsight_engine.tracing.errors import ChangedSourceError
 from nnsight_engine.tracing.loaded_code import defines
 from nnsight_engine.tracing.parsing import parse
@@ -35,6 +37,9 @@ from nnsight_engine.tracing.tracer import SITES
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 _Found = tuple[_Definition, str | None, str]
 """A definition, the name of its enclosing class, and its qualified name."""
+_Named = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_DECLARING = (ast.AnnAssign, ast.Assign, ast.Expr, ast.Pass, *_Named)
+"""Statements of a class body whose effect on the class can be told from the text."""
 _ALLOWS_AWAIT = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 
 
@@ -81,6 +86,7 @@ def piece_of_class(kind: type) -> tuple[SourceFragment, CodeType, dict[str, Any]
     Raises:
         NoSourceError: The source is not available.
     """
+    changed = None
     for source, globals_ in _sources_of(kind):
         every = itertools.chain.from_iterable(_by_first_line(source.tree).values())
         nodes = [
@@ -89,9 +95,15 @@ def piece_of_class(kind: type) -> tuple[SourceFragment, CodeType, dict[str, Any]
         if not nodes:
             continue
         node = _chosen(nodes, kind, source.filename)
+        if not _declares(node, kind):
+            raise NoSourceError(
+                f"the text of {source.filename!r} has changed since it was loaded; start again"
+            )
         body = _body_of(source, kind.__qualname__, first_line(node))
         piece = _piece(source, node, node.name, kind.__qualname__, None, body.co_flags)
         return piece, body, globals_
+    if changed is not None:
+        raise NoSourceError(f"the text of {changed!r} has changed since it was loaded; start again")
     raise NoSourceError(
         "its source is not to be had; define the class with a `class` statement in a file or a cell, or send "
         "its data in a dict"
@@ -212,9 +224,12 @@ def _sources_of(kind: type) -> Iterator[tuple[SourceText, dict[str, Any]]]:
     if module is None:
         return
     names = [getattr(module, "__file__", None)]
-    # Notebook cells are not files; the newest one that defines the class is used.
+    # Notebook cells are not files; the newest one that defines the class is used. Text that an error of
+    # another side quotes is none of them: it would be sent on as the user's own code.
     names += [
-        name for name, entry in reversed(linecache.cache.items()) if len(entry) > 1 and entry[1] is None
+        name
+        for name, entry in reversed(linecache.cache.items())
+        if len(entry) > 2 and entry[1] is None and not getattr(entry[2], "is_quoted", False)
     ]
     for name in names:
         lines = linecache.getlines(name, vars(module)) if name else []
@@ -231,6 +246,33 @@ def _chosen(nodes: list[ast.ClassDef], kind: type, filename: str) -> ast.ClassDe
     lines = {code.co_firstlineno for code in codes if code.co_filename == filename}
     holding = [node for node in nodes if any(node.lineno <= line <= (node.end_lineno or 0) for line in lines)]
     return max(holding or nodes, key=lambda node: node.lineno)
+
+
+def _declares(node: ast.ClassDef, kind: type) -> bool:
+    """Return whether a definition declares the variables of a class, as far as the loaded class shows them.
+
+    A decorator, a metaclass or a statement such as ``if`` or ``del`` may declare others, so classes with one
+    are not compared. The values of variables are not compared either: they are sent as they are now.
+    """
+    if type(kind) not in {type, abc.ABCMeta} or not all(isinstance(one, _DECLARING) for one in node.body):
+        return True
+    annotated = {
+        _mangled(one.target.id, node.name): None
+        for one in node.body
+        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name) and one.simple
+    }
+    known = vars(kind).get("__annotations__", {} if sys.version_info < (3, 14) else annotated)
+    if list(known) != list(annotated):
+        return False
+    assigned = [target for one in node.body if isinstance(one, ast.Assign) for target in one.targets]
+    names = [_mangled(one.id, node.name) for one in assigned if isinstance(one, ast.Name)]
+    names += [_mangled(one.name, node.name) for one in node.body if isinstance(one, _Named)]
+    return bool(node.decorator_list) or all(name in vars(kind) for name in names)
+
+
+def _mangled(name: str, class_name: str) -> str:
+    (mangled_name,) = mangled(frozenset({name}), class_name)
+    return mangled_name
 
 
 def _body_of(source: SourceText, qualname: str, line: int) -> CodeType:

@@ -82,9 +82,9 @@ def restore_error(plain: Any) -> BaseException:
     """
     try:
         failure = msgspec.convert(plain, _Failure)
-    except (msgspec.ValidationError, RecursionError) as error:
+        return _restored(failure, _MAX_CHAIN)
+    except (msgspec.ValidationError, RecursionError, ValueError) as error:
         raise DecodeError(f"this describes no error: {error}") from error
-    return _restored(failure, _MAX_CHAIN)
 
 
 def _failure_of(error: BaseException, num_left: int) -> _Failure:
@@ -161,13 +161,13 @@ def _entry_of(tb: TracebackType, code: CodeType) -> _Entry:
 def _restored(failure: _Failure, num_left: int) -> BaseException:
     error = _made(failure)
     for note in failure.notes:
-        error.add_note(note)
+        BaseException.add_note(error, note)  # the description may set an attribute of this name
     if num_left:
         error.__context__ = _restored(failure.context, num_left - 1) if failure.context is not None else None
         if failure.cause is not None:
             error.__cause__ = _restored(failure.cause, num_left - 1)
     error.__suppress_context__ = failure.hides_context
-    return error.with_traceback(_traceback_of(failure.entries[:_MAX_FRAMES]))
+    return BaseException.with_traceback(error, _traceback_of(failure.entries[:_MAX_FRAMES]))
 
 
 def _made(failure: _Failure) -> BaseException:
@@ -192,7 +192,13 @@ def _named_after(failure: _Failure, base: type[BaseException]) -> type[BaseExcep
         "__doc__": "An error of a type that this side does not have.",
         "__str__": lambda _self: failure.message,
     }
-    return type(failure.name.rpartition(".")[2] or base.__name__, (base,), body)
+    name = _printable(failure.name.rpartition(".")[2]) or base.__name__
+    return type(name, (base,), body)
+
+
+def _printable(text: str) -> str:
+    """Return a text without NUL and lone surrogates, which names in Python may not have."""
+    return text.replace("\0", "?").encode("utf-8", "replace").decode()
 
 
 def _known_type(failure: _Failure) -> type[BaseException] | None:
@@ -201,7 +207,8 @@ def _known_type(failure: _Failure) -> type[BaseException] | None:
         return _builtin_type(failure.name)
     if failure.module.partition(".")[0] not in _TRUSTED_PACKAGES:
         return None
-    found = getattr(sys.modules.get(failure.module), failure.name, None)
+    # Not by getattr, since a module's own ``__getattr__`` may import others.
+    found = getattr(sys.modules.get(failure.module), "__dict__", {}).get(failure.name)
     return found if isinstance(found, type) and issubclass(found, Exception) else None
 
 
@@ -235,7 +242,7 @@ def _traceback_of(entries: list[_Entry]) -> TracebackType | None:
     for entry in reversed(entries):
         line = min(max(entry.line, 1), _MAX_LINE)
         if entry.source:
-            SHELF.put(entry.file, line, entry.source)
+            SHELF.put(entry.file, line, entry.source, is_quoted=True)
         made = _entered(_code_of(entry, line))
         result = TracebackType(result, made.tb_frame, made.tb_lasti, made.tb_lineno)
     return result
@@ -246,11 +253,13 @@ def _code_of(entry: _Entry, line: int) -> CodeType:
     end = min(max(entry.end_line or line, line), _MAX_LINE)
     place: dict[str, Any] = {"lineno": line, "end_lineno": end, "col_offset": 0, "end_col_offset": 0}
     if entry.column is not None and entry.end_column is not None and 0 <= entry.column < _MAX_LINE:
-        place |= {"col_offset": entry.column, "end_col_offset": min(max(entry.end_column, 0), _MAX_LINE)}
+        first = entry.column if end == line else 0
+        place |= {"col_offset": entry.column, "end_col_offset": min(max(entry.end_column, first), _MAX_LINE)}
     body: list[ast.stmt] = [ast.Raise(exc=ast.Name(id="__nnsight_stop__", ctx=ast.Load(), **place), **place)]
-    file = SentFile(entry.file.replace("\0", "?"), LinesFrom(line, entry.source))
+    file = SentFile(_printable(entry.file), LinesFrom(line, entry.source))
     code = compile(ast.Module(body=body, type_ignores=[]), file, "exec", dont_inherit=True)
-    return code.replace(co_name=entry.name, co_qualname=entry.name)
+    name = _printable(entry.name)
+    return code.replace(co_name=name, co_qualname=name)
 
 
 class _Stop(Exception):  # noqa: N818 - it does not signal an error

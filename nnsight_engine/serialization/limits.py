@@ -8,6 +8,7 @@ policy allows it.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -36,6 +37,10 @@ _DATA_NAMES = frozenset(
 is excluded: freeing nested deques overflows the C stack, at a depth that a message can reach."""
 _OUTPUT_MODULES = ("transformers.modeling_outputs", "transformers.cache_utils", "torch.return_types")
 _MODEL_MODULES = ("transformers.models.", "transformers.generation.")
+_IMPORTED_MODULES = re.compile(
+    r"transformers\.(models\.\w+\.((modeling|generation|tokenization|processing)_\w+|vision)|generation(\.\w+)+)"
+)
+"""Those of them that define outputs: importing any other, such as a conversion script, may run a program."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,7 +100,8 @@ def _is_data(module: str, name: str) -> bool:
         return True
     # No dotted name: it would lead through what the module imports to anything in the process.
     return name.isidentifier() and (
-        module in _OUTPUT_MODULES or (module.startswith(_MODEL_MODULES) and name.endswith("Output"))
+        module in _OUTPUT_MODULES
+        or (_IMPORTED_MODULES.fullmatch(module) is not None and name.endswith("Output"))
     )
 
 

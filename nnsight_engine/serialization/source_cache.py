@@ -31,16 +31,31 @@ class SourceCache:
         self._num_characters = 0
         self._lock = threading.Lock()
 
-    def put(self, filename: str, line: int, text: str) -> None:
-        """Register ``text`` at ``line`` of a file that does not exist on this machine."""
+    def put(self, filename: str, line: int, text: str, *, is_quoted: bool = False) -> None:
+        """Register ``text`` at ``line`` of a file that does not exist on this machine.
+
+        Args:
+            filename: The file's name.
+            line: The line number of the text.
+            text: The text.
+            is_quoted: Whether it is only quoted in an error. A quote never mixes with code of the same file.
+        """
         with self._lock:
             entry = linecache.cache.get(filename)
             shown: object = entry[2] if entry is not None and len(entry) > 2 else None
-            if shown is None or shown is not self._files.get(filename):
+            held = self._files.get(filename)
+            is_known = shown is not None and shown is held
+            if is_known and held is not None and held.is_quoted != is_quoted:
+                if is_quoted:
+                    return
+                self._drop(filename)
+                del linecache.cache[filename]
+                entry, is_known = None, False
+            if not is_known:
                 if entry is not None or os.path.lexists(filename):
                     return
                 self._drop(filename)
-                self._files[filename] = _Pieces(len(filename))
+                self._files[filename] = _Pieces(len(filename), is_quoted=is_quoted)
                 self._num_characters += len(filename)
             pieces = self._files[filename]
             self._num_characters += pieces.place(line, text)
@@ -60,8 +75,9 @@ class SourceCache:
 class _Pieces(Lines):
     """Lines of one file; lines that were not received are empty and are not stored."""
 
-    def __init__(self, num_characters: int) -> None:
+    def __init__(self, num_characters: int, *, is_quoted: bool) -> None:
         self.num_characters = num_characters
+        self.is_quoted = is_quoted
         self._lines: dict[int, str] = {}
         self._last = 0
 

@@ -324,13 +324,6 @@ def _lines(node: ast.stmt) -> int:
     return (node.end_lineno or node.lineno) - node.lineno
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
-
-
 def _excerpt(filename: str, line: int, around: int = 4) -> str:
     first = max(1, line - around)
     shown = linecache.getlines(filename)[first - 1 : line + around]

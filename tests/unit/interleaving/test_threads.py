@@ -131,3 +131,40 @@ def test_a_block_works_on_the_models_stream_of_a_device(monkeypatch: pytest.Monk
     stack.resume(None)
     assert thread is not threading.current_thread()
     assert [stream for other, stream in taken if other is thread] == ["first", "second"]
+
+
+class _LateLock:
+    """A lock that a job releases just after the time for it has run out."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self._num_waits = 0
+
+    def acquire(self, timeout: float) -> bool:
+        self._num_waits += 1
+        if self._num_waits == 1:
+            return bool(self._lock.acquire(timeout=timeout))
+        self._lock.acquire(timeout=10)
+        return False
+
+    def release(self) -> None:
+        self._lock.release()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_job_that_hands_over_when_it_is_being_abandoned_ends() -> None:
+    stack = ThreadStack(0.05)
+    stack._there = _LateLock(stack._there)  # type: ignore[assignment] # it has the methods that are called
+
+    def job() -> None:
+        try:
+            while True:
+                time.sleep(0.01)
+        except TimeBudgetError:
+            stack.hand_over("late")
+
+    _, error = stack.start(job).empty()
+    assert isinstance(error, TimeBudgetError)
+    assert stack._thread is not None
+    stack._thread.join(10)
+    assert not stack._thread.is_alive()

@@ -288,3 +288,24 @@ def test_addresses_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
             normalized(wrong)
     monkeypatch.setattr(CONFIG.API, "HOST", "somewhere:9")
     assert HttpTransport().url == "http://somewhere:9"
+
+
+def test_no_pause_and_no_status_request_outlasts_the_callers_deadline(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nnsight_engine.remote_backend.retry._FIRST_PAUSE_S", 60)
+    monkeypatch.setattr("nnsight_engine.remote_backend.retry._MAX_PAUSE_S", 60)
+    monkeypatch.setattr("nnsight_engine.remote_backend.retry._PATIENCE_S", 120)
+    server.status = "RUNNING"
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError, match="goes on"):
+        list(transport(server).events("j", after=4, end=begin + 0.5))
+    assert time.monotonic() - begin < 20
+
+
+@pytest.mark.parametrize(("code", "expected"), [(None, None), ("x", "x"), (429, "429")])
+def test_an_errors_code_is_a_text_or_none(code: object, expected: str | None) -> None:
+    assert RemoteError.said({"error": {"message": "m", "code": code, "param": code}}).code == expected
+    assert RemoteError.said({"error": {"message": "m", "code": code, "param": code}}).param == expected
+    with pytest.raises(TypeError):
+        RemoteError.said({"error": {"message": None, "code": code}})

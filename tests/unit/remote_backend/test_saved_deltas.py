@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nnsight_engine.remote_backend.saved_deltas import OutputReader, output_data
+from nnsight_engine.remote_backend.saved_deltas import OutputReader, apply_news, output_data
 from nnsight_engine.serialization import DecodeError, encode
 
 
@@ -42,6 +42,19 @@ def test_news_that_a_hostile_block_broke_change_nothing() -> None:
     reader = OutputReader()
     read = reader.read(output([(0, b"garbage"), (0, encode([1])), (0, news(whole={"x": 1}))]))
     assert read.saves == {"x": 1}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"whole": [("x", 1)]}, {"whole": 3}, {"whole": {1: 2}}, {"grown": []}, {"grown": {"y": 3}},
+        {"grown": {"y": "ab"}}, {"grown": {"z": [1]}}, {"whole": {"y": 0}, "grown": {"y": [1]}},
+    ],
+)  # fmt: skip
+def test_news_of_other_types_are_ignored_as_a_whole(changes: dict[str, Any]) -> None:
+    saves: dict[str, Any] = {"y": [1], "z": 5}
+    apply_news(saves, news(**{"whole": {"x": 1}, **changes}))
+    assert saves == {"y": [1], "z": 5}
 
 
 @pytest.mark.parametrize("data", [b"", b"garbage", encode(3), encode({"invoke": 0, "news": [1]})])

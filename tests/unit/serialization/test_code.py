@@ -23,9 +23,12 @@ from nnsight_engine.serialization import (
     EncodeError,
     decode,
     encode,
+    encode_error,
     register_by_value,
+    restore_error,
     unregister_by_value,
 )
+from nnsight_engine.serialization.source_cache import SHELF
 
 SCALE = 3
 NOTES: list[str] = []
@@ -325,3 +328,55 @@ def test_the_path_to_what_cannot_travel_goes_through_globals_and_closures() -> N
 
     with handle, pytest.raises(EncodeError, match=r"item \['f'\], variable `handle` cannot be sent"):
         encode({"f": reader})
+
+
+BEFORE = "class Settings:\n    rate: float = 0.5\n    __hidden: int = 1\n    name = 'a'\n"
+
+
+@pytest.mark.parametrize(
+    ("after", "is_sent"),
+    [
+        (BEFORE, True),
+        (BEFORE.replace("0.5", "0.7"), True),  # the value is sent as it is now
+        (BEFORE.replace("rate", "speed"), False),
+        (BEFORE + "    extra: int = 3\n", False),
+        (BEFORE + "    extra = 3\n", False),
+        (BEFORE + "    def method(self): return 1\n", False),
+        (BEFORE.replace("    rate: float = 0.5\n", ""), False),
+    ],
+)
+def test_a_class_whose_file_was_edited_is_not_sent_in_the_new_version(
+    after: str, is_sent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "edited_settings.py"
+    path.write_text(BEFORE)
+    spec = importlib.util.spec_from_file_location("edited_settings", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "edited_settings", module)
+    spec.loader.exec_module(module)
+    path.write_text(after)
+    linecache.checkcache(str(path))
+    if is_sent:
+        assert (sent(module.Settings).rate, sent(module.Settings).name) == (0.5, "a")
+    else:
+        with pytest.raises(EncodeError, match="has changed since it was loaded"):
+            encode(module.Settings)
+
+
+def test_text_that_another_side_sent_is_not_taken_for_a_notebook_cell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A server's error may carry any text under any file name, and would have its code sent to others."""
+    module = types.ModuleType("notebook_of_ones_own")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec("class Config:\n    size = 1\n", vars(module))
+    entry = {"file": "a cell", "line": 1, "name": "f", "source": "class Config: size = print('ran')"}
+    restore_error({**encode_error(ValueError("x")), "entries": [entry]})
+    assert "a cell" in linecache.cache
+    with pytest.raises(EncodeError, match="source is not to be had"):
+        encode(module.Config)
+    SHELF.put("a cell", 1, "class Config: size = 1")  # code that arrived, as that of a block in a session
+    restore_error({**encode_error(ValueError("x")), "entries": [entry]})
+    assert sent(module.Config).size == 1

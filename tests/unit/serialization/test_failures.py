@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.serialization import TRUSTED, DecodeError, decode, encode, encode_error, restore_error
@@ -143,6 +144,42 @@ def test_hostile_descriptions_make_harmless_errors() -> None:
     for _ in range(50):
         deep = {**encode_error(ValueError("x")), "cause": deep}
     assert isinstance(restore_error(deep), ValueError)
+
+
+def entry(**changes: Any) -> dict[str, Any]:
+    return {"file": "a.py", "line": 3, "name": "f", "source": "x", **changes}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"name": "a\0b"},
+        {"name": "a\ud800b"},
+        {"name": "a\ud800b", "module": "m\ud800"},
+        {"name": "X", "notes": ["n"], "attributes": {"add_note": 1, "with_traceback": 2, "__class__": 3}},
+        {"notes": ["n\ud800"], "attributes": {"add_note": 1, "with_traceback": 2}},
+        {"entries": [entry(column=5, end_column=3)]},
+        {"entries": [entry(column=5, end_column=3, end_line=4)]},
+        {"entries": [entry(column=-5, end_column=3)]},
+        {"entries": [entry(name="f\0\ud800", file="a\0\ud800", source="\ud800\0")]},
+        {"entries": [entry(line=-(10**30), end_line=10**30, column=10**30, end_column=-(10**30))]},
+    ],
+)
+def test_any_description_of_the_right_types_makes_an_error(changes: dict[str, Any]) -> None:
+    restored = restore_error({**encode_error(ValueError("x")), **changes})
+    assert isinstance(restored, ValueError)
+    assert traceback.format_exception(restored)
+
+
+@pytest.mark.parametrize("name", ["onnx", "_lazy", "ops"])
+def test_an_errors_type_is_looked_up_without_running_a_module(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(torch, "__getattr__", asked.append)
+    monkeypatch.delitem(vars(torch), name, raising=False)
+    restore_error({**encode_error(ValueError("x")), "module": "torch", "name": name})
+    assert not asked
 
 
 def from_file(text: str, file: str) -> Any:

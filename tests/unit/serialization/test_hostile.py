@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import collections
+import datetime
+import decimal
 import importlib
 import random
 import struct
 import subprocess
 import sys
 import tracemalloc
+import uuid
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -310,3 +314,125 @@ def test_data_runs_no_command(tmp_path: Path) -> None:
     )  # fmt: skip
     refused(data, "does not take")
     assert not list(tmp_path.iterdir())
+
+
+Node = tuple[NodeKind, list[int], Any]
+NONE: Node = (NodeKind.NONE, [], None)
+
+
+def made(name: str, args: list[Node], *more: Node, kind: NodeKind = NodeKind.CALL, filled: int = 3) -> bytes:
+    """Return a message of one object; ``filled`` is the node of its items in pairs, state and slots."""
+    first = 4
+    parts = [1, 2, 3, 3, 3, 3, 3]
+    if filled != 3:
+        parts[3] = filled
+    numbers = list(range(first, first + len(args)))
+    root: Node = (kind, parts, None)
+    return message(root, (NodeKind.NAME, [], name), (NodeKind.TUPLE, numbers, None), NONE, *args, *more)
+
+
+def deep_tuple(first: int, depth: int = 2000) -> list[Node]:
+    """Return nodes of tuples within each other, the outermost being node ``first``."""
+    inner: list[Node] = [(NodeKind.TUPLE, [first + at + 1], None) for at in range(depth)]
+    return [*inner, (NodeKind.INT, [], 1)]
+
+
+def test_no_object_of_data_hashes_what_is_deep() -> None:
+    deep = deep_tuple(5)
+    refused(made("collections:Counter", [(NodeKind.LIST, [5], None)], *deep), "never made from")
+    refused(made("collections:OrderedDict", [(NodeKind.LIST, [5], None)], *deep), "never made from")
+    member: Node = (NodeKind.ENUM_MEMBER, [1, 2], None)
+    refused(message(member, (NodeKind.NAME, [], "uuid:SafeUUID"), *deep_tuple(2)), "a tuple as its value")
+    refused(made("uuid:SafeUUID", [(NodeKind.TUPLE, [3], None)]), "never made from")
+    state: list[Node] = [(NodeKind.DICT, [5, 6], None), (NodeKind.STR, [], "int"), *deep_tuple(6)]
+    refused(made("uuid:UUID", [], *state, kind=NodeKind.NEW, filled=4), "not one number")
+    state[1] = (NodeKind.STR, [], "_cached_cparts")
+    refused(made("pathlib:PosixPath", [], *state, filled=4), "which has none")
+
+
+def test_no_objects_of_data_are_freed_by_recursion() -> None:
+    size = 2000
+    refused(message(*((NodeKind.CELL, [at + 1], None) for at in range(size)), NONE), "holds code")
+    nodes: list[Node] = [(NodeKind.LIST, [3], None), (NodeKind.NAME, [], "torch.return_types:max"), NONE]
+    for at in range(3, 3 + 3 * size, 3):
+        nodes += [(NodeKind.CALL, [1, at + 1, *[2] * 5], None), (NodeKind.TUPLE, [at + 2], None)]
+        nodes.append((NodeKind.LIST, [at + 3, 2], None))
+    refused(message(*nodes, NONE), "never made from")
+
+
+def test_no_object_of_data_takes_hours() -> None:
+    huge: Node = (NodeKind.BIG_INT, [], b"\1" * 10_000_000)
+    refused(made("decimal:Decimal", [huge]), "never made from")
+    refused(message((NodeKind.FROZENSET, [1] * 1000, None), (NodeKind.RANGE, [2, 2, 2], None), huge), "steps")
+    digits: Node = (NodeKind.STR, [], "9" * 10_000_000)
+    call: Node = (NodeKind.CALL, [2, 3, *[5] * 5], None)
+    name: Node = (NodeKind.NAME, [], "decimal:Decimal")
+    keys: Node = (NodeKind.FROZENSET, [1] * 60, None)
+    refused(message(keys, call, name, (NodeKind.TUPLE, [4], None), digits, NONE), "steps")
+    numbers: list[Node] = [
+        (NodeKind.BIG_INT, [], (at * sys.hash_info.modulus).to_bytes(20, "little")) for at in range(30_000)
+    ]
+    listed: Node = (NodeKind.LIST, list(range(5, 5 + len(numbers))), None)
+    refused(made("collections:Counter", [listed], *numbers), "never made from")
+
+
+@pytest.mark.parametrize("place", [3, 6])
+def test_objects_of_data_do_not_copy_one_container_many_times(place: int) -> None:
+    """A message of a megabyte would otherwise take gigabytes."""
+    name = "types:SimpleNamespace" if place == 3 else "collections:OrderedDict"
+    size = 20_000
+    call: Node = (NodeKind.CALL, [1, 2, *[4 if at == place else 3 for at in range(2, 7)]], None)
+    keys: list[Node] = [(NodeKind.STR, [], f"k{at}") for at in range(size)]
+    shared: Node = (NodeKind.DICT, [node for at in range(size) for node in (5 + at, 3)], None)
+    root: Node = (NodeKind.LIST, list(range(5 + size, 5 + 2 * size)), None)
+    rest: list[Node] = [(NodeKind.NAME, [], name), (NodeKind.TUPLE, [], None), NONE, shared, *keys]
+    refused(message(root, *rest, *[call] * size), "copy more than was sent")
+
+
+def test_state_of_data_sets_no_class() -> None:
+    state: list[Node] = [(NodeKind.DICT, [5, 6], None), (NodeKind.STR, [], "__class__")]
+    state.append((NodeKind.NAME, [], "transformers.cache_utils:EncoderDecoderCache"))
+    new = NodeKind.NEW
+    refused(made("transformers.cache_utils:DynamicCache", [], *state, kind=new, filled=4), "'__class__'")
+    state[2] = (NodeKind.NAME, [], "transformers.modeling_outputs:BaseModelOutputWithPast")
+    refused(made("transformers.modeling_outputs:BaseModelOutput", state[:1], *state[1:]), "makes a")
+
+
+def test_data_imports_no_module_that_defines_no_output() -> None:
+    """Conversion scripts and the like run programs when they are imported."""
+    before = set(sys.modules)
+    for module in (
+        "llama.convert_llama_weights_to_hf",
+        "llama.tokenization.x",
+        "llama",
+        "llama.configuration_llama",
+    ):
+        refused(message((NodeKind.NAME, [], f"transformers.models.{module}:AnyOutput")), "does not take")
+    assert not {name for name in set(sys.modules) - before if name.startswith("transformers.models.llama")}
+
+
+def test_a_module_that_exits_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "module_that_exits.py").write_text("raise SystemExit(3)")
+    monkeypatch.syspath_prepend(tmp_path)
+    refused(message((NodeKind.NAME, [], "module_that_exits:x")), "cannot be imported", policy=TRUSTED)
+
+
+def test_data_of_the_standard_library_arrives() -> None:
+    here = datetime.timezone(datetime.timedelta(hours=1), "here")
+    attributes = collections.OrderedDict(a=1)
+    attributes.note = "kept"  # type: ignore[attr-defined] # instances have attributes
+    values: list[Any] = [
+        datetime.date(2026, 1, 2), datetime.datetime(2026, 1, 2, tzinfo=here), datetime.time(1, tzinfo=here),
+        datetime.timedelta(1, 2, 3), here, decimal.Decimal("1.50"), Path("/a/b"), uuid.uuid4(),
+        attributes, collections.defaultdict(list, a=[1]), collections.defaultdict(None, a=1),
+        collections.Counter("abca"), SimpleNamespace(a=1), uuid.SafeUUID.safe,
+    ]  # fmt: skip
+    assert decode(encode(values)) == values
+    assert decode(encode(attributes)).note == "kept"
+    hashable = [value for value in values if type(value).__hash__ is not None and value != values[12]]
+    assert decode(encode(set(hashable))) == set(hashable)
+    highest = decode(encode(torch.max(torch.eye(2), 0)))
+    assert type(highest) is torch.return_types.max
+    assert highest.indices.tolist() == [0, 1]
+    many = [Path(f"/a-folder-with-a-long-name/{'x' * 80}/{at}") for at in range(1000)]
+    assert decode(encode(many)) == many

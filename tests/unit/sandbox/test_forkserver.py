@@ -1,0 +1,139 @@
+"""Failures of sandbox processes: to start, to fork, and after their end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nnsight_engine.local_engine.trace_process import TraceProcess
+from nnsight_engine.sandbox import forkserver
+from nnsight_engine.sandbox.channel import EngineSide, Memory
+from nnsight_engine.sandbox.errors import SandboxUnavailableError
+from nnsight_engine.sandbox.forkserver import ForkServer, Sandbox, _Nursery
+
+_HALF_BYTES = 2**20
+
+
+def until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def side_of(connection: socket.socket) -> EngineSide:
+    descriptor = Memory.create(_HALF_BYTES)
+    try:
+        return EngineSide(connection, Memory(descriptor, _HALF_BYTES))
+    finally:
+        os.close(descriptor)
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_an_ended_sandbox_is_sent_no_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+    monkeypatch.setattr(os, "kill", lambda *what: sent.append(what))
+    ours, theirs = socket.socketpair()
+    with theirs:
+
+        class Nursery:
+            def reap(self, process: int) -> None:
+                """Do nothing."""
+
+        sandbox = Sandbox(12345, side_of(ours), Nursery())  # type: ignore[arg-type] # all that is called
+        sandbox.pause()
+        sandbox.resume()
+        sandbox.end()
+        for act in (sandbox.pause, sandbox.resume, sandbox.cpu_s):
+            with pytest.raises(ProcessLookupError):
+                act()
+        sandbox.end()
+    assert sent == [(12345, signal.SIGSTOP), (12345, signal.SIGCONT), (12345, signal.SIGKILL)]
+
+
+def test_one_failed_fork_is_forgotten_after_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Nursery:
+        lacks: tuple[str, ...] = ()
+
+        def __init__(self, *_args: Any, **_options: Any) -> None:
+            self.num_forks = 0
+
+        def fork(self) -> Any:
+            self.num_forks += 1
+            if self.num_forks == 1:
+                raise SandboxUnavailableError("only once")
+            return type("Fake", (), {"end": lambda _self: None})()
+
+        def close(self) -> None:
+            """Do nothing."""
+
+    monkeypatch.setattr(forkserver, "_Nursery", Nursery)
+    monkeypatch.setattr(forkserver, "_AGAIN_S", 0.01)
+    server = ForkServer([], b"", _HALF_BYTES, 1)
+    server.start()
+    try:
+        until(lambda: bool(server._spare))
+        until(lambda: server._error is None)
+        server._spare.clear()  # as if they were in use
+        assert not server.is_ready
+    finally:
+        server.close()
+
+
+def test_a_zygote_that_cannot_be_started_leaves_nothing_open() -> None:
+    before = open_descriptors()
+    with pytest.raises(SandboxUnavailableError) as caught:  # its traceback refers to the sockets
+        _Nursery(["/no/such/program"], b"", _HALF_BYTES, needs_namespaces=False)
+    assert open_descriptors() == before, caught.value
+
+
+def test_a_fork_that_fails_leaves_nothing_open() -> None:
+    nursery = object.__new__(_Nursery)
+    nursery._half_bytes, nursery._lock = _HALF_BYTES, threading.Lock()
+    nursery._orders, theirs = socket.socketpair()
+    theirs.close()
+    before = open_descriptors()
+    with pytest.raises(OSError, match=r"pipe|reset") as caught:
+        nursery.fork()
+    nursery._orders.close()
+    assert open_descriptors() == before - 1, caught.value
+
+
+def test_a_trace_process_that_cannot_be_started_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def start() -> int:
+        before, every = open_descriptors(), []
+        for error in (FileNotFoundError, subprocess.SubprocessError):
+
+            async def fail(*_args: Any, error: type[Exception] = error, **_options: Any) -> None:
+                raise error
+
+            monkeypatch.setattr(asyncio, "create_subprocess_exec", fail)
+            with pytest.raises(error) as caught:
+                await TraceProcess.start("module", {}, {})
+            every.append(caught)
+        return open_descriptors() - before
+
+    assert asyncio.run(start()) == 0
+
+
+def test_a_sandbox_that_has_gone_with_unread_bytes_is_not_quiet() -> None:
+    ours, theirs = socket.socketpair()
+    side = side_of(ours)
+    assert side.is_quiet()
+    ours.sendall(b"unread")
+    theirs.close()
+    assert not side.is_quiet()
+    side.close()
