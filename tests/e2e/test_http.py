@@ -144,15 +144,16 @@ async def test_chat_takes_interventions_too(live: Live) -> None:
 async def test_a_stream_carries_each_tokens_results_with_that_token(live: Live) -> None:
     interventions = [STEER, PROBE, LENS, {**CAPTURE, "reduce": "mean", "name": "mean"}]
     whole = (await live.post(prompt=PROMPT, interventions=interventions)).json()["choices"][0]
-    events = await live.events(prompt=PROMPT, interventions=interventions)
+    events = await live.events(prompt=PROMPT, interventions=interventions, return_token_ids=True)
     assert "".join(event["choices"][0]["text"] for event in events) == whole["text"]
     parts = [event["choices"][0]["interventions"] for event in events]
-    prompt_len = len(parts[0]["results"]["probe"]["positions"])
-    for index, part in enumerate(parts):
+    num_tokens = [len(event["choices"][0]["token_ids"]) for event in events]  # several, if we read slowly
+    end = len(whole["interventions"]["results"]["probe"]["positions"]) - sum(num_tokens)
+    for index, (part, num_new) in enumerate(zip(parts, num_tokens, strict=True)):
         # The first token comes with the whole prompt, each further one with the position it was sampled at.
-        expected = list(range(prompt_len)) if index == 0 else [prompt_len + index - 1]
-        assert part["results"]["probe"]["positions"] == expected
-        assert ("lens" in part["results"]) == (index > 0)
+        begin, end = (0 if index == 0 else end), end + num_new
+        assert part["results"]["probe"]["positions"] == list(range(begin, end))
+        assert ("lens" in part["results"]) == (index > 0 or num_new > 1)
         assert ("mean" in part["results"]) == (index == len(parts) - 1)
     streamed = [value for part in parts for value in part["results"]["probe"]["points"]["layers.15.output"]]
     assert streamed == whole["interventions"]["results"]["probe"]["points"]["layers.15.output"]

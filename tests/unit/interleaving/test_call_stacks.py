@@ -600,14 +600,14 @@ def test_program_that_exits_in_the_middle_of_a_run_ends_quietly() -> None:
     done = run_python(
         """
         import sys
-        from nnsight_engine.interleaving import stacks
+        from nnsight_engine.interleaving import call_stacks
 
         def body():
-            stack = stacks.take()
-            stacks.start(stack, lambda: stacks.resumed_by(stack).switch("waits"))
+            stack = call_stacks.take()
+            call_stacks.start(stack, lambda: call_stacks.resumed_by(stack).switch("waits"))
             sys.exit(7)
 
-        stacks.run(body)
+        call_stacks.run(body)
         """
     )
     assert (done.returncode, done.stderr) == (7, "")
