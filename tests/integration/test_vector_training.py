@@ -191,9 +191,11 @@ async def test_one_training_runs_at_a_time_and_others_wait(serve: Serve) -> None
 async def test_a_tenant_that_trains_much_keeps_no_other_waiting_long(
     serve: Serve, error_of: ErrorCheck
 ) -> None:
-    async with serve(FakeBehaviour(pulls=PULLS, delay_s=0.02), max_queued_trainings=6) as server:
+    async with serve(FakeBehaviour(pulls=PULLS, delay_s=0.1), max_queued_trainings=6) as server:
         tenants = Tenants(server)
         ours, theirs = await tenants.headers("acme"), await tenants.headers("rival")
+        for headers in (ours, theirs):  # a key that is seen for the first time waits for others to be read
+            assert (await server.client.get("/v1/vectors", headers=headers)).status_code == 200
         ended: list[str] = []
 
         async def one(whose: str, headers: dict[str, str]) -> int:
