@@ -1,4 +1,4 @@
-"""A request without interventions answers exactly as vLLM's own server does."""
+"""A request without interventions is answered as by vLLM's own server, and refused with its status."""
 
 from __future__ import annotations
 
@@ -55,6 +55,8 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
         "chat/completions",
         {"messages": MESSAGES, "max_tokens": 24, "response_format": SCHEMA},
     ),
+}
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "a tool that must be called": (
         "chat/completions",
         {
@@ -70,6 +72,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "too long": ("completions", {"prompt": "x", "max_tokens": 100000}),
     "no messages": ("chat/completions", {}),
 }
+"""What neither server takes."""
 
 VOLATILE = {"id", "created", "system_fingerprint"}
 
@@ -146,6 +149,18 @@ def goes_on(event: Any) -> bool:
 def test_answers_are_equal(servers: list[httpx.Client], name: str) -> None:
     ours, theirs = (answer(client, *REQUESTS[name]) for client in servers)
     assert ours == theirs
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_have_vllm_s_status_and_this_server_s_form(servers: list[httpx.Client], name: str) -> None:
+    (status, kind, ours), (theirs_status, theirs_kind, theirs) = (
+        answer(client, *REFUSED[name]) for client in servers
+    )
+    assert (status, kind) == (theirs_status, theirs_kind)
+    assert status == theirs["error"]["code"]
+    assert set(ours["error"]) == {"message", "type", "param", "code"}
+    assert isinstance(ours["error"]["code"], str)
+    assert ours["error"]["param"] in REFUSED[name][1].keys() | {"messages"}
 
 
 def test_models_are_equal(servers: list[httpx.Client]) -> None:
