@@ -26,7 +26,9 @@ from nnsight_engine.core.token_texts import TokenTexts
 from nnsight_engine.modeling.bundled import bundled_model_path
 from nnsight_engine.plans.collector import RequestCollector
 from nnsight_engine.plans.compile import compile_request
+from nnsight_engine.plans.request_plan import PLAN_KEY
 from nnsight_engine.vllm_backend.call import prepare_params, salted
+from nnsight_engine.vllm_backend.output_payloads import deliver_payloads
 from nnsight_engine.vllm_backend.request_tracer import SentTrace
 from nnsight_engine.vllm_backend.result_router import ResultRouter
 from nnsight_engine.vllm_backend.vllm import VLLM
@@ -71,7 +73,7 @@ class Engine:
             (plain,) = self._llm.collective_rpc("describe_interventions")
             self._spec = ModelSpec.from_plain(plain)
             self._router = ResultRouter(self._spec)
-            self._router.attach(self._core.output_processor)
+            deliver_payloads(self._core.output_processor, {PLAN_KEY: self._router.deliver})
 
     def submit(self, prompt: Sequence[int], max_tokens: int, content: Content) -> Submitted:
         """Queue a request that generates exactly ``max_tokens`` greedy tokens."""

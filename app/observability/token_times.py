@@ -7,18 +7,17 @@ stream represent none.
 
 from __future__ import annotations
 
-import json
 import re
 import time
-from typing import Any, Final
+from typing import Final
 
 from app.audit.records import RECORD
 from app.observability.metrics import Metrics, kind_of
 
-_PREFIX: Final = "data: "
 _ERROR: Final = 'data: {"error"'
 _DONE: Final = "data: [DONE]"
 _USAGE: Final = re.compile(r'"choices": ?\[\]')
+_TEXT: Final = re.compile(r'"(?:text|content|reasoning)": ?"[^"]|"tool_calls": ?\[ ?\{|"finish_reason": ?"')
 _HEAD_LENGTH: Final = 512
 """The number of characters in which an event shows whether it has choices."""
 _LARGE: Final = 8192
@@ -68,17 +67,7 @@ def _has_text(event: str) -> bool:
         return False
     if len(event) > _LARGE:
         return True
-    try:
-        choices = json.loads(event.removeprefix(_PREFIX))["choices"]
-    except (ValueError, KeyError, TypeError):
-        return False
-    return any(_said(choice) for choice in choices)
-
-
-def _said(choice: dict[str, Any]) -> bool:
-    delta = choice.get("delta") or {}
-    texts = (choice.get("text"), delta.get("content"), delta.get("reasoning"), delta.get("tool_calls"))
-    return any(texts) or choice.get("finish_reason") is not None
+    return _TEXT.search(event) is not None
 
 
 __all__ = ["TokenTimes"]

@@ -126,14 +126,13 @@ class Registrar:
         self._device = device
 
     def register(
-        self, request_id: str, plan_bytes: bytes, tensors: dict[str, tuple[str, list[int], bytes]]
+        self, request_id: str, plan: RequestPlan, tensors: dict[str, tuple[str, list[int], bytes]]
     ) -> ActiveRequest:
-        """Decode a plan, move its tensors to the device and return the active request.
+        """Move a plan's tensors to the device and return the active request.
 
         Raises:
             InterventionError: ``unknown_point`` or ``wrong_width``; no tensor stays acquired.
         """
-        plan = RequestPlan.decode(plan_bytes)
         contents = {
             key: TensorData(dtype, tuple(shape), data) for key, (dtype, shape, data) in tensors.items()
         }

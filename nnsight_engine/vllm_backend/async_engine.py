@@ -43,6 +43,7 @@ from nnsight_engine.vllm_backend.call import (
 from nnsight_engine.vllm_backend.compat import check_supported
 from nnsight_engine.vllm_backend.early_process import offered
 from nnsight_engine.vllm_backend.metering import count_tokens, note_spent
+from nnsight_engine.vllm_backend.output_payloads import deliver_payloads
 from nnsight_engine.vllm_backend.processes import kill_engine, uninterrupted
 from nnsight_engine.vllm_backend.result_router import ResultRouter
 from nnsight_engine.vllm_backend.rpc_results import PENDING, answer
@@ -153,9 +154,9 @@ class InterventionAsyncLLM(AsyncLLM):
         (plain, *_) = await self.collective_rpc("describe_interventions")
         self.spec = ModelSpec.from_plain(plain)
         self.router = ResultRouter(self.spec)
-        self.router.attach(self.output_processor)
         self.traces = TraceRouter()
-        self.traces.attach(self.output_processor)
+        handlers = {PLAN_KEY: self.router.deliver, TRACE_KEY: self.traces.deliver}
+        deliver_payloads(self.output_processor, handlers)
         count_tokens(self.output_processor)
         self._has_sandbox = False
         self._coming: dict[str, Callable[[], None]] = {}

@@ -20,7 +20,9 @@ from vllm import LLM, AsyncEngineArgs, RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from nnsight_engine.vllm_backend.output_payloads import deliver_payloads
 from nnsight_engine.vllm_backend.trace_router import TraceRouter
+from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +105,7 @@ class AsyncEngine:
         self.router = TraceRouter()
         try:
             self.inner = self._wait(self._started(arguments))
-            self.router.attach(self.inner.output_processor)
+            deliver_payloads(self.inner.output_processor, {TRACE_KEY: self.router.deliver})
         except BaseException:
             self._end_loop()
             raise

@@ -8,29 +8,34 @@ converts engine outputs to request outputs, and passed to the handler of their k
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+Deliver = Callable[[Any, int], None]
+"""Receives a payload and the number of the choice it belongs to."""
 
-def on_parcels(output_processor: Any, kind: str, deliver: Callable[[Any, int], None]) -> None:
-    """Deliver every payload of a kind from now on.
+
+def deliver_payloads(output_processor: Any, handlers: Mapping[str, Deliver]) -> None:
+    """Deliver every payload from now on.
 
     Args:
         output_processor: vLLM's output processor.
-        kind: The payloads' key.
-        deliver: Called with a payload and the number of the choice it belongs to.
+        handlers: By the payloads' keys.
     """
     process = output_processor.process_outputs
 
     @functools.wraps(process)
     def process_outputs(engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         for output in engine_core_outputs:
-            if output.kv_transfer_params and kind in output.kv_transfer_params:
-                parcel = output.kv_transfer_params.pop(kind)
-                output.kv_transfer_params = output.kv_transfer_params or None
-                state = output_processor.request_states.get(output.request_id)
+            params = output.kv_transfer_params
+            if not params:
+                continue
+            state = output_processor.request_states.get(output.request_id)
+            for kind in handlers.keys() & params.keys():
+                payload = params.pop(kind)
                 if state is not None:
-                    deliver(parcel, state.request_index)
+                    handlers[kind](payload, state.request_index)
+            output.kv_transfer_params = params or None
         return process(engine_core_outputs, *args, **kwargs)
 
     output_processor.process_outputs = process_outputs

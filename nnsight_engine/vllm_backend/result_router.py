@@ -13,8 +13,7 @@ from typing import Any
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.plans.collector import RequestCollector
 from nnsight_engine.plans.records import Payload
-from nnsight_engine.plans.request_plan import PLAN_KEY, RequestPlan
-from nnsight_engine.vllm_backend.output_payloads import on_parcels
+from nnsight_engine.plans.request_plan import RequestPlan
 
 
 class ResultRouter:
@@ -31,10 +30,6 @@ class ResultRouter:
     def __len__(self) -> int:
         """Return the number of open requests."""
         return len(self._collectors)
-
-    def attach(self, output_processor: Any) -> None:
-        """Take payloads from everything that ``output_processor`` will process."""
-        on_parcels(output_processor, PLAN_KEY, self._deliver)
 
     def open(
         self,
@@ -57,7 +52,8 @@ class ResultRouter:
         """Remove the request; results that still arrive for it are dropped."""
         self._collectors.pop(key, None)
 
-    def _deliver(self, parcel: Any, choice: int) -> None:
+    def deliver(self, parcel: Any, choice: int) -> None:
+        """Pass a request's results to the collector of their choice."""
         collectors = self._collectors.get(parcel["key"])
         if collectors is not None:
             collectors[choice].add(Payload.decode(parcel["data"]))

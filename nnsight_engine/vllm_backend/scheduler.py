@@ -101,7 +101,9 @@ class InterventionScheduler(FairScheduler):
             self._gather(request)
         if entry is not None:
             entry["tensors"] = self.contents.acquire(request.request_id, entry["tensors"])
-            plan = RequestPlan.decode(entry["plan"])
+            plan = entry["plan"]
+            if isinstance(plan, bytes):  # in one process, the choices of a request share the entry
+                plan = entry["plan"] = RequestPlan.decode(plan)  # the workers receive it decoded
             self._outbox.open(request.request_id, plan, stops_outside=bool(params.stop))
             self._owners[request.request_id] = entry["key"]
             if plan.fingerprint:

@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from nnsight_engine.remote_backend.backpressure import MAX_BYTES, Backpressure, Drop, UnreadShare
-from nnsight_engine.vllm_backend.output_payloads import on_parcels
-from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +46,6 @@ class TraceRouter:
         """Return the number of open traces."""
         return len(self._listeners)
 
-    def attach(self, output_processor: Any) -> None:
-        """Take payloads from everything that ``output_processor`` will process."""
-        on_parcels(output_processor, TRACE_KEY, self._deliver)
-
     def open(
         self, key: str, listener: Callable[[TraceEvent], None], drop: Drop, *, max_bytes: int = MAX_BYTES
     ) -> UnreadShare:
@@ -76,7 +70,8 @@ class TraceRouter:
         if found is not None:
             found[1].close()
 
-    def _deliver(self, parcel: Sequence[Any], choice: int) -> None:
+    def deliver(self, parcel: Sequence[Any], choice: int) -> None:
+        """Pass the events of a step to the listeners of their traces."""
         for key, index, news, printed in parcel:
             found = self._listeners.get(key)
             if found is None:

@@ -35,6 +35,7 @@ from nnsight_engine.plans.compile import compile_request
 from nnsight_engine.plans.request_plan import PLAN_KEY
 from nnsight_engine.vllm_backend.call import prepare_params, salted
 from nnsight_engine.vllm_backend.compat import EngineLimits, engine_options
+from nnsight_engine.vllm_backend.output_payloads import deliver_payloads
 from nnsight_engine.vllm_backend.result_router import ResultRouter
 
 Interventions = list[dict[str, Any]]
@@ -118,7 +119,7 @@ class Engine:
         plain, *_ = self.llm.collective_rpc("describe_interventions")
         self.spec = ModelSpec.from_plain(plain)
         self.router = ResultRouter(self.spec)
-        self.router.attach(self.core.output_processor)
+        deliver_payloads(self.core.output_processor, {PLAN_KEY: self.router.deliver})
 
     def close(self) -> None:
         """Free the engine."""

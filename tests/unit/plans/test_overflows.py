@@ -67,7 +67,7 @@ def collector_of(
     request = compiled(served, {"op": "capture", "at": POINTS, "name": "c"} | capture, stream=stream)
     dtype, device = DTYPES[served], torch.device("cpu")
     ledger = ByteLedger(max_request_bytes=1 << 20, max_engine_bytes=1 << 20)
-    active = Registrar(spec(served), dtype, device).register("r", request.plan.encode(), {})
+    active = Registrar(spec(served), dtype, device).register("r", request.plan, {})
     builder = StepBuilder(spec(served), dtype, device, ledger, lambda _: AttentionForm(1.0))
     plan = builder.plan([Span(active, 0, len(PROMPT), 0, np.array(PROMPT, np.int32))])
     for tap in (1, 2):

@@ -155,9 +155,7 @@ class Worker:
         self.compiled = request
         self.ledger = ByteLedger(max_request_bytes=max_bytes, max_engine_bytes=1 << 20)
         self.builder = StepBuilder(SPEC, torch.float32, device, self.ledger, lambda _layer: FORM)
-        self.request: ActiveRequest = Registrar(SPEC, torch.float32, device).register(
-            "r", request.plan.encode(), {}
-        )
+        self.request: ActiveRequest = Registrar(SPEC, torch.float32, device).register("r", request.plan, {})
         self.harvester = StepResultsReader(lambda rows: rows, HostArena(device))
         self.pending = PendingResults(request.plan, stops_outside=False)
         self.queries, self.keys = torch.randn(64, HEADS, HEAD_DIM), torch.randn(64, KV_HEADS, HEAD_DIM)

@@ -116,7 +116,7 @@ class Worker:
         entries = []
         for request_id, request in arrived.items():
             tensors = {key: (one.dtype, list(one.shape), one.data) for key, one in request.tensors.items()}
-            entries.append((request_id, {"plan": request.plan.encode(), "tensors": tensors}))
+            entries.append((request_id, {"plan": request.plan, "tensors": tensors}))
         self.state.begin(entries, finished)
 
     def plan(self, batch: Sequence[Rows]) -> StepPlan | None:

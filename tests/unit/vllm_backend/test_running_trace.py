@@ -34,7 +34,7 @@ class Engine:
                 for step in steps:
                     await asyncio.sleep(0)
                     if isinstance(step, bytes):
-                        self.router._deliver([(key, 0, step, "")], 0)
+                        self.router.deliver([(key, 0, step, "")], 0)
                     elif isinstance(step, Exception):
                         raise step
                     else:
@@ -135,4 +135,4 @@ async def test_what_is_told_of_other_traces_or_fails_to_be_taken_harms_nobody() 
         raise RuntimeError("a listener's fault")
 
     router.open("mine", broken, lambda _: None)
-    router._deliver([("mine", 0, b"x", ""), ("another's", 0, b"x", "")], 0)
+    router.deliver([("mine", 0, b"x", ""), ("another's", 0, b"x", "")], 0)

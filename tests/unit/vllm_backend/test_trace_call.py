@@ -30,11 +30,11 @@ class Stream:
         traced.share = self.router.open(traced.key, traced.hear, traced.drop, max_bytes=max_bytes)
 
     def tell_bytes(self, news: bytes) -> None:
-        self.router._deliver([(self.traced.key, 0, news, "")], 0)
+        self.router.deliver([(self.traced.key, 0, news, "")], 0)
 
     def tell(self, printed: str = "", whole: dict[str, Any] | None = None, **grown: list[Any]) -> None:
         news = encode({"whole": whole or {}, "grown": grown}) if whole or grown else None
-        self.router._deliver([(self.traced.key, 0, news, printed)], 0)
+        self.router.deliver([(self.traced.key, 0, news, printed)], 0)
 
     async def chunk(self) -> tuple[dict[str, Any], dict[str, Any], str]:
         collected = await self.call.take_part(0, 1)
