@@ -16,14 +16,10 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
-from starlette.types import Scope
 
 from api_schemas.errors import ApiError, ErrorCode
 from app.body_fields import FieldLimits
 from app.engine.slot_pool import SlotPool
-
-BODIES: Final = "nnsight_engine.bodies"
-"""The key of a request's scope that holds the server's ``LargeBodyReader``."""
 
 ASKED: Final = struct.Struct("<QQ")
 """The request header: sizes in bytes of the limits and of the body, which follow."""
@@ -128,16 +124,10 @@ class LargeBodyReader:
         return is_body, await process.stdout.readexactly(num_bytes)
 
 
-def bodies_of(scope: Scope) -> LargeBodyReader | None:
-    """Return the reader of large bodies for a request whose caller is authenticated, else None."""
-    bodies: LargeBodyReader | None = scope.get(BODIES)
-    return bodies
-
-
 async def _end(process: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.kill()
     await process.wait()
 
 
-__all__ = ["BODIES", "LargeBodyReader", "bodies_of"]
+__all__ = ["LargeBodyReader"]

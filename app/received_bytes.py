@@ -13,12 +13,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Final
 
-from starlette.types import Scope
-
 from api_schemas.errors import ApiError, ErrorCode
-
-INTAKE: Final = "nnsight_engine.intake"
-"""The key of a connection's scope that holds its ``Intake``."""
 
 _MAX_SOCKETS: Final = 64
 
@@ -120,12 +115,6 @@ class Intake:
             self.give_back(self.num_bytes)
 
 
-def intake_of(scope: Scope) -> Intake | None:
-    """Return the counter of a connection whose caller is authenticated, else None."""
-    intake: Intake | None = scope.get(INTAKE)
-    return intake
-
-
 def _full(whose: str, most: int) -> ApiError:
     return ApiError(
         ErrorCode.RATE_LIMITED,
@@ -134,4 +123,4 @@ def _full(whose: str, most: int) -> ApiError:
     )
 
 
-__all__ = ["INTAKE", "Intake", "ReceivedBytes", "intake_of"]
+__all__ = ["Intake", "ReceivedBytes"]

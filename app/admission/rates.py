@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from limits import RateLimitItemPerMinute
-from starlette.requests import HTTPConnection
 
 from app.admission.counts import Counts, Taken
 from app.admission.estimates import Estimate
@@ -24,8 +23,6 @@ from app.admission.refusals import ThrottledError
 from app.auth.principal import Principal
 from nnsight_engine.core.metering import UsageMeter
 
-ADMITTED: Final = "nnsight_engine.admitted"
-"""The key of a request's ASGI scope that holds its ``Admitted``."""
 _SOON_S: Final = 1
 _REMAINING: Final = "x-ratelimit-remaining-requests"
 
@@ -35,14 +32,14 @@ class Admitted:
 
     Args:
         headers: OpenAI's rate limit headers, with what is left to the caller.
-        caller: The caller.
+        meter: The usage of the request so far.
         groups: The groups whose limits apply.
         quotas: Counts the usage.
         release: Called with this object when the request is over.
 
     Attributes:
         headers: The headers, which the server sends with the response.
-        meter: The usage so far.
+        meter: The usage of the request so far.
         groups: The groups whose limits apply.
         reserved: The reservations for it.
     """
@@ -50,13 +47,13 @@ class Admitted:
     def __init__(
         self,
         headers: dict[str, str],
-        caller: Principal,
+        meter: UsageMeter,
         groups: Sequence[QuotaGroup],
         quotas: Quotas,
         release: Callable[[Admitted], None],
     ) -> None:
         self.headers = headers
-        self.meter = UsageMeter(caller.key_id)
+        self.meter = meter
         self.groups = groups
         self.reserved: list[Taken] = []
         self._quotas = quotas
@@ -91,12 +88,6 @@ class Admitted:
             release(self)
 
 
-def admitted_of(connection: HTTPConnection) -> Admitted | None:
-    """Return a request's ``Admitted``; None if nothing is counted for it."""
-    admitted: Admitted | None = connection.scope.get(ADMITTED)
-    return admitted
-
-
 class Rates:
     """Counts the requests of one server, or of several that share a storage.
 
@@ -122,11 +113,12 @@ class Rates:
         """Return how many completions, chats, traces and trainings of a tenant run on this server."""
         return self._running[f"tenant:{tenant}"]
 
-    async def admit(self, caller: Principal, *, works: bool) -> Admitted | None:
+    async def admit(self, caller: Principal, meter: UsageMeter, *, works: bool) -> Admitted | None:
         """Count a request; return None if nothing is counted for it.
 
         Args:
             caller: The caller.
+            meter: Records its usage.
             works: Whether it uses the engine, so that the limits on concurrency and tokens apply.
 
         Raises:
@@ -156,7 +148,7 @@ class Rates:
             self._end(names)
             self._count_later(admitted)
 
-        return Admitted(headers, caller, groups, self._quotas, release)
+        return Admitted(headers, meter, groups, self._quotas, release)
 
     async def set_aside(self, caller: Principal, estimate: Estimate) -> list[Taken]:
         """Reserve the tokens of work that is not a request, such as a job, when it begins."""
@@ -243,4 +235,4 @@ def groups_of(caller: Principal) -> list[QuotaGroup]:
     ]
 
 
-__all__ = ["ADMITTED", "Admitted", "Rates", "ThrottledError", "admitted_of", "groups_of"]
+__all__ = ["Admitted", "Rates", "groups_of"]

@@ -21,7 +21,7 @@ from typing import Final
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.keys import CreatedKey, Key, Limits, NewKey, Scope, Tenant, Tier
 from app.admission.login_throttle import LoginThrottle
-from app.admission.rates import ThrottledError
+from app.admission.refusals import ThrottledError
 from app.auth.lookups import Lookups
 from app.auth.principal import EVERYBODY, Principal
 from app.auth.secrets import Secret, bearer, hashed, is_slow, matches, new_secret, parsed

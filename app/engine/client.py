@@ -63,8 +63,8 @@ class EngineClient(Protocol):
 
     - ``body``: the request's JSON without ``interventions``.
     - ``interventions``: validated for shape, not yet resolved against the model.
-    - ``http``: the request, its body already read; its ``receive`` belongs to the caller.
-    - ``owner``: the tenant that owns the results.
+    - ``http``: the request, its body already read; its ``receive`` belongs to the caller. The tenant of its
+      ``RequestContext`` owns the results.
     - ``inline``: whether a complete answer embeds its tensors, however large; for callers within the server.
     """
 
@@ -87,7 +87,6 @@ class EngineClient(Protocol):
         body: JsonObject,
         interventions: tuple[Intervention, ...],
         http: Request,
-        owner: str,
         *,
         inline: bool = False,
     ) -> EngineReply:
@@ -98,7 +97,6 @@ class EngineClient(Protocol):
         body: JsonObject,
         interventions: tuple[Intervention, ...],
         http: Request,
-        owner: str,
         *,
         inline: bool = False,
     ) -> EngineReply:

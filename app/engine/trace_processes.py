@@ -22,7 +22,7 @@ from app.engine.fair_queue import FairQueue
 from app.errors import internal_error
 from app.services.traces import event_frame
 from app.settings import Settings
-from nnsight_engine.core.metering import METER
+from nnsight_engine.core.work_context import current_work
 from nnsight_engine.local_engine.process_channel import CANCEL, FAILED, READY, ProcessOptions
 from nnsight_engine.local_engine.trace_process import ProcessEndedError, TraceProcess
 from nnsight_engine.remote_backend.backpressure import Backpressure, SlowReaderError
@@ -82,7 +82,8 @@ class ProcessJob:
         self.num_told = 0
         self.has_begun = False
         self.context = contextvars.copy_context()
-        self.meter = METER.get()
+        work = current_work()
+        self.meter = None if work is None else work.meter
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self.meter is not None:
             self.meter.expect(self.over)

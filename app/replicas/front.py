@@ -28,14 +28,14 @@ from app.hosts import HostMiddleware
 from app.lifecycle import Lifecycle, Phase, Startable
 from app.middleware import GateMiddleware
 from app.observability.metrics import Metrics
-from app.received_bytes import INTAKE, ReceivedBytes
+from app.received_bytes import ReceivedBytes
 from app.replicas.asked import Asked, of_body, owner_of, split_path
 from app.replicas.options import ReplicaOptions
 from app.replicas.protocol import Place, Replicas, none_ready
 from app.replicas.questions import Questions
 from app.replicas.relay import NotTakenError, Relay, Sent, is_held
 from app.replicas.sockets import deny, relay_socket
-from app.request_deadline import cutoff_of
+from app.request_context import RequestContextMiddleware, context_of
 from app.services.disconnect import while_connected
 from app.settings import Settings
 
@@ -133,7 +133,7 @@ class Front:
             key = request.headers.get("authorization", "")
             # Who is let in without a key is of a server that only this machine uses.
             name = f"key {hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}" if key else ""
-        request.scope[INTAKE] = self._receiving.intake(name)
+        context_of(request.scope).intake = self._receiving.intake(name)
         return None
 
     async def _asked(self, sent: Sent, named: str) -> Asked:
@@ -158,7 +158,9 @@ class Front:
         """Send a request to the one replica that can answer it."""
         scope = sent.request.scope
         answer: Response | None = None
-        place = await while_connected(sent.receive, self._questions.place_of(owner), cutoff_of(scope))
+        place = await while_connected(
+            sent.receive, self._questions.place_of(owner), context_of(scope).deadline
+        )
         if place is not None:
             try:
                 answer = await self._relay.answer(sent, place)
@@ -178,7 +180,7 @@ class Front:
             try:
                 async with contextlib.AsyncExitStack() as stack:
                     entering = stack.enter_async_context(replicas.taken(asked.key, tried=tried))
-                    place = await while_connected(sent.receive, entering, cutoff_of(scope))
+                    place = await while_connected(sent.receive, entering, context_of(scope).deadline)
                     if place.name in tried:
                         break
                     tried.add(place.name)
@@ -273,6 +275,7 @@ def create_front(
     app.add_middleware(_ModelInPath, options=options)
     if are_keys_required is not None:
         app.add_middleware(HostMiddleware, settings=settings, are_keys_required=are_keys_required)
+    app.add_middleware(RequestContextMiddleware)
     install_error_handlers(app)
     return app
 

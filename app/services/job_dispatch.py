@@ -20,13 +20,13 @@ from app.admission.counts import Taken
 from app.admission.estimates import Estimate
 from app.auth.principal import EVERYBODY, Principal
 from app.lifecycle import Lifecycle, Phase
-from app.services.job_callers import JobCallers
+from app.services.job_callers import JobCallers, RunOver
 from app.services.job_runs import Ending, JobRun, JobTools, note_interrupted
 from app.services.job_slots import JobSlot, JobSlots
 from app.storage.job_leases import LEASE_S
 from app.storage.jobs import JobStore
 from app.storage.tables import JobRow
-from nnsight_engine.core.metering import METER, UsageMeter
+from nnsight_engine.core.work_context import working_for
 
 logger = logging.getLogger(__name__)
 
@@ -172,6 +172,7 @@ class JobDispatcher:
             reserved.extend(await self._callers.set_aside(caller, estimate))
 
         run = JobRun(job, self._tools, slot, set_aside=set_aside, refusal=refusal, sandbox_of=sandbox_of)
+        run.context.principal = caller
         self._runs[job.id] = run
         self._running[job.id] = asyncio.create_task(
             self._run(job, run, slot, caller, reserved), name=f"job-{job.id}"
@@ -203,12 +204,10 @@ class JobDispatcher:
     async def _run(
         self, job: JobRow, run: JobRun, slot: JobSlot, caller: Principal, reserved: Sequence[Taken]
     ) -> None:
-        meter = UsageMeter(job.key_id)
-        METER.set(meter)  # in the context of this task, which is the job's own
-        over: Callable[..., None] | None = None
+        over: RunOver | None = None
         try:
-            over = self._callers.watch(run.record, job.traceparent)
-            with self._lifecycle.serving():
+            over = self._callers.watch(run.context, job.traceparent)
+            with self._lifecycle.serving(), working_for(run.context):
                 await run.run()
                 gone = await self._store.remove_ended(job.id)
                 await self._tools.files.remove(gone.ids)
@@ -220,7 +219,7 @@ class JobDispatcher:
         finally:
             try:
                 # Before another job of the same key may begin.
-                await self._callers.count(caller, meter, reserved)
+                await self._callers.count(caller, run.context.meter, reserved)
             except Exception:
                 logger.exception("what job %s used could not be counted", job.id)
             finally:
@@ -228,7 +227,7 @@ class JobDispatcher:
                 slot.leave()
                 self.wake()
                 if over is not None:
-                    over(run.ended, meter)
+                    over(run.ended)
 
     async def _keep(self) -> None:
         renewed_at = recovered_at = time.monotonic()

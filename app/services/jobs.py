@@ -41,7 +41,6 @@ from app.storage.jobs import Accepted, Gone, JobStore, NewJob
 from app.storage.open_files import OpenResult
 from app.storage.storage_usage import Holder, StoredBytes
 from app.storage.tables import JobRow
-from nnsight_engine.core.trace_headers import TRACE_HEADERS
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.remote_backend.messages import TraceHead
 from nnsight_engine.serialization import DecodeError
@@ -211,6 +210,7 @@ class JobService:
         key: str | None,
         holder: Holder,
         reruns: bool,
+        traceparent: str = "",
     ) -> Submitted:
         """Accept a trace, or return the job that was created before with the same idempotency key.
 
@@ -220,6 +220,7 @@ class JobService:
             key: The request's idempotency key.
             holder: The tenant and key that own the job.
             reruns: Whether the job runs again automatically if the server dies while it runs.
+            traceparent: The span of the request, which the job's spans link to; empty if there is none.
 
         Raises:
             ApiError: ``invalid_trace``, ``queue_full``, ``job_store_full``, ``stored_bytes_full``,
@@ -247,7 +248,7 @@ class JobService:
                 idempotency_key=key,
                 reruns=reruns,
                 key_id=holder.key_id,
-                traceparent=_traceparent(),
+                traceparent=traceparent,
             )
             await self._files.adopt(upload, new.id)
         # Shielded from cancellation: the job may already be in the database, or else its files must be
@@ -309,13 +310,13 @@ class JobService:
         self._tell_cancelled(job_id)
         await self._forget(gone)
 
-    async def rerun(self, job_id: str, holder: Holder) -> Job:
+    async def rerun(self, job_id: str, holder: Holder, traceparent: str = "") -> Job:
         """Queue a job that failed or was cancelled again, now owned by the key of this request.
 
         Raises:
             ApiError: ``job_not_found``, ``job_not_rerunnable``, ``queue_full``.
         """
-        job, (before, num_bytes) = await self._store.rerun(job_id, holder, _traceparent())
+        job, (before, num_bytes) = await self._store.rerun(job_id, holder, traceparent)
         self._files.space.free(num_bytes, before)
         await self._files.remove_results([(job_id, job.attempt)])
         self._feed.told(job_id)
@@ -425,11 +426,6 @@ def _job(row: JobRow) -> Job:
         reruns=row.reruns,
         cancel_requested=row.cancel_requested,
     )
-
-
-def _traceparent() -> str:
-    """Return the ``traceparent`` that links the job's spans to this request's; empty if none."""
-    return (TRACE_HEADERS.get() or {}).get("traceparent", "")
 
 
 def _error_frame(row: JobRow) -> bytes:

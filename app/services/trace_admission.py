@@ -24,7 +24,7 @@ def check_sender(settings: Settings, http: Request, caller: Principal) -> None:
     Raises:
         ApiError: ``code_not_allowed``, ``missing_scope``, ``bad_request`` (wrong content type).
     """
-    check_code_allowed(settings, http, caller)
+    check_code_allowed(settings, caller)
     # An HTML form cannot send this type: for it a browser makes a CORS preflight request first.
     check_media_type(http, MEDIA_TYPE)
 

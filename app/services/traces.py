@@ -9,7 +9,7 @@ from typing import Final
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
 from app.engine.traces import TraceEngine
-from nnsight_engine.core.metering import METER
+from nnsight_engine.core.metering import UsageMeter
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, json_frame
 from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
 
@@ -47,19 +47,23 @@ class TraceService:
             raise _unable(name, able)
         return self._engines[name]
 
-    async def run(self, request: TraceRequest, job_id: str) -> AsyncGenerator[Frame, None]:
+    async def run(self, request: TraceRequest, job_id: str, meter: UsageMeter) -> AsyncGenerator[Frame, None]:
         """Run a trace and yield the frames for its client: events, outputs, and finally the result.
+
+        Args:
+            request: The trace.
+            job_id: Its id.
+            meter: Records the bytes of what its blocks saved.
 
         Raises:
             ApiError: The trace cannot be run; raised before the first frame if no engine here runs it.
         """
         engine = self.engine_for(request.head)
-        meter = METER.get()
         yield event_frame(JobStatus.DISPATCHED, engine=engine.name)
         frames = engine.run_trace(request, job_id)
         try:
             async for frame in frames:
-                if meter is not None and frame.kind in _SAVES:
+                if frame.kind in _SAVES:
                     meter.captured_bytes += len(frame.data)
                 yield frame
         finally:

@@ -195,9 +195,9 @@ class _Reader:
         keep_apart(body, self._caller)
         if isinstance(prompt, str):
             body["prompt"] = prompt
-            return self._engine.completions(body, (capture,), self._http, self._caller.tenant, inline=True)
+            return self._engine.completions(body, (capture,), self._http, inline=True)
         body["messages"] = [message.model_dump(exclude_none=True) for message in prompt]
-        return self._engine.chat(body, (capture,), self._http, self._caller.tenant, inline=True)
+        return self._engine.chat(body, (capture,), self._http, inline=True)
 
 
 async def training_events(

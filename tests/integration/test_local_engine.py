@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextvars import ContextVar
 from pathlib import Path
 
 import httpx
@@ -25,6 +24,7 @@ from app.main import create_app, new_store
 from app.settings import Settings, environment_for_traces
 from nnsight_engine.core.metering import UsageMeter
 from nnsight_engine.core.saves import save
+from nnsight_engine.core.work_context import WorkContext
 from nnsight_engine.local_engine.process_channel import ProcessOptions
 from nnsight_engine.modeling.language import LanguageModel
 from nnsight_engine.remote_backend.backend import RemoteBackend
@@ -293,7 +293,7 @@ def test_the_time_that_a_trace_holds_the_engine_is_counted(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meter = UsageMeter("key")
-    monkeypatch.setattr(trace_processes, "METER", ContextVar("of a key's request", default=meter))
+    monkeypatch.setattr(trace_processes, "current_work", lambda: WorkContext(meter=meter))
     model = served.model
     with model.trace(TEXT, backend=served.remote()):
         time.sleep(0.3)

@@ -14,7 +14,7 @@ from sqlalchemy import event
 from api_schemas.errors import ApiError
 from api_schemas.keys import CreatedKey, Limits, NewKey
 from app.admission.login_throttle import LoginThrottle
-from app.admission.rates import ThrottledError
+from app.admission.refusals import ThrottledError
 from app.auth import keys as keys_module
 from app.auth import secrets
 from app.auth.keys import Keys
