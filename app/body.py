@@ -15,8 +15,8 @@ from starlette.requests import Request
 from api_schemas.errors import ApiError, ErrorCode
 from app.body_fields import checked
 from app.body_json import check_depth, parse_object
+from app.disconnect import while_connected
 from app.request_context import context_of
-from app.services.disconnect import while_connected
 
 THREAD_BYTES: Final = 1024 * 1024
 """Bodies larger than this are processed in a thread."""

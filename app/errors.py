@@ -23,8 +23,8 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
 from api_schemas.interventions import path_in
 from api_schemas.limits import Limits
-from app.admission.refusals import ThrottledError
 from app.json_text import printable
+from app.refusals import ThrottledError
 from app.request_context import note_error
 
 RETRY_AFTER_S: Final = 5

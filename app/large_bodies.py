@@ -18,8 +18,8 @@ from typing import Any, Final
 import msgspec
 
 from api_schemas.errors import ApiError, ErrorCode
+from app.admission.slot_pool import SlotPool
 from app.body_fields import FieldLimits
-from app.engine.slot_pool import SlotPool
 
 ASKED: Final = struct.Struct("<QQ")
 """The request header: sizes in bytes of the limits and of the body, which follow."""

@@ -19,8 +19,8 @@ from limits import RateLimitItemPerMinute
 from app.admission.counts import Counts, Taken
 from app.admission.estimates import Estimate
 from app.admission.quotas import Quota, QuotaGroup, Quotas
-from app.admission.refusals import ThrottledError
 from app.auth.principal import Principal
+from app.refusals import ThrottledError
 from nnsight_engine.core.metering import UsageMeter
 
 _SOON_S: Final = 1

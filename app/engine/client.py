@@ -16,8 +16,8 @@ from starlette.requests import Request
 from api_schemas.capabilities import Capabilities
 from api_schemas.interventions import Intervention
 from api_schemas.tokens import TokenizeRequest
+from app.engine.served_model import ServedModel
 from app.engine.traces import TraceEngine
-from app.services.served_model import ServedModel
 from nnsight_engine.core.engine_counts import EngineCounts
 
 JsonObject = dict[str, Any]

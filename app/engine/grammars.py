@@ -25,8 +25,8 @@ import msgspec
 from vllm.v1.structured_output.request import get_structured_output_key
 
 from api_schemas.errors import ApiError, ErrorCode
+from app.admission.slot_pool import Slot, SlotPool
 from app.engine.grammar_bounds import FIELD, GrammarBounds
-from app.engine.slot_pool import Slot, SlotPool
 from app.errors import internal_error
 from app.settings import Settings
 from nnsight_engine.vllm_backend import grammar_process

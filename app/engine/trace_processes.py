@@ -18,9 +18,9 @@ from typing import Any, Final
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
-from app.engine.fair_queue import FairQueue
+from app.admission.fair_queue import FairQueue
+from app.engine.traces import event_frame
 from app.errors import internal_error
-from app.services.traces import event_frame
 from app.settings import Settings
 from nnsight_engine.core.work_context import current_work
 from nnsight_engine.local_engine.process_channel import CANCEL, FAILED, READY, ProcessOptions

@@ -32,12 +32,16 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import FIELD, Intervention
 from api_schemas.request_traces import Trace
 from api_schemas.tokens import TokenizeRequest
+from app.admission.slot_pool import SlotPool
+from app.auth.code_policy import has_process, sandbox_of
+from app.engine.capabilities import describe
 from app.engine.client import DescribedModel, EngineReply, JsonObject
 from app.engine.engine_watchdog import stalled
 from app.engine.grammar_requests import read_accepted, setup_of
 from app.engine.grammars import Grammars
 from app.engine.intervening_requests import InterveningChatRequest, InterveningCompletionRequest
-from app.engine.slot_pool import SlotPool
+from app.engine.responses import choice_json
+from app.engine.served_model import ServedModel
 from app.engine.tokenizing import ids_of, texts_of, tokenize_request
 from app.engine.traces import TraceEngine
 from app.engine.vllm_errors import raised, said_dead, word_streams
@@ -47,10 +51,6 @@ from app.engine.vllm_traces import VLLMTraceEngine
 from app.errors import DONE_FRAME
 from app.json_text import json_text
 from app.request_context import RequestContext, context_of
-from app.services.capabilities import describe
-from app.services.code_policy import has_process, sandbox_of
-from app.services.responses import choice_json
-from app.services.served_model import ServedModel
 from app.settings import (
     Settings,
     are_sockets_placed,

@@ -19,12 +19,12 @@ from vllm.sampling_params import RequestOutputKind
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
-from app.engine.slot_pool import SlotPool
+from app.admission.slot_pool import SlotPool
+from app.auth.code_policy import has_process
+from app.engine.traces import event_frame
 from app.engine.vllm_errors import said_dead, translated
 from app.engine.vllm_sampling import sampling_params
 from app.errors import internal_error
-from app.services.code_policy import has_process
-from app.services.traces import event_frame
 from app.settings import Settings
 from nnsight_engine.core.work_context import current_work
 from nnsight_engine.remote_backend.backpressure import SlowReaderError

@@ -23,6 +23,7 @@ from starlette.websockets import WebSocket
 
 from api_schemas.errors import ApiError, ErrorCode
 from app.body import THREAD_BYTES
+from app.disconnect import while_connected
 from app.errors import error_response, install_error_handlers
 from app.hosts import HostMiddleware
 from app.lifecycle import Lifecycle, Phase, Startable
@@ -36,7 +37,6 @@ from app.replicas.questions import Questions
 from app.replicas.relay import NotTakenError, Relay, Sent, is_held
 from app.replicas.sockets import deny, relay_socket
 from app.request_context import RequestContextMiddleware, context_of
-from app.services.disconnect import while_connected
 from app.settings import Settings
 
 _UNASKED_BYTES: Final = 1024 * 1024

@@ -24,10 +24,10 @@ from yarl import URL
 
 from api_schemas.errors import ErrorCode
 from app.body import read_bytes, stream_bytes
+from app.disconnect import while_connected
 from app.listen_socket import notice_loss
 from app.replicas.protocol import Place, lost
 from app.request_context import context_of
-from app.services.disconnect import while_connected
 from app.services.streaming import ClosingStream, last_events
 from app.settings import Settings
 

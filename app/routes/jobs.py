@@ -12,12 +12,12 @@ from starlette.responses import Response
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import Job, JobList, JobStatus
 from app.admission.quotas import Quota
+from app.auth.code_policy import check_code_allowed
 from app.body import stream_bytes
 from app.context import Asked, Coder, Served
 from app.errors import RETRY_AFTER_S, error_response
 from app.openapi import BINARY, TRACE_BODY, error_responses
 from app.request_context import RequestContext
-from app.services.code_policy import check_code_allowed
 from app.services.downloads import download
 from app.services.trace_admission import check_head, check_sender
 from app.storage.storage_usage import Holder

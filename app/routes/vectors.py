@@ -22,9 +22,9 @@ from app.admission.estimates import of_training
 from app.admission.quotas import INTERVENING
 from app.body import BodyLimits, read_object
 from app.context import Asked, Intervener, Served, Trains
+from app.disconnect import while_connected
 from app.errors import validated
 from app.openapi import BINARY, EVENTS_TYPE, error_responses, json_body, json_events, schema_of
-from app.services.disconnect import while_connected
 from app.services.streaming import ClosingStream, events, first_event, last_events
 from app.vectors.training import training_events
 from app.vectors.uploads import FORM_TYPE

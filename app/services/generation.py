@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Awaitable, Callable
 from difflib import get_close_matches
 from itertools import islice
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,20 +23,22 @@ from api_schemas.operations import Ablate, Patch, Steer
 from api_schemas.request_traces import Trace
 from app.admission.estimates import check_choices, num_choices, num_prompts, of_body
 from app.admission.quotas import INTERVENING
+from app.auth.code_policy import check_code_allowed
 from app.auth.principal import Principal
 from app.body import THREAD_BYTES, BodyLimits, read_object
-from app.context import Context
+from app.disconnect import while_connected
+from app.engine.cache_salts import keep_apart
 from app.engine.client import EngineReply, JsonObject
 from app.json_text import JsonAnswer
 from app.observability.token_times import TokenTimes
 from app.request_context import context_of
-from app.services.cache_salts import keep_apart
-from app.services.code_policy import check_code_allowed
-from app.services.disconnect import while_connected
 from app.services.prompts import check_prompts
 from app.services.streaming import ClosingStream, close_stream, events, first_event, last_events
 from app.settings import Settings
 from app.vectors.names import names_vectors
+
+if TYPE_CHECKING:
+    from app.context import Context
 
 _WRITES: Final = (Steer, Ablate, Patch, Trace)
 

@@ -12,10 +12,10 @@ from api_schemas.jobs import JobStatus
 from app.admission.counts import Taken
 from app.admission.estimates import Estimate
 from app.admission.rates import Rates
+from app.auth.code_policy import sandbox_of
 from app.auth.keys import Keys
 from app.auth.principal import Principal
 from app.request_context import RequestContext
-from app.services.code_policy import sandbox_of
 from app.settings import Settings
 from app.storage.storage_usage import StoredBytes
 from app.storage.tables import JobRow

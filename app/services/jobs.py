@@ -20,6 +20,7 @@ from typing import Final
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import Job, JobError, JobEvent, JobList, JobStatus, JobSummary
 from app.audit.log import AuditLog
+from app.engine.served_model import ServedModel
 from app.errors import error_bytes
 from app.json_text import printable
 from app.lifecycle import Lifecycle
@@ -28,7 +29,6 @@ from app.services.job_dispatch import JobDispatcher
 from app.services.job_feed import JobFeed
 from app.services.job_runs import JobTools, note_interrupted
 from app.services.local_calls import LocalCalls
-from app.services.served_model import ServedModel
 from app.services.trace_admission import check_still_taken
 from app.services.traces import TraceService
 from app.settings import Settings

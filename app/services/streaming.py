@@ -16,10 +16,10 @@ from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from api_schemas.errors import ApiError, ErrorCode
+from app.disconnect import while_connected
 from app.errors import DONE_FRAME, error_frame, internal_error
 from app.request_context import RequestContext, context_of, note_error
 from app.request_deadline import RequestDeadline
-from app.services.disconnect import while_connected
 
 logger = logging.getLogger(__name__)
 

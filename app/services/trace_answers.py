@@ -11,7 +11,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Iterator
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,19 +20,21 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
 from app.admission.estimates import of_trace
 from app.admission.quotas import INTERVENING
+from app.auth.code_policy import sandbox_of
 from app.auth.principal import Principal
 from app.body import read_bytes
-from app.context import Context
+from app.disconnect import while_connected
+from app.engine.traces import event_frame
 from app.errors import error_bytes, internal_error
 from app.request_context import RequestContext, context_of
-from app.services.code_policy import sandbox_of
-from app.services.disconnect import while_connected
 from app.services.streaming import ClosingStream
 from app.services.trace_admission import check_head, check_sender
-from app.services.traces import event_frame
 from nnsight_engine.remote_backend.frames import MEDIA_TYPE, Frame, FrameKind
 from nnsight_engine.remote_backend.messages import TraceRequest
 from nnsight_engine.serialization import DecodeError
+
+if TYPE_CHECKING:
+    from app.context import Context
 
 logger = logging.getLogger(__name__)
 

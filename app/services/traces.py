@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator, Mapping
 from typing import Final
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
-from app.engine.traces import TraceEngine
+from app.engine.traces import TraceEngine, event_frame
 from nnsight_engine.core.metering import UsageMeter
-from nnsight_engine.remote_backend.frames import Frame, FrameKind, json_frame
+from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
 
 _ENGINE_OF: Final = {"vllm": "vllm", "transformers": "local"}
@@ -68,14 +67,6 @@ class TraceService:
                 yield frame
         finally:
             await frames.aclose()
-
-
-def event_frame(
-    status: JobStatus, *, message: str | None = None, engine: str | None = None, job: str | None = None
-) -> Frame:
-    """Return an event of a trace as a frame."""
-    event = {"status": status, "time": time.time(), "message": message, "engine": engine, "job": job}
-    return json_frame(FrameKind.EVENT, {key: value for key, value in event.items() if value is not None})
 
 
 def _unable(name: str, able: str) -> ApiError:

@@ -26,7 +26,7 @@ from api_schemas.vectors import Training, Vector
 from app.storage.database import Database
 from app.storage.storage_usage import Holder
 from app.storage.tables import VectorNameRow, VectorRow
-from app.vectors.rows import VectorRows, kind_of
+from app.storage.vector_rows import VectorRows, kind_of
 
 _ID_BYTES: Final = 12
 _ID_PREFIX: Final = "vec_"

@@ -22,9 +22,10 @@ from app.engine.client import EngineClient
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.storage_usage import Holder, StoredBytes
+from app.storage.vector_rows import VectorRows
 from app.storage.vectors import NewRow, VectorStore
 from app.vectors.names import NameResolver, VectorCache
-from app.vectors.rows import ModelShape, VectorRows
+from app.vectors.rows import ModelShape
 from app.vectors.uploads import read_upload
 
 

@@ -22,14 +22,15 @@ from api_schemas.operations import Capture
 from api_schemas.points import LayerSelection, resolve_layer
 from api_schemas.vectors import LayerScore, Prompt, Training, TrainingEvent, TrainingRequest, Vector
 from api_schemas.where import Where
+from app.admission.slot_pool import SlotPool
 from app.auth.principal import Principal
+from app.engine.cache_salts import keep_apart
 from app.engine.client import EngineClient, EngineReply, JsonObject
-from app.engine.slot_pool import SlotPool
 from app.errors import DONE_FRAME
-from app.services.cache_salts import keep_apart
 from app.settings import Settings
+from app.storage.vector_rows import VectorRows
 from app.vectors.fitting import Fitted, NothingToLearnError, Split, fit, split
-from app.vectors.rows import RESIDUAL_LEAF, VectorRows
+from app.vectors.rows import RESIDUAL_LEAF
 from app.vectors.service import VectorService, check_sharing
 
 _IN_FLIGHT: Final = 8

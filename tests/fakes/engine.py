@@ -20,11 +20,11 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import Intervention, PromptOperations
 from api_schemas.tokens import TokenizePrompt, TokenizeRequest
 from app.engine.client import DescribedModel, EngineReply, JsonObject
+from app.engine.responses import choice_json
+from app.engine.served_model import ServedModel
 from app.engine.traces import TraceEngine
 from app.errors import DONE_FRAME
 from app.request_context import context_of
-from app.services.responses import choice_json
-from app.services.served_model import ServedModel
 from app.settings import Settings
 from app.storage.results import ResultStore
 from nnsight_engine.core.engine_counts import EngineCounts

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.engine.slot_pool import Slot, SlotPool
+from app.admission.slot_pool import Slot, SlotPool
 
 
 def places(num: int = 4, max_waiting: int = 4) -> SlotPool:

@@ -16,7 +16,7 @@ import pytest_asyncio
 from safetensors.numpy import load
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.services.responses import choice_json
+from app.engine.responses import choice_json
 from app.settings import Settings
 from app.storage.results import ResultStore
 from nnsight_engine.core.work_context import WorkContext

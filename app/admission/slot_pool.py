@@ -15,7 +15,7 @@ from collections.abc import Hashable
 from types import TracebackType
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.engine.fair_queue import FairQueue
+from app.admission.fair_queue import FairQueue
 
 
 class SlotPool:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.keys import Scope, Tier
+from app.addresses import is_loopback
 from app.auth.principal import Principal
-from app.hosts import is_loopback
 from app.settings import Settings
 
 
