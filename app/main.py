@@ -61,6 +61,7 @@ from app.storage.audit import AuditStore
 from app.storage.database import Database
 from app.storage.keys import KeyStore
 from app.storage.results import ResultStore
+from app.tenant_budget import TenantBudget
 from app.vectors.service import VectorService
 from app.vectors.training import Trainer
 from nnsight_engine.local_engine.process_channel import ProcessOptions
@@ -147,7 +148,8 @@ def create_app(
             "bodies": (receiving.num_bytes, settings.max_received_bytes),
         }
 
-    receiving = ReceivedBytes(settings.max_received_bytes, settings.tenant_share)
+    budget = TenantBudget.of(settings)
+    receiving = ReceivedBytes(budget.received_bytes)
     context = Context(
         settings,
         engine,
@@ -162,7 +164,7 @@ def create_app(
         vector_service,
         trainer,
         receiving,
-        LargeBodyReader(field_limits(settings), environment_for_traces(), share=settings.tenant_share),
+        LargeBodyReader(field_limits(settings), environment_for_traces(), budget.body_processes),
         counted,
         Scrape(
             counted,
@@ -243,8 +245,7 @@ def new_store(settings: Settings) -> ResultStore:
     return ResultStore(
         settings.result_dir,
         ttl_s=settings.result_ttl_s,
-        max_bytes=settings.result_store_bytes,
-        share=settings.tenant_share,
+        allowance=TenantBudget.of(settings).result_bytes,
         replica=settings.replica,
     )
 

@@ -19,6 +19,7 @@ from limits import RateLimitItemPerMinute
 from app.admission.counts import Counts, Taken
 from app.admission.estimates import Estimate
 from app.admission.quotas import Quota, QuotaGroup, Quotas
+from app.allowance import said_exceeded
 from app.auth.principal import Principal
 from app.refusals import ThrottledError
 from nnsight_engine.core.metering import UsageMeter
@@ -179,11 +180,10 @@ class Rates:
         for group in groups:
             most = group.limits.concurrency
             if most is not None and self._running[group.name] >= most:
-                raise ThrottledError(
-                    f"Requests of {group.said} may run {most} at once, and as many do: send this one again "
-                    "when one of them has ended.",
-                    {"Retry-After": str(_SOON_S)},
-                )
+                who = f"{group.said[0].upper()}{group.said[1:]}"
+                then = "send this one again when one of them has ended"
+                message = said_exceeded(who, most, "requests that run", self._running[group.name], 1, then)
+                raise ThrottledError(message, {"Retry-After": str(_SOON_S)})
 
     def _end(self, names: list[str]) -> None:
         self._running.subtract(names)

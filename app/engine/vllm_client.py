@@ -60,6 +60,7 @@ from app.settings import (
 )
 from app.storage.process_folders import ProcessFolder, claim_memory_folder, claim_socket_folder
 from app.storage.results import ResultStore
+from app.tenant_budget import TenantBudget
 from nnsight_engine.core.engine_counts import EngineCounts
 from nnsight_engine.core.token_texts import TokenTexts
 from nnsight_engine.plans.collected import CollectedResults
@@ -107,12 +108,8 @@ class VLLMEngineClient:
         self.started = asyncio.Event()
         # Never served: vLLM's handlers look up their state on an application.
         self._vllm_app = FastAPI()
-        self._sandboxes = SlotPool(
-            settings.max_sandboxes,
-            max_waiting=settings.max_queued_traces,
-            share=settings.tenant_share,
-            what="requests with sandboxed code",
-        )
+        budget = TenantBudget.of(settings)
+        self._sandboxes = SlotPool(budget.sandboxes, budget.waiting_sandboxed)
         self._grammars = Grammars(settings, environment_for_traces())
         leave_content_out()
         self._traces: dict[str, TraceEngine] = {

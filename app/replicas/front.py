@@ -38,14 +38,13 @@ from app.replicas.relay import NotTakenError, Relay, Sent, is_held
 from app.replicas.sockets import deny, relay_socket
 from app.request_context import RequestContextMiddleware, context_of
 from app.settings import Settings
+from app.tenant_budget import TenantBudget
 
 _UNASKED_BYTES: Final = 1024 * 1024
 """So much of a body is held before a replica has said whether its sender may come in."""
 _EVENTS: Final = "/events"
 _YES: Final = {"1", "on", "t", "true", "y", "yes"}
 """As pydantic reads them in a query."""
-MODEL: Final = "nnsight_engine.model"
-"""Where a request's scope has the model that its path named."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ class Front:
         self._settings = settings
         self._options = options
         self._replicas = replicas
-        self._receiving = ReceivedBytes(settings.max_received_bytes, settings.tenant_share)
+        self._receiving = ReceivedBytes(TenantBudget.of(settings).received_bytes)
         self._questions = Questions(options.models, replicas, lambda: self._relay)
         self._index = {name: index for index, one in enumerate(options.models) for name in one.names}
         self._opened: Relay | None = None
@@ -90,7 +89,7 @@ class Front:
             await self._socket(WebSocket(scope, receive, send))
             return
         request = Request(scope, receive)
-        path, named = scope["path"], str(scope.get(MODEL, ""))
+        path, named = scope["path"], context_of(scope).record.model
         answer: Response | None = None
         if path == "/metrics":
             answer = await self._questions.metrics(request)
@@ -208,7 +207,7 @@ class Front:
 
     async def _pass_socket_on(self, websocket: WebSocket, path: str) -> None:
         """Lead a WebSocket to a replica, or to the next one where that does not take it."""
-        replicas = self._of(str(websocket.scope.get(MODEL, "")))
+        replicas = self._of(context_of(websocket.scope).record.model)
         is_local = websocket.query_params.get("local", "").lower() in _YES and path.endswith(_EVENTS)
         tried: set[str] = set()
         answer: Response | None = None
@@ -295,7 +294,7 @@ class _ModelInPath:
             if path != whole:
                 scope = {**scope, "root_path": "", "path": path, "raw_path": path.encode()}
             if model:
-                scope[MODEL] = model
+                context_of(scope).record.model = model
         await self._app(scope, receive, send)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from typing import Final
 from api_schemas.errors import ApiError, ErrorCode
 from app.admission.counts import Taken
 from app.admission.estimates import Estimate
+from app.allowance import Allowance
 from app.auth.principal import EVERYBODY, Principal
 from app.lifecycle import Lifecycle, Phase
 from app.services.job_callers import JobCallers, RunOver
@@ -47,8 +47,8 @@ class JobDispatcher:
         store: Removes jobs that were deleted while they ran.
         lifecycle: Determines whether jobs may begin, and counts the running ones as in flight.
         model: Returns the name of the served model.
-        max_running: The maximum number of running jobs; those that wait for a busy engine do not count.
-        share: The fraction of them that one tenant may use.
+        allowance: The jobs that may run here, of all tenants and of one; those that wait for a busy engine do
+            not count.
         callers: Determine whose jobs may run, and count their usage.
     """
 
@@ -59,16 +59,15 @@ class JobDispatcher:
         store: JobStore,
         lifecycle: Lifecycle,
         model: Callable[[], str],
-        max_running: int,
-        share: float,
+        allowance: Allowance,
         callers: JobCallers,
     ) -> None:
         self._tools = tools
         self._store = store
         self._lifecycle = lifecycle
         self._model = model
-        self._slots = JobSlots(max_running, self.wake)
-        self._max_each = math.ceil(max_running * share)
+        self._slots = JobSlots(allowance.total, self.wake)
+        self._allowance = allowance
         self._runs: dict[str, JobRun] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
         self._served_at: dict[str, float] = {}
@@ -174,9 +173,10 @@ class JobDispatcher:
         run = JobRun(job, self._tools, slot, set_aside=set_aside, refusal=refusal, sandbox_of=sandbox_of)
         run.context.principal = caller
         self._runs[job.id] = run
-        self._running[job.id] = asyncio.create_task(
-            self._run(job, run, slot, caller, reserved), name=f"job-{job.id}"
-        )
+        with working_for(run.context):  # a task inherits it where it is created
+            self._running[job.id] = asyncio.create_task(
+                self._run(job, run, slot, caller, reserved), name=f"job-{job.id}"
+            )
 
     def _held(self) -> list[str]:
         """Return the keys whose jobs wait because their quota is used up."""
@@ -187,7 +187,7 @@ class JobDispatcher:
     def _full(self) -> list[str]:
         """Return the tenants that use their whole share of the slots; without keys there are none."""
         running = Counter(run.owner for run in self._runs.values())
-        return [owner for owner, num in running.items() if owner and num >= self._max_each]
+        return [owner for owner, num in running.items() if not self._allowance.permits(owner, num)]
 
     async def _hold(self, job: JobRow, caller: Principal) -> bool:
         """Put a job back whose key has used up its quota; return whether it was."""
@@ -207,7 +207,7 @@ class JobDispatcher:
         over: RunOver | None = None
         try:
             over = self._callers.watch(run.context, job.traceparent)
-            with self._lifecycle.serving(), working_for(run.context):
+            with self._lifecycle.serving():
                 await run.run()
                 gone = await self._store.remove_ended(job.id)
                 await self._tools.files.remove(gone.ids)

@@ -41,6 +41,7 @@ from app.storage.jobs import Accepted, Gone, JobStore, NewJob
 from app.storage.open_files import OpenResult
 from app.storage.storage_usage import Holder, StoredBytes
 from app.storage.tables import JobRow
+from app.tenant_budget import TenantBudget
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.remote_backend.messages import TraceHead
 from nnsight_engine.serialization import DecodeError
@@ -109,14 +110,10 @@ class JobService:
         self._lifecycle = lifecycle
         self._database = database
         self._callers = callers
-        space = JobStorageQuota(settings.job_store_bytes, share=settings.tenant_share, limits=stored)
+        self._budget = TenantBudget.of(settings)
+        space = JobStorageQuota(self._budget.job_bytes, stored)
         self._files = JobFiles(folder_of(settings), space)
-        self._store = JobStore(
-            self._database,
-            max_queued=settings.max_queued_jobs,
-            ttl_s=settings.job_ttl_s,
-            share=settings.tenant_share,
-        )
+        self._store = JobStore(self._database, waiting=self._budget.waiting_jobs, ttl_s=settings.job_ttl_s)
         self._feed = JobFeed(self._store)
         self._served = served
         self._log = log
@@ -184,8 +181,7 @@ class JobService:
             store=self._store,
             lifecycle=self._lifecycle,
             model=lambda: self._served().names[0],
-            max_running=self._settings.max_running_jobs,
-            share=self._settings.tenant_share,
+            allowance=self._budget.running_jobs,
             callers=self._callers,
         )
         self._dispatcher.start()

@@ -29,6 +29,7 @@ from app.engine.client import EngineClient, EngineReply, JsonObject
 from app.errors import DONE_FRAME
 from app.settings import Settings
 from app.storage.vector_rows import VectorRows
+from app.tenant_budget import TenantBudget
 from app.vectors.fitting import Fitted, NothingToLearnError, Split, fit, split
 from app.vectors.rows import RESIDUAL_LEAF
 from app.vectors.service import VectorService, check_sharing
@@ -58,9 +59,8 @@ class Trainer:
         self._settings = settings
         self._engine = engine
         self._vectors = vectors
-        self._places = SlotPool(
-            1, max_waiting=settings.max_queued_trainings, share=settings.tenant_share, what="trainings"
-        )
+        budget = TenantBudget.of(settings)
+        self._places = SlotPool(budget.trainings, budget.waiting_trainings)
 
     @property
     def num_waiting(self) -> int:

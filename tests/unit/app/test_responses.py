@@ -16,6 +16,7 @@ import pytest_asyncio
 from safetensors.numpy import load
 
 from api_schemas.errors import ApiError, ErrorCode
+from app.allowance import Allowance
 from app.engine.responses import choice_json
 from app.settings import Settings
 from app.storage.results import ResultStore
@@ -36,7 +37,7 @@ VALUES = np.arange(6, dtype="<f4").reshape(2, 3)
 
 @pytest_asyncio.fixture
 async def store(tmp_path: Path) -> AsyncIterator[ResultStore]:
-    store = ResultStore(tmp_path, ttl_s=60, max_bytes=100_000, clock=lambda: 1000.75)
+    store = ResultStore(tmp_path, ttl_s=60, allowance=Allowance.of("bytes", 100_000), clock=lambda: 1000.75)
     await store.start()
     yield store
     await store.close()
