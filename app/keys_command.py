@@ -24,6 +24,7 @@ from api_schemas.keys import CreatedKey, Key, Limits, NewKey, Rotation, Scope, T
 from app.audit.changes import of_command
 from app.auth.keys import Keys
 from app.auth.secrets import parsed
+from app.command_error import CommandError, settings_error
 from app.settings import Settings
 from app.storage.audit import AuditStore
 from app.storage.database import Database, DatabaseError
@@ -32,7 +33,6 @@ from app.storage.keys import KeyStore, KeyTakenError
 T = TypeVar("T")
 Changed = TypeVar("Changed", bound=Key | Tenant)
 
-_ERROR: Final = 1
 _LIMITS_HELP: Final = "Like `requests_per_minute=60,concurrency=4`."
 _COMMANDS: Final = typer.Typer(
     add_completion=False, no_args_is_help=True, help="Keys of this server: who may use it, and for what."
@@ -41,22 +41,23 @@ _COMMANDS: Final = typer.Typer(
 Work = Callable[[Keys], Awaitable[T]]
 
 
-def run(arguments: Sequence[str], settings: Settings) -> int:
-    """Run one command and return its exit status."""
+def run(arguments: Sequence[str]) -> None:
+    """Run one command.
+
+    Raises:
+        CommandError: The command cannot be performed.
+        typer.TyperException: The arguments are wrong.
+    """
     try:
-        status = _COMMANDS(
-            list(arguments), prog_name="nnsight-engine keys", standalone_mode=False, obj=settings
-        )
-    except typer.Exit as ended:
-        return ended.exit_code
-    except typer.Abort:
-        return _ERROR
-    except (ApiError, DatabaseError, ValidationError, typer.TyperException) as error:
-        message = _first(error) if isinstance(error, ValidationError) else str(error)
-        if message:  # without a subcommand the help has already been printed
-            Console(stderr=True).print(f"nnsight-engine: {message}", markup=False, soft_wrap=True)
-        return _ERROR
-    return int(status or 0)
+        settings = Settings()
+    except ValidationError as error:
+        raise settings_error(error) from error
+    try:
+        _COMMANDS(list(arguments), prog_name="nnsight-engine keys", standalone_mode=False, obj=settings)
+    except (ApiError, DatabaseError) as error:
+        raise CommandError(str(error)) from error
+    except ValidationError as error:
+        raise CommandError(_first(error)) from error
 
 
 async def has_keys(settings: Settings) -> bool:

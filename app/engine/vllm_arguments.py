@@ -17,23 +17,21 @@ _WITHOUT_BF16: Final = "AVX2"
 """torch's name for x86 processors without AVX-512, where a matmul in bfloat16 is about ten times slower."""
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
+def parse(arguments: list[str], *, compiles: bool = False) -> argparse.Namespace:
     """Return vLLM's parsed ``serve`` arguments.
 
-    ``--compile`` is our own option. On CPU the engine is eager without it: compiling takes about a minute
-    at every start, more than most uses on CPU gain by it. ``--dtype auto`` is float32 on processors without
-    kernels for bfloat16.
+    ``--dtype auto`` is float32 on processors without kernels for bfloat16.
 
     Args:
         arguments: The model, then options.
+        compiles: Whether the engine is compiled on CPU too. Compiling takes about a minute at every start,
+            more than most uses on CPU gain by it.
 
     Raises:
         UnsupportedOptionError: An option would be ignored, or would replace what interventions need.
     """
-    compiles = "--compile" in arguments
-    options = [argument for argument in arguments if argument != "--compile"]
     parser = make_arg_parser(FlexibleArgumentParser(prog="nnsight-engine serve"))
-    args: argparse.Namespace = parser.parse_args(options)
+    args: argparse.Namespace = parser.parse_args(arguments)
     refuse_ignored(args, parser)
     validate_parsed_serve_args(args)
     args.model = args.model_tag

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -11,16 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from app.engine.vllm_options import refuse_named
 from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.modeling.bundled import BUNDLED_MODEL_NAME
-
-OPTIONS: Final = {
-    "--replicas": int,
-    "--max-replicas": int,
-    "--target-ongoing-requests": float,
-    "--replica-cpus": float,
-    "--replica-gpus": float,
-}
-"""Of the command line; a number each."""
-_FIELDS: Final = {"--replica-cpus": "num_cpus", "--replica-gpus": "num_gpus"}
 
 _STRICT: Final = ConfigDict(extra="forbid", frozen=True)
 
@@ -130,41 +119,6 @@ class ReplicaOptions(BaseModel):
         return self
 
 
-def split_replicas(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any] | None]:
-    """Return a command's arguments without those about replicas, and what these say; None where none does.
-
-    Raises:
-        UnsupportedOptionError: One of them has no number.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name, kind in OPTIONS.items():
-        parser.add_argument(name, type=kind, dest=_FIELDS.get(name), default=argparse.SUPPRESS)
-    try:
-        found, left = parser.parse_known_args(arguments)
-    except argparse.ArgumentError as error:
-        raise UnsupportedOptionError(str(error)) from error
-    wanted = vars(found)
-    if not wanted:
-        return list(arguments), None
-    return left, wanted
-
-
-def split_address(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Return a command's arguments without ``--host`` and ``--port``, which are the front's, and these.
-
-    Raises:
-        UnsupportedOptionError: The port is none.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--host", default=argparse.SUPPRESS)
-    parser.add_argument("--port", type=int, default=argparse.SUPPRESS)
-    try:
-        found, left = parser.parse_known_args(arguments)
-    except argparse.ArgumentError as error:
-        raise UnsupportedOptionError(str(error)) from error
-    return left, vars(found)
-
-
 def _engine_options(arguments: list[str]) -> Any:
     """Return those of vLLM's arguments that concern us; vLLM itself is not to be imported for them."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -184,4 +138,4 @@ def _dashed(argument: str) -> str:
     return f"{name.replace('_', '-')}{equals}{value}" if argument.startswith("--") else argument
 
 
-__all__ = ["OPTIONS", "ModelOptions", "ReplicaOptions", "split_address", "split_replicas"]
+__all__ = ["ModelOptions", "ReplicaOptions"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+import contextlib
+from collections.abc import Coroutine, Iterator
 from enum import StrEnum
 from typing import Annotated, Any, Final
 
@@ -11,6 +12,7 @@ import typer
 from pydantic import ValidationError
 from rich.console import Console
 
+from app.command_error import CommandError
 from app.settings import ClientSettings
 from app.terminal.chat import Chat
 from app.terminal.lens import lens as show_lens
@@ -21,11 +23,9 @@ from app.terminal.steering import steer as show_steered
 from nnsight_engine.core.config import CONFIG
 from nnsight_engine.remote_backend.errors import RemoteError
 
-_ERROR: Final = 1
-_INTERRUPTED: Final = 130
 _NO_KEY: Final = frozenset({"missing_api_key", "invalid_api_key"})
 
-_COMMANDS: Final = typer.Typer(
+COMMANDS: Final = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     help="Talk to a server that runs. NNSIGHT_ENGINE_KEY is the key for one with keys.",
@@ -57,27 +57,22 @@ _OptionalMaxTokens = Annotated[int | None, typer.Option(help="Most tokens of an 
 _OptionalTemperature = Annotated[float | None, typer.Option(help="0 takes the most likely token each time.")]
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run one command and return its exit status."""
+@contextlib.contextmanager
+def _reported() -> Iterator[None]:
+    """Raise CommandError for the errors of requests."""
     try:
-        status = _COMMANDS(list(arguments), prog_name="nnsight-engine", standalone_mode=False)
-    except typer.Exit as ended:
-        return ended.exit_code
-    except (typer.Abort, KeyboardInterrupt):
-        return _INTERRUPTED
-    except (RemoteError, ValueError, typer.TyperException) as error:
-        return _failed(error)
+        yield
+    except (RemoteError, ValueError) as error:
+        raise CommandError(_message(error)) from error
     except ExceptionGroup as group:  # of two concurrent requests; the first error is reported
-        return _failed(group.exceptions[0])
-    return int(status or 0)
+        raise CommandError(_message(group.exceptions[0])) from group
 
 
-def _failed(error: Exception) -> int:
-    message = f"nnsight-engine: {plain(str(error))}"
+def _message(error: Exception) -> str:
+    message = plain(str(error))
     if isinstance(error, RemoteError) and error.code in _NO_KEY:
         message += " The key is taken from NNSIGHT_ENGINE_KEY, or from CONFIG.API.KEY."
-    Console(stderr=True).print(message, markup=False, highlight=False, soft_wrap=True)
-    return _ERROR
+    return message
 
 
 def _server(url: str | None) -> Server:
@@ -87,7 +82,8 @@ def _server(url: str | None) -> Server:
     except ValidationError as error:
         raise typer.BadParameter(str(error)) from error
     key = settings.key.get_secret_value() if settings.key is not None else CONFIG.API.KEY
-    return Server(url or settings.url or CONFIG.API.HOST, key)
+    with _reported():
+        return Server(url or settings.url or CONFIG.API.HOST, key)
 
 
 def _steer(vector: str, layers: list[str], scale: float, mode: Mode) -> JsonObject:
@@ -106,10 +102,11 @@ def _wait(server: Server, work: Coroutine[Any, Any, None]) -> None:
         async with server:
             await work
 
-    asyncio.run(working())
+    with _reported():
+        asyncio.run(working())
 
 
-@_COMMANDS.command()
+@COMMANDS.command()
 def chat(
     vector: _OptionalVector = None,
     layer: _OptionalLayers = None,
@@ -126,10 +123,11 @@ def chat(
     if vector is not None and layer:
         options["interventions"] = [_steer(vector, layer, scale, mode)]
     _server(url)  # reports an invalid address before the first question
-    Chat(lambda: _server(url), options, Console(highlight=False)).run()
+    with _reported():
+        Chat(lambda: _server(url), options, Console(highlight=False)).run()
 
 
-@_COMMANDS.command()
+@COMMANDS.command()
 def lens(
     prompt: _Prompt,
     layers: Annotated[str, typer.Option(help="all, 12, 3:9 or -4:")] = "all",
@@ -143,7 +141,7 @@ def lens(
     _wait(server, show_lens(server, prompt, layers, Console(highlight=False), show_all=show_all))
 
 
-@_COMMANDS.command()
+@COMMANDS.command()
 def steer(
     prompt: _Prompt,
     vector: _Vector,
@@ -165,4 +163,4 @@ def steer(
     _wait(server, show_steered(server, asked, title, Console(highlight=False)))
 
 
-__all__ = ["run"]
+__all__ = ["COMMANDS"]

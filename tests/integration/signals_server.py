@@ -16,7 +16,8 @@ from typing import Any
 
 from rich.console import Console
 
-from app import cli
+from app.command_error import CommandError
+from app.serve_command import _run
 from app.settings import Settings
 from app.storage.results import ResultStore
 from tests.fakes.engine import FakeBehaviour, FakeEngineClient
@@ -45,10 +46,11 @@ def main() -> int:
     settings = Settings(port=int(sys.argv[1]))
     modules = SimpleNamespace(VLLMEngineClient=_Engine)
     try:
-        return cli._run(argparse.Namespace(), settings, modules, Console(stderr=True))
-    except cli.CommandError as error:
+        _run(argparse.Namespace(), settings, modules, Console(stderr=True))
+    except CommandError as error:
         sys.stderr.write(f"{error}\n")
         return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -185,7 +185,7 @@ def test_what_the_server_refuses_is_one_sentence(terminal: Terminal) -> None:
     assert "sorrow" in err
     assert "Traceback" not in err
     assert "baseline" not in out
-    assert terminal.run("steer", "dogs")[0] == 1
+    assert terminal.run("steer", "dogs")[0] == 2
 
 
 def test_chat_keeps_the_conversation_and_forgets_it_when_told(terminal: Terminal) -> None:

@@ -15,17 +15,12 @@ import pytest
 
 import nnsight_engine
 from api_schemas.keys import Key, NewKey
+from app import serve_command
 from app.auth.keys import Keys
 from app.auth.secrets import Secret
-from app.cli import (
-    CommandError,
-    _check_callers,
-    _check_sandbox,
-    _split_model,
-    _steering_line,
-    main,
-    split_options,
-)
+from app.cli import main
+from app.command_error import CommandError
+from app.serve_command import ServeOptions, _check_callers, _check_sandbox, _split_model, _steering_line
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.tables import AuditRow
@@ -33,13 +28,15 @@ from app.storage.tables import AuditRow
 
 def test_without_a_command_it_shows_its_usage_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
-    assert "nnsight-engine serve [MODEL]" in capsys.readouterr().err
-    assert main(["serve", "--help"]) == 0
+    assert "serve" in capsys.readouterr().out
+    for arguments in (["serve", "--help"], ["serve", "model", "-h"]):
+        assert main(arguments) == 0
+        assert "nnsight-engine serve [MODEL]" in capsys.readouterr().out
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
-    assert nnsight_engine.__version__ in capsys.readouterr().err
+    assert nnsight_engine.__version__ in capsys.readouterr().out
 
 
 def test_a_bad_setting_is_one_line_that_names_the_variable(
@@ -56,12 +53,12 @@ def test_replicas_are_asked_for_before_anything_is_loaded(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("NNSIGHT_ENGINE_DATA_DIR", str(tmp_path))
-    for arguments, expected in (
-        (["--replicas", "two"], "--replicas: invalid int value: 'two'"),
-        (["--replicas", "2", "--host", "0.0.0.0"], "there are no keys"),
-        (["--replicas", "0", "--port", "0"], "replicas may be 0 only where max_replicas"),
+    for arguments, status, expected in (
+        (["--replicas", "two"], 2, "'--replicas'"),
+        (["--replicas", "2", "--host", "0.0.0.0"], 1, "there are no keys"),
+        (["--replicas", "0", "--port", "0"], 1, "replicas may be 0 only where max_replicas"),
     ):
-        assert main(["serve", "model", *arguments]) == 1
+        assert main(["serve", "model", *arguments]) == status
         message = capsys.readouterr().err
         assert expected in message
         assert "Traceback" not in message
@@ -118,7 +115,7 @@ def test_a_key_that_a_file_has_is_made_once_and_stays_ended(
     adopt = ["keys", "adopt", str(file), "--tenant", "operators", "--scopes", "admin"]
     for text in ("", "nns_0123_short", "\x00"):
         file.write_text(text)
-        assert main(adopt) == 1
+        assert main(adopt) == 2
         assert "has no key" in capsys.readouterr().err
     file.write_text(f"nns_{key_id}_{'a' * 43}\n")
     assert main(adopt) == 0
@@ -189,7 +186,7 @@ async def _num_audited(settings: Settings) -> int:
 def test_what_keys_does_not_understand_is_one_line(
     own_data: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
 ) -> None:
-    assert main(["keys", *arguments]) == 1
+    assert main(["keys", *arguments]) in {1, 2}
     message = capsys.readouterr().err
     assert said in message
     assert "Traceback" not in message
@@ -216,7 +213,7 @@ def test_without_keys_it_does_not_listen_to_other_machines(own_data: Path) -> No
 def test_it_does_not_start_where_sandboxes_lack_namespaces_that_they_are_to_have(
     options: dict[str, Any], missing: list[str], refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.cli.missing_namespaces", lambda: missing)
+    monkeypatch.setattr("app.serve_command.missing_namespaces", lambda: missing)
     if not refused:
         _check_sandbox(Settings(**options))
         return
@@ -252,18 +249,43 @@ def test_the_line_to_try_is_a_steering_request_in_a_shell(hidden_size: int) -> N
     assert sum(steer["vector"]) == 1
 
 
-def test_our_own_options_do_not_reach_vllm() -> None:
-    given = ["gpt2", "--local-engine", "--dtype", "float32", "--local-engine-device=cuda:1"]
-    left, chosen = split_options([*given, "--local-engine-dtype", "bfloat16"])
-    assert left == ["gpt2", "--dtype", "float32"]
-    assert chosen == {
+def test_own_options_become_settings_and_others_reach_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[ServeOptions] = []
+    monkeypatch.setattr(serve_command, "run", runs.append)
+    vllm = ["--dtype", "float32", "-tp", "2", "-O3", "-dph", "--rope={'a': 1}", "--stop-token", "-1"]
+    own = ["--local-engine", "--port=1", "--local-engine-device=cuda:1", "--taps", "off", "--compile"]
+    assert main(["serve", "gpt2", *own[:2], *vllm[:5], *own[2:], *vllm[5:], "--replicas", "2"]) == 0
+    (options,) = runs
+    assert options.arguments == ["gpt2", *vllm]
+    assert options.compiles
+    assert options.settings == {
+        "port": 1,
         "local_engine": True,
         "local_engine_device": "cuda:1",
-        "local_engine_dtype": "bfloat16",
+        "taps": "off",
     }
+    assert options.replicas == {"replicas": 2}
 
 
+def test_a_replica_gets_the_options_of_its_command(monkeypatch: pytest.MonkeyPatch, own_data: Path) -> None:
+    runs: list[Any] = []
+    monkeypatch.setattr("app.replicas.command.run", lambda options, *_, **__: runs.append(options))
+    own = ["--local-engine", "--taps=off", "--compile", "--port", "1"]
+    assert main(["serve", "gpt2", *own, "--dtype", "float32", "--replicas", "2", "--replica-cpus", "1"]) == 0
+    arguments = ["--dtype", "float32", "--local-engine", "--taps=off", "--compile"]
+    model = {"model": "gpt2", "arguments": arguments, "replicas": 2, "num_cpus": 1.0}
+    assert runs == [{"models": [model]}]
+
+
+@pytest.mark.parametrize("option", ["--local-engine-device", "--taps", "--host"])
 @pytest.mark.parametrize("rest", [[], ["--port", "1"]])
-def test_an_option_without_its_value_says_so(rest: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "--local-engine-device", *rest]) == 1
-    assert "takes a value" in capsys.readouterr().err
+def test_an_option_without_its_value_says_so(
+    option: str, rest: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", option, *rest]) == 2
+    assert option in capsys.readouterr().err
+
+
+def test_an_invalid_value_names_its_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "gpt2", "--sandbox", "maybe"]) == 1
+    assert "--sandbox: " in capsys.readouterr().err

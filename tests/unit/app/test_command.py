@@ -27,6 +27,6 @@ def test_both_modules_run_the_command_line(module: str) -> None:
     answer = subprocess.run(
         [sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True
     )
-    assert answer.stderr.strip() == nnsight_engine.__version__
+    assert answer.stdout.strip() == nnsight_engine.__version__
     refused = subprocess.run([sys.executable, "-m", module, "nothing"], capture_output=True, check=False)
     assert refused.returncode == 2

@@ -12,9 +12,8 @@ from ray.serve.config import AutoscalingConfig
 from ray.serve.schema import ServeDeploySchema
 
 from app.replicas.application import build, deployment_name, num_cores_of, resources_of, scaling_of
-from app.replicas.options import ModelOptions, ReplicaOptions, split_address, split_replicas
+from app.replicas.options import ModelOptions, ReplicaOptions
 from app.replicas.replica import cores_of
-from nnsight_engine.core.errors import UnsupportedOptionError
 
 DEPLOY = Path(__file__).resolve().parents[4] / "deploy"
 
@@ -111,24 +110,3 @@ def test_models_have_names_of_their_own() -> None:
 def test_what_makes_no_sense_or_cannot_be_known_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         ModelOptions.model_validate(wrong)
-
-
-def test_the_command_line_is_taken_apart() -> None:
-    given = [
-        "m",
-        "--replicas",
-        "2",
-        "--max-model-len",
-        "64",
-        "--replica-cpus=1",
-        "--port",
-        "80",
-        "--taps",
-        "off",
-    ]
-    left, replicas = split_replicas(given)
-    assert replicas == {"replicas": 2, "num_cpus": 1.0}
-    assert split_address(left) == (["m", "--max-model-len", "64", "--taps", "off"], {"port": 80})
-    assert split_replicas(["m", "--port", "80"]) == (["m", "--port", "80"], None)
-    with pytest.raises(UnsupportedOptionError, match="--replicas"):
-        split_replicas(["--replicas", "many"])

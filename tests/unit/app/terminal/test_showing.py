@@ -106,8 +106,8 @@ def test_a_likelier_token_is_brighter() -> None:
 
 def test_commands_start_without_torch_vllm_and_the_server() -> None:
     program = (
-        "import sys, app.terminal.commands\n"
-        "print({'torch', 'vllm', 'fastapi', 'numpy', 'app.cli', 'app.main'} & set(sys.modules))"
+        "import sys, app.cli\n"
+        "print({'torch', 'vllm', 'fastapi', 'numpy', 'app.serve_command', 'app.main'} & set(sys.modules))"
     )
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert answer.stdout == "set()\n"

@@ -1,0 +1,321 @@
+"""The command ``nnsight-engine serve``.
+
+Slow steps (importing vLLM, the bundled model, the engine) run behind a progress bar, after everything that
+can be rejected quickly has been checked: invalid arguments, a port in use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import importlib
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from pydantic import ValidationError
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from app.addresses import is_loopback
+from app.command_error import CommandError, settings_error
+from app.engine.local_traces import LocalTraceEngine
+from app.engine.vllm_options import refuse_named
+from app.keys_command import has_keys
+from app.listen_socket import listening_socket
+from app.main import create_app, new_store
+from app.observability.logs import is_json, start_logs
+from app.server import DrainingServer, server_config
+from app.settings import Settings, engine_trace_options, environment_for_traces, set_engine_defaults
+from app.storage.database import DatabaseError
+from nnsight_engine.core.errors import UnsupportedOptionError
+from nnsight_engine.core.garbage_collection import uncollected
+from nnsight_engine.core.tap_choice import check_taps
+from nnsight_engine.local_engine.process_channel import ProcessOptions
+from nnsight_engine.modeling.bundled import (
+    BUNDLED_MODEL_NAME,
+    BundledModelError,
+    bundled_model_path,
+    intact_bundled_model,
+)
+from nnsight_engine.sandbox.confine import missing_namespaces
+
+logger = logging.getLogger(__name__)
+
+_DEMO_AXIS: Final = 464
+"""A dimension of the bundled model's residual stream along which steering has a readable effect."""
+
+_COMPILE_COST: Final = (
+    "--compile: on CPU the model is compiled anew at every start, which takes about a minute longer than the "
+    "eager engine; decoding is then faster (benchmarks/results compares both)."
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """The command's arguments.
+
+    Attributes:
+        arguments: MODEL, if given, and vLLM's own options.
+        compiles: Whether the model is compiled on a CPU.
+        settings: Settings of the server that the command line overrides, by name.
+        replicas: Fields of ``ModelOptions``; empty if this process serves itself.
+    """
+
+    arguments: Sequence[str]
+    compiles: bool
+    settings: Mapping[str, Any]
+    replicas: Mapping[str, Any]
+
+
+def run(options: ServeOptions) -> None:
+    """Serve until the process is stopped.
+
+    Raises:
+        CommandError: The server cannot start, or its engine died too often.
+    """
+    console = Console(stderr=True, highlight=False)
+    settings = _settings(options.settings)
+    try:
+        check_taps(settings.taps)
+        model, arguments = _split_model(options.arguments)
+        refuse_named(arguments)
+        set_engine_defaults()
+        start_logs(settings)
+        if options.replicas:
+            _serve_replicas(model, arguments, options, settings, console)
+        else:
+            _serve(model, arguments, settings, console, compiles=options.compiles)
+    except (BundledModelError, UnsupportedOptionError) as error:
+        raise CommandError(str(error)) from error
+
+
+def _serve(
+    model: str | None, options: list[str], settings: Settings, console: Console, *, compiles: bool
+) -> None:
+    # The bundled model's checksums are verified during the import: hashing releases the GIL.
+    bundled = settings.bundled_model_dir
+    with _progress(console) as progress, ThreadPoolExecutor(1) as beside:
+        found = None if model is not None else beside.submit(intact_bundled_model, cache_dir=bundled)
+        progress.add_task("Importing vLLM", total=None)
+        # Importing vLLM takes seconds, so it starts only after the progress bar is visible.
+        with uncollected():
+            arguments_module = importlib.import_module("app.engine.vllm_arguments")
+            client_module = importlib.import_module("app.engine.vllm_client")
+        if found is not None:
+            task = progress.add_task("Bundled model", total=None)
+            reporter = _reporter(progress, task)
+            model = str(found.result() or bundled_model_path(cache_dir=bundled, progress=reporter))
+            options = ["--served-model-name", BUNDLED_MODEL_NAME, *options]
+    if compiles:
+        console.print(_COMPILE_COST, markup=False, soft_wrap=True)
+    args = arguments_module.parse([model, *options, *_trace_options(options, settings)], compiles=compiles)
+    if "host" not in settings.model_fields_set and args.host:  # from vLLM's file of options
+        settings = settings.model_copy(update={"host": args.host})
+    args.host, args.port = settings.host, settings.port
+    _run(args, settings, client_module, console)
+
+
+def _serve_replicas(
+    model: str | None, arguments: list[str], options: ServeOptions, settings: Settings, console: Console
+) -> None:
+    with_keys = _check_callers(settings)
+    try:
+        command = importlib.import_module("app.replicas.command")
+    except ModuleNotFoundError as error:
+        raise CommandError(
+            f"--replicas needs Ray Serve: pip install 'nnsight-engine[ray]' ({error})"
+        ) from error
+    if model is None:  # built once here instead of once per replica
+        with _progress(console) as progress:
+            reporter = _reporter(progress, progress.add_task("Bundled model", total=None))
+            bundled_model_path(cache_dir=settings.bundled_model_dir, progress=reporter)
+    command.run(
+        {"models": [{"model": model, "arguments": [*arguments, *_own(options)], **options.replicas}]},
+        settings,
+        console,
+        with_keys=with_keys,
+    )
+
+
+def _own(options: ServeOptions) -> list[str]:
+    """Return the server's own options, without the address, as arguments of a replica's command line."""
+    names = {name: value for name, value in options.settings.items() if name not in {"host", "port"}}
+    flags = [f"--{name.replace('_', '-')}" for name, value in names.items() if value is True]
+    valued = [f"--{name.replace('_', '-')}={value}" for name, value in names.items() if value is not True]
+    return [*flags, *valued, *(["--compile"] if options.compiles else [])]
+
+
+def _trace_options(options: list[str], settings: Settings) -> list[str]:
+    """Return vLLM's arguments for exporting spans to the server's collector, unless it is given its own."""
+    name, *_ = found = engine_trace_options(settings) or [""]
+    given = any(option.partition("=")[0] == name for option in options)
+    return found if name and not given else []
+
+
+def _settings(options: Mapping[str, Any]) -> Settings:
+    try:
+        return Settings(**options)
+    except ValidationError as error:
+        raise settings_error(error, options) from error
+
+
+def _check_callers(settings: Settings) -> bool:
+    """Return whether any keys exist; without keys, require a loopback address.
+
+    A server without keys admits every caller.
+
+    Raises:
+        CommandError: There are no keys and the address is reachable from other machines, or the database
+            cannot be opened.
+    """
+    try:
+        with_keys = asyncio.run(has_keys(settings))
+    except DatabaseError as error:
+        raise CommandError(str(error)) from error
+    if not with_keys and not is_loopback(settings.host):
+        raise CommandError(
+            f"there are no keys, so the server listens to this machine alone and not on {settings.host}: "
+            "make one with `nnsight-engine keys create --tenant NAME --scopes completions,interventions`, "
+            "or leave --host out"
+        )
+    return with_keys
+
+
+def _check_sandbox(settings: Settings) -> None:
+    """Check that sandboxes have the namespaces that the operator requires.
+
+    Raises:
+        CommandError: Namespaces are missing.
+    """
+    if settings.sandbox != "process" or not settings.sandbox_needs_namespaces:
+        return
+    missing = missing_namespaces()
+    if missing:
+        raise CommandError(
+            f"sandboxes would have no {', '.join(missing)} namespace of their own here, and "
+            "sandbox_needs_namespaces asks for them: allow `unshare` in the container's seccomp profile and "
+            "users' namespaces in the kernel, see docs/deploying.md, or leave the setting out"
+        )
+
+
+def _run(args: argparse.Namespace, settings: Settings, client_module: Any, console: Console) -> None:
+    _check_sandbox(settings)
+    with_keys = _check_callers(settings)
+    store = new_store(settings)
+    engine = client_module.VLLMEngineClient(args, settings, store)
+    failures: list[str] = []
+
+    def stop() -> None:
+        failures.append("the engine did not start, or died too often; its errors are above")
+        server.should_exit = True
+
+    app = create_app(settings, engine, store, on_engine_failure=stop, local=_local_engine(args, settings))
+    config = server_config(app, settings)
+    server = DrainingServer(config)
+    # The socket is bound before the model is loaded, so that a port in use is reported at once.
+    sock = listening_socket(config, stall_s=settings.client_stall_timeout_s)
+    port = sock.getsockname()[1]
+
+    async def serve() -> None:
+        url = f"http://{settings.host}:{port}"
+        announcing = asyncio.create_task(
+            _log_ready(engine, url)
+            if is_json(settings)
+            else _announce(engine, url, console, with_keys=with_keys, with_page=settings.playground)
+        )
+        await server.serve(sockets=[sock])
+        announcing.cancel()
+        await asyncio.gather(announcing, return_exceptions=True)
+
+    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:  # uvloop's
+        runner.run(serve())
+    if failures:
+        raise CommandError(failures[0])
+
+
+def _local_engine(args: argparse.Namespace, settings: Settings) -> LocalTraceEngine | None:
+    """Return the engine for traces of ``LanguageModel`` on the served checkpoint, or None if disabled."""
+    if not settings.local_engine:
+        return None
+    options = ProcessOptions(
+        model=args.model,
+        revision=args.revision,
+        trust_remote_code=bool(args.trust_remote_code),
+        device=settings.local_engine_device,
+        dtype=settings.local_engine_dtype,
+        max_result_bytes=settings.max_trace_bytes,
+        compresses=settings.compress_results,
+    )
+    return LocalTraceEngine(options, settings, environment_for_traces())
+
+
+async def _log_ready(engine: Any, url: str) -> None:
+    """Log that the engine is ready, in a machine-readable form."""
+    await engine.started.wait()
+    logger.setLevel(logging.INFO)
+    logger.info("ready", extra={"model": engine.engine.spec.name, "url": url})
+
+
+async def _announce(engine: Any, url: str, console: Console, *, with_keys: bool, with_page: bool) -> None:
+    """Show progress while the engine loads, then print how to reach and try it."""
+    with _progress(console) as progress:
+        progress.add_task("Loading the engine", total=None)
+        await engine.started.wait()
+    spec = engine.engine.spec
+    who = "whoever has a key" if with_keys else "this machine alone, there are no keys"
+    page = f", a page to try it on at {url}/playground" if with_page else ""
+    console.print(
+        f"Ready for {who}: {spec.name} at {url}, docs at {url}/docs{page}.", markup=False, soft_wrap=True
+    )
+    console.print("Steer it:", _steering_line(url, spec, with_key=with_keys), markup=False, soft_wrap=True)
+
+
+def _steering_line(url: str, spec: Any, *, with_key: bool = False) -> str:
+    """Return a shell command that steers one dimension of the residual stream at the middle layer."""
+    key = " -H 'authorization: Bearer '$NNSIGHT_ENGINE_KEY" if with_key else ""
+    axis = _DEMO_AXIS if spec.hidden_size > _DEMO_AXIS else 1
+    after = spec.hidden_size - axis - 1
+    vector = f"'$(printf '0,%.0s' $(seq {axis}))1$(printf ',0%.0s' $(seq {after}))'"
+    steer = (
+        f'{{"op":"steer","at":"layers.{spec.num_layers // 2}.output","vector":[{vector}],'
+        f'"mode":"norm_match","scale":0.3}}'
+    )
+    body = (
+        f'{{"model":"{spec.name}","prompt":"I think dogs are","max_tokens":24,"temperature":0,'
+        f'"interventions":[{steer}]}}'
+    )
+    return f"curl {url}/v1/completions{key} -H 'content-type: application/json' -d '{body}'"
+
+
+def _split_model(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return the model, which is the first argument or absent, and the options."""
+    if arguments and not arguments[0].startswith("-"):
+        return arguments[0], [*arguments[1:]]
+    if "--model" in arguments:
+        raise CommandError("MODEL is given by its place: nnsight-engine serve MODEL [options]")
+    return None, [*arguments]
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+
+
+def _reporter(progress: Progress, task: Any) -> Any:
+    def report(stage: str, fraction: float) -> None:
+        progress.update(task, description=f"Bundled model: {stage}", completed=fraction, total=1.0)
+
+    return report
+
+
+__all__ = ["ServeOptions", "run"]
