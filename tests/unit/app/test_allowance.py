@@ -10,7 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import app
@@ -28,7 +28,8 @@ TOTALS = st.integers(0, 2**48)
 TENANTS = ["", "acme", "rival", "third"]
 
 
-@given(TOTALS, SHARES)
+@given(TOTALS | st.integers(0, 1000).map(lambda number: 1000 * number), SHARES)
+@example(100, 0.07)  # in floating point, more than 7
 def test_a_share_is_the_decimal_part_rounded_up(total: int, share: float) -> None:
     part, exact = part_of(total, share), Fraction(str(share)) * total
     assert exact <= part < exact + 1
