@@ -1,44 +1,29 @@
-"""Reads request bodies into JSON objects and enforces every limit before the work it bounds.
+"""Reads request bodies, and enforces every limit before the work it bounds.
 
-The size is counted while reading. The nesting depth is checked before parsing, because the parser recurses.
-Numbers that JSON does not define (NaN, infinities) are rejected while parsing. Routes call ``read_object``
+The size is counted while reading; ``body_json`` checks and parses JSON. Routes call ``read_object``
 once per request; routes whose bodies are not JSON call ``read_bytes`` or ``stream_bytes``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import re
 from collections.abc import AsyncGenerator
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
-import numpy as np
 from starlette.requests import Request
 
 from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.excerpt import clip
 from app.body_fields import checked
-from app.large_bodies import bodies_of
-from app.received_bytes import intake_of
-from app.request_deadline import RequestDeadline, cutoff_of
-from app.services.disconnect import while_connected
+from app.body_json import check_depth, parse_object
+from app.disconnect import while_connected
+from app.request_context import context_of
 
-_QUOTE: Final = ord('"')
-_HALVES: Final = re.compile(rb"\\u[dD][89a-fA-F]")
-"""Escapes of surrogates. Valid JSON has them in pairs, for characters beyond U+FFFF."""
-_IRRELEVANT: Final = bytes(set(range(256)) - set(b'[]{}"'))
-_SCAN_CHUNK_BYTES: Final = 64 * 1024
 THREAD_BYTES: Final = 1024 * 1024
 """Bodies larger than this are processed in a thread."""
 _LARGE_BYTES: Final = 128 * 1024
 """Bodies of at least this size are parsed in a separate process, see ``large_bodies``."""
 _SMALL_BYTES: Final = 16 * 1024
 """The fields of smaller bodies are not counted, unless so small a body can exceed a limit."""
-_STEPS: Final = np.zeros(256, dtype=np.int8)
-_STEPS[[ord("["), ord("{")]] = 1
-_STEPS[[ord("]"), ord("}")]] = -1
-_STEPS.setflags(write=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,11 +54,11 @@ async def read_object(request: Request, limits: BodyLimits) -> dict[str, Any]:
     """
     check_media_type(request, "application/json")
     body = await read_bytes(request, limits.max_bytes, limits.idle_s)
-    bodies = bodies_of(request.scope)
+    context = context_of(request.scope)
+    bodies = context.bodies
     if bodies is not None and len(body) >= _LARGE_BYTES:
-        intake = intake_of(request.scope)
-        reading = bodies.read(body, "" if intake is None else intake.tenant)
-        return await while_connected(request.receive, reading, cutoff_of(request.scope))
+        reading = bodies.read(body, context.tenant)
+        return await while_connected(request.receive, reading, context.deadline)
     check_depth(body, limits.max_depth)
     value = parse_object(body)
     if bodies is None or len(body) < min(_SMALL_BYTES, bodies.limits.least_bytes):
@@ -87,77 +72,6 @@ def check_media_type(request: Request, expected: str) -> None:
     if media_type != expected:
         message = f"A request needs the header 'Content-Type: {expected}', got {media_type!r}."
         raise ApiError(ErrorCode.BAD_REQUEST, message)
-
-
-def parse_object(body: bytes | bytearray) -> dict[str, Any]:
-    """Parse UTF-8 JSON whose depth is already checked; raise the errors of ``read_object``."""
-    value: Any = None
-    try:
-        # A byte order mark is accepted, as json.loads does for bytes. UTF-16 is not, because the depth was
-        # counted on single bytes.
-        value = json.loads(body.decode("utf-8-sig"), parse_constant=_refuse_constant)
-        if _HALVES.search(body):
-            # Raises for lone surrogates; paired ones were joined into characters.
-            json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise ApiError(
-            ErrorCode.INVALID_JSON,
-            "A string of the body holds half of a character (a lone surrogate, such as "
-            f"{error.object[error.start]!a}), which UTF-8 cannot write; send whole characters.",
-            _field_with_half(value),
-        ) from error
-    except ValueError as error:
-        # Invalid UTF-8, invalid JSON and integers beyond Python's digit limit are all ValueError.
-        raise ApiError(ErrorCode.INVALID_JSON, f"The body must be JSON in UTF-8: {error}.") from error
-    except RecursionError as error:
-        raise ApiError(ErrorCode.JSON_TOO_DEEP, "The body's JSON is nested too deeply to parse.") from error
-    if not isinstance(value, dict):
-        raise ApiError(
-            ErrorCode.INVALID_SHAPE, f"The body must be a JSON object, got {type(value).__name__}."
-        )
-    return value
-
-
-def _field_with_half(body: Any) -> str | None:
-    """Return the name of the field that contains a lone surrogate in its value or in its name."""
-    for name, value in body.items() if isinstance(body, dict) else ():
-        try:
-            json.dumps({name: value}, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            return clip(name)
-    return None
-
-
-def check_depth(body: bytes | bytearray, max_depth: int) -> None:
-    """Raise ApiError, ``json_too_deep``, for a body that ``exceeds_depth``."""
-    if exceeds_depth(body, max_depth):
-        raise ApiError(
-            ErrorCode.JSON_TOO_DEEP,
-            f"Arrays and objects may nest {max_depth} deep, and the body goes deeper; flatten it.",
-        )
-
-
-def exceeds_depth(body: bytes | bytearray, max_depth: int) -> bool:
-    """Return whether arrays and objects nest deeper than ``max_depth``, in linear time.
-
-    Counts brackets outside strings, up to the position at which a parser would report an error. Works in
-    chunks, so that a hostile body costs no more memory than an ordinary one.
-    """
-    if body.count(b"[") + body.count(b"{") <= max_depth:
-        return False
-    # Escape pairs are removed first (in a run of backslashes they pair from the left); every remaining quote
-    # then opens or closes a string.
-    text = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
-    text = text.translate(None, _IRRELEVANT)
-    depth, in_string = 0, 0
-    for start in range(0, len(text), _SCAN_CHUNK_BYTES):
-        chunk = np.frombuffer(text[start : start + _SCAN_CHUNK_BYTES], dtype=np.uint8)
-        inside = (np.cumsum(chunk == _QUOTE, dtype=np.int32) + in_string) & 1
-        depths = np.cumsum(_STEPS[chunk] * (1 - inside), dtype=np.int64) + depth
-        if depths.max() > max_depth:
-            return True
-        depth, in_string = int(depths[-1]), int(inside[-1])
-    return False
 
 
 async def read_bytes(request: Request, max_bytes: int, idle_s: float | None = None) -> bytearray:
@@ -175,7 +89,7 @@ async def read_bytes(request: Request, max_bytes: int, idle_s: float | None = No
         ClientDisconnect: The client disconnected before the end of the body.
     """
     body = bytearray()  # grows in place; joining a list of chunks would need twice the memory
-    intake = intake_of(request.scope)
+    intake = context_of(request.scope).intake
     async for chunk in stream_bytes(request, max_bytes, idle_s):
         if intake is not None:
             intake.add(len(chunk))
@@ -194,16 +108,16 @@ async def stream_bytes(
         raise _too_large(f"{declared[:20]} bytes", max_bytes)
     num_bytes = 0
     chunks = aiter(request.stream())
-    cutoff = cutoff_of(request.scope) or RequestDeadline()  # a deadline that is never reached
+    deadline = context_of(request.scope).deadline
     while True:
-        if cutoff.reached.done():
+        if deadline.reached.done():
             # A client that keeps sending slowly never triggers the idle timeout.
-            raise cutoff.reached.result()
+            raise deadline.reached.result()
         try:
-            async with cutoff.pause(idle_s):
+            async with deadline.pause(idle_s):
                 chunk = await anext(chunks, None)
         except TimeoutError as error:
-            raise cutoff.error or _too_slow(idle_s) from error
+            raise deadline.error or _too_slow(idle_s) from error
         if chunk is None:
             return
         num_bytes += len(chunk)
@@ -224,7 +138,3 @@ def _too_slow(idle_s: float | None) -> ApiError:
         ErrorCode.UPLOAD_TIMED_OUT,
         f"Nothing of the request's body came for {idle_s or 0:g} s; send it again, without such pauses.",
     )
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ApiError(ErrorCode.NOT_FINITE, f"Numbers must be finite, got {name}; JSON has no such number.")

@@ -18,8 +18,8 @@ from typing import BinaryIO, Final
 import msgspec
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.body import check_depth, parse_object
 from app.body_fields import FieldLimits, checked
+from app.body_json import check_depth, parse_object
 from app.large_bodies import ANSWERED, ASKED
 from nnsight_engine.core.process_memory import address_space_bytes, end_before_server
 

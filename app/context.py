@@ -14,20 +14,20 @@ from starlette.requests import HTTPConnection
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.keys import Scope
-from app.admission.rates import ADMITTED, Rates
+from app.admission.rates import Rates
 from app.audit.log import AuditLog
-from app.audit.records import note_caller
 from app.auth.keys import Keys
 from app.auth.principal import Principal
 from app.engine.client import EngineClient
 from app.engine.trace_processes import TraceProcesses
 from app.hosts import is_from_elsewhere
-from app.large_bodies import BODIES, LargeBodyReader
+from app.large_bodies import LargeBodyReader
 from app.lifecycle import Lifecycle
 from app.observability.metrics import Metrics
 from app.observability.scrape import Scrape
 from app.observability.tracing import Tracing
-from app.received_bytes import INTAKE, ReceivedBytes
+from app.received_bytes import ReceivedBytes
+from app.request_context import RequestContext, context_of
 from app.services.job_callers import learn
 from app.services.jobs import JobService
 from app.services.traces import TraceService
@@ -36,7 +36,6 @@ from app.storage.database import Database
 from app.storage.results import ResultStore
 from app.vectors.service import VectorService
 from app.vectors.training import Trainer
-from nnsight_engine.core.metering import METER
 
 _RUN_AT_ONCE: Final = {"/v1/completions", "/v1/chat/completions", "/v1/traces", "/v1/vectors/train"}
 """Routes that count against the limit on concurrency."""
@@ -71,6 +70,10 @@ async def _context_of(connection: HTTPConnection) -> Context:
     return context
 
 
+async def _request_of(connection: HTTPConnection) -> RequestContext:
+    return context_of(connection.scope)
+
+
 class _BearerKey(SecurityBase):
     """Documents in the OpenAPI document how a key is sent; ``auth.keys`` evaluates it."""
 
@@ -92,18 +95,16 @@ async def _caller_of(
         _check_origin(connection)
     address = "" if connection.client is None else connection.client.host
     principal = await context.keys.principal(authorization, address)
-    note_caller(principal, connection)
+    request = context_of(connection.scope)
+    request.identify(principal, connection)
     principal.check(*map(Scope, scopes.scopes))
-    if INTAKE not in connection.scope:
-        connection.scope[INTAKE] = context.receiving.intake(principal.tenant)
-        connection.scope[BODIES] = context.bodies
-    if principal.has_key and ADMITTED not in connection.scope:
+    if request.intake is not None:  # a route's further scopes are checked by further calls
+        return principal
+    request.intake, request.bodies = context.receiving.intake(principal.tenant), context.bodies
+    if principal.has_key:
         works = connection.scope["route"].path in _RUN_AT_ONCE
         learn(context.store.stored, principal)
-        admitted = await context.rates.admit(principal, works=works)
-        connection.scope[ADMITTED] = admitted
-        if admitted is not None:
-            METER.set(admitted.meter)
+        request.admitted = await context.rates.admit(principal, request.meter, works=works)
     return principal
 
 
@@ -115,6 +116,8 @@ def _check_origin(connection: HTTPConnection) -> None:
 
 Served = Annotated[Context, Depends(_context_of)]
 """A route's parameter that receives the server's components."""
+Asked = Annotated[RequestContext, Depends(_request_of)]
+"""A route's parameter that receives the request's context."""
 ANYBODY: Final = Security(_caller_of)
 """A route's dependency: a key with any scope, if the server has keys. The following ones require scopes."""
 COMPLETER: Final = Security(_caller_of, scopes=[Scope.COMPLETIONS])

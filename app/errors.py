@@ -23,9 +23,9 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
 from api_schemas.interventions import path_in
 from api_schemas.limits import Limits
-from app.admission.refusals import ThrottledError
-from app.audit.records import note
 from app.json_text import printable
+from app.refusals import ThrottledError
+from app.request_context import note_error
 
 RETRY_AFTER_S: Final = 5
 """The default Retry-After for a server that is starting, full or draining."""
@@ -60,7 +60,6 @@ def error_bytes(error: ApiError) -> bytes:
 
 def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Response:
     """Return a response with the error's status, and with Retry-After where waiting helps."""
-    note(error=error.code)
     sent = dict(headers or {})
     if error.code in _CHALLENGES:
         sent.setdefault("WWW-Authenticate", _CHALLENGES[error.code])
@@ -68,7 +67,20 @@ def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Re
         sent.setdefault("Connection", "close")  # the rest of the body would be parsed as the next request
     if error.status in _WORTH_WAITING:
         sent.setdefault("Retry-After", str(RETRY_AFTER_S))
-    return Response(error_bytes(error), error.status, sent, media_type="application/json")
+    return _ErrorResponse(error, sent)
+
+
+class _ErrorResponse(Response):
+    """An error as a response; the request's record receives its code when it is sent."""
+
+    def __init__(self, error: ApiError, headers: dict[str, str]) -> None:
+        super().__init__(error_bytes(error), error.status, headers, media_type="application/json")
+        self._code = error.code
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response."""
+        note_error(scope, self._code)
+        await super().__call__(scope, receive, send)
 
 
 async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send, *, code: int) -> None:
@@ -89,7 +101,6 @@ async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send, *,
 
 def error_frame(error: ApiError) -> str:
     """Return the error as an event of a stream whose status was already sent."""
-    note(error=error.code)
     return f"data: {error_bytes(error).decode('ascii')}\n\n"
 
 

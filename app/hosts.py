@@ -8,7 +8,6 @@ route. If the server has keys, the key alone authorizes a request.
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import re
 from collections.abc import Awaitable, Callable
@@ -19,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import excerpt
+from app.addresses import is_loopback
 from app.errors import refuse
 from app.settings import Settings
 
@@ -119,14 +119,6 @@ def is_from_elsewhere(connection: HTTPConnection) -> bool:
     return page is None or page != host_of(connection)
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether an address is reachable from this machine only."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
-
-
 def _authority(text: str) -> Authority | None:
     """Return the host and port; None for anything else, including user information (``127.0.0.1@evil``)."""
     found = _AUTHORITY.fullmatch(text)
@@ -136,4 +128,4 @@ def _authority(text: str) -> Authority | None:
     return Authority(name, "" if port in _DEFAULT_PORTS else port)
 
 
-__all__ = ["Authority", "HostMiddleware", "host_of", "is_from_elsewhere", "is_loopback"]
+__all__ = ["Authority", "HostMiddleware", "host_of", "is_from_elsewhere"]

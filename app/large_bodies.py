@@ -16,14 +16,11 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
-from starlette.types import Scope
 
 from api_schemas.errors import ApiError, ErrorCode
+from app.admission.slot_pool import SlotPool
+from app.allowance import Allowance
 from app.body_fields import FieldLimits
-from app.engine.slot_pool import SlotPool
-
-BODIES: Final = "nnsight_engine.bodies"
-"""The key of a request's scope that holds the server's ``LargeBodyReader``."""
 
 ASKED: Final = struct.Struct("<QQ")
 """The request header: sizes in bytes of the limits and of the body, which follow."""
@@ -32,8 +29,9 @@ ANSWERED: Final = struct.Struct("<?Q")
 bytes.
 """
 
+_WAITING: Final = Allowance.of("large bodies that wait", 0)
+"""Bodies wait in any number: ``received_bytes`` bounds their bytes."""
 _MODULE: Final = "app.body_process"
-_AT_ONCE: Final = 2
 _CHUNK_BYTES: Final = 2**20
 _LIMIT_S: Final = 60.0
 _KEPT_BYTES: Final = 16 * 2**20
@@ -46,13 +44,13 @@ class LargeBodyReader:
     Args:
         limits: Limits of one body.
         environment: The environment of the processes.
-        share: The fraction of the processes that one tenant may occupy.
+        processes: The processes that there are, and that one tenant may occupy.
     """
 
-    def __init__(self, limits: FieldLimits, environment: Mapping[str, str], *, share: float = 1.0) -> None:
+    def __init__(self, limits: FieldLimits, environment: Mapping[str, str], processes: Allowance) -> None:
         self.limits = limits
         self._environment = environment
-        self._places = SlotPool(_AT_ONCE, max_waiting=0, share=share, what="large bodies")
+        self._places = SlotPool(processes, _WAITING)
         self._idle: list[asyncio.subprocess.Process] = []
 
     async def read(self, body: bytes | bytearray, tenant: str = "") -> dict[str, Any]:
@@ -128,16 +126,10 @@ class LargeBodyReader:
         return is_body, await process.stdout.readexactly(num_bytes)
 
 
-def bodies_of(scope: Scope) -> LargeBodyReader | None:
-    """Return the reader of large bodies for a request whose caller is authenticated, else None."""
-    bodies: LargeBodyReader | None = scope.get(BODIES)
-    return bodies
-
-
 async def _end(process: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.kill()
     await process.wait()
 
 
-__all__ = ["BODIES", "LargeBodyReader", "bodies_of"]
+__all__ = ["LargeBodyReader"]

@@ -107,7 +107,7 @@ class Lifecycle:
         self._idle = asyncio.Event()
         self._idle.set()
         self._given_up = asyncio.Event()
-        self._cutoffs: set[RequestDeadline] = set()
+        self._deadlines: set[RequestDeadline] = set()
         self.num_restarts = 0
 
     @property
@@ -132,23 +132,23 @@ class Lifecycle:
         return None if phase is Phase.READY else ApiError(*_REFUSALS[phase])
 
     @contextlib.contextmanager
-    def serving(self, cutoff: RequestDeadline | None = None) -> Iterator[None]:
+    def serving(self, deadline: RequestDeadline | None = None) -> Iterator[None]:
         """Count one request or job as in flight for the duration of the block.
 
         Args:
-            cutoff: The deadline that ends it if the drain times out; None if it is ended by other means.
+            deadline: The deadline that ends it if the drain times out; None if it is ended by other means.
         """
         self._num_in_flight += 1
         self._idle.clear()
-        if cutoff is not None:
-            self._cutoffs.add(cutoff)
+        if deadline is not None:
+            self._deadlines.add(deadline)
         try:
             yield
         finally:
             self._num_in_flight -= 1
-            if cutoff is not None:
-                self._cutoffs.discard(cutoff)
-                cutoff.close()
+            if deadline is not None:
+                self._deadlines.discard(deadline)
+                deadline.close()
             if self._num_in_flight == 0:
                 self._idle.set()
 
@@ -198,10 +198,10 @@ class Lifecycle:
         if self._idle.is_set():
             return
         logger.warning("closing with %d requests in flight after %s s", self.num_in_flight, drain_timeout_s)
-        for cutoff in self._cutoffs:
-            cutoff.end(ApiError(*_CUT_SHORT))
+        for deadline in self._deadlines:
+            deadline.end(ApiError(*_CUT_SHORT))
         end = time.monotonic() + _LAST_WORDS_S
-        while self._cutoffs and time.monotonic() < end:  # noqa: ASYNC110 - the only waiter
+        while self._deadlines and time.monotonic() < end:  # noqa: ASYNC110 - the only waiter
             await asyncio.sleep(0.01)
 
     async def close(self) -> None:

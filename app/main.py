@@ -13,7 +13,6 @@ from fastapi import FastAPI
 from api_schemas.jobs import JobStatus
 from app.admission.rates import Rates
 from app.audit.log import AuditLog
-from app.audit.records import Record
 from app.auth.keys import Keys
 from app.body_fields import FieldLimits
 from app.context import Context
@@ -32,6 +31,7 @@ from app.observability.scrape import Scrape
 from app.observability.tracing import Tracing, tracing_of
 from app.openapi import DocumentedApp
 from app.received_bytes import ReceivedBytes
+from app.request_context import RequestContext, RequestContextMiddleware
 from app.routes import (
     audit,
     capabilities,
@@ -61,9 +61,9 @@ from app.storage.audit import AuditStore
 from app.storage.database import Database
 from app.storage.keys import KeyStore
 from app.storage.results import ResultStore
+from app.tenant_budget import TenantBudget
 from app.vectors.service import VectorService
 from app.vectors.training import Trainer
-from nnsight_engine.core.metering import UsageMeter
 from nnsight_engine.local_engine.process_channel import ProcessOptions
 
 _ROUTERS = (
@@ -148,7 +148,8 @@ def create_app(
             "bodies": (receiving.num_bytes, settings.max_received_bytes),
         }
 
-    receiving = ReceivedBytes(settings.max_received_bytes, settings.tenant_share)
+    budget = TenantBudget.of(settings)
+    receiving = ReceivedBytes(budget.received_bytes)
     context = Context(
         settings,
         engine,
@@ -163,7 +164,7 @@ def create_app(
         vector_service,
         trainer,
         receiving,
-        LargeBodyReader(field_limits(settings), environment_for_traces(), share=settings.tenant_share),
+        LargeBodyReader(field_limits(settings), environment_for_traces(), budget.body_processes),
         counted,
         Scrape(
             counted,
@@ -186,6 +187,7 @@ def create_app(
     app.add_middleware(
         RecordMiddleware, log=log, keys=callers, metrics=counted, engine=engine, tracing=tracing
     )
+    app.add_middleware(RequestContextMiddleware)
     install_error_handlers(app)
     for router in _ROUTERS:
         app.include_router(router)
@@ -195,17 +197,17 @@ def create_app(
 
 
 def _watch_job(
-    metrics: Metrics, engine: EngineClient, tracing: Tracing | None, record: Record, traceparent: str
+    metrics: Metrics, engine: EngineClient, tracing: Tracing | None, run: RequestContext, traceparent: str
 ) -> RunOver:
     """Begin the span of a job's run; return a callback that counts the run and ends the span."""
-    span = None if tracing is None else tracing.begin_job(record, traceparent)
+    span = None if tracing is None else tracing.begin_job(run, traceparent)
 
-    def over(ended: JobStatus | None, meter: UsageMeter) -> None:
+    def over(ended: JobStatus | None) -> None:
         if ended is not None:
             metrics.count_job(ended)
-        metrics.count_use(record, points_of(engine), meter.captured_bytes)
+        metrics.count_use(run.record, points_of(engine), run.meter.captured_bytes)
         if span is not None:
-            span.end(record, ended)
+            span.end(run.record, ended)
 
     return over
 
@@ -243,8 +245,7 @@ def new_store(settings: Settings) -> ResultStore:
     return ResultStore(
         settings.result_dir,
         ttl_s=settings.result_ttl_s,
-        max_bytes=settings.result_store_bytes,
-        share=settings.tenant_share,
+        allowance=TenantBudget.of(settings).result_bytes,
         replica=settings.replica,
     )
 

@@ -13,11 +13,10 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api_schemas.errors import ApiError
-from app.admission.rates import ADMITTED, Admitted
+from app.admission.rates import Admitted
 from app.errors import error_response, internal_error, refuse
 from app.lifecycle import Lifecycle, Phase
-from app.received_bytes import intake_of
-from app.request_deadline import CUTOFF, RequestDeadline
+from app.request_context import context_of
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +61,10 @@ class GateMiddleware:
             # the job; it reconnects to the next server.
             await self._answer(scope, receive, send)
             return
-        cutoff = scope[CUTOFF] = RequestDeadline()
-        with self._lifecycle.serving(cutoff):
+        deadline = context_of(scope).deadline
+        with self._lifecycle.serving(deadline):
             if scope.get("method") == "POST":  # other methods only look things up or fetch stored content
-                cutoff.limit(self._request_timeout_s)
+                deadline.limit(self._request_timeout_s)
             await self._answer(scope, receive, send)
 
     def _refusal(self, path: str, method: str) -> ApiError | None:
@@ -82,13 +81,13 @@ class GateMiddleware:
         if scope["type"] == "websocket":
             await self._app(scope, receive, send)
             return
-        has_started = False
+        context, has_started = context_of(scope), False
 
         async def watched_send(message: Message) -> None:
             nonlocal has_started
             if message["type"] == "http.response.start":
                 has_started = True
-                _add_headers(message, scope.get(ADMITTED))
+                _add_headers(message, context.admitted)
             await send(message)
 
         try:
@@ -102,12 +101,10 @@ class GateMiddleware:
             logger.exception("unhandled error: %s %s", scope["method"], scope["path"])
             await error_response(internal_error())(scope, receive, send)
         finally:
-            admitted: Admitted | None = scope.get(ADMITTED)
-            if admitted is not None:
-                admitted.release()
-            intake = intake_of(scope)
-            if intake is not None:
-                intake.close()
+            if context.admitted is not None:
+                context.admitted.release()
+            if context.intake is not None:
+                context.intake.close()
 
 
 def _add_headers(start: Message, admitted: Admitted | None) -> None:

@@ -13,30 +13,25 @@ import contextlib
 from collections.abc import Iterator
 from typing import Final
 
-from starlette.types import Scope
+from api_schemas.errors import ErrorCode
+from app.allowance import UNBOUNDED, Allowance
 
-from api_schemas.errors import ApiError, ErrorCode
-
-INTAKE: Final = "nnsight_engine.intake"
-"""The key of a connection's scope that holds its ``Intake``."""
-
-_MAX_SOCKETS: Final = 64
+_SOCKETS: Final = Allowance("open WebSockets", UNBOUNDED, 64, ErrorCode.RATE_LIMITED, "close some")
+"""Each buffers partially received messages outside of the counts."""
 
 
 class ReceivedBytes:
     """The received bytes that one server holds.
 
     Args:
-        max_bytes: The limit for all clients together.
-        share: The fraction of it that one tenant may use.
+        allowance: The bytes that all clients together, and one tenant, may have.
 
     Attributes:
         num_bytes: The number of bytes held now.
     """
 
-    def __init__(self, max_bytes: int, share: float = 1.0) -> None:
-        self._max_bytes = max_bytes
-        self._max_tenant_bytes = int(max_bytes * share)
+    def __init__(self, allowance: Allowance) -> None:
+        self._allowance = allowance
         self._of_tenant: collections.Counter[str] = collections.Counter()
         self._sockets: collections.Counter[str] = collections.Counter()
         self.num_bytes = 0
@@ -54,11 +49,7 @@ class ReceivedBytes:
         Raises:
             ApiError: ``rate_limit_exceeded``: the tenant has too many open WebSockets.
         """
-        if tenant and self._sockets[tenant] >= _MAX_SOCKETS:
-            raise ApiError(
-                ErrorCode.RATE_LIMITED,
-                f"{_MAX_SOCKETS} WebSockets of the tenant {tenant!r} are open, no more may be; close some.",
-            )
+        _SOCKETS.check(tenant, self._sockets[tenant])
         self._sockets[tenant] += 1
         try:
             yield
@@ -73,10 +64,8 @@ class ReceivedBytes:
         Raises:
             ApiError: ``rate_limit_exceeded``: the bytes exceed the limit of the tenant or of the server.
         """
-        if tenant and self._of_tenant[tenant] + num_bytes > self._max_tenant_bytes:
-            raise _full(f"of the tenant {tenant!r} ", self._max_tenant_bytes)
-        if self.num_bytes + num_bytes > self._max_bytes:
-            raise _full("", self._max_bytes)
+        self._allowance.check(tenant, self._of_tenant[tenant], num_bytes)
+        self._allowance.check_total(self.num_bytes, num_bytes)
         self.give_back(-num_bytes, tenant)
 
     def give_back(self, num_bytes: int, tenant: str) -> None:
@@ -120,18 +109,4 @@ class Intake:
             self.give_back(self.num_bytes)
 
 
-def intake_of(scope: Scope) -> Intake | None:
-    """Return the counter of a connection whose caller is authenticated, else None."""
-    intake: Intake | None = scope.get(INTAKE)
-    return intake
-
-
-def _full(whose: str, most: int) -> ApiError:
-    return ApiError(
-        ErrorCode.RATE_LIMITED,
-        f"Requests {whose}that are being sent or answered may have {most} bytes together, and have them; "
-        "send this one again when some have ended.",
-    )
-
-
-__all__ = ["INTAKE", "Intake", "ReceivedBytes", "intake_of"]
+__all__ = ["Intake", "ReceivedBytes"]

@@ -1,8 +1,8 @@
 """Ends requests early: on a timeout, for a client that reads nothing, or at the server's shutdown.
 
-``GateMiddleware`` creates one deadline per request, and code that waits on behalf of a request also waits for
-its deadline. Ending a request takes the same path as a client's disconnect; but the client is still connected
-and receives the reason.
+Each request's ``RequestContext`` has one, and ``GateMiddleware`` sets its time limit. Code that waits on
+behalf of a request also waits for its deadline. Ending a request takes the same path as a client's
+disconnect; but the client is still connected and receives the reason.
 """
 
 from __future__ import annotations
@@ -10,14 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from typing import Final
-
-from starlette.types import Scope
 
 from api_schemas.errors import ApiError, ErrorCode
-
-CUTOFF: Final = "nnsight_engine.cutoff"
-"""The key of a request's scope that holds its ``RequestDeadline``."""
 
 
 class RequestDeadline:
@@ -71,12 +65,6 @@ class RequestDeadline:
             self._timer.cancel()
 
 
-def cutoff_of(scope: Scope) -> RequestDeadline | None:
-    """Return the deadline of a request; None if it has none."""
-    cutoff: RequestDeadline | None = scope.get(CUTOFF)
-    return cutoff
-
-
 def _timed_out(limit_s: float) -> ApiError:
     return ApiError(
         ErrorCode.REQUEST_TIMED_OUT,
@@ -85,4 +73,4 @@ def _timed_out(limit_s: float) -> ApiError:
     )
 
 
-__all__ = ["CUTOFF", "RequestDeadline", "cutoff_of"]
+__all__ = ["RequestDeadline"]

@@ -19,10 +19,10 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from app.addresses import is_loopback
 from app.command_error import CommandError, settings_error
 from app.engine.local_traces import LocalTraceEngine
 from app.engine.vllm_options import refuse_named
-from app.hosts import is_loopback
 from app.keys_command import has_keys
 from app.listen_socket import listening_socket
 from app.main import create_app, new_store

@@ -18,7 +18,7 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.keys import Limits
 from app.admission.counts import Counts, Taken, Used
 from app.admission.estimates import Estimate
-from app.admission.refusals import ThrottledError
+from app.refusals import ThrottledError
 from nnsight_engine.core.metering import UsageMeter
 
 _REMAINING: Final = "x-ratelimit-remaining-tokens"

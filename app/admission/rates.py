@@ -15,17 +15,15 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from limits import RateLimitItemPerMinute
-from starlette.requests import HTTPConnection
 
 from app.admission.counts import Counts, Taken
 from app.admission.estimates import Estimate
 from app.admission.quotas import Quota, QuotaGroup, Quotas
-from app.admission.refusals import ThrottledError
+from app.allowance import said_exceeded
 from app.auth.principal import Principal
+from app.refusals import ThrottledError
 from nnsight_engine.core.metering import UsageMeter
 
-ADMITTED: Final = "nnsight_engine.admitted"
-"""The key of a request's ASGI scope that holds its ``Admitted``."""
 _SOON_S: Final = 1
 _REMAINING: Final = "x-ratelimit-remaining-requests"
 
@@ -35,14 +33,14 @@ class Admitted:
 
     Args:
         headers: OpenAI's rate limit headers, with what is left to the caller.
-        caller: The caller.
+        meter: The usage of the request so far.
         groups: The groups whose limits apply.
         quotas: Counts the usage.
         release: Called with this object when the request is over.
 
     Attributes:
         headers: The headers, which the server sends with the response.
-        meter: The usage so far.
+        meter: The usage of the request so far.
         groups: The groups whose limits apply.
         reserved: The reservations for it.
     """
@@ -50,13 +48,13 @@ class Admitted:
     def __init__(
         self,
         headers: dict[str, str],
-        caller: Principal,
+        meter: UsageMeter,
         groups: Sequence[QuotaGroup],
         quotas: Quotas,
         release: Callable[[Admitted], None],
     ) -> None:
         self.headers = headers
-        self.meter = UsageMeter(caller.key_id)
+        self.meter = meter
         self.groups = groups
         self.reserved: list[Taken] = []
         self._quotas = quotas
@@ -91,12 +89,6 @@ class Admitted:
             release(self)
 
 
-def admitted_of(connection: HTTPConnection) -> Admitted | None:
-    """Return a request's ``Admitted``; None if nothing is counted for it."""
-    admitted: Admitted | None = connection.scope.get(ADMITTED)
-    return admitted
-
-
 class Rates:
     """Counts the requests of one server, or of several that share a storage.
 
@@ -122,11 +114,12 @@ class Rates:
         """Return how many completions, chats, traces and trainings of a tenant run on this server."""
         return self._running[f"tenant:{tenant}"]
 
-    async def admit(self, caller: Principal, *, works: bool) -> Admitted | None:
+    async def admit(self, caller: Principal, meter: UsageMeter, *, works: bool) -> Admitted | None:
         """Count a request; return None if nothing is counted for it.
 
         Args:
             caller: The caller.
+            meter: Records its usage.
             works: Whether it uses the engine, so that the limits on concurrency and tokens apply.
 
         Raises:
@@ -156,7 +149,7 @@ class Rates:
             self._end(names)
             self._count_later(admitted)
 
-        return Admitted(headers, caller, groups, self._quotas, release)
+        return Admitted(headers, meter, groups, self._quotas, release)
 
     async def set_aside(self, caller: Principal, estimate: Estimate) -> list[Taken]:
         """Reserve the tokens of work that is not a request, such as a job, when it begins."""
@@ -187,11 +180,10 @@ class Rates:
         for group in groups:
             most = group.limits.concurrency
             if most is not None and self._running[group.name] >= most:
-                raise ThrottledError(
-                    f"Requests of {group.said} may run {most} at once, and as many do: send this one again "
-                    "when one of them has ended.",
-                    {"Retry-After": str(_SOON_S)},
-                )
+                who = f"{group.said[0].upper()}{group.said[1:]}"
+                then = "send this one again when one of them has ended"
+                message = said_exceeded(who, most, "requests that run", self._running[group.name], 1, then)
+                raise ThrottledError(message, {"Retry-After": str(_SOON_S)})
 
     def _end(self, names: list[str]) -> None:
         self._running.subtract(names)
@@ -243,4 +235,4 @@ def groups_of(caller: Principal) -> list[QuotaGroup]:
     ]
 
 
-__all__ = ["ADMITTED", "Admitted", "Rates", "ThrottledError", "admitted_of", "groups_of"]
+__all__ = ["Admitted", "Rates", "groups_of"]

@@ -1,6 +1,6 @@
 """The record of a request: its metadata without content, completed by the code that serves it.
 
-The outermost middleware creates a record for each request and stores it in a context variable; code on the
+The outermost middleware creates a record for each request, as a part of its ``RequestContext``; code on the
 way adds what it knows. Metrics, the log and, on servers with keys, the audit log are derived from it. Prompts
 and code are never recorded; of code only the hash and the size.
 """
@@ -14,7 +14,6 @@ import re
 import secrets
 import time
 from collections.abc import Sequence
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
 
 from starlette.requests import HTTPConnection
@@ -49,7 +48,7 @@ class Record:
         trace_id: The id of its distributed trace, hexadecimal; empty if there is none.
         caller_class: The tier of the caller's key; ``none`` without one.
         uses: Its operations, each with a kind of point that it acts at.
-        tier: How its steps ran, once known: ``tap`` or ``eager``.
+        tier: How its steps ran, see ``WorkContext``; set when it is over.
         salt: What isolates its part of the prefix cache from others', empty for nothing; None if not
             applicable.
         begun_s: When the last part of its body was received, by ``time.perf_counter``.
@@ -82,61 +81,45 @@ class Record:
     tier: str = dataclasses.field(default="", metadata=_UNWRITTEN)
     salt: str | None = dataclasses.field(default=None, metadata=_UNWRITTEN)
 
-    def add_use(self, meter: UsageMeter | None) -> None:
-        """Set the request's usage from its meter, if there is one."""
-        if meter is not None:
-            self.tokens, self.captured_bytes = meter.num_tokens, meter.captured_bytes
-            self.intervention_s = meter.intervention_s
+    def add_use(self, meter: UsageMeter) -> None:
+        """Set the request's usage from its meter."""
+        self.tokens, self.captured_bytes = meter.num_tokens, meter.captured_bytes
+        self.intervention_s = meter.intervention_s
+
+    def identify(self, caller: Principal, connection: HTTPConnection) -> None:
+        """Record the caller and the route."""
+        self.tenant, self.key_id = caller.tenant, caller.key_id
+        if caller.has_key:
+            self.caller_class = caller.tier.value
+        self.route = connection.scope["route"].path
+        self.subject = next(map(str, connection.path_params.values()), "")
+
+    def note_operations(self, model: object, interventions: Sequence[Intervention]) -> None:
+        """Record the operations of a completion."""
+        self.model = model if isinstance(model, str) else ""
+        written: list[str] = [operation.op for operation in interventions]
+        self.operations = written if len(written) <= _MAX_OPERATIONS else list(dict.fromkeys(written))
+        self.uses = [(operation.op, kind) for operation in interventions for kind in _points(operation)]
+        for operation in interventions:
+            if isinstance(operation, Trace):
+                code = (operation.code or operation.block or "").encode("utf-8", "surrogatepass")
+                self.code_sha256, self.code_bytes = hashlib.sha256(code).hexdigest(), len(code)
+
+    async def note_trace(self, request: TraceRequest) -> None:
+        """Record the metadata of a trace."""
+        self.model, self.operations = request.head.model, [request.head.kind]
+        self.uses = [(request.head.kind, CODE)]
+        self.code_bytes = len(request.blocks)
+        if self.code_bytes < _SLOW_BYTES:
+            self.code_sha256 = hashlib.sha256(request.blocks).hexdigest()
+        else:
+            self.code_sha256 = (await asyncio.to_thread(hashlib.sha256, request.blocks)).hexdigest()
 
     def row(self) -> dict[str, Any]:
         """Return the columns for the database."""
         written = [field.name for field in dataclasses.fields(self) if field.metadata.get("kept", True)]
         row = {name: getattr(self, name) for name in written}
         return row | {name: _storable(row[name]) for name in ("subject", "model", "error", "route")}
-
-
-RECORD: Final[ContextVar[Record | None]] = ContextVar("nnsight_engine_record", default=None)
-"""The record of the request on whose behalf the current context runs."""
-
-
-def note(**known: Any) -> None:
-    """Set attributes of the current record, if there is one."""
-    record = RECORD.get()
-    if record is not None:
-        for name, value in known.items():
-            setattr(record, name, value)
-
-
-def note_caller(caller: Principal, connection: HTTPConnection) -> None:
-    """Record the caller and the route of a request."""
-    record = RECORD.get()
-    if record is not None:
-        record.tenant, record.key_id = caller.tenant, caller.key_id
-        record.caller_class = caller.tier.value if caller.has_key else record.caller_class
-        record.route = connection.scope["route"].path
-        record.subject = next(map(str, connection.path_params.values()), "")
-
-
-def note_operations(model: object, interventions: Sequence[Intervention]) -> None:
-    """Record the operations of a completion."""
-    record = RECORD.get()
-    if record is None:
-        return
-    record.model = model if isinstance(model, str) else ""
-    written: list[str] = [operation.op for operation in interventions]
-    record.operations = written if len(written) <= _MAX_OPERATIONS else list(dict.fromkeys(written))
-    record.uses = [(operation.op, kind) for operation in interventions for kind in _points(operation)]
-    for operation in interventions:
-        if isinstance(operation, Trace):
-            code = (operation.code or operation.block or "").encode("utf-8", "surrogatepass")
-            record.code_sha256, record.code_bytes = hashlib.sha256(code).hexdigest(), len(code)
-
-
-def note_tier(tier: str) -> None:
-    """Record how steps of the request ran; ``eager`` takes precedence over ``tap``."""
-    record = RECORD.get()
-    if record is not None and record.tier != "eager":
-        record.tier = tier
 
 
 def _points(operation: Intervention) -> set[str]:
@@ -149,32 +132,9 @@ def _points(operation: Intervention) -> set[str]:
     return {_LAYER.sub(_ANY_LAYER, pattern) for pattern in patterns}
 
 
-async def note_trace(request: TraceRequest, record: Record | None = None) -> None:
-    """Record the metadata of a trace, in the given record or the current one."""
-    record = record or RECORD.get()
-    if record is None:
-        return
-    record.model, record.operations = request.head.model, [request.head.kind]
-    record.uses = [(request.head.kind, CODE)]
-    record.code_bytes = len(request.blocks)
-    if record.code_bytes < _SLOW_BYTES:
-        record.code_sha256 = hashlib.sha256(request.blocks).hexdigest()
-    else:
-        record.code_sha256 = (await asyncio.to_thread(hashlib.sha256, request.blocks)).hexdigest()
-
-
 def _storable(text: str) -> str:
     """Return text that every database can store, whatever the client sent."""
     return text[:_MAX_TEXT].encode("utf-8", "replace").decode().replace("\0", "")
 
 
-__all__ = [
-    "CODE",
-    "RECORD",
-    "Record",
-    "note",
-    "note_caller",
-    "note_operations",
-    "note_tier",
-    "note_trace",
-]
+__all__ = ["CODE", "Record"]

@@ -4,7 +4,7 @@ Requests are frequent, so the result of a check is cached for some seconds, duri
 revocation is not noticed; one by this process takes effect at once. After that the key's row is read again,
 in one statement with all other keys that are due (``lookups``): an invalid key costs the same whether it is
 wrong, expired or nonexistent, and many of them cost little more than one. A valid key is always accepted,
-however many invalid ones came before; those are counted, see ``admission.login_throttle``.
+however many invalid ones came before; those are counted, see ``login_throttle``.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Final
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.keys import CreatedKey, Key, Limits, NewKey, Scope, Tenant, Tier
-from app.admission.login_throttle import LoginThrottle
-from app.admission.rates import ThrottledError
+from app.auth.login_throttle import LoginThrottle
 from app.auth.lookups import Lookups
 from app.auth.principal import EVERYBODY, Principal
 from app.auth.secrets import Secret, bearer, hashed, is_slow, matches, new_secret, parsed
+from app.refusals import ThrottledError
 from app.storage.keys import KeyStore, is_open, told
 from app.storage.tables import KeyRow
 

@@ -16,8 +16,8 @@ from starlette.requests import Request
 from api_schemas.capabilities import Capabilities
 from api_schemas.interventions import Intervention
 from api_schemas.tokens import TokenizeRequest
+from app.engine.served_model import ServedModel
 from app.engine.traces import TraceEngine
-from app.services.served_model import ServedModel
 from nnsight_engine.core.engine_counts import EngineCounts
 
 JsonObject = dict[str, Any]
@@ -63,8 +63,8 @@ class EngineClient(Protocol):
 
     - ``body``: the request's JSON without ``interventions``.
     - ``interventions``: validated for shape, not yet resolved against the model.
-    - ``http``: the request, its body already read; its ``receive`` belongs to the caller.
-    - ``owner``: the tenant that owns the results.
+    - ``http``: the request, its body already read; its ``receive`` belongs to the caller. The tenant of its
+      ``RequestContext`` owns the results.
     - ``inline``: whether a complete answer embeds its tensors, however large; for callers within the server.
     """
 
@@ -87,7 +87,6 @@ class EngineClient(Protocol):
         body: JsonObject,
         interventions: tuple[Intervention, ...],
         http: Request,
-        owner: str,
         *,
         inline: bool = False,
     ) -> EngineReply:
@@ -98,7 +97,6 @@ class EngineClient(Protocol):
         body: JsonObject,
         interventions: tuple[Intervention, ...],
         http: Request,
-        owner: str,
         *,
         inline: bool = False,
     ) -> EngineReply:

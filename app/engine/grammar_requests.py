@@ -17,30 +17,31 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from app.engine.client import JsonObject
 from app.engine.vllm_requests import read_request
-from nnsight_engine.vllm_backend.async_engine import SENDER, InterventionAsyncLLM
+from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM
 from nnsight_engine.vllm_backend.grammar_process import GrammarSetup
 
 Accept = Callable[[StructuredOutputsParams, str], Awaitable[None]]
 
 
-async def read_accepted(model: type[Any], body: JsonObject, accept: Accept) -> Any:
+async def read_accepted(model: type[Any], body: JsonObject, accept: Accept, tenant: str) -> Any:
     """Return a body as vLLM's request, its early-compiled grammars admitted.
 
     Args:
         model: vLLM's request model.
         body: The JSON.
-        accept: Admits a grammar for a sender, or raises ApiError.
+        accept: Admits a grammar of a tenant, or raises ApiError.
+        tenant: The tenant whose request it is.
 
     Raises:
         ApiError: The body is invalid, vLLM would accept it and fail later, or a grammar is refused.
     """
     tags = _structural_tags(body)
     for tag in tags:
-        await accept(StructuredOutputsParams(structural_tag=tag), SENDER.get())
+        await accept(StructuredOutputsParams(structural_tag=tag), tenant)
     request = await read_request(model, body, in_thread=bool(tags))
     structured = _beside_tools(request) if body.get("tools") else None
     if structured is not None:
-        await accept(dataclasses.replace(structured), SENDER.get())
+        await accept(dataclasses.replace(structured), tenant)
     return request
 
 

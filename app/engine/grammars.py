@@ -25,10 +25,11 @@ import msgspec
 from vllm.v1.structured_output.request import get_structured_output_key
 
 from api_schemas.errors import ApiError, ErrorCode
+from app.admission.slot_pool import Slot, SlotPool
 from app.engine.grammar_bounds import FIELD, GrammarBounds
-from app.engine.slot_pool import Slot, SlotPool
 from app.errors import internal_error
 from app.settings import Settings
+from app.tenant_budget import TenantBudget
 from nnsight_engine.vllm_backend import grammar_process
 from nnsight_engine.vllm_backend.grammar_process import (
     FORK,
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_AT_ONCE: Final = 2
 _START_S: Final = 180.0
 _WALL: Final = 10
 """Factor from the CPU time limit to the wall-clock limit, for a machine that is busy with other work."""
@@ -71,9 +71,8 @@ class Grammars:
         self._memory = settings.grammar_compile_bytes
         # vLLM's own limit counts wall-clock time; ours counts CPU time.
         self._environment = {**environment, "MALLOC_ARENA_MAX": "2", "VLLM_REGEX_COMPILATION_TIMEOUT_S": "0"}
-        self._places = SlotPool(
-            _AT_ONCE, max_waiting=settings.max_queued_traces, share=settings.tenant_share, what="grammars"
-        )
+        budget = TenantBudget.of(settings)
+        self._places = SlotPool(budget.grammar_processes, budget.waiting_grammars)
         self._setup: GrammarSetup | None = None
         self._backend = ""
         self._forking = asyncio.Lock()

@@ -11,18 +11,18 @@ import asyncio
 import contextlib
 import contextvars
 import logging
-import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Mapping
 from typing import Any, Final
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
-from app.engine.fair_queue import FairQueue
+from app.admission.fair_queue import FairQueue
+from app.engine.traces import event_frame
 from app.errors import internal_error
-from app.services.traces import event_frame
 from app.settings import Settings
-from nnsight_engine.core.metering import METER
+from app.tenant_budget import TenantBudget
+from nnsight_engine.core.work_context import current_work
 from nnsight_engine.local_engine.process_channel import CANCEL, FAILED, READY, ProcessOptions
 from nnsight_engine.local_engine.trace_process import ProcessEndedError, TraceProcess
 from nnsight_engine.remote_backend.backpressure import Backpressure, SlowReaderError
@@ -82,7 +82,8 @@ class ProcessJob:
         self.num_told = 0
         self.has_begun = False
         self.context = contextvars.copy_context()
-        self.meter = METER.get()
+        work = current_work()
+        self.meter = None if work is None else work.meter
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self.meter is not None:
             self.meter.expect(self.over)
@@ -156,8 +157,7 @@ class TraceProcesses:
         self.options = options
         self.environment = environment
         self.time_limit_s = settings.trace_time_limit_s
-        self.max_queued = settings.max_queued_traces
-        self._share = settings.tenant_share
+        self.waiting = TenantBudget.of(settings).waiting_traces
         self.max_frame_bytes = max(options.max_result_bytes, settings.max_trace_request_bytes) + 2**20
         self._queue: FairQueue[ProcessJob] = FairQueue()
         self._lines = [_Line(self) for _ in range(num_processes)]
@@ -236,19 +236,10 @@ class TraceProcesses:
         num_waiting = len(self._queue)
         if not num_waiting and self.num_running < len(self._lines):
             return
-        tenant, own = request.tenant, sum(job.request.tenant == request.tenant for job in self._queue)
-        if tenant and not request.is_patient and own >= math.ceil(self.max_queued * self._share):
-            raise ApiError(
-                ErrorCode.QUEUE_FULL,
-                f"{own} traces of the tenant {tenant!r} wait for {self.purpose} and no more may "
-                "(max_queued_traces, tenant_share); send it again later.",
-            )
-        if num_waiting >= self.max_queued:
-            raise ApiError(
-                ErrorCode.QUEUE_FULL,
-                f"{num_waiting} traces wait for {self.purpose} and no more may (max_queued_traces); send it "
-                "again later.",
-            )
+        if not request.is_patient:
+            own = sum(job.request.tenant == request.tenant for job in self._queue)
+            self.waiting.check(request.tenant, own)
+        self.waiting.check_total(num_waiting)
 
     async def take(self) -> ProcessJob:
         """Wait for a trace and remove the next one from the queue."""

@@ -6,10 +6,12 @@ Implementations: vLLM's workers (``vllm_traces``), a ``LanguageModel`` in a proc
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
-from nnsight_engine.remote_backend.frames import Frame
+from api_schemas.jobs import JobStatus
+from nnsight_engine.remote_backend.frames import Frame, FrameKind, json_frame
 from nnsight_engine.remote_backend.messages import TraceRequest
 
 
@@ -37,3 +39,11 @@ class TraceEngine(Protocol):
         Raises:
             ApiError: The trace cannot be run.
         """
+
+
+def event_frame(
+    status: JobStatus, *, message: str | None = None, engine: str | None = None, job: str | None = None
+) -> Frame:
+    """Return an event of a trace as a frame."""
+    event = {"status": status, "time": time.time(), "message": message, "engine": engine, "job": job}
+    return json_frame(FrameKind.EVENT, {key: value for key, value in event.items() if value is not None})

@@ -32,12 +32,16 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import FIELD, Intervention
 from api_schemas.request_traces import Trace
 from api_schemas.tokens import TokenizeRequest
+from app.admission.slot_pool import SlotPool
+from app.auth.code_policy import has_process, sandbox_of
+from app.engine.capabilities import describe
 from app.engine.client import DescribedModel, EngineReply, JsonObject
 from app.engine.engine_watchdog import stalled
 from app.engine.grammar_requests import read_accepted, setup_of
 from app.engine.grammars import Grammars
 from app.engine.intervening_requests import InterveningChatRequest, InterveningCompletionRequest
-from app.engine.slot_pool import SlotPool
+from app.engine.responses import choice_json
+from app.engine.served_model import ServedModel
 from app.engine.tokenizing import ids_of, texts_of, tokenize_request
 from app.engine.traces import TraceEngine
 from app.engine.vllm_errors import raised, said_dead, word_streams
@@ -46,10 +50,7 @@ from app.engine.vllm_requests import begun
 from app.engine.vllm_traces import VLLMTraceEngine
 from app.errors import DONE_FRAME
 from app.json_text import json_text
-from app.services.capabilities import describe
-from app.services.code_policy import SANDBOX_OF, has_process
-from app.services.responses import choice_json
-from app.services.served_model import ServedModel
+from app.request_context import RequestContext, context_of
 from app.settings import (
     Settings,
     are_sockets_placed,
@@ -59,11 +60,12 @@ from app.settings import (
 )
 from app.storage.process_folders import ProcessFolder, claim_memory_folder, claim_socket_folder
 from app.storage.results import ResultStore
+from app.tenant_budget import TenantBudget
 from nnsight_engine.core.engine_counts import EngineCounts
 from nnsight_engine.core.token_texts import TokenTexts
 from nnsight_engine.plans.collected import CollectedResults
 from nnsight_engine.remote_backend.identity import fingerprint_of
-from nnsight_engine.vllm_backend.async_engine import SENDER, InterventionAsyncLLM
+from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM
 from nnsight_engine.vllm_backend.call import InterventionCall
 from nnsight_engine.vllm_backend.compat import EngineLimits, engine_options
 from nnsight_engine.vllm_backend.content_logs import leave_content_out
@@ -106,12 +108,8 @@ class VLLMEngineClient:
         self.started = asyncio.Event()
         # Never served: vLLM's handlers look up their state on an application.
         self._vllm_app = FastAPI()
-        self._sandboxes = SlotPool(
-            settings.max_sandboxes,
-            max_waiting=settings.max_queued_traces,
-            share=settings.tenant_share,
-            what="requests with sandboxed code",
-        )
+        budget = TenantBudget.of(settings)
+        self._sandboxes = SlotPool(budget.sandboxes, budget.waiting_sandboxed)
         self._grammars = Grammars(settings, environment_for_traces())
         leave_content_out()
         self._traces: dict[str, TraceEngine] = {
@@ -306,16 +304,14 @@ class VLLMEngineClient:
         body: JsonObject,
         interventions: tuple[Intervention, ...],
         http: Request,
-        owner: str,
         *,
         inline: bool = False,
     ) -> EngineReply:
         """Answer ``/v1/completions``."""
-        SENDER.set(owner)  # read by vLLM's code in this task and in the tasks that it starts
         serve = self._vllm_app.state.openai_serving_completion.create_completion
         if interventions:
             model = InterveningCompletionRequest
-            return await self._intervene(model, serve, body, interventions, http, owner, inline=inline)
+            return await self._intervene(model, serve, body, interventions, http, inline=inline)
         return await self._plain(CompletionRequest, serve, body, http)
 
     async def chat(
@@ -323,16 +319,14 @@ class VLLMEngineClient:
         body: JsonObject,
         interventions: tuple[Intervention, ...],
         http: Request,
-        owner: str,
         *,
         inline: bool = False,
     ) -> EngineReply:
         """Answer ``/v1/chat/completions``."""
-        SENDER.set(owner)
         serve = self._vllm_app.state.openai_serving_chat.create_chat_completion
         if interventions:
             model = InterveningChatRequest
-            return await self._intervene(model, serve, body, interventions, http, owner, inline=inline)
+            return await self._intervene(model, serve, body, interventions, http, inline=inline)
         return await self._plain(ChatCompletionRequest, serve, body, http)
 
     async def tokenize(self, wanted: TokenizeRequest, http: Request) -> EngineReply:
@@ -348,15 +342,15 @@ class VLLMEngineClient:
         return EngineReply(body={"model": self.served().names[0], "tokens": tokens})
 
     async def _plain(self, model: type[Any], serve: Serve, body: JsonObject, http: Request) -> EngineReply:
-        request = await self._read(model, body)
+        request = await self._read(model, body, http)
         refusals = Refusals(body, model.model_fields)
         answer = await self._serve(serve, request, http, refusals)
         if hasattr(answer, "model_dump"):
             return EngineReply(body=answer.model_dump())
         return EngineReply(stream=await begun(answer, refusals))
 
-    async def _read(self, model: type[Any], body: JsonObject) -> Any:
-        return await read_accepted(model, body, self._grammars.accept)
+    async def _read(self, model: type[Any], body: JsonObject, http: Request) -> Any:
+        return await read_accepted(model, body, self._grammars.accept, context_of(http.scope).tenant)
 
     async def _intervene(
         self,
@@ -365,11 +359,11 @@ class VLLMEngineClient:
         body: JsonObject,
         interventions: tuple[Intervention, ...],
         http: Request,
-        owner: str,
         *,
         inline: bool,
     ) -> EngineReply:
-        request = await self._read(model, body)
+        asked = context_of(http.scope)
+        request = await self._read(model, body, http)
         if getattr(request, "use_beam_search", False):
             raise ApiError(
                 ErrorCode.UNSUPPORTED_COMBINATION,
@@ -388,9 +382,9 @@ class VLLMEngineClient:
             if not hasattr(answer, "model_dump"):
                 frames = await begun(answer, refusals)
                 streams = True
-                return EngineReply(stream=self._stream(frames, engine, call, num_choices, owner))
+                return EngineReply(stream=self._stream(frames, engine, call, num_choices, asked))
             return EngineReply(
-                body=await self._whole(answer.model_dump(), call, num_choices, owner, inline=inline)
+                body=await self._whole(answer.model_dump(), call, num_choices, asked, inline=inline)
             )
         except ApiError as refusal:
             if call.failure is not None:
@@ -405,16 +399,16 @@ class VLLMEngineClient:
         first, *_ = interventions
         if isinstance(first, Trace):  # always the only operation
             param = f"{FIELD}.0"
-            sandbox_of: str = http.scope[SANDBOX_OF]
-            if sandbox_of:
+            sandbox = sandbox_of(self._settings, context_of(http.scope).caller)
+            if sandbox:
                 await self.prepare_sandbox()
             data = await asyncio.to_thread(encoded_code, first, param)
             call = TraceCall(
                 data, name=first.name or f"{first.op}_0", param=param, filename=filename_of(first),
-                streams=streams, max_requests=self._settings.max_trace_requests, sandbox_of=sandbox_of,
+                streams=streams, max_requests=self._settings.max_trace_requests, sandbox_of=sandbox,
             )  # fmt: skip
-            if has_process(self._settings, sandbox_of):
-                call.place = partial(self._sandboxes.ask, sandbox_of, call.ticket)
+            if has_process(self._settings, sandbox):
+                call.place = partial(self._sandboxes.ask, sandbox, call.ticket)
             return call
         return InterventionCall(interventions, self.engine.spec, self._texts.token, stream=streams)
 
@@ -432,12 +426,12 @@ class VLLMEngineClient:
             return answer
 
     async def _whole(
-        self, body: JsonObject, call: Call, num_choices: int, owner: str, *, inline: bool
+        self, body: JsonObject, call: Call, num_choices: int, asked: RequestContext, *, inline: bool
     ) -> JsonObject:
         for choice in body["choices"]:
             collected = call.take_final(choice["index"], num_choices)
             operations = _operations(call, choice["index"], num_choices)
-            choice["interventions"] = await self._choice_json(collected, operations, owner, inline=inline)
+            choice["interventions"] = await self._choice_json(collected, operations, asked, inline=inline)
         return body
 
     async def _stream(
@@ -446,11 +440,11 @@ class VLLMEngineClient:
         engine: InterventionAsyncLLM,
         call: Call,
         num_choices: int,
-        owner: str,
+        asked: RequestContext,
     ) -> AsyncIterator[str]:
         try:
             async for frame in frames:
-                yield frame if frame == DONE_FRAME else await self._frame(frame, call, num_choices, owner)
+                yield frame if frame == DONE_FRAME else await self._frame(frame, call, num_choices, asked)
         except ApiError as error:
             if call.failure is not None:
                 raise call.failure from error
@@ -461,7 +455,7 @@ class VLLMEngineClient:
             finally:
                 engine.close_call(call)  # another one may serve by now
 
-    async def _frame(self, frame: str, call: Call, num_choices: int, owner: str) -> str:
+    async def _frame(self, frame: str, call: Call, num_choices: int, asked: RequestContext) -> str:
         chunk = json.loads(frame.removeprefix("data: "))
         for choice in chunk.get("choices", ()):
             index = choice["index"]
@@ -474,16 +468,21 @@ class VLLMEngineClient:
                 collected = call.take_part(index, num_choices)
             if collected is not None:
                 operations = _operations(call, index, num_choices)
-                choice["interventions"] = await self._choice_json(collected, operations, owner)
+                choice["interventions"] = await self._choice_json(collected, operations, asked)
         return f"data: {json_text(chunk)}\n\n"
 
     async def _choice_json(
-        self, collected: Any, operations: Sequence[Intervention], owner: str, *, inline: bool = False
+        self,
+        collected: Any,
+        operations: Sequence[Intervention],
+        asked: RequestContext,
+        *,
+        inline: bool = False,
     ) -> JsonObject:
         return await choice_json(
             collected,
             store=self._store,
-            owner=owner,
+            work=asked,
             settings=self._settings,
             decode=self._texts.text,
             operations=operations,

@@ -19,14 +19,14 @@ from vllm.sampling_params import RequestOutputKind
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
-from app.audit.records import note_tier
-from app.engine.slot_pool import SlotPool
+from app.admission.slot_pool import SlotPool
+from app.auth.code_policy import has_process
+from app.engine.traces import event_frame
 from app.engine.vllm_errors import said_dead, translated
 from app.engine.vllm_sampling import sampling_params
 from app.errors import internal_error
-from app.services.code_policy import has_process
-from app.services.traces import event_frame
 from app.settings import Settings
+from nnsight_engine.core.work_context import current_work
 from nnsight_engine.remote_backend.backpressure import SlowReaderError
 from nnsight_engine.remote_backend.frames import TIER, Frame, FrameKind, json_frame
 from nnsight_engine.remote_backend.messages import SentEdit, SentInvoke, TraceHead, TraceRequest
@@ -220,7 +220,9 @@ class _Run:
             results = results_of({index: one.output for index, one in enumerate(self._gathered)})
             finished = await engine.finish_trace(trace.key, results)
             is_over = True
-            note_tier(finished.tier)
+            work = current_work()
+            if work is not None:
+                work.note_tier(finished.tier)
             for frame in _logs(finished.printed):
                 yield frame
             if finished.failure:

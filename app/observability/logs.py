@@ -16,9 +16,11 @@ from typing import Any, Final
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-from app.audit.records import RECORD, Record
+from app.audit.records import Record
 from app.observability.metrics import outcome_of
+from app.request_context import RequestContext
 from app.settings import Settings, set_engine_log
+from nnsight_engine.core.work_context import current_work
 
 _requests = logging.getLogger("app.requests")
 
@@ -98,10 +100,10 @@ def _formatter(*last: Processor) -> logging.Formatter:
 
 def add_request(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
     """Add the ids of the request on whose behalf an event is logged."""
-    record = RECORD.get()
-    if record is not None:
+    work = current_work()
+    if isinstance(work, RequestContext):
         for name in _FIELDS:
-            value = getattr(record, name)
+            value = getattr(work.record, name)
             if value:
                 event.setdefault(name, value)
     return event

@@ -1,4 +1,4 @@
-"""The outermost middleware: records each request, from its first byte to the last byte of its response.
+"""The middleware that records each request, from its first byte to the last byte of its response.
 
 From the record it derives the metrics, a log line, the request's span and, on servers with keys, the audit
 entry of requests that run or change something.
@@ -15,16 +15,15 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api_schemas.errors import ErrorCode
-from app.admission.rates import ADMITTED, Admitted
 from app.audit.log import AuditLog
-from app.audit.records import RECORD, Record
+from app.audit.records import Record
 from app.auth.keys import Keys
 from app.engine.client import EngineClient
 from app.middleware import API_PREFIX
 from app.observability.logs import log_request
 from app.observability.metrics import Metrics, outcome_of
 from app.observability.tracing import RequestSpan, Tracing
-from nnsight_engine.core.metering import METER, UsageMeter
+from app.request_context import RequestContext, context_of
 
 _READS: Final = {"GET", "HEAD", "OPTIONS"}
 _UNFINISHED: Final = "client_left"
@@ -69,29 +68,26 @@ class RecordMiddleware:
         if scope["type"] not in {"http", "websocket"}:
             await self._app(scope, receive, send)
             return
-        record = Record(str(scope.get("method", "WEBSOCKET")))
-        token, meter = RECORD.set(record), METER.set(UsageMeter())
-        own = METER.get()
-        span = None
+        context = context_of(scope)
+        record, span = context.record, None
         if self._tracing is not None and str(scope["path"]).startswith(API_PREFIX):
-            span = self._tracing.begin(scope, record)
+            span = self._tracing.begin(scope, context)
         is_kept = scope["type"] == "http" and record.method not in _READS and await self._has_log()
         if is_kept:
             self._log.begin(record)
         try:
             await self._watched(record, span, scope, receive, send)
         finally:
-            RECORD.reset(token)
-            METER.reset(meter)
-            admitted: Admitted | None = scope.get(ADMITTED)
-            record.add_use(None if admitted is None else admitted.meter)
+            record.tier = context.tier
+            if context.admitted is not None:
+                record.add_use(context.meter)
             if is_kept and record.key_id and record.error not in _NOT_RUN:
                 self._log.add(record)
             elif is_kept:
                 self._log.drop(record)
             if not record.route and (route := getattr(scope.get("route"), "path", None)):
                 record.route = route
-            self._tell(record, span, own if admitted is None else admitted.meter)
+            self._tell(context, span)
 
     async def _has_log(self) -> bool:
         if not self._log.is_on:
@@ -118,13 +114,13 @@ class RecordMiddleware:
             if not watch.is_whole:
                 record.error = record.error or _UNFINISHED
 
-    def _tell(self, record: Record, span: RequestSpan | None, meter: UsageMeter | None) -> None:
-        metrics = self._metrics
+    def _tell(self, context: RequestContext, span: RequestSpan | None) -> None:
+        metrics, record = self._metrics, context.record
         metrics.count_request(record, self._engine.served().names)
         if record.route in _TIMED and outcome_of(record) == "ok":
             metrics.count_time(record)
         if record.uses and (record.status or _ERROR_STATUS) < _ERROR_STATUS:
-            metrics.count_use(record, points_of(self._engine), 0 if meter is None else meter.captured_bytes)
+            metrics.count_use(record, points_of(self._engine), context.meter.captured_bytes)
         log_request(record)
         if span is not None:
             span.end(record)

@@ -11,7 +11,7 @@ import re
 import time
 from typing import Final
 
-from app.audit.records import RECORD
+from app.audit.records import Record
 from app.observability.metrics import Metrics, kind_of
 
 _ERROR: Final = 'data: {"error"'
@@ -29,18 +29,16 @@ class TokenTimes:
 
     Args:
         metrics: The metrics to update.
+        record: The record of the request.
         num_choices: The number of choices; those of several interleave, so the times between tokens are not
             measured.
     """
 
-    def __init__(self, metrics: Metrics, num_choices: int) -> None:
-        """Must be called in the context of the request."""
-        record = RECORD.get()
-        kind = "plain" if record is None else kind_of(record.operations)
-        route = "" if record is None else record.route
-        self._begun_s = time.perf_counter() if record is None else record.begun_s
-        self._first = metrics.first_token_s.labels(route, kind)
-        between = metrics.between_tokens_s.labels(route, kind)
+    def __init__(self, metrics: Metrics, record: Record, num_choices: int) -> None:
+        kind = kind_of(record.operations)
+        self._begun_s = record.begun_s
+        self._first = metrics.first_token_s.labels(record.route, kind)
+        between = metrics.between_tokens_s.labels(record.route, kind)
         self._between = between.observe if num_choices == 1 else None
         self._last_s = 0.0
 

@@ -33,9 +33,9 @@ from starlette.types import Scope
 from api_schemas.jobs import JobStatus
 from app.audit.records import Record
 from app.observability.metrics import kind_of
+from app.request_context import RequestContext
 from app.settings import Settings, otlp_traces_endpoint
 from nnsight_engine import __version__
-from nnsight_engine.core.trace_headers import TRACE_HEADERS
 
 _GRPC: Final = "grpc"
 _SERVER_ERROR: Final = 500
@@ -134,31 +134,31 @@ class Tracing:
         self._tracer = self._provider.get_tracer("nnsight_engine", __version__)
         self._propagator = TraceContextTextMapPropagator()
 
-    def begin(self, scope: Scope, record: Record) -> RequestSpan:
+    def begin(self, scope: Scope, request: RequestContext) -> RequestSpan:
         """Begin the span of a request, and propagate it to the work on the request's behalf."""
         parent = self._propagator.extract(Headers(scope=scope), context=Context())
         span = self._tracer.start_span("request", parent, SpanKind.SERVER)
-        return RequestSpan(span, self._hand_on(span, record))
+        return RequestSpan(span, self._hand_on(span, request))
 
-    def begin_job(self, record: Record, traceparent: str) -> JobSpan:
-        """Begin the span of a job's run, and propagate it to the work in this task.
+    def begin_job(self, run: RequestContext, traceparent: str) -> JobSpan:
+        """Begin the span of a job's run, and propagate it to the run's work.
 
         Args:
-            record: The record of the run.
+            run: The context of the run.
             traceparent: That of the request that started the run; empty if it had none.
         """
         asked = self._propagator.extract({_TRACEPARENT: traceparent}, context=Context())
         asking = get_current_span(asked).get_span_context()
         links = [Link(asking)] if asking.is_valid else []
         span = self._tracer.start_span("job", Context(), SpanKind.CONSUMER, links=links)
-        self._hand_on(span, record)
+        self._hand_on(span, run)
         return JobSpan(span)
 
-    def _hand_on(self, span: Span, record: Record) -> dict[str, str]:
+    def _hand_on(self, span: Span, context: RequestContext) -> dict[str, str]:
         headers: dict[str, str] = {}
         self._propagator.inject(headers, set_span_in_context(span, Context()))
-        record.trace_id = format_trace_id(span.get_span_context().trace_id)
-        TRACE_HEADERS.set(headers)
+        context.record.trace_id = format_trace_id(span.get_span_context().trace_id)
+        context.trace_headers = headers
         return headers
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
-from app.hosts import is_loopback
+from app.addresses import is_loopback
 from app.keys_command import has_keys
 from app.replicas.front import create_front
 from app.replicas.handles import ServedReplicas

@@ -23,29 +23,28 @@ from starlette.websockets import WebSocket
 
 from api_schemas.errors import ApiError, ErrorCode
 from app.body import THREAD_BYTES
+from app.disconnect import while_connected
 from app.errors import error_response, install_error_handlers
 from app.hosts import HostMiddleware
 from app.lifecycle import Lifecycle, Phase, Startable
 from app.middleware import GateMiddleware
 from app.observability.metrics import Metrics
-from app.received_bytes import INTAKE, ReceivedBytes
+from app.received_bytes import ReceivedBytes
 from app.replicas.asked import Asked, of_body, owner_of, split_path
 from app.replicas.options import ReplicaOptions
 from app.replicas.protocol import Place, Replicas, none_ready
 from app.replicas.questions import Questions
 from app.replicas.relay import NotTakenError, Relay, Sent, is_held
 from app.replicas.sockets import deny, relay_socket
-from app.request_deadline import cutoff_of
-from app.services.disconnect import while_connected
+from app.request_context import RequestContextMiddleware, context_of
 from app.settings import Settings
+from app.tenant_budget import TenantBudget
 
 _UNASKED_BYTES: Final = 1024 * 1024
 """So much of a body is held before a replica has said whether its sender may come in."""
 _EVENTS: Final = "/events"
 _YES: Final = {"1", "on", "t", "true", "y", "yes"}
 """As pydantic reads them in a query."""
-MODEL: Final = "nnsight_engine.model"
-"""Where a request's scope has the model that its path named."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ class Front:
         self._settings = settings
         self._options = options
         self._replicas = replicas
-        self._receiving = ReceivedBytes(settings.max_received_bytes, settings.tenant_share)
+        self._receiving = ReceivedBytes(TenantBudget.of(settings).received_bytes)
         self._questions = Questions(options.models, replicas, lambda: self._relay)
         self._index = {name: index for index, one in enumerate(options.models) for name in one.names}
         self._opened: Relay | None = None
@@ -90,7 +89,7 @@ class Front:
             await self._socket(WebSocket(scope, receive, send))
             return
         request = Request(scope, receive)
-        path, named = scope["path"], str(scope.get(MODEL, ""))
+        path, named = scope["path"], context_of(scope).record.model
         answer: Response | None = None
         if path == "/metrics":
             answer = await self._questions.metrics(request)
@@ -133,7 +132,7 @@ class Front:
             key = request.headers.get("authorization", "")
             # Who is let in without a key is of a server that only this machine uses.
             name = f"key {hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}" if key else ""
-        request.scope[INTAKE] = self._receiving.intake(name)
+        context_of(request.scope).intake = self._receiving.intake(name)
         return None
 
     async def _asked(self, sent: Sent, named: str) -> Asked:
@@ -158,7 +157,9 @@ class Front:
         """Send a request to the one replica that can answer it."""
         scope = sent.request.scope
         answer: Response | None = None
-        place = await while_connected(sent.receive, self._questions.place_of(owner), cutoff_of(scope))
+        place = await while_connected(
+            sent.receive, self._questions.place_of(owner), context_of(scope).deadline
+        )
         if place is not None:
             try:
                 answer = await self._relay.answer(sent, place)
@@ -178,7 +179,7 @@ class Front:
             try:
                 async with contextlib.AsyncExitStack() as stack:
                     entering = stack.enter_async_context(replicas.taken(asked.key, tried=tried))
-                    place = await while_connected(sent.receive, entering, cutoff_of(scope))
+                    place = await while_connected(sent.receive, entering, context_of(scope).deadline)
                     if place.name in tried:
                         break
                     tried.add(place.name)
@@ -206,7 +207,7 @@ class Front:
 
     async def _pass_socket_on(self, websocket: WebSocket, path: str) -> None:
         """Lead a WebSocket to a replica, or to the next one where that does not take it."""
-        replicas = self._of(str(websocket.scope.get(MODEL, "")))
+        replicas = self._of(context_of(websocket.scope).record.model)
         is_local = websocket.query_params.get("local", "").lower() in _YES and path.endswith(_EVENTS)
         tried: set[str] = set()
         answer: Response | None = None
@@ -273,6 +274,7 @@ def create_front(
     app.add_middleware(_ModelInPath, options=options)
     if are_keys_required is not None:
         app.add_middleware(HostMiddleware, settings=settings, are_keys_required=are_keys_required)
+    app.add_middleware(RequestContextMiddleware)
     install_error_handlers(app)
     return app
 
@@ -292,7 +294,7 @@ class _ModelInPath:
             if path != whole:
                 scope = {**scope, "root_path": "", "path": path, "raw_path": path.encode()}
             if model:
-                scope[MODEL] = model
+                context_of(scope).record.model = model
         await self._app(scope, receive, send)
 
 

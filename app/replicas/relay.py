@@ -24,10 +24,10 @@ from yarl import URL
 
 from api_schemas.errors import ErrorCode
 from app.body import read_bytes, stream_bytes
+from app.disconnect import while_connected
 from app.listen_socket import notice_loss
 from app.replicas.protocol import Place, lost
-from app.request_deadline import cutoff_of
-from app.services.disconnect import while_connected
+from app.request_context import context_of
 from app.services.streaming import ClosingStream, last_events
 from app.settings import Settings
 
@@ -194,9 +194,9 @@ class Relay:
             ApiError: ``replica_lost``, or what ended the request.
             ClientDisconnect: The client has left.
         """
-        cutoff = cutoff_of(sent.request.scope)
+        deadline = context_of(sent.request.scope).deadline
         try:
-            response = await while_connected(sent.receive, self._request(sent, place), cutoff)
+            response = await while_connected(sent.receive, self._request(sent, place), deadline)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise NotTakenError from error
         except (aiohttp.ClientError, OSError) as error:

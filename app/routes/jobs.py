@@ -12,13 +12,12 @@ from starlette.responses import Response
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import Job, JobList, JobStatus
 from app.admission.quotas import Quota
-from app.admission.rates import admitted_of
-from app.audit.records import note
+from app.auth.code_policy import check_code_allowed
 from app.body import stream_bytes
-from app.context import Coder, Served
+from app.context import Asked, Coder, Served
 from app.errors import RETRY_AFTER_S, error_response
 from app.openapi import BINARY, TRACE_BODY, error_responses
-from app.services.code_policy import check_code_allowed
+from app.request_context import RequestContext
 from app.services.downloads import download
 from app.services.trace_admission import check_head, check_sender
 from app.storage.storage_usage import Holder
@@ -58,6 +57,7 @@ async def create_job(
     request: Request,
     response: Response,
     context: Served,
+    asked: Asked,
     caller: Coder,
     *,
     key: Key = None,
@@ -67,23 +67,24 @@ async def create_job(
 ) -> Job:
     """The body is that of `POST /v1/traces`. An accepted job survives a restart of the server."""
     check_sender(context.settings, request, caller)
-    await check_quotas(request)
+    await check_quotas(asked)
     settings = context.settings
     body = stream_bytes(request, settings.max_trace_request_bytes, settings.upload_idle_timeout_s)
     check = functools.partial(check_head, context.settings, caller, context.engine.served())
     holder = Holder(caller.tenant, caller.key_id)
-    submitted = await context.jobs.submit(body, check=check, key=key, holder=holder, reruns=rerun)
-    note(subject=submitted.job.id, model=submitted.job.model)
+    submitted = await context.jobs.submit(
+        body, check=check, key=key, holder=holder, reruns=rerun, traceparent=asked.traceparent
+    )
+    asked.record.subject, asked.record.model = submitted.job.id, submitted.job.model
     response.status_code = 202 if submitted.is_new else 200
     response.headers["Location"] = f"/v1/jobs/{submitted.job.id}"
     return submitted.job
 
 
-async def check_quotas(request: Request) -> None:
+async def check_quotas(asked: RequestContext) -> None:
     """Raise ApiError unless the caller's quotas permit a job now; usage is counted when the job runs."""
-    admitted = admitted_of(request)
-    if admitted is not None:
-        await admitted.check(*Quota)
+    if asked.admitted is not None:
+        await asked.admitted.check(*Quota)
 
 
 @router.get("", summary="List jobs, the newest first", responses=error_responses(404))
@@ -122,11 +123,11 @@ async def cancel_job(job_id: str, context: Served, caller: Coder) -> Job:
     summary="Run a job again",
     responses=error_responses(403, 404, 409, 429, 503),
 )
-async def rerun_job(job_id: str, request: Request, context: Served, caller: Coder) -> Job:
+async def rerun_job(job_id: str, context: Served, asked: Asked, caller: Coder) -> Job:
     """Only for a job that failed or was cancelled; its earlier result is deleted."""
-    check_code_allowed(context.settings, request, caller)
-    await check_quotas(request)
-    return await context.jobs.rerun(job_id, Holder(caller.tenant, caller.key_id))
+    check_code_allowed(context.settings, caller)
+    await check_quotas(asked)
+    return await context.jobs.rerun(job_id, Holder(caller.tenant, caller.key_id), asked.traceparent)
 
 
 @router.get(

@@ -10,9 +10,8 @@ from starlette.requests import Request
 
 from api_schemas.keys import MAX_NAME, CreatedKey, Key, KeyList, Limits, NewKey, Rotation, Tenant, TenantList
 from app.audit.changes import changed
-from app.audit.records import note
 from app.body import BodyLimits, read_object
-from app.context import ADMIN, Context, Served
+from app.context import ADMIN, Asked, Context, Served
 from app.errors import validated
 from app.openapi import error_responses, json_body
 
@@ -31,11 +30,11 @@ tenants_router = APIRouter(prefix="/v1/admin/tenants", tags=["keys"], dependenci
     openapi_extra=json_body(NewKey),
     responses=error_responses(400, 413, 422),
 )
-async def create_key(request: Request, response: Response, context: Served) -> CreatedKey:
+async def create_key(request: Request, response: Response, context: Served, asked: Asked) -> CreatedKey:
     """The secret, `key`, is only in this answer."""
     response.headers["Cache-Control"] = "no-store"
     created = await context.keys.create(await _read(request, context, NewKey))
-    note(subject=created.id, details=changed(created))
+    asked.record.subject, asked.record.details = created.id, changed(created)
     return created
 
 
@@ -55,12 +54,14 @@ async def list_keys(
     openapi_extra=json_body(Rotation),
     responses=error_responses(400, 404, 409, 413, 422),
 )
-async def rotate_key(key_id: str, request: Request, response: Response, context: Served) -> CreatedKey:
+async def rotate_key(
+    key_id: str, request: Request, response: Response, context: Served, asked: Asked
+) -> CreatedKey:
     """The old key ends now, or after `grace_s`."""
     response.headers["Cache-Control"] = "no-store"
     rotation = await _read(request, context, Rotation)
     created = await context.keys.rotate(key_id, rotation.grace_s)
-    note(details=changed(created))
+    asked.record.details = changed(created)
     return created
 
 
@@ -82,10 +83,10 @@ async def list_tenants(context: Served) -> TenantList:
     openapi_extra=json_body(Limits),
     responses=error_responses(400, 404, 413, 422),
 )
-async def limit_tenant(tenant: str, request: Request, context: Served) -> Tenant:
+async def limit_tenant(tenant: str, request: Request, context: Served, asked: Asked) -> Tenant:
     """Limits that are left out are removed."""
     limited = await context.keys.limit(tenant, await _read(request, context, Limits))
-    note(details=changed(limited))
+    asked.record.details = changed(limited)
     return limited
 
 

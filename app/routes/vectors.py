@@ -20,13 +20,11 @@ from api_schemas.vectors import (
 )
 from app.admission.estimates import of_training
 from app.admission.quotas import INTERVENING
-from app.admission.rates import admitted_of
 from app.body import BodyLimits, read_object
-from app.context import Intervener, Served, Trains
+from app.context import Asked, Intervener, Served, Trains
+from app.disconnect import while_connected
 from app.errors import validated
 from app.openapi import BINARY, EVENTS_TYPE, error_responses, json_body, json_events, schema_of
-from app.request_deadline import cutoff_of
-from app.services.disconnect import while_connected
 from app.services.streaming import ClosingStream, events, first_event, last_events
 from app.vectors.training import training_events
 from app.vectors.uploads import FORM_TYPE
@@ -69,26 +67,25 @@ async def create_vector(request: Request, context: Served, caller: Intervener) -
     },
     response_model=None,
 )
-async def train_vector(request: Request, context: Served, caller: Trains) -> Response:
+async def train_vector(request: Request, context: Served, asked: Asked, caller: Trains) -> Response:
     """Captures each prompt's residual stream, fits a row for each layer, scores it on held-out prompts."""
     settings = context.settings
-    admitted = admitted_of(request)
+    admitted, deadline = asked.admitted, asked.deadline
     if admitted is not None:
         await admitted.check(*INTERVENING)
     limits = BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
     wanted = validated(TrainingRequest, await read_object(request, limits))
     if admitted is not None:
         await admitted.reserve(of_training(wanted))
-    cutoff = cutoff_of(request.scope)
     train = functools.partial(context.trainer.train, wanted, request, caller)
     if not wanted.stream:
-        vector = await while_connected(request.receive, train(lambda _: None), cutoff)
+        vector = await while_connected(request.receive, train(lambda _: None), deadline)
         return Response(vector.model_dump_json(), 201, media_type="application/json")
     source = training_events(train)
     # An error before the first event gets its own HTTP status.
-    first = await while_connected(request.receive, first_event(source), cutoff)
+    first = await while_connected(request.receive, first_event(source), deadline)
     return ClosingStream(
-        events(first, source),
+        events(first, source, asked),
         media_type=EVENTS_TYPE,
         on_close=source.aclose,
         stall_s=settings.client_stall_timeout_s,

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Awaitable, Callable
 from difflib import get_close_matches
 from itertools import islice
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,22 +23,22 @@ from api_schemas.operations import Ablate, Patch, Steer
 from api_schemas.request_traces import Trace
 from app.admission.estimates import check_choices, num_choices, num_prompts, of_body
 from app.admission.quotas import INTERVENING
-from app.admission.rates import admitted_of
-from app.audit.records import note, note_operations
+from app.auth.code_policy import check_code_allowed
 from app.auth.principal import Principal
 from app.body import THREAD_BYTES, BodyLimits, read_object
-from app.context import Context
+from app.disconnect import while_connected
+from app.engine.cache_salts import keep_apart
 from app.engine.client import EngineReply, JsonObject
 from app.json_text import JsonAnswer
 from app.observability.token_times import TokenTimes
-from app.request_deadline import cutoff_of
-from app.services.cache_salts import keep_apart
-from app.services.code_policy import check_code_allowed
-from app.services.disconnect import while_connected
+from app.request_context import context_of
 from app.services.prompts import check_prompts
 from app.services.streaming import ClosingStream, close_stream, events, first_event, last_events
 from app.settings import Settings
 from app.vectors.names import names_vectors
+
+if TYPE_CHECKING:
+    from app.context import Context
 
 _WRITES: Final = (Steer, Ablate, Patch, Trace)
 
@@ -47,7 +47,7 @@ _CLOSE: Final = 0.8
 _MOST_NAMES: Final = 256
 _MOST_MORE: Final = 4
 
-Generate = Callable[[JsonObject, tuple[Intervention, ...], Request, str], Awaitable[EngineReply]]
+Generate = Callable[[JsonObject, tuple[Intervention, ...], Request], Awaitable[EngineReply]]
 """``EngineClient.completions`` or ``EngineClient.chat``."""
 
 
@@ -66,14 +66,14 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
         ApiError: The request is refused, or fails before its first byte.
         ClientDisconnect: The client disconnected; the engine's work has been cancelled.
     """
-    settings = context.settings
+    settings, asked = context.settings, context_of(request.scope)
     limits = BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
     body = await read_object(request, limits)
     raw = body.pop(FIELD, None)
     _check_spelling(body)
     check_choices(body, settings.max_choices)
     check_prompts(body, context.engine.capabilities().sizes.max_model_len)
-    admitted = admitted_of(request)
+    admitted = asked.admitted
     if raw:
         # Checked before parsing, whose duration is up to the sender.
         caller.check(Scope.INTERVENTIONS)
@@ -82,18 +82,18 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
     # A conversation is one prompt, even if it also has fields of completions.
     count = 1 if "messages" in body else num_prompts(body)
     interventions = await _interventions(raw, count, request, settings)
-    note_operations(body.get("model"), interventions)
+    asked.record.note_operations(body.get("model"), interventions)
     if any(isinstance(operation, Trace) for operation in interventions):
-        check_code_allowed(settings, request, caller)
+        check_code_allowed(settings, caller)
     if admitted is not None:
         await admitted.reserve(of_body(body))
     if names_vectors(interventions):
         interventions = await context.vectors.resolved(interventions, caller.tenant)
-    note(salt=_salt_of(body, caller, interventions))
+    asked.record.salt = _salt_of(body, caller, interventions)
     keep_apart(body, caller)
-    answer = call(body, interventions, request, caller.tenant)
-    times = TokenTimes(context.metrics, num_choices(body)) if body.get("stream") else None
-    started = await while_connected(request.receive, _start(answer, times), cutoff_of(request.scope))
+    answer = call(body, interventions, request)
+    times = TokenTimes(context.metrics, asked.record, num_choices(body)) if body.get("stream") else None
+    started = await while_connected(request.receive, _start(answer, times), asked.deadline)
     reply = started.reply
     if reply.stream is None:
         return JsonAnswer(reply.body, headers=reply.headers)
@@ -103,7 +103,7 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
         await close_stream(stream)
 
     return ClosingStream(
-        events(started.first, stream) if times is None else events(started.first, stream, times.saw),
+        events(started.first, stream, asked, *([] if times is None else [times.saw])),
         media_type="text/event-stream",
         headers=reply.headers,
         on_close=on_close,

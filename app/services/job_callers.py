@@ -12,21 +12,21 @@ from api_schemas.jobs import JobStatus
 from app.admission.counts import Taken
 from app.admission.estimates import Estimate
 from app.admission.rates import Rates
-from app.audit.records import Record
+from app.auth.code_policy import sandbox_of
 from app.auth.keys import Keys
 from app.auth.principal import Principal
-from app.services.code_policy import sandbox_of
+from app.request_context import RequestContext
 from app.settings import Settings
 from app.storage.storage_usage import StoredBytes
 from app.storage.tables import JobRow
 from nnsight_engine.core.metering import UsageMeter
 
-RunOver = Callable[[JobStatus | None, UsageMeter], None]
-"""Called when a run is over: with its final status, None if it is to run again, and its usage."""
+RunOver = Callable[[JobStatus | None], None]
+"""Called when a run is over: with its final status, None if it is to run again."""
 
 
-def _unwatched(_record: Record, _traceparent: str) -> RunOver:
-    return lambda _ended, _meter: None
+def _unwatched(_run: RequestContext, _traceparent: str) -> RunOver:
+    return lambda _ended: None
 
 
 class JobCallers:
@@ -37,7 +37,7 @@ class JobCallers:
         rates: Counts the usage of jobs.
         stored: Receives the storage limits of callers.
         settings: Determine which code runs in a sandbox.
-        watch: Called when a run begins, in its task, with its record and the ``traceparent`` of the request
+        watch: Called when a run begins, with its context and the ``traceparent`` of the request
             that queued it. The returned function is called when the run is over.
     """
 
@@ -47,7 +47,7 @@ class JobCallers:
         rates: Rates,
         stored: StoredBytes,
         settings: Settings,
-        watch: Callable[[Record, str], RunOver] = _unwatched,
+        watch: Callable[[RequestContext, str], RunOver] = _unwatched,
     ) -> None:
         self.watch = watch
         self._settings = settings

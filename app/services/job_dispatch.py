@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,15 +17,16 @@ from typing import Final
 from api_schemas.errors import ApiError, ErrorCode
 from app.admission.counts import Taken
 from app.admission.estimates import Estimate
+from app.allowance import Allowance
 from app.auth.principal import EVERYBODY, Principal
 from app.lifecycle import Lifecycle, Phase
-from app.services.job_callers import JobCallers
+from app.services.job_callers import JobCallers, RunOver
 from app.services.job_runs import Ending, JobRun, JobTools, note_interrupted
 from app.services.job_slots import JobSlot, JobSlots
 from app.storage.job_leases import LEASE_S
 from app.storage.jobs import JobStore
 from app.storage.tables import JobRow
-from nnsight_engine.core.metering import METER, UsageMeter
+from nnsight_engine.core.work_context import working_for
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +47,8 @@ class JobDispatcher:
         store: Removes jobs that were deleted while they ran.
         lifecycle: Determines whether jobs may begin, and counts the running ones as in flight.
         model: Returns the name of the served model.
-        max_running: The maximum number of running jobs; those that wait for a busy engine do not count.
-        share: The fraction of them that one tenant may use.
+        allowance: The jobs that may run here, of all tenants and of one; those that wait for a busy engine do
+            not count.
         callers: Determine whose jobs may run, and count their usage.
     """
 
@@ -59,16 +59,15 @@ class JobDispatcher:
         store: JobStore,
         lifecycle: Lifecycle,
         model: Callable[[], str],
-        max_running: int,
-        share: float,
+        allowance: Allowance,
         callers: JobCallers,
     ) -> None:
         self._tools = tools
         self._store = store
         self._lifecycle = lifecycle
         self._model = model
-        self._slots = JobSlots(max_running, self.wake)
-        self._max_each = math.ceil(max_running * share)
+        self._slots = JobSlots(allowance.total, self.wake)
+        self._allowance = allowance
         self._runs: dict[str, JobRun] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
         self._served_at: dict[str, float] = {}
@@ -172,10 +171,12 @@ class JobDispatcher:
             reserved.extend(await self._callers.set_aside(caller, estimate))
 
         run = JobRun(job, self._tools, slot, set_aside=set_aside, refusal=refusal, sandbox_of=sandbox_of)
+        run.context.principal = caller
         self._runs[job.id] = run
-        self._running[job.id] = asyncio.create_task(
-            self._run(job, run, slot, caller, reserved), name=f"job-{job.id}"
-        )
+        with working_for(run.context):  # a task inherits it where it is created
+            self._running[job.id] = asyncio.create_task(
+                self._run(job, run, slot, caller, reserved), name=f"job-{job.id}"
+            )
 
     def _held(self) -> list[str]:
         """Return the keys whose jobs wait because their quota is used up."""
@@ -186,7 +187,7 @@ class JobDispatcher:
     def _full(self) -> list[str]:
         """Return the tenants that use their whole share of the slots; without keys there are none."""
         running = Counter(run.owner for run in self._runs.values())
-        return [owner for owner, num in running.items() if owner and num >= self._max_each]
+        return [owner for owner, num in running.items() if not self._allowance.permits(owner, num)]
 
     async def _hold(self, job: JobRow, caller: Principal) -> bool:
         """Put a job back whose key has used up its quota; return whether it was."""
@@ -203,11 +204,9 @@ class JobDispatcher:
     async def _run(
         self, job: JobRow, run: JobRun, slot: JobSlot, caller: Principal, reserved: Sequence[Taken]
     ) -> None:
-        meter = UsageMeter(job.key_id)
-        METER.set(meter)  # in the context of this task, which is the job's own
-        over: Callable[..., None] | None = None
+        over: RunOver | None = None
         try:
-            over = self._callers.watch(run.record, job.traceparent)
+            over = self._callers.watch(run.context, job.traceparent)
             with self._lifecycle.serving():
                 await run.run()
                 gone = await self._store.remove_ended(job.id)
@@ -220,7 +219,7 @@ class JobDispatcher:
         finally:
             try:
                 # Before another job of the same key may begin.
-                await self._callers.count(caller, meter, reserved)
+                await self._callers.count(caller, run.context.meter, reserved)
             except Exception:
                 logger.exception("what job %s used could not be counted", job.id)
             finally:
@@ -228,7 +227,7 @@ class JobDispatcher:
                 slot.leave()
                 self.wake()
                 if over is not None:
-                    over(run.ended, meter)
+                    over(run.ended)
 
     async def _keep(self) -> None:
         renewed_at = recovered_at = time.monotonic()

@@ -23,8 +23,9 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobEvent, JobStatus
 from app.admission.estimates import Estimate, of_trace
 from app.audit.log import AuditLog
-from app.audit.records import RECORD, Record, note_trace
+from app.audit.records import Record
 from app.errors import internal_error
+from app.request_context import RequestContext
 from app.services.job_prints import JobPrints
 from app.services.job_slots import JobSlot
 from app.services.local_calls import LocalCalls
@@ -34,7 +35,7 @@ from app.storage.job_leases import MAX_INTERRUPTIONS, JobEnd, JobLeases, LeaseLo
 from app.storage.job_results import ResultFile
 from app.storage.job_states import CANCELLED_MESSAGE, now
 from app.storage.tables import JobRow
-from nnsight_engine.core.metering import METER
+from nnsight_engine.core.metering import UsageMeter
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
 from nnsight_engine.serialization import DecodeError
@@ -102,7 +103,7 @@ class JobRun:
         set_aside: Called once with the usage that the trace declares.
 
     Attributes:
-        record: The audit record of the run.
+        context: The context of the run, with its audit record.
         ended: The final status; None before the end, and if the job is to run again.
     """
 
@@ -121,7 +122,7 @@ class JobRun:
         self._tools = tools
         self._slot = slot
         self._refusal = refusal
-        self.record = run_record(job)
+        self.context = RequestContext(tenant=job.owner, meter=UsageMeter(job.key_id), record=run_record(job))
         self.ended: JobStatus | None = None
         self._set_aside = set_aside
         self._dispatched: JobEvent | None = None
@@ -151,12 +152,11 @@ class JobRun:
     async def run(self) -> None:
         """Run the job to its end and record the end in the database."""
         self._task = asyncio.current_task()
-        RECORD.set(self.record)  # in the context of this task, which is the job's own
         if self._ending is not None and self._task is not None:
             self._task.cancel()  # it was ended before its first step
         result = self._tools.files.new_result(self._job.id, self._job.attempt, self._job.holder)
         has_result = False
-        self._tools.log.begin(self.record)
+        self._tools.log.begin(self.context.record)
         try:
             end = await self._finished(await self._end(result), result)
             has_result = end is not None and end.result_bytes is not None
@@ -170,7 +170,7 @@ class JobRun:
             has_result &= self._is_unsure
             self._note_run(None)
         finally:
-            self._tools.log.drop(self.record)
+            self._tools.log.drop(self.context.record)
             self._prints.close()
             try:
                 if has_result:
@@ -182,11 +182,12 @@ class JobRun:
 
     def _note_run(self, end: JobEnd | None) -> None:
         """Complete the audit record, and write it if the job belongs to a tenant."""
-        record = self.record
+        record = self.context.record
+        record.tier = self.context.tier
         self.ended = None if end is None else end.status
         record.duration_s = time.time() - record.time
         record.request_bytes = self._job.request_bytes
-        record.add_use(METER.get())
+        record.add_use(self.context.meter)
         if end is None:
             record.error = _TO_RUN_AGAIN
         else:
@@ -239,7 +240,7 @@ class JobRun:
         except (OSError, DecodeError) as error:
             logger.exception("the request of job %s cannot be read", self._job.id)
             raise ApiError(ErrorCode.INTERNAL, _NO_REQUEST) from error
-        await note_trace(request, self.record)
+        await self.context.record.note_trace(request)
         self._tools.check(request.head)
         if self._set_aside is not None:
             await self._set_aside(of_trace(request.head))
@@ -265,7 +266,9 @@ class JobRun:
                 return
 
     async def _play_once(self, request: TraceRequest, result: ResultFile) -> None:
-        async with contextlib.aclosing(self._tools.traces.run(request, self._job.id)) as frames:
+        async with contextlib.aclosing(
+            self._tools.traces.run(request, self._job.id, self.context.meter)
+        ) as frames:
             # The first frame is the service's own and precedes the engine's answer. The job counts as
             # dispatched only once the engine has accepted it.
             self._dispatched = JobEvent.model_validate_json(bytes((await anext(frames)).data))

@@ -20,6 +20,7 @@ from typing import Final
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import Job, JobError, JobEvent, JobList, JobStatus, JobSummary
 from app.audit.log import AuditLog
+from app.engine.served_model import ServedModel
 from app.errors import error_bytes
 from app.json_text import printable
 from app.lifecycle import Lifecycle
@@ -28,7 +29,6 @@ from app.services.job_dispatch import JobDispatcher
 from app.services.job_feed import JobFeed
 from app.services.job_runs import JobTools, note_interrupted
 from app.services.local_calls import LocalCalls
-from app.services.served_model import ServedModel
 from app.services.trace_admission import check_still_taken
 from app.services.traces import TraceService
 from app.settings import Settings
@@ -41,7 +41,7 @@ from app.storage.jobs import Accepted, Gone, JobStore, NewJob
 from app.storage.open_files import OpenResult
 from app.storage.storage_usage import Holder, StoredBytes
 from app.storage.tables import JobRow
-from nnsight_engine.core.trace_headers import TRACE_HEADERS
+from app.tenant_budget import TenantBudget
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.remote_backend.messages import TraceHead
 from nnsight_engine.serialization import DecodeError
@@ -110,14 +110,10 @@ class JobService:
         self._lifecycle = lifecycle
         self._database = database
         self._callers = callers
-        space = JobStorageQuota(settings.job_store_bytes, share=settings.tenant_share, limits=stored)
+        self._budget = TenantBudget.of(settings)
+        space = JobStorageQuota(self._budget.job_bytes, stored)
         self._files = JobFiles(folder_of(settings), space)
-        self._store = JobStore(
-            self._database,
-            max_queued=settings.max_queued_jobs,
-            ttl_s=settings.job_ttl_s,
-            share=settings.tenant_share,
-        )
+        self._store = JobStore(self._database, waiting=self._budget.waiting_jobs, ttl_s=settings.job_ttl_s)
         self._feed = JobFeed(self._store)
         self._served = served
         self._log = log
@@ -185,8 +181,7 @@ class JobService:
             store=self._store,
             lifecycle=self._lifecycle,
             model=lambda: self._served().names[0],
-            max_running=self._settings.max_running_jobs,
-            share=self._settings.tenant_share,
+            allowance=self._budget.running_jobs,
             callers=self._callers,
         )
         self._dispatcher.start()
@@ -211,6 +206,7 @@ class JobService:
         key: str | None,
         holder: Holder,
         reruns: bool,
+        traceparent: str = "",
     ) -> Submitted:
         """Accept a trace, or return the job that was created before with the same idempotency key.
 
@@ -220,6 +216,7 @@ class JobService:
             key: The request's idempotency key.
             holder: The tenant and key that own the job.
             reruns: Whether the job runs again automatically if the server dies while it runs.
+            traceparent: The span of the request, which the job's spans link to; empty if there is none.
 
         Raises:
             ApiError: ``invalid_trace``, ``queue_full``, ``job_store_full``, ``stored_bytes_full``,
@@ -247,7 +244,7 @@ class JobService:
                 idempotency_key=key,
                 reruns=reruns,
                 key_id=holder.key_id,
-                traceparent=_traceparent(),
+                traceparent=traceparent,
             )
             await self._files.adopt(upload, new.id)
         # Shielded from cancellation: the job may already be in the database, or else its files must be
@@ -309,13 +306,13 @@ class JobService:
         self._tell_cancelled(job_id)
         await self._forget(gone)
 
-    async def rerun(self, job_id: str, holder: Holder) -> Job:
+    async def rerun(self, job_id: str, holder: Holder, traceparent: str = "") -> Job:
         """Queue a job that failed or was cancelled again, now owned by the key of this request.
 
         Raises:
             ApiError: ``job_not_found``, ``job_not_rerunnable``, ``queue_full``.
         """
-        job, (before, num_bytes) = await self._store.rerun(job_id, holder, _traceparent())
+        job, (before, num_bytes) = await self._store.rerun(job_id, holder, traceparent)
         self._files.space.free(num_bytes, before)
         await self._files.remove_results([(job_id, job.attempt)])
         self._feed.told(job_id)
@@ -425,11 +422,6 @@ def _job(row: JobRow) -> Job:
         reruns=row.reruns,
         cancel_requested=row.cancel_requested,
     )
-
-
-def _traceparent() -> str:
-    """Return the ``traceparent`` that links the job's spans to this request's; empty if none."""
-    return (TRACE_HEADERS.get() or {}).get("traceparent", "")
 
 
 def _error_frame(row: JobRow) -> bytes:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 
 from api_schemas.errors import ApiError
+from app.auth.code_policy import takes_code
 from app.auth.keys import Keys
 from app.engine.client import EngineClient
-from app.services.code_policy import takes_code
 from app.settings import Settings
 
 logger = logging.getLogger(__name__)

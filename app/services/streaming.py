@@ -16,9 +16,10 @@ from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from api_schemas.errors import ApiError, ErrorCode
+from app.disconnect import while_connected
 from app.errors import DONE_FRAME, error_frame, internal_error
-from app.request_deadline import RequestDeadline, cutoff_of
-from app.services.disconnect import while_connected
+from app.request_context import RequestContext, context_of, note_error
+from app.request_deadline import RequestDeadline
 
 logger = logging.getLogger(__name__)
 
@@ -69,19 +70,20 @@ class ClosingStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream until it completes, is ended, or the client disconnects."""
-        cutoff = cutoff_of(scope) or RequestDeadline()
-        sending = _Sending(send, cutoff, self._stall_s)
+        deadline = context_of(scope).deadline
+        sending = _Sending(send, deadline, self._stall_s)
         try:
-            await while_connected(receive, self.stream_response(sending.send), cutoff)
+            await while_connected(receive, self.stream_response(sending.send), deadline)
         except OSError as error:
             # An ASGI server of a newer version raises this when the connection is closed.
             raise ClientDisconnect from error
         except ApiError as error:
-            if error is not cutoff.error or not sending.has_started:
+            if error is not deadline.error or not sending.has_started:
                 raise
             if self._last_words is None or sending.is_stalled:
                 raise ClientDisconnect from error
             logger.info("stream ended with %s: %s", error.code, error.message)
+            note_error(scope, error.code)
             await _say(self._last_words(error), send)
         finally:
             sending.close()
@@ -102,9 +104,9 @@ class _Sending:
         is_stalled: Whether the client read nothing for too long.
     """
 
-    def __init__(self, send: Send, cutoff: RequestDeadline, stall_s: float | None) -> None:
+    def __init__(self, send: Send, deadline: RequestDeadline, stall_s: float | None) -> None:
         self._send = send
-        self._cutoff = cutoff
+        self._deadline = deadline
         self._pause_s = 0.0 if stall_s is None else stall_s / _LOOKS
         self._is_sending = False
         self._num_sent = self._num_seen = self._num_looks = 0
@@ -138,7 +140,7 @@ class _Sending:
             return
         logger.info("a client took nothing of its answer for %g s", self._pause_s * _LOOKS)
         self.is_stalled = True
-        self._cutoff.end(ApiError(ErrorCode.REQUEST_TIMED_OUT, "The client takes nothing of its answer."))
+        self._deadline.end(ApiError(ErrorCode.REQUEST_TIMED_OUT, "The client takes nothing of its answer."))
 
 
 async def _say(last: bytes, send: Send) -> None:
@@ -160,13 +162,17 @@ async def first_event(stream: AsyncIterator[str]) -> str | None:
 
 
 async def events(
-    first: str | None, stream: AsyncIterator[str], saw: Callable[[str], None] = lambda _: None
+    first: str | None,
+    stream: AsyncIterator[str],
+    context: RequestContext,
+    saw: Callable[[str], None] = lambda _: None,
 ) -> AsyncGenerator[str, None]:
     """Yield ``first`` and the rest of the stream; turn an error into its last two events.
 
     Args:
         first: The first event, already passed to ``saw``; None for an empty stream.
         stream: The rest.
+        context: The request's, whose record receives the error.
         saw: Called with each event before it is yielded.
     """
     try:
@@ -177,10 +183,12 @@ async def events(
                 yield event
     except ApiError as error:
         logger.info("stream ended with %s: %s", error.code, error.message)
+        context.record.error = error.code
         yield error_frame(error)
         yield DONE_FRAME
     except Exception:
         logger.exception("unhandled error in a stream")
+        context.record.error = ErrorCode.INTERNAL
         yield error_frame(internal_error())
         yield DONE_FRAME
     finally:

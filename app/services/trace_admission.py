@@ -9,11 +9,11 @@ from __future__ import annotations
 from starlette.requests import Request
 
 from api_schemas.errors import ApiError, ErrorCode
+from app.auth.code_policy import check_code_allowed
 from app.auth.codecs import check_codec, codecs_of
 from app.auth.principal import Principal
 from app.body import check_media_type
-from app.services.code_policy import check_code_allowed
-from app.services.served_model import ServedModel
+from app.engine.served_model import ServedModel
 from app.settings import Settings
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE, TraceHead
 
@@ -24,7 +24,7 @@ def check_sender(settings: Settings, http: Request, caller: Principal) -> None:
     Raises:
         ApiError: ``code_not_allowed``, ``missing_scope``, ``bad_request`` (wrong content type).
     """
-    check_code_allowed(settings, http, caller)
+    check_code_allowed(settings, caller)
     # An HTML form cannot send this type: for it a browser makes a CORS preflight request first.
     check_media_type(http, MEDIA_TYPE)
 

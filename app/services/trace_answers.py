@@ -11,7 +11,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Iterator
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,21 +20,21 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
 from app.admission.estimates import of_trace
 from app.admission.quotas import INTERVENING
-from app.admission.rates import admitted_of
-from app.audit.records import note, note_trace
+from app.auth.code_policy import sandbox_of
 from app.auth.principal import Principal
 from app.body import read_bytes
-from app.context import Context
+from app.disconnect import while_connected
+from app.engine.traces import event_frame
 from app.errors import error_bytes, internal_error
-from app.request_deadline import cutoff_of
-from app.services.code_policy import SANDBOX_OF
-from app.services.disconnect import while_connected
+from app.request_context import RequestContext, context_of
 from app.services.streaming import ClosingStream
 from app.services.trace_admission import check_head, check_sender
-from app.services.traces import event_frame
 from nnsight_engine.remote_backend.frames import MEDIA_TYPE, Frame, FrameKind
 from nnsight_engine.remote_backend.messages import TraceRequest
 from nnsight_engine.serialization import DecodeError
+
+if TYPE_CHECKING:
+    from app.context import Context
 
 logger = logging.getLogger(__name__)
 
@@ -52,15 +52,15 @@ async def answer_trace(context: Context, http: Request, caller: Principal) -> Re
         ApiError: The trace is refused, or fails before its first frame.
         ClientDisconnect: The client disconnected; the trace has been ended.
     """
+    asked = context_of(http.scope)
     request = await read_trace(context, http, caller)
-    job_id = f"trace-{secrets.token_hex(16)}"
-    note(subject=job_id)
+    asked.record.subject = job_id = f"trace-{secrets.token_hex(16)}"
     engine = context.traces.engine_for(request.head)
-    frames = context.traces.run(request, job_id)
+    frames = context.traces.run(request, job_id, asked.meter)
     del request  # it may be large
-    opened = await while_connected(http.receive, _opened(frames), cutoff_of(http.scope))
+    opened = await while_connected(http.receive, _opened(frames), asked.deadline)
     return ClosingStream(
-        _answer([event_frame(JobStatus.RECEIVED, job=job_id), *opened], frames),
+        _answer([event_frame(JobStatus.RECEIVED, job=job_id), *opened], frames, asked),
         media_type=MEDIA_TYPE,
         headers={
             "NNsight-Job-Id": job_id,
@@ -84,7 +84,8 @@ async def read_trace(context: Context, http: Request, caller: Principal) -> Trac
         ClientDisconnect: The client disconnected before the end of the body.
     """
     check_sender(context.settings, http, caller)
-    admitted = admitted_of(http)
+    asked = context_of(http.scope)
+    admitted = asked.admitted
     if admitted is not None:
         await admitted.check(*INTERVENING)
     settings = context.settings
@@ -96,11 +97,11 @@ async def read_trace(context: Context, http: Request, caller: Principal) -> Trac
             request = TraceRequest.from_bytes(body)
     except DecodeError as error:
         raise ApiError(ErrorCode.INVALID_TRACE, str(error)) from error
-    await note_trace(request)
+    await asked.record.note_trace(request)
     check_head(context.settings, caller, context.engine.served(), request.head)
     if admitted is not None:
         await admitted.reserve(of_trace(request.head))
-    request.sandbox_of = http.scope[SANDBOX_OF]
+    request.sandbox_of = sandbox_of(context.settings, caller)
     # The sender for fair queueing: the tenant or, without keys, the client's address.
     request.tenant = caller.tenant
     request.sender = caller.tenant or ("" if http.client is None else http.client.host)
@@ -118,24 +119,28 @@ async def _opened(frames: Frames) -> list[Frame]:
         raise
 
 
-async def _answer(opened: list[Frame], frames: Frames) -> AsyncGenerator[bytes | memoryview, None]:
+async def _answer(
+    opened: list[Frame], frames: Frames, asked: RequestContext
+) -> AsyncGenerator[bytes | memoryview, None]:
     """Yield a trace's frames as bytes; an error becomes the last frame."""
     try:
-        async with contextlib.aclosing(_completed(opened, frames)) as told:
+        async with contextlib.aclosing(_completed(opened, frames, asked)) as told:
             async for frame in told:
                 for piece in pieces(frame):
                     yield piece
     except ApiError as error:
         logger.info("a trace ended with %s: %s", error.code, error.message)
+        asked.record.error = error.code
         yield _last_frame(error)
     except Exception:
         logger.exception("unhandled error in a trace")
+        asked.record.error = ErrorCode.INTERNAL
         yield _last_frame(internal_error())
     finally:
         await frames.aclose()
 
 
-async def _completed(opened: list[Frame], frames: Frames) -> Frames:
+async def _completed(opened: list[Frame], frames: Frames, asked: RequestContext) -> Frames:
     """Yield all frames of a trace, and a ``COMPLETED`` event before the result of one without errors.
 
     Raises:
@@ -147,7 +152,7 @@ async def _completed(opened: list[Frame], frames: Frames) -> Frames:
     async for frame in frames:
         if frame.kind is FrameKind.RESULT:
             if has_failed:
-                note(error=ErrorCode.BLOCK_FAILED)
+                asked.record.error = ErrorCode.BLOCK_FAILED
             else:
                 yield event_frame(JobStatus.COMPLETED)
             yield frame
@@ -159,7 +164,6 @@ async def _completed(opened: list[Frame], frames: Frames) -> Frames:
 
 
 def _last_frame(error: ApiError) -> bytes:
-    note(error=error.code)
     return b"".join(pieces(Frame(FrameKind.ERROR, error_bytes(error))))
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator, Mapping
 from typing import Final
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
-from app.engine.traces import TraceEngine
-from nnsight_engine.core.metering import METER
-from nnsight_engine.remote_backend.frames import Frame, FrameKind, json_frame
+from app.engine.traces import TraceEngine, event_frame
+from nnsight_engine.core.metering import UsageMeter
+from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
 
 _ENGINE_OF: Final = {"vllm": "vllm", "transformers": "local"}
@@ -47,31 +46,27 @@ class TraceService:
             raise _unable(name, able)
         return self._engines[name]
 
-    async def run(self, request: TraceRequest, job_id: str) -> AsyncGenerator[Frame, None]:
+    async def run(self, request: TraceRequest, job_id: str, meter: UsageMeter) -> AsyncGenerator[Frame, None]:
         """Run a trace and yield the frames for its client: events, outputs, and finally the result.
+
+        Args:
+            request: The trace.
+            job_id: Its id.
+            meter: Records the bytes of what its blocks saved.
 
         Raises:
             ApiError: The trace cannot be run; raised before the first frame if no engine here runs it.
         """
         engine = self.engine_for(request.head)
-        meter = METER.get()
         yield event_frame(JobStatus.DISPATCHED, engine=engine.name)
         frames = engine.run_trace(request, job_id)
         try:
             async for frame in frames:
-                if meter is not None and frame.kind in _SAVES:
+                if frame.kind in _SAVES:
                     meter.captured_bytes += len(frame.data)
                 yield frame
         finally:
             await frames.aclose()
-
-
-def event_frame(
-    status: JobStatus, *, message: str | None = None, engine: str | None = None, job: str | None = None
-) -> Frame:
-    """Return an event of a trace as a frame."""
-    event = {"status": status, "time": time.time(), "message": message, "engine": engine, "job": job}
-    return json_frame(FrameKind.EVENT, {key: value for key, value in event.items() if value is not None})
 
 
 def _unable(name: str, able: str) -> ApiError:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from api_schemas.errors import ApiError, ErrorCode
+from app.allowance import Allowance
 from app.storage.storage_usage import NOBODY, Holder, StoredBytes
 
 logger = logging.getLogger(__name__)
@@ -32,14 +33,12 @@ class JobStorageQuota:
     of other processes are included at the next ``set_stored``.
 
     Args:
-        max_bytes: The limit for all jobs.
-        share: The fraction of it that one tenant may use.
+        allowance: The bytes that all jobs, and those of one tenant, may have.
         limits: The limits of tenants and keys on storage over all stores.
     """
 
-    def __init__(self, max_bytes: int, *, share: float = 1.0, limits: StoredBytes | None = None) -> None:
-        self._max_bytes = max_bytes
-        self._max_tenant_bytes = int(max_bytes * share)
+    def __init__(self, allowance: Allowance, limits: StoredBytes | None = None) -> None:
+        self._allowance = allowance
         self._limits = limits or StoredBytes()
         self._stored, self._written = self._limits.place(), self._limits.place()
         self._held = self._limits.place()
@@ -55,25 +54,14 @@ class JobStorageQuota:
         Raises:
             ApiError: ``job_store_full``, ``stored_bytes_full``.
         """
-        self._check("The jobs of this server", self._max_bytes, self._total(None), num_bytes)
-        if holder.tenant:
-            whose = f"The jobs of the tenant {holder.tenant!r}"
-            self._check(whose, self._max_tenant_bytes, self._total(f"tenant:{holder.tenant}"), num_bytes)
+        self._allowance.check_total(self._total(None), num_bytes)
+        self._allowance.check(holder.tenant, self._total(f"tenant:{holder.tenant}"), num_bytes)
         self._limits.check(holder, num_bytes)
         self._written.add(holder, num_bytes)
 
     def _total(self, name: str | None) -> int:
         places = (self._stored, self._written, self._held)
         return sum(place.total if name is None else place.of(name) for place in places)
-
-    @staticmethod
-    def _check(whose: str, most: int, used: int, num_bytes: int) -> None:
-        if used + num_bytes > most:
-            raise ApiError(
-                ErrorCode.JOB_STORE_FULL,
-                f"{whose} may have {most} bytes together, and have {used}; remove some "
-                "(DELETE /v1/jobs/{id}), or wait until they expire.",
-            )
 
     def give_up(self, num_bytes: int, holder: Holder = NOBODY) -> None:
         """Release reserved bytes whose file was removed."""

@@ -7,7 +7,6 @@ Jobs are accepted once per idempotency key. A job is in the database before its 
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Final
 
 from sqlalchemy import ColumnElement, delete, func, select
@@ -16,6 +15,7 @@ from sqlalchemy.orm import Session
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobEvent, JobStatus, JobSummary
+from app.allowance import Allowance
 from app.storage.database import Database
 from app.storage.job_states import FINAL, add_events, cancelled, change, now, row_of
 from app.storage.job_storage_quota import JOB_BYTES
@@ -86,15 +86,13 @@ class JobStore:
 
     Args:
         database: The database with the tables.
-        max_queued: The maximum number of waiting jobs per model.
+        waiting: The jobs that may wait per model, of all tenants and of one.
         ttl_s: How long a job is retained after its end, in seconds.
-        share: The fraction of the waiting jobs that one tenant may have.
     """
 
-    def __init__(self, database: Database, *, max_queued: int, ttl_s: float, share: float = 1.0) -> None:
+    def __init__(self, database: Database, *, waiting: Allowance, ttl_s: float) -> None:
         self._database = database
-        self._max_queued = max_queued
-        self._max_tenant_queued = math.ceil(max_queued * share)
+        self._waiting = waiting
         self._ttl_s = ttl_s
 
     async def accept(self, new: NewJob) -> Accepted:
@@ -349,17 +347,9 @@ class JobStore:
         return Accepted(job, is_new=True)
 
     def _check_room(self, session: Session, model: str, owner: str) -> None:
-        if owner and _num_waiting(session, model, owner) >= self._max_tenant_queued:
-            raise ApiError(
-                ErrorCode.QUEUE_FULL,
-                f"{self._max_tenant_queued} jobs of the tenant {owner!r} wait already, and no more may; send "
-                "the trace again later.",
-            )
-        if _num_waiting(session, model) >= self._max_queued:
-            raise ApiError(
-                ErrorCode.QUEUE_FULL,
-                f"{self._max_queued} jobs wait already, and no more may; send the trace again later.",
-            )
+        if owner:
+            self._waiting.check(owner, _num_waiting(session, model, owner))
+        self._waiting.check_total(_num_waiting(session, model))
 
     def _cancel(self, session: Session, job: JobRow) -> None:
         # The request is recorded first: on a database with concurrent writers that locks the row, so that the

@@ -13,11 +13,14 @@ import dataclasses
 from collections.abc import AsyncGenerator, Callable
 from typing import BinaryIO, Final
 
-from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.errors import ErrorCode
+from app.allowance import UNBOUNDED, Allowance
 from app.storage.storage_usage import Holder
 
 _CHUNK_BYTES: Final = 1024 * 1024
-_MAX_READERS: Final = 64
+_DOWNLOADS: Final = Allowance(
+    "downloads under way", UNBOUNDED, 64, ErrorCode.RATE_LIMITED, "end some, or wait until they have ended"
+)
 Key = tuple[str, int]
 """A store's key for a file: an id, and a number among the files of that id."""
 
@@ -54,12 +57,7 @@ class OpenFiles:
             ApiError: ``rate_limit_exceeded``: the tenant has too many readers.
         """
         tenant = holder.tenant
-        if tenant and self._of_tenant[tenant] >= _MAX_READERS:
-            raise ApiError(
-                ErrorCode.RATE_LIMITED,
-                f"{_MAX_READERS} downloads of the tenant {tenant!r} are under way, and no more may be; "
-                "end some, or wait until they have.",
-            )
+        _DOWNLOADS.check(tenant, self._of_tenant[tenant])
         reading = OpenFile(key, holder, num_bytes, lambda: self._end(reading))
         self._of_tenant[tenant] += 1
         self._readers.setdefault(key, []).append(reading)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from api_schemas.errors import ApiError, ErrorCode
+from app.allowance import Allowance
 from app.storage.open_files import OpenFiles, OpenResult
 from app.storage.process_folders import ProcessFolder, claim_folder
 from app.storage.safetensors_file import layout, write
@@ -50,8 +51,7 @@ class ResultStore:
     Args:
         directory: The folder shared by all server processes of this user.
         ttl_s: How long a file is retained, in seconds.
-        max_bytes: The limit for all files.
-        share: The fraction of it that one tenant may use.
+        allowance: The bytes that all files, and those of one tenant, may have.
         clock: Returns Unix seconds.
         replica: The prefix of ids, by which a replica that is asked for a result finds the one that has it.
 
@@ -64,8 +64,7 @@ class ResultStore:
         directory: Path,
         *,
         ttl_s: float,
-        max_bytes: int,
-        share: float = 1.0,
+        allowance: Allowance,
         clock: Callable[[], float] | None = None,
         replica: str = "",
     ) -> None:
@@ -73,8 +72,7 @@ class ResultStore:
         self._prefix = f"{replica}." if replica else ""
         self._directory = directory
         self._ttl_s = ttl_s
-        self._max_bytes = max_bytes
-        self._max_tenant_bytes = int(max_bytes * share)
+        self._allowance = allowance
         self._clock = clock or steady_time()
         self._folder: ProcessFolder | None = None
         self._entries: dict[str, StoredResult] = {}
@@ -181,7 +179,7 @@ class ResultStore:
 
     def _reserve(self, num_bytes: int, holder: Holder) -> list[Path]:
         """Count ``num_bytes`` as used and return the files to remove for them."""
-        most = self._max_tenant_bytes if holder.tenant else self._max_bytes
+        most = self._allowance.most(holder.tenant)
         if num_bytes > most:
             raise ApiError(
                 ErrorCode.CAPTURE_TOO_LARGE,
@@ -197,7 +195,7 @@ class ResultStore:
         if holder.tenant:
             name = f"tenant:{holder.tenant}"
             has_room = leaving.add(self._kept.of(name) + num_bytes - most, name)
-        if not has_room or not leaving.add(self._kept.total + num_bytes - self._max_bytes):
+        if not has_room or not leaving.add(self._kept.total + num_bytes - self._allowance.most("")):
             raise ApiError(
                 ErrorCode.ENGINE_CAPTURE_FULL,
                 f"The result store (limit {most} bytes) has no room for {num_bytes} bytes while "

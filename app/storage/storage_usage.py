@@ -12,6 +12,12 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from api_schemas.errors import ApiError, ErrorCode
+from app.allowance import said_exceeded
+
+_MAKE_ROOM: Final = (
+    "remove jobs (GET /v1/jobs lists them, DELETE /v1/jobs/{id}) or vectors (likewise /v1/vectors), or wait "
+    "until jobs and results expire"
+)
 
 
 class Holder(NamedTuple):
@@ -110,9 +116,14 @@ class StoredBytes:
         kind, _, who = name.partition(":")
         return ApiError(
             ErrorCode.STORED_BYTES_FULL,
-            f"The {kind} {who!r} may keep {self._limits.get(name, 0)} bytes on this server and has "
-            f"{self.used(name)}, so {num_bytes} more have no room: remove jobs (GET /v1/jobs lists them, "
-            "DELETE /v1/jobs/{id}) or vectors (likewise /v1/vectors), or wait until jobs and results expire.",
+            said_exceeded(
+                f"The {kind} {who!r}",
+                self._limits.get(name, 0),
+                "stored bytes",
+                self.used(name),
+                num_bytes,
+                _MAKE_ROOM,
+            ),
         )
 
 

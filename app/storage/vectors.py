@@ -23,10 +23,11 @@ from sqlalchemy.orm import Session
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
 from api_schemas.vectors import Training, Vector
+from app.allowance import Allowance
 from app.storage.database import Database
 from app.storage.storage_usage import Holder
 from app.storage.tables import VectorNameRow, VectorRow
-from app.vectors.rows import VectorRows, kind_of
+from app.storage.vector_rows import VectorRows, kind_of
 
 _ID_BYTES: Final = 12
 _ID_PREFIX: Final = "vec_"
@@ -88,14 +89,12 @@ class VectorStore:
 
     Args:
         database: The database with the tables, started before the store is used.
-        max_bytes: The limit for all vectors together.
-        share: The fraction of it that one tenant may use.
+        allowance: The bytes that all vectors, and those of one tenant, may have.
     """
 
-    def __init__(self, database: Database, max_bytes: int, share: float = 1.0) -> None:
+    def __init__(self, database: Database, allowance: Allowance) -> None:
         self._database = database
-        self._max_bytes = max_bytes
-        self._max_tenant_bytes = int(max_bytes * share)
+        self._allowance = allowance
 
     async def add(self, new: NewRow) -> Vector:
         """Store a vector as the next version of its name.
@@ -106,9 +105,7 @@ class VectorStore:
         """
 
         def write(session: Session) -> Vector:
-            self._check_room(session, len(data))
-            if new.tenant:
-                self._check_share(session, len(data), new.tenant)
+            self._check_room(session, len(data), new.tenant)
             if new.shared:
                 _check_name(session, new)
             row = VectorRow(
@@ -209,24 +206,12 @@ class VectorStore:
         rows = await self._database.read(lambda session: session.execute(wanted).all())
         return {Holder(tenant): int(num_bytes or 0) for tenant, num_bytes in rows}
 
-    def _check_share(self, session: Session, num_bytes: int, tenant: str) -> None:
-        wanted = select(func.coalesce(func.sum(VectorRow.num_bytes), 0)).where(VectorRow.tenant == tenant)
-        stored = int(session.scalar(wanted) or 0)
-        if stored + num_bytes > self._max_tenant_bytes:
-            raise ApiError(
-                ErrorCode.VECTOR_STORE_FULL,
-                f"The vectors of the tenant {tenant!r} may have {self._max_tenant_bytes} bytes together, and "
-                f"have {stored}; remove some (DELETE /v1/vectors/{{id}}).",
-            )
-
-    def _check_room(self, session: Session, num_bytes: int) -> None:
-        stored = int(session.scalar(select(func.coalesce(func.sum(VectorRow.num_bytes), 0))) or 0)
-        if stored + num_bytes > self._max_bytes:
-            raise ApiError(
-                ErrorCode.VECTOR_STORE_FULL,
-                f"The vectors of this server may have {self._max_bytes} bytes together, and have {stored}; "
-                "remove some (DELETE /v1/vectors/{id}).",
-            )
+    def _check_room(self, session: Session, num_bytes: int, tenant: str) -> None:
+        stored = select(func.coalesce(func.sum(VectorRow.num_bytes), 0))
+        self._allowance.check_total(int(session.scalar(stored) or 0), num_bytes)
+        if tenant:
+            own = session.scalar(stored.where(VectorRow.tenant == tenant))
+            self._allowance.check(tenant, int(own or 0), num_bytes)
 
 
 def told(row: VectorRow, tenant: str) -> Vector:

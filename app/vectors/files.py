@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
 from api_schemas.fields import Items, Number
-from app.body import exceeds_depth
+from app.body_json import exceeds_depth
 from app.errors import said
 from app.vectors import gguf_file, npz_file
 from app.vectors.rows import Tensors

@@ -20,8 +20,9 @@ from api_schemas.interventions import Intervention, tensor_of
 from api_schemas.operations import Ablate, Patch, Probe, Steer
 from api_schemas.points import Point, resolve_layer
 from api_schemas.tensors import NamedTensor, VectorName, VectorUsed
+from app.storage.vector_rows import kind_of
 from app.storage.vectors import FoundVector, VectorStore
-from app.vectors.rows import ModelShape, kind_of, points_of
+from app.vectors.rows import ModelShape, points_of
 
 _NAME: Final = re.compile(r"(?P<name>[a-z0-9][a-z0-9._-]{0,63})(?:@(?P<version>[1-9][0-9]{0,8}))?")
 _MAX_ROWS_BYTES: Final = 256 * 2**20

@@ -8,7 +8,6 @@ number is finite in float32.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Self
@@ -20,13 +19,12 @@ from api_schemas.capabilities import Capabilities
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
 from api_schemas.points import Point, PointPattern, resolve_layer
+from app.storage.vector_rows import LAYER_PREFIX, Floats, VectorRows, kind_of
 
-Floats = npt.NDArray[np.float32]
 Tensors = Mapping[str, npt.NDArray[Any]]
 
 RESIDUAL_LEAF: Final = "output"
 """The residual stream after a layer; the default for a tensor whose name has only a layer."""
-_LAYER_PREFIX: Final = "layers.*."
 _NAME: Final = re.compile(
     r"(?:(?:layers?|direction)[._])?(?P<layer>0|[1-9][0-9]{0,5})(?:\.(?P<leaf>[a-z][a-z0-9_.]{0,63}))?"
 )
@@ -50,9 +48,9 @@ class ModelShape:
     def of(cls, name: str, capabilities: Capabilities) -> Self:
         """Return the shape of the served model."""
         widths = {
-            point.name.removeprefix(_LAYER_PREFIX): point.width
+            point.name.removeprefix(LAYER_PREFIX): point.width
             for point in capabilities.points
-            if point.name.startswith(_LAYER_PREFIX) and "steer" in point.operations
+            if point.name.startswith(LAYER_PREFIX) and "steer" in point.operations
         }
         return cls(name, capabilities.sizes.num_layers, widths)
 
@@ -65,7 +63,7 @@ class ModelShape:
         """Return the width of a leaf; raises ApiError ``unknown_point``."""
         found = self.widths.get(leaf)
         if found is None:
-            offered = ", ".join(f"{_LAYER_PREFIX}{known}" for known in self.widths)
+            offered = ", ".join(f"{LAYER_PREFIX}{known}" for known in self.widths)
             raise ApiError(
                 ErrorCode.UNKNOWN_POINT,
                 f"{self.name} has no point {clip(kind_of(leaf))!r} that a vector could belong to; it has "
@@ -73,41 +71,6 @@ class ModelShape:
                 param,
             )
         return found
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class VectorRows:
-    """The values of a vector.
-
-    Attributes:
-        leaf: The kind of points that they belong to, such as ``output`` of a layer.
-        layers: The layer of each row, ascending.
-        values: The rows, ``[layers, width]``.
-    """
-
-    leaf: str
-    layers: tuple[int, ...]
-    values: Floats
-
-    @property
-    def width(self) -> int:
-        """The number of values in a row."""
-        return int(self.values.shape[1])
-
-    @property
-    def data(self) -> bytes:
-        """The values, rows by layer, float32 and little-endian."""
-        return np.ascontiguousarray(self.values, "<f4").tobytes()
-
-    @property
-    def sha256(self) -> str:
-        """The SHA-256 of ``data``, hexadecimal."""
-        return hashlib.sha256(self.data).hexdigest()
-
-
-def kind_of(leaf: str) -> str:
-    """Return the pattern that matches a leaf of every layer."""
-    return f"{_LAYER_PREFIX}{leaf}"
 
 
 def rows_of(tensors: Tensors, at: str | Sequence[str] | None, shape: ModelShape, param: str) -> VectorRows:
@@ -229,4 +192,4 @@ def _invalid(message: str, param: str) -> ApiError:
     return ApiError(ErrorCode.INVALID_VECTOR_FILE, message, param)
 
 
-__all__ = ["RESIDUAL_LEAF", "ModelShape", "Tensors", "VectorRows", "kind_of", "points_of", "rows_of"]
+__all__ = ["RESIDUAL_LEAF", "ModelShape", "Tensors", "points_of", "rows_of"]

@@ -22,9 +22,11 @@ from app.engine.client import EngineClient
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.storage_usage import Holder, StoredBytes
+from app.storage.vector_rows import VectorRows
 from app.storage.vectors import NewRow, VectorStore
+from app.tenant_budget import TenantBudget
 from app.vectors.names import NameResolver, VectorCache
-from app.vectors.rows import ModelShape, VectorRows
+from app.vectors.rows import ModelShape
 from app.vectors.uploads import read_upload
 
 
@@ -43,7 +45,7 @@ class VectorService:
     ) -> None:
         """Create the parts; nothing is read yet."""
         self._settings = settings
-        self._store = VectorStore(database, settings.vector_store_bytes, settings.tenant_share)
+        self._store = VectorStore(database, TenantBudget.of(settings).vector_bytes)
         self._stored, self._kept = stored, stored.place()
         self._adding = asyncio.Lock()
         self._cache = VectorCache(self._store, settings.vector_cache_bytes)

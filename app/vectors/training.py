@@ -22,14 +22,16 @@ from api_schemas.operations import Capture
 from api_schemas.points import LayerSelection, resolve_layer
 from api_schemas.vectors import LayerScore, Prompt, Training, TrainingEvent, TrainingRequest, Vector
 from api_schemas.where import Where
+from app.admission.slot_pool import SlotPool
 from app.auth.principal import Principal
+from app.engine.cache_salts import keep_apart
 from app.engine.client import EngineClient, EngineReply, JsonObject
-from app.engine.slot_pool import SlotPool
 from app.errors import DONE_FRAME
-from app.services.cache_salts import keep_apart
 from app.settings import Settings
+from app.storage.vector_rows import VectorRows
+from app.tenant_budget import TenantBudget
 from app.vectors.fitting import Fitted, NothingToLearnError, Split, fit, split
-from app.vectors.rows import RESIDUAL_LEAF, VectorRows
+from app.vectors.rows import RESIDUAL_LEAF
 from app.vectors.service import VectorService, check_sharing
 
 _IN_FLIGHT: Final = 8
@@ -57,9 +59,8 @@ class Trainer:
         self._settings = settings
         self._engine = engine
         self._vectors = vectors
-        self._places = SlotPool(
-            1, max_waiting=settings.max_queued_trainings, share=settings.tenant_share, what="trainings"
-        )
+        budget = TenantBudget.of(settings)
+        self._places = SlotPool(budget.trainings, budget.waiting_trainings)
 
     @property
     def num_waiting(self) -> int:
@@ -195,9 +196,9 @@ class _Reader:
         keep_apart(body, self._caller)
         if isinstance(prompt, str):
             body["prompt"] = prompt
-            return self._engine.completions(body, (capture,), self._http, self._caller.tenant, inline=True)
+            return self._engine.completions(body, (capture,), self._http, inline=True)
         body["messages"] = [message.model_dump(exclude_none=True) for message in prompt]
-        return self._engine.chat(body, (capture,), self._http, self._caller.tenant, inline=True)
+        return self._engine.chat(body, (capture,), self._http, inline=True)
 
 
 async def training_events(

@@ -24,8 +24,9 @@ from api_schemas.tensors import TensorInput, VectorName
 from api_schemas.vectors import NewVector, VectorNameText
 from app.body import BodyLimits, check_media_type, read_bytes, read_object
 from app.errors import validated
+from app.storage.vector_rows import VectorRows
 from app.vectors.files import PARAM, SLACK_BYTES, Format, read_file
-from app.vectors.rows import ModelShape, VectorRows, rows_of
+from app.vectors.rows import ModelShape, rows_of
 from nnsight_engine.core.dtypes import floats_from_bytes
 from nnsight_engine.plans.tensor_input import read_tensor
 

@@ -1,15 +1,13 @@
 """Usage of the engine by one request: tokens, bytes sent to the client, seconds of engine time.
 
-The request handler sets ``METER`` in its context before it calls the engine. Code that runs on behalf of the
-request, tasks included, finds the meter there and records its usage. Without a meter nothing is recorded.
-Numbers only grow; usage counts even if the request fails or its client disconnects.
+A request's ``WorkContext`` has a meter, in which code that works for the request records its usage. Numbers
+only grow; usage counts even if the request fails or its client disconnects.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any, Final
 
 _LATE_S: Final = 60.0
@@ -55,7 +53,4 @@ class UsageMeter:
             await asyncio.wait(self._late, timeout=_LATE_S)
 
 
-METER: Final[ContextVar[UsageMeter | None]] = ContextVar("nnsight_engine_meter", default=None)
-"""The meter of the request on whose behalf this code runs."""
-
-__all__ = ["METER", "UsageMeter"]
+__all__ = ["UsageMeter"]

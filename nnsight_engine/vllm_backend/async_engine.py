@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import logging
 import secrets
 import time
@@ -29,9 +28,8 @@ from vllm.v1.executor import Executor
 
 from api_schemas.errors import ApiError, ErrorCode
 from nnsight_engine.core.engine_counts import EngineCounts
-from nnsight_engine.core.metering import METER
 from nnsight_engine.core.model_spec import ModelSpec
-from nnsight_engine.core.trace_headers import TRACE_HEADERS
+from nnsight_engine.core.work_context import current_work, tenant_served
 from nnsight_engine.plans.request_plan import PLAN_KEY
 from nnsight_engine.vllm_backend.call import (
     TICKET_KEY,
@@ -63,11 +61,6 @@ AcceptGrammar = Callable[[StructuredOutputsParams, str], Awaitable[None]]
 _SANDBOX_S: Final = 120.0
 _SANDBOX_LOOK_S: Final = 0.1
 _COLLECT_LOOK_S: Final = 0.02
-SENDER: Final = contextvars.ContextVar("nnsight_engine_sender", default="")
-"""The tenant whose request is being served; empty if there is none.
-
-A context variable, because vLLM's serving classes, which call ``generate``, do not pass the tenant on.
-"""
 
 
 class FinishedTrace(NamedTuple):
@@ -281,9 +274,9 @@ class InterventionAsyncLLM(AsyncLLM):
     def _leave(self, doing: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine in the background; the request's meter waits for it."""
         task = asyncio.ensure_future(doing)
-        meter = METER.get()
-        if meter is not None:
-            meter.expect(task)
+        work = current_work()
+        if work is not None:
+            work.meter.expect(task)
         self._left.add(task)
         task.add_done_callback(self._left.discard)
 
@@ -303,7 +296,7 @@ class InterventionAsyncLLM(AsyncLLM):
         extra = sampling_params.extra_args or {}
         ticket = extra.get(TICKET_KEY)
         call = self._calls.get(ticket) if isinstance(ticket, str) else None
-        sender = SENDER.get()
+        sender = tenant_served()
         if isinstance(prompt, dict) and prompt.get("prompt_token_ids") == []:
             raise ApiError(
                 ErrorCode.INVALID_VALUE,
@@ -391,10 +384,10 @@ class InterventionAsyncLLM(AsyncLLM):
         """
         structured = params.structured_outputs if isinstance(params, SamplingParams) else None
         if structured is not None and self._accept_grammar is not None:
-            await self._accept_grammar(structured, SENDER.get())
-        headers = TRACE_HEADERS.get()
-        if headers is not None:
-            kwargs["trace_headers"] = headers
+            await self._accept_grammar(structured, tenant_served())
+        work = current_work()
+        if work is not None and work.trace_headers is not None:
+            kwargs["trace_headers"] = work.trace_headers
         queue = await super().add_request(request_id, prompt, params, *args, **kwargs)
         come = self._coming.pop(request_id, None)
         if come is not None:

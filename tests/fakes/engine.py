@@ -20,14 +20,15 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import Intervention, PromptOperations
 from api_schemas.tokens import TokenizePrompt, TokenizeRequest
 from app.engine.client import DescribedModel, EngineReply, JsonObject
+from app.engine.responses import choice_json
+from app.engine.served_model import ServedModel
 from app.engine.traces import TraceEngine
 from app.errors import DONE_FRAME
-from app.services.responses import choice_json
-from app.services.served_model import ServedModel
+from app.request_context import context_of
 from app.settings import Settings
 from app.storage.results import ResultStore
 from nnsight_engine.core.engine_counts import EngineCounts
-from nnsight_engine.core.metering import METER
+from nnsight_engine.core.work_context import WorkContext
 from tests.fakes.results import CAPABILITIES, FINGERPRINT, MODEL, collected
 from tests.fakes.traces import FakeTraceEngine
 
@@ -86,7 +87,7 @@ class _Job:
     choices: list[_Choice]
     interventions: tuple[Intervention, ...]
     base_path: str
-    owner: str
+    work: WorkContext
     inline: bool
 
     @property
@@ -210,22 +211,18 @@ class FakeEngineClient:
         body: JsonObject,
         interventions: tuple[Intervention, ...],
         http: Request,
-        owner: str,
         *,
         inline: bool = False,
     ) -> EngineReply:
         """Answer by repeating each prompt's words."""
         prompts = _prompts(body.get("prompt"))
-        return await self._generate(
-            "text_completion", prompts, body, interventions, http, owner, inline=inline
-        )
+        return await self._generate("text_completion", prompts, body, interventions, http, inline=inline)
 
     async def chat(
         self,
         body: JsonObject,
         interventions: tuple[Intervention, ...],
         http: Request,
-        owner: str,
         *,
         inline: bool = False,
     ) -> EngineReply:
@@ -234,9 +231,7 @@ class FakeEngineClient:
         if not isinstance(messages, list) or not messages:
             raise ApiError(ErrorCode.INVALID_SHAPE, "'messages' must be a list with at least one message.")
         prompts = [str(messages[-1].get("content", "")).split()]
-        return await self._generate(
-            "chat.completion", prompts, body, interventions, http, owner, inline=inline
-        )
+        return await self._generate("chat.completion", prompts, body, interventions, http, inline=inline)
 
     async def tokenize(self, wanted: TokenizeRequest, http: Request) -> EngineReply:
         """Return a token for each word."""
@@ -254,7 +249,6 @@ class FakeEngineClient:
         body: JsonObject,
         interventions: tuple[Intervention, ...],
         http: Request,
-        owner: str,
         *,
         inline: bool,
     ) -> EngineReply:
@@ -270,7 +264,7 @@ class FakeEngineClient:
             )
         choices = _choices(prompts, _number(body, "n") or 1, _max_tokens(body))
         path = str(http.scope.get("root_path", ""))
-        job = _Job(kind, model, choices, interventions, path, owner, inline)
+        job = _Job(kind, model, choices, interventions, path, context_of(http.scope), inline)
         self._note(job)
         if body.get("stream"):
             with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
@@ -281,7 +275,7 @@ class FakeEngineClient:
         choices = []
         for choice in job.choices:
             text = "".join(f" {word}" for word in choice.words)
-            _generated(len(choice.words))
+            job.work.meter.noted_tokens += len(choice.words)
             part = _message(job, "message", text) | {"index": choice.index, "finish_reason": "length"}
             span = (0, len(choice.prompt) + len(choice.words) - 1)
             choices.append(part | await self._field(job, choice, span, is_final=True))
@@ -296,7 +290,7 @@ class FakeEngineClient:
                 if error is not None and num_events >= self.behaviour.num_events_before_error:
                     raise error
                 num_events += 1
-                _generated(1)
+                job.work.meter.noted_tokens += 1
                 yield _event(job.envelope([await self._chunk(job, choice, step)], is_chunk=True))
             if with_usage:
                 yield _event(job.envelope([], is_chunk=True) | {"usage": job.usage()})
@@ -324,7 +318,7 @@ class FakeEngineClient:
         answer = await choice_json(
             collected(operations, range(*span), is_final=is_final, pull=self._pull(choice)),
             store=self._store,
-            owner=job.owner,
+            work=job.work,
             settings=self._settings,
             decode=lambda token_id: f" {tokens[token_id % len(tokens)]}",
             base_path=job.base_path,
@@ -334,10 +328,9 @@ class FakeEngineClient:
         return {"interventions": answer}
 
     def _note(self, job: _Job) -> None:
-        meter = METER.get()
-        if meter is not None:
-            meter.noted_tokens += job.usage()["prompt_tokens"]
-            meter.intervention_s += self.behaviour.intervention_s if job.interventions else 0.0
+        meter = job.work.meter
+        meter.noted_tokens += job.usage()["prompt_tokens"]
+        meter.intervention_s += self.behaviour.intervention_s if job.interventions else 0.0
 
     def _pull(self, choice: _Choice) -> Sequence[float]:
         """Return the sum of the pulls of the prompt's words, for each layer."""
@@ -351,12 +344,6 @@ class FakeEngineClient:
             yield
         finally:
             self.num_running -= 1
-
-
-def _generated(num_tokens: int) -> None:
-    meter = METER.get()
-    if meter is not None:
-        meter.noted_tokens += num_tokens
 
 
 def _prompts(raw: Any) -> list[list[str]]:

@@ -8,9 +8,8 @@ from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 from api_schemas.jobs import JobStatus
-from app.audit.records import note_tier
-from app.services.traces import event_frame
-from nnsight_engine.core.metering import METER
+from app.engine.traces import event_frame
+from nnsight_engine.core.work_context import current_work
 from nnsight_engine.remote_backend.frames import TIER, Frame, FrameKind, json_frame
 from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
 from nnsight_engine.serialization import encode
@@ -69,10 +68,10 @@ class FakeTraceEngine:
         self.heads.append(request.head)
         self.sandboxes.append(request.sandbox_of)
         self.num_running += 1
-        meter = METER.get()
-        if meter is not None:
-            meter.noted_tokens += behaviour.num_tokens
-            meter.intervention_s += behaviour.intervention_s
+        work = current_work()
+        if work is not None:
+            work.meter.noted_tokens += behaviour.num_tokens
+            work.meter.intervention_s += behaviour.intervention_s
         try:
             await asyncio.sleep(behaviour.delay_s)
             if behaviour.error is not None:
@@ -84,7 +83,8 @@ class FakeTraceEngine:
                 await asyncio.Event().wait()
             if behaviour.late_error is not None:
                 raise behaviour.late_error
-            note_tier(behaviour.tier)
+            if work is not None:
+                work.note_tier(behaviour.tier)
             yield json_frame(FrameKind.OUTPUTS, {TIER: behaviour.tier})
             yield Frame(FrameKind.RESULT, self._result(request.head))
         finally:

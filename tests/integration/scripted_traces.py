@@ -8,7 +8,7 @@ from typing import Any
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
-from app.services.traces import event_frame
+from app.engine.traces import event_frame
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, FrameReader, json_frame
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE, TraceHead, TraceRequest
 

@@ -15,6 +15,7 @@ import pytest
 
 from api_schemas.jobs import JobEvent, JobStatus, JobSummary
 from api_schemas.keys import Limits, Scope
+from app.allowance import Allowance
 from app.audit import log as audit_log
 from app.cli import main
 from app.storage import job_leases
@@ -146,7 +147,7 @@ async def test_a_job_whose_server_died_is_written_down_by_the_next(
     dead = JobLeases(database, holder="dead", ttl_s=60)
     for name in ("waits", "runs"):
         new = NewJob(id=name, owner="acme", model="fake-model", summary=summary, key_id="k", **values)
-        await JobStore(database, max_queued=10, ttl_s=60).accept(new)
+        await JobStore(database, waiting=Allowance.of("jobs", 10), ttl_s=60).accept(new)
     job = await dead.claim("fake-model", {})
     assert job is not None
     await dead.tell(job, [JobEvent(status=JobStatus.RUNNING, time=1.0)])

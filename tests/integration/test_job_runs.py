@@ -13,6 +13,7 @@ import pytest
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobEvent, JobSummary
+from app.allowance import Allowance
 from app.audit.log import AuditLog
 from app.services import job_runs
 from app.services.job_runs import Ending, JobRun, JobTools
@@ -93,8 +94,8 @@ class Bench:
 
     def __init__(self, directory: Path) -> None:
         self.database = Database(directory)
-        self.files = JobFiles(directory, JobStorageQuota(MAX_BYTES))
-        self.store = JobStore(self.database, max_queued=100, ttl_s=60)
+        self.files = JobFiles(directory, JobStorageQuota(Allowance.of("bytes", MAX_BYTES)))
+        self.store = JobStore(self.database, waiting=Allowance.of("jobs", 100), ttl_s=60)
         self.leases = JobLeases(self.database, holder="here", ttl_s=60)
         self.engine = ScriptedEngine()
         self.slots = JobSlots(1, lambda: None)

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextvars import ContextVar
 from pathlib import Path
 
 import httpx
@@ -19,12 +18,14 @@ import pytest
 import torch
 
 from api_schemas.errors import ErrorCode
+from app.allowance import Allowance
 from app.engine import trace_processes
 from app.engine.local_traces import LocalTraceEngine
 from app.main import create_app, new_store
 from app.settings import Settings, environment_for_traces
 from nnsight_engine.core.metering import UsageMeter
 from nnsight_engine.core.saves import save
+from nnsight_engine.core.work_context import WorkContext
 from nnsight_engine.local_engine.process_channel import ProcessOptions
 from nnsight_engine.modeling.language import LanguageModel
 from nnsight_engine.remote_backend.backend import RemoteBackend
@@ -264,7 +265,7 @@ def test_a_trace_that_will_not_end_is_ended(served: Served, monkeypatch: pytest.
 
 
 def test_who_waits_is_told_and_not_too_many_do(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served.engine, "max_queued", 1)
+    monkeypatch.setattr(served.engine, "waiting", Allowance.of("traces that wait", 1))
     transports = [Recording(served.url) for _ in range(2)]
 
     def run(transport: Recording, pause_s: float) -> None:
@@ -293,7 +294,7 @@ def test_the_time_that_a_trace_holds_the_engine_is_counted(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meter = UsageMeter("key")
-    monkeypatch.setattr(trace_processes, "METER", ContextVar("of a key's request", default=meter))
+    monkeypatch.setattr(trace_processes, "current_work", lambda: WorkContext(meter=meter))
     model = served.model
     with model.trace(TEXT, backend=served.remote()):
         time.sleep(0.3)

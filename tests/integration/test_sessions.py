@@ -20,7 +20,7 @@ from app.main import create_app, new_store
 from app.settings import Settings
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.core.saves import save
-from nnsight_engine.core.trace_headers import TRACE_HEADERS
+from nnsight_engine.core.work_context import current_work
 from nnsight_engine.remote_backend.backend import RemoteBackend
 from nnsight_engine.remote_backend.errors import RemoteError
 from nnsight_engine.remote_backend.frames import Frame
@@ -53,7 +53,8 @@ class Traces(FakeTraceEngine):
         self.parents: list[str] = []
 
     async def run_trace(self, request: TraceRequest, job_id: str) -> AsyncGenerator[Frame, None]:
-        self.parents.append((TRACE_HEADERS.get() or {}).get("traceparent", ""))
+        work = current_work()
+        self.parents.append("" if work is None else (work.trace_headers or {}).get("traceparent", ""))
         async with contextlib.aclosing(super().run_trace(request, job_id)) as frames:
             async for frame in frames:
                 yield frame

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from app.audit.records import RECORD
-from nnsight_engine.core.trace_headers import TRACE_HEADERS
+from app.request_context import RequestContext
+from nnsight_engine.core.work_context import current_work
 from nnsight_engine.remote_backend.frames import Frame
 from nnsight_engine.remote_backend.messages import TraceRequest
 from tests.collector import Collector, Span, collecting
@@ -30,9 +30,10 @@ class Noting(ScriptedEngine):
         self.trace_ids: list[str] = []
 
     async def run_trace(self, request: TraceRequest, job_id: str) -> AsyncGenerator[Frame, None]:
-        record = RECORD.get()
-        self.parents.append((TRACE_HEADERS.get() or {}).get("traceparent", ""))
-        self.trace_ids.append("" if record is None else record.trace_id)
+        run = current_work()
+        assert isinstance(run, RequestContext)
+        self.parents.append(run.traceparent)
+        self.trace_ids.append(run.record.trace_id)
         async with contextlib.aclosing(super().run_trace(request, job_id)) as frames:
             async for frame in frames:
                 yield frame

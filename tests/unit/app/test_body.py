@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api_schemas.errors import ApiError
-from app.body import exceeds_depth, parse_object
+from app.body_json import exceeds_depth, parse_object
 
 MAX_DEPTH = 4
 

@@ -8,7 +8,7 @@ import pytest
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
-from app.services.disconnect import while_connected
+from app.disconnect import while_connected
 
 
 async def never() -> Message:

@@ -11,6 +11,7 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
+from app.request_context import begin_context
 from app.services.downloads import download
 from app.storage.open_files import OpenFile, OpenResult
 
@@ -23,7 +24,7 @@ async def never() -> Message:
 async def fetched(content: bytes, asked: str | None) -> tuple[int, bytes, str]:
     """Return the status, the content, and which range that is said to be."""
     headers = [] if asked is None else [(b"range", asked.encode())]
-    request = Request({"type": "http", "headers": headers})
+    request = Request({"type": "http", "method": "GET", "headers": headers})
     reading = cast("OpenFile", SimpleNamespace(num_bytes=len(content), close=lambda: None))
     sent: list[Message] = []
 
@@ -32,7 +33,8 @@ async def fetched(content: bytes, asked: str | None) -> tuple[int, bytes, str]:
 
     file = OpenResult(io.BytesIO(content), reading)
     response = await download(request, file, media_type="text/plain", tag='"a"', stall_s=10)
-    await response({"type": "http"}, never, send)
+    begin_context(request.scope)
+    await response(request.scope, never, send)
     said = dict(sent[0]["headers"]).get(b"content-range", b"")
     body = b"".join(message["body"] for message in sent[1:])
     return sent[0]["status"], body, said.decode()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from app.engine.fair_queue import FairQueue
+from app.admission.fair_queue import FairQueue
 
 
 def filled(*items: tuple[str, str]) -> FairQueue[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from api_schemas.jobs import JobEvent, JobSummary
+from app.allowance import Allowance
 from app.services import job_feed
 from app.services.job_feed import JobFeed
 from app.storage.database import Database
@@ -37,7 +38,7 @@ class CountingStore(JobStore):
 async def store(tmp_path: Path) -> AsyncIterator[CountingStore]:
     database = Database(tmp_path)
     await database.start()
-    made = CountingStore(database, max_queued=100, ttl_s=60)
+    made = CountingStore(database, waiting=Allowance.of("jobs", 100), ttl_s=60)
     await made.accept(NewJob("job", "", "m", SUMMARY, "0", 1, None, reruns=False))
     yield made
     await database.close()

@@ -13,6 +13,7 @@ import pytest
 from sqlalchemy import update
 
 from api_schemas.jobs import JobEvent, JobStatus, JobSummary
+from app.allowance import Allowance
 from app.storage import job_leases
 from app.storage.database import Database
 from app.storage.job_leases import LEASE_S, MAX_INTERRUPTIONS, JobEnd, JobLeases, LeaseLostError
@@ -31,7 +32,7 @@ class Servers:
 
     def __init__(self, database: Database) -> None:
         self.database = database
-        self.store = JobStore(database, max_queued=100, ttl_s=60)
+        self.store = JobStore(database, waiting=Allowance.of("jobs", 100), ttl_s=60)
 
     def named(self, name: str) -> JobLeases:
         return JobLeases(self.database, holder=name, ttl_s=60)

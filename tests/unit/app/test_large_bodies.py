@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from api_schemas.errors import ApiError, ErrorCode
+from app.allowance import Allowance
 from app.body_fields import FieldLimits
 from app.large_bodies import LargeBodyReader
 from app.settings import environment_for_traces
@@ -32,7 +33,7 @@ class Slow(LargeBodyReader):
     """
 
     def __init__(self) -> None:
-        super().__init__(LIMITS, {}, share=0.5)
+        super().__init__(LIMITS, {}, Allowance.of("bodies", 2, 0.5))
         self.reading: Counter[bytes] = Counter()
         self.may_end = asyncio.Event()
 
@@ -75,7 +76,7 @@ def peak_bytes(pid: int | None) -> int:
 
 @pytest.fixture
 async def bodies() -> AsyncIterator[LargeBodyReader]:
-    made = LargeBodyReader(LIMITS, environment_for_traces())
+    made = LargeBodyReader(LIMITS, environment_for_traces(), Allowance.of("bodies", 2))
     yield made
     await made.close()
 

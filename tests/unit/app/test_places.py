@@ -7,11 +7,12 @@ import asyncio
 import pytest
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.engine.slot_pool import Slot, SlotPool
+from app.admission.slot_pool import Slot, SlotPool
+from app.allowance import Allowance
 
 
 def places(num: int = 4, max_waiting: int = 4) -> SlotPool:
-    return SlotPool(num, max_waiting=max_waiting, share=0.5, what="things")
+    return SlotPool(Allowance.of("things", num, 0.5), Allowance.of("things that wait", max_waiting, 0.5))
 
 
 def granted(asked: list[Slot]) -> list[bool]:
@@ -38,7 +39,7 @@ async def test_nobody_has_more_than_their_share_and_whoever_waits_has_a_turn() -
 async def test_without_tenants_there_are_no_shares() -> None:
     some = places(max_waiting=2)
     assert granted([some.ask("", n) for n in range(6)]) == [True] * 4 + [False] * 2
-    with pytest.raises(ApiError, match="2 things wait"):
+    with pytest.raises(ApiError, match="2 things that wait"):
         some.ask("", 6)
 
 
@@ -46,13 +47,13 @@ async def test_a_tenant_that_has_filled_the_queue_has_filled_its_own() -> None:
     some = places()
     for number in range(4):
         some.ask("a", number)
-    with pytest.raises(ApiError, match="2 things of the tenant 'a' wait") as caught:
+    with pytest.raises(ApiError, match="The tenant 'a' may have 2 things that wait") as caught:
         some.ask("a", 4)
     assert caught.value.code is ErrorCode.QUEUE_FULL
     some.ask("a", 3)  # of one that waits already
     some.ask("a", 4, is_patient=True)
     assert granted([some.ask("b", number) for number in range(3)]) == [True, True, False]
-    with pytest.raises(ApiError, match="4 things wait"):
+    with pytest.raises(ApiError, match="4 things that wait"):
         some.ask("c", 0)
 
 

@@ -7,11 +7,12 @@ import contextlib
 import pytest
 
 from api_schemas.errors import ApiError
+from app.allowance import Allowance
 from app.received_bytes import ReceivedBytes
 
 
 def test_one_tenant_has_a_share_and_all_together_the_rest():
-    receiving = ReceivedBytes(100, 0.5)
+    receiving = ReceivedBytes(Allowance.of("bytes", 100, 0.5))
     first, second, third = [receiving.intake(name) for name in ("acme", "acme", "rival")]
     first.add(30)
     with pytest.raises(ApiError, match=r"tenant 'acme' .* 50 bytes"):
@@ -31,7 +32,7 @@ def test_one_tenant_has_a_share_and_all_together_the_rest():
 
 
 def test_one_tenant_has_so_many_sockets():
-    receiving = ReceivedBytes(100)
+    receiving = ReceivedBytes(Allowance.of("bytes", 100))
     with contextlib.ExitStack() as stack:
         for _ in range(64):
             stack.enter_context(receiving.socket("acme"))

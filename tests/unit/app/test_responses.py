@@ -16,9 +16,11 @@ import pytest_asyncio
 from safetensors.numpy import load
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.services.responses import choice_json
+from app.allowance import Allowance
+from app.engine.responses import choice_json
 from app.settings import Settings
 from app.storage.results import ResultStore
+from nnsight_engine.core.work_context import WorkContext
 from nnsight_engine.plans.collected import (
     Applied,
     CaptureResult,
@@ -35,7 +37,7 @@ VALUES = np.arange(6, dtype="<f4").reshape(2, 3)
 
 @pytest_asyncio.fixture
 async def store(tmp_path: Path) -> AsyncIterator[ResultStore]:
-    store = ResultStore(tmp_path, ttl_s=60, max_bytes=100_000, clock=lambda: 1000.75)
+    store = ResultStore(tmp_path, ttl_s=60, allowance=Allowance.of("bytes", 100_000), clock=lambda: 1000.75)
     await store.start()
     yield store
     await store.close()
@@ -58,7 +60,9 @@ async def test_small_tensors_travel_inline(store: ResultStore):
     collected = CollectedResults(
         [capture()], applied=[Applied("capture", ["layers.10.output"], [4, 5])], tier="tap"
     )
-    answer = await choice_json(collected, store=store, owner="acme", settings=settings(), decode=word)
+    answer = await choice_json(
+        collected, store=store, work=WorkContext(tenant="acme"), settings=settings(), decode=word
+    )
     result = answer["results"]["resid"]
     assert result["type"] == "capture"
     assert result["positions"] == [4, 5]
@@ -82,7 +86,7 @@ async def test_the_limit_on_inline_tensors_counts_a_whole_choice(store: ResultSt
         answer = await choice_json(
             collected,
             store=store,
-            owner="acme",
+            work=WorkContext(tenant="acme"),
             settings=settings(one_capture_bytes),
             decode=word,
             base_path="/api",
@@ -95,7 +99,12 @@ async def test_the_limit_on_inline_tensors_counts_a_whole_choice(store: ResultSt
 async def test_large_tensors_are_one_file_behind_a_url(store: ResultStore):
     collected = CollectedResults([capture("a"), capture("b")])
     answer = await choice_json(
-        collected, store=store, owner="acme", settings=settings(0), decode=word, base_path="/api"
+        collected,
+        store=store,
+        work=WorkContext(tenant="acme"),
+        settings=settings(0),
+        decode=word,
+        base_path="/api",
     )
     points = answer["results"]["b"]["points"]
     sent = points["layers.11.output"]
@@ -111,7 +120,9 @@ async def test_large_tensors_are_one_file_behind_a_url(store: ResultStore):
 
 async def test_a_reduced_capture_says_so(store: ResultStore):
     collected = CollectedResults([capture(reduce="mean")])
-    answer = await choice_json(collected, store=store, owner="acme", settings=settings(), decode=word)
+    answer = await choice_json(
+        collected, store=store, work=WorkContext(tenant="acme"), settings=settings(), decode=word
+    )
     assert answer["results"]["resid"]["reduce"] == "mean"
 
 
@@ -123,7 +134,9 @@ async def test_probe_and_lens(store: ResultStore):
             LensResult("lens", [1], {0: [row], 7: [row]}),
         ]
     )
-    answer = await choice_json(collected, store=store, owner="acme", settings=settings(), decode=word)
+    answer = await choice_json(
+        collected, store=store, work=WorkContext(tenant="acme"), settings=settings(), decode=word
+    )
     assert answer["results"]["p"] == {
         "type": "probe",
         "positions": [0, 1],
@@ -145,7 +158,9 @@ async def test_probe_and_lens(store: ResultStore):
 
 async def test_a_part_of_a_stream_has_results_alone(store: ResultStore):
     part = CollectedResults([ProbeResult("p", [5], {"layers.3.output": [1.0]})], final=False)
-    answer = await choice_json(part, store=store, owner="acme", settings=settings(), decode=word)
+    answer = await choice_json(
+        part, store=store, work=WorkContext(tenant="acme"), settings=settings(), decode=word
+    )
     assert list(answer) == ["results"]
 
 
@@ -178,7 +193,9 @@ async def test_every_saved_tensor_has_a_key_of_its_own(
         return {key: numbers(item, arrays) for key, item in value.items()}
 
     collected = CollectedResults([TraceResult("trace", tensors(saves), tensors(grown), "")])
-    answer = await choice_json(collected, store=store, owner="acme", settings=settings(0), decode=word)
+    answer = await choice_json(
+        collected, store=store, work=WorkContext(tenant="acme"), settings=settings(0), decode=word
+    )
     result = answer["results"]["trace"]
     [url] = set(re.findall(r"/v1/results/([^\"]+)", json.dumps(result)))
     opened = await store.open(url, "acme")
@@ -196,7 +213,11 @@ async def test_results_and_points_whose_names_run_together_stay_apart(store: Res
         CaptureResult("a/b", [0], "none", {"c": one(2)}),
     ]
     answer = await choice_json(
-        CollectedResults(captures), store=store, owner="acme", settings=settings(0), decode=word
+        CollectedResults(captures),
+        store=store,
+        work=WorkContext(tenant="acme"),
+        settings=settings(0),
+        decode=word,
     )
     keys = [answer["results"]["a"]["points"]["b/c"]["key"], answer["results"]["a/b"]["points"]["c"]["key"]]
     assert len(set(keys)) == 2
@@ -208,5 +229,11 @@ async def test_a_number_and_its_digits_as_keys_are_refused(store: ResultStore, i
     saves = {"rows": {1: tensor, "1": tensor}}
     collected = CollectedResults([TraceResult("trace", saves, {}, "")])
     with pytest.raises(ApiError, match="'trace/rows/1'") as caught:
-        await choice_json(collected, store=store, owner="acme", settings=settings(inline_bytes), decode=word)
+        await choice_json(
+            collected,
+            store=store,
+            work=WorkContext(tenant="acme"),
+            settings=settings(inline_bytes),
+            decode=word,
+        )
     assert caught.value.code is ErrorCode.TRACE_FAILED

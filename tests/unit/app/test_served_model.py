@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from api_schemas.errors import ApiError
-from app.services.served_model import ServedModel
+from app.engine.served_model import ServedModel
 from nnsight_engine.remote_backend.messages import TraceHead
 
 MODEL = ServedModel(("smol", "smol-2"), "org/smol", "shape")

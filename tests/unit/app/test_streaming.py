@@ -8,10 +8,10 @@ from typing import Self, cast
 
 import pytest
 from starlette.requests import ClientDisconnect
-from starlette.types import Message
+from starlette.types import Message, Scope
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.request_deadline import CUTOFF, RequestDeadline
+from app.request_context import RequestContext, begin_context, context_of
 from app.services.streaming import ClosingStream, events, first_event, last_events
 
 
@@ -33,6 +33,16 @@ class Source:
 
     async def aclose(self) -> None:
         self.num_closed += 1
+
+
+def begun() -> Scope:
+    scope: Scope = {"type": "http", "method": "GET"}
+    begin_context(scope)
+    return scope
+
+
+def asked() -> RequestContext:
+    return begin_context({"type": "http", "method": "POST"})
 
 
 async def never() -> Message:
@@ -60,7 +70,7 @@ async def test_who_takes_nothing_of_a_download_is_taken_for_gone():
 
     stream = ClosingStream(content(), media_type="text/plain", on_close=on_close, stall_s=0.01)
     with pytest.raises(ClientDisconnect):
-        await stream({}, never, send)
+        await stream(begun(), never, send)
     assert closed == [True]
 
 
@@ -77,18 +87,19 @@ async def test_who_takes_little_now_and_then_is_not():
         await asyncio.sleep(0.06)
         sent.append(message)
 
-    await ClosingStream(content(), media_type="text/plain", stall_s=0.4)({}, never, send)
+    await ClosingStream(content(), media_type="text/plain", stall_s=0.4)(begun(), never, send)
     assert len(sent) == 10
 
 
 async def test_a_stream_that_is_ended_says_why():
-    cutoff = RequestDeadline()
+    scope = begun()
+    deadline = context_of(scope).deadline
     error = ApiError(ErrorCode.DRAINING, "The server goes.")
     sent: list[Message] = []
 
     async def content() -> AsyncGenerator[str, None]:
         yield "a"
-        cutoff.end(error)
+        deadline.end(error)
         await asyncio.Event().wait()
 
     async def send(message: Message) -> None:
@@ -98,19 +109,19 @@ async def test_a_stream_that_is_ended_says_why():
         await asyncio.Event().wait()
 
     stream = ClosingStream(content(), media_type="text/event-stream", last_words=last_events)
-    await stream({CUTOFF: cutoff}, never, send)
+    await stream(scope, never, send)
     assert sent[-1]["body"].endswith(b"data: [DONE]\n\n")
     assert b'"code":"draining"' in sent[-1]["body"]
     # What has no end of that kind breaks off, and what has not begun is an error like any other.
     with pytest.raises(ClientDisconnect):
-        await ClosingStream(content(), media_type="text/plain")({CUTOFF: cutoff}, never, send)
+        await ClosingStream(content(), media_type="text/plain")(scope, never, send)
     with pytest.raises(ApiError, match="The server goes"):
-        await ClosingStream(content(), media_type="text/plain")({CUTOFF: cutoff}, never, stuck)
+        await ClosingStream(content(), media_type="text/plain")(scope, never, stuck)
 
 
 async def test_events_end_and_close():
     source = Source("a", "b")
-    assert [event async for event in events(await first_event(source), source)] == ["a", "b"]
+    assert [event async for event in events(await first_event(source), source, asked())] == ["a", "b"]
     assert source.num_closed == 1
 
 
@@ -123,7 +134,7 @@ async def test_a_failing_first_event_closes_the_stream():
 
 async def test_an_error_becomes_two_events_and_closes_the_stream():
     source = Source("a", error=RuntimeError("no"))
-    first, failure, done = [event async for event in events(await first_event(source), source)]
+    first, failure, done = [event async for event in events(await first_event(source), source, asked())]
     assert first == "a"
     assert '"code":"internal_error"' in failure
     assert done == "data: [DONE]\n\n"
@@ -132,12 +143,12 @@ async def test_an_error_becomes_two_events_and_closes_the_stream():
 
 async def test_an_empty_stream_stays_empty():
     source = Source()
-    assert [event async for event in events(await first_event(source), source)] == []
+    assert [event async for event in events(await first_event(source), source, asked())] == []
 
 
 async def test_leaving_the_events_early_closes_the_stream():
     source = Source("a", "b")
-    iterator = events(await first_event(source), source)
+    iterator = events(await first_event(source), source, asked())
     assert await anext(iterator) == "a"
     await iterator.aclose()
     assert source.num_closed == 1
@@ -151,7 +162,7 @@ async def respond(content: AsyncGenerator[str, None], on_send: Exception | None 
             raise on_send
         sent.append(message)
 
-    await ClosingStream(content, media_type="text/event-stream")({"type": "http"}, never, send)
+    await ClosingStream(content, media_type="text/event-stream")(begun(), never, send)
     return sent
 
 
@@ -193,7 +204,7 @@ async def test_what_a_source_holds_is_closed_even_when_it_was_never_started():
 
     response = ClosingStream(content(), media_type="text/event-stream", on_close=on_close)
     with pytest.raises(ClientDisconnect):
-        await response({"type": "http"}, gone, send)
+        await response(begun(), gone, send)
     assert num_closed == 1
 
 
@@ -206,7 +217,7 @@ async def test_a_stream_without_a_close_is_fine():
             raise StopAsyncIteration
 
     assert await first_event(Bare()) is None
-    assert [event async for event in events(None, Bare())] == []
+    assert [event async for event in events(None, Bare(), asked())] == []
 
 
 async def test_what_a_stream_holds_is_released_also_when_its_source_cannot_be_closed():
@@ -230,5 +241,5 @@ async def test_what_a_stream_holds_is_released_also_when_its_source_cannot_be_cl
 
     source = cast("AsyncGenerator[str, None]", Unclosable())
     with pytest.raises(RuntimeError, match="it is stuck"):
-        await ClosingStream(source, media_type="text/plain", on_close=on_close)({}, never, send)
+        await ClosingStream(source, media_type="text/plain", on_close=on_close)(begun(), never, send)
     assert closed == [True]

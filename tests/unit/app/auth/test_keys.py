@@ -13,12 +13,12 @@ from sqlalchemy import event
 
 from api_schemas.errors import ApiError
 from api_schemas.keys import CreatedKey, Limits, NewKey
-from app.admission.login_throttle import LoginThrottle
-from app.admission.rates import ThrottledError
 from app.auth import keys as keys_module
 from app.auth import secrets
 from app.auth.keys import Keys
+from app.auth.login_throttle import LoginThrottle
 from app.auth.secrets import new_secret
+from app.refusals import ThrottledError
 from app.storage.database import Database
 from app.storage.keys import KeyStore
 

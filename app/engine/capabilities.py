@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from api_schemas.capabilities import Capabilities, CapabilityLimits, ModelSizes, PointCapability
-from app.services.code_policy import takes_code
+from app.auth.code_policy import takes_code
 from app.settings import Settings
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 

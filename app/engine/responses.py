@@ -16,10 +16,9 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
 from api_schemas.interventions import Intervention, tensor_of
 from api_schemas.tensors import NamedTensor
-from app.audit.records import note_tier
 from app.settings import Settings
 from app.storage.results import ResultStore
-from nnsight_engine.core.metering import METER
+from nnsight_engine.core.work_context import WorkContext
 from nnsight_engine.plans.collected import (
     Applied,
     CaptureResult,
@@ -48,7 +47,7 @@ async def choice_json(
     collected: CollectedResults,
     *,
     store: ResultStore,
-    owner: str,
+    work: WorkContext,
     settings: Settings,
     decode: Decode,
     base_path: str = "",
@@ -60,7 +59,7 @@ async def choice_json(
     Args:
         collected: The results.
         store: Stores tensors that together exceed ``settings.inline_tensor_bytes``.
-        owner: The tenant that owns the tensors.
+        work: The request's: its tenant owns the tensors, its meter counts them.
         settings: The limit on inline tensors.
         decode: Returns the text of a token id.
         operations: The request's operations, in its order; the answer says which vector each named one used.
@@ -76,19 +75,16 @@ async def choice_json(
     tensors = _Inline()
     large = _by_key(collected.results)
     num_bytes = sum(len(tensor.data) for tensor in large.values())
-    meter = METER.get()
-    if meter is not None:
-        meter.captured_bytes += num_bytes + sum(map(_number_bytes, collected.results))
+    work.meter.captured_bytes += num_bytes + sum(map(_number_bytes, collected.results))
     if num_bytes > settings.inline_tensor_bytes and not inline:
-        key_id = "" if meter is None else meter.key_id
-        stored = await store.put(large, owner, key_id)
+        stored = await store.put(large, work.tenant, work.meter.key_id)
         # Rounded down: the file exists at least as long as the answer says.
         tensors = _Stored(f"{base_path}/v1/results/{stored.id}", math.floor(stored.expires_at))
     answer: dict[str, Any] = {
         "results": {result.name: _result_json(result, tensors, decode) for result in collected.results}
     }
     if collected.final:
-        note_tier(collected.tier)
+        work.note_tier(collected.tier)
     if collected.final and collected.is_code:
         answer["provenance"] = {"tier": collected.tier}
     elif collected.final:

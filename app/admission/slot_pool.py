@@ -9,31 +9,25 @@ counts as one in the queue.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter
 from collections.abc import Hashable
 from types import TracebackType
 
-from api_schemas.errors import ApiError, ErrorCode
-from app.engine.fair_queue import FairQueue
+from app.admission.fair_queue import FairQueue
+from app.allowance import Allowance
 
 
 class SlotPool:
     """A number of slots and the queue for them.
 
     Args:
-        num: The number of slots.
-        max_waiting: The maximum number of waiting groups.
-        share: The fraction of both that one tenant may use.
-        what: The users of the slots, for messages: ``trainings``.
+        slots: How many slots there are, and how many of them a tenant may have.
+        waiting: The same of waiting groups.
     """
 
-    def __init__(self, num: int, *, max_waiting: int, share: float, what: str) -> None:
-        self._num = num
-        self._most = math.ceil(num * share)
-        self._max_waiting = max_waiting
-        self._max_waiting_each = math.ceil(max_waiting * share)
-        self._what = what
+    def __init__(self, slots: Allowance, waiting: Allowance) -> None:
+        self._slots = slots
+        self._waiting = waiting
         self._taken: Counter[str] = Counter()
         self._queue: FairQueue[Slot] = FairQueue()
         self._groups: dict[str, Counter[Hashable]] = {}
@@ -54,9 +48,10 @@ class SlotPool:
         Raises:
             ApiError: ``queue_full``.
         """
-        must_wait = self._queue.num_of(tenant) or not self._may(tenant) or self._taken.total() >= self._num
+        must_wait = self._queue.num_of(tenant) or not self._may(tenant) or not self._is_any_free
         if must_wait and not is_patient and group not in self._groups.get(tenant, ()):
-            self._check_waiting(tenant)
+            self._waiting.check(tenant, len(self._groups.get(tenant, ())))
+            self._waiting.check_total(self.num_waiting)
         place = Slot(self, tenant, group)
         self._groups.setdefault(tenant, Counter())[group] += 1
         self._queue.add(tenant, place)
@@ -71,25 +66,15 @@ class SlotPool:
         elif self._queue.remove(place):
             self._forget(place)
 
-    def _check_waiting(self, tenant: str) -> None:
-        others = len(self._groups.get(tenant, ()))
-        if tenant and others >= self._max_waiting_each:
-            raise ApiError(
-                ErrorCode.QUEUE_FULL,
-                f"{others} {self._what} of the tenant {tenant!r} wait already, and no more may; send this "
-                "one again later.",
-            )
-        if self.num_waiting >= self._max_waiting:
-            raise ApiError(
-                ErrorCode.QUEUE_FULL,
-                f"{self.num_waiting} {self._what} wait already, and no more may; send this one again later.",
-            )
-
     def _may(self, tenant: str) -> bool:
-        return not tenant or self._taken[tenant] < self._most
+        return self._slots.permits(tenant, self._taken[tenant])
+
+    @property
+    def _is_any_free(self) -> bool:
+        return self._slots.has_room(self._taken.total())
 
     def _grant(self) -> None:
-        while self._taken.total() < self._num:
+        while self._is_any_free:
             place = self._queue.pop(self._may)
             if place is None:
                 return

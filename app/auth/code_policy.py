@@ -6,18 +6,11 @@ machine may; ``hosts`` rejects requests that a browser there sends on behalf of 
 
 from __future__ import annotations
 
-from typing import Final
-
-from starlette.requests import Request
-
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.keys import Scope, Tier
+from app.addresses import is_loopback
 from app.auth.principal import Principal
-from app.hosts import is_loopback
 from app.settings import Settings
-
-SANDBOX_OF: Final = "nnsight_engine.sandbox_of"
-"""The ASGI scope's key for the tenant in whose sandbox the request's code runs."""
 
 
 def takes_code(settings: Settings) -> bool:
@@ -25,9 +18,8 @@ def takes_code(settings: Settings) -> bool:
     return settings.allow_code is not False
 
 
-def check_code_allowed(settings: Settings, http: Request, caller: Principal) -> None:
-    """Raise ApiError unless the client may send code; records the sandbox in the request's scope."""
-    http.scope[SANDBOX_OF] = sandbox_of(settings, caller)
+def check_code_allowed(settings: Settings, caller: Principal) -> None:
+    """Raise ApiError unless the client may send code."""
     if settings.allow_code is False:
         raise _refusal("This server takes no traces: allow_code is false (NNSIGHT_ENGINE_ALLOW_CODE).")
     if caller.has_key:

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 async def while_connected(
-    receive: Receive, work: Coroutine[Any, Any, T], cutoff: RequestDeadline | None = None
+    receive: Receive, work: Coroutine[Any, Any, T], deadline: RequestDeadline | None = None
 ) -> T:
     """Run ``work``; cancel it and raise if the client disconnects or the request is ended first.
 
@@ -27,19 +27,19 @@ async def while_connected(
 
     Raises:
         ClientDisconnect: The client disconnected before ``work`` was done.
-        ApiError: ``cutoff`` was reached before that; its ``error``.
+        ApiError: ``deadline`` was reached before that; its ``error``.
     """
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_disconnected(receive))
     waited_for: list[asyncio.Future[Any]] = [working, watching]
-    if cutoff is not None:
-        waited_for.append(cutoff.reached)
+    if deadline is not None:
+        waited_for.append(deadline.reached)
     try:
         await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        if cutoff is not None and cutoff.error is not None:
-            raise cutoff.error
+        if deadline is not None and deadline.error is not None:
+            raise deadline.error
         raise ClientDisconnect
     finally:
         working.cancel()

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from app.admission.rates import ThrottledError
+from app.refusals import ThrottledError
 
 _MOST: Final = 200.0
 _PER_S: Final = 1.0

@@ -1,0 +1,110 @@
+"""The context of a request: who sent it, what it may use, until when, and under which ids it is recorded.
+
+The outermost middleware creates one for each connection. It lies in the ASGI scope under one key, which
+``context_of`` reads; each layer completes the fields that it learns. Services receive the object or the
+fields that they need. A run of a job has one of its own, since it is work without a connection.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final
+
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from app.admission.rates import Admitted
+from app.audit.records import Record
+from app.auth.principal import Principal
+from app.large_bodies import LargeBodyReader
+from app.received_bytes import Intake
+from app.request_deadline import RequestDeadline
+from nnsight_engine.core.work_context import WorkContext, working_for
+
+_KEY: Final = "nnsight_engine.request"
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class RequestContext(WorkContext):
+    """What the server knows of one request.
+
+    Must be created inside the running event loop.
+
+    Attributes:
+        record: Its metadata and ids, for the log, the metrics and the audit log.
+        deadline: Ends it early.
+        principal: The authenticated caller; None before authentication.
+        admitted: Its rate limits and quotas; None if nothing is counted for it.
+        intake: Counts the bytes received from its client; None before authentication.
+        bodies: The reader of large bodies that it may use; None before authentication.
+    """
+
+    record: Record
+    deadline: RequestDeadline = dataclasses.field(default_factory=RequestDeadline)
+    principal: Principal | None = None
+    admitted: Admitted | None = None
+    intake: Intake | None = None
+    bodies: LargeBodyReader | None = None
+
+    def identify(self, caller: Principal, connection: HTTPConnection) -> None:
+        """Set the caller, and record it with the route."""
+        self.principal, self.tenant = caller, caller.tenant
+        self.meter.key_id = caller.key_id
+        self.record.identify(caller, connection)
+
+    @property
+    def caller(self) -> Principal:
+        """The authenticated caller.
+
+        Raises:
+            RuntimeError: The request is not authenticated; nothing may be done for it.
+        """
+        if self.principal is None:
+            raise RuntimeError("a request is served before its caller is authenticated")
+        return self.principal
+
+    @property
+    def traceparent(self) -> str:
+        """The W3C ``traceparent`` of its span; empty where no spans are recorded."""
+        return (self.trace_headers or {}).get("traceparent", "")
+
+
+def begin_context(scope: Scope) -> RequestContext:
+    """Create the context of a connection and put it into its scope; only the outermost layer does."""
+    context = scope[_KEY] = RequestContext(record=Record(str(scope.get("method", "WEBSOCKET"))))
+    return context
+
+
+def context_of(scope: Scope) -> RequestContext:
+    """Return the context of a connection."""
+    context: RequestContext = scope[_KEY]
+    return context
+
+
+def note_error(scope: Scope, code: str) -> None:
+    """Record the error that a request ends with, if it is recorded: the thread of probes has no contexts."""
+    context: RequestContext | None = scope.get(_KEY)
+    if context is not None:
+        context.record.error = code
+
+
+class RequestContextMiddleware:
+    """The outermost layer: creates the context of each request.
+
+    Args:
+        app: The wrapped application.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one ASGI connection."""
+        if scope["type"] not in {"http", "websocket"}:
+            await self._app(scope, receive, send)
+            return
+        with working_for(begin_context(scope)):
+            await self._app(scope, receive, send)
+
+
+__all__ = ["RequestContext", "RequestContextMiddleware", "begin_context", "context_of", "note_error"]

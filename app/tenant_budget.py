@@ -1,0 +1,102 @@
+"""The budget of a tenant: its part of each of the server's finite resources, as the settings describe them.
+
+Every resource of which tenants have a share, ``tenant_share``, is here and nowhere else. Limits that an
+operator sets for a key or a tenant are another matter, since they are changed at any time and counted over
+time: requests, tokens and seconds per minute (``admission.quotas``) and stored bytes
+(``storage.storage_usage``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final, Self
+
+from api_schemas.errors import ErrorCode
+from app.allowance import Allowance
+from app.settings import Settings
+
+_BODY_PROCESSES: Final = 2
+_GRAMMAR_PROCESSES: Final = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TenantBudget:
+    """The allowances of all resources of one server.
+
+    Attributes:
+        received_bytes: Bytes received from clients, until their requests are answered.
+        body_processes: Processes that parse large bodies.
+        grammar_processes: Grammars that are compiled at once.
+        waiting_grammars: Grammars that wait for that.
+        sandboxes: Sandbox processes.
+        waiting_sandboxed: Requests that wait for one.
+        waiting_traces: Traces that wait for one of the processes beside the server.
+        trainings: Trainings of vectors that run.
+        waiting_trainings: Trainings that wait.
+        running_jobs: Jobs that run on this server.
+        waiting_jobs: Jobs that wait, on all servers with the same database.
+        job_bytes: Bytes of the files of jobs.
+        vector_bytes: Bytes of vectors.
+        result_bytes: Bytes of results behind URLs; a tenant's oldest ones make room for its new ones.
+    """
+
+    received_bytes: Allowance
+    body_processes: Allowance
+    grammar_processes: Allowance
+    waiting_grammars: Allowance
+    sandboxes: Allowance
+    waiting_sandboxed: Allowance
+    waiting_traces: Allowance
+    trainings: Allowance
+    waiting_trainings: Allowance
+    running_jobs: Allowance
+    waiting_jobs: Allowance
+    job_bytes: Allowance
+    vector_bytes: Allowance
+    result_bytes: Allowance
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        """Return the budget that the settings describe."""
+        share, queued = settings.tenant_share, settings.max_queued_traces
+        return cls(
+            received_bytes=Allowance.of(
+                "bytes of requests that are being sent or answered",
+                settings.max_received_bytes,
+                share,
+                ErrorCode.RATE_LIMITED,
+                "send this one again when some have ended",
+            ),
+            body_processes=Allowance.of("large bodies that are read", _BODY_PROCESSES, share),
+            grammar_processes=Allowance.of("grammars that are compiled", _GRAMMAR_PROCESSES, share),
+            waiting_grammars=Allowance.of("grammars that wait", queued, share),
+            sandboxes=Allowance.of("sandboxes", settings.max_sandboxes, share),
+            waiting_sandboxed=Allowance.of("requests with sandboxed code that wait", queued, share),
+            waiting_traces=Allowance.of("traces that wait (max_queued_traces)", queued, share),
+            trainings=Allowance.of("trainings that run", 1, share),
+            waiting_trainings=Allowance.of("trainings that wait", settings.max_queued_trainings, share),
+            running_jobs=Allowance.of("jobs that run", settings.max_running_jobs, share),
+            waiting_jobs=Allowance.of(
+                "jobs that wait", settings.max_queued_jobs, share, then="send the trace again later"
+            ),
+            job_bytes=Allowance.of(
+                "bytes of jobs",
+                settings.job_store_bytes,
+                share,
+                ErrorCode.JOB_STORE_FULL,
+                "remove some jobs (DELETE /v1/jobs/{id}), or wait until they expire",
+            ),
+            vector_bytes=Allowance.of(
+                "bytes of vectors",
+                settings.vector_store_bytes,
+                share,
+                ErrorCode.VECTOR_STORE_FULL,
+                "remove some vectors (DELETE /v1/vectors/{id})",
+            ),
+            result_bytes=Allowance.of(
+                "bytes of results", settings.result_store_bytes, share, ErrorCode.CAPTURE_TOO_LARGE
+            ),
+        )
+
+
+__all__ = ["TenantBudget"]

@@ -1,0 +1,69 @@
+"""The part of a request's context that the engine reads: whose work it does, and where its usage is recorded.
+
+vLLM's serving classes call the engine without passing on anything of ours, and libraries write log lines
+without it; a context variable is the only way there. There is one, it holds one object, and only
+``working_for`` sets it: in the task that serves a request or runs a job, and thereby in all tasks that this
+one starts. Everything else receives the object, or the fields that it needs, as arguments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from typing import Final
+
+from nnsight_engine.core.metering import UsageMeter
+
+_EAGER: Final = "eager"
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class WorkContext:
+    """A request, or a run of a job, as the engine knows it.
+
+    Attributes:
+        tenant: The tenant whose work it is; empty on a server without keys.
+        meter: The usage so far.
+        trace_headers: The W3C trace context (distributed tracing) that the engine's spans continue:
+            ``traceparent``, and ``tracestate`` where there is one. None where no spans are recorded.
+        tier: How its steps ran, once known: ``tap`` or ``eager``.
+    """
+
+    tenant: str = ""
+    meter: UsageMeter = dataclasses.field(default_factory=UsageMeter)
+    trace_headers: Mapping[str, str] | None = None
+    tier: str = ""
+
+    def note_tier(self, tier: str) -> None:
+        """Record how steps ran; ``eager`` takes precedence over ``tap``."""
+        if self.tier != _EAGER:
+            self.tier = tier
+
+
+_CURRENT: Final[ContextVar[WorkContext | None]] = ContextVar("nnsight_engine_work", default=None)
+
+
+def current_work() -> WorkContext | None:
+    """Return the context of the work that the running code belongs to; None outside of any."""
+    return _CURRENT.get()
+
+
+def tenant_served() -> str:
+    """Return the tenant whose work the running code does; empty if there is none."""
+    work = _CURRENT.get()
+    return "" if work is None else work.tenant
+
+
+@contextlib.contextmanager
+def working_for(context: WorkContext) -> Iterator[None]:
+    """Make a context the current one, in the block and in the tasks started in it."""
+    token = _CURRENT.set(context)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+__all__ = ["WorkContext", "current_work", "tenant_served", "working_for"]

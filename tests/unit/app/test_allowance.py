@@ -1,0 +1,169 @@
+"""One rule says what a tenant may have of anything, and every count of the server keeps to it."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import app
+from api_schemas.errors import ApiError, ErrorCode
+from app.admission.slot_pool import Slot, SlotPool
+from app.allowance import Allowance, part_of
+from app.received_bytes import ReceivedBytes
+from app.settings import Settings
+from app.storage.job_storage_quota import JobStorageQuota
+from app.storage.storage_usage import Holder
+from app.tenant_budget import TenantBudget
+
+SHARES = st.integers(1, 1000).map(lambda thousandths: thousandths / 1000)
+TOTALS = st.integers(0, 2**48)
+TENANTS = ["", "acme", "rival", "third"]
+
+
+@given(TOTALS | st.integers(0, 1000).map(lambda number: 1000 * number), SHARES)
+@example(100, 0.07)  # in floating point, more than 7
+def test_a_share_is_the_decimal_part_rounded_up(total: int, share: float) -> None:
+    part, exact = part_of(total, share), Fraction(str(share)) * total
+    assert exact <= part < exact + 1
+    assert 0 <= part <= total
+    assert part_of(total, 1.0) == total
+    assert (part == 0) == (total == 0)  # whatever there is, everybody may have one
+
+
+@given(TOTALS, TOTALS, SHARES, SHARES)
+def test_more_of_anything_is_never_less_for_a_tenant(
+    one: int, other: int, share: float, large: float
+) -> None:
+    assert part_of(min(one, other), min(share, large)) <= part_of(max(one, other), max(share, large))
+
+
+@given(st.integers(0, 50), SHARES, st.sampled_from(TENANTS), st.data())
+def test_what_is_refused_is_beyond_the_rule_and_says_so(
+    total: int, share: float, tenant: str, data: st.DataObject
+) -> None:
+    allowance = Allowance.of("things", total, share, ErrorCode.RATE_LIMITED, "wait")
+    own, more = data.draw(st.integers(0, 60)), data.draw(st.integers(1, 60))
+    is_beyond = bool(tenant) and own + more > allowance.each
+    assert allowance.permits(tenant, own, more) is not is_beyond
+    refused(
+        allowance, lambda: allowance.check(tenant, own, more), f"The tenant {tenant!r}" if is_beyond else ""
+    )
+    is_full = own + more > total
+    refused(allowance, lambda: allowance.check_total(own, more), "This server" if is_full else "")
+    assert allowance.most(tenant) == (allowance.each if tenant else total)
+
+
+def refused(allowance: Allowance, check: Callable[[], None], who: str) -> None:
+    """Check that a check passes, or that it refuses in the words that all refusals have."""
+    if not who:
+        check()
+        return
+    most = allowance.total if who == "This server" else allowance.each
+    with pytest.raises(ApiError) as caught:
+        check()
+    assert caught.value.code is allowance.code
+    assert caught.value.message.startswith(f"{who} may have {most} {allowance.what} and has ")
+    assert caught.value.message.endswith(f"; {allowance.then}.")
+
+
+@dataclasses.dataclass
+class Counted:
+    """Bytes that somebody counts."""
+
+    take: Callable[[str, int], None]
+    give_back: Callable[[str, int], None]
+
+
+def received(allowance: Allowance) -> Counted:
+    counts = ReceivedBytes(allowance)
+    return Counted(lambda who, num: counts.add(num, who), lambda who, num: counts.give_back(num, who))
+
+
+def jobs(allowance: Allowance) -> Counted:
+    counts = JobStorageQuota(allowance)
+    return Counted(
+        lambda who, num: counts.take(num, Holder(who)), lambda who, num: counts.give_up(num, Holder(who))
+    )
+
+
+@pytest.mark.parametrize("counted", [received, jobs])
+@given(
+    total=st.integers(1, 60),
+    share=SHARES,
+    steps=st.lists(st.tuples(st.sampled_from(TENANTS), st.integers(1, 30), st.booleans()), max_size=40),
+)
+def test_counts_of_bytes_keep_to_the_rule(
+    counted: Callable[[Allowance], Counted], total: int, share: float, steps: list[tuple[str, int, bool]]
+) -> None:
+    allowance = Allowance.of("bytes", total, share)
+    counts, held = counted(allowance), collections.Counter[str]()
+    for tenant, num, is_taken in steps:
+        if not is_taken:
+            returned = min(num, held[tenant])
+            counts.give_back(tenant, returned)
+            held[tenant] -= returned
+            continue
+        has_room = allowance.permits(tenant, held[tenant], num) and held.total() + num <= total
+        if has_room:
+            counts.take(tenant, num)
+            held[tenant] += num
+        else:
+            with pytest.raises(ApiError, match="may have"):
+                counts.take(tenant, num)
+        assert held.total() <= total
+        assert all(held[one] <= allowance.each for one in TENANTS if one)
+
+
+@given(
+    num=st.integers(1, 6),
+    max_waiting=st.integers(0, 6),
+    share=SHARES,
+    steps=st.lists(st.tuples(st.sampled_from(TENANTS), st.integers(0, 9)), max_size=60),
+)
+async def test_slots_keep_to_the_rule_and_none_is_free_for_long(
+    num: int, max_waiting: int, share: float, steps: list[tuple[str, int]]
+) -> None:
+    slots, waiting = Allowance.of("slots", num, share), Allowance.of("waiting", max_waiting, share)
+    pool, asked = SlotPool(slots, waiting), list[Slot]()
+    for tenant, choice in steps:
+        if choice < 4 and asked:
+            asked.pop(choice % len(asked)).leave()
+        else:
+            with contextlib.suppress(ApiError):
+                asked.append(pool.ask(tenant, object()))
+        granted = collections.Counter(one.tenant for one in asked if one.is_granted)
+        queued = collections.Counter(one.tenant for one in asked if not one.is_granted)
+        assert granted.total() <= num
+        assert queued.total() == pool.num_waiting <= max_waiting
+        for one in filter(None, TENANTS):
+            assert granted[one] <= slots.each
+            assert queued[one] <= waiting.each
+        # Who waits could have no more: all slots are taken, or all of the tenant's share.
+        is_full = granted.total() == num
+        assert all(
+            is_full or (one and granted[one] == slots.each) for one, number in queued.items() if number
+        )
+
+
+def test_shares_are_computed_in_one_place() -> None:
+    folder = Path(str(app.__file__)).parent
+    readers = [path.name for path in folder.rglob("*.py") if "tenant_share" in path.read_text()]
+    assert sorted(readers) == ["settings.py", "tenant_budget.py"]
+
+
+@given(SHARES, st.integers(1, 500))
+def test_the_budget_of_a_tenant_has_a_share_of_everything(share: float, number: int) -> None:
+    settings = Settings(tenant_share=share, max_queued_traces=number, max_queued_jobs=number)
+    budget = TenantBudget.of(settings)
+    for field in dataclasses.fields(budget):
+        allowance: Allowance = getattr(budget, field.name)
+        assert allowance.each == part_of(allowance.total, share), field.name
+    assert budget.waiting_jobs.total == budget.waiting_traces.total == number
