@@ -102,8 +102,8 @@ def parse_object(body: bytes | bytearray) -> dict[str, Any]:
     except UnicodeEncodeError as error:
         raise ApiError(
             ErrorCode.INVALID_JSON,
-            "A string of the body holds half of a character (a lone surrogate, such as "
-            f"{error.object[error.start]!a}), which UTF-8 cannot write; send whole characters.",
+            "A string of the body contains half of a character (a lone surrogate, such as "
+            f"{error.object[error.start]!a}), which UTF-8 cannot encode; send complete characters.",
             _field_with_half(value),
         ) from error
     except ValueError as error:
@@ -222,7 +222,7 @@ def _too_large(got: str, max_bytes: int) -> ApiError:
 def _too_slow(idle_s: float | None) -> ApiError:
     return ApiError(
         ErrorCode.UPLOAD_TIMED_OUT,
-        f"Nothing of the request's body came for {idle_s or 0:g} s; send it again, without such pauses.",
+        f"No data of the request body arrived for {idle_s or 0:g} s; send it again without such pauses.",
     )
 
 

@@ -259,7 +259,7 @@ def _run(args: argparse.Namespace, settings: Settings, client_module: Any, conso
     failures: list[str] = []
 
     def stop() -> None:
-        failures.append("the engine did not start, or died too often; its errors are above")
+        failures.append("the engine did not start, or failed too often; its errors are above")
         server.should_exit = True
 
     app = create_app(settings, engine, store, on_engine_failure=stop, local=_local_engine(args, settings))
