@@ -116,8 +116,8 @@ class RayReplicas:
         for index in range(len(self._options.models)):
             if self._name(index) in there:
                 logger.warning(
-                    "the application %s is in the cluster already and is replaced: a front that died left "
-                    "it, or another machine of the same name has one on the same port",
+                    "the application %s already exists in the cluster and is replaced: a front that failed "
+                    "left it, or another machine of the same name has one on the same port",
                     self._name(index),
                 )
         targets = [
@@ -139,12 +139,12 @@ class RayReplicas:
             try:
                 applications = (await asyncio.to_thread(serve.status)).applications
             except (RayError, RayServeException) as error:
-                logger.info("Ray Serve does not say how replicas are: %r", error)
+                logger.info("the state of the replicas cannot be read from Ray Serve: %r", error)
                 continue
             ours = [applications.get(self._name(index)) for index in range(len(self._options.models))]
             found = {its.message for one in ours if one is not None for its in one.deployments.values()}
             for message in found - told - {""}:
-                logger.warning("replicas do not serve yet: %s", message)
+                logger.warning("replicas are not ready yet: %s", message)
             told |= found
 
     def _end(self) -> None:

@@ -299,7 +299,7 @@ class _ModelInPath:
 def _no_result() -> ApiError:
     return ApiError(
         ErrorCode.RESULT_NOT_FOUND,
-        "The replica that had this result has gone, and the result with it; send the request again.",
+        "The replica that stored this result has stopped, and its results are lost; send the request again.",
     )
 
 

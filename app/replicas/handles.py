@@ -80,7 +80,7 @@ class ServedReplicas:
             try:
                 place: tuple[str, str] = await anext(leases[-1])
             except (RayError, StopAsyncIteration) as error:
-                logger.info("a replica that was chosen has gone: %r", error)
+                logger.info("the chosen replica has stopped: %r", error)
                 await asyncio.sleep(_PAUSE_S)
             else:
                 return place

@@ -51,7 +51,7 @@ def lost(name: str) -> ApiError:
     """Return what a request is told whose replica has gone in the middle of it."""
     return ApiError(
         ErrorCode.REPLICA_LOST,
-        f"The replica {name!r} that worked on this request has gone; send it again, others serve on.",
+        f"The replica {name!r} that ran this request has stopped; send it again to another one.",
     )
 
 
