@@ -1,4 +1,4 @@
-"""What an operator says of replicas: on the command line, or as ``args`` in Ray Serve's configuration."""
+"""Options of replicas: from the command line, or from ``args`` in Ray Serve's configuration."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ OPTIONS: Final = {
     "--replica-cpus": float,
     "--replica-gpus": float,
 }
-"""Of the command line; a number each."""
+"""Options of the command line; each takes a number."""
 _FIELDS: Final = {"--replica-cpus": "num_cpus", "--replica-gpus": "num_gpus"}
 
 _STRICT: Final = ConfigDict(extra="forbid", frozen=True)
 
 
 class ModelOptions(BaseModel):
-    """One model, and how many replicas have it."""
+    """One model and its number of replicas."""
 
     model_config = _STRICT
 
@@ -74,13 +74,13 @@ class ModelOptions(BaseModel):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What clients may call it."""
+        """The names of the model for clients."""
         given = _engine_options(self.arguments).served_model_name
         return tuple(given) if given else (self.model or BUNDLED_MODEL_NAME,)
 
     @property
     def num_devices(self) -> int:
-        """How many GPUs one engine spreads over that its own process looks after; 0 where Ray does that."""
+        """Number of GPUs of one engine, if its own process manages them; 0 if Ray does."""
         options = _engine_options(self.arguments)
         if options.distributed_executor_backend == "ray":
             return 0
@@ -89,7 +89,7 @@ class ModelOptions(BaseModel):
 
     @property
     def most_replicas(self) -> int:
-        """How many replicas there may be at once."""
+        """The maximum number of replicas."""
         return self.max_replicas or self.replicas
 
 
@@ -131,10 +131,10 @@ class ReplicaOptions(BaseModel):
 
 
 def split_replicas(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any] | None]:
-    """Return a command's arguments without those about replicas, and what these say; None where none does.
+    """Return a command's arguments without the options of replicas, and their values; None if there are none.
 
     Raises:
-        UnsupportedOptionError: One of them has no number.
+        UnsupportedOptionError: An option has no number.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name, kind in OPTIONS.items():
@@ -150,10 +150,10 @@ def split_replicas(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any] 
 
 
 def split_address(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Return a command's arguments without ``--host`` and ``--port``, which are the front's, and these.
+    """Return a command's arguments without ``--host`` and ``--port``, which are the front's, and both.
 
     Raises:
-        UnsupportedOptionError: The port is none.
+        UnsupportedOptionError: The port is invalid.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--host", default=argparse.SUPPRESS)
@@ -166,7 +166,7 @@ def split_address(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
 
 
 def _engine_options(arguments: list[str]) -> Any:
-    """Return those of vLLM's arguments that concern us; vLLM itself is not to be imported for them."""
+    """Return the vLLM arguments needed here; vLLM itself must not be imported for them."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--served-model-name", nargs="+", default=[])
     parser.add_argument("--tensor-parallel-size", "-tp", dest="tensor", type=int, default=1)
@@ -179,7 +179,7 @@ def _engine_options(arguments: list[str]) -> Any:
 
 
 def _dashed(argument: str) -> str:
-    """Return an argument with its name as vLLM reads it, which takes underscores for dashes."""
+    """Return an argument with its name in vLLM's form, which treats underscores as dashes."""
     name, equals, value = argument.partition("=")
     return f"{name.replace('_', '-')}{equals}{value}" if argument.startswith("--") else argument
 
