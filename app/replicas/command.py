@@ -234,7 +234,7 @@ async def _announce(
         logger.setLevel(logging.INFO)
         logger.info("ready", extra={"models": names, "url": url})
         return
-    who = "whoever has a key" if with_keys else "this machine alone, there are no keys"
+    who = "holders of a key" if with_keys else "this machine alone, there are no keys"
     console.print(f"Ready for {who}: {', '.join(names)} at {url}.", markup=False, soft_wrap=True)
 
 
