@@ -8,19 +8,19 @@ from pydantic import BaseModel, ConfigDict
 
 
 class AuditEntry(BaseModel):
-    """Something that was done. There is nothing of prompts, answers or code in it.
+    """One recorded action. It contains no prompts, answers or code.
 
     Attributes:
         number: Counts up; the order in which entries were written.
         time: When it began, in seconds since 1970.
         tenant: Who did it; empty for a command on the server's machine.
         key_id: With which key; empty for a command.
-        request_id: What the answer's header `x-request-id` said.
+        request_id: The value of the response header `x-request-id`.
         method: Of the request; `RUN` for a job that was run, `CLI` for a command.
         route: Of the request, like `/v1/jobs/{job_id}`; or the command.
         subject: The job, key or tenant that it was about.
         model: As the request named it.
-        operations: What a request did beside generating, in its order; or the kind of a trace.
+        operations: The request's operations, in order; or the kind of a trace.
         code_sha256: Of code, as it was sent: a trace's message of its blocks, or an operation's text.
         code_bytes: Its size.
         status: The answer's; null if there was none.
@@ -32,7 +32,7 @@ class AuditEntry(BaseModel):
         request_bytes: Of the request's body, as far as it was read.
         response_bytes: Of the answer's.
         duration_s: From the request to the last byte of its answer.
-        details: What was changed, of keys.
+        details: The changed properties, for keys.
     """
 
     model_config = ConfigDict(from_attributes=True)

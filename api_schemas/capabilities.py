@@ -10,7 +10,7 @@ class PointCapability(BaseModel):
 
     name: str = Field(description="Such as logits, or layers.*.attn.q for that leaf of every layer.")
     shape: list[int] = Field(description="Of one position's value; empty for a single token id.")
-    width: int = Field(description="Numbers in one position's value: what a vector must have.")
+    width: int = Field(description="Numbers in one position's value; a vector must have as many.")
     tier: str = Field(description="`tap` runs in the compiled step, `eager` makes steps run uncompiled.")
     operations: list[str] = Field(description="Operations that may name the point.")
 
@@ -38,7 +38,7 @@ class CapabilityLimits(BaseModel):
 
 
 class Capabilities(BaseModel):
-    """What may be asked of this server."""
+    """The points, operations and limits of this server."""
 
     model: str
     architecture: str

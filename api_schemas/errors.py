@@ -144,7 +144,7 @@ STATUS: Final[dict[ErrorCode, int]] = {
     ErrorCode.INTERVENTION_FAILED: 500,
     ErrorCode.INTERNAL: 500,
 }
-"""HTTP status of each code; what is not listed is 400."""
+"""HTTP status of each code; 400 for codes that are not listed."""
 
 _TYPES: Final = {
     401: "authentication_error",
@@ -177,7 +177,7 @@ class ApiError(Exception):
     """A request that cannot be served, with a stable code and a message for people.
 
     Args:
-        code: What is wrong.
+        code: The kind of the error.
         message: The rule, the value, the next step.
         param: The offending field, as a path such as ``interventions.0.at``.
     """

@@ -57,7 +57,7 @@ Token = Annotated[
     Annotated[ShortText, Tag("text")] | Annotated[Integer, Tag("number")],
     Discriminator(_is_text),
 ]
-"""A token: its id, or a string that is exactly one token, as ``/v1/tokenize`` tells it."""
+"""A token: its id, or a string that is exactly one token, as ``/v1/tokenize`` returns it."""
 
 
 class Strict(BaseModel):

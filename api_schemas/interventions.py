@@ -24,13 +24,13 @@ Operation = Annotated[
     Steer | Ablate | Patch | Capture | Probe | LogitLens,
     Field(discriminator="op"),
 ]
-"""One operation that says what is done and not how, told apart by ``op``."""
+"""One declarative operation, identified by ``op``."""
 
 Intervention = Annotated[
     Steer | Ablate | Patch | Capture | Probe | LogitLens | Trace,
     Field(discriminator="op"),
 ]
-"""One operation, told apart by ``op``."""
+"""One operation, identified by ``op``."""
 
 OPERATIONS: Final = ("steer", "ablate", "patch", "capture", "probe", "logit_lens", "trace")
 """Values of ``op``."""
@@ -70,7 +70,7 @@ _CODES: Final = {
     "string_too_long": ErrorCode.INVALID_VALUE,
     "string_unicode": ErrorCode.INVALID_VALUE,
 }
-"""Our code for pydantic's types of error; what is not listed is a matter of shape."""
+"""Our code for pydantic's types of error; types that are not listed are ``invalid_shape``."""
 
 _FORMS: Final = {
     "at": 'Name a point such as "layers.3.output", or a list of them.',
@@ -82,7 +82,7 @@ _FORMS: Final = {
     "tokens": 'Give a list of tokens such as [" Paris", 42].',
     "units": "Give a list of indices such as [0, 7].",
 }
-"""What a field of more than one number or word looks like, for whoever sent another form."""
+"""The expected form of fields with more than one number or word, for error messages."""
 
 _LITERAL_CODES: Final = {"dtype": ErrorCode.WRONG_DTYPE, "encoding": ErrorCode.WRONG_ENCODING}
 """Our code for a value outside a field's list of words, where the field has one of its own."""
@@ -206,12 +206,12 @@ def _check_prompts(operations: Sequence[Intervention], num_prompts: int) -> None
 
 
 def _check_alone(operations: Sequence[Intervention]) -> None:
-    """Refuse a trace beside another operation: which of the two comes first could not be kept."""
+    """Refuse a trace together with another operation: their order could not be guaranteed."""
     for index, operation in enumerate(operations):
         if isinstance(operation, Trace) and len(operations) > 1:
             raise ApiError(
                 ErrorCode.UNSUPPORTED_COMBINATION,
-                f"A request has one `trace` and no other operation beside it, got {len(operations)} "
+                f"A request with a `trace` has no other operation, got {len(operations)} "
                 "operations: the trace's code can read and write every point itself.",
                 f"{FIELD}.{index}",
             )

@@ -22,7 +22,7 @@ class JobStatus(enum.StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Whether nothing follows it."""
+        """Whether it is the last event of a job."""
         return self in _FINAL
 
 
@@ -30,15 +30,15 @@ _FINAL: Final = frozenset({JobStatus.COMPLETED, JobStatus.ERROR, JobStatus.CANCE
 
 
 class JobEvent(BaseModel):
-    """Something that happened to a job.
+    """An event of a job.
 
     Attributes:
-        id: Its number within the job, from 1; what a client that comes back names as the last it has seen.
+        id: Its number within the job, from 1; a client that reconnects sends the last one it received.
         job: The job.
-        status: What happened.
+        status: The new status, or ``LOG``.
         time: When, in seconds since 1970.
-        message: What the block printed, or why it failed.
-        engine: What runs it, ``vllm`` or ``local``, once that is known.
+        message: Printed text, or the reason of a failure.
+        engine: The engine that runs it, ``vllm`` or ``local``, once known.
     """
 
     id: int = 0
@@ -50,11 +50,11 @@ class JobEvent(BaseModel):
 
 
 class JobSummary(BaseModel):
-    """What a job's request says of itself.
+    """Properties of a job's request.
 
     Attributes:
         model: The model, as the client calls it.
-        dialect: Whose modules the blocks name, ``vllm`` or ``transformers``.
+        dialect: The module names that the blocks use, of ``vllm`` or ``transformers``.
         kind: ``trace`` or ``session``.
         num_blocks: How many blocks it has.
         python: The client's version of Python.
@@ -77,15 +77,15 @@ class JobError(BaseModel):
 
 
 class Job(BaseModel):
-    """A trace that runs while nobody waits; times are seconds since 1970.
+    """A trace that runs without a waiting client; times are seconds since 1970.
 
     Attributes:
-        id: Its id; whoever knows it may read and end the job.
+        id: Its id; on a server without keys, any client that knows it may read and end the job.
         object: Always ``job``.
         status: Where it is.
         model: The server's name of the model that runs it.
-        engine: What runs it, ``vllm`` or ``local``, once that is known.
-        request: What its request says of itself.
+        engine: The engine that runs it, ``vllm`` or ``local``, once known.
+        request: Properties of its request.
         error: Why it ended without having completed.
         created_at: When it was accepted.
         started_at: When its blocks began to run.

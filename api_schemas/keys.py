@@ -16,23 +16,23 @@ _NAME: Final = r"^[a-z0-9]([a-z0-9._-]*[a-z0-9])?$"
 
 
 def _number(value: object) -> object:
-    """Refuse what pydantic would take for a number: true, and numbers in quotes."""
+    """Refuse values that pydantic would convert to a number: true, and numbers in quotes."""
     if isinstance(value, (bool, str)):
         raise ValueError("must be a number")  # noqa: TRY004 - what pydantic reports
     return value
 
 
 class Scope(enum.StrEnum):
-    """What a key opens; every key may ask what the server is and has."""
+    """The permissions of a key; every key may read the server's status and models."""
 
     COMPLETIONS = "completions"
     """Completions and chat."""
     INTERVENTIONS = "interventions"
-    """Requests that intervene, what they capture."""
+    """Requests with interventions, and their captures."""
     CODE = "code"
     """Traces, jobs, and operations that are code."""
     METRICS = "metrics"
-    """What monitoring reads: sums over all tenants, and nothing of any."""
+    """Metrics: sums over all tenants, without data of a single one."""
     ADMIN = "admin"
     """Keys of every tenant, and the audit log."""
 
@@ -41,13 +41,13 @@ class Tier(enum.StrEnum):
     """Where the code of a key runs."""
 
     SANDBOXED = "sandboxed"
-    """In a process that can do nothing but compute."""
+    """In a sandbox process that can only compute."""
     TRUSTED = "trusted"
     """In the engine's workers, with all their rights."""
 
 
 class Limits(BaseModel):
-    """How much may be done; what is absent is not limited. Minutes are sliding ones.
+    """Quotas; an absent one is not limited. Minutes are sliding windows.
 
     Attributes:
         requests_per_minute: Requests of any kind.
@@ -55,7 +55,7 @@ class Limits(BaseModel):
         tokens_per_minute: Tokens of prompts and generated ones, those of jobs included; so are the next two.
         captured_bytes_per_minute: Bytes that captures, lenses, probes and saves bring out of the engine.
         intervention_seconds_per_minute: Seconds that operations and blocks have the engine to themselves.
-        stored_bytes: What is kept at once: jobs with their requests and results, result files, vectors.
+        stored_bytes: Bytes stored at a time: jobs with their requests and results, result files, vectors.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -74,11 +74,11 @@ class NewKey(BaseModel):
     """A key to be made.
 
     Attributes:
-        tenant: Whose it is: a team or a customer, by a short name. What its keys make is the tenant's.
-        scopes: What it opens.
-        name: What it is for, for people.
+        tenant: Its owner: a team or a customer, by a short name, who owns all that its keys create.
+        scopes: Its permissions.
+        name: Its purpose, for people.
         tier: Where its code runs.
-        limits: Its own; those of its tenant hold beside them.
+        limits: Its own; those of its tenant apply as well.
         expires_in_s: When it ends, in seconds from now.
         trusted_codecs: Whether its blocks may come as pickles, where the server takes such.
     """
@@ -121,13 +121,13 @@ class NewKey(BaseModel):
 
 
 class Key(BaseModel):
-    """A key, without what opens anything.
+    """A key, without its secret.
 
     Attributes:
         id: Names it; the second part of the key itself.
-        tenant: Whose it is.
-        name: What it is for.
-        scopes: What it opens.
+        tenant: Its owner.
+        name: Its purpose.
+        scopes: Its permissions.
         tier: Where its code runs.
         limits: Its own.
         created_at: When it was made, in seconds since 1970; so are the others.
@@ -168,7 +168,7 @@ class Tenant(BaseModel):
     """A tenant.
 
     Attributes:
-        name: What operators call it.
+        name: Its name.
         limits: For all of its keys together.
         created_at: When its first key was made, in seconds since 1970.
     """
@@ -188,7 +188,7 @@ class Rotation(BaseModel):
     """How a key is replaced by another of the same rights.
 
     Attributes:
-        grace_s: How long the old one still opens what it did.
+        grace_s: How long the old key remains valid, in seconds.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

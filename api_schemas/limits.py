@@ -32,4 +32,4 @@ class Limits:
 
 
 DEFAULT_LIMITS: Final = Limits()
-"""What holds where no other limits are given."""
+"""The default limits."""

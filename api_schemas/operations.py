@@ -21,7 +21,7 @@ InputDtype = Literal["float32", "float16", "bfloat16"]
 
 
 class _Operation(Strict):
-    """What all operations have."""
+    """Fields of all operations."""
 
     where: Where = Field(default=Where(), description="Which positions; all by default.")
     name: Name | None = Field(

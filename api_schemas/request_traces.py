@@ -1,4 +1,4 @@
-"""The operation ``trace``: Python code that runs beside a request, inside the forward pass.
+"""The operation ``trace``: Python code that runs with a request, inside the forward pass.
 
 The code is checked where it is compiled (``nnsight_engine.vllm_backend.request_code``); here it is text, with
 variables of JSON and tensors, and limits on sizes.
@@ -37,7 +37,7 @@ Variable = Annotated[
 
 
 class Trace(Strict):
-    """Run Python beside the request; what it saves is the result.
+    """Run Python with the request; its saved values are the result.
 
     The code is the inside of ``with model.trace(prompt) as tracer:``, with the names ``model``, ``tracer``,
     ``torch``, ``save`` and ``nnsight_engine``, and the variables.
@@ -51,7 +51,7 @@ class Trace(Strict):
         default=None, description="Python statements."
     )
     variables: dict[Name, Variable] = Field(
-        default={}, description="What the code finds under these names: JSON, or tensor objects."
+        default={}, description="Variables of the code, by name: JSON values or tensor objects."
     )
     block: str | None = Field(
         default=None,

@@ -56,7 +56,7 @@ class LensTarget(LensToken):
 
 
 class LensRow(BaseModel):
-    """What one layer says at one position."""
+    """The lens of one layer at one position."""
 
     top: list[LensToken]
     targets: list[LensTarget]
@@ -71,18 +71,20 @@ class LogitLensResult(BaseModel):
 
 
 class TraceResult(BaseModel):
-    """What a trace's code saved and printed.
+    """Saved values and printed text of a trace's code.
 
-    In JSON's types, with tensors as objects wherever they stand. In a stream ``saves`` has what is new or
-    another value, ``grown`` the items that lists have grown by; the last chunk's ``saves`` has everything.
+    In JSON's types, with tensors as objects at any depth. In a stream ``saves`` has values that are new or
+    have changed, ``grown`` the items appended to lists; the last chunk's ``saves`` has all values.
     """
 
     type: Literal["trace"] = "trace"
     saves: dict[str, Any] = Field(description="By the variable's name.")
     grown: dict[str, list[Any]] | None = None
-    printed: str | None = Field(default=None, description="What the code printed; absent if nothing.")
+    printed: str | None = Field(
+        default=None, description="Text printed by the code; absent if there is none."
+    )
     warnings: list[str] | None = Field(
-        default=None, description="What the code asked for and did not get; absent if nothing."
+        default=None, description="Values that the code requested and did not get; absent if there are none."
     )
 
 
@@ -96,15 +98,15 @@ class Applied(BaseModel):
     at: list[str]
     positions: list[int] = Field(description="Absolute positions, ascending.")
     vector: VectorUsed | None = Field(
-        default=None, description="What the operation's name of a vector meant."
+        default=None, description="The vector that the operation's vector name resolved to."
     )
 
 
 class Provenance(BaseModel):
-    """How the choice was computed; of a trace only the tier is told."""
+    """How the choice was computed; for a trace, only the tier."""
 
     fingerprint: str | None = Field(
-        default=None, description="Hash of everything that writes (hex); empty without writes."
+        default=None, description="Hash of all operations that write (hex); empty without writes."
     )
     cached_tokens: int | None = Field(
         default=None, description="Prompt tokens whose keys and values came from the prefix cache."

@@ -53,7 +53,7 @@ class TensorObject(Strict):
 
     @classmethod
     def from_bytes(cls, dtype: Dtype, shape: list[int], data: bytes) -> TensorObject:
-        """Wrap bytes whose dtype and shape are known to be right; nothing is checked."""
+        """Wrap bytes of known dtype and shape, without checks."""
         text = base64.b64encode(data).decode("ascii")
         tensor = cls.model_construct(dtype=dtype, shape=shape, data=text, encoding="base64")
         tensor._raw = data  # noqa: SLF001, it is our own
@@ -100,7 +100,7 @@ class VectorName(Strict):
 
 
 class VectorUsed(BaseModel):
-    """What the name of a vector meant when it was used."""
+    """The vector that a vector name resolved to."""
 
     name: str
     version: int
@@ -114,7 +114,7 @@ class NamedTensor(TensorObject):
 
     @classmethod
     def of(cls, used: VectorUsed, shape: list[int], data: bytes) -> NamedTensor:
-        """Wrap float32 numbers that are known to be right; nothing is checked."""
+        """Wrap float32 numbers, without checks."""
         # The server uses only `raw`, so the base64 text is not generated.
         tensor = cls.model_construct(dtype="float32", shape=shape, data="", encoding="base64")
         tensor._raw, tensor._used = data, used  # noqa: SLF001, it is our own
@@ -122,7 +122,7 @@ class NamedTensor(TensorObject):
 
     @property
     def used(self) -> VectorUsed | None:
-        """What the name meant."""
+        """The vector that the name resolved to."""
         return self._used
 
 
@@ -142,7 +142,7 @@ def _error(code: ErrorCode, message: str, field: str = "") -> PydanticCustomErro
 
 
 def _kind(value: Any) -> str:
-    """Tell the forms apart by what comes first; each form then checks the rest."""
+    """Select the form by the first item; the form then checks the rest."""
     if isinstance(value, TensorObject):
         return "tensor"
     if isinstance(value, VectorName):

@@ -39,9 +39,9 @@ class TokenizeMessages(Strict):
 
     Attributes:
         model: As ``GET /v1/models`` lists it.
-        messages: What was said; rendered up to where the answer begins.
-        tools: What the answer may call, which templates describe.
-        documents: What the answer may quote, for templates that know documents.
+        messages: The conversation; rendered up to the beginning of the answer.
+        tools: Functions that the answer may call, for the chat template.
+        documents: Documents that the answer may quote, for templates that support them.
         chat_template_kwargs: More of the template's own variables.
         add_generation_prompt: Whether the answer's beginning is rendered; true where absent.
         continue_final_message: Whether the last message is left open, for the answer to go on with.
@@ -76,7 +76,7 @@ class Token(BaseModel):
     """One token.
 
     Attributes:
-        id: What the model knows it by.
+        id: Its number in the vocabulary.
         text: What names it, and no other: its text, its blank included, with bytes that are no whole
             character as ``<0xE2>``.
     """
@@ -89,7 +89,7 @@ class TokenizeResponse(BaseModel):
     """The tokens, in order; the first is at position 0.
 
     Attributes:
-        model: Whose tokens they are.
+        model: The model whose tokenizer was used.
         tokens: The tokens.
     """
 

@@ -11,12 +11,12 @@ class ModelStatus(BaseModel):
     """A model that a server has.
 
     Attributes:
-        name: What it is called.
-        names: All names by which traces may ask for it: those under which it is served, and what it was
+        name: Its name.
+        names: All names by which traces may request it: those under which it is served, and the one it was
             loaded by.
         fingerprint: Of its shape, by which traces ask for it that name a folder; empty until it is loaded.
         running: Whether it answers requests now.
-        engines: What runs traces of it, ``vllm`` and ``local``.
+        engines: The engines that run its traces, ``vllm`` and ``local``.
     """
 
     name: str
@@ -33,7 +33,7 @@ class ServerStatus(BaseModel):
         phase: ``starting``, ``ready``, ``draining`` or ``dead``.
         version: Of this package.
         python: Of the interpreter in which blocks run.
-        models: What it has.
+        models: Its models.
         in_flight: Requests that are being answered, and jobs that run: everybody's, or, for a key without the
             scope ``admin``, its tenant's completions, chats, traces and jobs.
         queued: Jobs and traces that wait for their turn, likewise.
@@ -53,13 +53,13 @@ OutlinedModule = Annotated[tuple[str, str, str, str], WithJsonSchema(_FOUR_STRIN
 
 
 class TraceOutline(BaseModel):
-    """What a client without the model needs to write blocks for it.
+    """The module tree of a model, for clients that write blocks without loading it.
 
     Attributes:
-        model: What it is called.
+        model: The model's name.
         names: All names under which it is served.
         fingerprint: Of its shape, see ``fingerprint_of``.
-        engines: What runs traces of it.
+        engines: The engines that run its traces.
         class_name: vLLM's class of it.
         outline: vLLM's modules, parents first: path, class, description, and the path of the same module if
             it was listed before, or nothing.

@@ -16,7 +16,7 @@ from api_schemas.fields import At, Integer, Items, Layers, Number, Strict
 from api_schemas.tensors import TensorInput
 
 NAME_PATTERN: Final = r"[a-z0-9][a-z0-9._-]{0,63}"
-"""What a vector may be called."""
+"""The allowed names of vectors."""
 
 VectorNameText = Annotated[
     str,
@@ -32,7 +32,7 @@ class NewVector(Strict):
     """A vector as numbers: by layer or point, or for the points of ``at``.
 
     Attributes:
-        name: What operations will call it; one that is there already gets another version.
+        name: Its name in operations; an existing name gets a new version.
         vectors: One row for each layer (``"10"``) or point (``"layers.10.output"``).
         at: The points that ``values`` are of, all of one kind, instead of ``vectors``.
         values: ``[width]`` for all points, or ``[points, width]``.
@@ -57,7 +57,7 @@ class VectorUpload(BaseModel):
     """A vector as a file, in the fields of a form: for documentation.
 
     Attributes:
-        name: What operations will call it.
+        name: Its name in operations.
         file: Its content: safetensors, ``.npz``, a GGUF control vector, or JSON.
         at: The points that a file with a single tensor is of.
         shared: Whether every tenant may use it.
@@ -74,21 +74,21 @@ Prompt = Annotated[str, Field(strict=True, min_length=1)] | Annotated[list[ChatM
 
 
 class TrainingRequest(Strict):
-    """What a vector is trained from.
+    """The training data and method of a vector.
 
     Attributes:
-        name: What operations will call it.
+        name: Its name in operations.
         method: ``mean_difference``: from the mean of the negative prompts to that of the positive ones;
             ``pca``: the first principal direction of the differences of pairs, prompt by prompt;
-            ``logistic``: the weights of a logistic probe that tells the two apart.
-        positive: Prompts of what the vector is to lead towards.
-        negative: Prompts of what it is to lead away from; of ``pca`` as many, in the same order.
+            ``logistic``: the weights of a logistic probe that separates the two.
+        positive: Prompts that show what the vector steers towards.
+        negative: Prompts that show what it steers away from; for ``pca`` as many, in the same order.
         layers: Layers after which to read the residual stream; each gets a row.
         position: Which position of each prompt is read; ``mean``: the mean of all but the first.
         holdout: The part of the prompts of each side that is kept back, to score the layers with.
         seed: Decides which prompts are kept back.
         shared: Whether every tenant may use it; for keys with the scope ``admin``.
-        stream: Whether progress is told, as server-sent events.
+        stream: Whether progress is sent, as server-sent events.
     """
 
     name: VectorNameText
@@ -113,7 +113,7 @@ class TrainingRequest(Strict):
 
 
 class LayerScore(BaseModel):
-    """How well one layer's row tells the prompts that were kept back.
+    """How well one layer's row separates the held-out prompts.
 
     Attributes:
         layer: The layer.
@@ -121,8 +121,8 @@ class LayerScore(BaseModel):
             guessing.
         accuracy: The part of the prompts on the right side of ``bias``.
         separation: The distance of the two sides' means along the row, in standard deviations within a side.
-        bias: What makes ``probe`` positive for the positive side: minus the middle between the sides that
-            were trained on, or the logistic probe's own.
+        bias: The bias with which ``probe`` is positive for the positive side: minus the middle between the
+            training sides, or the logistic probe's own.
         norm: Of the row.
     """
 
@@ -166,7 +166,7 @@ class Vector(BaseModel):
     Attributes:
         id: Its id.
         object: Always ``vector``.
-        name: What operations call it.
+        name: Its name in operations.
         version: Counts up under a name; ``name@version`` is this one for ever.
         model: The model that it is of, as the server calls it.
         at: The kind of points that it belongs to.
@@ -174,7 +174,7 @@ class Vector(BaseModel):
         width: Numbers in a row.
         shared: Whether every tenant may use it.
         own: Whether it is of the tenant who asks.
-        format: What it came as; ``trained`` here.
+        format: The format of its upload; ``trained`` here.
         source_sha256: Of the file that it came in, hexadecimal.
         sha256: Of its numbers, rows by layer, float32 and little-endian.
         bytes: Size of its numbers.
@@ -219,11 +219,11 @@ class VectorList(BaseModel):
 
 
 class TrainingEvent(BaseModel):
-    """Something that happens in a training: how far it is, or the vector that it ended with.
+    """An event of a training: its progress, or the resulting vector.
 
     Attributes:
         type: ``progress`` or ``vector``.
-        stage: What goes on: prompts are read (``capture``) or layers fitted (``fit``).
+        stage: The current stage: prompts are read (``capture``) or layers fitted (``fit``).
         done: How many of them are done.
         total: Of how many.
         vector: The vector.

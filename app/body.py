@@ -136,5 +136,5 @@ def _too_large(got: str, max_bytes: int) -> ApiError:
 def _too_slow(idle_s: float | None) -> ApiError:
     return ApiError(
         ErrorCode.UPLOAD_TIMED_OUT,
-        f"Nothing of the request's body came for {idle_s or 0:g} s; send it again, without such pauses.",
+        f"No data of the request body arrived for {idle_s or 0:g} s; send it again without such pauses.",
     )

@@ -39,8 +39,8 @@ def parse_object(body: bytes | bytearray) -> dict[str, Any]:
     except UnicodeEncodeError as error:
         raise ApiError(
             ErrorCode.INVALID_JSON,
-            "A string of the body holds half of a character (a lone surrogate, such as "
-            f"{error.object[error.start]!a}), which UTF-8 cannot write; send whole characters.",
+            "A string of the body contains half of a character (a lone surrogate, such as "
+            f"{error.object[error.start]!a}), which UTF-8 cannot encode; send complete characters.",
             _field_with_half(value),
         ) from error
     except ValueError as error:

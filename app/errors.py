@@ -139,7 +139,7 @@ def validated(model: type[T], value: object, limits: Limits | None = None) -> T:
         kind = str(problems[0]["type"])
         code = ErrorCode(kind) if kind in _OUR_CODES else _VALUE_CODES.get(kind, ErrorCode.INVALID_SHAPE)
         param = ".".join(clip(str(part)) for part in problems[0]["loc"]) or None
-        raise ApiError(code, f"The body is none of its route: {said(problems)}.", param) from error
+        raise ApiError(code, f"The body does not fit this route: {said(problems)}.", param) from error
 
 
 def _place(value: object, problem: Mapping[str, Any]) -> list[str]:

@@ -58,7 +58,7 @@ class LoopWatch:
                 self._beat, self._told_s = time.monotonic(), 0.0
             if lag_s >= _STALL_S:
                 self._count(lag_s - told_s, is_new=not told_s)
-                logger.warning("the event loop goes on after %.1f s", lag_s)
+                logger.warning("the event loop continues after a stall of %.1f s", lag_s)
             await asyncio.sleep(_BEAT_S)
 
     async def watch(self) -> None:
@@ -72,7 +72,7 @@ class LoopWatch:
                 self._told_s = lag_s
             self._count(lag_s - told_s, is_new=not told_s)
             if not told_s:
-                logger.warning("the event loop has stopped for %.1f s, in %s", lag_s, self._where())
+                logger.warning("the event loop has been blocked for %.1f s, in %s", lag_s, self._where())
 
     def _count(self, seconds: float, *, is_new: bool) -> None:
         if self._counted is not None:

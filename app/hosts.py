@@ -99,7 +99,9 @@ class HostMiddleware:
             try:
                 self._has_keys = await self._are_keys_required()
             except Exception:
-                logger.exception("unknown whether there are keys: a request is refused as if there were none")
+                logger.exception(
+                    "the keys could not be read: the request is refused as on a server without keys"
+                )
         return self._has_keys
 
 

@@ -204,7 +204,7 @@ def rotate(
 def revoke(context: typer.Context, key_id: Annotated[str, typer.Argument(help="The key's id.")]) -> None:
     """Revoke a key. A running server notices within seconds."""
     key = _change(context.obj, "keys revoke", key_id, lambda keys: keys.revoke(key_id))
-    typer.echo(f"The key {key.id} of {key.tenant} opens nothing any more.", err=True)
+    typer.echo(f"The key {key.id} of {key.tenant} is revoked.", err=True)
 
 
 def _show(created: CreatedKey) -> None:

@@ -236,13 +236,15 @@ class Lifecycle:
         while not self._is_draining:
             delay_s = self._delay_s()
             if delay_s is None:
-                logger.error("the engine has died more than %d times: giving up", self._restarts.most)
+                logger.error(
+                    "the engine has failed more than %d times; not restarting it again", self._restarts.most
+                )
                 return False
-            logger.error("the engine has died, and is started again in %g s", delay_s)
+            logger.error("the engine has failed; restarting it in %g s", delay_s)
             try:
                 await self._engine.close()
             except Exception:
-                logger.exception("what the dead engine left could not be closed")
+                logger.exception("releasing the resources of the failed engine failed")
             await asyncio.sleep(delay_s)
             if self.phase is not Phase.DRAINING and await self._begin():
                 self.num_restarts += 1

@@ -93,7 +93,7 @@ class GateMiddleware:
         try:
             await self._app(scope, receive, watched_send)
         except ClientDisconnect:
-            logger.info("client went away: %s %s", scope["method"], scope["path"])
+            logger.info("client disconnected: %s %s", scope["method"], scope["path"])
         except Exception:
             # After the status was sent, no error can be reported; the server closes the connection.
             if has_started:

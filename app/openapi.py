@@ -56,17 +56,17 @@ CHAT_BODY: Final = json_body(ChatCompletionRequest)
 _MEANINGS: Final = {
     400: "Something in the request cannot be served.",
     401: "The server has keys, and the request has none of them.",
-    403: "The key does not open this; or the server takes no code, or none in this codec, from this sender.",
-    404: "Nothing here has this id or name.",
-    409: "The state of the job, or what its key or name stood for before, does not allow it.",
+    403: "The key lacks the scope; or the server accepts no code, or not in this codec, from this sender.",
+    404: "No resource has this id or name.",
+    409: "The state of the job, or an earlier use of the key or name, does not allow it.",
     413: "The body is too large.",
-    415: "The file is of a kind that is not read, a pickle for one.",
+    415: "The file's format is not supported, for example a pickle.",
     416: "The range begins behind the end.",
     422: "A parameter or the JSON has the wrong shape.",
-    429: "Too much waits already, or the key has sent what it may: send it again later.",
-    500: "It failed; the server has logged why.",
+    429: "The queue is full, or the key has used up its quota: send the request again later.",
+    500: "The request failed; the server has logged the reason.",
     503: "Starting, draining, full or dead.",
-    504: "It took too long.",
+    504: "The request took too long.",
 }
 
 

@@ -111,7 +111,7 @@ class ProbeServer:
             try:
                 stopping.result(_CLOSE_S)
             except TimeoutError:
-                logger.warning("connections of probes did not end within %s s", _CLOSE_S)
+                logger.warning("probe connections did not close within %s s", _CLOSE_S)
         self._sock.close()
 
     async def wait_closed(self) -> None:

@@ -209,7 +209,7 @@ def _run(args: argparse.Namespace, settings: Settings, client_module: Any, conso
     failures: list[str] = []
 
     def stop() -> None:
-        failures.append("the engine did not start, or died too often; its errors are above")
+        failures.append("the engine did not start, or failed too often; its errors are above")
         server.should_exit = True
 
     app = create_app(settings, engine, store, on_engine_failure=stop, local=_local_engine(args, settings))
@@ -265,7 +265,7 @@ async def _announce(engine: Any, url: str, console: Console, *, with_keys: bool,
         progress.add_task("Loading the engine", total=None)
         await engine.started.wait()
     spec = engine.engine.spec
-    who = "whoever has a key" if with_keys else "this machine alone, there are no keys"
+    who = "holders of a key" if with_keys else "this machine alone, there are no keys"
     page = f", a page to try it on at {url}/playground" if with_page else ""
     console.print(
         f"Ready for {who}: {spec.name} at {url}, docs at {url}/docs{page}.", markup=False, soft_wrap=True

@@ -1,4 +1,4 @@
-"""What all tests share: servers that they start keep nothing in the home of whoever runs the tests."""
+"""Fixtures of all tests; servers that tests start write nothing to the user's home directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies that would hold up an event loop for seconds: what is sent, where to, what is right to answer."""
+"""Bodies that would block an event loop for seconds: requests, routes and expected responses."""
 
 from __future__ import annotations
 

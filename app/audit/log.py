@@ -119,7 +119,7 @@ class AuditLog:
         try:
             await self.flush()
         except Exception:
-            logger.exception("%d records of the audit log are lost", len(self._pending))
+            logger.exception("%d audit records were lost", len(self._pending))
 
     async def flush(self) -> None:
         """Write all pending records now."""
@@ -173,7 +173,7 @@ class AuditLog:
                 if self._running:
                     self._come.set()
             except Exception:
-                logger.exception("the audit log could not be written; trying again")
+                logger.exception("writing the audit log failed; retrying")
                 self._come.set()
                 await asyncio.sleep(_RETRY_S)
 

@@ -49,10 +49,10 @@ class LocalTraceEngine(TraceProcesses):
             await super().asked(child, word, job)
             return
         if job in self._asking and not self._asking[job].done():
-            raise DecodeError("a trace asks its client while it waits for the client")
+            raise DecodeError("a trace sent a second call to its client before the first was answered")
         kind, data = await child.frame()
         if kind is not FrameKind.RESULT:
-            raise DecodeError("a trace sends nothing to its client where it says so")
+            raise DecodeError("a trace announced a call to its client and sent none")
         self._asking[job] = asyncio.create_task(self._ask(child, data, job))
 
     async def ended(self, job: ProcessJob) -> None:
@@ -74,7 +74,7 @@ class LocalTraceEngine(TraceProcesses):
         except TimeoutError:
             return _refusal(LocalBlockError.unanswered(self._timeout_s))
         except Exception:
-            logger.exception("a trace's client could not be asked")
+            logger.exception("a call to a trace's client failed")
             return Frame(FrameKind.ERROR, error_bytes(internal_error()))
 
 

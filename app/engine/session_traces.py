@@ -81,11 +81,11 @@ class SessionTraces(TraceProcesses):
             DecodeError: The request is unknown, or the previous one is not done.
         """
         if job in self._asking and not self._asking[job].done():
-            raise DecodeError("a session asks for something while it waits for something else")
+            raise DecodeError("a session sent a second request before the first was answered")
         if TRACE in word:
             kind, data = await child.frame()
             if kind is not FrameKind.RESULT:
-                raise DecodeError("a session sends no trace where it says so")
+                raise DecodeError("a session announced a trace and sent none")
             # This task reads the process for no request in particular; the trace's usage, tier and spans
             # belong to the job's context.
             tracing = self._trace(child, data, job)
@@ -140,7 +140,7 @@ class SessionTraces(TraceProcesses):
             except ProcessEndedError:
                 raise
             except Exception:
-                logger.exception("a session could not be told of the model")
+                logger.exception("describing the model to a session failed")
                 await child.answer(_refusal(internal_error()))
 
 

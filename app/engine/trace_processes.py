@@ -261,7 +261,7 @@ class TraceProcesses:
             DecodeError: The request is unknown here.
         """
         del child, job
-        raise DecodeError(f"a process asks for what it cannot have: {', '.join(word)}")
+        raise DecodeError(f"a trace process sent an unknown request: {', '.join(word)}")
 
     async def ended(self, job: ProcessJob) -> None:
         """Release what a trace has requested; called however the trace ended."""
@@ -292,7 +292,7 @@ class _Line:
             try:
                 await self._run_next()
             except Exception:  # who waits in the queue is served by nobody else
-                logger.exception("%s went wrong between two traces", self._traces.purpose)
+                logger.exception("%s failed between two traces", self._traces.purpose)
                 await asyncio.sleep(_RETRY_S)
 
     async def _run_next(self) -> None:
@@ -308,7 +308,7 @@ class _Line:
         except ApiError as error:
             job.frames.put_nowait(error)
         except Exception:
-            logger.exception("a trace failed on its way")
+            logger.exception("a trace failed in the server")
             job.frames.put_nowait(internal_error())
             is_broken = True
         self.running = None
@@ -354,7 +354,7 @@ class _Line:
         except (ProcessEndedError, OSError, TimeoutError, DecodeError) as error:
             self._failure = str(error) or "it took too long"
         except Exception as error:
-            logger.exception("%s: starting it went wrong", traces.purpose)
+            logger.exception("%s: starting the process failed", traces.purpose)
             self._failure = type(error).__name__
         logger.error("%s could not be started: %s", traces.purpose, self._failure)
         await self.drop()
@@ -413,7 +413,7 @@ class _Line:
             while not await self._pass_on(child, await child.frame(), job):
                 pass
         except DecodeError as error:
-            logger.warning("a trace made its process say what it never says: %s", error)
+            logger.warning("a trace made its process send an invalid message: %s", error)
             raise ProcessEndedError(None) from error
         finally:
             if job.meter is not None and self._traces.are_engines:
@@ -467,7 +467,7 @@ class _Line:
         elif status in {JobStatus.LOG, JobStatus.ERROR}:
             job.num_told += 1
             if job.num_told > _MAX_TOLD:
-                raise DecodeError("a trace tells more than anybody reads")
+                raise DecodeError("a trace sends events faster than its client reads them")
             job.tell(JobStatus(status), str(said.get("message", "")))
         else:
             await self._traces.asked(child, said, job)
@@ -505,7 +505,7 @@ async def _word(child: TraceProcess) -> dict[str, Any]:
     """
     word = (await child.frame()).json()
     if not isinstance(word, dict):
-        raise DecodeError("what a process says of itself is an object")
+        raise DecodeError("the first message of a trace process must be an object")
     return word
 
 

@@ -163,7 +163,7 @@ class Metrics:
         )
         self._prompts = Counter(
             "nnsight_engine_cache_salted_requests",
-            "Completions and chats by what keeps their part of the prefix cache from others'.",
+            "Completions and chats by what isolates their prefix cache from other tenants.",
             ["salt"],
             registry=own,
         )
@@ -176,15 +176,17 @@ class Metrics:
             "nnsight_engine_jobs_ended", "Runs of jobs by end.", ["status"], registry=own
         )
         self._restarts = Counter(
-            "nnsight_engine_engine_restarts", "Engines started in place of one that died.", registry=own
+            "nnsight_engine_engine_restarts", "Engine restarts after a failure.", registry=own
         )
         self._stalls = Counter(
             "nnsight_engine_loop_stalls",
-            "Times that the event loop stopped for a second or longer.",
+            "Number of times that the event loop was blocked for a second or longer.",
             registry=own,
         )
         self._stalled_s = Counter(
-            "nnsight_engine_loop_stalled_seconds", "How long it has stopped in these.", registry=own
+            "nnsight_engine_loop_stalled_seconds",
+            "Seconds that the event loop was blocked in these stalls.",
+            registry=own,
         )
         self._make_engines(own)
         self._make_levels(own)
@@ -199,7 +201,7 @@ class Metrics:
         )
         self._step_s = _TalliedHistogram(
             "nnsight_engine_step_intervention_seconds",
-            "What interventions took of one step, of steps that had some.",
+            "Seconds that interventions took of one step, for steps with interventions.",
             buckets=STEP_BUCKETS_S,
             registry=own,
         )
@@ -227,13 +229,17 @@ class Metrics:
 
         self._phase = gauge("phase", "How many server processes are in this phase.", ["phase"])
         self._in_flight = gauge("in_flight", "Requests being answered, and jobs being run.")
-        self._waiting = gauge("waiting", "What waits before it reaches the engine, by what for.", ["queue"])
+        self._waiting = gauge(
+            "waiting", "Requests that wait before the engine, by the resource they wait for.", ["queue"]
+        )
         self._jobs = gauge("jobs", "Jobs in the database.", ["status"], is_shared=True)
         self._oldest_job_s = gauge(
             "oldest_waiting_job_seconds", "How long a job has waited, of those that wait.", is_shared=True
         )
         self._stored = gauge("stored_bytes", "Bytes kept.", ["store"], is_shared=True)
-        self._most_stored = gauge("stored_bytes_limit", "Most bytes that may be.", ["store"], is_shared=True)
+        self._most_stored = gauge(
+            "stored_bytes_limit", "Limit on the stored bytes.", ["store"], is_shared=True
+        )
 
     async def exposition(self) -> bytes:
         """Return all metrics in Prometheus' text format."""

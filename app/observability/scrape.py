@@ -128,13 +128,13 @@ class Scrape:
                 if number == self._restarts():
                     self._metrics.count_engine(counts, number)
         except Exception:
-            logger.warning("the engine could not be asked what it has counted", exc_info=True)
+            logger.warning("reading the engine's counters failed", exc_info=True)
 
     async def _ask_jobs(self) -> None:
         try:
             self._known_jobs = await self._jobs.levels()
         except Exception:
-            logger.warning("the database could not be asked how many jobs there are", exc_info=True)
+            logger.warning("counting the jobs in the database failed", exc_info=True)
 
 
 __all__ = ["Scrape"]

@@ -1,6 +1,6 @@
-"""Many servers behind one address: replicas that Ray Serve runs, and the front that passes requests on.
+"""Several servers behind one address: replicas run by Ray Serve, and a front that routes requests.
 
-A replica is ``nnsight-engine serve`` as a process of its own, watched by an actor of Ray Serve's; the front
-relays HTTP and WebSockets to it, and knows nothing of models. Only ``handles``, ``router``, ``replica``,
-``application`` and ``command`` know Ray. ``docs/decisions/0034-replicas.md`` says why it is so.
+A replica is ``nnsight-engine serve`` in a process of its own, watched by an actor of Ray Serve. The front
+relays HTTP and WebSockets to it and does not depend on models. Only ``handles``, ``router``, ``replica``,
+``application`` and ``command`` use Ray. See ``docs/decisions/0034-replicas.md`` for the reasons.
 """

@@ -1,7 +1,7 @@
-"""Applications of Ray Serve: replicas of each model as a deployment, and, where Ray Serve listens, the front.
+"""Ray Serve applications: the replicas of each model as a deployment, and the front if Ray Serve listens.
 
-``build`` is what a configuration for ``serve deploy`` names, see ``deploy/ray_serve.yaml``. ``command`` has a
-front of its own, and needs the deployments alone.
+``build`` is the target of a ``serve deploy`` configuration, see ``deploy/ray_serve.yaml``. ``command`` runs
+a front of its own and uses only the deployments.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 _ROUTER: Final = "app.replicas.router.PrefixRouter"
 _MARGIN_S: Final = 15.0
-"""What a replica's shutdown takes beyond its drain."""
+"""Seconds that a replica's shutdown takes beyond its drain."""
 _HEALTH_S: Final = 5.0
 _HEALTH_TIMEOUT_S: Final = 30.0
 _RETRIES: Final = 2
@@ -46,11 +46,11 @@ def build(args: dict[str, Any]) -> Application:
     """Return the application of a configuration.
 
     Args:
-        args: As ``ReplicaOptions`` has them.
+        args: The fields of ``ReplicaOptions``.
 
     Raises:
-        UnsupportedOptionError: There are no keys. Replicas would take whoever comes through Ray Serve's
-            proxies for somebody on their own machine.
+        UnsupportedOptionError: There are no keys. Replicas would treat requests from Ray Serve's proxies as
+            requests from their own machine.
     """
     options, settings = ReplicaOptions.model_validate(args), Settings()
     if not asyncio.run(has_keys(settings)):
@@ -89,15 +89,15 @@ def front_of(options: ReplicaOptions, settings: Settings, deployments: Sequence[
 
 
 def replicas_of(index: int, options: ReplicaOptions, settings: Settings) -> Application:
-    """Return the deployment of one of the models' replicas.
+    """Return the deployment of one model's replicas.
 
     Args:
-        index: Which model.
-        options: Of all.
-        settings: The front's; replicas read their own, from the environment that they are told.
+        index: The index of the model.
+        options: The options of all models.
+        settings: The front's settings; replicas read their own from their environment.
 
     Raises:
-        UnsupportedOptionError: The cluster has several nodes, and replicas would listen to their own alone.
+        UnsupportedOptionError: The cluster has several nodes, and replicas would listen on theirs only.
     """
     nodes = nodes_of_cluster()
     if len(nodes) > 1 and is_loopback(options.host):
@@ -143,12 +143,12 @@ def replicas_of(index: int, options: ReplicaOptions, settings: Settings) -> Appl
 
 
 def routing_of(options: ReplicaOptions) -> dict[str, Any]:
-    """Return how replicas are chosen, as Ray Serve has it."""
+    """Return Ray Serve's request router configuration."""
     return {"request_router_class": _ROUTER, "request_router_kwargs": {"slack": options.slack}}
 
 
 def scaling_of(model: ModelOptions) -> dict[str, Any]:
-    """Return how many replicas there are to be, as Ray Serve has it."""
+    """Return Ray Serve's configuration of the number of replicas."""
     if model.max_replicas is None:
         return {"num_replicas": model.replicas}
     autoscaling = {
@@ -162,7 +162,7 @@ def scaling_of(model: ModelOptions) -> dict[str, Any]:
 
 
 def nodes_of_cluster() -> list[dict[str, float]]:
-    """Return what each node of the cluster has that is there, in cores and GPUs."""
+    """Return the cores and GPUs of each live node of the cluster."""
     nodes: list[dict[str, Any]] = ray.nodes()
     return [node["Resources"] for node in nodes if node["Alive"]]
 
@@ -170,11 +170,11 @@ def nodes_of_cluster() -> list[dict[str, float]]:
 def resources_of(
     model: ModelOptions, models: Sequence[ModelOptions], nodes: Sequence[Mapping[str, float]]
 ) -> dict[str, float]:
-    """Return what a replica has to itself of its node's cores and GPUs.
+    """Return the cores and GPUs that one replica reserves on its node.
 
-    A replica with GPUs has one core. Of the smallest node that has any, the others' cores are shared out
-    among as many replicas of all models as there may be on each: so all find room. An engine whose workers
-    Ray starts elsewhere has its GPUs from Ray, in a group of its own.
+    A replica with GPUs reserves one core. The other cores of the smallest node are divided among the
+    maximum number of replicas of all models on a node, so that all can be scheduled. An engine whose workers
+    are started by Ray gets its GPUs from Ray, in a placement group of its own.
     """
     has_gpus = any(one.get("GPU", 0) > 0 for one in nodes)
     num_gpus = _num_gpus(model, has_gpus=has_gpus)
@@ -203,12 +203,12 @@ def _num_gpus(model: ModelOptions, *, has_gpus: bool) -> float:
 
 
 def num_cores_of(model: ModelOptions, resources: dict[str, float]) -> int:
-    """Return on how many cores a replica's engine computes; 0 where it has GPUs or processes of its own."""
+    """Return the cores of a replica's engine; 0 if it uses GPUs or has worker processes of its own."""
     return 0 if resources["num_gpus"] or model.num_devices != 1 else max(1, int(resources["num_cpus"]))
 
 
 def deployment_name(index: int, model: ModelOptions) -> str:
-    """Return what Ray Serve calls a model's deployment."""
+    """Return the name of a model's deployment."""
     return f"{index}-{_NOT_A_NAME.sub('-', model.names[0]).strip('-')[-60:]}"
 
 
@@ -216,7 +216,7 @@ class ServedFront:
     """The front where Ray Serve listens, behind its proxies."""
 
     async def __init__(self, options: ReplicaOptions, settings: Settings, *handles: DeploymentHandle) -> None:  # type: ignore[misc]  # Ray Serve awaits it
-        """Know the replicas, which Ray Serve starts and ends."""
+        """Create the front for replicas that Ray Serve starts and ends."""
         self._options = options
         self._settings = settings
         self._replicas: list[Replicas] = [ServedReplicas(one, options.wait_s) for one in handles]
@@ -227,20 +227,20 @@ class ServedFront:
 
 
 class _Elsewhere:
-    """Replicas that somebody else starts and ends."""
+    """Replicas whose lifetime Ray Serve manages."""
 
     ready = True
     alive = True
 
     async def start(self) -> None:
-        """Have nothing to start."""
+        """Do nothing: Ray Serve starts the replicas."""
 
     async def died(self) -> None:
         """Wait for ever."""
         await asyncio.Event().wait()
 
     async def close(self) -> None:
-        """Have nothing to close."""
+        """Do nothing: Ray Serve ends the replicas."""
 
 
 __all__ = [

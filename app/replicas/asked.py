@@ -1,7 +1,7 @@
-"""What of a request says where it goes: its model, and what others may have in common with it.
+"""The routing properties of a request: its model, and a key shared by requests with a common prompt prefix.
 
-Bodies are looked at once, without building anything of them, and only as far as the top level; whatever is
-not what it should be says nothing here, and the replica refuses it. The front calls it.
+Bodies are parsed once, at the top level only, without building objects. Malformed bodies yield no routing
+properties; the replica rejects them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _NOTHING: Final = msgspec.Raw(b"")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Asked:
-    """What a request asks for.
+    """The routing properties of a request.
 
     Attributes:
-        model: As the request names it; empty where it names none.
-        key: What it has in common with others, see ``choosing``; empty for nothing.
+        model: The model that the request names; empty if none.
+        key: Key of requests that benefit from the same replica, see ``choosing``; empty for none.
     """
 
     model: str = ""
@@ -34,7 +34,7 @@ class Asked:
 
 
 class _Body(msgspec.Struct):
-    """A request's JSON, of which nothing is read yet."""
+    """A request's JSON body with undecoded fields."""
 
     model: msgspec.Raw = _NOTHING
     prompt: msgspec.Raw = _NOTHING
@@ -44,13 +44,13 @@ class _Body(msgspec.Struct):
 
 
 def of_body(body: bytes | bytearray, key: bytes, *, prefix_bytes: int) -> Asked:
-    """Return what a request in JSON asks for.
+    """Return the routing properties of a JSON request.
 
     Args:
-        body: All of it.
-        key: What the caller proves themselves with; caches of tenants are told apart by it.
-        prefix_bytes: Requests whose prompts agree in so many bytes belong together; shorter ones go anywhere.
-            0 for none.
+        body: The whole body.
+        key: The caller's credential, which separates the caches of tenants.
+        prefix_bytes: Requests whose prompts share this many bytes get the same key; shorter prompts get none.
+            0 disables keys.
     """
     try:
         found = msgspec.json.decode(body, type=_Body)
@@ -70,10 +70,9 @@ def of_body(body: bytes | bytearray, key: bytes, *, prefix_bytes: int) -> Asked:
 
 
 def split_path(path: str, models: Collection[str]) -> tuple[str, str]:
-    """Return the model that a path names, empty if none, and the path as replicas have it.
+    """Return the model that a path names, empty if none, and the path without it.
 
-    ``/models/NAME/v1/…`` asks for a model, so that whatever client is given such an address needs to know
-    nothing of it.
+    ``/models/NAME/v1/…`` selects a model, so that any client can be given such an address.
     """
     rest = path.removeprefix(_MODELS)
     found = [name for name in models if path.startswith(_MODELS) and rest.startswith(f"{name}/")]
@@ -82,7 +81,7 @@ def split_path(path: str, models: Collection[str]) -> tuple[str, str]:
 
 
 def owner_of(path: str) -> str:
-    """Return the replica that a path is of, empty where any will do: results' ids begin with it."""
+    """Return the replica that owns a path, empty for any replica; ids of results begin with their replica."""
     owner, has_owner, _ = path.removeprefix(RESULTS_PREFIX).partition(".")
     return owner if has_owner and path.startswith(RESULTS_PREFIX) else ""
 

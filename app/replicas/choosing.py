@@ -1,10 +1,10 @@
-"""Which replica a request goes to: the one that has its prompt's beginning cached, unless it has much to do.
+"""The choice of a request's replica: the one that has cached the prompt's prefix, unless it is too busy.
 
-Each key has an order of all replicas that depends on nothing but their names, so that any number of fronts
-agree without talking, and a replica that comes or goes changes the order of the others not at all. The first
-that has not much more to do than the least busy one is taken ("consistent hashing with bounded loads",
-Mirrokni, Thorup and Zadimoghaddam, 2018), so what one replica is too busy for goes to one other and is cached
-there, not everywhere. Requests without a key go to the less busy of two chosen at random.
+Each key defines an order of all replicas that depends only on their names. So several fronts agree without
+communication, and adding or removing a replica does not change the order of the others. The first replica
+whose load does not exceed the least loaded one's by more than ``slack`` is chosen ("consistent hashing with
+bounded loads", Mirrokni, Thorup and Zadimoghaddam, 2018): requests beyond that go to one other replica and
+are cached there, not everywhere. Requests without a key go to the less loaded of two random replicas.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _KEY_BYTES: Final = 16
 
 
 def ranked(loads: Mapping[str, int], key: bytes, *, tried: Collection[str] = (), slack: int = 8) -> list[str]:
-    """Return the names of replicas in the order in which they are asked to take a request.
+    """Return the names of replicas in the order in which a request is offered to them.
 
     Args:
-        loads: What each has to do, in requests.
-        key: What requests have in common that gain by the same replica; empty for nothing.
-        tried: Those that could not; they come last.
-        slack: How many more requests than the least busy one has the preferred may have.
+        loads: The number of running requests of each replica.
+        key: Key of requests that benefit from the same replica; empty for none.
+        tried: Replicas that did not accept the request; they come last.
+        slack: How many more requests than the least loaded replica the preferred one may have.
     """
     fresh = [name for name in loads if name not in tried] or list(loads)
     if not fresh:
@@ -33,7 +33,7 @@ def ranked(loads: Mapping[str, int], key: bytes, *, tried: Collection[str] = (),
 
 
 def key_of(parts: Sequence[bytes | memoryview]) -> bytes:
-    """Return a key for requests that have all of these in common."""
+    """Return a key for requests that have all of these parts in common."""
     digest = hashlib.blake2b(digest_size=_KEY_BYTES)
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))

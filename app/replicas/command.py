@@ -1,6 +1,6 @@
 """``nnsight-engine serve MODEL --replicas N``: the front in this process, its replicas in a Ray cluster.
 
-The cluster is the one that ``RAY_ADDRESS`` names, or one that is started for the command and ends with it.
+The cluster is the one named by ``RAY_ADDRESS``, or one that is started for the command and stopped with it.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _APPLICATION: Final = "nnsight-engine"
 _ANY_HOST: Final = "0.0.0.0"  # noqa: S104  # nosec B104 # replicas on several machines, with keys
 _LOOK_S: Final = 10.0
 _OBJECT_STORE_BYTES: Final = 100_000_000
-"""Nothing large passes through Ray."""
+"""Object store size: no large objects pass through Ray."""
 
 
 class RayReplicas:
-    """The replicas of all models, as long as the front is there.
+    """The replicas of all models, for the lifetime of the front.
 
     Args:
-        options: Of the replicas.
-        settings: The front's.
+        options: The options of the replicas.
+        settings: The front's settings.
     """
 
     def __init__(self, options: ReplicaOptions, settings: Settings) -> None:
@@ -60,14 +60,14 @@ class RayReplicas:
         self._application = ""
 
     def connect(self, port: int, *, with_keys: bool) -> None:
-        """Start Ray, or join the cluster that there is.
+        """Start Ray, or join the existing cluster.
 
         Args:
-            port: The front's, which tells its applications from those of others.
+            port: The front's port, which distinguishes its applications from those of other fronts.
             with_keys: Whether there are keys.
 
         Raises:
-            UnsupportedOptionError: There are none, and replicas would listen to other machines.
+            UnsupportedOptionError: There are no keys, and replicas would listen to other machines.
         """
         address = cluster_address()
         own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
@@ -85,7 +85,7 @@ class RayReplicas:
 
     @property
     def alive(self) -> bool:
-        """True: replicas that die are started again by Ray Serve."""
+        """True: Ray Serve restarts replicas that fail."""
         return True
 
     async def start(self) -> None:
@@ -106,7 +106,7 @@ class RayReplicas:
         await asyncio.Event().wait()
 
     async def close(self) -> None:
-        """End the replicas, each after its drain, and Ray where it was started for them."""
+        """Stop the replicas, each after its drain, and Ray if it was started for them."""
         self.replicas = []
         await asyncio.to_thread(self._end)
 
@@ -116,8 +116,8 @@ class RayReplicas:
         for index in range(len(self._options.models)):
             if self._name(index) in there:
                 logger.warning(
-                    "the application %s is in the cluster already and is replaced: a front that died left "
-                    "it, or another machine of the same name has one on the same port",
+                    "the application %s already exists in the cluster and is replaced: a front that failed "
+                    "left it, or another machine of the same name has one on the same port",
                     self._name(index),
                 )
         targets = [
@@ -132,19 +132,19 @@ class RayReplicas:
         return handles
 
     async def _tell_what_waits(self) -> None:
-        """Log what Ray Serve says of replicas that do not start, above all of those that find no room."""
+        """Log Ray Serve's reasons for replicas that do not start, such as missing resources."""
         told: set[str] = set()
         while True:
             await asyncio.sleep(_LOOK_S)
             try:
                 applications = (await asyncio.to_thread(serve.status)).applications
             except (RayError, RayServeException) as error:
-                logger.info("Ray Serve does not say how replicas are: %r", error)
+                logger.info("the state of the replicas cannot be read from Ray Serve: %r", error)
                 continue
             ours = [applications.get(self._name(index)) for index in range(len(self._options.models))]
             found = {its.message for one in ours if one is not None for its in one.deployments.values()}
             for message in found - told - {""}:
-                logger.warning("replicas do not serve yet: %s", message)
+                logger.warning("replicas are not ready yet: %s", message)
             told |= found
 
     def _end(self) -> None:
@@ -163,16 +163,16 @@ class RayReplicas:
 
 
 def run(options: dict[str, Any], settings: Settings, console: Console, *, with_keys: bool) -> None:
-    """Serve until told to stop.
+    """Serve until the process is asked to stop.
 
     Args:
-        options: As ``ReplicaOptions`` has them.
-        settings: The server's.
-        console: Where to say what happens.
+        options: The fields of ``ReplicaOptions``.
+        settings: The server's settings.
+        console: Receives progress messages.
         with_keys: Whether there are keys.
 
     Raises:
-        UnsupportedOptionError: Something about the options is wrong, or the replicas did not start.
+        UnsupportedOptionError: An option is invalid, or the replicas did not start.
     """
     try:
         checked = ReplicaOptions.model_validate(options)
@@ -226,7 +226,7 @@ async def _announce(
     *,
     with_keys: bool,
 ) -> None:
-    """Say that the replicas serve, to whoever started them."""
+    """Print that the replicas serve."""
     while not started.ready:  # noqa: ASYNC110 - models take seconds to load
         await asyncio.sleep(0.2)
     names: Sequence[str] = [one.names[0] for one in options.models]
@@ -234,7 +234,7 @@ async def _announce(
         logger.setLevel(logging.INFO)
         logger.info("ready", extra={"models": names, "url": url})
         return
-    who = "whoever has a key" if with_keys else "this machine alone, there are no keys"
+    who = "holders of a key" if with_keys else "this machine alone, there are no keys"
     console.print(f"Ready for {who}: {', '.join(names)} at {url}.", markup=False, soft_wrap=True)
 
 

@@ -1,8 +1,8 @@
-"""The front: one HTTP address for all replicas of all models. It decides where a request goes, and no more.
+"""The front: one HTTP address for all replicas of all models. It only decides where a request goes.
 
-What callers may do is the replicas' to say, which look keys up in the database that they share. What belongs
-to one replica, a result behind a URL, is asked of that one; all else of any. ``command`` serves this
-application itself, ``application`` has Ray Serve do that.
+Replicas check permissions, with the keys of their shared database. A request for data of one replica, such
+as a result behind a URL, goes to that replica; any other request may go to any. ``command`` serves this
+application itself; in ``application``, Ray Serve does.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ from app.settings import Settings
 from app.tenant_budget import TenantBudget
 
 _UNASKED_BYTES: Final = 1024 * 1024
-"""So much of a body is held before a replica has said whether its sender may come in."""
+"""Size of the part of a body that is buffered before a replica has accepted its sender."""
 _EVENTS: Final = "/events"
 _YES: Final = {"1", "on", "t", "true", "y", "yes"}
-"""As pydantic reads them in a query."""
+"""Values that pydantic parses as true in a query."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FrontContext:
-    """The parts of a front; ``app.state.context`` has them."""
+    """The components of a front, available as ``app.state.context``."""
 
     settings: Settings
     lifecycle: Lifecycle
     metrics: Metrics | None = None
-    """What is told of a front are its replicas' metrics."""
+    """The metrics of a front are those of its replicas."""
 
 
 class Front:
-    """Where requests go.
+    """Routes requests to replicas.
 
     Args:
-        settings: The server's.
-        options: Of the replicas.
-        replicas: Of each model, in the order of ``options.models``.
+        settings: The server's settings.
+        options: The options of the replicas.
+        replicas: Returns the replicas of each model, in the order of ``options.models``.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Front:
             await self._opened.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request or a WebSocket on."""
+        """Forward a request or a WebSocket."""
         if scope["type"] == "websocket":
             await self._socket(WebSocket(scope, receive, send))
             return
@@ -110,18 +110,18 @@ class Front:
             await self._pass_on(sent, await self._asked(sent, named), send)
 
     def _wanted(self, named: str) -> list[int]:
-        """Return which models must be there for all to be well: one that is named, or those with replicas."""
+        """Return the models that readiness depends on: the named one, or those that always have replicas."""
         if named:
             return [self._index[named]]
         return [index for index, one in enumerate(self._options.models) if one.replicas]
 
     async def _count_body(self, request: Request) -> Response | None:
-        """Have a body counted while it is held: a key's own bytes, once replicas know it, else an address's.
+        """Count a buffered body: towards its key if a replica accepts it, else towards the client's address.
 
-        So nobody whom no replica knows has more than a share of what may be held, or much of it at once.
+        So a client that no replica accepts can occupy only a share of the buffer, and little of it at once.
 
         Returns:
-            What its sender is told instead, where that is not let in.
+            The response for a rejected sender; None if the sender is accepted.
         """
         name = "" if request.client is None else request.client.host
         declared = request.headers.get("content-length", "")
@@ -154,7 +154,7 @@ class Front:
         return self._opened
 
     async def _pass_to(self, owner: str, sent: Sent, send: Send) -> None:
-        """Send a request to the one replica that can answer it."""
+        """Forward a request to the replica that owns the requested data."""
         scope = sent.request.scope
         answer: Response | None = None
         place = await while_connected(
@@ -170,7 +170,7 @@ class Front:
         await answer(scope, sent.receive, send)
 
     async def _pass_on(self, sent: Sent, asked: Asked, send: Send) -> None:
-        """Send a request to a replica, or to the next one where that has not taken it."""
+        """Forward a request to a replica, or to the next one if it did not accept it."""
         replicas = self._of(asked.model)
         scope = sent.request.scope
         tried: set[str] = set()
@@ -193,7 +193,7 @@ class Front:
         await answer(scope, sent.receive, send)
 
     def _of(self, model: str) -> Replicas:
-        """Return the replicas of a model; those of the first model where no replica has the one named."""
+        """Return the replicas of a model; those of the first model if the name is unknown."""
         replicas = self._replicas()
         if not replicas:
             raise none_ready()
@@ -206,7 +206,7 @@ class Front:
             await deny(websocket, error_response(error))
 
     async def _pass_socket_on(self, websocket: WebSocket, path: str) -> None:
-        """Lead a WebSocket to a replica, or to the next one where that does not take it."""
+        """Forward a WebSocket to a replica, or to the next one if it did not accept it."""
         replicas = self._of(context_of(websocket.scope).record.model)
         is_local = websocket.query_params.get("local", "").lower() in _YES and path.endswith(_EVENTS)
         tried: set[str] = set()
@@ -239,12 +239,12 @@ def create_front(
     """Return the application.
 
     Args:
-        settings: The server's.
-        options: Of the replicas.
-        replicas: Returns those of each model, once ``started`` is ready.
-        started: Starts and closes them, with the application.
-        on_failure: Called where they do not start.
-        are_keys_required: Tells whether there are keys; None where there are.
+        settings: The server's settings.
+        options: The options of the replicas.
+        replicas: Returns the replicas of each model, once ``started`` is ready.
+        started: Starts and closes the replicas with the application.
+        on_failure: Called if they do not start.
+        are_keys_required: Returns whether there are keys; None if there are.
     """
     front = Front(settings, options, replicas)
     lifecycle = Lifecycle(started, on_failure)
@@ -280,7 +280,7 @@ def create_front(
 
 
 class _ModelInPath:
-    """Takes out of a path where Ray Serve has the front, and a model's name, before anybody looks at it."""
+    """Removes Ray Serve's route prefix and a model's name from paths, before other middleware reads them."""
 
     def __init__(self, app: ASGIApp, options: ReplicaOptions) -> None:
         self._app = app
@@ -301,7 +301,7 @@ class _ModelInPath:
 def _no_result() -> ApiError:
     return ApiError(
         ErrorCode.RESULT_NOT_FOUND,
-        "The replica that had this result has gone, and the result with it; send the request again.",
+        "The replica that stored this result has stopped, and its results are lost; send the request again.",
     )
 
 

@@ -1,9 +1,10 @@
-"""A replica's server and whatever it starts, as one: it ends when its actor does, and leaves nothing.
+"""Process group of a replica's server: it ends when the replica's actor does, with all child processes.
 
-An actor that is killed can end nothing, nor can a server that is: its engine would live on, on its GPU. So
-both are of a session that this process leads. Its standard input is a pipe of the actor's, which the system
-closes whatever becomes of that; then, and when the server has ended, all of the session is killed. Where this
-process is killed itself, the system kills the server, with which its engine ends.
+An actor that is killed cannot stop its server, and a killed server cannot stop its engine, which would keep
+running on its GPU. So this process leads a session with the server in it. Its standard input is a pipe held
+by the actor, which the kernel closes when the actor ends for any reason; then, or when the server has ended,
+the whole session is killed. If this process is killed, the kernel kills the server (parent-death signal),
+and its engine ends with it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def main() -> None:
-    """Run ``nnsight-engine`` with this process's arguments; SIGTERM is passed on."""
+    """Run ``nnsight-engine`` with this process's arguments; SIGTERM is forwarded."""
     servers: list[subprocess.Popen[bytes]] = []
 
     def pass_on(number: int, _frame: FrameType | None) -> None:

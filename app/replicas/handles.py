@@ -1,7 +1,7 @@
-"""Replicas as Ray Serve knows them: a request is a call of the replica's ``lease`` for as long as it takes.
+"""Replicas accessed through Ray Serve: a request holds a call of the replica's ``lease`` while it runs.
 
-So Ray Serve counts what is under way in each replica, which is what it scales by and what the router goes by,
-while not a byte of any request or answer passes through Ray.
+So Ray Serve counts the running requests of each replica, for scaling and for its router, while no byte of a
+request or response passes through Ray.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ServedReplicas:
     """The replicas of one deployment.
 
     Args:
-        handle: The deployment's.
+        handle: The deployment's handle.
         wait_s: How long a request waits for a replica.
     """
 
@@ -41,10 +41,10 @@ class ServedReplicas:
 
     @contextlib.asynccontextmanager
     async def taken(self, key: bytes = b"", *, tried: Collection[str] = ()) -> AsyncGenerator[Place, None]:
-        """Choose a replica, and count a request there for the length of the block.
+        """Choose a replica, and count a request there within the context.
 
         Raises:
-            ApiError: ``starting``: none is there in time.
+            ApiError: ``starting``: no replica is ready in time.
         """
         asked = {"key": key, "tried": list(tried)}
         leases: list[Any] = []
@@ -61,7 +61,7 @@ class ServedReplicas:
                 _end(lease)
 
     async def places(self) -> list[Place]:
-        """Return where all of them are, or were: one whose machine has gone lets the others' answers wait."""
+        """Return the addresses of all replicas; the last known ones if a replica does not answer in time."""
         try:
             found = await self._handle.broadcast("place").results_async(
                 timeout_s=_PLACES_S, return_exceptions=True
@@ -74,13 +74,13 @@ class ServedReplicas:
         return self._last
 
     async def _next(self, leases: list[Any], asked: dict[str, Any]) -> tuple[str, str]:
-        """Ask until a replica answers; one may have died without the router's knowing it."""
+        """Retry until a replica answers; one may have died before the router noticed."""
         while True:
             leases.append(self._leases.remote(**asked))
             try:
                 place: tuple[str, str] = await anext(leases[-1])
             except (RayError, StopAsyncIteration) as error:
-                logger.info("a replica that was chosen has gone: %r", error)
+                logger.info("the chosen replica has stopped: %r", error)
                 await asyncio.sleep(_PAUSE_S)
             else:
                 return place

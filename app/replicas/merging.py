@@ -1,4 +1,4 @@
-"""Metrics of several replicas as one page: each number says whose it is, in the label ``replica``."""
+"""Merges the metrics of several replicas into one page, with the label ``replica``."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _SAMPLE: Final = re.compile(r"([a-zA-Z_:][\w:]*)(\{?)")
 
 @dataclasses.dataclass(slots=True)
 class _Family:
-    """What pages say of one metric: its help and type, which is all the same, and its numbers."""
+    """One metric of all pages: its help, its type and its samples."""
 
     headers: list[str] = dataclasses.field(default_factory=list)
     samples: list[str] = dataclasses.field(default_factory=list)
 
 
 def merged(pages: Mapping[str, str]) -> str:
-    """Return pages in Prometheus' format as one, where a metric's lines stand together.
+    """Return pages in Prometheus' format as one, with the samples of each metric together.
 
     Args:
-        pages: By the replica's name, which becomes a label.
+        pages: The pages by replica name, which becomes a label.
     """
     families: dict[str, _Family] = {}
     for replica, page in pages.items():

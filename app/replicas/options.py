@@ -1,4 +1,4 @@
-"""What an operator says of replicas: on the command line, or as ``args`` in Ray Serve's configuration."""
+"""Options of replicas: from the command line, or from ``args`` in Ray Serve's configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STRICT: Final = ConfigDict(extra="forbid", frozen=True)
 
 
 class ModelOptions(BaseModel):
-    """One model, and how many replicas have it."""
+    """One model and its number of replicas."""
 
     model_config = _STRICT
 
@@ -63,13 +63,13 @@ class ModelOptions(BaseModel):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What clients may call it."""
+        """The names of the model for clients."""
         given = _engine_options(self.arguments).served_model_name
         return tuple(given) if given else (self.model or BUNDLED_MODEL_NAME,)
 
     @property
     def num_devices(self) -> int:
-        """How many GPUs one engine spreads over that its own process looks after; 0 where Ray does that."""
+        """Number of GPUs of one engine, if its own process manages them; 0 if Ray does."""
         options = _engine_options(self.arguments)
         if options.distributed_executor_backend == "ray":
             return 0
@@ -78,7 +78,7 @@ class ModelOptions(BaseModel):
 
     @property
     def most_replicas(self) -> int:
-        """How many replicas there may be at once."""
+        """The maximum number of replicas."""
         return self.max_replicas or self.replicas
 
 
@@ -120,7 +120,7 @@ class ReplicaOptions(BaseModel):
 
 
 def _engine_options(arguments: list[str]) -> Any:
-    """Return those of vLLM's arguments that concern us; vLLM itself is not to be imported for them."""
+    """Return the vLLM arguments needed here; vLLM itself must not be imported for them."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--served-model-name", nargs="+", default=[])
     parser.add_argument("--tensor-parallel-size", "-tp", dest="tensor", type=int, default=1)
@@ -133,7 +133,7 @@ def _engine_options(arguments: list[str]) -> Any:
 
 
 def _dashed(argument: str) -> str:
-    """Return an argument with its name as vLLM reads it, which takes underscores for dashes."""
+    """Return an argument with its name in vLLM's form, which treats underscores as dashes."""
     name, equals, value = argument.partition("=")
     return f"{name.replace('_', '-')}{equals}{value}" if argument.startswith("--") else argument
 

@@ -1,4 +1,4 @@
-"""What the front needs of whoever runs replicas; ``handles`` is Ray Serve's, tests have their own."""
+"""The front's interface to replicas; ``handles`` implements it for Ray Serve, tests have doubles."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from api_schemas.errors import ApiError, ErrorCode
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """Where a replica is.
+    """The address of a replica.
 
     Attributes:
-        name: The replica's.
-        url: Of its server.
+        name: The replica's name.
+        url: The URL of its server.
     """
 
     name: str
@@ -29,18 +29,18 @@ class Replicas(Protocol):
     def taken(
         self, key: bytes = b"", *, tried: Collection[str] = ()
     ) -> contextlib.AbstractAsyncContextManager[Place]:
-        """Choose a replica, see ``choosing``, and count a request there for the length of the block.
+        """Choose a replica, see ``choosing``, and count a request there within the context.
 
         Raises:
-            ApiError: ``starting``: none is there in time.
+            ApiError: ``starting``: no replica is ready in time.
         """
 
     async def places(self) -> list[Place]:
-        """Return where all of them are."""
+        """Return the addresses of all replicas."""
 
 
 def none_ready() -> ApiError:
-    """Return what a request is told that no replica can take."""
+    """Return the error for a request that no replica can accept."""
     return ApiError(
         ErrorCode.STARTING,
         "No replica serves this model now; GET /health/ready turns 200 when one does.",
@@ -48,10 +48,10 @@ def none_ready() -> ApiError:
 
 
 def lost(name: str) -> ApiError:
-    """Return what a request is told whose replica has gone in the middle of it."""
+    """Return the error for a request whose replica failed while it ran."""
     return ApiError(
         ErrorCode.REPLICA_LOST,
-        f"The replica {name!r} that worked on this request has gone; send it again, others serve on.",
+        f"The replica {name!r} that ran this request has stopped; send it again to another one.",
     )
 
 

@@ -1,7 +1,7 @@
-"""What the front asks of replicas itself: metrics, models, whether they serve, whether they let a caller in.
+"""Queries of the front to its replicas: metrics, models, readiness, and whether a caller is accepted.
 
-No lease is taken for it, so that no model is started and none waited for; and each answer has a limit, so
-that a replica that says nothing holds up nobody for long. The front calls it.
+Queries take no lease, so that they start no replica and wait for none. Each has a timeout, so that an
+unresponsive replica delays other requests only briefly.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _UNAVAILABLE: Final = 503
 
 
 class Questions:
-    """Answers for one front.
+    """The queries of one front.
 
     Args:
         models: The options of each model.
-        replicas: Of each model, in that order; of none before they are there.
-        relay: Opens connections to them.
+        replicas: Returns the replicas of each model, in that order; none before they are ready.
+        relay: Returns the relay that opens connections to them.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Questions:
         self._relay = relay
 
     async def metrics(self, request: Request) -> Response:
-        """Return the metrics of all replicas, where the caller may see them."""
+        """Return the metrics of all replicas, if the caller may read them."""
         places = await self.places()
         found = await asyncio.gather(*(self._ask(one, "/metrics", request, _METRICS_S) for one in places))
         said = [one for one in found if one is not None]
@@ -59,7 +59,7 @@ class Questions:
         return Response(merged(pages), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def models(self, request: Request) -> Response:
-        """Return the lists of all models as one; those that no replica has now are named at least."""
+        """Return the lists of all models as one; models without a ready replica are listed by name."""
         asking = (self._first(one, "/v1/models", request) for one in self._replicas())
         found = await asyncio.gather(*asking)
         said = [one for one in found if one is not None and one.status != _UNAVAILABLE]
@@ -75,7 +75,7 @@ class Questions:
         return JSONResponse({"object": "list", "data": data})
 
     async def ready(self, request: Request, wanted: Collection[int]) -> Response:
-        """Return whether each of some models has a replica that serves."""
+        """Return whether each of these models has a ready replica."""
         replicas = self._replicas()
         if not replicas:
             raise none_ready()
@@ -90,7 +90,7 @@ class Questions:
         return JSONResponse({"status": "ready"}) if first is None else first.response()
 
     async def refusal(self, request: Request) -> Response | None:
-        """Return with what a caller is refused; None where replicas let them in, or are not there to ask."""
+        """Return the replicas' rejection of a caller; None if they accept the caller, or none is ready."""
         for one in self._replicas():
             said = await self._first(one, "/v1/models", request)
             if said is not None and said.status != _UNAVAILABLE:
@@ -98,7 +98,7 @@ class Questions:
         return None
 
     async def place_of(self, name: str) -> Place | None:
-        """Return where the replica of a name is; None where it is gone.
+        """Return the address of a replica; None if it has stopped.
 
         Raises:
             ApiError: ``starting``: there are no replicas at all.
@@ -109,12 +109,12 @@ class Questions:
         return next((one for one in places if one.name == name), None)
 
     async def places(self) -> list[Place]:
-        """Return where the replicas of all models are."""
+        """Return the addresses of the replicas of all models."""
         found = await asyncio.gather(*(one.places() for one in self._replicas()))
         return [place for some in found for place in some]
 
     async def _first(self, replicas: Replicas, path: str, request: Request) -> Said | None:
-        """Return what the first of some replicas says that serves; else that none does, None without any."""
+        """Return the answer of the first ready replica; else that of an unavailable one, or None."""
         places = await replicas.places()
         unavailable: Said | None = None
         for place in random.sample(places, len(places)):

@@ -1,8 +1,8 @@
-"""HTTP from a client to a replica and back, piece by piece: neither side gets ahead of the other by much.
+"""Streams HTTP between a client and a replica, with backpressure in both directions.
 
-Who reads slowly is waited for, who leaves is left, and what the replica says goes to the client as it is but
-for what concerns the connection alone. Bodies in JSON are held, since they say where the request goes; then
-the request may be sent again, to another replica, where the first one refused it or was not there.
+A slow reader slows its sender down, a disconnect is forwarded, and the replica's response reaches the client
+unchanged except for hop-by-hop headers. JSON bodies are buffered, because routing depends on them; such a
+request may be sent again to another replica if the first one rejected it or was unreachable.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from app.settings import Settings
 REPLICA_HEADER: Final = "x-nnsight-replica"
 _CONNECT_S: Final = 5.0
 _STREAMS: Final = {"/v1/completions", "/v1/chat/completions"}
-"""What answers with events of which the last may say that something went wrong."""
+"""Paths with event streams whose last event may report an error."""
 _EVENTS: Final = "text/event-stream"
 _EVENT_END: Final = b"\n\n"
 _MOST_REFUSAL_BYTES: Final = 64 * 1024
 _PIECE_BYTES: Final = 64 * 1024
 _REFUSALS: Final = {ErrorCode.STARTING.value, ErrorCode.DRAINING.value, ErrorCode.ENGINE_RESTARTING.value}
-"""Codes of replicas that have done nothing of a request, or nothing that another may not do again."""
+"""Error codes after which another replica may run the request, since this one has done no work for it."""
 _UNAVAILABLE: Final = 503
 _SAFE: Final = {"GET", "HEAD", "OPTIONS"}
 _OF_CONNECTIONS: Final = {
@@ -48,18 +48,18 @@ _OF_CONNECTIONS: Final = {
     "server", "te", "trailer", "transfer-encoding", "upgrade", "x-forwarded-for", "x-forwarded-host",
     "x-forwarded-proto", REPLICA_HEADER,
 }  # fmt: skip
-"""Headers that each side has of its own, and those that only the front may say."""
+"""Hop-by-hop headers, and headers that only the front may set."""
 _OF_CALLERS: Final = {"authorization", "host"}
-"""Headers that say who asks."""
+"""Headers that identify the caller."""
 _OF_REFUSALS: Final = {"retry-after", "www-authenticate"}
 _JSON: Final = "application/json"
 
 
 class NotTakenError(Exception):
-    """The replica has not taken the request, which may be sent to another one.
+    """The replica did not accept the request, which may be sent to another one.
 
     Attributes:
-        answer: What it said instead; None where it could not be reached.
+        answer: Its response; None if it could not be reached.
     """
 
     def __init__(self, answer: Response | None = None) -> None:
@@ -70,13 +70,13 @@ class NotTakenError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Said:
-    """What a replica answers to a question of the front's.
+    """A replica's answer to a query of the front.
 
     Attributes:
         place: The replica.
-        status: HTTP's.
+        status: The HTTP status.
         text: The body.
-        headers: Those that refusals have.
+        headers: The headers of rejections.
     """
 
     place: Place
@@ -85,21 +85,21 @@ class Said:
     headers: Mapping[str, str]
 
     def response(self) -> Response:
-        """Return it as the answer to a client."""
+        """Return it as a response to a client."""
         headers = {**self.headers, REPLICA_HEADER: self.place.name}
         return Response(self.text, self.status, headers, media_type=_JSON)
 
 
 class Sent:
-    """A request on its way.
+    """A request that is being forwarded.
 
     Args:
-        request: The client's.
-        path: As the replica has it.
-        body: All of the body, where it is held; else it goes on as it comes, once.
+        request: The client's request.
+        path: The path at the replica.
+        body: The whole body if it is buffered; else the body is streamed once.
 
     Attributes:
-        error: Why a body that goes on as it comes ended before its time.
+        error: The error that ended a streamed body early.
     """
 
     def __init__(self, request: Request, path: str, body: bytearray | None) -> None:
@@ -113,7 +113,7 @@ class Sent:
             self._is_read.set()
 
     async def receive(self) -> Message:
-        """Receive what the client sends behind the body."""
+        """Receive the client's messages after the body."""
         await self._is_read.wait()
         if self.error is not None:  # whoever sends the body tells
             await asyncio.Event().wait()
@@ -137,7 +137,7 @@ class Sent:
             self._is_read.set()
 
     def headers(self) -> CIMultiDict[str]:
-        """Return the headers as the replica gets them: the client's host, and where the client is."""
+        """Return the headers for the replica: the client's host, and the client's address."""
         found = [(name, one) for name, one in self.request.headers.items() if name not in _OF_CONNECTIONS]
         headers = CIMultiDict(found)
         if self.body is not None:
@@ -152,7 +152,7 @@ class Relay:
     """Connections to replicas.
 
     Args:
-        settings: The server's.
+        settings: The server's settings.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -173,10 +173,10 @@ class Relay:
         await self._session.close()
 
     async def read(self, request: Request, path: str) -> Sent:
-        """Read a request as far as it is to be held.
+        """Read a request, with its body if it is to be buffered.
 
         Raises:
-            ApiError: As ``body.read_bytes``.
+            ApiError: See ``body.read_bytes``.
         """
         if request.method in _SAFE:
             return Sent(request, path, bytearray())
@@ -187,12 +187,12 @@ class Relay:
         return Sent(request, path, body)
 
     async def answer(self, sent: Sent, place: Place) -> ClosingStream:
-        """Send a request to a replica, and return what comes back.
+        """Send a request to a replica, and return its response.
 
         Raises:
-            NotTakenError: It may be sent to another one.
-            ApiError: ``replica_lost``, or what ended the request.
-            ClientDisconnect: The client has left.
+            NotTakenError: The request may be sent to another replica.
+            ApiError: ``replica_lost``, or the error that ended the request.
+            ClientDisconnect: The client has disconnected.
         """
         deadline = context_of(sent.request.scope).deadline
         try:
@@ -215,9 +215,9 @@ class Relay:
         return self._stream(response, source, place, speaks=speaks)
 
     async def ask(self, place: Place, path: str, request: Request) -> Said | None:
-        """Return what a replica answers to a GET on behalf of a client; None where nothing comes.
+        """Return a replica's answer to a GET on behalf of a client; None if there is none.
 
-        Of the request no more goes on than who sends it, and from where.
+        Of the request, only the caller's credentials and address are forwarded.
         """
         headers = {name: value for name, value in request.headers.items() if name in _OF_CALLERS}
         headers.update(whereabouts(request))
@@ -270,18 +270,18 @@ class Relay:
 
 
 def is_held(request: Request) -> bool:
-    """Return whether a request's body is read whole, since it says where the request goes."""
+    """Return whether a request's body is buffered, because its route depends on it."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     return request.method not in _SAFE and kind == _JSON
 
 
 def is_refusal(status: int, said: bytes) -> bool:
-    """Return whether a replica has done nothing of what it answers, and another one may do it."""
+    """Return whether a replica has done no work for the request, so that another one may run it."""
     return status == _UNAVAILABLE and _code(said) in _REFUSALS
 
 
 def whereabouts(connection: HTTPConnection) -> dict[str, str]:
-    """Return what replicas are told of a client's place, whatever the client says of it."""
+    """Return headers that tell replicas the client's address; those set by the client are ignored."""
     address = "" if connection.client is None else connection.client.host
     return {"x-forwarded-for": address, "x-forwarded-proto": connection.url.scheme}
 
@@ -296,7 +296,7 @@ def _socket(address: tuple[Any, ...]) -> socket.socket:
 async def _pieces(
     response: aiohttp.ClientResponse, place: Place, *, has_last_words: bool
 ) -> AsyncGenerator[bytes, None]:
-    """Yield an answer as it comes; where the replica goes in the middle, say so or break off."""
+    """Yield a response as it arrives; if the replica fails in between, end with an error event or abort."""
     is_between = True
     try:
         async for piece in response.content.iter_any():
@@ -326,7 +326,7 @@ def _is_short(response: aiohttp.ClientResponse) -> bool:
 
 
 def _code(said: bytes) -> str:
-    """Return the code of an error of ours, or nothing."""
+    """Return the error code of an error response of the server, or an empty string."""
     try:
         return msgspec.json.decode(said, type=_Said).error.code
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -338,7 +338,7 @@ class _Error(msgspec.Struct):
 
 
 class _Said(msgspec.Struct):
-    """An answer that is an error."""
+    """An error response."""
 
     error: _Error
 

@@ -1,7 +1,7 @@
-"""One replica: an actor of Ray Serve's that runs and watches one server, ``nnsight-engine serve``.
+"""One replica: a Ray Serve actor that runs and monitors one server, ``nnsight-engine serve``.
 
-The server is a process of its own, the same as everywhere, with its own drain, restarts of its engine and
-limits; the actor never touches a request. Whatever ends one of the two ends the other, see ``guard``.
+The server is an ordinary server process, with its own drain, engine restarts and limits; the actor never
+handles a request. If one of the two ends, the other is ended, see ``guard``.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _LOOPBACK: Final = "127.0.0.1"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """How a replica's server is started.
+    """Start options of a replica's server.
 
     Attributes:
-        arguments: Of ``nnsight-engine serve``, but for host and port.
-        environment: Variables.
-        host: Where it listens.
-        num_cores: On how many cores an engine on a CPU computes; 0 where that is not for us to say.
-        first_core: How many cores come before, for replicas of other models.
-        stop_s: How long its shutdown may take.
+        arguments: Arguments of ``nnsight-engine serve``, without host and port.
+        environment: Environment variables.
+        host: The address on which it listens.
+        num_cores: Number of cores of a CPU engine; 0 if the engine chooses.
+        first_core: Number of cores before it, used by replicas of other models.
+        stop_s: The maximum duration of its shutdown.
     """
 
     arguments: Sequence[str]
@@ -56,7 +56,7 @@ class Replica:
     """One server; ``application`` makes a deployment of this class.
 
     Args:
-        options: The server's.
+        options: The server's options.
     """
 
     async def __init__(self, options: ServerOptions) -> None:  # type: ignore[misc]  # Ray Serve awaits it
@@ -96,9 +96,9 @@ class Replica:
     async def lease(
         self, key: bytes = b"", tried: Collection[str] = ()
     ) -> AsyncGenerator[tuple[str, str], None]:
-        """Say where the server is, and count as a request until the caller ends the call.
+        """Yield the server's address, and count as a running request until the caller ends the call.
 
-        The arguments are the router's, which has gone by them.
+        The arguments are for the router, which has already used them.
         """
         del key, tried
         yield await self.place()
@@ -109,12 +109,12 @@ class Replica:
         return self._name, self._url
 
     async def check_health(self) -> None:
-        """Raise where the server is dead; one whose engine is being restarted is not."""
+        """Raise if the server has ended; a server that restarts its engine is healthy."""
         response = await self._http.get("/health/live")
         response.raise_for_status()
 
     async def __del__(self) -> None:
-        """Have the server drain and end; Ray Serve calls this, once nothing is under way here."""
+        """Drain and stop the server; Ray Serve calls this once no request is running here."""
         watching = getattr(self, "_watching", None)
         if watching is None:
             return
@@ -154,19 +154,19 @@ class Replica:
 
 
 def cores_of(first: int, num_cores: int, cores: Sequence[int]) -> str:
-    """Return which cores a replica computes on, as vLLM takes them; empty for those it chooses.
+    """Return the cores of a replica in vLLM's notation; empty if it chooses.
 
     Args:
-        first: How many cores are of replicas that come before it on its machine.
-        num_cores: How many it has; 0 where it chooses.
-        cores: Those that there are.
+        first: Number of cores used by replicas before it on its machine.
+        num_cores: Its number of cores; 0 if it chooses.
+        cores: The available cores.
     """
     chosen = {cores[(first + index) % len(cores)] for index in range(num_cores)}
     return ",".join(map(str, sorted(chosen)))
 
 
 def _cluster(options: ServerOptions) -> dict[str, str]:
-    """Return what a server is told of the cluster: where it is, and whose word counts on clients' places."""
+    """Return a server's environment variables: the cluster's address, and the trusted proxies."""
     addresses = {_LOOPBACK}
     if options.host != _LOOPBACK:
         nodes: list[dict[str, Any]] = ray.nodes()

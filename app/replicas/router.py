@@ -1,4 +1,4 @@
-"""Ray Serve's side of ``choosing``: the router that runs wherever a handle is, which is in the front."""
+"""Ray Serve's side of ``choosing``: the router that runs beside each handle, in the front."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from app.replicas.choosing import ranked
 
 
 class PrefixRouter(RequestRouter):
-    """Sends requests that have a key in common to one replica, see ``choosing``.
+    """Sends requests with the same key to one replica, see ``choosing``.
 
-    It decides by the arguments of ``Replica.lease``: ``key`` and ``tried``.
+    It uses the arguments of ``Replica.lease``: ``key`` and ``tried``.
     """
 
     _slack = 8
@@ -24,7 +24,7 @@ class PrefixRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the replicas in the order in which they are asked; each alone, so that the order holds."""
+        """Return the replicas in the order of offers to them, each in a group of its own to fix the order."""
         given: dict[str, Any] = {}
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True  # where none of them has room

@@ -1,8 +1,9 @@
-"""A client's WebSocket, passed on to a replica; to all of them, where the one that runs a job is to be found.
+"""Forwards a client's WebSocket to a replica, or to all of them if the replica that runs a job is unknown.
 
-Whoever follows a job and runs parts of its blocks (``local=true``) is asked by the replica that runs it,
-which may be any, and another one after the first has died. So such a socket leads to all: one tells what
-happens, each may ask, and all are given the answers, which only the one that asked waits for.
+A client that follows a job and runs parts of its blocks (``local=true``) receives calls from the replica
+that runs the job, which may be any, and another one after a failure. So such a socket is connected to all
+replicas: the first one sends events, each may send calls, and all receive the answers, which only the
+calling replica waits for.
 """
 
 from __future__ import annotations
@@ -24,25 +25,25 @@ from app.replicas.relay import REPLICA_HEADER, NotTakenError, is_refusal, wherea
 
 _OPEN_S: Final = 10.0
 _OTHERS_S: Final = 2.0
-"""How long a replica may take to be one of the others; the client waits meanwhile."""
+"""Time limit for connecting to the other replicas; the client waits meanwhile."""
 _GOING_AWAY, _TRY_AGAIN_LATER = 1001, 1013
 _NOT_SENT: Final = {1005, 1006, 1015}
-"""Codes that stand for an end without one."""
+"""Close codes that mean that no code was received."""
 _OF_HANDSHAKES: Final = {"connection", "host", "upgrade", "x-forwarded-for", "x-forwarded-proto"}
 _DROPPED: Final = {"connection", "content-length", "date", "server", "transfer-encoding"}
 
 
 async def relay_socket(websocket: WebSocket, path: str, place: Place, others: Sequence[Place]) -> None:
-    """Pass a client's WebSocket on until either side ends it.
+    """Forward a client's WebSocket until either side closes it.
 
     Args:
         websocket: Not accepted yet.
-        path: As replicas have it.
-        place: Where it leads.
-        others: Where it leads too, see above.
+        path: The path at the replica.
+        place: The replica.
+        others: Further replicas to connect to, see above.
 
     Raises:
-        NotTakenError: The replica has not taken it; the client has been told nothing.
+        NotTakenError: The replica did not accept it; nothing was sent to the client.
     """
     async with contextlib.AsyncExitStack() as stack:
         try:
@@ -75,7 +76,7 @@ async def relay_socket(websocket: WebSocket, path: str, place: Place, others: Se
 
 
 async def deny(websocket: WebSocket, response: Response) -> None:
-    """Refuse a WebSocket with a response, or, where the server cannot send one, as Ray Serve's, without."""
+    """Reject a WebSocket with a response, or without one if the server (Ray Serve's) cannot send it."""
     if "websocket.http.response" in websocket.scope.get("extensions", {}):
         await websocket.send_denial_response(response)
     else:
@@ -111,7 +112,7 @@ def _connection(websocket: WebSocket, path: str, place: Place, *, open_s: float 
 async def _pump(
     websocket: WebSocket, first: ClientConnection, further: Sequence[ClientConnection]
 ) -> int | None:
-    """Pass messages on; returns with which code the replica closed, None where the client did."""
+    """Forward messages; return the replica's close code, or None if the client closed."""
     listening = asyncio.create_task(_up(websocket, first, further))
     telling = asyncio.create_task(_down(websocket, first))
     asking = [asyncio.create_task(_ask(websocket, one)) for one in further]

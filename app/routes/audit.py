@@ -21,12 +21,14 @@ Time = Annotated[float | None, Query(allow_inf_nan=False, description="In second
 @router.get("", summary="Who ran what, the newest first")
 async def get_audit(
     context: Served,
-    tenant: Annotated[str | None, Query(max_length=MAX_NAME, description="Only what this one did.")] = None,
-    key_id: Annotated[str | None, Query(max_length=64, description="Only what came with this key.")] = None,
+    tenant: Annotated[
+        str | None, Query(max_length=MAX_NAME, description="Only entries of this tenant.")
+    ] = None,
+    key_id: Annotated[str | None, Query(max_length=64, description="Only entries of this key.")] = None,
     since: Time = None,
     until: Time = None,
     after: Annotated[
-        int | None, Query(ge=0, le=_MAX_NUMBER, description="The last number of the page before.")
+        int | None, Query(ge=0, le=_MAX_NUMBER, description="The last number of the previous page.")
     ] = None,
     limit: Annotated[int, Query(ge=1, le=_MAX_PAGE)] = 100,
 ) -> AuditPage:

@@ -13,7 +13,7 @@ router = APIRouter(tags=["interventions"], dependencies=[ANYBODY])
 
 @router.get(
     "/v1/capabilities",
-    summary="What this model offers to interventions",
+    summary="List the points and operations for interventions",
     responses=error_responses(503),
 )
 async def get_capabilities(context: Served) -> Capabilities:

@@ -11,7 +11,9 @@ from app.openapi import error_responses
 router = APIRouter(prefix="/health", tags=["health"])
 
 
-@router.get("/live", summary="Whether the process should go on", responses=error_responses(503))
+@router.get(
+    "/live", summary="Liveness: whether the process should keep running", responses=error_responses(503)
+)
 async def live(context: Served) -> dict[str, str]:
     """200 from process start, also while the model loads and while draining; 503 once the engine is dead."""
     phase = context.lifecycle.phase
@@ -21,7 +23,9 @@ async def live(context: Served) -> dict[str, str]:
     return {"status": phase}
 
 
-@router.get("/ready", summary="Whether to send requests here", responses=error_responses(503))
+@router.get(
+    "/ready", summary="Readiness: whether the server accepts requests", responses=error_responses(503)
+)
 async def ready(context: Served) -> dict[str, str]:
     """200 while requests are served; 503 with the reason otherwise."""
     refusal = context.lifecycle.refusal()

@@ -31,7 +31,7 @@ _SEND_TIMEOUT_S: Final = 60.0
 _MAX_SEQ: Final = 2**31 - 1
 _NORMAL, _GOING_AWAY, _UNSUPPORTED, _TRY_AGAIN_LATER = 1000, 1001, 1003, 1013
 
-After = Annotated[int, Query(ge=0, le=_MAX_SEQ, description="The id of the last event that is known.")]
+After = Annotated[int, Query(ge=0, le=_MAX_SEQ, description="The id of the last event received.")]
 
 
 def _runs_parts(
@@ -44,7 +44,10 @@ Local = Annotated[bool, Depends(_runs_parts)]
 LastSeen = Annotated[
     int | None,
     Header(
-        alias="Last-Event-ID", ge=0, le=_MAX_SEQ, description="The same, as browsers send it; it goes first."
+        alias="Last-Event-ID",
+        ge=0,
+        le=_MAX_SEQ,
+        description="The same as a header, as browsers send it; it takes precedence.",
     ),
 ]
 
@@ -61,7 +64,7 @@ class _Ping(msgspec.Struct):
     response_class=EventSourceResponse,
     responses={
         200: {
-            "description": "One event for each thing that happens; the stream ends with the job.",
+            "description": "One event per change; the stream ends with the job.",
             "content": {EVENTS_TYPE: {"schema": JOB_EVENTS}},
         },
         **error_responses(404),

@@ -33,7 +33,7 @@ Key = Annotated[
     Header(
         alias="Idempotency-Key",
         pattern=r"^[\x20-\x7e]{1,255}$",
-        description="The client's name for the request: sent again with it, it is not run again.",
+        description="Idempotency key chosen by the client: a request sent again with it does not run again.",
     ),
 ]
 
@@ -46,7 +46,7 @@ Key = Annotated[
     responses={
         200: {
             "model": Job,
-            "description": "The key named this request before: its job.",
+            "description": "The key was used for this request before: its job.",
             "headers": _LOCATION,
         },
         202: {"headers": _LOCATION},
@@ -62,7 +62,7 @@ async def create_job(
     *,
     key: Key = None,
     rerun: Annotated[
-        bool, Query(description="Run it again where the server dies while it runs, from its beginning.")
+        bool, Query(description="Run the job again from its beginning if the server fails while it runs.")
     ] = False,
 ) -> Job:
     """The body is that of `POST /v1/traces`. An accepted job survives a restart of the server."""
@@ -92,14 +92,16 @@ async def list_jobs(
     context: Served,
     caller: Coder,
     limit: Annotated[int, Query(ge=1, le=_MAX_PAGE)] = 20,
-    after: Annotated[str | None, Query(max_length=64, description="The last id of the page before.")] = None,
-    status: Annotated[JobStatus | None, Query(description="Only jobs that are there.")] = None,
+    after: Annotated[
+        str | None, Query(max_length=64, description="The last id of the previous page.")
+    ] = None,
+    status: Annotated[JobStatus | None, Query(description="Only jobs with this status.")] = None,
 ) -> JobList:
     """A page of jobs; pass its `last_id` as `after` for the next."""
     return await context.jobs.page(caller.tenant, status=status, after=after, limit=limit)
 
 
-@router.get("/{job_id}", summary="Where a job is", responses=error_responses(404))
+@router.get("/{job_id}", summary="Get a job's state", responses=error_responses(404))
 async def get_job(job_id: str, context: Served, caller: Coder) -> Job:
     """The job's status, times and sizes, and its error if it failed."""
     return await context.jobs.get(job_id, caller.tenant)
@@ -132,7 +134,7 @@ async def rerun_job(job_id: str, context: Served, asked: Asked, caller: Coder) -
 
 @router.get(
     "/{job_id}/result",
-    summary="Fetch what a job ended with",
+    summary="Fetch a job's result",
     response_class=Response,
     responses={
         200: {

@@ -16,7 +16,7 @@ from nnsight_engine import __version__
 router = APIRouter(tags=["health"])
 
 
-@router.get("/v1/status", summary="How the server is, and what it has")
+@router.get("/v1/status", summary="Server status and models")
 async def get_status(context: Served, caller: Caller) -> ServerStatus:
     """The phase, the models, their trace engines, and the caller's running and queued requests."""
     phase, served = context.lifecycle.phase, context.engine.served()

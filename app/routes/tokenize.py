@@ -18,7 +18,7 @@ router = APIRouter(tags=["interventions"])
 
 @router.post(
     "/v1/tokenize",
-    summary="Tell a text's tokens, whose positions interventions count",
+    summary="Tokenize a text; interventions count positions in these tokens",
     openapi_extra=json_body(TokenizeRequest),
     responses={
         200: {"model": TokenizeResponse, "description": "The tokens."},

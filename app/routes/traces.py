@@ -17,7 +17,7 @@ router = APIRouter(prefix="/v1/traces", tags=["traces"])
 
 @router.post(
     "",
-    summary="Run a trace, and answer with what becomes of it",
+    summary="Run a trace and return its events and result",
     response_class=Response,
     openapi_extra=TRACE_BODY,
     responses=TRACE_ANSWERS,
@@ -30,7 +30,7 @@ async def run_trace(request: Request, context: Served, caller: Coder) -> Respons
 @router.get(
     "/outline",
     dependencies=[CODER],
-    summary="The model's modules, for clients that write blocks without having it",
+    summary="List the model's modules, for clients that write blocks without loading the model",
     responses=error_responses(503),
 )
 async def get_outline(context: Served) -> TraceOutline:

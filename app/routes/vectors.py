@@ -59,7 +59,7 @@ async def create_vector(request: Request, context: Served, caller: Intervener) -
     openapi_extra=json_body(TrainingRequest),
     responses={
         200: {
-            "description": "With `stream`: how far it is, then the vector; ends with `[DONE]`.",
+            "description": "With `stream`: progress events, then the vector; ends with `[DONE]`.",
             "content": {EVENTS_TYPE: {"schema": TRAINING_EVENTS}},
         },
         201: {"model": Vector, "description": "The vector."},
@@ -98,9 +98,11 @@ async def list_vectors(
     context: Served,
     caller: Intervener,
     limit: Annotated[int, Query(ge=1, le=_MAX_PAGE)] = 20,
-    after: Annotated[str | None, Query(max_length=64, description="The last id of the page before.")] = None,
+    after: Annotated[
+        str | None, Query(max_length=64, description="The last id of the previous page.")
+    ] = None,
     name: Annotated[
-        str | None, Query(pattern=rf"^{NAME_PATTERN}$", description="Only versions of this one.")
+        str | None, Query(pattern=rf"^{NAME_PATTERN}$", description="Only versions of this name.")
     ] = None,
 ) -> VectorList:
     """The caller's own vectors and shared ones; pass a page's `last_id` as `after` for the next."""

@@ -124,7 +124,7 @@ class JobDispatcher:
                 while await self._begin_next():
                     pass
             except Exception:
-                logger.exception("no job could be claimed; trying again")
+                logger.exception("claiming a job failed; retrying")
             # Jobs queued or lost by other servers, and an engine that becomes ready, do not set the event.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), _LOOK_S)
@@ -215,13 +215,13 @@ class JobDispatcher:
                     self._tools.files.space.free(num_bytes, holder)
         except Exception:
             # The job keeps its lease until it expires, and is then recovered as lost.
-            logger.exception("what became of job %s could not be written down", job.id)
+            logger.exception("the end of job %s could not be recorded", job.id)
         finally:
             try:
                 # Before another job of the same key may begin.
                 await self._callers.count(caller, run.context.meter, reserved)
             except Exception:
-                logger.exception("what job %s used could not be counted", job.id)
+                logger.exception("the usage of job %s could not be counted", job.id)
             finally:
                 del self._runs[job.id], self._running[job.id]
                 slot.leave()
@@ -243,7 +243,7 @@ class JobDispatcher:
                     recovered_at = time.monotonic()
                     await self._recover()
             except Exception:
-                logger.exception("leases of jobs could not be looked after; trying again")
+                logger.exception("renewing the leases of jobs failed; retrying")
 
     async def _look(self) -> None:
         """End jobs that were cancelled through other servers or taken over by them."""

@@ -111,7 +111,7 @@ class JobFeed:
             try:
                 await self._wake_changed(list(self._followers))
             except Exception:
-                logger.exception("the database cannot be asked for news of jobs; asking again")
+                logger.exception("polling the database for job events failed; retrying")
 
     async def _wake_changed(self, ids: list[str]) -> None:
         for start in range(0, len(ids), _PAGE):

@@ -49,7 +49,9 @@ _TAKEN_S: Final = 0.2
 _BUSY_DELAYS_S: Final = (1.0, 2.0, 5.0)
 """Delays before a job retries an engine whose queue is full; the last one repeats."""
 
-_NO_REQUEST: Final = "The job's request on the server's disk is gone or broken; send the trace as a new job."
+_NO_REQUEST: Final = (
+    "The job's request on the server's disk is missing or damaged; send the trace as a new job."
+)
 _BUSY: Final = "The engine's own queue is full; the job waits until it has room."
 _NO_ENGINE: Final = frozenset({ErrorCode.STARTING, ErrorCode.ENGINE_RESTARTING})
 """Errors of an engine that was not available when the job was sent to it, so that nothing has run."""
@@ -166,7 +168,7 @@ class JobRun:
             result.keep()
             self._note_run(end)
         except LeaseLostError:
-            logger.warning("job %s is run by another server now, which took this one for dead", self._job.id)
+            logger.warning("job %s now runs on another server, which considered this one dead", self._job.id)
             has_result &= self._is_unsure
             self._note_run(None)
         finally:
@@ -219,7 +221,7 @@ class JobRun:
         except LeaseLostError:
             raise
         except Exception:
-            logger.exception("job %s failed for a fault of ours", self._job.id)
+            logger.exception("job %s failed because of an internal error", self._job.id)
             return self._refused(internal_error())
         finally:
             self._is_over = True
@@ -349,7 +351,7 @@ class JobRun:
             except LeaseLostError:
                 raise
             except Exception:
-                logger.exception("what became of job %s cannot be written down; trying again", self._job.id)
+                logger.exception("the end of job %s could not be recorded; retrying", self._job.id)
                 self._is_unsure = True
             else:
                 return
@@ -436,7 +438,7 @@ def _failure_of(body: Any) -> JobEnd:
         info = body["error"]
         return JobEnd(JobStatus.ERROR, str(info["message"]), str(info["code"])[:64])
     except (KeyError, TypeError):
-        return JobEnd(JobStatus.ERROR, "The engine failed and did not say why.", ErrorCode.INTERNAL)
+        return JobEnd(JobStatus.ERROR, "The engine failed without a reason.", ErrorCode.INTERNAL)
 
 
 __all__ = ["Ending", "JobRun", "JobTools", "note_interrupted", "run_record"]

@@ -381,7 +381,7 @@ class JobService:
                     others_at = time.monotonic()
                     await self._files.remove_others(await self._store.known())
             except Exception:
-                logger.exception("expired jobs could not be removed; trying again")
+                logger.exception("removing expired jobs failed; retrying")
 
 
 def _summary(head: TraceHead) -> JobSummary:

@@ -138,9 +138,9 @@ class _Sending:
         if self._num_looks < _LOOKS:
             self._wait()
             return
-        logger.info("a client took nothing of its answer for %g s", self._pause_s * _LOOKS)
+        logger.info("a client read nothing of its response for %g s", self._pause_s * _LOOKS)
         self.is_stalled = True
-        self._deadline.end(ApiError(ErrorCode.REQUEST_TIMED_OUT, "The client takes nothing of its answer."))
+        self._deadline.end(ApiError(ErrorCode.REQUEST_TIMED_OUT, "The client does not read the response."))
 
 
 async def _say(last: bytes, send: Send) -> None:

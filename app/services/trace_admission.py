@@ -47,11 +47,11 @@ def check_still_taken(settings: Settings, head: TraceHead) -> None:
     """
     if settings.allow_code is False:
         raise ApiError(
-            ErrorCode.CODE_NOT_ALLOWED, "This server takes no traces any more: allow_code is false."
+            ErrorCode.CODE_NOT_ALLOWED, "This server no longer accepts traces: allow_code is false."
         )
     if head.codec not in codecs_of(settings):
         raise ApiError(
             ErrorCode.CODEC_NOT_ALLOWED,
-            f"This server takes no blocks written in {head.codec!r} any more; send them in 'wire'.",
+            f"This server no longer accepts blocks written in {head.codec!r}; send them in 'wire'.",
             "codec",
         )

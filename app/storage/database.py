@@ -122,7 +122,7 @@ class Database:
                 error = undone.error
                 if delay_s is None:
                     raise error if gave_way(error) else _unavailable() from error
-                logger.warning("a transaction was undone and runs again: %s", error.orig)
+                logger.warning("a transaction was rolled back and is retried: %s", error.orig)
                 time.sleep(delay_s)
             except DBAPIError as error:
                 # The connection was lost during the commit, so it is unknown whether the commit succeeded.

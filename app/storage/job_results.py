@@ -108,7 +108,7 @@ class ResultFile:
                 self._path.unlink(missing_ok=True)
             except OSError:
                 # The file is never served without a reference in the database; it is removed with its job.
-                logger.warning("what is left of a result could not be removed: %s", self._path, exc_info=True)
+                logger.warning("an incomplete result could not be removed: %s", self._path, exc_info=True)
 
 
 __all__ = ["ResultFile"]

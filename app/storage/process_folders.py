@@ -75,7 +75,7 @@ def claim_socket_folder() -> ProcessFolder | None:
     temporary = Path(tempfile.gettempdir())
     if len(str(temporary)) > _MAX_TEMPORARY_CHARS:
         return None
-    return _claim_private(temporary / f"nnsight-engine-{os.getuid()}", "the engine's sockets stay behind")
+    return _claim_private(temporary / f"nnsight-engine-{os.getuid()}", "the engine's sockets are not removed")
 
 
 def _claim_private(directory: Path, otherwise: str) -> ProcessFolder | None:

@@ -97,7 +97,7 @@ def _refuse_by_content(data: bytes) -> None:
 def _pickle(told: str) -> ApiError:
     return ApiError(
         ErrorCode.UNSUPPORTED_FORMAT,
-        f"{told}, and whoever reads a pickle runs its code: no server takes one. {_ADVICE}",
+        f"{told}, and reading a pickle runs its code: no server accepts one. {_ADVICE}",
         PARAM,
     )
 

@@ -108,7 +108,7 @@ def fit(positive: npt.ArrayLike, negative: npt.ArrayLike, chosen: Split, method:
     vector, bias = _METHODS[method](*trained)
     row = vector.astype(np.float32)
     if not (np.isfinite(row).all() and row.any() and np.isfinite(bias)):
-        raise NothingToLearnError("what tells the two sides apart there is no direction in float32")
+        raise NothingToLearnError("the difference of the two sides there is no direction in float32")
     kept = row.astype(np.float64)
     return Fitted(row, float(bias), *_scores((towards @ kept + bias, away @ kept + bias), chosen))
 

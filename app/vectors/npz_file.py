@@ -79,9 +79,8 @@ def _check_entries(entries: list[zipfile.ZipInfo]) -> None:
     if any(name.endswith((".pkl", ".pickle")) for name in names):
         raise ApiError(
             ErrorCode.UNSUPPORTED_FORMAT,
-            "This is a zip file with a pickle in it, as torch.save writes, and whoever reads a pickle runs "
-            "its "
-            "code: no server takes one. Save rows by layer with safetensors: "
+            "This is a zip file with a pickle in it, as torch.save writes, and reading a pickle runs its "
+            "code: no server accepts one. Save rows by layer with safetensors: "
             "safetensors.torch.save_file({'layers.10': row}, 'joy.safetensors').",
             _PARAM,
         )
@@ -116,8 +115,8 @@ def _array(content: bytes, name: str) -> npt.NDArray[Any]:
     if dtype.hasobject:
         raise ApiError(
             ErrorCode.UNSUPPORTED_FORMAT,
-            f"The array {clip(name)!r} has Python objects, which are pickled, and whoever reads a pickle "
-            "runs its code: no server takes one. Save floats: row.astype('float32').",
+            f"The array {clip(name)!r} has Python objects, which are pickled, and reading a pickle "
+            "runs its code: no server accepts one. Save floats: row.astype('float32').",
             _PARAM,
         )
     if dtype.kind != "f" or dtype.itemsize > np.dtype(np.float64).itemsize:

@@ -81,7 +81,7 @@ def _numbers(steps: Steps) -> Iterable[int]:
         start, step = steps.start or 0, steps.step if steps.step is not None else 1
         if min(start, steps.stop or 0) < 0 or step < 1:
             raise ValueError(
-                f"steps count from 0 and go forward, because nobody knows how many there will be; got {steps}"
+                f"steps count from 0 and go forward, because their number is unknown; got {steps}"
             )
         return range(start, steps.stop, step) if steps.stop is not None else itertools.count(start, step)
     try:

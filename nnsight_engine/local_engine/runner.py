@@ -147,14 +147,14 @@ class TraceRunner(ModelRunner):
                 self._model._rename(None)  # noqa: SLF001 - an envoy of ours
                 self._is_worn |= not self._pristine.restore()
             except Exception:
-                logger.exception("a trace left behind what cannot be undone")
+                logger.exception("a trace left changes that cannot be undone")
                 self._is_worn = True
             gc.collect()  # errors and blocks form reference cycles, which hold activations
         return not self._is_worn
 
     def _tracer(self, head: TraceHead) -> Tracer:
         if not self.settle():
-            raise RuntimeError("a trace has changed the model, and no other one is to run on it")
+            raise RuntimeError("a trace has changed the model, so no other trace may run on it")
         self._pristine.begin()
         return super()._tracer(head)
 

@@ -123,7 +123,7 @@ class _Serving:
         try:
             runner = load()
         except Exception as error:
-            logger.exception("what runs traces could not be loaded")
+            logger.exception("the trace runner could not be loaded")
             self._say({FAILED: f"{type(error).__name__}: {error}"})
             return
         gc.collect()
@@ -143,7 +143,9 @@ class _Serving:
             if answer.kind is FrameKind.RESULT and runner.failure:
                 self._send_event("ERROR", message=runner.failure)
             if runner.is_worn:
-                self._log("[the trace has changed the model's weights, which are loaded anew for others]")
+                self._log(
+                    "[the trace has changed the model's weights, which are reloaded for the next traces]"
+                )
             self._link.send(answer)
             del answer
             # From here on only the next trace waits.
@@ -165,7 +167,7 @@ class _Serving:
             runner.recover()
             return _refusal("cancelled", "the trace was cancelled")
         except Exception:
-            logger.exception("a trace failed on its way")
+            logger.exception("a trace failed in its process")
             return _refusal("internal_error", "the trace failed")
 
     def _log(self, text: str) -> None:

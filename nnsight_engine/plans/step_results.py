@@ -100,7 +100,7 @@ class StepResultsReader:
             try:
                 self._harvest_group(group, plan, records)
             except Exception as error:
-                logger.exception("a group of reads could not be harvested")
+                logger.exception("a group of reads could not be collected from the run")
                 for piece in group.slices:
                     piece.request.fail("intervention_failed", f"results could not be collected: {error}")
         for pattern in plan.patterns:
@@ -195,14 +195,14 @@ def _opening(plan: StepPlan) -> RunOpening:
 
 def _host_views(group: ReadGroup) -> list[npt.NDArray[np.generic]]:
     if group.parts is None:
-        raise RuntimeError("what this step has read was never collected")
+        raise RuntimeError("the reads of this step were never collected")
     return [_host_view(part) for part in group.parts]
 
 
 def _host_view(host: torch.Tensor | None) -> npt.NDArray[np.generic]:
     """Return a tensor's content, as integers if numpy lacks its dtype."""
     if host is None:
-        raise RuntimeError("what this step has read was never collected")
+        raise RuntimeError("the reads of this step were never collected")
     if host.dtype is torch.bfloat16:
         host = host.view(torch.int16)
     array: npt.NDArray[np.generic] = host.numpy()

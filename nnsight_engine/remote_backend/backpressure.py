@@ -22,7 +22,7 @@ class SlowReaderError(RuntimeError):
     def over(cls, max_bytes: int) -> SlowReaderError:
         """Return the error for one trace that exceeds its own limit."""
         return cls(
-            f"More than {max_bytes:,} bytes that the blocks told wait to be read, so the trace was ended. "
+            f"More than {max_bytes:,} bytes of the blocks' events are unread, so the trace was ended. "
             "Read its outputs faster, or save less at each step."
         )
 
@@ -30,7 +30,7 @@ class SlowReaderError(RuntimeError):
     def over_all(cls, max_bytes: int) -> SlowReaderError:
         """Return the error for the trace with the most unread bytes when the total limit is exceeded."""
         return cls(
-            f"More than {max_bytes:,} bytes that blocks of all traces told wait to be read, the most of them "
+            f"More than {max_bytes:,} bytes of all traces' events are unread, the most of them "
             "this trace's, so it was ended. Read its outputs faster, or save less at each step."
         )
 

@@ -85,7 +85,7 @@ class LocalBlockError(RuntimeError):
     def unreachable(cls) -> LocalBlockError:
         """Return the error for a trace whose client cannot be called."""
         return cls(
-            "tracer.local() needs its client, and nobody can be asked: write `with tracer.local():` in the "
+            "tracer.local() needs its client, and none is connected: write `with tracer.local():` in the "
             "trace's own block, with the name that the trace is bound to, and send it over HTTP with a "
             "client of this version"
         )
@@ -102,7 +102,7 @@ class LocalBlockError(RuntimeError):
     def unanswered(cls, timeout_s: float) -> LocalBlockError:
         """Return the error for a client that has disconnected or exceeds the timeout."""
         return cls(
-            f"nobody answered tracer.local() within {timeout_s:g} s (the server's local_block_timeout_s): "
+            f"no client answered tracer.local() within {timeout_s:g} s (the server's local_block_timeout_s): "
             "the client has gone, does not wait for its job, or computes for longer"
         )
 

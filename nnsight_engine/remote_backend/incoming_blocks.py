@@ -139,7 +139,7 @@ def outcome_pieces(
     try:
         return write(message, compress=compress)
     except EncodeError:
-        logger.debug("something saved cannot be sent", exc_info=True)
+        logger.debug("a saved value cannot be sent", exc_info=True)
     for block in message["blocks"]:
         try:
             write([block["saves"], block["flows"]])

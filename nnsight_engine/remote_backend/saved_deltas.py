@@ -29,7 +29,7 @@ def apply_news(saves: dict[str, Any], data: bytes) -> None:
             new[name] = [*(new if name in new else saves).get(name, ()), *items]
     except (DecodeError, LookupError, TypeError):
         # From a hostile block. The result at the end of the trace has all values that can be decoded.
-        logger.debug("something saved cannot be read", exc_info=True)
+        logger.debug("a saved value cannot be read", exc_info=True)
         return
     saves.update(new)
 

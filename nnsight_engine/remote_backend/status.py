@@ -104,7 +104,9 @@ def status(host: str | None = None, *, key: str | None = None) -> ServerStatus:
     try:
         return _status(transport.url, plain)
     except (KeyError, TypeError) as error:
-        raise RemoteError(f"{transport.url} told no status that this version reads: {error!r}") from error
+        raise RemoteError(
+            f"{transport.url} returned a status that this version cannot read: {error!r}"
+        ) from error
 
 
 def _status(url: str, plain: dict[str, Any]) -> ServerStatus:

@@ -176,7 +176,7 @@ def _opened(view: memoryview, limits: MessageLimits) -> tuple[tuple[int, ...], m
             f"the message asks for flags {flags:#x} and codec {codec}, which this version lacks"
         )
     if codec == _ZSTD and not limits.compressed:
-        raise DecodeError("the message is compressed, and nobody has asked for that")
+        raise DecodeError("the message is compressed, which was not requested")
     num_nodes, root, num_edges, num_ints, num_floats, num_texts, num_text_bytes, num_tensor_bytes = counts
     num_bytes = 5 * num_nodes + 4 * num_edges + 8 * (num_ints + num_floats) + 4 * num_texts
     num_bytes += num_text_bytes + num_tensor_bytes

@@ -106,7 +106,7 @@ class SourceReader:
             raise ChangedSourceError(
                 f"{name!r} has changed since the code that runs was loaded: what it says now, from line "
                 f"{code.co_firstlineno} on, is not that code. Start again, or import it anew (run the cell "
-                "again) and use what that defines. If nobody has edited it, a tool has rewritten the code on "
+                "again) and use what that defines. If it was not edited, a tool has rewritten the code on "
                 "its way (typeguard's @typechecked, Streamlit's magic): move the trace into a function, or a "
                 "module, that the tool leaves alone."
             )

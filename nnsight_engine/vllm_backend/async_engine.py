@@ -263,7 +263,7 @@ class InterventionAsyncLLM(AsyncLLM):
         except EngineDeadError:
             return
         except Exception:
-            logger.exception("the engine could not be told that a trace is over")
+            logger.exception("closing a trace in the engine failed")
 
     async def _forget_prompt(self, traced: TracedPrompt) -> None:
         try:

@@ -172,7 +172,7 @@ def _output(name: str, outputs: Mapping[str, Any]) -> RemoteOutput:
     """Return a request's output with all its choices."""
     choices = [(key, plain) for key, plain in outputs.items() if key.partition("/")[0] == name]
     if not choices:
-        raise LookupError(f"the server told nothing of what request {name} returned")
+        raise LookupError(f"the server returned no output of request {name}")
     first = choices[0][1]
     return RemoteOutput(
         prompt=first["prompt"],

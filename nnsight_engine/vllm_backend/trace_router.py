@@ -80,4 +80,4 @@ class TraceRouter:
             try:
                 listener(TraceEvent(index, choice, news, printed))
             except Exception:  # an error in vLLM's output handler would end the engine, calls this
-                logger.exception("what a block told could not be handed over")
+                logger.exception("an event of a block could not be delivered")

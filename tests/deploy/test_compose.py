@@ -1,4 +1,4 @@
-"""Compose's files, read as Compose reads them: their form, and what they promise about rights and order."""
+"""The Compose files, parsed as Compose does: their form, and guarantees about permissions and order."""
 
 from __future__ import annotations
 

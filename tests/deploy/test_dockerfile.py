@@ -1,4 +1,4 @@
-"""The Dockerfile, unbuilt: what a linter says, and what it promises about users, paths and packages."""
+"""The Dockerfile, without a build: a linter's findings, and guarantees about users, paths and packages."""
 
 from __future__ import annotations
 

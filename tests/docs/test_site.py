@@ -1,4 +1,4 @@
-"""The documentation site is built without a warning, has every page, and asks nobody for anything."""
+"""The documentation site builds without warnings, has every page, and requests nothing from other hosts."""
 
 from __future__ import annotations
 

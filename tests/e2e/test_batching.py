@@ -1,4 +1,4 @@
-"""Requests in one batch do not notice each other, and each gets what it would get alone."""
+"""Requests in one batch do not affect each other: each gets the result that it gets alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person tries first, against the real server: examples, the commands, the pictures of the docs."""
+"""First steps on the real server: the examples, the commands, the pictures of the docs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One client's request, whatever is in it, holds up nobody else: grammars, on a real server with keys."""
+"""A single hostile request does not delay other clients: grammars, on a real server with keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks inside the serving engine: what they read, write and save, on the bundled model in float32."""
+"""Blocks inside the serving engine: reads, writes and saves, on the bundled model in float32."""
 
 from __future__ import annotations
 

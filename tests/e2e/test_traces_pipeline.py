@@ -1,4 +1,4 @@
-"""Blocks over two pipeline stages: the same values, writes and errors as on one, and nobody else notices."""
+"""Blocks over two pipeline stages: the values, writes and errors of one stage, without effect on others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples that run a model in this process do what they say, on the bundled model."""
+"""The examples that run a model in this process give the described results, on the bundled model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model with attention heads that no library knows: what the extension guide's examples are written for."""
+"""A model with attention heads that no library knows, for the examples of the extension guide."""
 
 from __future__ import annotations
 

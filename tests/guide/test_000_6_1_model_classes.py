@@ -1,4 +1,4 @@
-"""The design document, sections 6 and 6.1: what the model classes are put together from."""
+"""The design document, sections 6 and 6.1: the composition of the model classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server of jobs, and what a client does with them."""
+"""A server with jobs, and client operations on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The audit log: who ran what, and nothing of what they wrote."""
+"""The audit log: it records who ran which operation, and no contents."""
 
 from __future__ import annotations
 

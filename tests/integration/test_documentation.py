@@ -1,4 +1,4 @@
-"""What the server says about itself."""
+"""The server's description of its API."""
 
 from __future__ import annotations
 

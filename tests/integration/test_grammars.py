@@ -1,4 +1,4 @@
-"""Grammars in processes of their own, without an engine: what is accepted, what is ended, and when."""
+"""Grammars in processes of their own, without an engine: which are accepted, which are ended, and when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs outlive their server: killed at any moment, the next one finds what was accepted."""
+"""Jobs survive their server: after a kill at any moment, the next server finds all accepted jobs."""
 
 from __future__ import annotations
 

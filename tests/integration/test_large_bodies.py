@@ -1,4 +1,4 @@
-"""Large bodies hold up nobody else, and mean what small ones do; on the real command's server."""
+"""Large bodies do not delay other requests and are parsed like small ones; on the real command's server."""
 
 from __future__ import annotations
 

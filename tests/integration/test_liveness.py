@@ -1,4 +1,4 @@
-"""What the tests of liveness see: a server that holds somebody up, and none that does not."""
+"""The liveness helpers detect a server that blocks its event loop, and report no other."""
 
 from __future__ import annotations
 

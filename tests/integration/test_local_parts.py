@@ -251,7 +251,7 @@ def test_a_client_that_does_not_answer_ends_its_trace(
         kept = save(nothing)
     backend = tracer.backend
     until(lambda: is_over(served, backend))
-    with pytest.raises(LocalBlockError, match="nobody answered"):
+    with pytest.raises(LocalBlockError, match="no client answered"):
         backend.wait()
     with pytest.raises(NameError):
         _ = kept

@@ -1,4 +1,4 @@
-"""``GET /metrics``: what it counts, of whom it says nothing, and that it answers whatever happens."""
+"""``GET /metrics``: the counters, the absence of personal data, and answers in every state of the server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the server shows in a browser comes from the server alone."""
+"""The server's pages load everything from the server itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a minute holds for keys and tenants: tokens, captured bytes, seconds of interventions."""
+"""Quotas per minute of keys and tenants: tokens, captured bytes, seconds of interventions."""
 
 from __future__ import annotations
 

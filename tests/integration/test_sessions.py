@@ -1,4 +1,4 @@
-"""Sessions on vLLM, whose engine is a fake here: what the processes do around it, what hostile ones get."""
+"""Sessions on vLLM with a fake engine: the processes around it, and hostile sessions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a server one tenant may have: the queue of jobs, what is stored, what it is told of the rest."""
+"""Shares of one tenant: queued jobs, stored bytes, and the visibility of other tenants' usage."""
 
 from __future__ import annotations
 

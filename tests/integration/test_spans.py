@@ -1,4 +1,4 @@
-"""What a collector of OpenTelemetry traces is sent of work that no request waits for, or only from afar."""
+"""OpenTelemetry spans of work that no request waits for, and of work in other processes."""
 
 from __future__ import annotations
 

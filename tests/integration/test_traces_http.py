@@ -1,4 +1,4 @@
-"""Traces over HTTP: what is answered in which order, what is refused, and who may send code at all."""
+"""Traces over HTTP: the order of frames, refusals, and the senders whose code is accepted."""
 
 from __future__ import annotations
 

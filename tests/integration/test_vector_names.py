@@ -1,4 +1,4 @@
-"""Names of vectors in operations: what they mean, to whom, and what the answer says of it."""
+"""Names of vectors in operations: resolution, visibility, and the vector reported in the response."""
 
 from __future__ import annotations
 

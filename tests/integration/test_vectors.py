@@ -1,4 +1,4 @@
-"""Vectors that the server keeps: what is taken and told, and what is refused without a trace of it."""
+"""Stored vectors: accepted uploads, their properties, and refusals that leave nothing behind."""
 
 from __future__ import annotations
 

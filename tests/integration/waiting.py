@@ -1,4 +1,4 @@
-"""Waiting in tests for what tells nobody when it happens."""
+"""Polling in tests for conditions without a notification."""
 
 from __future__ import annotations
 

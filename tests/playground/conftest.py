@@ -1,4 +1,4 @@
-"""A browser as Debian packages it, and what it must never say while the playground is open in it."""
+"""A browser as packaged by Debian, which fails a test on errors while the playground is open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is served is what the sources give: a build of the locked packages, byte for byte."""
+"""The served playground equals a build of the sources with locked packages, byte for byte."""
 
 from __future__ import annotations
 

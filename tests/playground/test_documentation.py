@@ -1,4 +1,4 @@
-"""The documentation of the API in a browser: it is shown, sends requests, and asks nobody but its server."""
+"""The API documentation in a browser: it renders, sends requests, and contacts only its server."""
 
 from __future__ import annotations
 

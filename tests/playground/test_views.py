@@ -1,4 +1,4 @@
-"""Each view on the real model: what it shows is what the API says, and what it copies does the same."""
+"""Each view on the real model: it shows the API's results, and copied requests give the same results."""
 
 from __future__ import annotations
 

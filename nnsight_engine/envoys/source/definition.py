@@ -78,7 +78,7 @@ def find_definition(function: FunctionType, name: str) -> Definition:
             "define the function in a file or a notebook cell",
         ) from error
     if not isinstance(node, FunctionNode):
-        raise SourceNotAvailableError(name, "it is not the work of a def statement", "write it as one")
+        raise SourceNotAvailableError(name, "it was not defined by a def statement", "write it as one")
     num_lines = (node.end_lineno or node.lineno) - code.co_firstlineno + 1
     lines = tuple(line.rstrip("\r\n") for line in block[:num_lines])
     definition = Definition(node, lines, code.co_firstlineno, imported)

@@ -70,7 +70,7 @@ class Reporting:
         try:
             return news.of(saves())
         except Exception:
-            logger.exception("what a block has saved cannot be told; it is collected in the end")
+            logger.exception("the saved values of a block cannot be reported; they are collected at its end")
             del self._news[request_id]
             return None
 

@@ -114,7 +114,7 @@ class TraceEnd:
             told: dict[str, Any] = self._threads.run(lambda: encode_error(error))
         except BaseException as failed:  # noqa: BLE001 - whatever that code does
             name, why = type(error).__name__, type(failed).__name__
-            return encode_error(RuntimeError(f"the block raised {name}, which cannot be told: {why}"))
+            return encode_error(RuntimeError(f"the block raised {name}, which cannot be sent: {why}"))
         return told
 
 

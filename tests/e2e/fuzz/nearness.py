@@ -1,4 +1,4 @@
-"""Whether values, log-probabilities and ranks are as near to what is expected as rounding lets them be."""
+"""Comparison of values, log-probabilities and ranks with expected ones, within rounding."""
 
 from __future__ import annotations
 

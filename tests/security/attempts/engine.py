@@ -1,4 +1,4 @@
-"""What the engine's objects hold: modules, weights, the other requests' values, the interleaver."""
+"""Objects of the engine: modules, weights, the values of other requests, the interleaver."""
 
 from __future__ import annotations
 

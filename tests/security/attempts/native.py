@@ -1,4 +1,4 @@
-"""Roads past Python: system calls, other processes, what a process says to its engine, and not ending."""
+"""Ways past Python: system calls, other processes, messages to the engine, and endless loops."""
 
 NATIVE = {
     "open": "got = open(canary).read()",

@@ -1,4 +1,4 @@
-"""The operation ``trace``: what is accepted, and what is refused with its field."""
+"""The operation ``trace``: accepted requests, and refusals with the field at fault."""
 
 from __future__ import annotations
 

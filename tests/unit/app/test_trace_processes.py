@@ -39,7 +39,7 @@ async def test_a_trace_whose_client_does_not_read_is_ended_with_a_typed_error() 
         job.tell(JobStatus.LOG, "x" * 2**20)
     assert job.cancelled.is_set()
     assert job.frames.qsize() < 10
-    with pytest.raises(ApiError, match="wait to be read") as caught:
+    with pytest.raises(ApiError, match="are unread") as caught:
         await read(job)
     assert caught.value.code is ErrorCode.CAPTURE_TOO_LARGE
     assert unread.num_bytes == 0

@@ -1,4 +1,4 @@
-"""What a request asks for, read off a body that nobody has checked."""
+"""Estimates of a request's tokens from an unvalidated body."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checking keys: what it costs tells nothing of them, and nobody can make it cost others much."""
+"""Key checks: their timing reveals nothing about keys, and no client can make them costly for others."""
 
 from __future__ import annotations
 
