@@ -11,7 +11,7 @@ import pytest
 from loadtests.asked import HOSTILE, SCENARIOS
 from loadtests.summary import Summary, read
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
 # Long prompts are left out: one may take the whole of so short a run, in which others go before it.
 SERVED = [kind for kind in SCENARIOS["mixed"] if kind not in {*HOSTILE, "long-prompt"}]

@@ -45,7 +45,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     name = f"{metafunc.definition.path.name}::{metafunc.definition.originalname}"
     places: list[Any] = [LOCAL]
     if name not in LOCAL_ONLY:
-        places.append(pytest.param(REMOTE, marks=pytest.mark.e2e))
+        places.append(pytest.param(REMOTE, marks=[pytest.mark.e2e, pytest.mark.heavy]))
     metafunc.parametrize("where", places, indirect=True, scope="session")
 
 

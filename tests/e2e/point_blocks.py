@@ -1,15 +1,11 @@
-"""One block, two engines: what standard points read and write on vLLM is what they do on ``LanguageModel``.
+"""Blocks that read and write at standard points, and give the same on ``LanguageModel`` and on vLLM.
 
-``python -m tests.e2e.trace_points_check FOLDER FAMILY...`` writes the families' checkpoints, runs every block
-of ``BLOCKS`` on both engines and writes ``report.json``: by family and block what went wrong, or null. It is
-a process of its own because vLLM's Transformers backend (GPT-NeoX) changes transformers' classes: all that
-``LanguageModel`` computes is computed before the first engine starts. ``test_trace_points`` reads the report.
+vLLM's Transformers backend (GPT-NeoX) changes transformers' classes for the whole process: all that
+``LanguageModel`` computes is to be computed before the first engine starts.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +15,6 @@ import torch
 
 from nnsight_engine import LanguageModel, save
 from nnsight_engine.vllm_backend.vllm import VLLM
-from tests.e2e.check_process import REPORT
-from tests.families.checkpoints import write_checkpoint
 
 PROMPT: Final = [45, 257, 80, 301, 77, 78, 260, 90]
 OTHER: Final = [91, 120, 33, 44, 260, 18, 77, 45]
@@ -216,26 +210,15 @@ BLOCKS: Final[dict[str, Callable[[Any], Values]]] = {
 }
 
 
-def expected(checkpoint: Path) -> dict[str, Values | str]:
+def expected_values(checkpoint: Path) -> dict[str, Values | str]:
     """Return what ``LanguageModel`` gives, or how it failed."""
     model = LanguageModel(str(checkpoint), dtype=torch.float32, attn_implementation="eager", dispatch=True)
     return {name: tried(block, model) for name, block in BLOCKS.items()}
 
 
-def compared(checkpoint: Path, wanted: dict[str, Values | str]) -> dict[str, str | None]:
+def compared(model: VLLM, wanted: dict[str, Values | str]) -> dict[str, str | None]:
     """Run the blocks on vLLM; returns what went wrong with each."""
-    model = VLLM(
-        str(checkpoint),
-        dispatch=True,
-        enforce_eager=True,
-        dtype="float32",
-        max_model_len=64,
-        max_num_seqs=4,
-        num_gpu_blocks_override=32,
-    )
-    report = {name: difference(wanted[name], tried(block, model)) for name, block in BLOCKS.items()}
-    model.shutdown()
-    return report
+    return {name: difference(wanted[name], tried(block, model)) for name, block in BLOCKS.items()}
 
 
 def tried(block: Callable[[Any], Values], model: Any) -> Values | str:
@@ -262,16 +245,3 @@ def _apart(wanted: torch.Tensor, got: torch.Tensor) -> str:
         return f"of shape {tuple(wanted.shape)} and {tuple(got.shape)}"
     difference = float((wanted - got).abs().max() / wanted.abs().max().clamp_min(1e-6))
     return "" if difference < _RELATIVE else f"apart by {difference:.2g} of the largest"
-
-
-def main() -> None:
-    """Check the families named on the command line."""
-    folder, *families = sys.argv[1:]
-    checkpoints = {family: write_checkpoint(family, Path(folder) / family) for family in families}
-    wanted = {family: expected(checkpoint) for family, checkpoint in checkpoints.items()}
-    report = {family: compared(checkpoint, wanted[family]) for family, checkpoint in checkpoints.items()}
-    (Path(folder) / REPORT).write_text(json.dumps(report))
-
-
-if __name__ == "__main__":
-    main()
