@@ -1,4 +1,4 @@
-"""A model with attention heads that no library knows: what the extension guide's examples are written for."""
+"""A model with attention heads that no library knows: for examples of envoys of one's own."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def bert() -> LanguageModel:
     )
     torch.manual_seed(0)
     module = BertForSequenceClassification(config).eval()
-    with warnings.catch_warnings():  # BERT has modules called `output`, see section 4.6
+    with warnings.catch_warnings():  # BERT has modules called `output`, an envoy's own name
         warnings.simplefilter("ignore")
         return LanguageModel(module, tokenizer=tokenizer)
 
