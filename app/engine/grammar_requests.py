@@ -28,7 +28,7 @@ async def read_accepted(model: type[Any], body: JsonObject, accept: Accept) -> A
 
     Args:
         model: vLLM's request model.
-        body: The JSON; vLLM may modify it.
+        body: The JSON.
         accept: Admits a grammar for a sender, or raises ApiError.
 
     Raises:

@@ -41,7 +41,7 @@ from app.engine.slot_pool import SlotPool
 from app.engine.tokenizing import ids_of, texts_of, tokenize_request
 from app.engine.traces import TraceEngine
 from app.engine.vllm_errors import raised, said_dead, word_streams
-from app.engine.vllm_refusals import RefusedError, refusals
+from app.engine.vllm_refusals import Refusals, RefusedError
 from app.engine.vllm_requests import begun
 from app.engine.vllm_traces import VLLMTraceEngine
 from app.errors import DONE_FRAME
@@ -340,19 +340,20 @@ class VLLMEngineClient:
         serving, given = self._vllm_app.state.serving_tokenization, ids_of(wanted)
         serve = serving.create_tokenize if given is None else serving.create_detokenize
         request = await tokenize_request(wanted, self.engine.spec)
-        answer = await self._serve(serve, request, http, wanted.root.model_dump(exclude_none=True))
+        refusals = Refusals(wanted.root.model_dump(exclude_none=True), type(request).model_fields)
+        answer = await self._serve(serve, request, http, refusals)
         ids: list[int] = answer.tokens if given is None else given
         texts = await asyncio.to_thread(texts_of, ids, self._texts.text)
         tokens = [{"id": token_id, "text": text} for token_id, text in zip(ids, texts, strict=True)]
         return EngineReply(body={"model": self.served().names[0], "tokens": tokens})
 
     async def _plain(self, model: type[Any], serve: Serve, body: JsonObject, http: Request) -> EngineReply:
-        given = dict(body)
         request = await self._read(model, body)
-        answer = await self._serve(serve, request, http, given)
+        refusals = Refusals(body, model.model_fields)
+        answer = await self._serve(serve, request, http, refusals)
         if hasattr(answer, "model_dump"):
             return EngineReply(body=answer.model_dump())
-        return EngineReply(stream=await begun(answer, given, [*model.model_fields]))
+        return EngineReply(stream=await begun(answer, refusals))
 
     async def _read(self, model: type[Any], body: JsonObject) -> Any:
         return await read_accepted(model, body, self._grammars.accept)
@@ -368,7 +369,6 @@ class VLLMEngineClient:
         *,
         inline: bool,
     ) -> EngineReply:
-        given = dict(body)
         request = await self._read(model, body)
         if getattr(request, "use_beam_search", False):
             raise ApiError(
@@ -380,16 +380,18 @@ class VLLMEngineClient:
         call = await self._call(interventions, http, streams=bool(request.stream))
         request.set_ticket(call.ticket)
         engine.open_call(call)
+        refusals = Refusals(body, model.model_fields)
         streams = False
         try:
-            answer = await self._serve(serve, request, http, given)
+            answer = await self._serve(serve, request, http, refusals)
             num_choices = request.n or 1
             if not hasattr(answer, "model_dump"):
-                frames = await begun(answer, given, [*model.model_fields])
+                frames = await begun(answer, refusals)
                 streams = True
                 return EngineReply(stream=self._stream(frames, engine, call, num_choices, owner))
-            body = answer.model_dump()
-            return EngineReply(body=await self._whole(body, call, num_choices, owner, inline=inline))
+            return EngineReply(
+                body=await self._whole(answer.model_dump(), call, num_choices, owner, inline=inline)
+            )
         except ApiError as refusal:
             if call.failure is not None:
                 raise call.failure from refusal
@@ -416,9 +418,9 @@ class VLLMEngineClient:
             return call
         return InterventionCall(interventions, self.engine.spec, self._texts.token, stream=streams)
 
-    async def _serve(self, serve: Serve, request: Any, http: Request, body: JsonObject) -> Any:
-        """Have vLLM answer; raises ApiError for what it refuses."""
-        with refusals(body, [*type(request).model_fields]):
+    async def _serve(self, serve: Serve, request: Any, http: Request, refusals: Refusals) -> Any:
+        """Have vLLM answer; raises ApiError if it refuses the request."""
+        with refusals:
             try:
                 answer = await serve(request, self._as_vllm(http))
             except ApiError:

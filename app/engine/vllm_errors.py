@@ -13,7 +13,7 @@ from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMValidationEr
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.engine.vllm_refusals import TOO_LARGE, RefusedError, refused
+from app.engine.vllm_refusals import TOO_LARGE, Refusals, RefusedError
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def translated(error: Exception, field: str, given: Mapping[str, Any]) -> ApiErr
         return ApiError(ErrorCode.QUEUE_FULL, str(error), field)
     if isinstance(error, VLLMClientError):
         names = SamplingParams.__struct_fields__
-        made = refused(RefusedError.of(error), given, [*names, _PROMPT])
+        made = Refusals(given, (*names, _PROMPT)).refused(RefusedError.of(error))
         top = (made.param or "").partition(".")[0]
         place = f".sampling.{made.param}" if top in names else f".{_PROMPT}" if top == _PROMPT else ""
         return ApiError(made.code, made.message, f"{field}{place}")

@@ -8,10 +8,9 @@ that this rule cannot derive.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -20,7 +19,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
 from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.excerpt import clip, excerpt
+from api_schemas.excerpt import excerpt
 from api_schemas.interventions import path_in
 from app.errors import internal_error
 
@@ -124,92 +123,102 @@ class RefusedError(Exception):
         return cls.of_answer(create_error_response(error))
 
 
-@contextlib.contextmanager
-def refusals(body: Mapping[str, Any], fields: Sequence[str]) -> Iterator[None]:
-    """Raise ApiError where vLLM refuses a body in the block.
+class Refusals:
+    """Errors of this server for vLLM's refusals of one body.
+
+    A context manager, which may be entered repeatedly: it raises ApiError for
+    a ``RefusedError`` of its block.
 
     Args:
         body: The request's JSON.
         fields: The fields of vLLM's model of it.
     """
-    try:
-        yield
-    except RefusedError as error:
-        raise refused(error, body, fields) from error
 
+    __slots__ = ("_body", "_fields")
 
-def refused(error: RefusedError, body: Mapping[str, Any], fields: Sequence[str]) -> ApiError:
-    """Return a refusal of vLLM's as an error of ours; see ``refusals``."""
-    if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
-        return ApiError(ErrorCode.QUEUE_FULL, f"{_sentence(error.text)}; send this again later.")
-    if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR and error.status != HTTPStatus.NOT_IMPLEMENTED:
-        return internal_error()
-    text = _sentence(error.text)
-    kind = _kind(text)
-    param = _param(kind, error.param, text, body, fields)
-    return _worded(text, param, body, kind)
+    def __init__(self, body: Mapping[str, Any], fields: Collection[str]) -> None:
+        self._body = body
+        self._fields = fields
 
+    def __enter__(self) -> None:
+        """Enter a block in which vLLM may refuse the body."""
 
-def invalid(problems: Sequence[ErrorDetails], body: Mapping[str, Any], fields: Sequence[str]) -> ApiError:
-    """Return pydantic's problems with a body as one error, about the first invalid field.
+    def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
+        """Raise ApiError if vLLM refused the body."""
+        if isinstance(error, RefusedError):
+            raise self.refused(error) from error
 
-    For a field of a union type the message lists the problem of each type, at the deepest path.
-    """
-    placed = [(_place(one, body), one["msg"]) for one in problems[:_MANY]]
-    top = placed[0][0][:1]
-    deepest = max((place for place, _ in placed if place[:1] == top), key=len)
-    said = dict.fromkeys(
-        message.removeprefix("Value error, ").replace(*_FRACTION)
-        for place, message in placed
-        if place == deepest
-    )
-    text = _sentence("; or ".join([*said][:_MAX_PROBLEMS]))
-    kind = _kind(text)
-    param = ".".join(deepest) or _param(kind, None, text, body, fields)
-    return _worded(text if param is None else f"`{param}`: {text}", param, body, _Kind("", step=kind.step))
+    def refused(self, error: RefusedError) -> ApiError:
+        """Return the error of this server for a refusal."""
+        if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
+            return ApiError(ErrorCode.QUEUE_FULL, f"{_sentence(error.text)}; send this again later.")
+        if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR and error.status != HTTPStatus.NOT_IMPLEMENTED:
+            return internal_error()
+        text = _sentence(error.text)
+        kind = _kind(text)
+        return self._worded(text, self._param(kind, error.param, text), kind)
 
+    def invalid(self, problems: Sequence[ErrorDetails]) -> ApiError:
+        """Return pydantic's problems with the body as one error, about the first invalid field.
 
-def _place(problem: ErrorDetails, body: Mapping[str, Any]) -> list[str]:
-    return path_in(body, problem["loc"], keep_last=problem["type"] == "missing")
+        For a field of a union type the message lists the problem of each type, at the deepest path.
+        """
+        placed = [(self._place(one), one["msg"]) for one in problems[:_MANY]]
+        top = placed[0][0][:1]
+        deepest = max((place for place, _ in placed if place[:1] == top), key=len)
+        messages = dict.fromkeys(
+            message.removeprefix("Value error, ").replace(*_FRACTION)
+            for place, message in placed
+            if place == deepest
+        )
+        text = _sentence("; or ".join([*messages][:_MAX_PROBLEMS]))
+        kind = _kind(text)
+        param = ".".join(deepest) or self._param(kind, None, text)
+        return self._worded(text if param is None else f"`{param}`: {text}", param, _Kind("", step=kind.step))
+
+    def _place(self, problem: ErrorDetails) -> list[str]:
+        return path_in(self._body, problem["loc"], keep_last=problem["type"] == "missing")
+
+    def _worded(self, text: str, param: str | None, kind: _Kind) -> ApiError:
+        found = () if param is None else _found(self._body, param)
+        value = "".join(
+            f", got {excerpt(one)}" for one in found if "got" not in text and excerpt(one) not in text
+        )
+        step = _step(param, is_given=bool(found)) if kind.step is None else kind.step
+        return ApiError(kind.code, f"{text}{value}{f'; {step}' if step else ''}.", param)
+
+    def _param(self, kind: _Kind, named: str | None, text: str) -> str | None:
+        """Return the path of the field that a refusal is about; None if unknown."""
+        fields = self._fields
+        if named is not None and named.partition(".")[0] in fields:
+            param: str | None = named
+        elif text.startswith(TOO_LARGE):
+            param = next((name for name in fields if _is_huge(self._body.get(name))), None)
+        elif kind.params:
+            param = self._first(kind.params)
+        elif named is not None:  # a part of the prompt: an image, a text, its token ids
+            param = self._first(_INPUT)
+        else:
+            param = _mentioned(text, fields)
+        other = _INSTEAD.get(param or "")
+        return other if other is not None and other in fields and _sets(self._body.get(other)) else param
+
+    def _first(self, names: Sequence[str]) -> str | None:
+        """Return the first of some fields that the body has, else the first that it may have."""
+        known = [name for name in names if name in self._fields]
+        return next((name for name in known if self._body.get(name) is not None), next(iter(known), None))
 
 
 def _kind(text: str) -> _Kind:
     return next((one for one in _KINDS if re.search(one.pattern, text)), _OTHER)
 
 
-def _worded(text: str, param: str | None, body: Mapping[str, Any], kind: _Kind) -> ApiError:
-    found = () if param is None else _found(body, param)
-    value = "".join(
-        f", got {excerpt(one)}" for one in found if "got" not in text and excerpt(one) not in text
-    )
-    step = _step(param, body) if kind.step is None else kind.step
-    return ApiError(kind.code, f"{text}{value}{f'; {step}' if step else ''}.", param)
-
-
-def _step(param: str | None, body: Mapping[str, Any]) -> str:
+def _step(param: str | None, *, is_given: bool) -> str:
     if param is None:
         return "compare the request's fields with /docs"
-    if not _found(body, param):
+    if not is_given:
         return f"send `{param}`, which /docs describes"
     return f"send another `{param}`" if param in _INPUT else f"change `{param}`, or omit it; see /docs"
-
-
-def _param(
-    kind: _Kind, named: str | None, text: str, body: Mapping[str, Any], fields: Sequence[str]
-) -> str | None:
-    """Return the path of the field that a refusal is about; None if unknown."""
-    if named is not None and named.partition(".")[0] in fields:
-        param: str | None = named
-    elif text.startswith(TOO_LARGE):
-        param = next((name for name in fields if _is_huge(body.get(name))), None)
-    elif kind.params:
-        param = _first(kind.params, body, fields)
-    elif named is not None:  # a part of the prompt: an image, a text, its token ids
-        param = _first(_INPUT, body, fields)
-    else:
-        param = _mentioned(text, fields)
-    other = _INSTEAD.get(param or "")
-    return other if other is not None and other in fields and _sets(body.get(other)) else param
 
 
 def _is_huge(value: object) -> bool:
@@ -221,14 +230,7 @@ def _is_huge(value: object) -> bool:
     return isinstance(value, list) and any(map(_is_huge, value))
 
 
-def _first(names: Sequence[str], body: Mapping[str, Any], fields: Sequence[str]) -> str | None:
-    """Return the first of some fields that the body has, else the first that it may have."""
-    return next((name for name in names if body.get(name) is not None and name in fields), None) or next(
-        (name for name in names if name in fields), None
-    )
-
-
-def _mentioned(text: str, fields: Sequence[str]) -> str | None:
+def _mentioned(text: str, fields: Collection[str]) -> str | None:
     """Return the first field in backquotes, else one that begins the text or has an underscore."""
     words = [one[0] for one in _WORD.finditer(text)]
     quoted = (one.strip("`").partition(".")[0] for one in words if one.startswith("`"))
@@ -256,7 +258,7 @@ def _found(body: Mapping[str, Any], param: str) -> tuple[Any, ...]:
 def _sentence(text: str) -> str:
     """Return vLLM's text, clipped, without appended arguments and final punctuation."""
     plain = " ".join(_EXTRAS.sub("", text).split()).rstrip(".!;, ")
-    return clip(plain) if not plain else plain[:_MAX_TEXT]
+    return plain[:_MAX_TEXT]
 
 
-__all__ = ["TOO_LARGE", "RefusedError", "invalid", "refusals", "refused"]
+__all__ = ["TOO_LARGE", "Refusals", "RefusedError"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
@@ -18,7 +18,7 @@ from vllm.exceptions import VLLMClientError, VLLMValidationError
 
 from api_schemas.errors import ApiError, ErrorCode
 from app.engine.client import JsonObject
-from app.engine.vllm_refusals import RefusedError, invalid, refusals, refused
+from app.engine.vllm_refusals import Refusals, RefusedError
 
 _TRANSFERS: Final = {"kv_transfer_params", "ec_transfer_params"}
 
@@ -28,28 +28,28 @@ async def read_request(model: type[BaseModel], body: JsonObject, *, in_thread: b
 
     Args:
         model: vLLM's request model.
-        body: The JSON; vLLM may modify it.
+        body: The JSON.
         in_thread: Whether to validate in a thread, because validation may take long.
 
     Raises:
         ApiError: The body is invalid, or vLLM would accept it and fail later.
     """
-    given, fields = dict(body), [*model.model_fields]
+    own = dict(body)  # vLLM's validators modify it
     try:
         try:
             validate = model.model_validate
-            request = await asyncio.to_thread(validate, body) if in_thread else validate(body)
+            request = await asyncio.to_thread(validate, own) if in_thread else validate(own)
         except (ValidationError, VLLMClientError):
             raise
         except Exception as error:
-            _fields_of(model).model_validate(body)  # raises for a field of a wrong type, if there is one
+            _fields_of(model).model_validate(own)  # raises for a field of a wrong type, if there is one
             raise VLLMValidationError(
                 f"A field of this request cannot be read ({type(error).__name__}: {error})"
             ) from error
     except ValidationError as error:
-        raise invalid(error.errors(include_url=False), given, fields) from error
+        raise Refusals(body, model.model_fields).invalid(error.errors(include_url=False)) from error
     except VLLMClientError as error:
-        raise refused(RefusedError.of(error), given, fields) from error
+        raise Refusals(body, model.model_fields).refused(RefusedError.of(error)) from error
     _check(request)
     return request
 
@@ -74,28 +74,25 @@ def _check(request: Any) -> None:
         )
 
 
-async def begun(
-    frames: AsyncGenerator[str, None], body: JsonObject, fields: Sequence[str]
-) -> AsyncIterator[str]:
+async def begun(frames: AsyncGenerator[str, None], refusals: Refusals) -> AsyncIterator[str]:
     """Return vLLM's stream once its first event has arrived.
 
     vLLM validates much of a request only when its stream begins.
 
     Args:
         frames: vLLM's stream.
-        body: The request's JSON.
-        fields: The fields of vLLM's model of it.
+        refusals: The errors for vLLM's refusals of the request's body.
 
     Raises:
         ApiError: The request is refused, as it would have been without streaming.
     """
     try:
-        with refusals(body, fields):
+        with refusals:
             first = await anext(frames, None)
     except BaseException:
         await frames.aclose()
         raise
-    return _Begun(first, frames, body, fields)
+    return _Begun(first, frames, refusals)
 
 
 class _Begun:
@@ -105,20 +102,17 @@ class _Begun:
     of the stream would stay open.
     """
 
-    def __init__(
-        self, first: str | None, rest: AsyncGenerator[str, None], body: JsonObject, fields: Sequence[str]
-    ) -> None:
+    def __init__(self, first: str | None, rest: AsyncGenerator[str, None], refusals: Refusals) -> None:
         self._first = first
         self._rest = rest
-        self._body = body
-        self._fields = fields
+        self._refusals = refusals
 
     def __aiter__(self) -> _Begun:
         return self
 
     async def __anext__(self) -> str:
         first, self._first = self._first, None
-        with refusals(self._body, self._fields):
+        with self._refusals:
             return await anext(self._rest) if first is None else first
 
     async def aclose(self) -> None:

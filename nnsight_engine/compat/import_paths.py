@@ -81,12 +81,11 @@ class _Path(ModuleType):
         return self.__all__
 
 
-def add_paths(root: str) -> ModuleType:
-    """Register the modules of all paths below ``root``, and return the one of ``root`` itself."""
+def add_paths(root: str) -> None:
+    """Register the modules of all paths below ``root``."""
     for path, names in PATHS.items():
         homes = {name: home for home, listed in names.items() for name in listed.split()}
         _add(f"{root}.{path}", homes)
-    return sys.modules[root]
 
 
 def _add(name: str, homes: dict[str, str]) -> None:

@@ -191,13 +191,13 @@ class HttpTransport:
 
     def _is_final(self, job_id: str, end: float | None) -> bool:
         """Return whether a job has ended; not retried, since ``followed`` retries until the deadline."""
-        answer = _object(self._send("GET", f"{self.url}/v1/jobs/{job_id}", read_s=_left_s(end)))
+        answer = _object(self._send("GET", f"{self.url}/v1/jobs/{job_id}", read_s=_read_timeout(end)))
         return JobStatus(answer["status"]).is_final
 
     def _events(self, job_id: str, after: int, end: float | None) -> Iterator[dict[str, Any]]:
         path = f"{self.url}/v1/jobs/{job_id}/events?after={after}"
         # The server sends heartbeats, so only the caller's deadline can be shorter.
-        read_s = _left_s(end)
+        read_s = _read_timeout(end)
         response = self._send(
             "GET", path, headers={"accept": "text/event-stream"}, stream=True, read_s=read_s
         )
@@ -315,9 +315,13 @@ def _timeout(read_s: float = _READ_S) -> httpx.Timeout:
     return httpx.Timeout(read_s, connect=min(_CONNECT_S, read_s))
 
 
-def _left_s(end: float | None) -> float:
-    """Return the read timeout of a request that has to end at a deadline."""
-    return _READ_S if end is None else max(end - time.monotonic(), 0.001)
+def seconds_until(end: float) -> float:
+    """Return the seconds until a deadline on the monotonic clock, as a timeout: positive."""
+    return max(end - time.monotonic(), 0.001)
+
+
+def _read_timeout(end: float | None) -> float:
+    return _READ_S if end is None else seconds_until(end)
 
 
 def _pieces(content: bytes, progress: Progress | None) -> Iterator[bytes]:

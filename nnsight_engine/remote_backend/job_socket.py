@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -17,7 +16,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from nnsight_engine.remote_backend.errors import RemoteConnectionError, RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameReader, called, calling
-from nnsight_engine.remote_backend.http import MAX_FRAME_BYTES, HttpTransport
+from nnsight_engine.remote_backend.http import MAX_FRAME_BYTES, HttpTransport, seconds_until
 
 Run = Callable[[memoryview], bytes]
 """Runs a part of a block as requested by a message, and returns the response message."""
@@ -59,22 +58,20 @@ def _connection(
 
 
 def _connected(http: HttpTransport, job_id: str, after: int, end: float | None) -> ClientConnection:
-    left_s = _OPEN_S if end is None else max(end - time.monotonic(), 0.001)
     address = "ws" + http.url.removeprefix("http")
     return connect(
         f"{address}/v1/jobs/{job_id}/events?after={after}&local=true",
         additional_headers=http.headers(),
         compression=None,
         max_size=None,
-        open_timeout=min(_OPEN_S, left_s),
+        open_timeout=_OPEN_S if end is None else min(_OPEN_S, seconds_until(end)),
     )
 
 
 def _events(socket: ClientConnection, run: Run, end: float | None) -> Iterator[dict[str, Any]]:
     reader = FrameReader(MAX_FRAME_BYTES)
     while True:
-        left = None if end is None else max(end - time.monotonic(), 0.001)
-        message = socket.recv(timeout=left)
+        message = socket.recv(timeout=None if end is None else seconds_until(end))
         if isinstance(message, str):
             event = json.loads(message)
             if event.get("type") == "event":

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from nnsight_engine.serialization.errors import DecodeError
+from nnsight_engine.serialization.limits import is_model_output
 
 if TYPE_CHECKING:
     from nnsight_engine.serialization.decoder import Decoder
@@ -74,7 +75,7 @@ def check_call(decoder: Decoder, value: Any, args: tuple[Any, ...], kwargs: dict
             f"the message asks to call a {type(value).__name__}, which this side does not do for one"
         )
     _check_class(value)
-    if _is_transformers(value) and not _is_model_output(value):
+    if _is_transformers(value) and not is_model_output(value):
         raise DecodeError(
             f"the message asks to call {value.__qualname__}, which this side does not do for one"
         )
@@ -94,7 +95,7 @@ def has_kind(value: type) -> bool:
 
 
 def _are_its_arguments(kind: type, args: tuple[Any, ...]) -> bool:
-    if _is_model_output(kind):
+    if is_model_output(kind):
         return True
     if _is_named_result(kind):
         # A list would hide its depth, and long chains of named results are freed by recursion.
@@ -163,10 +164,6 @@ def check_member(value: Any) -> None:
     """
     if not isinstance(value, type(None) | bool | int | float | str):
         raise DecodeError(f"a member of an enum has a {type(value).__name__} as its value")
-
-
-def _is_model_output(kind: type) -> bool:
-    return any(base.__name__ == "ModelOutput" for base in kind.__mro__)
 
 
 def _is_transformers(kind: type) -> bool:

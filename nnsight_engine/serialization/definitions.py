@@ -86,7 +86,6 @@ def piece_of_class(kind: type) -> tuple[SourceFragment, CodeType, dict[str, Any]
     Raises:
         NoSourceError: The source is not available.
     """
-    changed = None
     for source, globals_ in _sources_of(kind):
         every = itertools.chain.from_iterable(_by_first_line(source.tree).values())
         nodes = [
@@ -102,8 +101,6 @@ def piece_of_class(kind: type) -> tuple[SourceFragment, CodeType, dict[str, Any]
         body = _body_of(source, kind.__qualname__, first_line(node))
         piece = _piece(source, node, node.name, kind.__qualname__, None, body.co_flags)
         return piece, body, globals_
-    if changed is not None:
-        raise NoSourceError(f"the text of {changed!r} has changed since it was loaded; start again")
     raise NoSourceError(
         "its source is not to be had; define the class with a `class` statement in a file or a cell, or send "
         "its data in a dict"

@@ -116,8 +116,12 @@ def is_data_class(value: object, module: str, name: str) -> bool:
         return True
     if (value.__module__, value.__qualname__) != (module, name):
         return False
-    is_model_output = any(base.__name__ == "ModelOutput" for base in value.__mro__)
-    return is_model_output or not module.startswith(_MODEL_MODULES)
+    return is_model_output(value) or not module.startswith(_MODEL_MODULES)
+
+
+def is_model_output(kind: type) -> bool:
+    """Return whether a class is a transformers model output."""
+    return any(base.__name__ == "ModelOutput" for base in kind.__mro__)
 
 
 def _anything(_module: str, _name: str) -> bool:

@@ -190,6 +190,11 @@ def platform_worker_class() -> Any:
     return resolve_obj_by_qualname(name)
 
 
+def entry_of(params: Any, key: str) -> Any:
+    """Return the entry that sampling parameters carry under ``key``, or None; a pooling request has none."""
+    return None if params is None else (params.extra_args or {}).get(key)
+
+
 def brings(params: Any, key: str) -> bool:
     """Return whether sampling parameters (None for a pooling request) carry an entry under ``key``."""
     return params is not None and key in (params.extra_args or {})

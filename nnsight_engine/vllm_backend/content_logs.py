@@ -26,7 +26,6 @@ _READERS: Final = (
     "vllm.v1.core.sched.",
     "vllm.v1.engine.",
     "vllm.v1.structured_output.",
-    "vllm.v1.structured_output",
 )
 """Prefixes of the loggers of modules that read requests or answers."""
 

@@ -9,11 +9,12 @@ iterates.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
 import threading
 import uuid
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from vllm import LLM, AsyncEngineArgs, RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
@@ -24,6 +25,8 @@ from nnsight_engine.vllm_backend.trace_router import TraceRouter
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_CLEANUP_S: Final = 5.0
 
 
 class SyncEngine:
@@ -113,11 +116,12 @@ class AsyncEngine:
         if threading.current_thread() is self._thread:
             coroutine.close()
             raise RuntimeError("the engine's own loop would wait for itself")
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        result: concurrent.futures.Future[T] = concurrent.futures.Future()
         try:
-            return future.result()
+            self._loop.call_soon_threadsafe(_run_for, result, coroutine)
+            return result.result()
         except BaseException:
-            future.cancel()  # on an interrupt it is still running
+            result.cancel()  # on an interrupt, which may come at any point of this block, it is still running
             raise
 
     @property
@@ -187,9 +191,46 @@ class AsyncEngine:
             await asyncio.gather(reader, return_exceptions=True)
 
     def _end_loop(self) -> None:
+        asyncio.run_coroutine_threadsafe(_end_tasks(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+async def _end_tasks() -> None:
+    """Cancel the other tasks of this loop, and give them time to clean up."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=_CLEANUP_S)
+
+
+def _run_for(result: concurrent.futures.Future[T], coroutine: Coroutine[Any, Any, T]) -> None:
+    """Run a coroutine as a task on this thread's loop until ``result`` is cancelled, and set its outcome.
+
+    ``asyncio.run_coroutine_threadsafe`` returns its future when the task may already have started: a caller
+    that is interrupted before it has the future could not cancel the task.
+    """
+    loop = asyncio.get_running_loop()
+    task = loop.create_task(coroutine)
+
+    def hand_over(_: object) -> None:
+        if not result.set_running_or_notify_cancel():
+            return
+        if task.cancelled():
+            result.set_exception(concurrent.futures.CancelledError())
+        elif (error := task.exception()) is not None:
+            result.set_exception(error)
+        else:
+            result.set_result(task.result())
+
+    def end(_: object) -> None:
+        if result.cancelled():
+            loop.call_soon_threadsafe(task.cancel)
+
+    task.add_done_callback(hand_over)
+    result.add_done_callback(end)
 
 
 async def _next(generator: AsyncGenerator[T, None], turn: asyncio.Lock) -> tuple[bool, Any]:

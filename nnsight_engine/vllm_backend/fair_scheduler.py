@@ -28,7 +28,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from nnsight_engine.vllm_backend.compat import EngineLimits
+from nnsight_engine.vllm_backend.compat import EngineLimits, entry_of
 from nnsight_engine.vllm_backend.sender_usage import SENDER_KEY, SenderUsage
 
 _MAY_BEGIN: Final = {RequestStatus.WAITING, RequestStatus.PREEMPTED}
@@ -241,8 +241,7 @@ class FairScheduler(Scheduler):
 
 
 def _sender(request: Request) -> str:
-    params = request.sampling_params
-    sender = (params.extra_args or {}).get(SENDER_KEY, "") if params is not None else ""
+    sender = entry_of(request.sampling_params, SENDER_KEY)
     return sender if isinstance(sender, str) else ""
 
 

@@ -23,7 +23,13 @@ from vllm.v1.request import Request, RequestStatus
 from nnsight_engine.plans.outbox import Outbox
 from nnsight_engine.plans.records import Failure, StepResults
 from nnsight_engine.plans.request_plan import PLAN_KEY, RequestPlan
-from nnsight_engine.vllm_backend.compat import brings, detach_results, mark_alone, record_allocated_blocks
+from nnsight_engine.vllm_backend.compat import (
+    brings,
+    detach_results,
+    entry_of,
+    mark_alone,
+    record_allocated_blocks,
+)
 from nnsight_engine.vllm_backend.content_logs import leave_content_out
 from nnsight_engine.vllm_backend.fair_scheduler import FairScheduler
 from nnsight_engine.vllm_backend.processes import end_with_parent
@@ -86,14 +92,14 @@ class InterventionScheduler(FairScheduler):
     def add_request(self, request: Request) -> None:
         """Queue the request; tensors that several requests share are kept once."""
         params = request.sampling_params
-        entry = (params.extra_args or {}).get(PLAN_KEY) if params is not None else None
+        entry = entry_of(params, PLAN_KEY)
         if request.prompt_embeds is not None:
             self._unclean.watch(request.request_id)
         if brings(params, TRACE_KEY):
             self._unclean.watch(request.request_id)
             self._traced.add(request.request_id)
             self._gather(request)
-        if params is not None and entry is not None:
+        if entry is not None:
             entry["tensors"] = self.contents.acquire(request.request_id, entry["tensors"])
             plan = RequestPlan.decode(entry["plan"])
             self._outbox.open(request.request_id, plan, stops_outside=bool(params.stop))
@@ -369,8 +375,7 @@ class InterventionScheduler(FairScheduler):
 
 def _sandbox_of(request: Request) -> str:
     """Return the tenant in whose sandbox the request's code runs, see ``TraceEntry``; empty if none."""
-    params = request.sampling_params
-    entry = (params.extra_args or {}).get(TRACE_KEY) if params is not None else None
+    entry = entry_of(request.sampling_params, TRACE_KEY)
     sandbox_of = entry.get("sandbox_of") if isinstance(entry, dict) else ""
     return sandbox_of if isinstance(sandbox_of, str) else ""
 

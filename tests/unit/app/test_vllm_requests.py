@@ -16,7 +16,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from api_schemas.errors import ApiError
 from app.engine.vllm_errors import reason_of, word_streams
-from app.engine.vllm_refusals import TOO_LARGE, RefusedError, refusals, refused
+from app.engine.vllm_refusals import TOO_LARGE, Refusals, RefusedError
 from app.engine.vllm_requests import begun, read_request
 from tests.e2e.odd_requests import BODIES, CHAT, COMPLETIONS, ODD
 
@@ -62,7 +62,7 @@ async def test_any_odd_value_of_any_field_is_refused_by_its_name() -> None:
         for name, value in itertools.product(model.model_fields, ODD):
             body = {**copy.deepcopy(BODIES[path][0]), name: copy.deepcopy(value)}
             try:
-                with refusals(dict(body), [*model.model_fields]):
+                with Refusals(body, model.model_fields):
                     await sampled(model, body)
             except ApiError as error:
                 # Chat has two fields for it; what is wrong is that they do not go together.
@@ -126,7 +126,7 @@ CHATS: Final = [*ChatCompletionRequest.model_fields]
 def test_a_refusal_is_worded_for_its_body(
     error: RefusedError, body: dict[str, Any], fields: list[str], code: str, param: str | None, step: str
 ) -> None:
-    made = refused(error, body, fields)
+    made = Refusals(body, fields).refused(error)
     assert (made.code, made.param) == (code, param)
     assert step in made.message
     assert "secret" not in made.message
@@ -157,13 +157,13 @@ async def failing(*given: str) -> AsyncGenerator[str, None]:
 @pytest.mark.parametrize("given", [(), ("data: {}\n\n",)])
 async def test_a_refusal_in_a_stream_is_worded_as_one_before_it(given: tuple[str, ...]) -> None:
     with pytest.raises(ApiError, match=r"got 3\.0; change `temperature`"):
-        async for _ in await begun(failing(*given), {"temperature": 3.0}, COMPLETION):
+        async for _ in await begun(failing(*given), Refusals({"temperature": 3.0}, COMPLETION)):
             pass
 
 
 @pytest.mark.parametrize("given", [(), ("data: {}\n\n",), ("data: {}\n\n", "data: {}\n\n")])
 async def test_any_other_stream_goes_on(given: tuple[str, ...]) -> None:
-    assert [one async for one in await begun(frames(*given), {}, COMPLETION)] == list(given)
+    assert [one async for one in await begun(frames(*given), Refusals({}, COMPLETION))] == list(given)
 
 
 class Serving:

@@ -143,7 +143,7 @@ class SandboxSession:
         self._offered: set[str] = set()
         self._num_printed = 0
         self._collected: Collected | None = None
-        self._is_whole = False
+        self._are_saves_requested = False
         self.is_elsewhere = self.went_elsewhere = False
         self.tier = "tap"
         self._changes = Changes(opened.max_bytes)
@@ -350,7 +350,7 @@ class SandboxSession:
         if self._collected is not None or self.connection.is_unanswered:
             return
         self.connection.refill()
-        self._is_whole = True
+        self._are_saves_requested = True
         collect = Collect(key, dict(results), self._take_finished())
         self.connection.ask(collect, [], Collected, self._have_collected)
 
@@ -386,7 +386,7 @@ class SandboxSession:
         self._want([])
         self.dispatcher.forget(self)  # type: ignore[arg-type] # as above
         self.live.clear()
-        if self._is_whole and self.error is None and not self.connection.is_unanswered:
+        if self._are_saves_requested and self.error is None and not self.connection.is_unanswered:
             return self.connection.sandbox
         self.connection.sandbox.end()
         return None
