@@ -43,8 +43,8 @@ PYTEST = HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) $(if
 	$(if $(filter required,$(PROMTOOL)),--require-promtool) \
 	$(if $(filter required,$(CHROMIUM)),--require-chromium) $(if $(filter required,$(NODE)),--require-node)
 # Tests that are named all run.
-CORE = $(if $(SLICE),--slice $(SLICE),$(if $(TESTS),,-m "not heavy"))
-FAST = $(if $(TESTS),"not e2e","not e2e and not heavy")
+CORE = $(if $(SLICE),--slice $(SLICE),$(if $(TESTS),,-m "not heavy")) $(TESTS)
+FAST = $(if $(TESTS),-m "not e2e" $(TESTS),-m "not e2e and not heavy" tests/unit tests/integration)
 
 .PHONY: help install postgres promtool chromium node playground serve test test-fast test-all lint audit check docs soak fuzz bench loadtest image-check format clean
 
@@ -80,10 +80,10 @@ serve: install ## OpenAI-compatible server on 127.0.0.1:$(PORT); MODEL empty mea
 	@exec $(BIN)/nnsight-engine serve $(MODEL) --port $(PORT) $(ARGS)
 
 test: install postgres promtool chromium node ## The tests that every change has to pass, on the real engine too
-	$(PYTEST) $(CORE) $(TESTS)
+	$(PYTEST) $(CORE)
 
-test-fast: install postgres promtool chromium node ## Those of them without vLLM, in some minutes
-	$(PYTEST) -m $(FAST) $(TESTS)
+test-fast: install postgres ## Those of tests/unit and tests/integration, without vLLM, in some minutes
+	$(PYTEST) $(FAST)
 
 test-all: install postgres promtool chromium node ## Every test, the heavy ones included: an hour
 	$(PYTEST) $(TESTS)
@@ -99,7 +99,7 @@ audit: install ## Whether versions of the lock are known to be vulnerable, where
 	@$(BIN)/python scripts/audit.py requirements/cpu.txt requirements/dev.txt
 
 check: lint audit postgres promtool chromium node ## What CI runs: lint, audit, then `make test`
-	$(PYTEST) $(CORE) $(TESTS)
+	$(PYTEST) $(CORE)
 
 docs: install ## The documentation as a site, in site/; what is wrong with it is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -17,13 +17,24 @@ import pytest
 from tests.parallel import group_of
 
 SECONDS: Final = {
-    "guide": 300,
-    "keyed_server": 400,
-    "ray": 260,
+    "bundled_server": 70,
+    "guide": 120,
+    "keyed_server": 300,
+    "playground": 150,
+    "ray": 300,
+    "tests/deploy/test_read_only.py": 85,
     "tests/docs/test_engine_pages.py": 220,
+    "tests/e2e/test_compile_cache.py": 130,
+    "tests/e2e/test_compiled.py": 100,
+    "tests/e2e/test_cuda_graphs.py": 90,
+    "tests/e2e/test_fair_scheduling.py": 160,
+    "tests/e2e/test_families.py": 200,
     "tests/e2e/test_fuzz.py": 400,
+    "tests/e2e/test_loadtests.py": 100,
+    "tests/e2e/test_traces_processes.py": 75,
+    "tests/e2e/test_traces_tensor_parallel.py": 250,
 }
-"""How long the heavy tests of a group take, where that is over a minute; it need not be exact."""
+"""How long the heavy tests of a group take alone, where that is over a minute."""
 HEAVY_GROUPS: Final = pytest.StashKey[set[str]]()
 """The groups that have heavy tests, among the tests that were collected."""
 _SECONDS_OF_OTHERS: Final = 40
@@ -79,7 +90,8 @@ def heavy_groups(items: Iterable[pytest.Item]) -> set[str]:
 
 def keep_slice(config: pytest.Config, items: list[pytest.Item], chosen: Slice) -> None:
     """Deselect the heavy tests of all other slices."""
-    kept = set(slices_of(config.stash[HEAVY_GROUPS], chosen.count)[chosen.number - 1])
+    groups = config.stash[HEAVY_GROUPS]
+    kept = set(slices_of(groups, chosen.count)[chosen.number - 1])
     others = [item for item in items if is_heavy(item) and group_of(item.nodeid) not in kept]
     if others:
         dropped = set(others)

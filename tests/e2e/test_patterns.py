@@ -133,6 +133,7 @@ def test_patterns_do_not_depend_on_the_way(tmp_path: Path) -> None:
         assert not torch.allclose(plain[:30, :, :30], moved[:30, :, :30], atol=1e-2)
 
 
+@pytest.mark.heavy  # compiles a model
 def test_a_prompt_capture_lets_decoding_be(tmp_path: Path) -> None:
     checkpoint = write("llama", tmp_path)
     compiled = {"enforce_eager": False, "compilation_config": {"backend": "eager"}}

@@ -46,7 +46,7 @@ class Process:
         return False
 
     async def draining(self) -> bool:
-        return (await self.client.get("/health/live")).json() == {"status": "draining"}
+        return bool((await self.client.get("/health/live")).json() == {"status": "draining"})
 
     async def ended(self) -> int:
         return await asyncio.wait_for(self.process.wait(), 45)
