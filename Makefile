@@ -82,6 +82,8 @@ serve: install ## OpenAI-compatible server on 127.0.0.1:$(PORT); MODEL empty mea
 test: install postgres promtool chromium node ## The tests that every change has to pass, on the real engine too
 	$(PYTEST) $(CORE)
 
+# Many of these wait rather than compute.
+test-fast: WORKERS = 3
 test-fast: install postgres ## Those of tests/unit and tests/integration, without vLLM, in some minutes
 	$(PYTEST) $(FAST)
 
