@@ -2,7 +2,7 @@
 #
 #   make serve [MODEL=Qwen/Qwen3-0.6B] [PORT=8000] [ARGS="--tensor-parallel-size 2"]
 #   make loadtest [SCENARIO=steered] [SHAPE=spike] [TIME=60] [USERS=1] [URL=http://127.0.0.1:8000]
-#   make test | test-fast | check | audit | docs | soak | fuzz | bench | image-check | format | clean
+#   make test [SLICE=1/4] | test-fast | test-all | check | audit | docs | soak | fuzz | bench | image-check | format | clean
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -22,6 +22,8 @@ URL ?=
 ADMIN_KEY_FILE ?=
 # Processes that share the tests; 0 runs all in one, in order, as a debugger wants it.
 WORKERS ?= 2
+# Of the tests marked heavy, the K-th of N slices, as SLICE=K/N; `make test` runs none of them else.
+SLICE ?=
 # "required" makes a missing PostgreSQL a failure, where tests that need it are skipped else.
 POSTGRES ?= $(if $(CI),required,)
 # Likewise promtool, which checks the alert rules.
@@ -40,8 +42,11 @@ SOURCES = $(shell for d in api_schemas nnsight_engine app benchmarks examples lo
 PYTEST = HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) $(if $(filter required,$(POSTGRES)),--require-postgres) \
 	$(if $(filter required,$(PROMTOOL)),--require-promtool) \
 	$(if $(filter required,$(CHROMIUM)),--require-chromium) $(if $(filter required,$(NODE)),--require-node)
+# Tests that are named all run.
+CORE = $(if $(SLICE),--slice $(SLICE),$(if $(TESTS),,-m "not heavy")) $(TESTS)
+FAST = $(if $(TESTS),-m "not e2e" $(TESTS),-m "not e2e and not heavy" tests/unit tests/integration)
 
-.PHONY: help install postgres promtool chromium node playground serve test test-fast lint audit check docs soak fuzz bench loadtest image-check format clean
+.PHONY: help install postgres promtool chromium node playground serve test test-fast test-all lint audit check docs soak fuzz bench loadtest image-check format clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -74,11 +79,16 @@ playground: ## The page at /playground, built again from app/playground/src
 serve: install ## OpenAI-compatible server on 127.0.0.1:$(PORT); MODEL empty means the bundled model
 	@exec $(BIN)/nnsight-engine serve $(MODEL) --port $(PORT) $(ARGS)
 
-test: install postgres promtool chromium node ## Every test, those on the real engine included
-	$(PYTEST) $(TESTS)
+test: install postgres promtool chromium node ## The tests that every change has to pass, on the real engine too
+	$(PYTEST) $(CORE)
 
-test-fast: install postgres promtool chromium node ## Tests without vLLM, in some minutes
-	$(PYTEST) -m "not e2e" $(TESTS)
+# Many of these wait rather than compute.
+test-fast: WORKERS = 3
+test-fast: install postgres ## Those of tests/unit and tests/integration, without vLLM, in some minutes
+	$(PYTEST) $(FAST)
+
+test-all: install postgres promtool chromium node ## Every test, the heavy ones included: an hour
+	$(PYTEST) $(TESTS)
 
 lint: install ## Format, ruff, mypy, layers, bandit
 	$(BIN)/ruff format --check .
@@ -90,8 +100,8 @@ lint: install ## Format, ruff, mypy, layers, bandit
 audit: install ## Whether versions of the lock are known to be vulnerable, where somebody can be asked
 	@$(BIN)/python scripts/audit.py requirements/cpu.txt requirements/dev.txt
 
-check: lint audit postgres promtool chromium node ## What CI runs: lint, audit, then every test
-	$(PYTEST) $(TESTS)
+check: lint audit postgres promtool chromium node ## What CI runs: lint, audit, then `make test`
+	$(PYTEST) $(CORE)
 
 docs: install ## The documentation as a site, in site/; what is wrong with it is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -11,6 +11,7 @@ import pytest
 from tests.databases import KINDS, Postgres, programs
 from tests.parallel import WORKER, Scheduling, make_scheduler, take_one_core
 from tests.sharing import lacking
+from tests.slices import HEAVY_GROUPS, Slice, heavy_groups, keep_slice
 
 if WORKER in os.environ:
     take_one_core(os.environ)  # before torch is imported
@@ -25,6 +26,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-chromium", action="store_true", help="fail where Chromium is not installed")
     parser.addoption("--require-node", action="store_true", help="fail where Node.js is not installed")
     parser.addoption("--require-promtool", action="store_true", help="fail where promtool is not installed")
+    parser.addoption(
+        "--slice", metavar="K/N", help="of the tests marked heavy, run the K-th of N slices only"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)  # before those that look for the tests that share a server
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[HEAVY_GROUPS] = heavy_groups(items)
+    chosen = config.getoption("--slice")
+    if chosen is not None:
+        keep_slice(config, items, Slice.parse(chosen))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Final, NoReturn
 
 import pytest
 
 from tests.parallel import group_of
+
+SHARED: Final = pytest.StashKey[dict[str, Callable[[], None]]]()
+"""How to end the servers and engines that modules of ``tests/e2e`` share, by fixture."""
 
 
 def fixtures_of(item: pytest.Item) -> Sequence[str]:

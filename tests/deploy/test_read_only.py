@@ -19,7 +19,7 @@ from nnsight_engine.modeling.bundled import bundled_model_path
 from tests.deploy.container import Container
 from tests.deploy.dockerfile import stages
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
 ADMIN_KEY = f"nns_0123456789abcdef_{'k' * 43}"
 BUNDLED = "/bundled"

@@ -15,6 +15,7 @@ from tests.guide.pages import WITH_ENGINES
 
 
 @pytest.mark.e2e
+@pytest.mark.heavy
 @pytest.mark.parametrize("path", WITH_ENGINES, ids=lambda path: str(path.relative_to(PROJECT)))
 def test_a_page_with_engines_of_its_own_runs(path: Path, tmp_path: Path) -> None:
     done = subprocess.run(

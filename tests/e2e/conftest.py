@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,14 +19,17 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 
 from nnsight_engine.modeling.bundled import bundled_model_path
+from nnsight_engine.vllm_backend.vllm import VLLM
+from tests.e2e.harness import Engine
 from tests.e2e.keyed import KeyedServer, serving_keys
 from tests.e2e.reference import Reference
+from tests.e2e.renamed_model import renamed_engine
 from tests.e2e.server import Server
 from tests.e2e.watching import Watch, watched_reads
-from tests.sharing import bring_together, is_last, uses
+from tests.families.checkpoints import write_checkpoint
+from tests.sharing import SHARED, bring_together, is_last, uses
 
-SHARED: Final = pytest.StashKey[dict[str, Server]]()
-"""Servers of the whole run."""
+SHARED_FIXTURES: Final = ("bundled_server", "keyed_server", "float32_engine", "renamed_model")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -59,7 +63,7 @@ def reference(bundled: Path) -> Reference:
 def bundled_server(request: pytest.FixtureRequest) -> Iterator[Server]:
     """Serve the bundled model over HTTP, in processes of its own; modules share it."""
     with Server(arguments=["--max-model-len", "1024"]) as server:
-        request.session.stash.setdefault(SHARED, {})["bundled_server"] = server
+        request.session.stash.setdefault(SHARED, {})["bundled_server"] = server.stop
         yield server
 
 
@@ -69,19 +73,42 @@ def keyed_server(
 ) -> Iterator[KeyedServer]:
     """Serve it to tenants with keys, likewise."""
     with serving_keys(tmp_path_factory.mktemp("keyed")) as found:
-        request.session.stash.setdefault(SHARED, {})["keyed_server"] = found.server
+        request.session.stash.setdefault(SHARED, {})["keyed_server"] = found.server.stop
         yield found
 
 
+@pytest.fixture(scope="session")
+def float32_engine(request: pytest.FixtureRequest, bundled: Path) -> Engine:
+    """Run the bundled model in this process, for declarative requests; modules share it."""
+    engine = Engine(bundled, dtype="float32", block_size=32, max_num_batched_tokens=1024)
+    request.session.stash.setdefault(SHARED, {})["float32_engine"] = engine.close
+    return engine
+
+
+@pytest.fixture(scope="session")
+def renamed_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write the tiny model of ``renamed_model``."""
+    return write_checkpoint("llama", tmp_path_factory.mktemp("renamed") / "llama")
+
+
+@pytest.fixture(scope="session")
+def renamed_model(request: pytest.FixtureRequest, renamed_checkpoint: Path) -> VLLM:
+    """Run it in this process, for traces; modules share it."""
+    stack = contextlib.ExitStack()
+    model = stack.enter_context(renamed_engine(renamed_checkpoint))
+    request.session.stash.setdefault(SHARED, {})["renamed_model"] = stack.close
+    return model
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let a server live for no longer than it must."""
-    for name in ("bundled_server", "keyed_server"):
+    """Let a server or an engine live for no longer than it must."""
+    for name in SHARED_FIXTURES:
         bring_together(items, uses(name))
 
 
 @pytest.hookimpl(trylast=True)  # behind the fixtures of its module, which may still ask it something
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """End a server with the last test that uses it: others may come that want the memory."""
-    for name, server in item.session.stash.get(SHARED, {}).items():
+    """End what is shared with the last test that uses it: others may come that want the memory."""
+    for name, stop in item.session.stash.get(SHARED, {}).items():
         if is_last(item, uses(name)):
-            server.stop()
+            stop()

@@ -1,11 +1,11 @@
 """Everything that is checked of a model family, in a process of its own.
 
 Engines would pile up in one process, and vLLM's Transformers backend (GPT-NeoX) changes
-transformers' classes for the whole process: what transformers computes is computed here before
-the first engine starts. ``test_families`` runs this module and reads the report it writes.
+transformers' classes for the whole process: what transformers and ``LanguageModel`` compute is computed here
+before the first engine starts. ``test_families`` runs this module and reads the report it writes.
 
 ``python -m tests.e2e.family_check FOLDER FAMILY...`` writes checkpoints and ``report.json``, by family
-and check the traceback of what went wrong or null, into the folder.
+and check, or block of ``point_blocks``, what went wrong or null, into the folder.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ import torch
 
 from api_schemas.points import MODEL_POINTS
 from nnsight_engine.plans.collected import CaptureResult, LensResult, LensToken
+from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.check_process import in_forks
 from tests.e2e.harness import Ask, Engine, Reply
+from tests.e2e.point_blocks import compared, expected_values
 from tests.families.checkpoints import NUM_LAYERS, write_checkpoint
 from tests.families.edits import Continuation, add, continued, place, zero
 from tests.families.reference import load_reference_model, reference_activations
@@ -271,13 +273,15 @@ COMPILED_CHECKS: Final[dict[str, Check]] = {
 
 
 def run(family: str, folder: Path) -> dict[str, str | None]:
-    """Run every check of a family; by check the traceback of what went wrong, or None."""
+    """Run every check and every block of a family on one engine; by name what went wrong, or None."""
     checkpoint = write_checkpoint(family, folder / family)
-    expected = expect(checkpoint)
+    expected, values = expect(checkpoint), expected_values(checkpoint)
     options: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 8}
-    engine = Engine(checkpoint, **options)
+    model = VLLM(str(checkpoint), dispatch=True, enforce_eager=True, **options)
+    engine = Engine.around(model.engine)
     report = {name: _outcome(check, engine, expected) for name, check in CHECKS.items()}
-    engine.close()
+    report |= compared(model, values)
+    model.shutdown()
     if family in COMPILED_FAMILIES:
         engine = Engine(checkpoint, **options, **_COMPILED)
         report |= {name: _outcome(check, engine, expected) for name, check in COMPILED_CHECKS.items()}

@@ -179,7 +179,7 @@ def files_in(temporary: Path) -> list[str]:
     return sorted(str(path) for path in found if not path.name.startswith("vllm_dist_"))
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Wait for something; fails where it takes too long."""
     end = time.monotonic() + timeout_s
     while not condition():

@@ -20,9 +20,9 @@ import torch
 from nnsight_engine import save
 from nnsight_engine.core.trees import map_tensors, tensors
 from nnsight_engine.vllm_backend.vllm import VLLM
-from tests.e2e import trace_points_check as both
+from tests.e2e import point_blocks as both
 from tests.e2e.check_process import REPORT
-from tests.e2e.trace_points_check import LAYER, OTHER, PROMPT, Values
+from tests.e2e.point_blocks import LAYER, OTHER, PROMPT, Values
 from tests.families.checkpoints import write_checkpoint
 
 CASES: Final[dict[str, dict[str, Any]]] = {

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -21,19 +18,11 @@ STEER = {
 }
 
 
-@pytest.fixture(scope="module")
-def engine(bundled: Path) -> Iterator[Engine]:
-    """Serve with the prefix cache on."""
-    engine = Engine(bundled, enable_prefix_caching=True, block_size=32, dtype="float32")
-    yield engine
-    engine.close()
-
-
 @pytest.fixture
-def fresh(engine: Engine) -> Engine:
-    """Empty the cache."""
-    assert engine.llm.reset_prefix_cache()
-    return engine
+def fresh(float32_engine: Engine) -> Engine:
+    """Empty the prefix cache."""
+    assert float32_engine.llm.reset_prefix_cache()
+    return float32_engine
 
 
 def test_plain_after_steered_is_not_poisoned_and_still_caches(fresh: Engine) -> None:

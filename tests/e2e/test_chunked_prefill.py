@@ -42,13 +42,10 @@ INTERVENTIONS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def simple(bundled: Path) -> Reply:
+def simple(float32_engine: Engine) -> Reply:
     """Run the request with its prompt in one step."""
-    engine = Engine(bundled, dtype="float32", max_num_batched_tokens=1024)
-    try:
-        return engine.ask(TEXT, INTERVENTIONS, max_tokens=12)
-    finally:
-        engine.close()
+    assert float32_engine.llm.reset_prefix_cache()
+    return float32_engine.ask(TEXT, INTERVENTIONS, max_tokens=12)
 
 
 def assert_same(reply: Reply, expected: Reply) -> None:

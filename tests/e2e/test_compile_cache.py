@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.check_process import report_of
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
 
 def test_what_plain_vllm_or_other_taps_left_in_the_cache_does_not_serve(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tests.e2e.harness import Engine, Reply
 from tests.e2e.neighbours import INTERVENTIONS, PROMPTS, asks, assert_neighbours_notice_nothing
 from tests.e2e.traces import HeldTracer, Plain, run_together, traced_engine
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
 TAPPED = ["steer at one layer", "steer at all layers", "capture everywhere", "lens", "logits"]
 

@@ -23,7 +23,7 @@ from nnsight_engine.vllm_backend.runner import InterventionRunnerMixin
 from tests.e2e.check_process import report_of
 from tests.families.checkpoints import NUM_LAYERS, write_checkpoint
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
 FULL, PIECEWISE, NONE = "FULL", "PIECEWISE", "NONE"
 ATTENTION = "vllm::unified_attention_with_output"

@@ -105,6 +105,7 @@ def test_a_vector_of_many_requests_is_held_once(engine: Engine) -> None:
     assert len(contents) == 0
 
 
+@pytest.mark.heavy
 def test_two_hundred_mixed_requests(engine: Engine) -> None:
     rng = random.Random(0)
     expected = engine.ask("I think dogs are", max_tokens=5).token_ids
@@ -140,7 +141,7 @@ def test_two_hundred_mixed_requests(engine: Engine) -> None:
     assert set(engine.held().values()) == {0}
 
 
-@pytest.mark.parametrize("size", [1e38, -1e38])
+@pytest.mark.parametrize("size", [1e38, pytest.param(-1e38, marks=pytest.mark.heavy)])
 def test_values_that_are_not_finite_stay_with_their_request(engine: Engine, size: float) -> None:
     """Blocks of the KV cache that hold NaN or infinity are used again, their unused ends by others."""
     prompt, point = "I think dogs are", "layers.20.output"

@@ -16,7 +16,7 @@ from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.harness import Ask, Engine, random_vector
 from tests.e2e.traces import HeldTracer, collected, traced_engine
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
 MANY: dict[str, Any] = {"extra_args": {SENDER_KEY: "many"}}
 FEW: dict[str, Any] = {"extra_args": {SENDER_KEY: "few"}}

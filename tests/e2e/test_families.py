@@ -1,4 +1,5 @@
-"""Every model family: what the engine reads, writes and generates is what transformers does.
+"""Every model family: what the engine reads, writes and generates is what transformers does, and what blocks
+find at standard points is what they find on ``LanguageModel``.
 
 Each family's checkpoint is checked in a process of its own, see ``family_check``; the tests
 here read its report, so that a test's name says which check of which family failed.
@@ -14,7 +15,8 @@ import pytest
 
 from tests.e2e.check_process import report_of
 from tests.e2e.family_check import CHECKS, COMPILED_CHECKS, COMPILED_FAMILIES
-from tests.families.checkpoints import FAMILIES, VARIANTS
+from tests.e2e.point_blocks import BLOCKS
+from tests.families.checkpoints import FAMILIES, IN_CORE, VARIANTS
 
 pytestmark = pytest.mark.e2e
 
@@ -46,7 +48,13 @@ def reports(
         pool.shutdown(cancel_futures=True)
 
 
-@pytest.fixture(scope="module", params=FAMILIES + VARIANTS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        family if family in IN_CORE else pytest.param(family, marks=pytest.mark.heavy)
+        for family in FAMILIES + VARIANTS
+    ],
+)
 def family(request: pytest.FixtureRequest) -> str:
     """Every family and variant."""
     return str(request.param)
@@ -55,6 +63,14 @@ def family(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize("check", CHECKS)
 def test_family_agrees_with_transformers(family: str, check: str, reports: dict[str, Future[Report]]) -> None:
     failure = reports[family].result()[family][check]
+    assert failure is None, failure
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_block_gives_the_same_on_both_engines(
+    family: str, block: str, reports: dict[str, Future[Report]]
+) -> None:
+    failure = reports[family].result()[family][block]
     assert failure is None, failure
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.fuzz.rounds import BUNDLED, DTYPES, FAMILIES, SHAPES, Round, play_round
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
 _DAY: Final = int(os.environ.get("FUZZ_DAY") or datetime.datetime.now(datetime.UTC).date().toordinal())
 """Decides what is played; the variable repeats a day's."""

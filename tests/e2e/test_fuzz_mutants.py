@@ -13,7 +13,7 @@ from tests.e2e.fuzz.mutants import MUTANTS, Mutant
 from tests.e2e.fuzz.rounds import Round
 from tests.e2e.watching import Watch
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
 _NUM_CASES = 120
 

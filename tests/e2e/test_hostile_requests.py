@@ -14,7 +14,7 @@ import pytest
 from tests.e2e.keyed import KeyedServer
 from tests.liveness import Bystanders
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

@@ -11,7 +11,7 @@ import pytest
 from loadtests.asked import HOSTILE, SCENARIOS
 from loadtests.summary import Summary, read
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy, pytest.mark.timeout(1200)]
 
 # Long prompts are left out: one may take the whole of so short a run, in which others go before it.
 SERVED = [kind for kind in SCENARIOS["mixed"] if kind not in {*HOSTILE, "long-prompt"}]
@@ -20,19 +20,22 @@ SERVED = [kind for kind in SCENARIOS["mixed"] if kind not in {*HOSTILE, "long-pr
 def test_everybody_is_served_while_one_tenant_floods(tmp_path: Path) -> None:
     thresholds = tmp_path / "thresholds.toml"
     thresholds.write_text("", encoding="utf-8")  # times of so short a run on a busy machine say nothing
-    # Each kind's first request, for which sandboxes start, has to end before the flood does.
-    command = [sys.executable, "-m", "loadtests", "mixed", "--time", "36", "--thresholds", str(thresholds)]
-    done = subprocess.run(
-        [*command, "--output", str(tmp_path), "--", "--max-model-len", "1024"],
-        capture_output=True, text=True, timeout=400, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    summary = read(tmp_path / "summary.json", Summary)
-    assert summary.errors == {}
-    for kind in SERVED:
-        row = summary.row(kind, "flood")
-        assert row is not None
-        assert row.num_requests, kind
+    command = [sys.executable, "-m", "loadtests", "mixed", "--thresholds", str(thresholds)]
+    # Each kind's first request, for which sandboxes start, has to end before the flood does: how long that
+    # takes depends on what else the machine does.
+    for seconds in ("36", "200"):
+        done = subprocess.run(
+            [*command, "--time", seconds, "--output", str(tmp_path), "--", "--max-model-len", "1024"],
+            capture_output=True, text=True, timeout=500, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        summary = read(tmp_path / "summary.json", Summary)
+        assert summary.errors == {}
+        served = {kind: row for kind in SERVED if (row := summary.row(kind, "flood")) and row.num_requests}
+        if len(served) == len(SERVED):
+            break
+    assert list(served) == SERVED
+    for kind, row in served.items():
         assert row.num_tokens > row.num_requests, kind
         assert row.e2e_ms is not None
         if kind not in {"trace-message", "jobs"}:

@@ -17,7 +17,7 @@ from tests.collector import Collector, Span, collecting
 from tests.e2e.server import Server
 from tests.monitoring import OURS, Exposition, documented, expressions, named_in
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
 PROMPT = "The Eiffel Tower is in the swordfish of"
 STEER = {"op": "steer", "at": "layers.10.output", "vector": [1.25] * 576, "scale": 0.01}
@@ -92,11 +92,13 @@ def test_real_steps_are_counted_and_timed(client: httpx.Client) -> None:
         "ignore_eos": True,
     }
     assert client.post("/v1/chat/completions", json=chat).status_code == 200
-    after = look(client)
+    after, end = look(client), time.monotonic() + 60
 
     def grown(name: str, **labels: str) -> float:
         return after.value(f"{OURS}{name}", **labels) - before.value(f"{OURS}{name}", **labels)
 
+    while grown("interventions_total", op="trace", point="code") < 1 and time.monotonic() < end:
+        after = look(client)
     for tier, least in (("plain", 6), ("tap", 6), ("eager", 1)):
         assert grown("steps_total", tier=tier) >= least, tier
     with_interventions = grown("steps_total", tier="tap") + grown("steps_total", tier="eager")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,12 +17,9 @@ PROMPT = "The Eiffel Tower is in the city of"
 LAYER = 12
 
 
-@pytest.fixture(scope="module")
-def engine(bundled: Path) -> Iterator[Engine]:
-    """Serve the bundled model in float32."""
-    engine = Engine(bundled, dtype="float32")
-    yield engine
-    engine.close()
+@pytest.fixture
+def engine(float32_engine: Engine) -> Engine:
+    return float32_engine
 
 
 def test_captures_equal_transformers_at_all_layers(engine: Engine, reference: Reference) -> None:

@@ -20,7 +20,7 @@ from tests.e2e.live import MODEL
 from tests.e2e.odd_requests import CHAT, COMPLETIONS, NUMBERS, POINT, OddRequest, requests
 from tests.e2e.server import Server
 
-pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy, pytest.mark.asyncio(loop_scope="module")]
 
 SEED: Final = int(os.environ.get("ODD_SEED") or datetime.datetime.now(datetime.UTC).toordinal())
 BUDGET_S: Final = float(os.environ.get("ODD_BUDGET_S") or 60)

@@ -14,7 +14,7 @@ import torch
 from nnsight_engine.plans.collected import CaptureResult
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from tests.e2e.harness import Ask, Engine, Reply
-from tests.families.checkpoints import NUM_HEADS, NUM_LAYERS, write_checkpoint
+from tests.families.checkpoints import IN_CORE, NUM_HEADS, NUM_LAYERS, write_checkpoint
 from tests.families.reference import load_reference_model
 
 pytestmark = pytest.mark.e2e
@@ -73,7 +73,13 @@ def assert_patterns(reply: Reply, checkpoint: Path, name: str = "p", prompt: lis
         torch.testing.assert_close(reply.tensor(name, point), rows, rtol=1e-3, atol=1e-5, msg=point)
 
 
-@pytest.mark.parametrize("family", CHECKPOINTS)
+@pytest.mark.parametrize(
+    "family",
+    [
+        family if family in IN_CORE else pytest.param(family, marks=pytest.mark.heavy)
+        for family in CHECKPOINTS
+    ],
+)
 def test_patterns_equal_transformers(family: str, tmp_path: Path) -> None:
     checkpoint = write(family, tmp_path)
     with serving(checkpoint) as engine:
@@ -127,6 +133,7 @@ def test_patterns_do_not_depend_on_the_way(tmp_path: Path) -> None:
         assert not torch.allclose(plain[:30, :, :30], moved[:30, :, :30], atol=1e-2)
 
 
+@pytest.mark.heavy  # compiles a model
 def test_a_prompt_capture_lets_decoding_be(tmp_path: Path) -> None:
     checkpoint = write("llama", tmp_path)
     compiled = {"enforce_eager": False, "compilation_config": {"backend": "eager"}}

@@ -72,7 +72,7 @@ def _same(reply: Reply, expected: Reply) -> None:
     assert reply.logprobs == expected.logprobs
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.heavy)])
 def served(request: pytest.FixtureRequest, bundled: Path) -> Iterator[Served]:
     """Serve the bundled model in each dtype."""
     options = {"max_num_batched_tokens": 1024, "enable_prefix_caching": True}

@@ -23,7 +23,7 @@ from tests.e2e.server import Server
 from tests.e2e.test_traces_http import endless
 from tests.families.checkpoints import WORDS, write_checkpoint
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy, pytest.mark.timeout(300)]
 
 REPLICA: Final = "x-nnsight-replica"
 TOKENS: Final = 900

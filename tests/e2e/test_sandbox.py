@@ -193,7 +193,9 @@ def test_metrics_tell_of_sandboxes_and_of_those_that_were_killed(sandboxed: Sand
     sandboxed.saves("h = save(1)")
     # One call that lasts for longer than a step's time: nothing inside the process can end it.
     said = sandboxed.refusal("a = torch.ones(6000, 6000)\nh = save((a @ a).sum())")
-    after = told()
+    after, end = told(), time.monotonic() + 60
+    while grown("killed") < 1 and time.monotonic() < end:
+        after = told()
     assert (grown("started"), grown("killed"), grown("refused")) == (2, 1, 0), said
     spent = f"{OURS}step_intervention_seconds_sum"
     assert after.value(spent) > before.value(spent)

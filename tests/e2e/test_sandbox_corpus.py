@@ -17,7 +17,7 @@ from tests.e2e.server import Server
 from tests.e2e.test_sandbox import BLOCKS, Sandboxed
 from tests.security.attempts import Attempt, every_attempt
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
 _AT_ONCE = 6
 

@@ -31,7 +31,7 @@ from tests.fakes.engine import FakeBehaviour, FakeEngineClient
 from tests.integration.live import listening
 from tests.integration.scripted_traces import HEADERS, ScriptedEngine, trace
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy, pytest.mark.timeout(240)]
 
 REPLICA: Final = "x-nnsight-replica"
 LONG: Final = "once upon a time in a land far away there was a queen " * 8

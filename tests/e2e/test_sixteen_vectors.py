@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -21,12 +18,9 @@ PROMPTS = [
 MODES = ["add", "norm_match", "clamp", "replace"]
 
 
-@pytest.fixture(scope="module")
-def engine(bundled: Path) -> Iterator[Engine]:
-    """Serve the bundled model in float32."""
-    engine = Engine(bundled, dtype="float32", enable_prefix_caching=False)
-    yield engine
-    engine.close()
+@pytest.fixture
+def engine(float32_engine: Engine) -> Engine:
+    return float32_engine
 
 
 def ask(index: int) -> Ask:

@@ -16,7 +16,7 @@ import pytest
 from tests.e2e.keyed import KeyedServer
 from tests.liveness import Bystanders
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
 PROMPT: Final = "The Eiffel Tower is in the city of"
 BUSY: Final = """

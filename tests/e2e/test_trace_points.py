@@ -1,13 +1,12 @@
 """Standard points in blocks on vLLM: the same names, and the same numbers, as on ``LanguageModel``.
 
-The matrix of blocks and families runs in processes of its own, see ``trace_points_check``. The other tests
-share one engine, whose steps are so short that longer prompts come in chunks.
+Every family's points are compared by ``test_families``. The tests here share one engine, whose steps are so
+short that longer prompts come in chunks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,55 +18,14 @@ from nnsight_engine.envoys.architectures.errors import PatternError, PointValueE
 from nnsight_engine.interleaving.events import OutOfOrderError
 from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError
 from nnsight_engine.vllm_backend.vllm import VLLM
-from tests.e2e.check_process import report_of
-from tests.e2e.trace_points_check import BLOCKS, OTHER, PROMPT
-from tests.families.checkpoints import FAMILIES, HIDDEN_SIZE, NUM_LAYERS, VARIANTS, write_checkpoint
+from tests.e2e.point_blocks import OTHER, PROMPT
+from tests.families.checkpoints import HIDDEN_SIZE, NUM_LAYERS, write_checkpoint
 
 pytestmark = pytest.mark.e2e
 
-_CHECKS: Final = "tests.e2e.trace_points_check"
 LONG: Final = [*PROMPT, *OTHER, 7, 8, 9]
 GREEDY: Final[dict[str, Any]] = {"temperature": 0.0, "ignore_eos": True}
 _MAX_STEP: Final = 8
-_GROUPS: Final = [
-    ("llama", "gpt2", "gpt_neox"),
-    ("mistral", "gemma2", "opt"),
-    ("qwen2", "gemma3", "opt_post_norm"),
-    ("qwen3", "phi3", "gpt_neox_sequential"),
-]
-"""Families that share a process."""
-
-Report = dict[str, dict[str, str | None]]
-
-
-@pytest.fixture(scope="module")
-def reports(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Future[Report]]]:
-    """Start the processes of the families that are to be tested, two at a time."""
-    wanted = {
-        item.callspec.params.get("family")
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
-    }
-    started: dict[str, Future[Report]] = {}
-    with ThreadPoolExecutor(2) as pool:
-        for group in _GROUPS:
-            families = [family for family in group if family in wanted]
-            if families:
-                future = pool.submit(report_of, _CHECKS, tmp_path_factory.mktemp(families[0]), families)
-                started |= dict.fromkeys(families, future)
-        yield started
-        pool.shutdown(cancel_futures=True)
-
-
-@pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("family", FAMILIES + VARIANTS)
-def test_a_block_gives_the_same_on_both_engines(
-    family: str, block: str, reports: dict[str, Future[Report]]
-) -> None:
-    failure = reports[family].result()[family][block]
-    assert failure is None, failure
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from nnsight_engine.vllm_backend.compat import EngineLimits, check_supported
 from nnsight_engine.vllm_backend.request_tracer import SentTrace
 from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError, StageError
 from nnsight_engine.vllm_backend.vllm import VLLM
-from tests.e2e.trace_points_check import BLOCKS
+from tests.e2e.point_blocks import BLOCKS
 from tests.e2e.traces import HeldTracer, Plain, Ran, run_together, traced_engine
 from tests.families.checkpoints import write_checkpoint
 

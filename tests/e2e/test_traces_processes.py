@@ -9,7 +9,7 @@ import pytest
 from tests.e2e.check_process import report_of
 from tests.e2e.traces_processes_check import CASES
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.traces import traced_engine
 from tests.families.checkpoints import write_checkpoint
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
 PROMPT: Final = [45, 257, 80, 301, 77, 78, 260, 90]
 _PATIENCE_S: Final = 60

@@ -34,7 +34,7 @@ from tests.e2e.soak_blocks import MAKERS, WIDTH
 from tests.e2e.traces import HeldTracer, Plain, run_together, traced_engine
 from tests.families.checkpoints import write_checkpoint
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
 _STEP: Final = 64
 _NUM_REQUESTS: Final = 500

@@ -28,8 +28,8 @@ from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
 from nnsight_engine.vllm_backend.traces.errors import SpreadModuleError
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.check_process import report_of
+from tests.e2e.point_blocks import OTHER, PROMPT
 from tests.e2e.tensor_parallel_check import BLOCKS
-from tests.e2e.trace_points_check import OTHER, PROMPT
 from tests.e2e.traces import HeldTracer, Plain, run_together, traced_engine
 from tests.families.checkpoints import write_checkpoint
 
@@ -54,6 +54,7 @@ def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return found
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_block_gives_the_same_on_two_ranks(block: str, report: Report) -> None:
     failures = {case: failure for case, blocks in report.items() if (failure := blocks[block]) is not None}

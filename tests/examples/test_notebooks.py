@@ -42,6 +42,7 @@ def test_a_notebook_is_committed_as_it_is_written_without_outputs(path: Path) ->
 
 
 @pytest.mark.e2e
+@pytest.mark.heavy
 def test_the_lens_ends_in_paris_and_is_drawn(runtime: Path) -> None:
     cells = executed("logit_lens", runtime)
     assert "the model says ' Paris'" in printed(cells)
@@ -51,6 +52,7 @@ def test_the_lens_ends_in_paris_and_is_drawn(runtime: Path) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.heavy
 def test_patching_tells_where_the_difference_moves(runtime: Path) -> None:
     cells = executed("patching", runtime)
     assert len(pictures(cells)) == 1
@@ -64,6 +66,7 @@ def test_patching_tells_where_the_difference_moves(runtime: Path) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.heavy
 def test_steering_moves_the_text_both_ways(runtime: Path) -> None:
     cells = executed("steering", runtime)
     assert len(pictures(cells)) == 1

@@ -25,7 +25,7 @@ from examples import (
 from nnsight_engine import LanguageModel, bundled_model_path, save
 from tests.e2e.server import PROJECT
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
 NUM_LAYERS: Final = 30
 LAST: Final = NUM_LAYERS - 1

@@ -49,6 +49,10 @@ VARIANTS: Final = ("opt_post_norm", "gpt_neox_sequential")
 """Members of a family that are wired differently: OPT-350m's norms and projections, and
 GPT-NeoX without the parallel residual."""
 
+IN_CORE: Final = ("llama", "gpt2")
+"""The families that every change is tested with; the others are heavy. The two differ in positions, norms,
+biases, the MLP, and how queries, keys and values are projected."""
+
 NUM_LAYERS: Final = 4
 HIDDEN_SIZE: Final = 128
 NUM_HEADS: Final = 4

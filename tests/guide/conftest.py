@@ -45,7 +45,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     name = f"{metafunc.definition.path.name}::{metafunc.definition.originalname}"
     places: list[Any] = [LOCAL]
     if name not in LOCAL_ONLY:
-        places.append(pytest.param(REMOTE, marks=pytest.mark.e2e))
+        places.append(pytest.param(REMOTE, marks=[pytest.mark.e2e, pytest.mark.heavy]))
     metafunc.parametrize("where", places, indirect=True, scope="session")
 
 
@@ -154,7 +154,7 @@ def bert() -> LanguageModel:
     )
     torch.manual_seed(0)
     module = BertForSequenceClassification(config).eval()
-    with warnings.catch_warnings():  # BERT has modules called `output`, see section 4.6
+    with warnings.catch_warnings():  # BERT has modules called `output`, an envoy's own name
         warnings.simplefilter("ignore")
         return LanguageModel(module, tokenizer=tokenizer)
 

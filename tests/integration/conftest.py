@@ -38,7 +38,7 @@ class Server:
         return await self.client.post("/v1/completions", json={"prompt": "one two three", **body})
 
     async def until_idle(self) -> None:
-        assert await self.context.lifecycle.wait_idle(5)
+        assert await self.context.lifecycle.wait_idle(60)
 
 
 Serve = Callable[..., AbstractAsyncContextManager[Server]]

@@ -35,7 +35,7 @@ def listening(app: FastAPI) -> Iterator[str]:
 
 def until(condition: Callable[[], bool]) -> None:
     """Wait for something that nobody tells."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)

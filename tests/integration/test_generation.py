@@ -264,7 +264,7 @@ class LeavingClient:
             "client": ("test", 1),
             "server": ("test", 80),
         }
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(50):
             await server.app(scope, self.receive, self.send)
 
 
@@ -273,7 +273,7 @@ async def test_a_client_that_leaves_before_the_answer_ends_the_engines_work(serv
     async with serve(FakeBehaviour(delay_s=30)) as server:
         client = LeavingClient({"prompt": "a", "stream": is_stream})
         connection = asyncio.create_task(client.run(server))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(50):
             while server.engine.num_running == 0:  # noqa: ASYNC110 - the engine tells nobody when it is called
                 await asyncio.sleep(0.01)
         client.has_left.set()

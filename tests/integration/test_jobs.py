@@ -215,6 +215,7 @@ async def test_keys_that_are_none(with_jobs: Any, error_of: ErrorCheck, key: str
 # Running.
 
 
+@pytest.mark.heavy
 async def test_a_thousand_jobs_each_run_once_and_so_many_at_a_time(with_jobs: Any):
     async with with_jobs(max_running_jobs=8) as jobs:
         ids: list[str] = []

@@ -152,6 +152,7 @@ async def test_a_server_that_is_told_to_stop_gives_its_jobs_back(tmp_path: Path)
         assert (job.status, job.attempt) == ("COMPLETED", 2)
 
 
+@pytest.mark.heavy
 async def test_uploads_that_a_crash_cut_off_are_removed(tmp_path: Path):
     def received() -> list[Path]:
         return [path for path in (tmp_path / "data/servers").glob("*/*") if path.name != ".lock"]

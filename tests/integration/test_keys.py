@@ -18,6 +18,7 @@ from tests.integration.conftest import ErrorCheck, Serve
 from tests.integration.served_routes import ROUTES
 from tests.integration.tenants import Tenants
 from tests.integration.trace_messages import HEADERS, message
+from tests.integration.waiting import until_async
 
 pytestmark = pytest.mark.both_databases
 
@@ -147,9 +148,14 @@ async def test_keys_are_made_listed_replaced_and_ended_over_http(
 
 
 async def test_a_key_ends_by_itself(tenants: Tenants, error_of: ErrorCheck) -> None:
+    lasting = await tenants.headers("acme", expires_in_s=60.0)
     headers = await tenants.headers("acme", expires_in_s=1.0)
-    assert (await tenants.send("GET", "/v1/models", headers)).status_code == 200
-    await asyncio.sleep(1.1)
+
+    async def has_ended() -> bool:
+        return (await tenants.send("GET", "/v1/models", headers)).status_code == 401
+
+    assert (await tenants.send("GET", "/v1/models", lasting)).status_code == 200
+    await until_async(has_ended)
     error_of(await tenants.send("GET", "/v1/models", headers), 401, "invalid_api_key")
 
 

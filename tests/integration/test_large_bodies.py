@@ -19,7 +19,7 @@ from tests.integration.waiting import until_async
 from tests.large_bodies import COMPLETIONS, large_bodies
 from tests.liveness import Bystanders
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(180)]
 JSON = {"Content-Type": "application/json"}
 
 

@@ -20,6 +20,8 @@ from loadtests.asked import HOSTILE, SCENARIOS, Asked, Model, Phase
 from loadtests.child import run_child
 from loadtests.summary import Summary, read
 
+pytestmark = pytest.mark.heavy
+
 MACHINE = Machine("2026-11-23", "abc", "a processor", 2, 0.0, {"python": "3.11"})
 MODEL = Model(name="m", num_layers=2, width=4, vocab_size=99, max_model_len=99, max_body_bytes=9)
 SENDS_TOKENS = set(SCENARIOS["mixed"]) - set(HOSTILE) - {"trace-message", "jobs"}

@@ -183,6 +183,7 @@ def test_changed_weights_are_nobody_else_s(served: Served) -> None:
     assert served.pid != pid
 
 
+@pytest.mark.heavy
 def test_weights_written_behind_torch_s_back_and_threads_left_behind_are_nobody_else_s(
     served: Served,
 ) -> None:
@@ -205,7 +206,9 @@ def test_weights_written_behind_torch_s_back_and_threads_left_behind_are_nobody_
     assert served.pid != pid
 
 
-@pytest.mark.parametrize("way", ["exit", "signal", "babble"])
+@pytest.mark.parametrize(
+    "way", ["exit", *(pytest.param(way, marks=pytest.mark.heavy) for way in ("signal", "babble"))]
+)
 def test_a_block_that_ends_the_process_fails_alone(served: Served, way: str) -> None:
     model = served.model
     with pytest.raises(RemoteError, match="has ended") as caught:
@@ -333,6 +336,7 @@ def test_broken_traces_are_refused(served: Served) -> None:
     served.check()
 
 
+@pytest.mark.heavy
 def test_a_model_that_cannot_be_loaded_is_said_to_be_so(tmp_path: Path) -> None:
     settings = Settings.model_validate({"result_dir": tmp_path})
     engine = LocalTraceEngine(
@@ -371,6 +375,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.heavy
 def test_a_process_does_not_outlive_its_server(served: Served) -> None:
     server = subprocess.Popen(
         [sys.executable, "-c", KILLED, str(served.path)], stdout=subprocess.PIPE, text=True

@@ -39,6 +39,8 @@ from nnsight_engine.remote_backend.messages import MEDIA_TYPE
 from tests.fakes.engine import FakeEngineClient
 from tests.integration.scripted_traces import HEADERS, ScriptedEngine, trace
 
+pytestmark = pytest.mark.heavy
+
 NUM_EXAMPLES: Final = 20
 NUM_SUITES: Final = 2
 STORIES: Final = settings(

@@ -17,8 +17,7 @@ from tests.integration.test_signals import Process, started
 from tests.integration.waiting import until_async
 
 pytestmark = pytest.mark.timeout(120)
-STALL_S: Final = 3.0
-MAX_S: Final = 0.5
+STALL_S: Final = 4.0
 
 
 @pytest.fixture
@@ -28,11 +27,10 @@ async def server(tmp_path: Path) -> AsyncIterator[Process]:
         yield process
 
 
-async def timed(process: Process, path: str, **headers: str) -> tuple[float, str]:
-    start = time.monotonic()
+async def answer(process: Process, path: str, **headers: str) -> str:
     response = await process.client.get(path, headers=headers)
     assert response.status_code == 200
-    return time.monotonic() - start, response.text
+    return response.text
 
 
 def value_of(text: str, name: str) -> float:
@@ -42,33 +40,29 @@ def value_of(text: str, name: str) -> float:
 
 
 async def test_probes_are_answered_while_the_loop_stands_still(server: Process) -> None:
-    _, before = await timed(server, "/metrics")
+    before = await answer(server, "/metrics")
     assert value_of(before, "nnsight_engine_loop_stalls") == 0
-    begin = time.monotonic()
     stalling = asyncio.create_task(server.client.get("/v1/models"))
-    await asyncio.sleep(0.5)
-    taken = []
-    while time.monotonic() - begin < STALL_S - MAX_S:
+    text = before
+    while value_of(text, "nnsight_engine_loop_stalls") == 0:  # noticed while it lasts
         for path in ("/health/live", "/health/ready", "/metrics"):
-            seconds, text = await timed(server, path)
-            taken.append(seconds)
+            text = await answer(server, path)
         assert not stalling.done()
-    assert max(taken) < MAX_S
-    # Noticed while it lasts.
     assert value_of(text, "nnsight_engine_loop_stalls") == 1
     assert 1 <= value_of(text, "nnsight_engine_loop_stalled_seconds") <= STALL_S + 1
     assert (await stalling).status_code == 200
-    _, after = await timed(server, "/metrics")
+    after = await answer(server, "/metrics")
     assert value_of(after, "nnsight_engine_loop_stalls") == 1
-    assert STALL_S - 1 <= value_of(after, "nnsight_engine_loop_stalled_seconds") <= STALL_S + 2
+    assert value_of(after, "nnsight_engine_loop_stalled_seconds") >= STALL_S - 1
 
 
 async def test_metrics_are_not_told_to_whom_the_loop_has_not_let_in(server: Process) -> None:
-    await timed(server, "/metrics")
+    await answer(server, "/metrics")
+    begin = time.monotonic()
     stalling = asyncio.create_task(server.client.get("/v1/models"))
     await asyncio.sleep(0.5)
-    seconds, _ = await timed(server, "/metrics", authorization="Bearer another")
-    assert seconds > 1
+    await answer(server, "/metrics", authorization="Bearer another")
+    assert time.monotonic() - begin >= STALL_S  # the loop's own answer, when it goes on
     await stalling
 
 

@@ -32,6 +32,8 @@ from tests.fakes.results import MODEL
 from tests.fakes.traces import FakeTraceEngine
 from tests.integration.live import Leaving, Recording, listening, until
 
+pytestmark = pytest.mark.heavy
+
 SPEC = ModelSpec(
     MODEL, "LlamaForCausalLM", 1, 8, 16, "float32", 64, 64, (LeafSpec("input", (8,), "tap", ()),), 1
 )

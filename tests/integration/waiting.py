@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
     """Wait until a condition holds; fails where that takes too long."""
 
     async def check() -> bool:
@@ -15,7 +15,7 @@ async def until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
     await until_async(check, timeout_s)
 
 
-async def until_async(condition: Callable[[], Awaitable[bool]], timeout_s: float = 20) -> None:
+async def until_async(condition: Callable[[], Awaitable[bool]], timeout_s: float = 60) -> None:
     """The same for a condition that has to be asked for."""
     async with asyncio.timeout(timeout_s):
         while not await condition():  # noqa: ASYNC110 - there is no event to wait for

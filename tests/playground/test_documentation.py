@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from playwright.sync_api import Page, expect
 
 from tests.playground.conftest import Open
 from tests.playground.test_page import Playground, playground, serve
+
+pytestmark = pytest.mark.heavy
 
 __all__ = ["playground", "serve"]  # fixtures
 

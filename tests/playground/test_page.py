@@ -28,6 +28,8 @@ from tests.fakes.engine import FakeBehaviour, FakeEngineClient
 from tests.integration.live import listening, until
 from tests.playground.conftest import Open, copied, faults, is_too_wide, link, press, shoot, view_of
 
+pytestmark = pytest.mark.heavy
+
 VECTOR = {"name": "joy", "vectors": {"1": [0.5] * 8, "2": [0.25] * 8}}
 STEERED = {"steering": [{"vector": "joy", "layers": "1", "scale": 0.2}]}
 

@@ -20,7 +20,7 @@ from playwright.sync_api import Page, Route, expect
 from tests.e2e.server import PROJECT, Server
 from tests.playground.conftest import Open, copied, faults, is_too_wide, link, press, shoot, view_of
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
 PROMPT = "The Eiffel Tower is in the city of"
 MODEL = "smollm2-135m-instruct"

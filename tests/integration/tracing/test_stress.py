@@ -31,6 +31,8 @@ from tests.integration.tracing.ways import (
     saves,
 )
 
+pytestmark = pytest.mark.heavy
+
 
 def resident_bytes() -> int:
     """Memory that this process holds."""

@@ -149,6 +149,7 @@ def test_threads_that_trace_one_module_in_two_wrappings_leave_it_as_it_was(
         assert torch.equal(out, unmarked.output)
 
 
+@pytest.mark.heavy
 def test_many_threads_come_and_go(model: Rows) -> None:
     def several() -> None:
         in_threads(*[lambda: saves(model)] * 4)

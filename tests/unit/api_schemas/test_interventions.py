@@ -234,9 +234,9 @@ def test_a_tensor_at_the_limit_is_read() -> None:
 
 @pytest.mark.parametrize("vector", [[0.5] * 1_000_000, [[0.5] * 1000] * 1000])
 def test_a_million_numbers_are_read_quickly(vector: list[Any]) -> None:
-    start = time.perf_counter()
+    start = time.thread_time()
     parse_interventions([STEER | {"vector": vector}])
-    assert time.perf_counter() - start < 2.0
+    assert time.thread_time() - start < 2.0
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def folders(directory: Path) -> list[Path]:
 
 
 async def until_empty(store: ResultStore, directory: Path) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(50):
         while store.used_bytes or files(directory):  # noqa: ASYNC110 - the store tells nobody when it is empty
             await asyncio.sleep(0.01)
 

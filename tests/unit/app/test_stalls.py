@@ -32,13 +32,13 @@ def asking(*answers_s: float) -> Callable[[], asyncio.Future[object]]:
 
 
 async def test_an_engine_that_answers_in_time_has_not_stalled_however_often_it_is_asked() -> None:
-    assert not await is_noticed(asking(0.1), limit_s=0.2, within_s=1.2)
+    assert not await is_noticed(asking(0.1), limit_s=0.6, within_s=1.5)
 
 
 @pytest.mark.parametrize("answers_s", [(60,), (0.0, 0.05, 60)])
 async def test_one_that_does_not_answer_has(answers_s: tuple[float, ...]) -> None:
     begin = time.monotonic()
-    assert await is_noticed(asking(*answers_s), limit_s=0.2, within_s=5)
+    assert await is_noticed(asking(*answers_s), limit_s=0.2, within_s=50)
     assert time.monotonic() - begin >= 0.2
 
 
@@ -55,7 +55,7 @@ async def test_what_blocks_may_take_is_waited_for_as_long_as_they_are_there() ->
     await asyncio.sleep(0.4)
     assert not waiting.done()
     limits[0] = 0.1
-    await asyncio.wait_for(waiting, 2)
+    await asyncio.wait_for(waiting, 50)
 
 
 async def test_time_in_which_nobody_ran_does_not_count() -> None:

@@ -31,6 +31,7 @@ def rows(device: str) -> list[Row]:
     return results.rows()
 
 
+@pytest.mark.heavy
 @pytest.mark.usefixtures("_own_threads")
 def test_traces_and_plans_run_without_a_gpu() -> None:
     measured = rows("cpu")

@@ -22,7 +22,8 @@ class Bench:
         self.path = path
         self.client = LanguageModel(path)
         self.local = LanguageModel(path, dispatch=True)
-        self.runner = TraceRunner(LanguageModel(path, dispatch=True))
+        self.engine = LanguageModel(path, dispatch=True)
+        self.runner = TraceRunner(self.engine)
 
     @property
     def ways(self) -> list[tuple[LanguageModel, dict[str, Any]]]:

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from nnsight_engine.local_engine.model_snapshot import ModelSnapshot
 from nnsight_engine.local_engine.runner import TraceRunner
 from nnsight_engine.local_engine.tensor_checksums import TensorChecksums
 from nnsight_engine.modeling.language import LanguageModel
@@ -104,8 +105,13 @@ def surroundings(_: LanguageModel, module: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def runner(bench: Bench) -> TraceRunner:
-    return TraceRunner(LanguageModel(bench.path, dispatch=True))
+def model(bench: Bench) -> LanguageModel:
+    return LanguageModel(bench.path, dispatch=True)
+
+
+@pytest.fixture(scope="module")
+def snapshot(model: LanguageModel) -> ModelSnapshot:
+    return ModelSnapshot(model)
 
 
 def state(model: LanguageModel) -> Any:
@@ -146,25 +152,27 @@ def logits(model: LanguageModel) -> tuple[torch.Tensor, torch.Tensor]:
         tokens, methods, kind, surroundings,
     ],
 )  # fmt: skip
-def test_what_can_be_undone_is(bench: Bench, runner: TraceRunner, change: Change) -> None:
-    model = runner._model
-    assert runner._pristine.restore()
+def test_what_can_be_undone_is(
+    bench: Bench, model: LanguageModel, snapshot: ModelSnapshot, change: Change
+) -> None:
+    assert snapshot.restore()
     before, expected = state(model), logits(bench.local)
     bench.local.lm_head.weight.grad = None
     with torch.no_grad():
         change(model, model._module)
-    assert runner._pristine.restore()
+    assert snapshot.restore()
     assert all(map(same, before, state(model)))
     assert all(map(torch.equal, logits(model), expected))
 
 
 @pytest.mark.parametrize("way", ["counted", "data", "numpy", "swapped rows"])
 def test_weights_that_were_written_to_are_noticed(bench: Bench, way: str) -> None:
-    runner = TraceRunner(LanguageModel(bench.path, dispatch=True))
-    module: Any = runner._model._module
+    model = LanguageModel(bench.path, dispatch=True)
+    snapshot = ModelSnapshot(model)
+    module: Any = model._module
     weight = module.model.layers[1].mlp.down_proj.weight
-    assert not runner._pristine.is_suspect
-    assert runner._pristine.restore()
+    assert not snapshot.is_suspect
+    assert snapshot.restore()
     with torch.no_grad():
         if way == "counted":
             weight[0, 0] += 1
@@ -174,8 +182,8 @@ def test_weights_that_were_written_to_are_noticed(bench: Bench, way: str) -> Non
             weight.detach().numpy()[3, 4] += 1
         else:
             weight.data[[0, 1]] = weight.data[[1, 0]]
-    assert runner._pristine.is_suspect is (way == "counted")
-    assert not runner._pristine.restore()
+    assert snapshot.is_suspect is (way == "counted")
+    assert not snapshot.restore()
 
 
 def test_weights_that_a_block_put_back_are_what_they_were(bench: Bench) -> None:
@@ -191,7 +199,7 @@ def test_weights_that_a_block_put_back_are_what_they_were(bench: Bench) -> None:
 
 
 def test_what_a_block_leaves_running_is_noticed_and_what_ends_is_not(bench: Bench) -> None:
-    pristine = TraceRunner(LanguageModel(bench.path, dispatch=True))._pristine
+    pristine = ModelSnapshot(LanguageModel(bench.path, dispatch=True))
     end = threading.Event()
     thread = threading.Thread(target=end.wait)
     thread.start()
@@ -203,8 +211,9 @@ def test_what_a_block_leaves_running_is_noticed_and_what_ends_is_not(bench: Benc
 
 
 def test_what_cannot_be_undone_wears_the_model_out(bench: Bench) -> None:
-    runner = TraceRunner(LanguageModel(bench.path, dispatch=True))
-    module: Any = runner._model._module
+    model = LanguageModel(bench.path, dispatch=True)
+    runner = TraceRunner(model)
+    module: Any = model._module
     weight = module.lm_head.weight.requires_grad_(requires_grad=False)
     weight.mul_(torch.ones((), requires_grad=True))  # no leaf any more: its flag cannot be set
     runner._tidy()

@@ -115,7 +115,7 @@ def test_gradients_flow_and_leave_no_trace(bench: Bench) -> None:
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
     assert found[1][0].abs().sum() > 0
-    engine = bench.runner._model
+    engine = bench.engine
     assert all(parameter.grad is None for parameter in engine._module.parameters())
     assert not bench.runner.is_worn
 
@@ -138,7 +138,7 @@ def test_calls_inside_a_forward(bench: Bench) -> None:
             value = model.model.layers[0].mlp.source.self_down_proj_0.output.save()
         found.append(value)
     assert torch.equal(*found)
-    assert not bench.runner._model._sources
+    assert not bench.engine._sources
 
 
 def test_caches_come_home(bench: Bench) -> None:
@@ -195,7 +195,7 @@ def test_further_names(bench: Bench) -> None:
     assert torch.equal(named, plain)
     assert standard.shape == plain.shape
     with pytest.raises(AttributeError, match="blocks"):
-        _ = bench.runner._model.blocks
+        _ = bench.engine.blocks
 
 
 def test_a_part_of_the_model_is_traced(bench: Bench) -> None:
@@ -302,7 +302,8 @@ def test_wanted_names_come_home_unsaved(bench: Bench) -> None:
 
 
 def test_changed_weights_are_noticed(bench: Bench) -> None:
-    runner = TraceRunner(LanguageModel(bench.path, dispatch=True))
+    engine = LanguageModel(bench.path, dispatch=True)
+    runner = TraceRunner(engine)
     model = bench.client
     with model.trace(TEXT, backend=RemoteBackend(transport=InProcess(served_by(runner)))):
         model.lm_head._module.register_forward_hook(lambda *_: None)
@@ -310,7 +311,6 @@ def test_changed_weights_are_noticed(bench: Bench) -> None:
         model._module.requires_grad_(False)
         torch.set_grad_enabled(False)
     assert not runner.is_worn
-    engine = runner._model
     assert not engine.lm_head._module._forward_hooks
     assert not engine._module.training
     assert engine.lm_head.weight.requires_grad
@@ -380,7 +380,7 @@ def test_sessions_bring_edits_and_names(bench: Bench) -> None:
         bench.local.layers[0].output[:] *= 0.5
         here = bench.local.layers[1].mlp.output.save()
     assert torch.equal(here, there)
-    assert not bench.runner._model._default_mediators
+    assert not bench.engine._default_mediators
 
 
 def test_a_function_of_ones_own_is_traced(bench: Bench) -> None:

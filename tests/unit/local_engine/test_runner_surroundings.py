@@ -51,7 +51,7 @@ def test_modules_that_were_added_come_along(bench: Bench) -> None:
         assert part is probe.scale
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
-    engine = bench.runner._model
+    engine = bench.engine
     assert "probe" not in dir(engine)
     assert [path for path, _ in engine.named_modules()] == [path for path, _ in bench.local.named_modules()]
     plain = bench.client
@@ -69,7 +69,7 @@ def test_a_module_that_takes_anothers_place_gives_it_back(bench: Bench) -> None:
                 same = client.lm_head(client.model.norm.output).shape[-1]
                 same = save(int(same))
         assert same == 128
-    engine = bench.runner._model
+    engine = bench.engine
     assert engine.lm_head._module is engine._module.get_submodule("lm_head")
     plain = bench.client
     with plain.trace(TEXT, backend=bench.elsewhere()):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.shared_names import Program
 from tests.unit.local_engine.bench import TEXT, Bench
+
+pytestmark = pytest.mark.heavy
 
 NUM_PROGRAMS = 15
 

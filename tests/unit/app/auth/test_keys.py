@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +21,7 @@ from app.auth.secrets import new_secret
 from app.refusals import ThrottledError
 from app.storage.database import Database
 from app.storage.keys import KeyStore
+from app.storage.tables import KeyRow
 
 NEW = NewKey(tenant="acme")
 
@@ -126,6 +127,42 @@ async def test_random_keys_are_read_together_and_a_right_one_with_them(bench: Be
     assert all("invalid_api_key" in answer for answer in answers[:-1])
     statements = [one for one in bench.costs.taken() if isinstance(one, str) and one.startswith("SELECT")]
     assert len(statements) <= 5
+
+
+class HeldStore(KeyStore):
+    """Returns what it has read when it is let."""
+
+    def __init__(self, database: Database) -> None:
+        super().__init__(database)
+        self.has_read, self.may_return = asyncio.Event(), asyncio.Event()
+
+    async def find(self, key_ids: Collection[str]) -> dict[str, tuple[KeyRow, Limits]]:
+        found = await super().find(key_ids)
+        self.has_read.set()
+        await self.may_return.wait()
+        return found
+
+
+async def test_a_key_that_is_revoked_while_it_is_read_is_not_remembered(bench: Bench):
+    store = HeldStore(bench.database)
+    keys = Keys(store)
+    key = await keys.create(NEW)
+    reading = asyncio.create_task(keys.principal(f"Bearer {key.key}"))
+    await store.has_read.wait()
+    await keys.revoke(key.id)
+    store.may_return.set()
+    await reading  # it was right when it was read
+    with pytest.raises(ApiError, match="has ended"):
+        await keys.principal(f"Bearer {key.key}")
+    await keys.close()
+
+
+def test_a_hash_is_compared_to_its_last_character():
+    secret = new_secret()
+    kept = secrets.hashed(secret)
+    assert secrets.matches(secret, kept)
+    for wrong in (kept[:-1], kept[:-1] + ("0" if kept[-1] != "0" else "1"), kept + "0"):
+        assert not secrets.matches(secret, wrong)
 
 
 async def test_a_key_that_another_server_has_made_works_at_once(bench: Bench):

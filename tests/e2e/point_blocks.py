@@ -1,0 +1,247 @@
+"""Blocks that read and write at standard points, and give the same on ``LanguageModel`` and on vLLM.
+
+vLLM's Transformers backend (GPT-NeoX) changes transformers' classes for the whole process: all that
+``LanguageModel`` computes is to be computed before the first engine starts.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from nnsight_engine import LanguageModel, save
+from nnsight_engine.vllm_backend.vllm import VLLM
+
+PROMPT: Final = [45, 257, 80, 301, 77, 78, 260, 90]
+OTHER: Final = [91, 120, 33, 44, 260, 18, 77, 45]
+NUM_TOKENS: Final = 4
+LAYER: Final = 1
+_RELATIVE: Final = 1e-4
+
+Values = dict[str, Any]
+
+
+def opened(model: Any, prompt: list[int] | None, num_tokens: int = 1) -> Any:
+    """Open a trace that generates so many tokens, without a prompt for invokes."""
+    inputs = () if prompt is None else (given(model, prompt),)
+    if isinstance(model, VLLM):
+        return model.trace(*inputs, max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    if num_tokens == 1:
+        return model.trace(*inputs)
+    return model.trace(  # what `with model.generate(...)` does, which only works in the statement itself
+        *inputs,
+        fn=model.__nnsight_generate__,
+        max_new_tokens=num_tokens,
+        min_new_tokens=num_tokens,
+        do_sample=False,
+    )
+
+
+def given(model: Any, prompt: list[int]) -> Any:
+    """Return a prompt as the engine takes it."""
+    return prompt if isinstance(model, VLLM) else torch.tensor([prompt])
+
+
+def writable(model: Any) -> list[str]:
+    """Return a layer's points, and those of the whole model, that can be written."""
+    return [
+        name
+        for name in model.points()
+        if (not name.startswith("layers.") or name.startswith(f"layers.{LAYER}."))
+        and not name.endswith("attn.pattern")
+    ]
+
+
+# The blocks. What they return is compared without a batch's axis.
+
+
+def read_everything(model: Any) -> Values:
+    names = list(model.points())
+    with opened(model, PROMPT):
+        read: Values = save({})
+        for name in names:
+            value = model.points[name]
+            read[name] = value[..., -1, :].clone() if name == "logits" else value.clone()
+    return read
+
+
+def read_by_attribute(model: Any) -> Values:
+    layer = model.layers[LAYER]
+    with opened(model, PROMPT):
+        read: Values = save({})
+        read["embed"] = model.embed.output
+        read["input"] = layer.input
+        read["attn.input"] = layer.attn.input
+        read["q"], read["k"], read["v"] = layer.attn.q, layer.attn.k, layer.attn.v
+        read["heads"] = layer.attn.heads
+        read["mlp.input"] = layer.mlp.input
+        read["up"] = layer.mlp.up
+        read["mlp.output"] = layer.mlp.output
+        for index, one in enumerate(model.layers[LAYER + 1 :]):
+            read[f"output of {index}"] = one.output
+        read["len"] = torch.tensor([float(len(model.layers))])
+    return read
+
+
+def edit_in_place(model: Any) -> Values:
+    after = {}
+    for name in writable(model):
+        with opened(model, PROMPT):
+            model.points[name][..., 0] += 3.0
+            logits = model.points["logits"][..., -1, :].clone().save()
+        after[name] = logits
+    return after
+
+
+def assign(model: Any) -> Values:
+    after = {}
+    for name in writable(model):
+        with opened(model, PROMPT):
+            model.points[name] = model.points[name] * 1.5 + 0.1
+            logits = model.points["logits"][..., -1, :].clone().save()
+        after[name] = logits
+    return after
+
+
+def ablate_a_head(model: Any) -> Values:
+    with opened(model, PROMPT):
+        model.layers[LAYER].attn.heads[..., 2, :] = 0
+        after = model.layers[-1].output.clone().save()
+        logits = model.points["logits"][..., -1, :].save()
+    return {"after": after, "logits": logits}
+
+
+def patch_from_another_prompt(model: Any) -> Values:
+    with opened(model, OTHER):
+        hidden = model.layers[LAYER].output[..., -1, :].save()
+    with opened(model, PROMPT):
+        model.layers[LAYER].output[..., -1, :] = hidden
+        logits = model.points["logits"][..., -1, :].save()
+    return {"hidden": hidden, "logits": logits}
+
+
+def patch_between_invokes(model: Any) -> Values:
+    with opened(model, None) as tracer:
+        barrier = tracer.barrier(2)
+        with tracer.invoke(given(model, OTHER)):
+            hidden = model.layers[LAYER].attn.heads[..., -1, 1, :].clone()
+            barrier()
+        with tracer.invoke(given(model, PROMPT)):
+            barrier()
+            model.layers[LAYER].attn.heads[..., -1, 1, :] = hidden
+            logits = model.points["logits"][..., -1, :].save()
+    with opened(model, None) as tracer:
+        barrier = tracer.barrier(2)
+        with tracer.invoke(given(model, OTHER)):
+            stream = model.layers[LAYER].output[..., -1, :].clone()
+            barrier()
+        with tracer.invoke(given(model, PROMPT)):
+            output = model.layers[LAYER].output
+            barrier()
+            output[..., -1, :] = stream
+            after = model.points["logits"][..., -1, :].save()
+    return {"heads": logits, "stream": after}
+
+
+def steer_while_generating(model: Any) -> Values:
+    direction = torch.linspace(-3.0, 3.0, model.points()["embed.output"][0])
+    with opened(model, PROMPT, NUM_TOKENS) as tracer:
+        steps: list[torch.Tensor] = save([])
+        for _ in tracer.iter[:]:
+            model.layers[LAYER].output[..., -1, :] += direction
+            model.points[f"layers.{LAYER + 1}.output"] = model.points[f"layers.{LAYER + 1}.output"] * 1.1
+            steps.append(model.points["logits"][..., -1, :].clone())
+    return {
+        "number": torch.tensor([float(len(steps))]),
+        **{f"step {n}": step for n, step in enumerate(steps)},
+    }
+
+
+def patterns_while_generating(model: Any) -> Values:
+    with opened(model, PROMPT, NUM_TOKENS) as tracer:
+        steps: list[torch.Tensor] = save([])
+        for _ in tracer.iter[:]:
+            pattern = model.points[f"layers.{LAYER}.attn.pattern"]
+            steps.append(pattern.clone())
+    return {f"step {n}": step for n, step in enumerate(steps)}
+
+
+def skip_a_layer(model: Any) -> Values:
+    with opened(model, PROMPT):
+        layer = model.layers[LAYER]
+        layer.skip(layer.input * 1.25)
+        after = model.layers[LAYER + 1].input.clone().save()
+        logits = model.points["logits"][..., -1, :].save()
+    return {"after": after, "logits": logits}
+
+
+def look_through_a_lens(model: Any) -> Values:
+    # OPT-350m has no final norm, and a projection in its place.
+    final = model.norm if "norm.output" in model.points else model.model.decoder.project_out
+    with opened(model, PROMPT):
+        head = model.lm_head if hasattr(model, "lm_head") else model.embed_out
+        lens: Values = save({})
+        for index, layer in enumerate(model.layers):
+            hidden = final(layer.output[..., -1, :])
+            # What vLLM's linears return is a tuple, with a bias that the caller may add.
+            lens[f"layer {index}"] = head(hidden[0] if isinstance(hidden, tuple) else hidden)
+    return lens
+
+
+BLOCKS: Final[dict[str, Callable[[Any], Values]]] = {
+    block.__name__: block
+    for block in (
+        read_everything,
+        read_by_attribute,
+        edit_in_place,
+        assign,
+        ablate_a_head,
+        patch_from_another_prompt,
+        patch_between_invokes,
+        steer_while_generating,
+        patterns_while_generating,
+        skip_a_layer,
+        look_through_a_lens,
+    )
+}
+
+
+def expected_values(checkpoint: Path) -> dict[str, Values | str]:
+    """Return what ``LanguageModel`` gives, or how it failed."""
+    model = LanguageModel(str(checkpoint), dtype=torch.float32, attn_implementation="eager", dispatch=True)
+    return {name: tried(block, model) for name, block in BLOCKS.items()}
+
+
+def compared(model: VLLM, wanted: dict[str, Values | str]) -> dict[str, str | None]:
+    """Run the blocks on vLLM; returns what went wrong with each."""
+    return {name: difference(wanted[name], tried(block, model)) for name, block in BLOCKS.items()}
+
+
+def tried(block: Callable[[Any], Values], model: Any) -> Values | str:
+    try:
+        return block(model)
+    except Exception:  # noqa: BLE001 - whatever it is, the report says it and the next block runs
+        return traceback.format_exc()
+
+
+def difference(wanted: Values | str, got: Values | str) -> str | None:
+    if isinstance(wanted, str) or isinstance(got, str):
+        sides = {"LanguageModel": wanted, "VLLM": got}
+        return "\n".join(f"{side}: {failure}" for side, failure in sides.items() if isinstance(failure, str))
+    if wanted.keys() != got.keys():
+        return f"different values: {sorted(wanted.keys() ^ got.keys())}"
+    found = [f"{name}: {how}" for name in wanted if (how := _apart(wanted[name], got[name]))]
+    return "\n".join(found) or None
+
+
+def _apart(wanted: torch.Tensor, got: torch.Tensor) -> str:
+    # One form has an axis for the batch of one, the other has not; of logits each has one.
+    wanted, got = (value[0] if value.shape[0] == 1 else value for value in (wanted, got))
+    if wanted.shape != got.shape:
+        return f"of shape {tuple(wanted.shape)} and {tuple(got.shape)}"
+    difference = float((wanted - got).abs().max() / wanted.abs().max().clamp_min(1e-6))
+    return "" if difference < _RELATIVE else f"apart by {difference:.2g} of the largest"
