@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from api_schemas.capabilities import Capabilities
-from app.hosts import is_loopback
+from app.addresses import is_loopback
 from benchmarks.servers import created_key, own_folders, served
 from loadtests.asked import HOSTILE, TENANT_OF, Asked, Model, phases_of
 from loadtests.bodies import Bodies
