@@ -35,6 +35,7 @@ from app.settings import Settings, engine_trace_options, environment_for_traces,
 from app.storage.database import DatabaseError
 from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.core.garbage_collection import uncollected
+from nnsight_engine.core.sandbox_choice import check_sandbox
 from nnsight_engine.core.tap_choice import check_taps
 from nnsight_engine.local_engine.process_channel import ProcessOptions
 from nnsight_engine.modeling.bundled import (
@@ -86,7 +87,7 @@ _DEMO_AXIS: Final = 464
 _OWN_OPTIONS: Final = {
     "--local-engine-device": "cpu, cuda or cuda:1, for example",
     "--local-engine-dtype": "float32 or bfloat16, for example",
-    "--sandbox": "process, restricted or off",
+    "--sandbox": "process or off",
     "--taps": "all, off or points such as layers.4:20.output",
 }
 """This server's own options that take a value (unlike vLLM's), with a description of the value."""
@@ -136,7 +137,7 @@ def _serve(arguments: list[str], console: Console) -> int:
         return _serve_replicas(arguments, replicas, console)
     arguments, chosen = split_options(arguments)
     settings = _settings().model_copy(update=chosen)
-    check_taps(settings.taps)
+    _check_choices(settings)
     model, options = _split_model(arguments)
     refuse_named(options)
     set_engine_defaults()
@@ -167,7 +168,7 @@ def _serve(arguments: list[str], console: Console) -> int:
 def _serve_replicas(arguments: list[str], replicas: dict[str, Any], console: Console) -> int:
     arguments, address = split_address(arguments)
     settings = _settings().model_copy(update=address)
-    check_taps(settings.model_copy(update=split_options(arguments)[1]).taps)
+    _check_choices(settings.model_copy(update=split_options(arguments)[1]))
     model, options = _split_model(arguments)
     set_engine_defaults()
     start_logs(settings)
@@ -189,6 +190,12 @@ def _serve_replicas(arguments: list[str], replicas: dict[str, Any], console: Con
         with_keys=with_keys,
     )
     return 0
+
+
+def _check_choices(settings: Settings) -> None:
+    """Check what options may have set; raises UnsupportedOptionError."""
+    check_taps(settings.taps)
+    check_sandbox(settings.sandbox)
 
 
 def _trace_options(options: list[str], settings: Settings) -> list[str]:

@@ -47,7 +47,7 @@ from app.engine.vllm_traces import VLLMTraceEngine
 from app.errors import DONE_FRAME
 from app.json_text import json_text
 from app.services.capabilities import describe
-from app.services.code_policy import SANDBOX_OF, has_process
+from app.services.code_policy import SANDBOX_OF
 from app.services.responses import choice_json
 from app.services.served_model import ServedModel
 from app.settings import (
@@ -156,7 +156,6 @@ class VLLMEngineClient:
             sandbox_step_s=self._settings.sandbox_step_s,
             sandbox_wait_s=self._settings.sandbox_wait_s,
             sandbox_cpu_s=self._settings.sandbox_cpu_s,
-            sandbox_fuel=self._settings.sandbox_fuel,
             sandbox_needs_namespaces=self._settings.sandbox_needs_namespaces,
             max_sandboxes=self._settings.max_sandboxes,
             fair_window_s=self._settings.fair_window_s,
@@ -411,7 +410,7 @@ class VLLMEngineClient:
                 data, name=first.name or f"{first.op}_0", param=param, filename=filename_of(first),
                 streams=streams, max_requests=self._settings.max_trace_requests, sandbox_of=sandbox_of,
             )  # fmt: skip
-            if has_process(self._settings, sandbox_of):
+            if sandbox_of:
                 call.place = partial(self._sandboxes.ask, sandbox_of, call.ticket)
             return call
         return InterventionCall(interventions, self.engine.spec, self._texts.token, stream=streams)

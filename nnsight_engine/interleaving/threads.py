@@ -76,6 +76,9 @@ class ThreadStack:
 
     __slots__ = ("_given", "_handed", "_stream", "_there", "_thread", "abandoned", "budget_s", "left_s")
 
+    grace_s = _GRACE_S
+    """Seconds for an interrupted job to come back before it is abandoned; -1 to wait for it however long."""
+
     def __init__(self, budget_s: float) -> None:
         """Prepare; the job does not run before ``start``."""
         self.budget_s = self.left_s = budget_s
@@ -169,7 +172,7 @@ class ThreadStack:
         )
         assert self._thread is not None  # noqa: S101 - it has started
         _raise_in(self._thread, TimeBudgetError)
-        came_back = self._there.acquire(timeout=_GRACE_S)
+        came_back = self._there.acquire(timeout=self.grace_s)
         self.abandoned = True
         if not came_back:
             _take_back(self._thread)
