@@ -2,8 +2,8 @@
 
 Within one trace that runs from beginning to end, greenlets are better (see ``call_stacks``): a hand-over is
 a switch. A serving engine is different. Its blocks live across many calls into the engine, each from a
-different depth of the C stack, which greenlets cannot do if torch's stack walk is to be safe. And they are
-untrusted code beside other tenants' requests: a block that does not hand over must be abandoned.
+different depth of the C stack, which greenlets cannot do if torch's stack walk is to be safe. And they run
+beside other tenants' requests, which must not wait for ever: a block that does not hand over is abandoned.
 
 So here each block has a thread. The side that hands over control waits, with a limit on the time that the
 block may take. When the limit is exceeded, ``TimeBudgetError`` is raised in the block, wherever it is. A

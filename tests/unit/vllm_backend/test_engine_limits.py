@@ -12,5 +12,5 @@ from nnsight_engine.vllm_backend.compat import EngineLimits
 def test_a_sandbox_is_a_process_or_off(value: str) -> None:
     assert EngineLimits().sandbox == "process"
     assert EngineLimits(sandbox="off").sandbox == "off"
-    with pytest.raises(UnsupportedOptionError, match="'process'.*'off'"):
+    with pytest.raises(UnsupportedOptionError, match=r"'process'.*'off'"):
         EngineLimits(sandbox=value)
