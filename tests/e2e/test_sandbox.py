@@ -218,6 +218,16 @@ def test_what_a_block_prints_without_end_is_cut(sandboxed: Sandboxed) -> None:
     assert sandboxed.saves("h = save(1)") == {"h": 1}
 
 
+def test_a_process_is_used_again_unless_a_block_has_left_something_in_it(sandboxed: Sandboxed) -> None:
+    code = "h = save([eval(\"__import__('os').getpid()\"), str(torch.get_default_dtype())])"
+    first, second = sandboxed.saves(code)["h"], sandboxed.saves(code)["h"]
+    assert first == second
+    sandboxed.saves("torch.set_default_dtype(torch.float64)\nh = save(1)")
+    third = sandboxed.saves(code)["h"]
+    assert third[0] != first[0]
+    assert third[1] == "torch.float32"
+
+
 def test_one_tenants_process_is_not_anothers(sandboxed: Sandboxed, bundled: Path) -> None:
     """What a block leaves behind in its process is met by its own tenant at most."""
     sandboxed.complete("torch.mine = 1\nh = save(1)")

@@ -7,6 +7,7 @@ then disturbs its own tenant only, as a process is never given to another one.
 
 from __future__ import annotations
 
+import operator
 import random
 import sys
 import warnings
@@ -34,7 +35,7 @@ class Leftovers:
             return True
         pairs = zip(self._before, self._namespaces(), strict=True)
         return not all(
-            before.keys() == now.keys() and all(before[name] is now[name] for name in before)
+            len(before) == len(now) and all(map(operator.is_, before.values(), now.values()))
             for before, now in pairs
         )
 

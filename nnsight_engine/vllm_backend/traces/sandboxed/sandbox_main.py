@@ -204,6 +204,8 @@ class SandboxTraces(WorkerTraces):
         while True:
             head, body = read_by_sandbox(side.receive())
             side.send(self.answer(head, body))
+            if isinstance(head, Collect):
+                self._leftovers.draw_anew()
 
     def answer(self, head: ToSandbox, body: memoryview) -> list[bytes | memoryview]:
         """Handle a message of the worker, and return the answer.
@@ -241,7 +243,6 @@ class SandboxTraces(WorkerTraces):
         self.dispatcher.calls.clear()
         self.dispatcher.ever.clear()
         self._wanted, self._before, self._passed = [], [], []
-        self._leftovers.draw_anew()
 
     def _step(self, told: Sequence[tuple[str, int, int, bool]]) -> list[bytes | memoryview]:
         row, spans = 0, []
