@@ -104,7 +104,9 @@ def serve(  # noqa: PLR0913 - one argument for each option
             "--compile", help="CPU: compile the model. Decoding is faster; each start takes a minute longer."
         ),
     ] = False,
-    sandbox: Annotated[str | None, _option("Where untrusted code runs, see docs/settings.md.")] = None,
+    sandbox: Annotated[
+        str | None, _option("Where untrusted code runs: process (the default) or off.")
+    ] = None,
     taps: Annotated[
         str | None,
         _option(

@@ -15,6 +15,8 @@ from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from app.trusted_proxies import check_proxies
+from nnsight_engine.core.errors import UnsupportedOptionError
+from nnsight_engine.core.sandbox_choice import check_sandbox
 from nnsight_engine.core.tap_choice import ALL_TAPS
 
 KIB: Final = 1024
@@ -162,9 +164,8 @@ class Settings(BaseSettings):
         default=ALL_TAPS,
         description="Where the residual stream is tapped: `all`, `off` or points, `layers.4:20.output`.",
     )
-    sandbox: Literal["process", "restricted", "off"] = Field(
-        default="process",
-        description="How code of keys of the tier `sandboxed` runs: `process`, `restricted` or `off`.",
+    sandbox: Literal["process", "off"] = Field(
+        default="process", description="How code of keys of the tier `sandboxed` runs: `process` or `off`."
     )
     sandbox_bytes: int = Field(
         default=GIB, ge=64 * MIB, description="Most memory that one sandboxed process may take."
@@ -179,11 +180,6 @@ class Settings(BaseSettings):
     )
     sandbox_cpu_s: int = Field(
         default=300, ge=1, description="How long a sandboxed process may compute in its life."
-    )
-    sandbox_fuel: int = Field(
-        default=10_000_000,
-        ge=1,
-        description="Steps of Python that a sandboxed trace may take: turns of loops, calls.",
     )
     sandbox_needs_namespaces: bool = Field(
         default=False,
@@ -353,6 +349,15 @@ class Settings(BaseSettings):
     @classmethod
     def _are_addresses(cls, value: str) -> str:
         check_proxies(value)
+        return value
+
+    @field_validator("sandbox", mode="before")
+    @classmethod
+    def _is_sandbox(cls, value: str) -> str:
+        try:
+            check_sandbox(value)
+        except UnsupportedOptionError as error:
+            raise ValueError(str(error)) from None
         return value
 
 

@@ -40,10 +40,5 @@ def sandbox_of(settings: Settings, caller: Principal) -> str:
     return caller.tenant if is_stranger and settings.sandbox != "off" else ""
 
 
-def has_process(settings: Settings, sandbox_of: str) -> bool:
-    """Return whether sandboxed code has a process of its own, which are limited in number."""
-    return bool(sandbox_of) and settings.sandbox == "process"
-
-
 def _refusal(message: str) -> ApiError:
     return ApiError(ErrorCode.CODE_NOT_ALLOWED, message)

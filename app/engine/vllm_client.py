@@ -33,7 +33,7 @@ from api_schemas.interventions import FIELD, Intervention
 from api_schemas.request_traces import Trace
 from api_schemas.tokens import TokenizeRequest
 from app.admission.slot_pool import SlotPool
-from app.auth.code_policy import has_process, sandbox_of
+from app.auth.code_policy import sandbox_of
 from app.engine.capabilities import describe
 from app.engine.client import DescribedModel, EngineReply, JsonObject
 from app.engine.engine_watchdog import stalled
@@ -154,7 +154,6 @@ class VLLMEngineClient:
             sandbox_step_s=self._settings.sandbox_step_s,
             sandbox_wait_s=self._settings.sandbox_wait_s,
             sandbox_cpu_s=self._settings.sandbox_cpu_s,
-            sandbox_fuel=self._settings.sandbox_fuel,
             sandbox_needs_namespaces=self._settings.sandbox_needs_namespaces,
             max_sandboxes=self._settings.max_sandboxes,
             fair_window_s=self._settings.fair_window_s,
@@ -407,7 +406,7 @@ class VLLMEngineClient:
                 data, name=first.name or f"{first.op}_0", param=param, filename=filename_of(first),
                 streams=streams, max_requests=self._settings.max_trace_requests, sandbox_of=sandbox,
             )  # fmt: skip
-            if has_process(self._settings, sandbox):
+            if sandbox:
                 call.place = partial(self._sandboxes.ask, sandbox, call.ticket)
             return call
         return InterventionCall(interventions, self.engine.spec, self._texts.token, stream=streams)

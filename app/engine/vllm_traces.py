@@ -20,7 +20,6 @@ from vllm.sampling_params import RequestOutputKind
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
 from app.admission.slot_pool import SlotPool
-from app.auth.code_policy import has_process
 from app.engine.traces import event_frame
 from app.engine.vllm_errors import said_dead, translated
 from app.engine.vllm_sampling import sampling_params
@@ -77,7 +76,7 @@ class VLLMTraceEngine:
                 await self._engine().prepare_sandbox()
         trace = _Trace(request, job_id, self._settings)
         async with contextlib.AsyncExitStack() as stack:
-            if has_process(self._settings, request.sandbox_of):
+            if request.sandbox_of:
                 place = self._sandboxes.ask(request.sandbox_of, job_id, is_patient=request.is_patient)
                 if not place.is_granted:
                     yield event_frame(JobStatus.QUEUED, message=_NO_SANDBOX, engine=self.name)

@@ -13,7 +13,6 @@ from typing import Any, Self
 
 import torch
 
-from nnsight_engine.core import untrusted_frames
 from nnsight_engine.envoys.aliases import Aliases, Rename, by_alias, check_aliases
 from nnsight_engine.envoys.display import NoSuchModuleError, as_html, as_text, names_of
 from nnsight_engine.envoys.envoy_map import EnvoyMap, check_envoys, envoy_class
@@ -186,7 +185,6 @@ class Envoy(CallValues, EnvoyTree, Batchable):
         no ``output`` is affected. ``hook=True`` makes such a call count as one of the model's, for
         modules that the model itself never calls.
         """
-        untrusted_frames.check_call(sys._getframe(1))
         interleaver = self._interleaver
         if interleaver.current is not None and not hook:
             return interleaver.applied(str(self.path), self._apply_apart, args, kwargs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final, Self, cast, overload
 
@@ -118,43 +117,29 @@ class EnvoyTree:
         return self
 
 
-def at_path(
-    start: EnvoyTree,
-    path: str,
-    attribute: Callable[[Any, str], Any] = getattr,
-    item: Callable[[Any, int], Any] = operator.getitem,
-) -> Any:
-    """Return what is at a path, see ``EnvoyTree.get``.
-
-    Args:
-        start: Where the path begins, or the module whose own path it begins with.
-        path: The path.
-        attribute: Returns an attribute of what was found so far.
-        item: Returns an item of it.
-    """
+def at_path(start: EnvoyTree, path: str) -> Any:
+    """Return what is at a path, see ``EnvoyTree.get``."""
     if path == start.path:
         return start
     below = path.removeprefix(f"{start.path}.")
     try:
-        return _followed(start, below, attribute, item)
+        return _followed(start, below)
     except NOT_THERE as error:
         if below == path:
             raise
         try:  # a module below this one may have its name
-            return _followed(start, path, attribute, item)
+            return _followed(start, path)
         except NOT_THERE:
             raise error from None
 
 
-def _followed(
-    start: EnvoyTree, path: str, attribute: Callable[[Any, str], Any], item: Callable[[Any, int], Any]
-) -> Any:
+def _followed(start: EnvoyTree, path: str) -> Any:
     found: Any = start
     for part in path.split("."):
         if not part.isdecimal():
-            found = attribute(found, part)
+            found = getattr(found, part)
         elif not isinstance(found, EnvoyTree):
-            found = item(found, int(part))
+            found = found[int(part)]
         elif part in found._names:  # by name: a dict of modules may have numbers for keys, in any order
             found = found.__dict__[part]
         else:

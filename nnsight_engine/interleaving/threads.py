@@ -2,8 +2,8 @@
 
 Within one trace that runs from beginning to end, greenlets are better (see ``call_stacks``): a hand-over is
 a switch. A serving engine is different. Its blocks live across many calls into the engine, each from a
-different depth of the C stack, which greenlets cannot do if torch's stack walk is to be safe. And they are
-untrusted code beside other tenants' requests: a block that does not hand over must be abandoned.
+different depth of the C stack, which greenlets cannot do if torch's stack walk is to be safe. And they run
+beside other tenants' requests, which must not wait for ever: a block that does not hand over is abandoned.
 
 So here each block has a thread. The side that hands over control waits, with a limit on the time that the
 block may take. When the limit is exceeded, ``TimeBudgetError`` is raised in the block, wherever it is. A
@@ -75,6 +75,9 @@ class ThreadStack:
     """
 
     __slots__ = ("_given", "_handed", "_stream", "_there", "_thread", "abandoned", "budget_s", "left_s")
+
+    grace_s = _GRACE_S
+    """Seconds for an interrupted job to come back before it is abandoned; -1 to wait for it however long."""
 
     def __init__(self, budget_s: float) -> None:
         """Prepare; the job does not run before ``start``."""
@@ -169,7 +172,7 @@ class ThreadStack:
         )
         assert self._thread is not None  # noqa: S101 - it has started
         _raise_in(self._thread, TimeBudgetError)
-        came_back = self._there.acquire(timeout=_GRACE_S)
+        came_back = self._there.acquire(timeout=self.grace_s)
         self.abandoned = True
         if not came_back:
             _take_back(self._thread)

@@ -64,7 +64,7 @@ def decode_blocks(
         resolve: Returns the object for a name that ``reference`` gave.
         limits: Limits of the message.
         trusted: Whether pickles of this sender are accepted.
-        policy: What code in the wire format may do, for example ``restricted_policy(budget)``.
+        policy: What reading code in the wire format may do.
 
     Raises:
         DecodeError: The message is malformed, or only trusted senders may send it.

@@ -58,8 +58,8 @@ def machine() -> Machine:
     if found is None:
         raise SandboxUnavailableError(
             f"code cannot be kept from system calls on {platform.system()} {platform.machine()}: the process "
-            f"sandbox needs Linux on {' or '.join(MACHINES)}. Run it in such a container, or with "
-            "--sandbox restricted"
+            f"sandbox needs Linux on {' or '.join(MACHINES)}. Run the server in such a container, or with "
+            "--sandbox off if all keys belong to people whom you trust with the engine"
         )
     return found
 

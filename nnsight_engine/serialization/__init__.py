@@ -5,11 +5,10 @@ code from its input without the reader's consent. The one exception is ``trusted
 blocks of senders that the operator trusts fully. The message format is specified in ``docs/wire-format.md``.
 """
 
-from nnsight_engine.serialization.errors import BudgetError, DecodeError, EncodeError, FuelError, SandboxError
+from nnsight_engine.serialization.errors import DecodeError, EncodeError, SandboxError
 from nnsight_engine.serialization.failures import encode_error, restore_error
 from nnsight_engine.serialization.import_resolution import register_by_value, unregister_by_value
 from nnsight_engine.serialization.limits import DATA_ONLY, TRUSTED, MessageLimits, Policy
-from nnsight_engine.serialization.rules import Rules
 from nnsight_engine.serialization.traces import ReceivedTrace, SentBlock, decode_trace, encode_trace
 from nnsight_engine.serialization.trusted import decode_trace_pickled, encode_trace_pickled
 from nnsight_engine.serialization.values import decode, encode
@@ -17,14 +16,11 @@ from nnsight_engine.serialization.values import decode, encode
 __all__ = [
     "DATA_ONLY",
     "TRUSTED",
-    "BudgetError",
     "DecodeError",
     "EncodeError",
-    "FuelError",
     "MessageLimits",
     "Policy",
     "ReceivedTrace",
-    "Rules",
     "SandboxError",
     "SentBlock",
     "decode",

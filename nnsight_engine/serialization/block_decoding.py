@@ -16,9 +16,9 @@ from nnsight_engine.serialization.code_decoding import (
 )
 from nnsight_engine.serialization.decoder import MISSING, Decoder, Maker
 from nnsight_engine.serialization.errors import DecodeError
+from nnsight_engine.serialization.limits import Check
 from nnsight_engine.serialization.node_kinds import NodeKind
 from nnsight_engine.serialization.received_code import show
-from nnsight_engine.serialization.rules import Rewrite
 from nnsight_engine.serialization.source_fragments import FUTURE_FLAGS, SourceFragment, statement_at
 from nnsight_engine.tracing.blocks import Block, BlockContext, Nested, compile_block
 from nnsight_engine.tracing.sent_files import LinesFrom, SentFile
@@ -34,12 +34,10 @@ def _make_block(decoder: Decoder, _index: int, parts: list[Any]) -> Info:
     if type(item) is not int or not isinstance(first_argument, str | None):
         raise DecodeError("the message is broken: a block is not that of a `with` statement")
     globals_ = globals_of(decoder, module)
-    if first_argument is not None:
-        decoder.policy.rules.check_names([first_argument])
-    variables = cells_by_name(decoder, names, cells)
+    variables = cells_by_name(names, cells)
     piece = piece_of(decoder, fields)
     with compiling(decoder, piece):
-        block = block_of(piece, item, first_argument, frozenset(variables), decoder.policy.rules.rewrite)
+        block = block_of(piece, item, first_argument, frozenset(variables), decoder.policy.check)
     return Info(block, variables, None, globals_)
 
 
@@ -48,7 +46,7 @@ def block_of(
     item: int,
     first_argument: str | None,
     variables: frozenset[str],
-    rewrite: Rewrite | None = None,
+    check: Check | None = None,
 ) -> Block:
     """Return a statement's compiled block; cached, as it is often sent again with the next request.
 
@@ -57,11 +55,11 @@ def block_of(
         SyntaxError: It is not valid Python.
     """
     block = _KEPT.get(
-        (piece, item, first_argument, variables, rewrite),
+        (piece, item, first_argument, variables, check),
         piece.num_characters + len(first_argument or "") + sum(map(len, variables)),
-        lambda: _compiled(piece, item, first_argument, variables, rewrite),
+        lambda: _compiled(piece, item, first_argument, variables, check),
     )
-    show(piece, rewrite)
+    show(piece)
     return block
 
 
@@ -70,23 +68,23 @@ def _compiled(
     item: int,
     first_argument: str | None,
     variables: frozenset[str],
-    rewrite: Rewrite | None,
+    check: Check | None,
 ) -> Block:
     statement = statement_at(piece.text, piece.line, piece.filename)
     if not isinstance(statement, ast.With) or not 0 <= item < len(statement.items):
         raise DecodeError("the message is broken: a block is not that of a `with` statement")
     lines, tree = LinesFrom(piece.line, piece.text), ast.Module(body=[statement], type_ignores=[])
-    file = SentFile(piece.filename, lines, lambda: tree, is_hidden=rewrite is not None)
-    if rewrite is not None:
-        rewrite(Nested(statement, item), piece.filename)
+    file = SentFile(piece.filename, lines, lambda: tree)
+    if check is not None:
+        check(Nested(statement, item), piece.filename)
     context = BlockContext(piece.name, piece.class_name, first_argument, piece.flags & FUTURE_FLAGS)
     return compile_block(Nested(statement, item), SourceText(file, lines, tree), variables, context)
 
 
-def _fill_block(decoder: Decoder, value: Info, parts: list[Any]) -> None:
+def _fill_block(_decoder: Decoder, value: Info, parts: list[Any]) -> None:
     names, *values = parts
     if names is not MISSING:
-        bind_globals(decoder, value.globals_, names, values)
+        bind_globals(value.globals_, names, values)
 
 
 BLOCK_MAKERS: dict[NodeKind, Maker] = {

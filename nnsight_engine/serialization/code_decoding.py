@@ -2,12 +2,13 @@
 
 All of them lead to running the sender's code, sooner or later, and are available only under a policy that
 allows source. Code is compiled as on the sending side (``source_fragments``, ``received_code``). Its globals
-are those of a namespace that the policy's rules created for this message, because CPython gives code whose
+are those of a namespace that was created for this message, because CPython gives code whose
 globals lack ``__builtins__`` the reader's own builtins.
 """
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 from collections.abc import Iterator
 from types import CellType, FunctionType, MethodType, ModuleType
@@ -103,21 +104,19 @@ def globals_of(decoder: Decoder, module: Any) -> dict[str, Any]:
     return found
 
 
-def bind_globals(decoder: Decoder, globals_: dict[str, Any], names: Any, values: list[Any]) -> None:
+def bind_globals(globals_: dict[str, Any], names: Any, values: list[Any]) -> None:
     """Bind those globals of a namespace whose values are made already."""
     if not isinstance(names, tuple) or len(names) != len(values):
         raise DecodeError("the message is broken: globals have other names than values")
-    decoder.policy.rules.check_names(names)
     globals_.update((name, value) for name, value in zip(names, values, strict=True) if value is not MISSING)
 
 
-def cells_by_name(decoder: Decoder, names: Any, cells: Any) -> dict[str, CellType]:
+def cells_by_name(names: Any, cells: Any) -> dict[str, CellType]:
     """Return the cells of variables by name.
 
     Raises:
-        DecodeError: A value is not a cell, or the rules refuse a name.
+        DecodeError: A value is not a cell.
     """
-    decoder.policy.rules.check_names(names, of_cells=True)
     found = dict(zip(names, cells, strict=True))
     if not all(isinstance(cell, CellType) for cell in found.values()):
         raise DecodeError("the message is broken: a variable has no cell")
@@ -127,9 +126,13 @@ def cells_by_name(decoder: Decoder, names: Any, cells: Any) -> dict[str, CellTyp
 def _namespace(decoder: Decoder, _index: int, parts: list[Any]) -> ModuleType:
     refuse_source(decoder)
     name, file, is_real = parts
-    if is_real and decoder.policy.rules.keeps_real_names:
-        decoder.import_name(name, "")
-    module = decoder.policy.rules.namespace(name, file, is_real=bool(is_real))
+    if is_real:
+        module: ModuleType = decoder.import_name(name, "")
+    else:
+        module = ModuleType(name)
+        vars(module).update(
+            {"__builtins__": builtins, "__file__": file} if file else {"__builtins__": builtins}
+        )
     decoder.state["namespace", id(module)] = module
     return module
 
@@ -139,14 +142,14 @@ def _make_function(decoder: Decoder, _index: int, parts: list[Any]) -> FunctionT
     module, fields, names, cells = parts
     globals_ = globals_of(decoder, module)
     piece = piece_of(decoder, fields)
-    by_name = cells_by_name(decoder, names, cells)
+    by_name = cells_by_name(names, cells)
     with compiling(decoder, piece):
-        code = compile_received(compile_function, piece, names, decoder.policy.rules.rewrite)
+        code = compile_received(compile_function, piece, names, decoder.policy.check)
     closure = tuple(by_name[name] for name in code.co_freevars)
     return FunctionType(code, globals_, code.co_name, None, closure)
 
 
-def _fill_function(decoder: Decoder, value: FunctionType, parts: list[Any]) -> None:
+def _fill_function(_decoder: Decoder, value: FunctionType, parts: list[Any]) -> None:
     called, defaults, keyword_defaults, attributes, names, *values = parts
     if called is not MISSING:
         value.__name__, value.__qualname__, value.__module__ = called
@@ -155,10 +158,9 @@ def _fill_function(decoder: Decoder, value: FunctionType, parts: list[Any]) -> N
     if keyword_defaults is not MISSING:
         value.__kwdefaults__ = keyword_defaults
     if attributes is not MISSING and attributes:
-        decoder.policy.rules.check_names(attributes)
         vars(value).update(attributes)
     if names is not MISSING:
-        bind_globals(decoder, value.__globals__, names, values)
+        bind_globals(value.__globals__, names, values)
 
 
 def _make_class(decoder: Decoder, _index: int, parts: list[Any]) -> type:
@@ -166,15 +168,14 @@ def _make_class(decoder: Decoder, _index: int, parts: list[Any]) -> type:
     module, fields, names, cells, needed, values = parts
     globals_ = globals_of(decoder, module)
     piece = piece_of(decoder, fields)
-    by_name = cells_by_name(decoder, names, cells)
-    bind_globals(decoder, globals_, needed, list(values))
+    by_name = cells_by_name(names, cells)
+    bind_globals(globals_, needed, list(values))
     with compiling(decoder, piece):
-        code = compile_received(compile_class, piece, names, decoder.policy.rules.rewrite)
+        code = compile_received(compile_class, piece, names, decoder.policy.check)
     closure = tuple(by_name[name] for name in code.co_freevars)
     made = FunctionType(code, globals_, code.co_name, None, closure)()
     if not isinstance(made, type):
         raise DecodeError(f"{piece.qualname} is a class there and {type(made).__name__} here")
-    decoder.policy.rules.check_class(made)
     decoder.state["globals", id(made)] = globals_
     RECEIVED.add(made)
     return made
@@ -183,11 +184,10 @@ def _make_class(decoder: Decoder, _index: int, parts: list[Any]) -> type:
 def _fill_class(decoder: Decoder, value: type, parts: list[Any]) -> None:
     attributes, names, *values = parts
     if attributes is not MISSING:
-        decoder.policy.rules.check_names(attributes or ())
         for name, item in (attributes or {}).items():
             setattr(value, name, item)
     if names is not MISSING:
-        bind_globals(decoder, decoder.state["globals", id(value)], names, values)
+        bind_globals(decoder.state["globals", id(value)], names, values)
 
 
 def _make_sent_module(decoder: Decoder, _index: int, parts: list[Any]) -> ModuleType:
@@ -197,23 +197,22 @@ def _make_sent_module(decoder: Decoder, _index: int, parts: list[Any]) -> Module
     return module
 
 
-def _fill_sent_module(decoder: Decoder, value: ModuleType, parts: list[Any]) -> None:
+def _fill_sent_module(_decoder: Decoder, value: ModuleType, parts: list[Any]) -> None:
     names, *values = parts
     if names is not MISSING:
-        bind_globals(decoder, vars(value), names, values)
+        bind_globals(vars(value), names, values)
 
 
 def _make_method(decoder: Decoder, _index: int, parts: list[Any]) -> MethodType:
     refuse_source(decoder)
     function, owner = parts
-    decoder.policy.rules.check_method(function)
     return MethodType(function, owner)
 
 
 def _make_member(decoder: Decoder, _index: int, parts: list[Any]) -> Any:
     refuse_source(decoder)
     owner, name = parts
-    return decoder.policy.rules.member(owner, name)
+    return getattr(owner, name)
 
 
 def _make_cell(decoder: Decoder, _index: int, _parts: list[Any]) -> CellType:

@@ -197,12 +197,11 @@ def _make_module(decoder: Decoder, index: int, _parts: list[Any]) -> Any:
 def _make_new(decoder: Decoder, index: int, parts: list[Any]) -> Any:
     _note_depth(decoder, index)
     kind, args, kwargs = parts
-    kind = decoder.policy.rules.real(kind)
     if not isinstance(kind, type):
         raise DecodeError("the message is broken: an object's class is none")
     args = _typed(args, tuple)
     if decoder.policy.allow_source:
-        return decoder.policy.rules.new(kind, args, kwargs or {})
+        return kind.__new__(kind, *args, **(kwargs or {}))
     check_new(decoder, kind, args, kwargs)
     made = kind.__new__(kind, *args)
     check_made(decoder, index, kind, args, made)
@@ -214,7 +213,7 @@ def _make_call(decoder: Decoder, index: int, parts: list[Any]) -> Any:
     function, args, kwargs = parts
     args = _typed(args, tuple)
     if decoder.policy.allow_source and callable(function):
-        return decoder.policy.rules.callee(function)(*args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
     check_call(decoder, function, args, kwargs)
     made = function(*args)
     check_made(decoder, index, function, args, made)
@@ -225,12 +224,6 @@ def _fill_object(decoder: Decoder, value: Any, parts: list[Any]) -> None:
     state, slots, items, pairs = parts
     if not decoder.policy.allow_source:
         check_filling(decoder, value, parts)
-    if state is not None or slots is not None:
-        rules = decoder.policy.rules
-        rules.check_state(value, state)
-        rules.check_names([*(state if isinstance(state, dict) else ()), *(slots or ())])
-    if items is not None or pairs is not None:
-        decoder.policy.rules.check_items(value)
     if items is not None:
         value.extend(_typed(items, list))
     if pairs is not None:
@@ -251,7 +244,6 @@ def _set_state(value: Any, state: Any, slots: dict[str, Any] | None) -> None:
 
 def _enum_member(decoder: Decoder, _index: int, parts: list[Any]) -> Any:
     kind, value = parts
-    kind = decoder.policy.rules.real(kind)
     if not isinstance(kind, enum.EnumMeta):
         raise DecodeError("the message is broken: a member's class is no enum")
     if not decoder.policy.allow_source:

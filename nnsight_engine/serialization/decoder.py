@@ -126,8 +126,6 @@ class Decoder:
             self._run(root)
         except DecodeError:
             raise
-        except self.policy.rules.stops:
-            raise self.policy.rules.told() from None
         except (Exception, RecursionError) as error:
             raise DecodeError(
                 f"the message cannot be read: {type(error).__name__}: {error}{self.between_versions}"
@@ -169,8 +167,6 @@ class Decoder:
             DecodeError: The policy forbids it, or it does not exist.
         """
         module = MOVED.get(module, module)
-        if not self.policy.rules.keeps_real_names:
-            return self.policy.rules.find(module, name)
         if not self.policy.may_import(module, name):
             raise DecodeError(
                 f"the message asks for {module}.{name}, which this side does not take from a message"

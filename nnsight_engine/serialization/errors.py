@@ -14,7 +14,7 @@ class DecodeError(ValueError):
 class SandboxError(DecodeError):
     """Code uses a feature that the sandbox does not offer; the message gives it, its line and an alternative.
 
-    Raised while a message is decoded, and by the decoded code at run time.
+    Raised while a message is decoded.
 
     Attributes:
         line: Line number in the sender's own file; None if it is not known.
@@ -23,11 +23,3 @@ class SandboxError(DecodeError):
     def __init__(self, message: str, line: int | None = None) -> None:
         super().__init__(message)
         self.line = line
-
-
-class BudgetError(SandboxError):
-    """Code has exhausted a budget: execution steps, bytes of tensors, or bytes of saved values."""
-
-
-class FuelError(BudgetError):
-    """Code has exceeded its budget of execution steps; the same code stops at the same step every time."""

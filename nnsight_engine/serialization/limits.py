@@ -12,7 +12,9 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from nnsight_engine.serialization.rules import FREE, Rules
+Check = Callable[[Any, str], None]
+"""Reads the syntax of a received definition or block before it is compiled, see ``Policy``."""
+
 
 _DATA_NAMES = frozenset(
     {
@@ -76,15 +78,18 @@ class Policy:
     """What decoding a message may do.
 
     Attributes:
-        may_import: Called with a module and a qualified name before either is looked up.
+        may_import: Called with a module and a qualified name before either is looked up. It may raise a
+            ``DecodeError`` with a better message than that of the decoder.
         allow_source: Whether functions, classes and blocks may be sent as source, and imported functions may
             be called. Decoding such a message may run the sender's code, for example class bodies.
-        rules: What code that was sent as source may do, and how it is transformed.
+        check: Called with the syntax tree of a function, a class or a block (``Nested``) that was sent as
+            source, and its file, before it is compiled. It raises a ``DecodeError`` to refuse it. It is part
+            of the key under which compiled code is cached: give the same function for all messages.
     """
 
     may_import: Callable[[str, str], bool]
     allow_source: bool = False
-    rules: Rules = FREE
+    check: Check | None = None
 
     def allowing(self, classes: Iterable[type[Any]]) -> Policy:
         """Return a copy of the policy that also allows these classes, such as a client's own ones."""

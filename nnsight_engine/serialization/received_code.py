@@ -2,8 +2,7 @@
 
 Used by the makers of code and blocks. Code is compiled with a ``SentFile`` as its file name: the lines shown
 in errors, and nested blocks found at run time, are those of the fragment itself, even if a file on this
-machine or of another sender has the same name. Code that was rewritten because its sender is not trusted gets
-a file name that is not a path.
+machine or of another sender has the same name.
 """
 
 from __future__ import annotations
@@ -15,42 +14,41 @@ from types import CodeType
 from typing import Final
 
 from nnsight_engine.serialization.code_cache import CodeCache
-from nnsight_engine.serialization.rules import Rewrite
+from nnsight_engine.serialization.limits import Check
 from nnsight_engine.serialization.source_cache import SHELF
 from nnsight_engine.serialization.source_fragments import SourceFragment, tree_of
 from nnsight_engine.tracing.sent_files import LinesFrom, SentFile
 
-Compiler = Callable[[SourceFragment, tuple[str, ...], Rewrite | None], CodeType]
+Compiler = Callable[[SourceFragment, tuple[str, ...], Check | None], CodeType]
 _KEPT: Final[CodeCache[CodeType]] = CodeCache(512)
 
 
 def compile_received(
-    compiler: Compiler, piece: SourceFragment, variables: tuple[str, ...], rewrite: Rewrite | None
+    compiler: Compiler, piece: SourceFragment, variables: tuple[str, ...], check: Check | None
 ) -> CodeType:
     """Compile a fragment with a function of ``source_fragments``, or return the cached code.
 
     Raises:
         SyntaxError: The fragment is not valid Python, or defines something else.
+        DecodeError: The check refuses it.
     """
     code = _KEPT.get(
-        (compiler, piece, variables, rewrite),
+        (compiler, piece, variables, check),
         piece.num_characters + sum(map(len, variables)),
-        lambda: compiler(_named(piece, rewrite), variables, rewrite),
+        lambda: compiler(_named(piece), variables, check),
     )
-    show(piece, rewrite)
+    show(piece)
     return code
 
 
-def show(piece: SourceFragment, rewrite: Rewrite | None) -> None:
-    """Register a fragment in ``linecache``, unless it is rewritten: untrusted code has no use for it."""
-    if rewrite is None:
-        SHELF.put(piece.filename, piece.line, piece.text)
+def show(piece: SourceFragment) -> None:
+    """Register a fragment in ``linecache``."""
+    SHELF.put(piece.filename, piece.line, piece.text)
 
 
-def _named(piece: SourceFragment, rewrite: Rewrite | None) -> SourceFragment:
+def _named(piece: SourceFragment) -> SourceFragment:
     lines = LinesFrom(piece.line, piece.text)
-    tree = functools.partial(tree_of, piece, rewrite)
-    file = SentFile(piece.filename, lines, tree, is_hidden=rewrite is not None)
+    file = SentFile(piece.filename, lines, functools.partial(tree_of, piece))
     return dataclasses.replace(piece, filename=file)
 
 

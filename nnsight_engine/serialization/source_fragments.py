@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from types import CodeType
 from typing import Any
 
-from nnsight_engine.serialization.rules import Rewrite
+from nnsight_engine.serialization.limits import Check
 from nnsight_engine.tracing.parsing import parse
 from nnsight_engine.tracing.sent_files import sent_name
 
@@ -93,15 +93,13 @@ def statement_at(text: str, line: int, filename: str) -> ast.stmt:
     raise AssertionError("a statement that was moved is still one")
 
 
-def compile_function(
-    piece: SourceFragment, variables: Sequence[str], rewrite: Rewrite | None = None
-) -> CodeType:
+def compile_function(piece: SourceFragment, variables: Sequence[str], check: Check | None = None) -> CodeType:
     """Return the code of a function or lambda whose free variables are among ``variables``.
 
     Args:
         piece: Its source.
         variables: The variables of the enclosing functions.
-        rewrite: Transforms its tree before it is compiled.
+        check: Reads its tree before it is compiled.
 
     Raises:
         SyntaxError: The text does not define a function or lambda.
@@ -110,7 +108,7 @@ def compile_function(
     if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
         raise SyntaxError(f"a function is wanted, not {type(node).__name__}")  # noqa: TRY004 - the text is wrong, not an argument
     first = first_line(node)
-    _prepare(node, piece, rewrite)
+    _prepare(node, piece, check)
     body: list[ast.stmt] = [ast.Expr(value=node)] if isinstance(node, ast.Lambda) else [node]
     if not isinstance(node, ast.Lambda) and node.name not in variables:
         # The function's own name, used inside it, is a global and not a variable of the wrapper.
@@ -119,15 +117,13 @@ def compile_function(
     return _renamed(code, code.co_qualname, piece.qualname).replace(co_firstlineno=first)
 
 
-def compile_class(
-    piece: SourceFragment, variables: Sequence[str], rewrite: Rewrite | None = None
-) -> CodeType:
+def compile_class(piece: SourceFragment, variables: Sequence[str], check: Check | None = None) -> CodeType:
     """Return the code of a function that defines a class and returns it.
 
     Args:
         piece: Its source.
         variables: The variables of the enclosing functions.
-        rewrite: Transforms its tree before it is compiled.
+        check: Reads its tree before it is compiled.
 
     Raises:
         SyntaxError: The text does not define a class.
@@ -135,7 +131,7 @@ def compile_class(
     node = statement_at(piece.text, piece.line, piece.filename)
     if not isinstance(node, ast.ClassDef):
         raise SyntaxError(f"a class is wanted, not {type(node).__name__}")  # noqa: TRY004 - the text is wrong, not an argument
-    _prepare(node, piece, rewrite)
+    _prepare(node, piece, check)
     body: list[ast.stmt] = [node, ast.Return(value=ast.Name(id=node.name, ctx=ast.Load()))]
     if node.name in variables:
         body.insert(0, ast.Nonlocal(names=[node.name]))
@@ -146,13 +142,9 @@ def compile_class(
     return _renamed(code, _inner(code, node.name).co_qualname, piece.qualname)
 
 
-def tree_of(piece: SourceFragment, rewrite: Rewrite | None) -> ast.Module:
-    """Return the syntax tree of a definition, transformed by ``rewrite`` like the tree that was compiled."""
+def tree_of(piece: SourceFragment) -> ast.Module:
+    """Return the syntax tree of a definition."""
     node = definition_of(piece)
-    if rewrite is not None and isinstance(
-        node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
-    ):
-        _prepare(node, piece, rewrite)
     body: ast.stmt = ast.Expr(value=node) if isinstance(node, ast.Lambda) else node
     return ast.Module(body=[ast.copy_location(body, node)], type_ignores=[])
 
@@ -268,7 +260,7 @@ def _lambda_at(piece: SourceFragment) -> ast.Lambda:
 def _prepare(
     node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef,
     piece: SourceFragment,
-    rewrite: Rewrite | None,
+    check: Check | None,
 ) -> None:
     """Modify a definition in place into the form that is compiled.
 
@@ -280,8 +272,8 @@ def _prepare(
         raise SyntaxError(f"the text defines {name}, not {piece.name}")
     if not isinstance(node, ast.ClassDef):
         _leave_values_out(node)
-    if rewrite is not None:
-        rewrite(node, sent_name(piece.filename))
+    if check is not None:
+        check(node, sent_name(piece.filename))
 
 
 def _leave_values_out(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> None:

@@ -82,8 +82,6 @@ class SentFile(str):
         sent: str,
         lines: LinesFrom | None = None,
         tree: Callable[[], ast.Module] | None = None,
-        *,
-        is_hidden: bool = False,
     ) -> SentFile:
         """Create the name of a file.
 
@@ -91,11 +89,8 @@ class SentFile(str):
             sent: The client's name of the file.
             lines: Its lines, as far as they were received.
             tree: See ``SentFile``.
-            is_hidden: Whether to change the name so that Python's own tools, which open files by name to
-                show their lines, do not take it for a local file; torch's warnings at a line of a block are
-                shown like this.
         """
-        made = super().__new__(cls, f"<sent {sent}>" if is_hidden else sent)
+        made = super().__new__(cls, sent)
         made.sent, made.tree = str(sent), tree
         made.lines = lines if lines is not None else LinesFrom(1, "")
         return made

@@ -21,6 +21,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
 from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
+from nnsight_engine.core.sandbox_choice import PROCESS, check_sandbox
 from nnsight_engine.core.tap_choice import ALL_TAPS, chosen_taps, tap_of
 from nnsight_engine.plans.records import StepResults
 
@@ -31,9 +32,6 @@ CONFIG_KEY: Final = "nnsight_engine"
 """Key of this project's entry in vLLM's ``additional_config``, which is part of the compile cache's key."""
 
 WORKER_CLASS: Final = "nnsight_engine.vllm_backend.worker.InterventionWorker"
-PROCESS: Final = "process"
-RESTRICTED: Final = "restricted"
-"""How untrusted blocks may run, see ``EngineLimits``."""
 _RAY_EXECUTOR: Final = "nnsight_engine.vllm_backend.ray_executor.ClusterExecutor"
 SCHEDULER_CLASS: Final = "nnsight_engine.vllm_backend.scheduler.InterventionScheduler"
 _RESULTS_ATTRIBUTE: Final = "nnsight_engine_results"
@@ -51,13 +49,9 @@ class EngineLimits:
         max_edit_bytes: Limit on the encoded size of all named edits together.
         trace_step_s: Seconds that one block may compute within one step.
         max_trace_bytes: Limit on the memory of one traced request: its saved values, and what is kept for it.
-        sandbox: How untrusted blocks run. ``process``: each trace in a process of its own; ``restricted``: in
-            the worker, limited to harmless Python; ``off``: in the worker, like trusted blocks.
+        sandbox: How untrusted blocks run. ``process``: each trace in a process of its own; ``off``: in the
+            worker, as the server does not mark any block as untrusted.
         sandbox_bytes: Memory limit of a sandbox process, including memory that it shares with the worker.
-        sandbox_compiles: Whether Python is restricted inside the sandbox process too, which gives better
-            errors.
-        sandbox_fuel: Steps of Python (loop iterations, calls) that the restricted blocks of one trace may
-            take.
         sandbox_step_s: Seconds that a sandbox may compute within one step of the engine, all its blocks
             together.
         sandbox_wait_s: Seconds that one step of the engine waits for all sandboxes of one tenant together.
@@ -81,8 +75,6 @@ class EngineLimits:
     max_trace_bytes: int = 4 * 1024 * 1024 * 1024
     sandbox: str = PROCESS
     sandbox_bytes: int = 1024 * 1024 * 1024
-    sandbox_compiles: bool = True
-    sandbox_fuel: int = 10_000_000
     sandbox_step_s: float = 1.0
     sandbox_wait_s: float = 0.03
     sandbox_cpu_s: int = 300
@@ -92,6 +84,10 @@ class EngineLimits:
     fair_window_s: float = 5.0
     fair_step: float = 1.25
     taps: str = ALL_TAPS
+
+    def __post_init__(self) -> None:
+        """Check the choice of the sandbox; raises UnsupportedOptionError."""
+        check_sandbox(self.sandbox)
 
     @property
     def sandbox_message_bytes(self) -> int:

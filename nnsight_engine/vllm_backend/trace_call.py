@@ -24,7 +24,7 @@ from nnsight_engine.core.tensor_bytes import DTYPES, tensor_to_bytes
 from nnsight_engine.plans.collected import CollectedResults, TensorResult, TraceResult
 from nnsight_engine.remote_backend.outcomes import warnings_of
 from nnsight_engine.sandbox.errors import SandboxUnavailableError
-from nnsight_engine.serialization import DecodeError, MessageLimits, decode
+from nnsight_engine.serialization import DecodeError, MessageLimits, Policy, decode
 from nnsight_engine.tracing.given_text import NUM_LINES_BEFORE
 from nnsight_engine.vllm_backend.json_values import NotPlainError, plain_saves
 from nnsight_engine.vllm_backend.traced_requests import results_of
@@ -43,8 +43,10 @@ MAX_PENDING_BYTES: Final = 256 * 2**20
 # For a call neither is compressed: its values are converted to JSON here.
 _NEWS: Final = MessageLimits(max_bytes=MAX_PENDING_BYTES, max_nodes=1_000_000, compressed=False)
 _RESULTS: Final = MessageLimits(compressed=False)
-_UNREADABLE: Final = (DecodeError, LookupError, TypeError, ValueError, AttributeError)
+_UNREADABLE: Final = (DecodeError, LookupError, TypeError, ValueError, AttributeError, RecursionError)
 """Exceptions that decoding a malformed message may raise."""
+_PLAIN: Final = Policy(lambda _module, _name: False)
+"""Values are plain, so no class is needed, and importing one would cost this process time and memory."""
 _SLOW_BYTES: Final = 2**20
 
 
@@ -97,7 +99,7 @@ class _Choice:
             if data is None:
                 self.sent.clear()
                 continue
-            message = decode(data, limits=_NEWS)
+            message = decode(data, policy=_PLAIN, limits=_NEWS)
             for name, value in _named(message["whole"]).items():
                 saves[name] = value
                 grown.pop(name, None)
@@ -225,7 +227,12 @@ class TracedPrompt:
         """
         results = results_of({0: output})
         with self._read("left behind"):
-            message = decode(data, resolve=lambda _: next(iter(results.values()), None), limits=_RESULTS)
+            message = decode(
+                data,
+                resolve=lambda _: next(iter(results.values()), None),
+                policy=_PLAIN,
+                limits=_RESULTS,
+            )
             for block in message["blocks"]:
                 if block["error"] is not None:
                     raise self._call.failed(block["error"])

@@ -168,13 +168,24 @@ HOSTILE = {
     "exit": "import os\nos._exit(3)",
     "crash": "import ctypes\nctypes.string_at(0)",
     "torch-loop": "a = torch.ones(2000, 2000)\nwhile True: a = a @ a",
+    "loop-in-one-call": "h = save(sum(range(10**12)))",
+    "regular-expression": "exec(\"import re\\nre.match('(a+)+$', 'a' * 64 + 'b')\")",
+    "huge-number": "h = save(10**10**9 > 1)",
+    "recursion": "def f(n): return f(n) + 1\nh = save(f(1))",
+    "deep-recursion": "exec('import sys\\nsys.setrecursionlimit(10**9)\\nf = lambda: f()\\nf()')",
+    "many-processes": "exec('import os\\nwhile True: os.fork()')",
+    "delete-everything": "exec('import shutil\\nshutil.rmtree(\"/\")')",
+    "large-result": "h = [torch.zeros(2**20) for _ in range(400)].save()",
+    "class-body": "class A:\n    while True: pass\nh = save(A)",
 }
+"""Code that `exec` hides from the checker, which is not what holds it off, among it."""
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_the_hostile_fail_alone(name: str, sandboxed: Sandboxed) -> None:
     before = sandboxed.complete(None).json()["choices"][0]["text"]
-    assert sandboxed.refusal(HOSTILE[name])
+    answer = sandboxed.complete(HOSTILE[name])
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "trace_failed"), answer.text
     assert sandboxed.complete(None).json()["choices"][0]["text"] == before
     assert sandboxed.saves("h = model.layers[1].output.shape[-1]\nh = save(h)") == {"h": 576}
 
@@ -200,6 +211,23 @@ def test_metrics_tell_of_sandboxes_and_of_those_that_were_killed(sandboxed: Sand
     spent = f"{OURS}step_intervention_seconds_sum"
     assert after.value(spent) > before.value(spent)
     assert "stranger" not in after.text
+
+
+def test_what_a_block_prints_without_end_is_cut(sandboxed: Sandboxed) -> None:
+    code = "for _ in range(200): print('a' * 10**6)\nh = save(1)"
+    answer = sandboxed.complete(code)
+    assert len(answer.content) < 2**22
+    assert sandboxed.saves("h = save(1)") == {"h": 1}
+
+
+def test_a_process_is_used_again_unless_a_block_has_left_something_in_it(sandboxed: Sandboxed) -> None:
+    code = "h = save([eval(\"__import__('os').getpid()\"), str(torch.get_default_dtype())])"
+    first, second = sandboxed.saves(code)["h"], sandboxed.saves(code)["h"]
+    assert first == second
+    sandboxed.saves("torch.set_default_dtype(torch.float64)\nh = save(1)")
+    third = sandboxed.saves(code)["h"]
+    assert third[0] != first[0]
+    assert third[1] == "torch.float32"
 
 
 def test_one_tenants_process_is_not_anothers(sandboxed: Sandboxed, bundled: Path) -> None:

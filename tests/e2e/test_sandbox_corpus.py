@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import secrets
 import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
-from tests.e2e.keyed import SECRET, KeyedServer, made
-from tests.e2e.server import Server
+from tests.e2e.keyed import KeyedServer
 from tests.e2e.test_sandbox import BLOCKS, Sandboxed
 from tests.security.attempts import Attempt, every_attempt
 
@@ -65,25 +62,6 @@ def target(server: Sandboxed, secret: str) -> Iterator[Target]:
         yield Target(server, listener, secret)
 
 
-@contextmanager
-def restricted(folder: Path) -> Iterator[Target]:
-    """Serve with the restricted compile alone."""
-    canary, secret = folder / "canary", secrets.token_hex()
-    canary.mkdir()
-    (canary / "file").write_text(secrets.token_hex())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NNSIGHT_ENGINE_DATA_DIR", str(folder / "data"))
-        stranger = made(patch, "stranger", "--tier", "sandboxed")
-        trusted = made(patch, "friend")
-    environment = {"NNSIGHT_ENGINE_DATA_DIR": str(folder / "data"), SECRET: secret}
-    arguments = ["--max-model-len", "256", "--sandbox", "restricted"]
-    with (
-        Server(arguments=arguments, environment=environment) as server,
-        target(Sandboxed(server.base_url, stranger, trusted, canary / "file"), secret) as found,
-    ):
-        yield found
-
-
 def test_the_whole_corpus_gets_nowhere_and_nobody_notices(keyed_server: KeyedServer) -> None:
     with target(Sandboxed.of(keyed_server), keyed_server.secret) as here:
         expected, found = here.tokens(), set[str]()
@@ -105,24 +83,3 @@ def test_the_whole_corpus_gets_nowhere_and_nobody_notices(keyed_server: KeyedSer
         assert found == {expected}
         here.assert_untouched()
         assert here.server.saves(BLOCKS["read"]) == here.server.saves(BLOCKS["read"], here.server.trusted)
-
-
-def test_the_restricted_compile_alone_on_a_server(tmp_path: Path) -> None:
-    with restricted(tmp_path) as here:
-        expected = here.tokens()
-        # The others are of torch's and Python's own objects, and need no server to be refused.
-        attempts = [one for one in every_attempt() if one.name.startswith(("engine-", "escapes-"))]
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            escaped = [why for why in pool.map(here.attempt, attempts) if why]
-        assert escaped == []
-        assert here.tokens() == expected
-        here.assert_untouched()
-        assert "longer than" in here.server.refusal(
-            "total = 0\nfor a in range(10**6):\n    total += sum(range(999))"
-        )
-        for name in ("read", "edit", "lens", "steps"):
-            one, other = (
-                here.server.saves(BLOCKS[name], key, max_tokens=4 if name == "steps" else 1)
-                for key in (here.server.stranger, here.server.trusted)
-            )
-            assert one == other

@@ -23,7 +23,7 @@ USUAL = (Scope.COMPLETIONS, Scope.INTERVENTIONS, Scope.CODE)
         (USUAL, {"tier": Tier.TRUSTED}, {}, False),
         ((Scope.COMPLETIONS, Scope.INTERVENTIONS), {"tier": Tier.SANDBOXED}, {}, False),
         (USUAL, {"tier": Tier.SANDBOXED, "expires_in_s": 1e-6}, {}, False),
-        (USUAL, {"tier": Tier.SANDBOXED}, {"sandbox": "restricted"}, False),
+        (USUAL, {"tier": Tier.SANDBOXED}, {"sandbox": "off"}, False),
         (USUAL, {"tier": Tier.SANDBOXED}, {"allow_code": False}, False),
     ],
 )

@@ -5,6 +5,14 @@ Each finds ``x`` (3 by 4), ``model`` (two layers, 5 -> 10 -> 2) and ``tracer``.
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
+from nnsight_engine import NNsight
+from nnsight_engine.serialization.limits import Policy
+from tests.security.host import Small, message_of, run
+
 BLOCKS = {
     "save": "hidden = model.layer1.output.save()",
     "save-function": "hidden = save(model.layer1.output)",
@@ -489,3 +497,23 @@ tensors = save(b)
     + "}])",
     "accumulate": "import itertools, math\nout = save([list(itertools.accumulate([1, 2, 3], lambda a, b: a * b)), list(itertools.accumulate('abc')), list(itertools.accumulate([1], initial=5)), math.gcd(12, 18), math.isqrt(17), math.lcm(4, 6), list(itertools.zip_longest([1], [2, 3], fillvalue=0))])",
 }
+
+
+def saved_by(name: str, policy: Policy) -> str:
+    """Return what a block saves, as text that can be compared."""
+    message = message_of(BLOCKS[name].strip("\n"), x=torch.arange(12.0).reshape(3, 4))
+    torch.manual_seed(0)
+    saved = run(message, NNsight(Small()), policy, torch.ones(1, 5))["saved"]
+    assert saved, "a block that saves nothing shows nothing"
+    return repr(_plain(saved))
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as what a client would get of it."""
+    if isinstance(value, torch.Tensor):
+        return ("tensor", value.dtype, value.shape, value.detach().tolist())
+    if isinstance(value, list | tuple):
+        return (type(value).__name__, [_plain(one) for one in value])
+    if isinstance(value, dict):
+        return (type(value).__name__, {key: _plain(one) for key, one in value.items()})
+    return value if isinstance(value, int | float | str | None) else repr(value)

@@ -135,7 +135,7 @@ class World:
         threading.Thread(target=_told, args=(lie, inside, descriptor), daemon=True).start()
 
     def step(self) -> None:
-        self.cell.begin([("own", TraceEntry("key", 0, 1, b"", [{}]))])
+        self.cell.begin([("own", TraceEntry("key", 0, 1, b"", [{}], streams=True, prints=True))])
         self.go([TraceSpan("own", 0, 0, _OWN, 0, complete=True)])
 
     def go(self, spans: Sequence[TraceSpan], *, is_bound: bool = True, is_alone: bool = False) -> None:
@@ -568,6 +568,26 @@ def test_it_speaks_for_its_own_requests_only(world: World) -> None:
     assert world.cell.live == {"own"}
     assert list(world.dispatcher.wanted) == [_LAYER]
     assert world.end() == ([], {"own": ("key", 0, b"data", "printed")})
+
+
+@pytest.mark.parametrize(
+    "reply", [SandboxReply("own", 0, b"data", ""), SandboxReply("own", 0, None, "printed")]
+)
+def test_reports_that_nobody_asked_for_are_not_passed_on(world: World, reply: SandboxReply) -> None:
+    def lie(side: SandboxSide) -> None:
+        side.receive()
+        side.send(packed(Go([_LAYER], live=["own"])))
+        while True:
+            side.receive()
+            side.send(packed(Go(told=[reply])))
+
+    world.begin(lie)
+    world.cell.begin([("own", TraceEntry("key", 0, 1, b"", [{}]))])
+    world.go([TraceSpan("own", 0, 0, _OWN, 0, complete=True)])
+    world.dispatcher.provide(_LAYER, torch.zeros(_ROWS, 4))
+    world.cell.finish()
+    world.waiting.wait([world.cell])
+    assert "reported what nobody asked for" in world.error()
 
 
 def test_a_call_with_more_bytes_than_its_arguments_have_is_refused(world: World) -> None:

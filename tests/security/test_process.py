@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -22,7 +22,6 @@ from nnsight_engine.sandbox import forkserver
 from nnsight_engine.sandbox.confine import missing_namespaces
 from nnsight_engine.sandbox.errors import SandboxEndedError, SandboxUnavailableError
 from nnsight_engine.sandbox.forkserver import ForkServer, Sandbox
-from nnsight_engine.sandbox.seccomp import machine
 from nnsight_engine.vllm_backend.traces.sandboxed.idle_processes import IdleProcesses
 from tests.security.attempts import Attempt, every_attempt
 from tests.security.attempts.native import DEADLY, NATIVE
@@ -54,25 +53,8 @@ class Canary:
         return {"canary": str(self.path), "port": self.listener.getsockname()[1]}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    try:
-        machine()
-    except SandboxUnavailableError as error:
-        pytest.skip(str(error))
-    server = ForkServer([sys.executable, "-m", "tests.security.bare"], b"", half_bytes=2**24, num_spare=2)
-    server.start()
-    give_up = time.monotonic() + 60
-    while not server.is_ready and time.monotonic() < give_up:
-        time.sleep(0.05)
-    yield server
-    server.close()
-
-
 @pytest.fixture
-def canary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Canary]:
-    secret = secrets.token_hex()
-    monkeypatch.setenv("NNSIGHT_ENGINE_TEST_SECRET", secret)
+def canary(tmp_path: Path, secret: str) -> Iterator[Canary]:
     folder = tmp_path / "canary"
     folder.mkdir()
     (folder / "file").write_text(secret)
@@ -89,8 +71,8 @@ def _said(sandbox: Sandbox, code: str, names: dict[str, object], patience_s: flo
 
 
 @pytest.mark.parametrize("name", NATIVE)
-def test_native_roads_are_closed(name: str, server: ForkServer, canary: Canary) -> None:
-    sandbox = server.take()
+def test_native_roads_are_closed(name: str, bare: ForkServer, canary: Canary) -> None:
+    sandbox = bare.take()
     try:
         answer = _said(sandbox, NATIVE[name], canary.names(), patience_s=20)
     finally:
@@ -100,10 +82,8 @@ def test_native_roads_are_closed(name: str, server: ForkServer, canary: Canary) 
 
 
 @pytest.mark.parametrize("name", DEADLY)
-def test_a_process_that_dies_or_does_not_answer_is_ended(
-    name: str, server: ForkServer, canary: Canary
-) -> None:
-    sandbox = server.take()
+def test_a_process_that_dies_or_does_not_answer_is_ended(name: str, bare: ForkServer, canary: Canary) -> None:
+    sandbox = bare.take()
     process = sandbox.process
     try:
         with pytest.raises((OSError, SandboxEndedError)):
@@ -131,11 +111,11 @@ def _whole_corpus() -> list[list[Attempt]]:
 
 
 @pytest.mark.parametrize("attempts", _whole_corpus(), ids=lambda some: some[0].name)
-def test_attempts_that_the_compile_would_refuse_get_nowhere_without_it(
-    attempts: list[Attempt], server: ForkServer, canary: Canary
+def test_an_attempt_gets_at_nothing_outside_of_its_process(
+    attempts: list[Attempt], bare: ForkServer, canary: Canary
 ) -> None:
     for attempt in attempts:
-        sandbox = server.take()
+        sandbox = bare.take()
         try:
             answer = _said(sandbox, attempt.code, canary.names(), patience_s=0.5)
         except (OSError, SandboxEndedError) as error:
@@ -145,7 +125,25 @@ def test_attempts_that_the_compile_would_refuse_get_nowhere_without_it(
         canary.assert_untouched(answer)
 
 
-def test_there_are_none_where_namespaces_are_asked_for_and_the_kernel_has_none(server: ForkServer) -> None:
+def test_the_attempts_are_real(canary: Canary) -> None:
+    names = [
+        "escapes-open", "escapes-open-write", "walks-class", "engine-weight", "libraries-tensor-data-ptr",
+        "walks-generator-frame", "escapes-import-socket",
+    ]  # fmt: skip
+    port = str(canary.names()["port"])
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.security.host", str(canary.path), port, *names],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert set(done.stdout.split()) == {*names} - {"escapes-open-write", "escapes-import-socket"}
+    assert canary.path.read_text() == _TOUCHED
+    canary.listener.accept()
+
+
+def test_there_are_none_where_namespaces_are_asked_for_and_the_kernel_has_none(bare: ForkServer) -> None:
     missing = missing_namespaces()
     assert missing in ([], ["ipc", "mount", "uts"], ["user", "network", "ipc", "mount", "uts"])
     command = [sys.executable, "-m", "tests.security.bare"]
@@ -161,8 +159,8 @@ def test_there_are_none_where_namespaces_are_asked_for_and_the_kernel_has_none(s
     strict.close()
 
 
-def test_a_process_knows_nothing_of_the_one_before_it(server: ForkServer, canary: Canary) -> None:
-    first, second = server.take(), server.take()
+def test_a_process_knows_nothing_of_the_one_before_it(bare: ForkServer, canary: Canary) -> None:
+    first, second = bare.take(), bare.take()
     try:
         _said(first, "import torch\ntorch.mine = 'left behind'\nimport builtins\nbuiltins.mine = 1", {}, 20)
         assert "AttributeError" in _said(second, "got = torch.mine", {}, 20)
@@ -171,9 +169,9 @@ def test_a_process_knows_nothing_of_the_one_before_it(server: ForkServer, canary
         second.end()
 
 
-def test_a_process_that_died_while_it_waited_is_given_to_nobody(server: ForkServer) -> None:
+def test_a_process_that_died_while_it_waited_is_given_to_nobody(bare: ForkServer) -> None:
     parked = IdleProcesses(cpu_s=300)
-    first, second = server.take(), server.take()
+    first, second = bare.take(), bare.take()
     parked.put("acme", first)
     parked.put("acme", second)
     os.kill(second.process, signal.SIGKILL)
@@ -185,9 +183,9 @@ def test_a_process_that_died_while_it_waited_is_given_to_nobody(server: ForkServ
     first.end()
 
 
-def test_a_process_that_has_computed_for_long_takes_no_further_trace(server: ForkServer) -> None:
+def test_a_process_that_has_computed_for_long_takes_no_further_trace(bare: ForkServer) -> None:
     parked = IdleProcesses(cpu_s=1)
-    sandbox = server.take()
+    sandbox = bare.take()
     _said(sandbox, "import time\nwhile time.process_time() < 0.5: pass", {}, patience_s=20)
     assert sandbox.cpu_s() > 0.1
     process = sandbox.process
@@ -203,8 +201,8 @@ def _until_ended(sandbox: Sandbox) -> None:
         time.sleep(0.01)
 
 
-def test_what_is_written_to_shared_memory_after_an_answer_changes_nothing(server: ForkServer) -> None:
-    sandbox = server.take()
+def test_what_is_written_to_shared_memory_after_an_answer_changes_nothing(bare: ForkServer) -> None:
+    sandbox = bare.take()
     try:
         deadline = time.monotonic() + 20
         code = "got = 'b' * 90_000"  # more than a socket takes, so it lies in the memory
@@ -216,8 +214,8 @@ def test_what_is_written_to_shared_memory_after_an_answer_changes_nothing(server
         sandbox.end()
 
 
-def test_processes_have_neither_the_servers_rights_nor_its_surroundings(server: ForkServer) -> None:
-    sandbox = server.take()
+def test_processes_have_neither_the_servers_rights_nor_its_surroundings(bare: ForkServer) -> None:
+    sandbox = bare.take()
     try:
         told = _said(sandbox, "import os, sys\ngot = (os.getuid(), dict(os.environ), os.getgid())", {}, 20)
     finally:
@@ -241,8 +239,6 @@ def test_all_end_with_their_engine(tmp_path: Path) -> None:
         "print(server.take().process, flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
-    import subprocess  # noqa: PLC0415
-
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path.cwd()), *sys.path])}
     done = subprocess.run(
         [sys.executable, str(script)],

@@ -160,12 +160,12 @@ def play(server: ForkServer, code: str, wait_s: float) -> Played:
 
 
 def _step(
-    dispatcher: TraceDispatcher, cells: SandboxPool, done: int, num_rows: int, shift: int
+    dispatcher: TraceDispatcher, cells: SandboxPool, done: int, num_rows: int, shift: int, name: str = "own"
 ) -> tuple[list[Any], list[float]]:
     total = num_rows + _NEIGHBOUR
     own = slice(shift, shift + num_rows)
     dispatcher.begin()
-    cells.step([TraceSpan("own", int(shift > 0), shift, num_rows, done, complete=True)], total)
+    cells.step([TraceSpan(name, int(shift > 0), shift, num_rows, done, complete=True)], total)
     hidden = torch.zeros(total, _WIDTH)
     hidden[own] = torch.arange(done, done + num_rows).float()[:, None]
     states = []
@@ -222,6 +222,109 @@ def test_a_step_that_goes_on_without_a_block_changes_nothing_of_what_it_does(ser
     assert hurried.neighbours == patient.neighbours
     assert patient.ended_with[0][2] == [4]
     assert patient.ended_with[0][1][5] == 7
+
+
+def _trace(cells: SandboxPool, dispatcher: TraceDispatcher, code: str, key: str = "key") -> dict[str, Any]:
+    """Run a trace until it has ended; return what came of its block."""
+    data = encoded_code(Trace(op="trace", code=code), "test")
+    cells.begin(set())
+    cells.arrive(key, TraceEntry(key, 0, 1, data, [{}], sandbox_of="tenant"), 1)
+    step = 0
+    while step < _STEPS:
+        _step(dispatcher, cells, step and step + _PROMPT - 1, 1 if step else _PROMPT, 0, key)
+        is_undone = bool(cells.undone)
+        ended, _ = cells.end()
+        dispatcher.end()
+        if ended:
+            break
+        if is_undone:  # the machine is busy
+            cells.wait_for_any(0.1)
+        step += not is_undone
+        cells.begin(set())
+    cells.begin({key})
+    while not cells.has_collected(key, {"0/0": {}}, 1.0):
+        pass
+    pieces, _ = cells.collect(key)
+    found: dict[str, Any] = decode(b"".join(pieces))["blocks"][0]
+    return found
+
+
+def _opened(server: ForkServer, **limits: Any) -> tuple[SandboxPool, TraceDispatcher]:
+    dispatcher = TraceDispatcher()
+    dispatcher.place.tokens = {"model.samples.output": _VOCABULARY}
+    cells = SandboxPool(dispatcher, dataclasses.replace(_LIMITS, sandbox_wait_s=5.0, **limits))
+    cells.open(server, cast("Any", _Served()), _LIMITS.sandbox_message_bytes)
+    return cells, dispatcher
+
+
+def _end_parked(cells: SandboxPool) -> bool:
+    """End the process that waits for the tenant's next trace; return whether there was one."""
+    parked = cells._parked.take("tenant")
+    if parked is not None:
+        parked.end()
+    return parked is not None
+
+
+_ENDLESS = {
+    "loop": "while True: pass",
+    "deaf loop": "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
+    "loop in C": "h = sum(range(10**12))",
+    "large number": "h = 10**10**9 > 1",
+    "regular expression": "exec(\"import re; re.match('(a+)+$', 'a' * 64 + 'b')\")",
+    "class body": "class A:\n    while True: pass",
+    "loop in torch": "a = torch.ones(2000, 2000)\nwhile True: a = a @ a",
+    "memory": "keep = []\nwhile True: keep.append(torch.ones(10**7))",
+    "memory of Python": "keep = []\nwhile True: keep.append(bytearray(2**24))",
+    "recursion": "def f(n): return f(n) + 1\nf(1)",
+    "recursion in C": "exec('import sys; sys.setrecursionlimit(10**9)')\ndef f(): f()\nf()",
+    "processes": "exec('import os\\nwhile True: os.fork()')",
+    "threads": "exec('import threading\\nwhile True: threading.Thread(target=print).start()')",
+    "files": "exec('import shutil; shutil.rmtree(\"/\")')",
+    "saved": "h = [torch.ones(2**20) for _ in range(40)].save()",
+    "exit": "exec('import os; os._exit(0)')",
+    "signal": "exec('import signal; signal.raise_signal(9)')",
+}
+_ERRORS = {
+    "TimeBudgetError", "SandboxEndedError", "RuntimeError", "MemoryError", "RecursionError",
+    "PermissionError", "EncodeError", "ValueError",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _ENDLESS)
+def test_what_does_not_end_or_asks_for_too_much_ends_with_an_error_and_alone(
+    server: ForkServer, name: str
+) -> None:
+    cells, dispatcher = _opened(server, sandbox_step_s=0.5)
+    code = _ENDLESS[name] + "\nfor step in tracer.iter[:3]: model.layers[0].output"
+    found = _trace(cells, dispatcher, code)
+    assert found["error"] is not None
+    assert found["error"]["name"] in _ERRORS, found["error"]
+    after = _trace(cells, dispatcher, "h = model.layers[0].output.sum().item()\nh = save(h)", "next")
+    assert after["error"] is None
+    assert after["saves"] == {"h": 48.0}
+    assert _end_parked(cells)
+
+
+@pytest.mark.parametrize(
+    ("code", "is_reused"),
+    [
+        ("h = model.layers[0].output.save()\nmodel.layers[1].output[:] *= 2", True),
+        ("import random, numpy\nh = save([random.random(), numpy.random.rand(), torch.rand(1)])", True),
+        ("class A(torch.nn.Linear): pass\nh = A(2, 2)(torch.ones(2)).save()", True),
+        ("torch.set_default_dtype(torch.float64)", False),
+        ("torch.relu = print", False),
+        ("torch.Tensor.mine = 1", False),
+        ("torch.set_printoptions(precision=1)", False),
+        ("exec('import builtins; builtins.mine = 1')", False),
+        ("exec('import warnings; warnings.simplefilter(\"error\")')", False),
+    ],
+)
+def test_a_process_in_which_a_block_has_left_something_is_not_used_again(
+    server: ForkServer, code: str, is_reused: bool
+) -> None:
+    cells, dispatcher = _opened(server)
+    assert _trace(cells, dispatcher, code)["error"] is None
+    assert _end_parked(cells) == is_reused
 
 
 def test_what_a_module_is_called_with_is_looked_at_before_it_is_sent(server: ForkServer) -> None:

@@ -50,7 +50,7 @@ class TraceEntry(msgspec.Struct, frozen=True):
         prints: Whether the block's printed text is reported to the client instead of printed by the worker.
         plain: Whether saved values must be JSON types and tensors, see ``json_values``.
         compresses: Whether the results of the trace are compressed.
-        sandbox_of: The tenant whose code it is, if the code is untrusted; it runs as ``EngineLimits`` says.
+        sandbox_of: The tenant in whose sandbox process the blocks run; empty if their sender is trusted.
     """
 
     key: str

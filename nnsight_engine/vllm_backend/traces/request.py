@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,7 +22,6 @@ from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.interleaving.events import Events, StepNotReachedError
 from nnsight_engine.interleaving.interleaver import Interleaver, Watcher
 from nnsight_engine.interleaving.mediator import Mediator, Raise
-from nnsight_engine.interleaving.threads import TimeBudgetError
 from nnsight_engine.vllm_backend.traces.caches import RequestCaches
 from nnsight_engine.vllm_backend.traces.chunks import PromptChunks
 from nnsight_engine.vllm_backend.traces.memory_accounting import MemoryAccount
@@ -79,7 +77,6 @@ class TracedRequest(Interleaver):
         last_label: The name, in errors, of the block that ran last; None for the request's own block.
         is_rehearsal: Whether the request ends as soon as its blocks have nothing new to ask for. A block in a
             loop over all steps is left there, since the code behind the loop may rely on all of them.
-        max_spent_s: Limit for the seconds that its blocks may compute in all steps.
         is_elsewhere: Whether its blocks needed, in the last step, values that no tap provides.
         went_elsewhere: Whether they need such values in this step.
         tier: ``tap`` while the compiled step sufficed, ``eager`` once a step ran with module calls observed.
@@ -119,7 +116,6 @@ class TracedRequest(Interleaver):
         self._ended_early: list[str] = []
         self.last_label: str | None = None
         self.is_rehearsal = False
-        self.max_spent_s = math.inf
         self.is_elsewhere = self.went_elsewhere = False
         self.tier = "tap"
         self._has_rehearsed = False
@@ -225,9 +221,6 @@ class TracedRequest(Interleaver):
         if self.dispatcher.is_uncompiled:
             self.tier = "eager"
         self._writes.end()
-        if self.spent_s > self.max_spent_s and not self.is_over:
-            self.failed(TimeBudgetError(f"The block ran longer than {self.max_spent_s:g} s in all steps."))
-            self.wanted.clear()
         if self.num_new:
             self.done = self.start + self.num_new
             if self.partial:

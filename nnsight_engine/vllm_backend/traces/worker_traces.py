@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import torch
 
+from nnsight_engine.core.sandbox_choice import PROCESS
 from nnsight_engine.envoys.architectures.named_points import EMBED
 from nnsight_engine.interleaving.threads import Threads
 from nnsight_engine.remote_backend.incoming_blocks import failure_of
 from nnsight_engine.serialization import TRUSTED, Policy, encode
 from nnsight_engine.serialization.message import Piece
-from nnsight_engine.vllm_backend.compat import PROCESS, RESTRICTED
 from nnsight_engine.vllm_backend.model_outline import OutlineEntry, outline_of
 from nnsight_engine.vllm_backend.traces.context import TraceContext
 from nnsight_engine.vllm_backend.traces.edits import KeptEdits
@@ -41,7 +41,6 @@ from nnsight_engine.vllm_backend.traces.scans import scanned
 from nnsight_engine.vllm_backend.traces.tier_predictor import TierPredictor
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 from nnsight_engine.vllm_backend.traces.trace_end import TraceEnd, TraceMember, is_too_much
-from nnsight_engine.vllm_backend.traces.untrusted_policy import strangers_policy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -72,7 +71,10 @@ class WorkerTraces:
         last_tier: How the steps of the trace closed last ran, see ``TracedRequest``.
         last_step_s: Seconds that the engine has waited for blocks in the step that ended last.
         cells: The traces that run in sandbox processes.
+        policy: The policy for blocks inside a sandbox process; None in the worker, whose senders are trusted.
     """
+
+    policy: Policy | None = None
 
     def __init__(
         self,
@@ -89,7 +91,6 @@ class WorkerTraces:
         self.dispatcher.place.tokens = self.model.token_places()
         self.edits = KeptEdits(limits.max_edits, limits.max_edit_bytes)
         self._threads = Threads(limits.trace_step_s)
-        self._strangers_threads = Threads(limits.sandbox_step_s)
         self._closing = TraceEnd(self._threads, limits.max_trace_bytes)
         self._max_bytes = limits.max_trace_bytes
         self._members: dict[str, TraceMember] = {}
@@ -158,7 +159,7 @@ class WorkerTraces:
         try:
             member.choice = entry.choice_of(request_id)
             self._num_arrived += 1
-            if entry.sandbox_of and self._limits.sandbox == PROCESS:
+            if entry.sandbox_of:  # untrusted code never runs in this process, whatever the limits say
                 self._arrive_in_cell(request_id, entry)
                 return
             member.context, member.error = self._context(entry, member.choice)
@@ -166,19 +167,16 @@ class WorkerTraces:
                 self._ended.append(request_id)
                 return
             enter = self.telling.open(request_id, entry)
-            threads = self._threads_for(entry)
-            mediator = member.context.mediator(entry.index, member.choice, threads, enter)
+            mediator = member.context.mediator(entry.index, member.choice, self._threads, enter)
             memory = MemoryAccount(self._max_bytes, partial(member.context.marked, entry.index))
-            policy = self._policy(entry) or TRUSTED
-            edits = self.edits.mediators(entry, member.choice, self.model, threads, enter, policy)
+            policy = self.policy or TRUSTED
+            edits = self.edits.mediators(entry, member.choice, self.model, self._threads, enter, policy)
             member.request = TracedRequest(self.dispatcher, mediator, self._num_arrived, memory, edits)
             for before, edit in enumerate(edits):
                 edit.idx = before - len(edits)
             mediator.idx = entry.index
             member.request.is_rehearsal = entry.is_rehearsal
             member.request.is_elsewhere = self._tiers.expects_elsewhere(member.context.code(entry.index))
-            if self._is_restricted(entry):
-                member.request.max_spent_s = self._limits.sandbox_cpu_s
             if entry.is_scan:
                 member.shapes = scanned(member.request, self.model)
             member.request.open()
@@ -197,16 +195,6 @@ class WorkerTraces:
         if not entry.data:
             entry = msgspec.structs.replace(entry, data=self._held.get(entry.key, b""))
         self.sandboxes.arrive(request_id, self.edits.filled_in(entry), self._num_arrived)
-
-    def _policy(self, entry: TraceEntry) -> Policy | None:
-        """Return the policy for a request's blocks; None for those of trusted senders."""
-        return strangers_policy(self._limits) if self._is_restricted(entry) else None
-
-    def _threads_for(self, entry: TraceEntry) -> Threads:
-        return self._strangers_threads if self._is_restricted(entry) else self._threads
-
-    def _is_restricted(self, entry: TraceEntry) -> bool:
-        return bool(entry.sandbox_of) and self._limits.sandbox == RESTRICTED
 
     def prepare_sandbox(self) -> bool:
         """Start the sandbox processes if untrusted blocks run in them; return whether one is ready.
@@ -237,11 +225,10 @@ class WorkerTraces:
             return context, None
         if not entry.data:
             entry = msgspec.structs.replace(entry, data=self._held.get(entry.key, b""))
-        policy = self._policy(entry)
         # On a block thread, because decoding a trace runs its sender's code, and outside of inference mode.
         with self._timed(entry.key):
             context, error = (
-                self._threads_for(entry).take().start(lambda: TraceContext(entry, self.model, policy)).empty()
+                self._threads.take().start(lambda: TraceContext(entry, self.model, self.policy)).empty()
             )
         if context is not None:
             self._contexts[(entry.key, choice)] = context

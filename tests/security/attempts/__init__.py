@@ -1,16 +1,13 @@
 """Ways in which a block might get at what is not its own: each a piece of code, as a request sends it.
 
 A block finds the variables ``x`` (a tensor), ``canary`` (a file that is not to be touched), ``port`` (of a
-socket that nobody is to call), ``model`` and ``tracer``. It is held off if it ends with an error, or if what
-it has bound to ``got`` is false. ``host`` runs them; other harnesses take them from ``every_attempt``.
+socket that nobody is to call), ``model`` and ``tracer``. What an attempt binds to ``got`` is what it has got
+hold of. An attempt may run, as long as it gets nothing that is not in its process anyway.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
-
-Ground = Literal["restricted", "process"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,12 +17,10 @@ class Attempt:
     Attributes:
         name: What it is called in tests.
         code: The block.
-        ground: What holds it off: the restricted compile alone, or only a process that can be ended.
     """
 
     name: str
     code: str
-    ground: Ground = "restricted"
 
 
 def every_attempt() -> list[Attempt]:
@@ -40,12 +35,8 @@ def every_attempt() -> list[Attempt]:
         walks,
     )
 
-    found: list[Attempt] = []
-    for module in (walks, escapes, classes, libraries, engine, budgets, beneath):
-        kind = module.__name__.rpartition(".")[2]
-        found += [Attempt(f"{kind}-{name}", code.strip("\n")) for name, code in module.ATTEMPTS.items()]
-        found += [
-            Attempt(f"{kind}-{name}", code.strip("\n"), "process")
-            for name, code in getattr(module, "FOR_A_PROCESS", {}).items()
-        ]
-    return found
+    return [
+        Attempt(f"{module.__name__.rpartition('.')[2]}-{name}", code.strip("\n"))
+        for module in (walks, escapes, classes, libraries, engine, budgets, beneath)
+        for name, code in module.ATTEMPTS.items()
+    ]

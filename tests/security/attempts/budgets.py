@@ -157,8 +157,7 @@ ATTEMPTS = {
     "print-much": "s = 'a' * 10**6\nwhile True: print(s[:0], end='')",
     "deep-list": "a = []\nwhile True: a = [a]",
 }
-
-FOR_A_PROCESS = {
+ATTEMPTS |= {
     "repr-of-shared": "a = []\nfor i in range(60): a = [a, a]\ngot = repr(a)",
     "equal-of-shared": "a, b = [], []\nfor i in range(60): a, b = [a, a], [b, b]\ngot = a == b",
     "hash-of-shared": "a = ()\nfor i in range(60): a = (a, a)\ngot = hash(a)",

@@ -110,7 +110,6 @@ ATTEMPTS = {
     "math-nothing-hidden": "import math\ngot = math.__spec__",
     "einops-backend": "import einops\ngot = einops._backends",
 }
-
-FOR_A_PROCESS = {
+ATTEMPTS |= {
     "one-call-for-ever": "torch.matrix_power(torch.rand(3000, 3000), 2**62)",
 }

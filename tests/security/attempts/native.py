@@ -1,6 +1,32 @@
 """Ways past Python: system calls, other processes, messages to the engine, and endless loops."""
 
 NATIVE = {
+    "environment": "import os\ngot = dict(os.environ)\nassert 'NNSIGHT_ENGINE_TEST_SECRET' in got",
+    "environment-of-the-start": """
+import ctypes
+at = ctypes.c_void_p.in_dll(ctypes.CDLL(None), 'program_invocation_name').value
+got = []
+while not got or b'VLLM_NO_USAGE_STATS' not in got[-1]:
+    got.append(ctypes.string_at(at))
+    at += len(got[-1]) + 1
+assert any(b'NNSIGHT_ENGINE_TEST_' in one for one in got)
+""",
+    "every-object": "import gc\ngot = [one for one in gc.get_objects() if '_'.join(['NNSIGHT_ENGINE_TEST', 'SECRET']) in str(one)[:10_000]]\nassert got",
+    "every-descriptor": """
+import os
+got = []
+for number in range(1 << 12):
+    try: got.append(os.read(number, 64)) if number != side._descriptor else None
+    except OSError: pass
+assert any(got)
+""",
+    "delete-everything": "import shutil\nshutil.rmtree('/', ignore_errors=True)\nshutil.rmtree('/')",
+    "fork-bomb": """
+import ctypes, os
+for _ in range(1000):
+    assert ctypes.CDLL(None).fork() < 0
+while True: os.fork()
+""",
     "open": "got = open(canary).read()",
     "line-of-a-file": "import linecache\ngot = linecache.getline(canary, 1)\nassert got",
     "traceback-of-a-file": """
@@ -63,11 +89,15 @@ assert got
     "memory-python": "keep = [bytearray(2**24) for _ in range(1000)]",
     "huge-tensor": "got = torch.ones(10**11)",
 }
-"""Native roads, none of which the restricted compile would leave open."""
+"""Native roads, each of which ends with an error."""
 
 DEADLY = {
     "loop": "while True: pass",
     "loop-deaf": "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
+    "loop-inside-sum": "sum(range(10**12))",
+    "loop-inside-a-regular-expression": "import re\nre.match('(a+)+$', 'a' * 64 + 'b')",
+    "loop-inside-a-number": "got = 10**10**9",
+    "flood": "import os\nwhile True: os.write(side._descriptor, b'\\xff' * 65536)",
     "loop-inside-torch": "a = torch.ones(3000, 3000)\nwhile True: a @ a",
     "sleep": "import time\ntime.sleep(1000)",
     "deaf-to-signals": "import signal\nfor n in range(1, 32):\n    try: signal.signal(n, signal.SIG_IGN)\n    except OSError: pass\nwhile True: pass",

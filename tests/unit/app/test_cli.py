@@ -221,6 +221,34 @@ def test_it_does_not_start_where_sandboxes_lack_namespaces_that_they_are_to_have
         _check_sandbox(Settings(**options))
 
 
+@pytest.mark.parametrize(
+    "arguments", [["--sandbox", "restricted"], ["--sandbox=restricted", "--replicas", "2"]]
+)
+def test_the_sandbox_that_was_removed_is_refused(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *arguments]) == 1
+    assert "'restricted' was removed, because only a process is a boundary: use 'process'" in " ".join(
+        capsys.readouterr().err.split()
+    )
+
+
+def test_a_variable_with_the_sandbox_that_was_removed_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NNSIGHT_ENGINE_SANDBOX", "restricted")
+    assert main(["serve"]) == 1
+    message = " ".join(capsys.readouterr().err.split())
+    assert "NNSIGHT_ENGINE_SANDBOX is wrong" in message
+    assert "'restricted' was removed" in message
+
+
+def test_a_sandbox_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """It would pass for neither, and code of strangers would run somewhere."""
+    assert main(["serve", "--sandbox", "proces"]) == 1
+    assert "the sandbox is 'process' or 'off', got 'proces'" in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_model_given_as_an_option_is_told_where_it_goes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--model", "gpt2"]) == 1
     assert "serve MODEL [options]" in capsys.readouterr().err

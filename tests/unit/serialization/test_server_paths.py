@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import nnsight_engine
-from nnsight_engine.sandbox.restricted import Budget, restricted_policy
-from nnsight_engine.serialization import TRUSTED, encode_error
+from nnsight_engine.sandbox.block_checker import CHECKED
+from nnsight_engine.serialization import TRUSTED, Policy, encode_error
 from nnsight_engine.serialization.server_paths import without_places
 from tests.security.host import Small, message_of, run
 
@@ -50,19 +50,17 @@ CODES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("policy", ["restricted", "trusted"])
-def test_no_error_of_a_block_tells_where_python_is(policy: str) -> None:
+@pytest.mark.parametrize("policy", [CHECKED, TRUSTED], ids=["checked", "trusted"])
+def test_no_error_of_a_block_tells_where_python_is(policy: Policy) -> None:
     for code in CODES:
         told = json.dumps(encode_error(_raised(code, policy)))
         assert [folder for folder in FOLDERS if f"{folder}/" in told] == [], code
 
 
-def _raised(code: str, policy: str) -> BaseException:
-    budget = Budget(max_steps=20_000, max_bytes=2**20, max_saved_bytes=2**20)
-    allowed = TRUSTED if policy == "trusted" else restricted_policy(budget)
+def _raised(code: str, policy: Policy) -> BaseException:
     model: Any = nnsight_engine.NNsight(Small())
     try:
-        run(message_of(code), model, allowed, torch.ones(1, 5))
+        run(message_of(code), model, policy, torch.ones(1, 5))
     except BaseException as error:  # noqa: BLE001 - whatever it is
         return error
     return ValueError("nothing was raised")

@@ -41,9 +41,8 @@ def test_a_reader_takes_their_text_from_it_and_from_no_file(tmp_path: Path) -> N
     assert str(file) not in linecache.cache
 
 
-def test_a_hidden_name_is_no_path() -> None:
-    name = SentFile("/etc/passwd", LinesFrom(1, _TEXT), is_hidden=True)
-    assert linecache.getline(name, 1) == ""
+def test_a_name_travels_as_a_plain_one() -> None:
+    name = SentFile("/etc/passwd", LinesFrom(1, _TEXT))
     assert name.line(1) == "def f():\n"
     assert sent_name(name) == sent_name("/etc/passwd") == "/etc/passwd"
     assert type(copy.copy(name)) is str  # what travels is the plain name

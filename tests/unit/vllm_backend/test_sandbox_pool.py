@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import builtins
 from typing import Any
 
 import pytest
 
+from api_schemas.request_traces import Trace
+from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.vllm_backend.compat import EngineLimits
+from nnsight_engine.vllm_backend.request_code import encoded_code
+from nnsight_engine.vllm_backend.traces.edits import KeptEdits
+from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_pool import SandboxPool
 from nnsight_engine.vllm_backend.traces.stages.early_stage import EarlyStageTraces
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
+from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 
 
 class PlayedSession:
@@ -24,6 +31,22 @@ def test_a_trace_whose_process_has_not_answered_cannot_be_collected() -> None:
     with pytest.raises(RuntimeError, match="poll `finish_trace`"):
         pool.collect("key")
     assert pool.knows("key")
+
+
+def test_untrusted_code_never_runs_in_the_worker_whatever_its_limits_say() -> None:
+    """Even if the server marks a block as untrusted where no process is to be had."""
+    traces: Any = WorkerTraces.__new__(WorkerTraces)
+    traces.sandboxes = SandboxPool(TraceDispatcher(), EngineLimits(sandbox="off"))
+    traces.edits = KeptEdits(1, 1)
+    traces._members, traces._by_key, traces._held, traces._ended, traces._num_arrived = {}, {}, {}, [], 0
+    code = "exec('import builtins; builtins.ran = True')"
+    entry = TraceEntry(
+        "key", 0, 1, encoded_code(Trace(op="trace", code=code), "test"), [{}], sandbox_of="acme"
+    )
+    traces._arrive("own", entry.to_plain())
+    assert traces._ended == ["own"]
+    assert isinstance(traces._members["own"].error, SandboxUnavailableError)
+    assert not hasattr(builtins, "ran")
 
 
 def test_an_early_stage_has_no_results() -> None:

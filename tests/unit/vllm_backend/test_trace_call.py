@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.modeling_outputs import BaseModelOutput
 
 from api_schemas.errors import ApiError, ErrorCode
 from nnsight_engine.plans.collected import TraceResult
@@ -98,6 +99,9 @@ async def test_large_news_are_read_beside_what_is_told_meanwhile() -> None:
     assert stream.router._unread.num_bytes == 0
 
 
+_DEEP: list[Any] = []
+for _ in range(10_000):
+    _DEEP = [_DEEP]
 HOSTILE = {
     "compressed": encode({"whole": {"a": torch.zeros(2**22)}, "grown": {}}, compress=True),
     "nothing": b"",
@@ -106,6 +110,8 @@ HOSTILE = {
     "no dicts": encode({"whole": [1], "grown": 7}),
     "names that are none": encode({"whole": {("a", 1): 1}, "grown": {}}),
     "items that are none": encode({"whole": {"a": 1}, "grown": {"a": [1]}}),
+    "a class": encode({"whole": {"a": SimpleNamespace(b=1)}, "grown": {}}),
+    "an import": encode({"whole": {"a": BaseModelOutput()}, "grown": {}}),
     "more objects than a block saves": encode(
         {"whole": {"a": [float(n) for n in range(1_000_001)]}, "grown": {}}
     ),
@@ -134,6 +140,7 @@ async def test_news_that_cannot_be_read_fail_their_own_request(case: str) -> Non
         encode({"blocks": [{"error": None, "choice": 0, "saves": {}, "warnings": [1]}]}),
         encode({"blocks": [{"error": None, "choice": 0, "saves": {}, "warnings": "said"}]}),
         encode({"blocks": [{"error": None, "choice": 0, "saves": {"a": 1}}]}, compress=True),
+        encode({"blocks": [{"error": {"name": "a", "message": _DEEP}, "choice": 0, "saves": {}}]}),
     ],
 )
 async def test_results_that_cannot_be_read_fail_their_own_request(data: bytes) -> None:

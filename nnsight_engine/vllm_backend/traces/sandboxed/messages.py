@@ -191,10 +191,17 @@ class CallRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class Collected(msgspec.Struct, frozen=True, tag=True):
-    """The saved values follow the header; with the remaining printed text and the text of a failure."""
+    """The saved values follow the header.
+
+    Attributes:
+        printed: The remaining printed text.
+        failure: The text of a failure.
+        is_clean: Whether the blocks have left nothing behind that the next trace would meet.
+    """
 
     printed: str
     failure: str
+    is_clean: bool = True
 
 
 _to_sandbox = msgspec.msgpack.Decoder(ToSandbox)

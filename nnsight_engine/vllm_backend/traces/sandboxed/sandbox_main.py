@@ -19,16 +19,17 @@ import torch
 from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.interleaving.call_stacks import Done
 from nnsight_engine.interleaving.threads import ThreadMediator, Threads, ThreadStack
+from nnsight_engine.sandbox.block_checker import CHECKED
 from nnsight_engine.sandbox.channel import SandboxSide
-from nnsight_engine.serialization import TRUSTED, Policy, decode, restore_error
+from nnsight_engine.serialization import decode, restore_error
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.families import ModelPoints
-from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.errors import SandboxedError
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
 from nnsight_engine.vllm_backend.traces.names import Names
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
 from nnsight_engine.vllm_backend.traces.rows import plain
+from nnsight_engine.vllm_backend.traces.sandboxed.leftovers import Leftovers
 from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     Argument,
     Begin,
@@ -52,7 +53,6 @@ from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
 )
 from nnsight_engine.vllm_backend.traces.stages.row_payloads import RemoteStageValue, RowPayloads
 from nnsight_engine.vllm_backend.traces.trace_end import TraceEnd
-from nnsight_engine.vllm_backend.traces.untrusted_policy import strangers_policy
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 
 logger = logging.getLogger(__name__)
@@ -75,6 +75,9 @@ class WaitingThread(ThreadStack):
     """
 
     __slots__ = ("_at_home",)
+
+    grace_s = -1
+    """A job in a long call of C code is not abandoned, which takes a thread: the worker ends the process."""
 
     def __init__(self, budget_s: float, at_home: list[WaitingThread]) -> None:
         super().__init__(budget_s)
@@ -155,6 +158,8 @@ class SandboxTraces(WorkerTraces):
         max_call_bytes: Limit for the size of a module call's arguments.
     """
 
+    policy = CHECKED
+
     def __init__(
         self,
         points: ModelPoints,
@@ -170,19 +175,11 @@ class SandboxTraces(WorkerTraces):
         self._parcels: RowPayloads | None = None
         self._behind_parcels: RowPayloads | None = None
         self._is_behind = False
+        self._leftovers = Leftovers()
         super().__init__(points, None, limits)
 
     def _new_model(self, names: Names) -> WorkerModel:
         return self._make(self, names)
-
-    def _policy(self, entry: TraceEntry) -> Policy | None:
-        """Return the policy for blocks.
-
-        It rejects operations that the process's confinement prevents anyway, with an error at the block's
-        line.
-        """
-        del entry
-        return strangers_policy(self._limits) if self._limits.sandbox_compiles else TRUSTED
 
     def grow_up(
         self, num_blocks: int, rehearse: Callable[[SandboxTraces], None]
@@ -193,10 +190,12 @@ class SandboxTraces(WorkerTraces):
             num_blocks: Number of blocks that may wait at once; each has a thread.
             rehearse: Runs a trace whose results are discarded.
         """
+        self._leftovers.draw_anew()
         self._threads = WaitingThreads(self._threads.budget_s, num_blocks)
         most = self._limits.sandbox_message_bytes
         self._closing = TraceEnd(self._threads, most, most)
         rehearse(self)
+        self._leftovers = Leftovers()
         return self.serve
 
     def serve(self, side: SandboxSide) -> None:
@@ -205,6 +204,8 @@ class SandboxTraces(WorkerTraces):
         while True:
             head, body = read_by_sandbox(side.receive())
             side.send(self.answer(head, body))
+            if isinstance(head, Collect):
+                self._leftovers.draw_anew()
 
     def answer(self, head: ToSandbox, body: memoryview) -> list[bytes | memoryview]:
         """Handle a message of the worker, and return the answer.
@@ -233,7 +234,8 @@ class SandboxTraces(WorkerTraces):
                 self.begin((), set(finished))
                 pieces = self.collect(key, results)
                 self._start_over()
-                return packed(Collected(*self.telling.take_left(key)), pieces)
+                is_clean = not self._leftovers.exist()
+                return packed(Collected(*self.telling.take_left(key), is_clean), pieces)
         raise TypeError(f"nothing is done on {type(head).__name__}")
 
     def _start_over(self) -> None:

@@ -37,6 +37,7 @@ from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     Go,
     Offer,
     Passed,
+    SandboxReply,
     StepMessage,
     Tensors,
     ValueSlot,
@@ -143,7 +144,7 @@ class SandboxSession:
         self._offered: set[str] = set()
         self._num_printed = 0
         self._collected: Collected | None = None
-        self._are_saves_requested = False
+        self._is_clean = False
         self.is_elsewhere = self.went_elsewhere = False
         self.tier = "tap"
         self._changes = Changes(opened.max_bytes)
@@ -334,6 +335,8 @@ class SandboxSession:
             self._num_printed += len(told.printed)
             if self._num_printed > 2 * MAX_BYTES:  # an unmodified process stops at half of that
                 self.connection.give_up(SandboxEndedError.broken("it printed without end"))
+            elif entry is not None and not _is_wanted(told, entry):  # nothing would ever read it
+                self.connection.give_up(SandboxEndedError.broken("it reported what nobody asked for"))
             elif entry is not None:
                 self._news[told.request_id] = (entry.key, entry.index, told.data, told.printed)
 
@@ -350,12 +353,12 @@ class SandboxSession:
         if self._collected is not None or self.connection.is_unanswered:
             return
         self.connection.refill()
-        self._are_saves_requested = True
         collect = Collect(key, dict(results), self._take_finished())
         self.connection.ask(collect, [], Collected, self._have_collected)
 
     def _have_collected(self, reply: Collected) -> None:
         self._collected = reply
+        self._is_clean = reply.is_clean
 
     @property
     def has_collected(self) -> bool:
@@ -382,11 +385,11 @@ class SandboxSession:
             self.connection.drop_answer()
 
     def close(self) -> Sandbox | None:
-        """Release the process; return it if it has completed all its requests, and end it otherwise."""
+        """Release the process; return it if another trace may run in it, and end it otherwise."""
         self._want([])
         self.dispatcher.forget(self)  # type: ignore[arg-type] # as above
         self.live.clear()
-        if self._are_saves_requested and self.error is None and not self.connection.is_unanswered:
+        if self._is_clean and self.error is None and not self.connection.is_unanswered:
             return self.connection.sandbox
         self.connection.sandbox.end()
         return None
@@ -512,6 +515,10 @@ class SandboxSession:
         """Do nothing: copies and caches are handled in the process."""
 
     watch_pass = leave
+
+
+def _is_wanted(told: SandboxReply, entry: TraceEntry) -> bool:
+    return (entry.streams or told.data is None) and (entry.prints or not told.printed)
 
 
 __all__ = ["Opened", "SandboxSession"]

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from nnsight_engine.sandbox.block_checker import load_modules
 from nnsight_engine.sandbox.channel import read_exactly
 from nnsight_engine.sandbox.confine import ProcessLimits
 from nnsight_engine.sandbox.zygote import NUMBER, raise_children
@@ -96,6 +97,7 @@ def _new_model(points: ModelPoints, traces: SandboxTraces, names: Names) -> Work
 
 def _warm_up() -> None:
     """Trigger lazy loading now: confined processes cannot open files."""
+    load_modules()
     value = torch.ones(4, 4, dtype=torch.bfloat16)
     torch.einsum("ij,jk->ik", value, value).float().softmax(-1).topk(2).values.tolist()
     repr(torch.linalg.svd(value.float()))
