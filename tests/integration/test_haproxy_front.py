@@ -41,7 +41,7 @@ defaults
   retries 2
   retry-on conn-failure 503
   timeout connect 5s
-  timeout client 1s
+  timeout client 3s
   timeout server 1h
   timeout tunnel 1h
 frontend front
@@ -103,7 +103,7 @@ async def proxied(directory: Path, *sizes: int, delay_s: float = 0) -> AsyncIter
                 one.engine.behaviour.delay_s = delay_s
                 address = one.place.url.removeprefix("http://")
                 text += f"  use-server {name} if {{ path_beg /v1/results/{name}. }}\n"
-                text += f"  server {name} {address} check inter 300ms\n"
+                text += f"  server {name} {address} check inter 300ms fall 20\n"
         configuration = directory / "haproxy.cfg"
         configuration.write_text(text)
         command = [haproxy.get_haproxy_binary(), "-db", "-q", "-f", str(configuration)]
