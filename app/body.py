@@ -61,7 +61,7 @@ async def read_object(request: Request, limits: BodyLimits) -> dict[str, Any]:
         return await while_connected(request.receive, reading, context.deadline)
     check_depth(body, limits.max_depth)
     value = parse_object(body)
-    if bodies is None or len(body) < min(_SMALL_BYTES, bodies.limits.least_bytes):
+    if bodies is None or len(body) < min(_SMALL_BYTES, bodies.limits.min_bytes):
         return value
     return checked(value, bodies.limits)
 

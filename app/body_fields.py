@@ -42,7 +42,7 @@ class FieldLimits(msgspec.Struct, frozen=True):
     max_prompt_ids: int
 
     @property
-    def least_bytes(self) -> int:
+    def min_bytes(self) -> int:
         """Bytes that a body needs at least to exceed one of the counts: an item and a separator each."""
         return 2 * min(self.max_objects, self.max_values, self.max_prompt_ids)
 

@@ -50,21 +50,21 @@ def _answer(limits: FieldLimits, body: bytes) -> tuple[bool, bytes]:
     return True, json.dumps(value, separators=(",", ":")).encode()
 
 
-def serve(asked: BinaryIO, answered: BinaryIO) -> None:
+def serve(requests: BinaryIO, responses: BinaryIO) -> None:
     """Answer requests until the input pipe is closed."""
     gc.disable()  # parsed JSON has no reference cycles, and collecting takes longer than parsing
     os.nice(_NICENESS)
     end_before_server()
     own_bytes = address_space_bytes() + _SPARE_BYTES
-    while head := asked.read(ASKED.size):
+    while head := requests.read(ASKED.size):
         num_limits, num_bytes = ASKED.unpack(head)
         most = own_bytes + _BYTES_PER_BYTE * num_bytes
         resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
-        limits = msgspec.json.decode(asked.read(num_limits), type=FieldLimits)
-        is_body, data = _answer(limits, asked.read(num_bytes))
-        answered.write(ANSWERED.pack(is_body, len(data)))
-        answered.write(data)
-        answered.flush()
+        limits = msgspec.json.decode(requests.read(num_limits), type=FieldLimits)
+        is_body, data = _answer(limits, requests.read(num_bytes))
+        responses.write(ANSWERED.pack(is_body, len(data)))
+        responses.write(data)
+        responses.flush()
 
 
 if __name__ == "__main__":

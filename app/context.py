@@ -19,7 +19,7 @@ from app.audit.log import AuditLog
 from app.auth.keys import Keys
 from app.auth.principal import Principal
 from app.engine.client import EngineClient
-from app.engine.trace_processes import TraceProcesses
+from app.engine.trace_process_pool import TraceProcesses
 from app.hosts import is_from_elsewhere
 from app.large_bodies import LargeBodyReader
 from app.lifecycle import Lifecycle
@@ -28,7 +28,7 @@ from app.observability.scrape import Scrape
 from app.observability.tracing import Tracing
 from app.received_bytes import ReceivedBytes
 from app.request_context import RequestContext, context_of
-from app.services.job_callers import learn
+from app.services.job_callers import set_limits
 from app.services.jobs import JobService
 from app.services.traces import TraceService
 from app.settings import Settings
@@ -103,7 +103,7 @@ async def _caller_of(
     request.intake, request.bodies = context.receiving.intake(principal.tenant), context.bodies
     if principal.has_key:
         works = connection.scope["route"].path in _RUN_AT_ONCE
-        learn(context.store.stored, principal)
+        set_limits(context.store.stored, principal)
         request.admitted = await context.rates.admit(principal, request.meter, works=works)
     return principal
 

@@ -11,7 +11,7 @@ from typing import Final
 
 from pydantic import ValidationError
 
-from app.observability.logs import place_engine_log
+from app.observability.logs import configure_engine_log
 from app.settings import Settings, set_engine_defaults
 from nnsight_engine.vllm_backend.early_process import begin
 
@@ -34,7 +34,7 @@ def begin_early(options: Sequence[str]) -> None:
     except ValidationError:
         return
     set_engine_defaults()
-    place_engine_log(settings)
+    configure_engine_log(settings)
     begin()
 
 

@@ -112,7 +112,7 @@ def internal_error() -> ApiError:
     )
 
 
-def said(problems: Sequence[Mapping[str, Any]]) -> str:
+def problem_text(problems: Sequence[Mapping[str, Any]]) -> str:
     """Return pydantic's problems as text: locations and reasons, without values or server internals."""
     return "; ".join(
         f"{'.'.join(clip(str(part)) for part in one['loc'])}: {one['msg']}"
@@ -139,7 +139,7 @@ def validated(model: type[T], value: object, limits: Limits | None = None) -> T:
         kind = str(problems[0]["type"])
         code = ErrorCode(kind) if kind in _OUR_CODES else _VALUE_CODES.get(kind, ErrorCode.INVALID_SHAPE)
         param = ".".join(clip(str(part)) for part in problems[0]["loc"]) or None
-        raise ApiError(code, f"The body does not fit this route: {said(problems)}.", param) from error
+        raise ApiError(code, f"The body does not fit this route: {problem_text(problems)}.", param) from error
 
 
 def _place(value: object, problem: Mapping[str, Any]) -> list[str]:
@@ -174,5 +174,5 @@ async def _on_http_exception(request: Request, exc: Exception) -> Response:
 
 async def _on_validation_error(_request: Request, exc: Exception) -> Response:
     problems = exc.errors() if isinstance(exc, RequestValidationError) else []
-    message = f"The request does not fit the route: {said(problems)}"
+    message = f"The request does not fit the route: {problem_text(problems)}"
     return error_response(ApiError(ErrorCode.INVALID_SHAPE, message))

@@ -24,26 +24,26 @@ _STALL_S: Final = 1.0
 _MAX_FRAMES: Final = 12
 
 
-class Counted(Protocol):
+class StallCounter(Protocol):
     """A counter of stalls."""
 
     def count_stall(self, seconds: float, *, is_new: bool) -> None:
         """Count a new stall, or the continuation of a stall that is already counted."""
 
 
-class LoopWatch:
+class EventLoopWatchdog:
     """Watches the event loop of the thread that constructs it.
 
     Args:
         counted: The counter to report stalls to, or None.
     """
 
-    def __init__(self, counted: Counted | None) -> None:
+    def __init__(self, counted: StallCounter | None) -> None:
         self._counted = counted
         self._thread = threading.get_ident()
         self._lock = threading.Lock()
         self._beat = time.monotonic()
-        self._told_s = 0.0
+        self._reported_s = 0.0
 
     @property
     def lag_s(self) -> float:
@@ -54,10 +54,10 @@ class LoopWatch:
         """Record heartbeats until cancelled; runs in the watched loop."""
         while True:
             with self._lock:
-                lag_s, told_s = self.lag_s, self._told_s
-                self._beat, self._told_s = time.monotonic(), 0.0
+                lag_s, reported_s = self.lag_s, self._reported_s
+                self._beat, self._reported_s = time.monotonic(), 0.0
             if lag_s >= _STALL_S:
-                self._count(lag_s - told_s, is_new=not told_s)
+                self._count(lag_s - reported_s, is_new=not reported_s)
                 logger.warning("the event loop continues after a stall of %.1f s", lag_s)
             await asyncio.sleep(_BEAT_S)
 
@@ -66,12 +66,12 @@ class LoopWatch:
         while True:
             await asyncio.sleep(_BEAT_S)
             with self._lock:
-                lag_s, told_s = self.lag_s, self._told_s
+                lag_s, reported_s = self.lag_s, self._reported_s
                 if lag_s < _STALL_S:
                     continue
-                self._told_s = lag_s
-            self._count(lag_s - told_s, is_new=not told_s)
-            if not told_s:
+                self._reported_s = lag_s
+            self._count(lag_s - reported_s, is_new=not reported_s)
+            if not reported_s:
                 logger.warning("the event loop has been blocked for %.1f s, in %s", lag_s, self._where())
 
     def _count(self, seconds: float, *, is_new: bool) -> None:
@@ -85,4 +85,4 @@ class LoopWatch:
         return " > ".join(f"{Path(one.filename).name}:{one.lineno} {one.name}" for one in frames)
 
 
-__all__ = ["LoopWatch"]
+__all__ = ["EventLoopWatchdog"]

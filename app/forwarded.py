@@ -32,8 +32,8 @@ def as_x_forwarded(headers: Headers) -> Headers:
         return others
     addresses = ", ".join(_address(hop.get("for", "unknown")) for hop in hops)
     proto = hops[-1].get("proto", "").lower()
-    said = [(_FOR, addresses.encode("latin-1"))]
-    return [*others, *said, *([(_PROTO, proto.encode())] if proto in _SECURE else [])]
+    forwarded = [(_FOR, addresses.encode("latin-1"))]
+    return [*others, *forwarded, *([(_PROTO, proto.encode())] if proto in _SECURE else [])]
 
 
 def _hops(text: str) -> list[dict[str, str]]:

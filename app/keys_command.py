@@ -171,7 +171,7 @@ def list_keys(
     )
     for key in keys:
         table.add_row(
-            key.id, key.tenant, key.name, ", ".join(key.scopes), key.tier, _said(key.limits),
+            key.id, key.tenant, key.name, ", ".join(key.scopes), key.tier, _described_limits(key.limits),
             _day(key.created_at), _day(key.last_used_at), _end(key),
         )  # fmt: skip
     Console().print(table)
@@ -186,7 +186,9 @@ def limit(
     """Limit all keys of a tenant together; without LIMITS, remove the limits."""
     wanted = _limits(limits)
     changed = _change(context.obj, "keys limit", tenant, lambda keys: keys.limit(tenant, wanted))
-    typer.echo(f"All keys of {changed.name} together: {_said(changed.limits) or 'no limits'}.", err=True)
+    typer.echo(
+        f"All keys of {changed.name} together: {_described_limits(changed.limits) or 'no limits'}.", err=True
+    )
 
 
 @_COMMANDS.command()
@@ -240,7 +242,7 @@ def _number(text: str) -> float | str:
         return text
 
 
-def _said(limits: Limits) -> str:
+def _described_limits(limits: Limits) -> str:
     return ", ".join(f"{name}={value}" for name, value in limits.model_dump(exclude_none=True).items())
 
 

@@ -50,7 +50,7 @@ class LargeBodyReader:
     def __init__(self, limits: FieldLimits, environment: Mapping[str, str], processes: Allowance) -> None:
         self.limits = limits
         self._environment = environment
-        self._places = SlotPool(processes, _WAITING)
+        self._slots = SlotPool(processes, _WAITING)
         self._idle: list[asyncio.subprocess.Process] = []
 
     async def read(self, body: bytes | bytearray, tenant: str = "") -> dict[str, Any]:
@@ -63,7 +63,7 @@ class LargeBodyReader:
         Raises:
             ApiError: The errors of ``body.read_object``; ``rate_limit_exceeded`` if parsing takes too long.
         """
-        async with self._places.ask(tenant, object(), is_patient=True):
+        async with self._slots.request(tenant, object(), may_exceed_queue=True):
             try:
                 async with asyncio.timeout(_LIMIT_S):
                     is_body, data = await self._answered(body)
@@ -95,7 +95,7 @@ class LargeBodyReader:
     ) -> tuple[bool, bytes]:
         is_done = False
         try:
-            answer = await self._asked(process, body)
+            answer = await self._exchange(process, body)
             is_done = True
         finally:
             if is_done and len(body) < _KEPT_BYTES:
@@ -111,7 +111,7 @@ class LargeBodyReader:
             env=self._environment, start_new_session=True,
         )  # fmt: skip
 
-    async def _asked(
+    async def _exchange(
         self, process: asyncio.subprocess.Process, body: bytes | bytearray
     ) -> tuple[bool, bytes]:
         if process.stdin is None or process.stdout is None:

@@ -51,11 +51,11 @@ def listening_socket(config: uvicorn.Config, *, stall_s: float = 60.0) -> socket
     sock = config.bind_socket()
     # Accepted connections inherit all of these options.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    notice_loss(sock, stall_s=stall_s)
+    detect_lost_peer(sock, stall_s=stall_s)
     return sock
 
 
-def notice_loss(sock: Settable, *, stall_s: float = 60.0) -> None:
+def detect_lost_peer(sock: Settable, *, stall_s: float = 60.0) -> None:
     """Let the kernel close connections whose peer vanished without a FIN, by keep-alive and a user timeout.
 
     Args:
@@ -68,7 +68,7 @@ def notice_loss(sock: Settable, *, stall_s: float = 60.0) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def patient_for(head_s: float, *, reads_forwarded: bool = False) -> type[asyncio.Protocol]:
+def protocol_with_head_limits(head_s: float, *, reads_forwarded: bool = False) -> type[asyncio.Protocol]:
     """Return uvicorn's HTTP protocol with limits on the duration and size of a request's head.
 
     uvicorn itself waits indefinitely, and each silent connection occupies a file descriptor. It also parses
@@ -78,15 +78,17 @@ def patient_for(head_s: float, *, reads_forwarded: bool = False) -> type[asyncio
         head_s: The time limit for a head, in seconds.
         reads_forwarded: Whether the proxies send the client's address in ``Forwarded``.
     """
-    return type("PatientProtocol", (_Patient,), {"head_s": head_s, "reads_forwarded": reads_forwarded})
+    return type(
+        "HeadLimitedProtocol", (_HeadLimitedProtocol,), {"head_s": head_s, "reads_forwarded": reads_forwarded}
+    )
 
 
-class _Patient(HttpToolsProtocol):
+class _HeadLimitedProtocol(HttpToolsProtocol):
     """uvicorn's HTTP protocol with limits on a request's head.
 
     Attributes:
         head_s: The time limit for a head, in seconds.
-        reads_forwarded: See ``patient_for``.
+        reads_forwarded: See ``protocol_with_head_limits``.
     """
 
     head_s: ClassVar[float]

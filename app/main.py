@@ -19,7 +19,7 @@ from app.context import Context
 from app.engine.client import EngineClient
 from app.engine.local_traces import LocalTraceEngine
 from app.engine.session_traces import SessionTraces
-from app.engine.trace_processes import TraceProcesses
+from app.engine.trace_process_pool import TraceProcesses
 from app.errors import install_error_handlers
 from app.hosts import HostMiddleware
 from app.large_bodies import LargeBodyReader
@@ -113,7 +113,7 @@ def create_app(
         settings.max_engine_restarts, settings.engine_restart_window_s, settings.engine_restart_delay_s
     )
     lifecycle = Lifecycle(engine, on_engine_failure, restarts)
-    beside = _beside(settings, engine, local)
+    beside = _process_engines(settings, engine, local)
     engines = {**engine.trace_engines(), **{one.name: one for one in beside}}
     trace_service = TraceService(engines)
     database = Database(settings.data_dir, settings.database_url)
@@ -212,7 +212,9 @@ def _watch_job(
     return over
 
 
-def _beside(settings: Settings, engine: EngineClient, local: LocalTraceEngine | None) -> list[TraceProcesses]:
+def _process_engines(
+    settings: Settings, engine: EngineClient, local: LocalTraceEngine | None
+) -> list[TraceProcesses]:
     """Return the engines that run traces in processes of their own, beside the server."""
     beside: list[TraceProcesses] = [] if local is None else [local]
     vllm = engine.trace_engines().get(SessionTraces.name)

@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from app.errors import error_response
-from app.event_loop_watchdog import LoopWatch
+from app.event_loop_watchdog import EventLoopWatchdog
 from app.lifecycle import Lifecycle, Phase
 from app.observability.metrics import Metrics
 
@@ -75,7 +75,7 @@ class ProbeServer:
         sock: socket.socket,
         config: uvicorn.Config,
         make: MakeProtocol,
-        watch: LoopWatch,
+        watch: EventLoopWatchdog,
         lifecycle: Lifecycle,
         metrics: Metrics | None,
         head_s: float,
@@ -192,15 +192,15 @@ class ProbeServer:
 
 
 async def _readable(loop: asyncio.AbstractEventLoop, connection: socket.socket) -> None:
-    said = loop.create_future()
+    readable = loop.create_future()
 
-    def say() -> None:
-        if not said.done():
-            said.set_result(None)
+    def set_readable() -> None:
+        if not readable.done():
+            readable.set_result(None)
 
-    loop.add_reader(connection, say)
+    loop.add_reader(connection, set_readable)
     try:
-        await said
+        await readable
     finally:
         loop.remove_reader(connection)
 
@@ -212,7 +212,7 @@ class _Answers:
         self,
         app: ASGIApp,
         main: asyncio.AbstractEventLoop,
-        watch: LoopWatch,
+        watch: EventLoopWatchdog,
         lifecycle: Lifecycle,
         metrics: Metrics | None,
     ) -> None:
@@ -221,16 +221,16 @@ class _Answers:
         self._watch = watch
         self._lifecycle = lifecycle
         self._metrics = metrics
-        self._let_in: dict[bytes, float] = {}
+        self._admitted_at: dict[bytes, float] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request by the application in the main loop, or here if that loop is blocked."""
-        said: list[Message] = []
+        messages: list[Message] = []
         here = asyncio.get_running_loop()
         is_probe = scope["path"] in {LIVE, READY, METRICS}
 
         async def note(message: Message) -> None:
-            said.append(message)
+            messages.append(message)
 
         # A probe's response is buffered until it is complete; until then this thread may still send its own.
         passed = note if is_probe else send
@@ -250,7 +250,7 @@ class _Answers:
             await answering
         finally:
             answering.cancel()
-        for message in said:
+        for message in messages:
             if message["type"] == "http.response.start":
                 self._remember(scope, message)
             await send(message)
@@ -260,7 +260,7 @@ class _Answers:
         if scope["path"] == METRICS:
             if (
                 self._metrics is None
-                or self._let_in.get(_caller(scope), -math.inf) < time.monotonic() - _KNOWN_S
+                or self._admitted_at.get(_caller(scope), -math.inf) < time.monotonic() - _KNOWN_S
             ):
                 return None
             return Response(await self._metrics.exposition(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
@@ -274,11 +274,11 @@ class _Answers:
         if scope["path"] != METRICS:
             return
         caller = _caller(scope)
-        self._let_in.pop(caller, None)
+        self._admitted_at.pop(caller, None)
         if start["status"] == 200:
-            self._let_in[caller] = time.monotonic()
-            while len(self._let_in) > _MAX_KNOWN:
-                del self._let_in[next(iter(self._let_in))]
+            self._admitted_at[caller] = time.monotonic()
+            while len(self._admitted_at) > _MAX_KNOWN:
+                del self._admitted_at[next(iter(self._admitted_at))]
 
 
 def _caller(scope: Scope) -> bytes:

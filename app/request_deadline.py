@@ -46,13 +46,13 @@ class RequestDeadline:
         self._timer = self._loop.call_later(limit_s, self.end, _timed_out(limit_s))
 
     @contextlib.asynccontextmanager
-    async def pause(self, most_s: float | None) -> AsyncIterator[None]:
+    async def pause(self, max_s: float | None) -> AsyncIterator[None]:
         """Bound a wait for the request's client in the block; blocks must not overlap.
 
         Raises:
-            TimeoutError: The block took longer than ``most_s`` seconds, or the request was ended.
+            TimeoutError: The block took longer than ``max_s`` seconds, or the request was ended.
         """
-        async with asyncio.timeout(0 if self.reached.done() else most_s) as pause:
+        async with asyncio.timeout(0 if self.reached.done() else max_s) as pause:
             self._pause = pause
             try:
                 yield

@@ -11,9 +11,9 @@ from typing import Any, Final, Protocol
 import uvicorn
 from starlette.types import ASGIApp
 
-from app.event_loop_watchdog import LoopWatch
+from app.event_loop_watchdog import EventLoopWatchdog
 from app.lifecycle import Lifecycle
-from app.listen_socket import listening_socket, patient_for
+from app.listen_socket import listening_socket, protocol_with_head_limits
 from app.observability.metrics import Metrics
 from app.probes import ProbeServer
 from app.settings import Settings
@@ -64,7 +64,7 @@ class DrainingServer(uvicorn.Server):
         if sockets is None:
             sockets = [listening_socket(self.config, stall_s=self._context.settings.client_stall_timeout_s)]
         context = self._context
-        watch = LoopWatch(context.metrics)
+        watch = EventLoopWatchdog(context.metrics)
         self._beating = asyncio.create_task(watch.beat(), name="loop-watch")
         self.servers: list[Any] = [
             ProbeServer(
@@ -105,7 +105,7 @@ def server_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
         proxy_headers=bool(settings.trusted_proxies.strip()),
         forwarded_allow_ips=settings.trusted_proxies,
         timeout_graceful_shutdown=_CLOSE_S,
-        http=patient_for(
+        http=protocol_with_head_limits(
             settings.upload_idle_timeout_s, reads_forwarded=settings.proxy_header == "forwarded"
         ),
         # A partially received WebSocket message is not counted by ``received_bytes``; clients send pieces of

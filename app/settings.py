@@ -413,12 +413,12 @@ def has_vllm_key() -> bool:
 _SOCKETS: Final = "VLLM_RPC_BASE_PATH"
 
 
-def are_sockets_placed() -> bool:
+def is_socket_folder_set() -> bool:
     """Return whether the operator has chosen the folder of vLLM's sockets."""
     return _SOCKETS in os.environ
 
 
-def place_sockets(folder: Path | None) -> None:
+def set_socket_folder(folder: Path | None) -> None:
     """Set the folder of the next engine's sockets, which vLLM never removes; None for vLLM's default."""
     if folder is None:
         os.environ.pop(_SOCKETS, None)
@@ -494,16 +494,16 @@ def environment_for_replicas() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith(_PASSED_TO_REPLICAS)}
 
 
-def environment_of_replica(told: Mapping[str, str], name: str, *, cores: str) -> dict[str, str]:
-    """Return the environment of one replica's server: this process's, updated with ``told``.
+def environment_of_replica(base: Mapping[str, str], name: str, *, cores: str) -> dict[str, str]:
+    """Return the environment of one replica's server: this process's, updated with ``base``.
 
     Args:
-        told: The result of ``environment_for_replicas`` on the machine that requested the replicas, possibly
+        base: The result of ``environment_for_replicas`` on the machine that requested the replicas, possibly
             extended.
         name: The replica's name.
         cores: The cores of a CPU engine, in vLLM's notation; empty to leave them to vLLM.
     """
-    environment = {**os.environ, **told, f"{_OURS}REPLICA": name}
+    environment = {**os.environ, **base, f"{_OURS}REPLICA": name}
     # These apply to the front, not to a replica: its address, and the folder for the metrics of several
     # processes.
     for other in (f"{_OURS}HOST", f"{_OURS}PORT", "PROMETHEUS_MULTIPROC_DIR"):

@@ -8,8 +8,8 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from benchmarks.engine import BenchmarkError, Engine, Submitted
-from benchmarks.interventions import Content, ForRequest
+from benchmarks.engine import BenchmarkError, Engine, SubmittedRequest
+from benchmarks.interventions import Content, OperationsOf
 
 Side = TypeVar("Side")
 
@@ -41,14 +41,16 @@ class Prompts:
 class Batch:
     """Requests that start together on one engine; nothing else runs there meanwhile."""
 
-    def __init__(self, engine: Engine, prompts: list[list[int]], asks: ForRequest, num_turns: int) -> None:
+    def __init__(
+        self, engine: Engine, prompts: list[list[int]], operations_of: OperationsOf, num_turns: int
+    ) -> None:
         """Submit them, prefill all prompts, which takes one step, and run the steps that are not timed."""
         self._engine = engine
         self._num_timed, self._seconds = num_turns * TURN_STEPS, 0.0
         # Prefill gives one token; one more than is timed, so that ending is not.
         max_tokens = 1 + _WARMUP_STEPS + self._num_timed + 1
-        self._requests: list[Submitted] = [
-            engine.submit(prompt, max_tokens, asks(index, engine.shape))
+        self._requests: list[SubmittedRequest] = [
+            engine.submit(prompt, max_tokens, operations_of(index, engine.shape))
             for index, prompt in enumerate(prompts)
         ]
         for _ in range(1 + _WARMUP_STEPS):

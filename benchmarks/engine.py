@@ -41,7 +41,7 @@ class BenchmarkError(Exception):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Submitted:
+class SubmittedRequest:
     """A request in flight, with what collects its results or its trace; neither where it is plain."""
 
     request_id: str
@@ -75,11 +75,11 @@ class Engine:
             self._router = ResultRouter(self._spec)
             deliver_payloads(self._core.output_processor, {PLAN_KEY: self._router.deliver})
 
-    def submit(self, prompt: Sequence[int], max_tokens: int, content: Content) -> Submitted:
+    def submit(self, prompt: Sequence[int], max_tokens: int, content: Content) -> SubmittedRequest:
         """Queue a request that generates exactly ``max_tokens`` greedy tokens."""
         if isinstance(content, Block):
             trace = submit_traced(self.able_model, prompt, max_tokens, content.layers)
-            return Submitted(trace.key, trace=trace, num_layers=len(content.layers))
+            return SubmittedRequest(trace.key, trace=trace, num_layers=len(content.layers))
         params = SamplingParams(
             temperature=0.0, max_tokens=max_tokens, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
         )
@@ -87,7 +87,7 @@ class Engine:
         own: dict[str, Any] = {"prompt_token_ids": list(prompt)}
         collector = self._intervene(request_id, own, params, content) if content else None
         self._core.add_request(request_id, own, params)
-        return Submitted(request_id, collector)
+        return SubmittedRequest(request_id, collector)
 
     @property
     def able_model(self) -> VLLM:
@@ -133,7 +133,7 @@ class Engine:
         outputs: list[Any] = self._core.step()
         return outputs
 
-    def finish(self, requests: Sequence[Submitted]) -> int:
+    def finish(self, requests: Sequence[SubmittedRequest]) -> int:
         """Run until all requests have ended, check them, and return how many steps that took.
 
         Raises:
@@ -148,7 +148,7 @@ class Engine:
             self.check(request, ended[request.request_id])
         return num_steps
 
-    def check(self, request: Submitted, output: Any) -> None:
+    def check(self, request: SubmittedRequest, output: Any) -> None:
         """Raise BenchmarkError unless everything that a finished request asked for was applied."""
         if request.trace is not None:
             check_traced(self.able_model, request.trace, output, request.num_layers)

@@ -35,7 +35,7 @@ class Block:
 Content = list[JsonObject] | Block
 """What one request asks for; no operations is a plain request."""
 
-ForRequest = Callable[[int, Shape], Content]
+OperationsOf = Callable[[int, Shape], Content]
 """What a batch's n-th request on a model of a given shape asks for."""
 
 Layers = Callable[[Shape], range]
@@ -61,35 +61,35 @@ def nothing(_index: int, _shape: Shape) -> Content:
     return []
 
 
-def first_only(asks: ForRequest) -> ForRequest:
+def first_only(operations_of: OperationsOf) -> OperationsOf:
     """Leave all requests but the first plain."""
-    return lambda index, shape: asks(index, shape) if index == 0 else []
+    return lambda index, shape: operations_of(index, shape) if index == 0 else []
 
 
-def steered(layers: Layers, *, alike: bool = False) -> ForRequest:
+def steered(layers: Layers, *, alike: bool = False) -> OperationsOf:
     """Steer each request by a vector of its own, or all by the same one, at these layers."""
 
-    def asks(index: int, shape: Shape) -> Content:
+    def operations_of(index: int, shape: Shape) -> Content:
         # Seeded by the index, so that every repetition has the same vectors.
         generator = np.random.default_rng(0 if alike else index)
         vector = generator.standard_normal(shape.hidden_size) * _VECTOR_SCALE
         return [{"op": "steer", "at": _outputs(layers(shape)), "vector": vector.tolist()}]
 
-    return asks
+    return operations_of
 
 
-def captured(layers: Layers, phase: str, reduce: str = "none") -> ForRequest:
+def captured(layers: Layers, phase: str, reduce: str = "none") -> OperationsOf:
     """Capture these layers' outputs, of the prompt or of generated tokens."""
     rest = {"where": {"phase": phase}, "reduce": reduce}
     return lambda _index, shape: [{"op": "capture", "at": _outputs(layers(shape)), **rest}]
 
 
-def lens(where: JsonObject) -> ForRequest:
+def lens(where: JsonObject) -> OperationsOf:
     """Read all layers by the logit lens at some positions."""
     return lambda _index, _shape: [{"op": "logit_lens", "layers": "all", "top_k": 5, "where": where}]
 
 
-def traced(layers: Layers) -> ForRequest:
+def traced(layers: Layers) -> OperationsOf:
     """Run a block that saves these layers' outputs."""
     return lambda _index, shape: Block(layers(shape))
 

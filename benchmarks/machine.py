@@ -102,8 +102,8 @@ def _gpus() -> list[str]:
     command = shutil.which("nvidia-smi")
     if command is None:
         return []
-    asked = [command, "--query-gpu=name", "--format=csv,noheader"]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    command_line = [command, "--query-gpu=name", "--format=csv,noheader"]
+    done = subprocess.run(command_line, capture_output=True, text=True, check=False)
     return done.stdout.strip().splitlines() if done.returncode == 0 else []
 
 

@@ -17,7 +17,16 @@ from torch import nn
 
 from api_schemas.interventions import parse_interventions
 from benchmarks.case import Case, Sampler, difference, ratio
-from benchmarks.interventions import Content, ForRequest, Shape, captured, every, first_only, middle, steered
+from benchmarks.interventions import (
+    Content,
+    OperationsOf,
+    Shape,
+    captured,
+    every,
+    first_only,
+    middle,
+    steered,
+)
 from benchmarks.turns import CallsByTurns
 from benchmarks.waiting import no_waiting
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
@@ -46,7 +55,7 @@ _SPEC: Final = ModelSpec(
     max_capture_bytes=_MANY_BYTES,
 )
 
-_OPERATIONS: Final[dict[str, ForRequest]] = {
+_OPERATIONS: Final[dict[str, OperationsOf]] = {
     "one request steered": first_only(steered(middle)),
     "every request its own vector, one layer": steered(middle),
     "every request its own vector, all layers": steered(every),
@@ -61,7 +70,7 @@ class PlanCheckError(Exception):
 class Decoding:
     """Requests that decode on the stand-in, step by step."""
 
-    def __init__(self, asks: ForRequest, num_requests: int, device: torch.device) -> None:
+    def __init__(self, operations_of: OperationsOf, num_requests: int, device: torch.device) -> None:
         """Make the stand-in, and register the requests."""
         generator = torch.Generator().manual_seed(0)
         size, width = (_SHAPE.num_layers, _SHAPE.hidden_size, _SHAPE.hidden_size), _SHAPE.hidden_size
@@ -72,7 +81,9 @@ class Decoding:
         )
         self._outbox = Outbox()
         self._request_ids = [str(index) for index in range(num_requests)]
-        compiled = {request_id: _compiled(asks(int(request_id), _SHAPE)) for request_id in self._request_ids}
+        compiled = {
+            request_id: _compiled(operations_of(int(request_id), _SHAPE)) for request_id in self._request_ids
+        }
         self._plans = {request_id: request.plan for request_id, request in compiled.items() if request}
         self._state.begin([(key, _entry(request)) for key, request in compiled.items() if request], set())
         for request_id, plan in self._plans.items():
@@ -166,9 +177,9 @@ class Decoding:
 def plan_cases(device: torch.device, batches: tuple[int, ...]) -> list[Case]:
     """Return every case, whose making checks it."""
 
-    def maker(asks: ForRequest, batch: int) -> Callable[[], Sampler]:
+    def maker(operations_of: OperationsOf, batch: int) -> Callable[[], Sampler]:
         def make() -> Sampler:
-            decoding = Decoding(asks, batch, device)
+            decoding = Decoding(operations_of, batch, device)
             decoding.check()
             return CallsByTurns({"ours": decoding.planned, "plain": decoding.plain}, repetition_s=0.1)
 
@@ -176,8 +187,8 @@ def plan_cases(device: torch.device, batches: tuple[int, ...]) -> list[Case]:
 
     measures = (difference("ours", "plain"), ratio("ours", "plain"))
     return [
-        Case(name, f"batch {batch}", maker(asks, batch), measures)
-        for name, asks in _OPERATIONS.items()
+        Case(name, f"batch {batch}", maker(operations_of, batch), measures)
+        for name, operations_of in _OPERATIONS.items()
         for batch in batches
     ]
 

@@ -20,10 +20,10 @@ from rich.table import Table
 
 from benchmarks.machine import announced_machine
 from benchmarks.servers import ServerError
-from loadtests.asked import SCENARIOS, SHAPES, counts_of
-from loadtests.child import SUMMARY_FILE, RunError, run_child
 from loadtests.command import add_server_options, split_arguments
-from loadtests.preparing import LoadTestError, server_at
+from loadtests.run_process import SUMMARY_FILE, RunError, run_in_process
+from loadtests.run_spec import SCENARIOS, SHAPES, counts_of
+from loadtests.server_setup import LoadTestError, server_at
 from loadtests.summary import HEAD, Summary, cells, write
 from loadtests.thresholds import DEFAULT_FILE, ThresholdError, judged, read
 
@@ -51,10 +51,12 @@ def _run(args: argparse.Namespace, console: Console) -> Summary:
     machine = announced_machine(console)
     with (
         server_at(args.url, args.admin_key or "", args.serve) as server,
-        server.asked(args.scenario, args.shape, args.time, counts_of(args.scenario, args.users)) as asked,
+        server.prepared_run(
+            args.scenario, args.shape, args.time, counts_of(args.scenario, args.users)
+        ) as spec,
     ):
         console.print(f"{args.scenario}, {args.shape}, for {args.time:g} s at {server.url}", soft_wrap=True)
-        summary = judged(run_child(asked, args.output, machine), thresholds)
+        summary = judged(run_in_process(spec, args.output, machine), thresholds)
     write(args.output / SUMMARY_FILE, summary)
     return summary
 
@@ -73,9 +75,9 @@ def _show(summary: Summary, console: Console) -> None:
         console.print(f"a user crashed: {crash}", markup=False, soft_wrap=True)
     for verdict in summary.verdicts:
         found = "no number" if verdict.value is None else f"{verdict.value:.3g}"
-        word = "kept  " if verdict.is_kept else "MISSED"
+        label = "kept  " if verdict.is_kept else "MISSED"
         console.print(
-            f"{word} {verdict.rule}: {found}", style="" if verdict.is_kept else "red", soft_wrap=True
+            f"{label} {verdict.rule}: {found}", style="" if verdict.is_kept else "red", soft_wrap=True
         )
     if summary.client_cpu > _BUSY:
         console.print(f"The sender used {summary.client_cpu:.0%} of a core: it may have measured itself.")

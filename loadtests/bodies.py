@@ -8,7 +8,7 @@ import json
 import random
 from typing import Any, Final
 
-from loadtests.asked import Model
+from loadtests.run_spec import Model
 
 _FIRST_ID: Final = 100
 _MAX_ID: Final = 40_000
@@ -94,9 +94,9 @@ class Bodies:
         """Return True with probability 1 / ``num``."""
         return not self._chance.randrange(num)
 
-    def pause_s(self, least_s: float, most_s: float) -> float:
+    def pause_s(self, min_s: float, max_s: float) -> float:
         """Return a random pause in seconds."""
-        return self._chance.uniform(least_s, most_s)
+        return self._chance.uniform(min_s, max_s)
 
     def _streamed(
         self, prompt: list[int], lengths: tuple[int, int], operations: tuple[Operation, ...]

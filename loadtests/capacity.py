@@ -24,11 +24,11 @@ from rich.console import Console
 from benchmarks.files import write_report
 from benchmarks.machine import Machine, announced_machine
 from benchmarks.servers import ServerError
-from loadtests.asked import TENANT_OF
-from loadtests.child import RunError, run_child
+from loadtests.capacity_table import LOADS, PHASES, Capacity, CapacityPoint, cells, counts_of, page, point_of
 from loadtests.command import add_server_options, split_arguments
-from loadtests.points import LOADS, PHASES, Capacity, Point, cells, counts_of, page, point_of
-from loadtests.preparing import LoadTestError, Server, server_at
+from loadtests.run_process import RunError, run_in_process
+from loadtests.run_spec import TENANT_OF
+from loadtests.server_setup import LoadTestError, TestedServer, server_at
 from loadtests.summary import read
 
 _RESULTS: Final = Path(__file__).parents[1] / "benchmarks" / "results"
@@ -59,22 +59,22 @@ def main() -> int:
     return 0
 
 
-def _write(file: Path, machine: Machine, points: list[Point]) -> None:
+def _write(file: Path, machine: Machine, points: list[CapacityPoint]) -> None:
     content = msgspec.json.encode(Capacity(machine=dataclasses.asdict(machine), points=points))
     text = msgspec.json.format(content, indent=1).decode() + "\n"
     write_report(file.parent, file.stem, markdown=page(machine, points), json=text)
 
 
 def _measured(
-    server: Server, load: str, concurrency: int, args: argparse.Namespace, machine: Machine
-) -> Point:
+    server: TestedServer, load: str, concurrency: int, args: argparse.Namespace, machine: Machine
+) -> CapacityPoint:
     counts = counts_of(load, concurrency)
-    with server.asked(f"capacity, {load}", "steady", args.seconds, counts) as asked:
-        keys = asked.keys
+    with server.prepared_run(f"capacity, {load}", "steady", args.seconds, counts) as spec:
+        keys = spec.keys
         if load == "one-tenant":
             keys = dict.fromkeys(keys, keys.get(_TENANT, ""))
-        changed = msgspec.structs.replace(asked, phases=list(PHASES), has_pauses=False, keys=keys)
-        summary = run_child(changed, args.reports / f"{load}-{concurrency}", machine)
+        changed = msgspec.structs.replace(spec, phases=list(PHASES), has_pauses=False, keys=keys)
+        summary = run_in_process(changed, args.reports / f"{load}-{concurrency}", machine)
     return point_of(load, concurrency, summary)
 
 

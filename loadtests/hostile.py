@@ -15,9 +15,9 @@ from geventhttpclient.response import HTTPSocketResponse
 from locust import task
 
 from loadtests.bodies import Operation
-from loadtests.records import Told
+from loadtests.records import EventKind
 from loadtests.refusals import CLOSED, ENDED, EXPECTED, Answer
-from loadtests.users import COMPLETIONS, OK, Asking, Client, LoadError, error_of, read_stream
+from loadtests.users import COMPLETIONS, OK, Client, RequestFailedError, UserRequest, error_of, read_stream
 
 _PAUSE_S: Final = 0.2
 _LINES_READ: Final = 5
@@ -36,15 +36,15 @@ class Hostile(Client):
         if phase is None or not phase.is_hostile:
             gevent.sleep(_PAUSE_S)
         else:
-            self.ask()
+            self.send_next()
 
-    def send_operations(self, body: bytes, asking: Asking) -> None:
+    def send_operations(self, body: bytes, user_request: UserRequest) -> None:
         """Send a completion, and read its stream unless it was rejected."""
         with self.request("POST", COMPLETIONS, body) as response:
             if self.is_refused(response):
-                asking.outcome = Told.REFUSED
+                user_request.outcome = EventKind.REFUSED
             else:
-                read_stream(response, asking)
+                read_stream(response, user_request)
 
     def is_refused(self, response: HTTPSocketResponse) -> bool:
         """Return whether a request was rejected, in one of the allowed ways.
@@ -61,11 +61,11 @@ class Hostile(Client):
         """Raise LoadError if the response is not an allowed rejection of this user's attack."""
         if answer not in EXPECTED[self.kind]:
             status, code = answer
-            raise LoadError(f"answered with {status} {code}", code)
+            raise RequestFailedError(f"answered with {status} {code}", code)
 
     def half_request(self, num_claimed: int) -> http.client.HTTPConnection:
         """Return a connection with a started request that announces ``num_claimed`` bytes."""
-        url = urlsplit(self.asked.url)
+        url = urlsplit(self.spec.url)
         kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
         connection = kind(url.netloc, timeout=60)
         connection.putrequest("POST", COMPLETIONS)
@@ -81,9 +81,9 @@ class Flood(Hostile):
 
     kind = "flood"
 
-    def send(self, asking: Asking) -> None:
+    def send(self, user_request: UserRequest) -> None:
         """Send one and read its response to the end."""
-        self.send_operations(self.bodies.flood(), asking)
+        self.send_operations(self.bodies.flood(), user_request)
 
 
 class HugeBody(Hostile):
@@ -92,7 +92,7 @@ class HugeBody(Hostile):
     kind = "huge-body"
     pauses_s = (1.0, 2.0)
 
-    def send(self, asking: Asking) -> None:
+    def send(self, user_request: UserRequest) -> None:
         """Send a body that is rejected for its content or size, or only announce a size that is too large."""
         if self.bodies.is_one_in(3):
             answer = self._claimed()
@@ -103,10 +103,10 @@ class HugeBody(Hostile):
             except ConnectionError:
                 answer = CLOSED
         self.check_refusal(answer)
-        asking.outcome = Told.REFUSED
+        user_request.outcome = EventKind.REFUSED
 
     def _claimed(self) -> Answer:
-        connection = self.half_request(self.asked.model.max_body_bytes + 1)
+        connection = self.half_request(self.spec.model.max_body_bytes + 1)
         try:
             response = connection.getresponse()
             return response.status, error_of(response.read())
@@ -120,9 +120,9 @@ class BreakOff(Hostile):
     kind = "break-off"
     pauses_s = (0.05, 0.1)
 
-    def send(self, asking: Asking) -> None:
+    def send(self, user_request: UserRequest) -> None:
         """Send a partial request, or read a part of the response, and disconnect."""
-        asking.outcome = Told.LEFT
+        user_request.outcome = EventKind.DISCONNECTED
         if self.bodies.is_one_in(2):
             connection = self.half_request(1000)
             connection.send(b"{" * 500)
@@ -130,7 +130,7 @@ class BreakOff(Hostile):
             return
         with self.request("POST", COMPLETIONS, self.bodies.flood()) as response:
             if self.is_refused(response):
-                asking.outcome = Told.REFUSED
+                user_request.outcome = EventKind.REFUSED
                 return
             for _ in range(_LINES_READ):
                 response.readline(b"\n")
@@ -145,14 +145,14 @@ class EndlessBlock(Hostile):
         """Return the code."""
         return [self.bodies.endless()]
 
-    def send(self, asking: Asking) -> None:
+    def send(self, user_request: UserRequest) -> None:
         """Wait until the server ends the code."""
         try:
-            self.send_operations(self.bodies.completion(*self.operations()), asking)
-        except LoadError as error:
+            self.send_operations(self.bodies.completion(*self.operations()), user_request)
+        except RequestFailedError as error:
             if error.code not in ENDED:
                 raise
-            asking.outcome = Told.REFUSED
+            user_request.outcome = EventKind.REFUSED
 
 
 ATTACKS: Final[tuple[type[Client], ...]] = (Flood, HugeBody, BreakOff, EndlessBlock)

@@ -6,7 +6,7 @@ import base64
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, Final
 
-from loadtests.asked import Model
+from loadtests.run_spec import Model
 from nnsight_engine import save
 from nnsight_engine.remote_backend.backend import RemoteBackend
 from nnsight_engine.remote_backend.errors import RemoteError

@@ -13,11 +13,11 @@ import statistics
 from array import array
 from typing import Any, Final
 
-from loadtests.asked import HOSTILE, Asked
-from loadtests.summary import Percentiles, Row
+from loadtests.run_spec import HOSTILE, RunSpec
+from loadtests.summary import Percentiles, SummaryRow
 
 
-class Told(enum.StrEnum):
+class EventKind(enum.StrEnum):
     """The kind of an event, locust's ``request_type``."""
 
     FIRST = "TTFT"
@@ -28,31 +28,31 @@ class Told(enum.StrEnum):
     """The response is complete, or failed."""
     REFUSED = "REFUSED"
     """A request of the hostile tenant was rejected, as it should be."""
-    LEFT = "LEFT"
+    DISCONNECTED = "LEFT"
     """The hostile tenant disconnected during a request."""
 
 
-_OUTCOMES: Final = (Told.END, Told.REFUSED, Told.LEFT)
-_MOST_ERRORS: Final = 20
+_OUTCOMES: Final = (EventKind.END, EventKind.REFUSED, EventKind.DISCONNECTED)
+_MAX_ERRORS: Final = 20
 
 
 @dataclasses.dataclass(slots=True)
 class _Counted:
     """The counts of one kind of request in one phase."""
 
-    outcomes: collections.Counter[Told] = dataclasses.field(default_factory=collections.Counter)
+    outcomes: collections.Counter[EventKind] = dataclasses.field(default_factory=collections.Counter)
     num_failed: int = 0
     num_tokens: int = 0
-    times_ms: dict[Told, array[float]] = dataclasses.field(
-        default_factory=lambda: {told: array("d") for told in Told}
+    times_ms: dict[EventKind, array[float]] = dataclasses.field(
+        default_factory=lambda: {event_kind: array("d") for event_kind in EventKind}
     )
 
 
 class Records:
     """Collects a run's events."""
 
-    def __init__(self, asked: Asked) -> None:
-        self._asked = asked
+    def __init__(self, spec: RunSpec) -> None:
+        self._spec = spec
         self._counted: dict[tuple[str, str], _Counted] = collections.defaultdict(_Counted)
         self.errors: collections.Counter[str] = collections.Counter()
 
@@ -65,47 +65,47 @@ class Records:
         **_rest: object,
     ) -> None:
         """Record one event; a listener of locust's request event."""
-        told = Told(request_type)
+        event_kind = EventKind(request_type)
         counted = self._counted[context["kind"], context["phase"]]
-        if told in _OUTCOMES:
-            counted.outcomes[told] += 1
+        if event_kind in _OUTCOMES:
+            counted.outcomes[event_kind] += 1
             counted.num_tokens += context["num_tokens"]
         if exception is None:
-            counted.times_ms[told].append(response_time)
+            counted.times_ms[event_kind].append(response_time)
             return
         counted.num_failed += 1
         error = f"{context['kind']}: {exception}"
-        if error in self.errors or len(self.errors) < _MOST_ERRORS:
+        if error in self.errors or len(self.errors) < _MAX_ERRORS:
             self.errors[error] += 1
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[SummaryRow]:
         """Return the rows, one per kind and phase; idle phases of hostile kinds are omitted."""
         return [
-            self._row(kind, phase.name, phase.share * self._asked.seconds)
-            for kind in self._asked.counts
-            for phase in self._asked.phases
+            self._row(kind, phase.name, phase.share * self._spec.seconds)
+            for kind in self._spec.counts
+            for phase in self._spec.phases
             if phase.is_counted
             and ((kind, phase.name) in self._counted or not _rests(kind, is_hostile=phase.is_hostile))
         ]
 
-    def _row(self, kind: str, phase: str, seconds: float) -> Row:
+    def _row(self, kind: str, phase: str, seconds: float) -> SummaryRow:
         counted = self._counted[kind, phase]
         num_requests = sum(counted.outcomes.values())
-        return Row(
+        return SummaryRow(
             kind=kind,
             phase=phase,
             seconds=seconds,
             num_requests=num_requests,
-            num_refused=counted.outcomes[Told.REFUSED],
-            num_left=counted.outcomes[Told.LEFT],
+            num_refused=counted.outcomes[EventKind.REFUSED],
+            num_left=counted.outcomes[EventKind.DISCONNECTED],
             num_failed=counted.num_failed,
             error_share=counted.num_failed / num_requests if num_requests else 0.0,
             num_tokens=counted.num_tokens,
             requests_per_s=num_requests / seconds,
             tokens_per_s=counted.num_tokens / seconds,
-            ttft_ms=percentiles(counted.times_ms[Told.FIRST]),
-            itl_ms=percentiles(counted.times_ms[Told.GAP]),
-            e2e_ms=percentiles(counted.times_ms[Told.END]),
+            ttft_ms=percentiles(counted.times_ms[EventKind.FIRST]),
+            itl_ms=percentiles(counted.times_ms[EventKind.GAP]),
+            e2e_ms=percentiles(counted.times_ms[EventKind.END]),
         )
 
 
@@ -123,4 +123,4 @@ def percentiles(times: array[float]) -> Percentiles | None:
     return Percentiles(num=len(times), p50=cuts[49], p95=cuts[94], p99=cuts[98])
 
 
-__all__ = ["Records", "Told", "percentiles"]
+__all__ = ["EventKind", "Records", "percentiles"]

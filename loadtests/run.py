@@ -21,11 +21,11 @@ from locust.runners import Runner
 
 import loadtests.hostile
 import loadtests.scenarios
-from loadtests.asked import Asked
-from loadtests.child import SUMMARY_FILE
 from loadtests.records import Records
+from loadtests.run_process import SUMMARY_FILE
+from loadtests.run_spec import RunSpec
 from loadtests.summary import Summary, write
-from loadtests.users import Client, Load
+from loadtests.users import Client, LoadEnvironment
 
 REPORT_FILE: Final = "report.html"
 _CLASSES: Final[dict[str, type[Client]]] = {
@@ -33,10 +33,10 @@ _CLASSES: Final[dict[str, type[Client]]] = {
 }
 
 
-class Shape(LoadTestShape):
+class LoadShape(LoadTestShape):
     """The number of users over time, by phase; locust queries it once per second."""
 
-    load: Load
+    load: LoadEnvironment
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # locust's has no types
@@ -46,17 +46,17 @@ class Shape(LoadTestShape):
         phase = self.load.phase
         if phase is None:
             return None
-        num_users = sum(self.load.asked.counts.values()) * phase.load
+        num_users = sum(self.load.spec.counts.values()) * phase.load
         return num_users, float(num_users)
 
 
-def run(asked: Asked, folder: Path) -> Summary:
+def run(spec: RunSpec, folder: Path) -> Summary:
     """Send the requests, write locust's report, and return the summary."""
-    classes: list[type[User]] = [_CLASSES[kind] for kind in asked.counts]
-    for kind, count in asked.counts.items():
+    classes: list[type[User]] = [_CLASSES[kind] for kind in spec.counts]
+    for kind, count in spec.counts.items():
         _CLASSES[kind].weight = count  # locust starts users in this proportion
-    shape, records = Shape(), Records(asked)
-    load = shape.load = Load(asked, classes, shape)
+    shape, records = LoadShape(), Records(spec)
+    load = shape.load = LoadEnvironment(spec, classes, shape)
     load.events.request.add_listener(records.take)
     runner = load.create_local_runner()
     began, cpu_began = time.perf_counter(), time.process_time()
@@ -69,12 +69,12 @@ def run(asked: Asked, folder: Path) -> Summary:
     seconds, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
     (folder / REPORT_FILE).write_text(get_html_report(load, show_download_link=False), encoding="utf-8")
     return Summary(
-        scenario=asked.scenario,
-        shape=asked.shape,
-        url=asked.url,
-        model=asked.model.name,
+        scenario=spec.scenario,
+        shape=spec.shape,
+        url=spec.url,
+        model=spec.model.name,
         seconds=seconds,
-        users=sum(asked.counts.values()),
+        users=sum(spec.counts.values()),
         client_cpu=cpu_s / seconds,
         rows=records.rows(),
         errors=dict(records.errors),
@@ -88,9 +88,9 @@ def _crashes(runner: Runner) -> list[str]:
 
 def main() -> int:
     """Execute the run defined on standard input, and return the exit status."""
-    asked, folder = msgspec.json.decode(sys.stdin.buffer.read(), type=Asked), Path(sys.argv[1])
+    spec, folder = msgspec.json.decode(sys.stdin.buffer.read(), type=RunSpec), Path(sys.argv[1])
     setup_logging("WARNING")
-    write(folder / SUMMARY_FILE, run(asked, folder))
+    write(folder / SUMMARY_FILE, run(spec, folder))
     return 0
 
 

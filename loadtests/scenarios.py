@@ -11,9 +11,9 @@ import gevent
 from locust import task
 
 from api_schemas.jobs import JobStatus
-from loadtests.asked import PLAIN
 from loadtests.bodies import Operation
-from loadtests.users import COMPLETIONS, Asking, Client, LoadError, check_status, read_stream
+from loadtests.run_spec import PLAIN
+from loadtests.users import COMPLETIONS, Client, RequestFailedError, UserRequest, check_status, read_stream
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, FrameReader
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE
 
@@ -23,7 +23,7 @@ _POLL_S: Final = 0.1
 _JOB_S: Final = 300.0
 
 
-class Completing(Client):
+class CompletionUser(Client):
     """Streams completions."""
 
     abstract = True
@@ -31,7 +31,7 @@ class Completing(Client):
     @task
     def completion(self) -> None:
         """Send one request."""
-        self.ask()
+        self.send_next()
 
     def body(self) -> bytes:
         """Return the body of a request."""
@@ -41,19 +41,19 @@ class Completing(Client):
         """Return the operations of a request."""
         return []
 
-    def send(self, asking: Asking) -> None:
+    def send(self, user_request: UserRequest) -> None:
         """Send a completion and read its stream to the end."""
         with self.request("POST", COMPLETIONS, self.body()) as response:
-            read_stream(response, asking)
+            read_stream(response, user_request)
 
 
-class Plain(Completing):
+class PlainUser(CompletionUser):
     """Requests completions without operations."""
 
     kind = PLAIN
 
 
-class SteeredSame(Completing):
+class SteeredSameUser(CompletionUser):
     """Steers by a vector that all of these users share."""
 
     kind = "steered-same"
@@ -63,7 +63,7 @@ class SteeredSame(Completing):
         return [self.bodies.steer(is_same=True)]
 
 
-class SteeredDifferent(Completing):
+class SteeredDifferentUser(CompletionUser):
     """Steers by a new vector each time."""
 
     kind = "steered-different"
@@ -73,7 +73,7 @@ class SteeredDifferent(Completing):
         return [self.bodies.steer(is_same=False)]
 
 
-class Lens(Completing):
+class LensUser(CompletionUser):
     """Reads the logit lens."""
 
     kind = "lens"
@@ -83,7 +83,7 @@ class Lens(Completing):
         return [self.bodies.lens()]
 
 
-class Capture(Completing):
+class CaptureUser(CompletionUser):
     """Captures the prompt's residual stream."""
 
     kind = "capture"
@@ -93,7 +93,7 @@ class Capture(Completing):
         return [self.bodies.capture()]
 
 
-class LongPrompt(Completing):
+class LongPromptUser(CompletionUser):
     """Sends prompts whose prefill takes a whole step or more."""
 
     kind = "long-prompt"
@@ -103,7 +103,7 @@ class LongPrompt(Completing):
         return self.bodies.long_prompt()
 
 
-class TraceOperation(Completing):
+class TraceOperationUser(CompletionUser):
     """Runs code beside a completion."""
 
     kind = "trace-operation"
@@ -113,7 +113,7 @@ class TraceOperation(Completing):
         return [self.bodies.code()]
 
 
-class Tracing(Client):
+class TracingUser(Client):
     """A user that sends traces encoded by the command."""
 
     abstract = True
@@ -121,12 +121,12 @@ class Tracing(Client):
 
     def message(self) -> bytes:
         """Return the next message."""
-        Tracing._num_sent += 1
-        messages = self.asked.messages
-        return base64.b64decode(messages[Tracing._num_sent % len(messages)])
+        TracingUser._num_sent += 1
+        messages = self.spec.messages
+        return base64.b64decode(messages[TracingUser._num_sent % len(messages)])
 
 
-class TraceMessage(Tracing):
+class TraceMessageUser(TracingUser):
     """Sends traces as the library does."""
 
     kind = "trace-message"
@@ -134,16 +134,16 @@ class TraceMessage(Tracing):
     @task
     def trace(self) -> None:
         """Send one trace."""
-        self.ask()
+        self.send_next()
 
-    def send(self, asking: Asking) -> None:
+    def send(self, user_request: UserRequest) -> None:
         """Send a trace and check its response."""
         with self.request("POST", "/v1/traces", self.message(), MEDIA_TYPE) as response:
             check_status(response)
-            check_frames(response.read(), asking)
+            check_frames(response.read(), user_request)
 
 
-class Jobs(Tracing):
+class JobUser(TracingUser):
     """Submits traces as jobs, and fetches their results."""
 
     kind = "jobs"
@@ -151,9 +151,9 @@ class Jobs(Tracing):
     @task
     def job(self) -> None:
         """Run one job."""
-        self.ask()
+        self.send_next()
 
-    def send(self, asking: Asking) -> None:
+    def send(self, user_request: UserRequest) -> None:
         """Submit a job, wait for its end, fetch its result and remove it."""
         with self.request("POST", "/v1/jobs", self.message(), MEDIA_TYPE) as response:
             check_status(response, _ACCEPTED)
@@ -161,11 +161,11 @@ class Jobs(Tracing):
         end = time.monotonic() + _JOB_S
         while not (status := JobStatus(json.loads(self._get(path))["status"])).is_final:
             if time.monotonic() > end:
-                raise LoadError(f"a job must end within {_JOB_S:g} s, it is {status}")
+                raise RequestFailedError(f"a job must end within {_JOB_S:g} s, it is {status}")
             gevent.sleep(_POLL_S)
         if status is not JobStatus.COMPLETED:
-            raise LoadError(f"a job ended as {status}")
-        check_frames(self._get(f"{path}/result"), asking)
+            raise RequestFailedError(f"a job ended as {status}")
+        check_frames(self._get(f"{path}/result"), user_request)
         with self.request("DELETE", path) as response:
             response.read()
 
@@ -175,19 +175,19 @@ class Jobs(Tracing):
             return response.read()
 
 
-def check_frames(data: bytes, asking: Asking) -> None:
+def check_frames(data: bytes, user_request: UserRequest) -> None:
     """Check that the response to a trace is complete, and count its tokens and bytes.
 
     Raises:
         LoadError: It is incomplete.
     """
-    asking.num_bytes = len(data)
+    user_request.num_bytes = len(data)
     reader = FrameReader(_MAX_FRAME_BYTES)
     frames = list(reader.feed(data))
     last = frames[-1] if frames else None
     if last is None or last.kind is not FrameKind.RESULT or not reader.is_between:
-        raise LoadError(f"a trace ended with {last.kind.name if last else 'nothing'}")
-    asking.num_tokens = sum(_num_tokens(frame) for frame in frames if frame.kind is FrameKind.OUTPUTS)
+        raise RequestFailedError(f"a trace ended with {last.kind.name if last else 'nothing'}")
+    user_request.num_tokens = sum(_num_tokens(frame) for frame in frames if frame.kind is FrameKind.OUTPUTS)
 
 
 def _num_tokens(frame: Frame) -> int:
@@ -195,7 +195,8 @@ def _num_tokens(frame: Frame) -> int:
 
 
 POLITE: Final[tuple[type[Client], ...]] = (
-    Plain, SteeredSame, SteeredDifferent, Lens, Capture, LongPrompt, TraceOperation, TraceMessage, Jobs,
+    PlainUser, SteeredSameUser, SteeredDifferentUser, LensUser, CaptureUser, LongPromptUser,
+    TraceOperationUser, TraceMessageUser, JobUser,
 )  # fmt: skip
 
 __all__ = ["POLITE", "check_frames"]

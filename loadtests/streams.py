@@ -15,7 +15,7 @@ _DATA: Final = b"data:"
 _DONE: Final = b"[DONE]"
 
 
-class _Choice(msgspec.Struct):
+class _StreamChoice(msgspec.Struct):
     text: str = ""
 
 
@@ -24,7 +24,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    choices: list[_Choice] = []
+    choices: list[_StreamChoice] = []
     usage: _Usage | None = None
     error: dict[str, Any] | None = None
 

@@ -27,7 +27,7 @@ class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
     p99: float
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class SummaryRow(msgspec.Struct, frozen=True, kw_only=True):
     """The results of one kind of request in one phase.
 
     Attributes:
@@ -123,7 +123,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     users: int
     client_cpu: float
-    rows: list[Row]
+    rows: list[SummaryRow]
     errors: dict[str, int]
     crashes: list[str] = []
     machine: dict[str, Any] = {}
@@ -134,7 +134,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the run is valid and every threshold was met."""
         return not self.crashes and all(verdict.is_kept for verdict in self.verdicts)
 
-    def row(self, kind: str, phase: str) -> Row | None:
+    def row(self, kind: str, phase: str) -> SummaryRow | None:
         """Return a row, or None if there is none."""
         return next((row for row in self.rows if (row.kind, row.phase) == (kind, phase)), None)
 
@@ -146,7 +146,7 @@ HEAD: Final = (
 """The columns of the table; times are in milliseconds."""
 
 
-def cells(row: Row) -> list[str]:
+def cells(row: SummaryRow) -> list[str]:
     """Return a row of the table."""
     number: Callable[[float], str] = "{:.1f}".format
     counts = [row.num_requests, row.num_failed, row.num_refused, row.num_left]
@@ -188,8 +188,8 @@ __all__ = [
     "ALL_MEASURES",
     "HEAD",
     "Percentiles",
-    "Row",
     "Summary",
+    "SummaryRow",
     "Verdict",
     "cells",
     "read",

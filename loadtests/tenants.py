@@ -10,7 +10,7 @@ from typing import Final
 import httpx
 
 from api_schemas.keys import CreatedKey, Limits, NewKey, Scope, Tier
-from loadtests.asked import HOSTILE, TENANT_OF
+from loadtests.run_spec import HOSTILE, TENANT_OF
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from typing import Final
 
 import msgspec
 
-from loadtests.asked import HOSTILE, PHASES, TENANT_OF
-from loadtests.summary import ALL_MEASURES, Row, Summary, Verdict
+from loadtests.run_spec import HOSTILE, PHASES, TENANT_OF
+from loadtests.summary import ALL_MEASURES, Summary, SummaryRow, Verdict
 
 DEFAULT_FILE: Final = Path(__file__).with_name("thresholds.toml")
 _ANY: Final = "*"
@@ -71,19 +71,19 @@ class Threshold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 if base is not None:
                     yield self._verdict(row, base)
 
-    def _is_for(self, row: Row) -> bool:
+    def _is_for(self, row: SummaryRow) -> bool:
         is_kind = self.kind in {_ANY, row.kind} or (self.kind == _POLITE and row.kind not in HOSTILE)
         return is_kind and self.phase in {_ANY, row.phase}
 
-    def _is_itself(self, row: Row) -> bool:
+    def _is_itself(self, row: SummaryRow) -> bool:
         """Return whether a row would be divided by itself."""
         has_base = bool(self.of_kind or self.of_phase)
         return has_base and (self.of_kind or row.kind, self.of_phase or row.phase) == (row.kind, row.phase)
 
-    def _base(self, summary: Summary, row: Row) -> Row | None:
+    def _base(self, summary: Summary, row: SummaryRow) -> SummaryRow | None:
         return summary.row(self.of_kind or row.kind, self.of_phase or row.phase)
 
-    def _verdict(self, row: Row, base: Row) -> Verdict:
+    def _verdict(self, row: SummaryRow, base: SummaryRow) -> Verdict:
         value = row.measure(self.measure) if row.num_requests else None
         rule = f"{row.kind}, {row.phase}: {self.measure}"
         if base is not row:

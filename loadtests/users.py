@@ -17,9 +17,9 @@ from geventhttpclient.response import HTTPParseError, HTTPSocketResponse
 from locust import User
 from locust.env import Environment
 
-from loadtests.asked import TENANT_OF, Asked, Phase
 from loadtests.bodies import Bodies
-from loadtests.records import Told
+from loadtests.records import EventKind
+from loadtests.run_spec import TENANT_OF, LoadPhase, RunSpec
 from loadtests.streams import Stream
 
 COMPLETIONS: Final = "/v1/completions"
@@ -28,7 +28,7 @@ _CONNECT_S: Final = 10.0
 _SHOWN: Final = 200
 
 
-class LoadError(Exception):
+class RequestFailedError(Exception):
     """A request that failed; locust's report groups by the message.
 
     Attributes:
@@ -40,27 +40,27 @@ class LoadError(Exception):
         self.code = code
 
 
-class Load(Environment):
+class LoadEnvironment(Environment):
     """One run, as locust's environment.
 
     Attributes:
-        asked: The definition of the run.
+        spec: The definition of the run.
         began: The start time, by ``time.perf_counter``.
         num_users: The number of users created so far.
     """
 
-    def __init__(self, asked: Asked, user_classes: list[type[User]], shape: Any) -> None:
+    def __init__(self, spec: RunSpec, user_classes: list[type[User]], shape: Any) -> None:
         super().__init__(
-            user_classes=user_classes, shape_class=shape, host=asked.url, stop_timeout=asked.finish_s
+            user_classes=user_classes, shape_class=shape, host=spec.url, stop_timeout=spec.finish_s
         )
-        self.asked = asked
+        self.spec = spec
         self.began = time.perf_counter()
         self.num_users = 0
 
     @property
-    def phase(self) -> Phase | None:
+    def phase(self) -> LoadPhase | None:
         """The current phase, or None after the end."""
-        return self.asked.phase_at(time.perf_counter() - self.began)
+        return self.spec.phase_at(time.perf_counter() - self.began)
 
 
 class Client(User):
@@ -75,18 +75,18 @@ class Client(User):
     abstract = True
     kind: ClassVar[str]
     pauses_s: ClassVar[tuple[float, float]] = (0.05, 0.25)
-    environment: Load
+    environment: LoadEnvironment
 
-    def __init__(self, environment: Load) -> None:
+    def __init__(self, environment: LoadEnvironment) -> None:
         """The connection is opened at the first request."""
         super().__init__(environment)
-        self.asked = environment.asked
+        self.spec = environment.spec
         environment.num_users += 1
-        self.bodies = Bodies(self.asked.model, f"{self.asked.seed} {self.kind} {environment.num_users}")
+        self.bodies = Bodies(self.spec.model, f"{self.spec.seed} {self.kind} {environment.num_users}")
         self.http = HTTPClient.from_url(
-            self.asked.url, connection_timeout=_CONNECT_S, network_timeout=self.asked.silence_s
+            self.spec.url, connection_timeout=_CONNECT_S, network_timeout=self.spec.silence_s
         )
-        key = self.asked.keys.get(TENANT_OF[self.kind])
+        key = self.spec.keys.get(TENANT_OF[self.kind])
         self.headers = {"authorization": f"Bearer {key}"} if key else {}
 
     def on_stop(self) -> None:
@@ -95,7 +95,7 @@ class Client(User):
 
     def wait_time(self) -> float:
         """Return the pause before the next request, in seconds."""
-        return self.bodies.pause_s(*self.pauses_s) if self.asked.has_pauses else 0.0
+        return self.bodies.pause_s(*self.pauses_s) if self.spec.has_pauses else 0.0
 
     def request(
         self, method: str, path: str, body: bytes = b"", media_type: str = "application/json"
@@ -103,18 +103,18 @@ class Client(User):
         """Send a request, and return its response once its headers arrived, as a context manager."""
         return self.http.request(method, path, body, {**self.headers, "content-type": media_type})
 
-    def ask(self) -> None:
+    def send_next(self) -> None:
         """Send a request of the user's kind, and report its outcome."""
         phase = self.environment.phase
         if phase is not None:
-            Asking(self, phase).run()
+            UserRequest(self, phase).run()
 
-    def send(self, asking: Asking) -> None:
-        """Send a request; results are set on ``asking``, and errors are failures of the request."""
+    def send(self, user_request: UserRequest) -> None:
+        """Send a request; results are set on ``user_request``, and errors are failures of the request."""
         raise NotImplementedError
 
 
-class Asking:
+class UserRequest:
     """One request of a user.
 
     Attributes:
@@ -124,10 +124,10 @@ class Asking:
         outcome: How it ended.
     """
 
-    def __init__(self, user: Client, phase: Phase) -> None:
+    def __init__(self, user: Client, phase: LoadPhase) -> None:
         self.num_tokens = 0
         self.num_bytes = 0
-        self.outcome = Told.END
+        self.outcome = EventKind.END
         self._user = user
         self._phase = phase.name
         self.began = time.perf_counter()
@@ -138,29 +138,31 @@ class Asking:
         try:
             self._user.send(self)
         except (OSError, HTTPParseError, gevent.Timeout, msgspec.DecodeError) as error:
-            failure = LoadError(f"{type(error).__name__}: {error}")
-        except LoadError as error:
+            failure = RequestFailedError(f"{type(error).__name__}: {error}")
+        except RequestFailedError as error:
             failure = error
         except gevent.GreenletExit:
             # The run is over, including the time to finish; without this the request would be in no row.
-            self._tell(
-                self.outcome, time.perf_counter() - self.began, LoadError("it had no end with the run")
+            self._report(
+                self.outcome,
+                time.perf_counter() - self.began,
+                RequestFailedError("it had no end with the run"),
             )
             raise
-        self._tell(self.outcome, time.perf_counter() - self.began, failure)
+        self._report(self.outcome, time.perf_counter() - self.began, failure)
 
-    def told_first(self, seconds: float) -> None:
+    def report_first_token(self, seconds: float) -> None:
         """Report the time of the first token."""
-        self._tell(Told.FIRST, seconds)
+        self._report(EventKind.FIRST, seconds)
 
-    def told_gap(self, seconds: float) -> None:
+    def report_token_gap(self, seconds: float) -> None:
         """Report the time of another token."""
-        self._tell(Told.GAP, seconds)
+        self._report(EventKind.GAP, seconds)
 
-    def _tell(self, told: Told, seconds: float, failure: Exception | None = None) -> None:
+    def _report(self, kind: EventKind, seconds: float, failure: Exception | None = None) -> None:
         user = self._user
         user.environment.events.request.fire(
-            request_type=told.value,
+            request_type=kind.value,
             name=f"{user.kind} ({self._phase})",
             response_time=1e3 * seconds,
             response_length=self.num_bytes,
@@ -169,24 +171,24 @@ class Asking:
         )
 
 
-def read_stream(response: HTTPSocketResponse, asking: Asking) -> None:
+def read_stream(response: HTTPSocketResponse, user_request: UserRequest) -> None:
     """Read a streamed completion to its end.
 
     Raises:
         LoadError: The response is an error or incomplete.
     """
     check_status(response)
-    stream = Stream(asking.began)
+    stream = Stream(user_request.began)
     while line := response.readline(b"\n"):
-        asking.num_bytes += len(line)
+        user_request.num_bytes += len(line)
         stream.take(line, time.perf_counter())
-    asking.num_tokens = stream.num_tokens
+    user_request.num_tokens = stream.num_tokens
     if stream.first_s is not None:
-        asking.told_first(stream.first_s)
+        user_request.report_first_token(stream.first_s)
     for gap_s in stream.gaps_s:
-        asking.told_gap(gap_s)
+        user_request.report_token_gap(gap_s)
     if failure := stream.failure():
-        raise LoadError(failure, stream.error)
+        raise RequestFailedError(failure, stream.error)
 
 
 def check_status(response: HTTPSocketResponse, wanted: int = OK) -> None:
@@ -197,7 +199,7 @@ def check_status(response: HTTPSocketResponse, wanted: int = OK) -> None:
     """
     if response.status_code != wanted:
         code = error_of(response.read())
-        raise LoadError(f"{response.status_code} {code}", code)
+        raise RequestFailedError(f"{response.status_code} {code}", code)
 
 
 def error_of(body: bytes) -> str:
@@ -211,10 +213,10 @@ def error_of(body: bytes) -> str:
 __all__ = [
     "COMPLETIONS",
     "OK",
-    "Asking",
     "Client",
-    "Load",
-    "LoadError",
+    "LoadEnvironment",
+    "RequestFailedError",
+    "UserRequest",
     "check_status",
     "error_of",
     "read_stream",

@@ -72,8 +72,8 @@ def of_trace(head: TraceHead) -> Estimate:
     prompts, generated = [], 0
     for invoke in head.invokes:
         prompts.append(_prompt(invoke.prompt))
-        asked = invoke.sampling
-        generated += max(1, _number(asked.get("max_tokens"))) * max(1, _number(asked.get("n")))
+        sampling = invoke.sampling
+        generated += max(1, _number(sampling.get("max_tokens"))) * max(1, _number(sampling.get("n")))
     return _together(prompts, generated)
 
 

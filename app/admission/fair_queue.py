@@ -18,7 +18,7 @@ class FairQueue(Generic[T]):
 
     def __init__(self) -> None:
         self._senders: OrderedDict[str, deque[T]] = OrderedDict()
-        self._come = asyncio.Event()
+        self._item_added = asyncio.Event()
 
     def __len__(self) -> int:
         """Return the number of waiting items."""
@@ -33,7 +33,7 @@ class FairQueue(Generic[T]):
     def add(self, sender: str, item: T) -> None:
         """Append an item to the sender's queue."""
         self._senders.setdefault(sender, deque()).append(item)
-        self._come.set()
+        self._item_added.set()
 
     def remove(self, item: T) -> bool:
         """Remove an item; return False if it was not waiting."""
@@ -48,8 +48,8 @@ class FairQueue(Generic[T]):
     async def take(self) -> T:
         """Wait for an item, remove the next one and return it."""
         while (item := self.pop()) is None:
-            self._come.clear()
-            await self._come.wait()
+            self._item_added.clear()
+            await self._item_added.wait()
         return item
 
     def pop(self, may: Callable[[str], bool] = lambda _: True) -> T | None:

@@ -16,7 +16,7 @@ from typing import Final
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.keys import Limits
-from app.admission.counts import Counts, Taken, Used
+from app.admission.counters import Counts, Reservation, Used
 from app.admission.estimates import Estimate
 from app.refusals import ThrottledError
 from nnsight_engine.core.metering import UsageMeter
@@ -45,7 +45,7 @@ class Quota(enum.Enum):
             return meter.captured_bytes
         return round(meter.intervention_s * _MICROSECONDS)
 
-    def said(self, amount: int) -> str:
+    def text(self, amount: int) -> str:
         """Return an amount with its unit, for messages."""
         return f"{amount / self._scale:g} {_UNITS[self]}"
 
@@ -68,7 +68,7 @@ class QuotaGroup:
     """The requests that share limits: those of a key, or of all keys of a tenant."""
 
     name: str
-    said: str
+    text: str
     limits: Limits
 
 
@@ -91,7 +91,7 @@ class Quotas:
         Raises:
             ThrottledError: A quota is used up.
         """
-        told: list[dict[str, str]] = []
+        header_sets: list[dict[str, str]] = []
         for quota in quotas:
             for group in groups:
                 most = quota.limit(group.limits)
@@ -101,8 +101,8 @@ class Quotas:
                 if used.amount >= most:
                     raise await self._used_up(group, quota, most)
                 if quota is Quota.TOKENS:
-                    told.append(_headers(most, used))
-        return _least(told)
+                    header_sets.append(_headers(most, used))
+        return _least(header_sets)
 
     async def wait_s(self, groups: Sequence[QuotaGroup]) -> int:
         """Return the seconds until all groups have some of each quota left; 0 if they have now."""
@@ -120,7 +120,7 @@ class Quotas:
 
     async def reserve(
         self, groups: Sequence[QuotaGroup], estimate: Estimate
-    ) -> tuple[list[Taken], dict[str, str]]:
+    ) -> tuple[list[Reservation], dict[str, str]]:
         """Reserve tokens for a request.
 
         Returns:
@@ -130,25 +130,25 @@ class Quotas:
             ApiError: ``request_beyond_limit``: the request alone exceeds the quota of a minute.
             ThrottledError: Not enough is left of the current minute.
         """
-        reserved: list[Taken] = []
-        told: list[dict[str, str]] = []
+        reserved: list[Reservation] = []
+        header_sets: list[dict[str, str]] = []
         try:
             for group in groups:
                 most = Quota.TOKENS.limit(group.limits)
                 if most is not None:
-                    told.append(await self._reserve(group, most, estimate, reserved))
+                    header_sets.append(await self._reserve(group, most, estimate, reserved))
         except BaseException:
             await self._give_back(reserved)
             raise
-        return reserved, _least(told)
+        return reserved, _least(header_sets)
 
     async def _reserve(
-        self, group: QuotaGroup, most: int, estimate: Estimate, reserved: list[Taken]
+        self, group: QuotaGroup, most: int, estimate: Estimate, reserved: list[Reservation]
     ) -> dict[str, str]:
         if estimate.stated > most:
             raise ApiError(
                 ErrorCode.BEYOND_LIMIT,
-                f"{_capital(group.said)} may use {most} tokens a minute, and this request asks for "
+                f"{_capital(group.text)} may use {most} tokens a minute, and this request asks for "
                 f"{estimate.stated} by itself: its prompts' and the most that it may generate. Send it with "
                 "fewer, or in parts.",
                 "max_tokens",
@@ -161,26 +161,26 @@ class Quotas:
             raise await self._used_up(group, Quota.TOKENS, most, taken)
         return _headers(most, used)
 
-    async def set_aside(self, groups: Sequence[QuotaGroup], estimate: Estimate) -> list[Taken]:
+    async def set_aside(self, groups: Sequence[QuotaGroup], estimate: Estimate) -> list[Reservation]:
         """Reserve tokens for work that runs in any case.
 
         Returns:
             The reservations, to be passed to ``settle``.
         """
-        asked = estimate.stated + estimate.guessed
+        requested = estimate.stated + estimate.guessed
         limits = [(group, Quota.TOKENS.limit(group.limits)) for group in groups]
         return [
-            (await self._counts.take(_name(group, Quota.TOKENS), min(asked, most)))[0]
+            (await self._counts.take(_name(group, Quota.TOKENS), min(requested, most)))[0]
             for group, most in limits
             if most is not None
         ]
 
-    async def _give_back(self, reserved: Sequence[Taken]) -> None:
+    async def _give_back(self, reserved: Sequence[Reservation]) -> None:
         for one in reserved:
             await self._counts.give_back(one, one.amount)
 
     async def settle(
-        self, groups: Sequence[QuotaGroup], meter: UsageMeter, reserved: Sequence[Taken] = ()
+        self, groups: Sequence[QuotaGroup], meter: UsageMeter, reserved: Sequence[Reservation] = ()
     ) -> None:
         """Count the usage of a request that is over, and release what it reserved and did not use."""
         await meter.settled()
@@ -200,21 +200,21 @@ class Quotas:
                     await self._counts.add(name, beyond, most)
 
     async def _used_up(
-        self, group: QuotaGroup, quota: Quota, most: int, taken: Taken | None = None
+        self, group: QuotaGroup, quota: Quota, most: int, taken: Reservation | None = None
     ) -> ThrottledError:
         """Return the error for a quota that is used up, or has less left than the reservation ``taken``."""
         used = await self._counts.used(_name(group, quota), ahead=True)
-        asks = 1 if taken is None else taken.amount
+        num_requests = 1 if taken is None else taken.amount
         if taken is not None:
-            used = dataclasses.replace(used, now=used.now - asks)
-        wait = used.wait_s(most - asks)
-        more = "" if asks == 1 else f", and this one asks for {quota.said(asks)}"
+            used = dataclasses.replace(used, now=used.now - num_requests)
+        wait = used.wait_s(most - num_requests)
+        more = "" if num_requests == 1 else f", and this one asks for {quota.text(num_requests)}"
         headers = {"Retry-After": str(wait)}
         if quota is Quota.TOKENS:
             headers |= _headers(most, used)
         return ThrottledError(
-            f"{_capital(group.said)} may use {quota.said(most)} a minute and has used "
-            f"{quota.said(used.amount)}{more}: send this one again in {wait} s.",
+            f"{_capital(group.text)} may use {quota.text(most)} a minute and has used "
+            f"{quota.text(used.amount)}{more}: send this one again in {wait} s.",
             headers,
         )
 
@@ -227,8 +227,8 @@ def _headers(most: int, used: Used) -> dict[str, str]:
     }
 
 
-def _least(told: list[dict[str, str]]) -> dict[str, str]:
-    return min(told, key=lambda headers: int(headers[_REMAINING]), default={})
+def _least(header_sets: list[dict[str, str]]) -> dict[str, str]:
+    return min(header_sets, key=lambda headers: int(headers[_REMAINING]), default={})
 
 
 def _name(group: QuotaGroup, quota: Quota) -> str:

@@ -1,6 +1,6 @@
 """Rate limits of keys and tenants: admits or rejects requests, and counts their usage.
 
-``counts`` counts for this server or for several together; concurrency is counted by each server for itself.
+``counters`` counts for this server or for several together; concurrency is counted by each server for itself.
 Callers without limits cost nothing. The dependency that authenticates requests calls ``admit``;
 ``GateMiddleware`` sends the headers of the result, and releases it after the response's last byte.
 """
@@ -16,7 +16,7 @@ from typing import Final
 
 from limits import RateLimitItemPerMinute
 
-from app.admission.counts import Counts, Taken
+from app.admission.counters import Counts, Reservation
 from app.admission.estimates import Estimate
 from app.admission.quotas import Quota, QuotaGroup, Quotas
 from app.allowance import said_exceeded
@@ -56,7 +56,7 @@ class Admitted:
         self.headers = headers
         self.meter = meter
         self.groups = groups
-        self.reserved: list[Taken] = []
+        self.reserved: list[Reservation] = []
         self._quotas = quotas
         self._release: Callable[[Admitted], None] | None = release
 
@@ -75,12 +75,12 @@ class Admitted:
             ApiError: ``request_beyond_limit``, ``rate_limit_exceeded``.
         """
         try:
-            self.reserved, told = await self._quotas.reserve(self.groups, estimate)
+            self.reserved, header_sets = await self._quotas.reserve(self.groups, estimate)
         except ThrottledError as error:
             # The error has these headers itself, with newer values; they must not be sent twice.
             self.headers = {name: value for name, value in self.headers.items() if name not in error.headers}
             raise
-        self.headers |= told
+        self.headers |= header_sets
 
     def release(self) -> None:
         """Mark the response as over; idempotent."""
@@ -139,11 +139,11 @@ class Rates:
         self._check_running(groups if works else [])
         self._running.update(names)
         try:
-            told = [await self._count(group) for group in groups]
+            header_sets = [await self._count(group) for group in groups]
         except BaseException:
             self._end(names)
             raise
-        headers |= min(filter(None, told), key=lambda one: int(one[_REMAINING]), default={})
+        headers |= min(filter(None, header_sets), key=lambda one: int(one[_REMAINING]), default={})
 
         def release(admitted: Admitted) -> None:
             self._end(names)
@@ -151,11 +151,11 @@ class Rates:
 
         return Admitted(headers, meter, groups, self._quotas, release)
 
-    async def set_aside(self, caller: Principal, estimate: Estimate) -> list[Taken]:
+    async def set_aside(self, caller: Principal, estimate: Estimate) -> list[Reservation]:
         """Reserve the tokens of work that is not a request, such as a job, when it begins."""
         return await self._quotas.set_aside(groups_of(caller), estimate)
 
-    async def count(self, caller: Principal, meter: UsageMeter, reserved: Sequence[Taken] = ()) -> None:
+    async def count(self, caller: Principal, meter: UsageMeter, reserved: Sequence[Reservation] = ()) -> None:
         """Count the usage of such work, and release what it reserved and did not use."""
         await self._quotas.settle(groups_of(caller), meter, reserved)
 
@@ -180,7 +180,7 @@ class Rates:
         for group in groups:
             most = group.limits.concurrency
             if most is not None and self._running[group.name] >= most:
-                who = f"{group.said[0].upper()}{group.said[1:]}"
+                who = f"{group.text[0].upper()}{group.text[1:]}"
                 then = "send this one again when one of them has ended"
                 message = said_exceeded(who, most, "requests that run", self._running[group.name], 1, then)
                 raise ThrottledError(message, {"Retry-After": str(_SOON_S)})
@@ -209,7 +209,7 @@ class Rates:
         headers = await self._left(group, most)
         wait = headers["x-ratelimit-reset-requests"].removesuffix("s")
         return ThrottledError(
-            f"{group.said[0].upper()}{group.said[1:]} may send {most} requests a minute, and has: send this "
+            f"{group.text[0].upper()}{group.text[1:]} may send {most} requests a minute, and has: send this "
             f"one again in {wait} s.",
             {**headers, "Retry-After": wait},
         )

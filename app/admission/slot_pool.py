@@ -37,36 +37,36 @@ class SlotPool:
         """The number of waiting groups."""
         return sum(map(len, self._groups.values()))
 
-    def ask(self, tenant: str, group: Hashable, *, is_patient: bool = False) -> Slot:
+    def request(self, tenant: str, group: Hashable, *, may_exceed_queue: bool = False) -> Slot:
         """Request a slot; the caller awaits it, and must always leave it.
 
         Args:
             tenant: The tenant whose share it counts against; no share applies if empty.
             group: Identifies the slots that belong to one request.
-            is_patient: Whether to wait even if the queue is full.
+            may_exceed_queue: Whether to wait even if the queue is full.
 
         Raises:
             ApiError: ``queue_full``.
         """
-        must_wait = self._queue.num_of(tenant) or not self._may(tenant) or not self._is_any_free
-        if must_wait and not is_patient and group not in self._groups.get(tenant, ()):
+        must_wait = self._queue.num_of(tenant) or not self._is_within_share(tenant) or not self._is_any_free
+        if must_wait and not may_exceed_queue and group not in self._groups.get(tenant, ()):
             self._waiting.check(tenant, len(self._groups.get(tenant, ())))
             self._waiting.check_total(self.num_waiting)
-        place = Slot(self, tenant, group)
+        slot = Slot(self, tenant, group)
         self._groups.setdefault(tenant, Counter())[group] += 1
-        self._queue.add(tenant, place)
+        self._queue.add(tenant, slot)
         self._grant()
-        return place
+        return slot
 
-    def leave(self, place: Slot) -> None:
-        """Release a slot, or remove it from the queue; ``Slot.leave`` calls this once."""
-        if place.is_granted:
-            self._taken[place.tenant] -= 1
+    def release(self, slot: Slot) -> None:
+        """Release a slot, or remove it from the queue; ``Slot.release`` calls this once."""
+        if slot.is_granted:
+            self._taken[slot.tenant] -= 1
             self._grant()
-        elif self._queue.remove(place):
-            self._forget(place)
+        elif self._queue.remove(slot):
+            self._forget(slot)
 
-    def _may(self, tenant: str) -> bool:
+    def _is_within_share(self, tenant: str) -> bool:
         return self._slots.permits(tenant, self._taken[tenant])
 
     @property
@@ -75,21 +75,21 @@ class SlotPool:
 
     def _grant(self) -> None:
         while self._is_any_free:
-            place = self._queue.pop(self._may)
-            if place is None:
+            slot = self._queue.pop(self._is_within_share)
+            if slot is None:
                 return
-            self._taken[place.tenant] += 1
-            self._forget(place)
-            place.grant()
+            self._taken[slot.tenant] += 1
+            self._forget(slot)
+            slot.grant()
 
-    def _forget(self, place: Slot) -> None:
+    def _forget(self, slot: Slot) -> None:
         """Remove a slot from the count of waiting groups."""
-        groups = self._groups[place.tenant]
-        groups[place.group] -= 1
-        if not groups[place.group]:
-            del groups[place.group]
+        groups = self._groups[slot.tenant]
+        groups[slot.group] -= 1
+        if not groups[slot.group]:
+            del groups[slot.group]
         if not groups:
-            del self._groups[place.tenant]
+            del self._groups[slot.tenant]
 
 
 class Slot:
@@ -100,11 +100,11 @@ class Slot:
         group: The group it belongs to.
     """
 
-    def __init__(self, places: SlotPool, tenant: str, group: Hashable) -> None:
+    def __init__(self, pool: SlotPool, tenant: str, group: Hashable) -> None:
         """Create a waiting slot; only ``SlotPool`` does."""
         self.tenant = tenant
         self.group = group
-        self._places: SlotPool | None = places
+        self._pool: SlotPool | None = pool
         self._granted = asyncio.Event()
 
     @property
@@ -116,29 +116,29 @@ class Slot:
         """Grant the slot."""
         self._granted.set()
 
-    async def taken(self) -> None:
+    async def wait_granted(self) -> None:
         """Wait until the slot is granted."""
         await self._granted.wait()
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Release the slot, or stop waiting for it; idempotent."""
-        places, self._places = self._places, None
-        if places is not None:
-            places.leave(self)
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.release(self)
 
     async def __aenter__(self) -> None:
         """Wait for the slot; leave it if the wait is cancelled."""
         try:
-            await self.taken()
+            await self.wait_granted()
         except BaseException:
-            self.leave()
+            self.release()
             raise
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Release the slot."""
-        self.leave()
+        self.release()
 
 
 __all__ = ["Slot", "SlotPool"]

@@ -32,7 +32,7 @@ _KNOWN: Final = ("tenant", "key_id", "route", "subject", "model", "operations", 
 
 
 @dataclasses.dataclass(slots=True)
-class _Entry:
+class _AuditEntry:
     """A record and its state in the database.
 
     Attributes:
@@ -47,7 +47,7 @@ class _Entry:
     number: int | None = None
     known: tuple[Any, ...] | None = None
 
-    def learned(self) -> tuple[Any, ...]:
+    def mutable_columns(self) -> tuple[Any, ...]:
         return tuple(getattr(self.record, name) for name in _KNOWN)
 
 
@@ -62,10 +62,10 @@ class AuditLog:
     def __init__(self, store: AuditStore, ttl_s: float) -> None:
         self._store = store
         self._ttl_s = ttl_s
-        self._pending: list[_Entry] = []
-        self._running: dict[str, _Entry] = {}
+        self._pending: list[_AuditEntry] = []
+        self._running: dict[str, _AuditEntry] = {}
         self._num_lost = 0
-        self._come = asyncio.Event()
+        self._item_added = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()
 
@@ -77,20 +77,20 @@ class AuditLog:
     def begin(self, record: Record) -> None:
         """Register a request that begins; ``add`` or ``drop`` must follow."""
         if self.is_on:
-            self._running[record.request_id] = _Entry(record)
-            self._come.set()
+            self._running[record.request_id] = _AuditEntry(record)
+            self._item_added.set()
 
     def add(self, record: Record) -> None:
         """Enqueue the record of a request that has ended."""
         if not self.is_on:
             return
-        entry = self._running.pop(record.request_id, None) or _Entry(record)
+        entry = self._running.pop(record.request_id, None) or _AuditEntry(record)
         if len(self._pending) >= _MAX_PENDING and entry.known is None:  # else a row would stay under way
             self._num_lost += 1
             return
         entry.row = record.row()
         self._pending.append(entry)
-        self._come.set()
+        self._item_added.set()
 
     def drop(self, record: Record) -> None:
         """Unregister a request that needs no record.
@@ -107,7 +107,7 @@ class AuditLog:
 
     def start(self) -> None:
         """Start writing; called inside the running event loop, with the database open."""
-        self._task = asyncio.create_task(self._keep(), name="audit")
+        self._task = asyncio.create_task(self._run_writer(), name="audit")
 
     async def stop(self) -> None:
         """Write the remaining records; idempotent."""
@@ -130,15 +130,15 @@ class AuditLog:
         if self._num_lost:
             lost, self._num_lost = self._num_lost, 0
             record = Record("", route="lost", details={"records": lost})
-            self._pending.append(_Entry(record, record.row()))
-        if begun := [entry for entry in self._running.values() if _is_news(entry)]:
-            await _to_its_end(self._write_begun(begun))
+            self._pending.append(_AuditEntry(record, record.row()))
+        if started := [entry for entry in self._running.values() if _is_due(entry)]:
+            await _to_its_end(self._write_started(started))
         while batch := self._pending[:_MAX_BATCH]:
             await _to_its_end(self._write_ended(batch))
 
-    async def _write_begun(self, entries: Sequence[_Entry]) -> None:
+    async def _write_started(self, entries: Sequence[_AuditEntry]) -> None:
         for entry in entries:
-            entry.known = entry.learned()
+            entry.known = entry.mutable_columns()
             entry.row = entry.record.row() | {"error": entry.record.error or _UNDER_WAY}
         try:
             await self._write(entries)
@@ -147,18 +147,18 @@ class AuditLog:
                 entry.known = None
             raise
 
-    async def _write_ended(self, entries: Sequence[_Entry]) -> None:
+    async def _write_ended(self, entries: Sequence[_AuditEntry]) -> None:
         await self._write(entries)
         del self._pending[: len(entries)]
 
-    async def _write(self, entries: Sequence[_Entry]) -> None:
+    async def _write(self, entries: Sequence[_AuditEntry]) -> None:
         new = [entry for entry in entries if entry.number is None]
         changed = [{**entry.row, "number": entry.number} for entry in entries if entry.number is not None]
         numbers = await self._store.write([entry.row for entry in new], changed)
         for entry, number in zip(new, numbers, strict=True):
             entry.number = number
 
-    async def _keep(self) -> None:
+    async def _run_writer(self) -> None:
         swept_at = -_SWEEP_S
         while True:
             try:
@@ -166,24 +166,24 @@ class AuditLog:
                     swept_at = time.monotonic()
                     await self._store.expire(time.time() - self._ttl_s)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._come.wait(), _SWEEP_S)
+                    await asyncio.wait_for(self._item_added.wait(), _SWEEP_S)
                 await asyncio.sleep(_GATHER_S)
-                self._come.clear()
+                self._item_added.clear()
                 await self.flush()
                 if self._running:
-                    self._come.set()
+                    self._item_added.set()
             except Exception:
                 logger.exception("writing the audit log failed; retrying")
-                self._come.set()
+                self._item_added.set()
                 await asyncio.sleep(_RETRY_S)
 
 
-def _is_news(entry: _Entry) -> bool:
+def _is_due(entry: _AuditEntry) -> bool:
     """Return whether a running request is to be written now: authenticated, not brief, and changed."""
     record = entry.record
     if not record.key_id or time.time() - record.time < _GATHER_S:
         return False
-    return entry.known != entry.learned()
+    return entry.known != entry.mutable_columns()
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:

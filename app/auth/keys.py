@@ -25,7 +25,7 @@ from app.auth.lookups import Lookups
 from app.auth.principal import EVERYBODY, Principal
 from app.auth.secrets import Secret, bearer, hashed, is_slow, matches, new_secret, parsed
 from app.refusals import ThrottledError
-from app.storage.keys import KeyStore, is_open, told
+from app.storage.keys import KeyStore, is_open, key_from_row
 from app.storage.tables import KeyRow
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ _USE_RESOLUTION_S: Final = 60.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Known:
+class _CachedCheck:
     """The cached result of a check: the principal, None for an invalid key, and the stored hash.
 
     Attributes:
@@ -52,7 +52,7 @@ class _Known:
     kept: str = ""
 
 
-_NOBODY: Final = _Known(None, 0.0)
+_INVALID: Final = _CachedCheck(None, 0.0)
 
 
 class Keys:
@@ -65,7 +65,7 @@ class Keys:
     def __init__(self, store: KeyStore) -> None:
         self._store = store
         self._lookups = Lookups(store.find)
-        self._known: dict[bytes, _Known] = {}
+        self._known: dict[bytes, _CachedCheck] = {}
         self._generation = 0
         self._has_keys = False
         self._looked_until = 0.0
@@ -75,7 +75,7 @@ class Keys:
         self._hashing = ThreadPoolExecutor(_MAX_AT_ONCE, thread_name_prefix="keys")
         self._num_waiting = 0
         # The hash that nonexistent keys are compared with, for equal timing.
-        self._nobodys = hashed(new_secret())
+        self._dummy_hash = hashed(new_secret())
         # Each lock lives as long as a task holds or awaits it.
         self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._notes: set[asyncio.Task[None]] = set()
@@ -118,10 +118,10 @@ class Keys:
             raise ApiError(ErrorCode.INVALID_KEY, "The key of this request is not known here, or has ended.")
         return known.principal
 
-    async def _looked_up(self, text: str, address: str) -> _Known:
+    async def _looked_up(self, text: str, address: str) -> _CachedCheck:
         secret = parsed(text)
         if secret is None:
-            return _NOBODY
+            return _INVALID
         digest = hashlib.sha256(text.encode()).digest()
         known = self._known.get(digest)
         if known is None or time.monotonic() >= known.until:
@@ -133,7 +133,7 @@ class Keys:
             self._guesses.count(secret.id, address)
         return known
 
-    def _remember(self, digest: bytes, known: _Known) -> None:
+    def _remember(self, digest: bytes, known: _CachedCheck) -> None:
         if len(self._known) >= _MAX_KNOWN:
             # Invalid keys are evicted first: guesses may have filled the cache.
             self._known = {key: one for key, one in self._known.items() if one.principal is not None}
@@ -141,14 +141,14 @@ class Keys:
                 self._known.clear()
         self._known[digest] = known
 
-    async def _checked(self, secret: Secret, before: _Known | None) -> _Known:
+    async def _checked(self, secret: Secret, before: _CachedCheck | None) -> _CachedCheck:
         until = time.monotonic() + _HOLDS_S
         found = await self._lookups.find(secret.id)
-        kept = self._nobodys if found is None else found[0].hash
+        kept = self._dummy_hash if found is None else found[0].hash
         is_right = (before is not None and before.kept == kept) or await self._matches(secret, kept)
         moment = time.time()
         if found is None or not is_right or not is_open(found[0], moment):
-            return _Known(None, until)
+            return _CachedCheck(None, until)
         row, tenant_limits = found
         if row.expires_at is not None:
             until = min(until, time.monotonic() + row.expires_at - moment)
@@ -156,7 +156,7 @@ class Keys:
             task = asyncio.create_task(self._note_use(row.id, hashed(secret) if is_slow(kept) else None))
             self._notes.add(task)
             task.add_done_callback(self._notes.discard)
-        return _Known(_principal(row, tenant_limits), until, row.hash)
+        return _CachedCheck(_principal(row, tenant_limits), until, row.hash)
 
     async def holder(self, key_id: str) -> Principal | None:
         """Return the principal for which work begun with a key continues.
@@ -168,7 +168,7 @@ class Keys:
         """
         if not key_id:
             return EVERYBODY
-        found = await self._store.heir(key_id)
+        found = await self._store.valid_successor(key_id)
         return None if found is None else _principal(*found)
 
     async def _matches(self, secret: Secret, kept: str) -> bool:
@@ -238,7 +238,7 @@ class Keys:
             raise ApiError(
                 ErrorCode.INVALID_KEY, f"The id {secret.id} is that of another key: make this one anew."
             )
-        return told(found[0])
+        return key_from_row(found[0])
 
     async def rotate(self, key_id: str, grace_s: float) -> CreatedKey:
         """Create a key with the rights of an existing one, which expires after ``grace_s`` seconds.
@@ -292,7 +292,7 @@ class Keys:
         }
 
 
-def _holder(known: _Known | None) -> _Known | None:
+def _holder(known: _CachedCheck | None) -> _CachedCheck | None:
     """Return a cached entry if it was of a valid key, else None."""
     return known if known is not None and known.principal is not None else None
 

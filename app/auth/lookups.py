@@ -29,23 +29,23 @@ class Lookups(Generic[_Found]):
         self._read = read
         self._turn = asyncio.Lock()
         self._next: asyncio.Task[Mapping[str, _Found]] | None = None
-        self._asked: set[str] = set()
+        self._requested: set[str] = set()
         self._free_at = 0.0
 
     async def find(self, key_id: str) -> _Found | None:
         """Return the value of an id, read after this call began, or None."""
         if self._next is None:
             self._next = asyncio.create_task(self._read_next())
-        self._asked.add(key_id)
+        self._requested.add(key_id)
         # Others wait for the same task, so a cancelled caller must not cancel it.
         return (await asyncio.shield(self._next)).get(key_id)
 
     async def _read_next(self) -> Mapping[str, _Found]:
         async with self._turn:
             await asyncio.sleep(max(0.0, self._free_at - time.monotonic()))
-            asked, self._asked, self._next = self._asked, set(), None
+            requested, self._requested, self._next = self._requested, set(), None
             try:
-                return await self._read(asked)
+                return await self._read(requested)
             finally:
                 self._free_at = time.monotonic() + _PAUSE_S
 

@@ -50,11 +50,11 @@ class Principal:
                 "first with `nnsight-engine keys create --tenant NAME --scopes admin`.",
             )
         if missing:
-            asked = ",".join(one for one in Scope if one in self.scopes or one in missing)
+            requested = ",".join(one for one in Scope if one in self.scopes or one in missing)
             raise ApiError(
                 ErrorCode.MISSING_SCOPE,
                 f"The key {self.key_id!r} lacks the scope {', '.join(missing)}: whoever runs this server "
-                f"makes one with `nnsight-engine keys create --tenant {self.tenant} --scopes {asked}`.",
+                f"makes one with `nnsight-engine keys create --tenant {self.tenant} --scopes {requested}`.",
             )
 
 

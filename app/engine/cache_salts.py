@@ -8,7 +8,7 @@ from app.auth.principal import Principal
 from app.engine.client import JsonObject
 
 
-def keep_apart(body: JsonObject, caller: Principal) -> None:
+def isolate_cache(body: JsonObject, caller: Principal) -> None:
     """Set the cache salt, so that timing does not reveal whether another tenant sent a prompt."""
     if not caller.has_key:
         return

@@ -16,30 +16,30 @@ _LOOKS: Final = 20
 """The number of intervals into which the time limit is divided."""
 
 
-async def stalled(ask: Callable[[], Awaitable[Any]], limit_s: Callable[[], float]) -> None:
+async def stalled(probe: Callable[[], Awaitable[Any]], limit_s: Callable[[], float]) -> None:
     """Return once the engine has left a probe unanswered for too long; never return otherwise.
 
     Time is counted in intervals in which this task itself ran: a suspended machine or a frozen container
     stops both sides, and neither has stalled.
 
     Args:
-        ask: Sends a probe. Any answer, an error included, shows that the engine is alive.
+        probe: Sends a probe. Any answer, an error included, shows that the engine is alive.
         limit_s: Returns the current limit, in seconds.
     """
     while True:
-        asking = asyncio.ensure_future(ask())
+        task = asyncio.ensure_future(probe())
         try:
             waited_s = 0.0
-            while not asking.done():
+            while not task.done():
                 limit = limit_s()
                 if waited_s >= limit:
                     return
-                await asyncio.wait({asking}, timeout=limit / _LOOKS)
+                await asyncio.wait({task}, timeout=limit / _LOOKS)
                 waited_s += limit / _LOOKS
-            if not asking.cancelled():
-                asking.exception()  # marks the exception as retrieved
+            if not task.cancelled():
+                task.exception()  # marks the exception as retrieved
         finally:
-            asking.cancel()
+            task.cancel()
         await asyncio.sleep(limit_s() / _LOOKS)
 
 

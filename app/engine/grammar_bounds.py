@@ -59,7 +59,7 @@ class GrammarBounds:
         """
         # A character has at least one byte: a text that is far too long need not be encoded.
         num_bytes = len(text) if len(text) > self.max_bytes else len(text.encode("utf-8", "surrogatepass"))
-        self._hold(kind, "bytes of text", num_bytes, self.max_bytes, "max_grammar_bytes")
+        self._check_limit(kind, "bytes of text", num_bytes, self.max_bytes, "max_grammar_bytes")
         if kind in {"regex", "grammar"}:
             self._check_pattern(kind, text, _REGEX if kind == "regex" else _GRAMMAR)
             return
@@ -68,13 +68,17 @@ class GrammarBounds:
         except (ValueError, RecursionError):
             return  # the compiler reports the syntax error
         if kind == "choice" and isinstance(value, list):
-            self._hold(kind, "alternatives", len(value), self.max_alternatives, "max_grammar_alternatives")
+            self._check_limit(
+                kind, "alternatives", len(value), self.max_alternatives, "max_grammar_alternatives"
+            )
             return
         for depth, key, part in _parts(value):
             if isinstance(part, dict | list):
-                self._hold(kind, "levels of nesting", depth, self.max_nesting, "max_grammar_nesting")
+                self._check_limit(kind, "levels of nesting", depth, self.max_nesting, "max_grammar_nesting")
             if key in _LISTS and isinstance(part, list):
-                self._hold(kind, "alternatives", len(part), self.max_alternatives, "max_grammar_alternatives")
+                self._check_limit(
+                    kind, "alternatives", len(part), self.max_alternatives, "max_grammar_alternatives"
+                )
             elif key == "patternProperties" and isinstance(part, dict):
                 for pattern in part:
                     self._check_pattern(kind, pattern, _REGEX)
@@ -88,15 +92,17 @@ class GrammarBounds:
                 num_alternatives += 1
             elif token[0] in {"(", ")"}:
                 depth += 1 if token[0] == "(" else -1
-                self._hold(kind, "levels of nesting", depth, self.max_nesting, "max_grammar_nesting")
+                self._check_limit(kind, "levels of nesting", depth, self.max_nesting, "max_grammar_nesting")
             else:
                 for count in filter(None, token.groups()):
                     # Python itself refuses integers of thousands of digits.
                     repeats = int(count) if len(count) < 10 else 10**9
-                    self._hold(kind, "repetitions", repeats, self.max_repeats, "max_grammar_repeats")
-        self._hold(kind, "alternatives", num_alternatives, self.max_alternatives, "max_grammar_alternatives")
+                    self._check_limit(kind, "repetitions", repeats, self.max_repeats, "max_grammar_repeats")
+        self._check_limit(
+            kind, "alternatives", num_alternatives, self.max_alternatives, "max_grammar_alternatives"
+        )
 
-    def _hold(self, kind: str, what: str, got: int, most: int, setting: str) -> None:
+    def _check_limit(self, kind: str, what: str, got: int, most: int, setting: str) -> None:
         if got > most:
             raise ApiError(
                 ErrorCode.INVALID_VALUE,

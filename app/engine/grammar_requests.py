@@ -39,7 +39,7 @@ async def read_accepted(model: type[Any], body: JsonObject, accept: Accept, tena
     for tag in tags:
         await accept(StructuredOutputsParams(structural_tag=tag), tenant)
     request = await read_request(model, body, in_thread=bool(tags))
-    structured = _beside_tools(request) if body.get("tools") else None
+    structured = _compiled_first(request) if body.get("tools") else None
     if structured is not None:
         await accept(dataclasses.replace(structured), tenant)
     return request
@@ -53,7 +53,7 @@ def _structural_tags(body: Mapping[str, Any]) -> list[str]:
     return [tag for tag in tags if isinstance(tag, str)]
 
 
-def _beside_tools(request: Any) -> StructuredOutputsParams | None:
+def _compiled_first(request: Any) -> StructuredOutputsParams | None:
     """Return the grammar that vLLM compiles before it creates sampling parameters, if any."""
     with contextlib.suppress(ValueError, TypeError, AssertionError, VLLMClientError):
         structured: StructuredOutputsParams | None = request.extract_structured_outputs()

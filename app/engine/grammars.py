@@ -72,7 +72,7 @@ class Grammars:
         # vLLM's own limit counts wall-clock time; ours counts CPU time.
         self._environment = {**environment, "MALLOC_ARENA_MAX": "2", "VLLM_REGEX_COMPILATION_TIMEOUT_S": "0"}
         budget = TenantBudget.of(settings)
-        self._places = SlotPool(budget.grammar_processes, budget.waiting_grammars)
+        self._slots = SlotPool(budget.grammar_processes, budget.waiting_grammars)
         self._setup: GrammarSetup | None = None
         self._backend = ""
         self._forking = asyncio.Lock()
@@ -84,7 +84,7 @@ class Grammars:
     @property
     def num_waiting(self) -> int:
         """The number of grammars that wait to be compiled."""
-        return self._places.num_waiting
+        return self._slots.num_waiting
 
     def begin(self, setup: GrammarSetup) -> None:
         """Admit grammars for an engine that has started."""
@@ -147,9 +147,9 @@ class Grammars:
         compiling = self._compiling.get(key)
         if compiling is None:
             job = GrammarJob(given, self._backend, self._cpu_s, self._memory)
-            place = self._places.ask(sender, key)  # a refusal is of this tenant, and nobody else's
-            task = asyncio.create_task(self._compiled(job, key, place), name="grammar")
-            task.add_done_callback(lambda _: place.leave())  # also of one that never began
+            slot = self._slots.request(sender, key)  # a refusal is of this tenant, and nobody else's
+            task = asyncio.create_task(self._compiled(job, key, slot), name="grammar")
+            task.add_done_callback(lambda _: slot.release())  # also of one that never began
             compiling = self._compiling[key] = _Compiling(task)
         compiling.num_waiting += 1
         try:
@@ -160,14 +160,14 @@ class Grammars:
                 compiling.task.cancel()
                 del self._compiling[key]
 
-    async def _compiled(self, job: GrammarJob, key: bytes, place: Slot) -> GrammarVerdict:
-        await place.taken()
+    async def _compiled(self, job: GrammarJob, key: bytes, slot: Slot) -> GrammarVerdict:
+        await slot.wait_granted()
         try:
-            verdict = await self._asked(job)
+            verdict = await self._compile(job)
         except OSError:
             await self.close()  # whatever ended it, another one is started
             try:
-                verdict = await self._asked(job)
+                verdict = await self._compile(job)
             except OSError as error:
                 logger.exception("grammars cannot be compiled")
                 raise internal_error() from error
@@ -176,7 +176,7 @@ class Grammars:
             self._known.popitem(last=False)
         return verdict
 
-    async def _asked(self, job: GrammarJob) -> GrammarVerdict:
+    async def _compile(self, job: GrammarJob) -> GrammarVerdict:
         """Compile a grammar in a forked process.
 
         Raises:
@@ -228,15 +228,15 @@ class Grammars:
                 start_new_session=True,
             )  # fmt: skip
         ours.setblocking(False)  # noqa: FBT003 - the library's
-        word = b""
+        ready = b""
         try:
             async with asyncio.timeout(_START_S):
-                word = await asyncio.get_running_loop().sock_recv(ours, len(READY))
+                ready = await asyncio.get_running_loop().sock_recv(ours, len(READY))
         finally:
-            if word != READY:
+            if ready != READY:
                 ours.close()
                 await self.close()
-        if word != READY:
+        if ready != READY:
             raise ConnectionResetError("the process that compiles grammars did not start; its error is above")
         self._orders = ours
         return ours

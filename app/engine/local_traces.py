@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.engine.trace_processes import ProcessJob, TraceProcesses
+from app.engine.trace_process_pool import ProcessJob, TraceProcesses
 from app.errors import error_bytes, internal_error
 from app.settings import Settings
 from nnsight_engine.local_engine.process_channel import LOCAL, ProcessOptions
@@ -37,40 +37,42 @@ class LocalTraceEngine(TraceProcesses):
     def __init__(self, options: ProcessOptions, settings: Settings, environment: Mapping[str, str]) -> None:
         super().__init__("nnsight_engine.local_engine.process", options, settings, environment)
         self._timeout_s = settings.local_block_timeout_s
-        self._asking: dict[ProcessJob, asyncio.Task[None]] = {}
+        self._request_tasks: dict[ProcessJob, asyncio.Task[None]] = {}
 
-    async def asked(self, child: TraceProcess, word: dict[str, Any], job: ProcessJob) -> None:
+    async def serve_request(self, child: TraceProcess, message: dict[str, Any], job: ProcessJob) -> None:
         """Have the trace's client run a part of its block, in a task of its own while the process is read.
 
         Raises:
             DecodeError: The request is unknown, or the previous one is not done.
         """
-        if LOCAL not in word:
-            await super().asked(child, word, job)
+        if LOCAL not in message:
+            await super().serve_request(child, message, job)
             return
-        if job in self._asking and not self._asking[job].done():
+        if job in self._request_tasks and not self._request_tasks[job].done():
             raise DecodeError("a trace sent a second call to its client before the first was answered")
         kind, data = await child.frame()
         if kind is not FrameKind.RESULT:
             raise DecodeError("a trace announced a call to its client and sent none")
-        self._asking[job] = asyncio.create_task(self._ask(child, data, job))
+        self._request_tasks[job] = asyncio.create_task(self._call_client(child, data, job))
 
     async def ended(self, job: ProcessJob) -> None:
         """Cancel the request to the client of a trace that has ended."""
-        asking = self._asking.pop(job, None)
-        if asking is not None:
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
+        task = self._request_tasks.pop(job, None)
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
-    async def _ask(self, child: TraceProcess, data: bytes | bytearray | memoryview, job: ProcessJob) -> None:
+    async def _call_client(
+        self, child: TraceProcess, data: bytes | bytearray | memoryview, job: ProcessJob
+    ) -> None:
         with contextlib.suppress(ProcessEndedError):
             await child.answer(await self._answer(data, job))
 
     async def _answer(self, data: bytes | bytearray | memoryview, job: ProcessJob) -> Frame:
-        if job.request.ask is None:
+        if job.request.call_client is None:
             return _refusal(LocalBlockError.unreachable())
         try:
-            return Frame(FrameKind.RESULT, await job.request.ask(data))
+            return Frame(FrameKind.RESULT, await job.request.call_client(data))
         except TimeoutError:
             return _refusal(LocalBlockError.unanswered(self._timeout_s))
         except Exception:

@@ -20,14 +20,14 @@ from app.settings import Settings
 from app.storage.results import ResultStore
 from nnsight_engine.core.work_context import WorkContext
 from nnsight_engine.plans.collected import (
-    Applied,
-    CaptureResult,
+    CollectedCapture,
+    CollectedLens,
+    CollectedProbe,
     CollectedResults,
-    LensResult,
-    LensToken,
-    ProbeResult,
+    CollectedSites,
+    CollectedToken,
+    CollectedTrace,
     TensorResult,
-    TraceResult,
 )
 
 _LOWEST_LOGPROB: Final = -9999.0
@@ -40,7 +40,7 @@ _GROWN: Final = "~grown"
 """Where what lists grew by stands in a file: beside what was saved, whose places have no such name."""
 
 Decode = Callable[[int], str]
-_Result = CaptureResult | ProbeResult | LensResult | TraceResult
+_Result = CollectedCapture | CollectedProbe | CollectedLens | CollectedTrace
 
 
 async def choice_json(
@@ -98,20 +98,22 @@ async def choice_json(
     return answer
 
 
-def _applied_json(applied: Sequence[Applied], operations: Sequence[Intervention]) -> list[dict[str, Any]]:
-    told = [dataclasses.asdict(one) for one in applied]
-    for one, operation in zip(told, operations, strict=False):
+def _applied_json(
+    applied: Sequence[CollectedSites], operations: Sequence[Intervention]
+) -> list[dict[str, Any]]:
+    plain = [dataclasses.asdict(one) for one in applied]
+    for one, operation in zip(plain, operations, strict=False):
         tensor = tensor_of(operation)
         if isinstance(tensor, NamedTensor) and tensor.used is not None:
             one["vector"] = tensor.used.model_dump()
-    return told
+    return plain
 
 
 def _number_bytes(result: _Result) -> int:
     """Return the size of the numbers in a lens or probe result."""
-    if isinstance(result, ProbeResult):
+    if isinstance(result, CollectedProbe):
         return _NUMBER_BYTES * len(result.points) * len(result.positions)
-    if isinstance(result, LensResult):
+    if isinstance(result, CollectedLens):
         rows = (row for layer in result.layers.values() for row in layer)
         return 2 * _NUMBER_BYTES * sum(len(top) + len(targets) for top, targets in rows)
     return 0
@@ -176,10 +178,10 @@ def _file_key(name: str, place: str) -> str:
 
 def _tensors_of(result: _Result) -> Iterator[tuple[str, TensorResult]]:
     """Yield a result's tensors with their paths in it."""
-    if isinstance(result, CaptureResult):
+    if isinstance(result, CollectedCapture):
         for point, tensor in result.points.items():
             yield _escaped(point), tensor
-    if isinstance(result, TraceResult):
+    if isinstance(result, CollectedTrace):
         for name, value in result.saves.items():
             yield from _tensors_in(value, _escaped(name))
         for name, value in result.grown.items():
@@ -209,11 +211,11 @@ def _items(value: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _result_json(result: _Result, tensors: _Inline, decode: Decode) -> dict[str, Any]:
-    if isinstance(result, CaptureResult):
+    if isinstance(result, CollectedCapture):
         return _capture_json(result, tensors)
-    if isinstance(result, TraceResult):
+    if isinstance(result, CollectedTrace):
         return _trace_json(result, tensors)
-    if isinstance(result, ProbeResult):
+    if isinstance(result, CollectedProbe):
         return {
             "type": "probe",
             "positions": result.positions,
@@ -237,7 +239,7 @@ def _result_json(result: _Result, tensors: _Inline, decode: Decode) -> dict[str,
     }
 
 
-def _capture_json(capture: CaptureResult, tensors: _Inline) -> dict[str, Any]:
+def _capture_json(capture: CollectedCapture, tensors: _Inline) -> dict[str, Any]:
     answer: dict[str, Any] = {
         "type": "capture",
         "positions": capture.positions,
@@ -251,7 +253,7 @@ def _capture_json(capture: CaptureResult, tensors: _Inline) -> dict[str, Any]:
     return answer
 
 
-def _trace_json(result: TraceResult, tensors: _Inline) -> dict[str, Any]:
+def _trace_json(result: CollectedTrace, tensors: _Inline) -> dict[str, Any]:
     def plain(value: Any, place: str) -> Any:
         if isinstance(value, TensorResult):
             return tensors.reference(result.name, place, value)
@@ -272,7 +274,7 @@ def _trace_json(result: TraceResult, tensors: _Inline) -> dict[str, Any]:
     return answer
 
 
-def _token_json(token: LensToken, decode: Decode) -> dict[str, Any]:
+def _token_json(token: CollectedToken, decode: Decode) -> dict[str, Any]:
     answer: dict[str, Any] = {
         "token": decode(token.id),
         "id": token.id,

@@ -16,7 +16,7 @@ from typing import Any
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
-from app.engine.trace_processes import ProcessJob, TraceProcesses
+from app.engine.trace_process_pool import ProcessJob, TraceProcesses
 from app.engine.traces import TraceEngine
 from app.errors import error_bytes, internal_error
 from app.settings import Settings
@@ -65,7 +65,7 @@ class SessionTraces(TraceProcesses):
         )
         self._engine = engine
         self._outline = outline
-        self._asking: dict[ProcessJob, asyncio.Task[None]] = {}
+        self._request_tasks: dict[ProcessJob, asyncio.Task[None]] = {}
 
     async def run_trace(self, request: TraceRequest, job_id: str) -> AsyncGenerator[Frame, None]:
         """Run a session in a process, or a trace on the engine; see ``TraceEngine``."""
@@ -74,33 +74,33 @@ class SessionTraces(TraceProcesses):
             async for frame in frames:
                 yield frame
 
-    async def asked(self, child: TraceProcess, word: dict[str, Any], job: ProcessJob) -> None:
+    async def serve_request(self, child: TraceProcess, message: dict[str, Any], job: ProcessJob) -> None:
         """Serve a session's request in a task of its own: run a trace, or describe the model.
 
         Raises:
             DecodeError: The request is unknown, or the previous one is not done.
         """
-        if job in self._asking and not self._asking[job].done():
+        if job in self._request_tasks and not self._request_tasks[job].done():
             raise DecodeError("a session sent a second request before the first was answered")
-        if TRACE in word:
+        if TRACE in message:
             kind, data = await child.frame()
             if kind is not FrameKind.RESULT:
                 raise DecodeError("a session announced a trace and sent none")
             # This task reads the process for no request in particular; the trace's usage, tier and spans
             # belong to the job's context.
             tracing = self._trace(child, data, job)
-            self._asking[job] = asyncio.create_task(tracing, context=job.context.copy())
-        elif OUTLINE in word:
-            self._asking[job] = asyncio.create_task(self._describe(child))
+            self._request_tasks[job] = asyncio.create_task(tracing, context=job.context.copy())
+        elif OUTLINE in message:
+            self._request_tasks[job] = asyncio.create_task(self._describe(child))
         else:
-            await super().asked(child, word, job)
+            await super().serve_request(child, message, job)
 
     async def ended(self, job: ProcessJob) -> None:
         """Cancel the trace of a session that has ended."""
-        asking = self._asking.pop(job, None)
-        if asking is not None:
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
+        task = self._request_tasks.pop(job, None)
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     async def _trace(
         self, child: TraceProcess, data: bytes | bytearray | memoryview, job: ProcessJob
@@ -114,7 +114,7 @@ class SessionTraces(TraceProcesses):
                 frames = self._engine.run_trace(request, f"session-{secrets.token_hex(16)}")
                 async with contextlib.aclosing(frames):
                     async for frame in frames:
-                        await self._pass_to(child, frame, job)
+                        await self._forward(child, frame, job)
             except DecodeError as error:
                 await child.answer(_refusal(ApiError(ErrorCode.INVALID_TRACE, str(error))))
             except ApiError as error:
@@ -125,11 +125,11 @@ class SessionTraces(TraceProcesses):
                 logger.exception("a session's trace failed")
                 await child.answer(_refusal(internal_error()))
 
-    async def _pass_to(self, child: TraceProcess, frame: Frame, job: ProcessJob) -> None:
+    async def _forward(self, child: TraceProcess, frame: Frame, job: ProcessJob) -> None:
         if frame.kind in _PASSED_ON:
             await child.answer(frame)
         elif frame.kind is FrameKind.EVENT and (event := frame.json())["status"] == JobStatus.LOG:
-            job.tell(JobStatus.LOG, event.get("message"))
+            job.notify(JobStatus.LOG, event.get("message"))
 
     async def _describe(self, child: TraceProcess) -> None:
         with contextlib.suppress(ProcessEndedError):

@@ -44,18 +44,18 @@ from app.engine.responses import choice_json
 from app.engine.served_model import ServedModel
 from app.engine.tokenizing import ids_of, texts_of, tokenize_request
 from app.engine.traces import TraceEngine
-from app.engine.vllm_errors import raised, said_dead, word_streams
+from app.engine.vllm_errors import raise_stream_errors, raised, translating_engine_death
 from app.engine.vllm_refusals import Refusals, RefusedError
-from app.engine.vllm_requests import begun
+from app.engine.vllm_requests import started_stream
 from app.engine.vllm_traces import VLLMTraceEngine
 from app.errors import DONE_FRAME
 from app.json_text import json_text
 from app.request_context import RequestContext, context_of
 from app.settings import (
     Settings,
-    are_sockets_placed,
     environment_for_traces,
-    place_sockets,
+    is_socket_folder_set,
+    set_socket_folder,
     spawn_engines,
 )
 from app.storage.process_folders import ProcessFolder, claim_memory_folder, claim_socket_folder
@@ -68,7 +68,7 @@ from nnsight_engine.remote_backend.identity import fingerprint_of
 from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM
 from nnsight_engine.vllm_backend.call import InterventionCall
 from nnsight_engine.vllm_backend.compat import EngineLimits, engine_options
-from nnsight_engine.vllm_backend.content_logs import leave_content_out
+from nnsight_engine.vllm_backend.content_logs import redact_content
 from nnsight_engine.vllm_backend.request_code import encoded_code, filename_of
 from nnsight_engine.vllm_backend.rpc_results import answer
 from nnsight_engine.vllm_backend.shared_memory_results import SharedMemoryResults
@@ -111,7 +111,7 @@ class VLLMEngineClient:
         budget = TenantBudget.of(settings)
         self._sandboxes = SlotPool(budget.sandboxes, budget.waiting_sandboxed)
         self._grammars = Grammars(settings, environment_for_traces())
-        leave_content_out()
+        redact_content()
         self._traces: dict[str, TraceEngine] = {
             "vllm": VLLMTraceEngine(lambda: self.engine, settings, self._sandboxes)
         }
@@ -165,9 +165,9 @@ class VLLMEngineClient:
                 setattr(self._args, name, value)
         additional = {**(self._args.additional_config or {}), **engine_options(limits)["additional_config"]}
         self._args.additional_config = additional
-        self._sockets = None if are_sockets_placed() else claim_socket_folder()
+        self._sockets = None if is_socket_folder_set() else claim_socket_folder()
         if self._sockets is not None:
-            place_sockets(self._sockets.path)
+            set_socket_folder(self._sockets.path)
         # A thread cannot be cancelled: `close` waits for it, so that no engine is left running.
         self._loading = asyncio.create_task(asyncio.to_thread(self._load))
         self._engine = await asyncio.shield(self._loading)
@@ -181,7 +181,7 @@ class VLLMEngineClient:
             state = self._vllm_app.state
             await init_app_state(self._engine, state, self._args, tasks)
             for serving in (state.openai_serving_completion, state.openai_serving_chat):
-                word_streams(serving)
+                raise_stream_errors(serving)
             await self._generate_one()
             if not self._args.skip_tokenizer_init:
                 await asyncio.to_thread(self._texts.text, 0)  # loads the vocabulary
@@ -205,7 +205,7 @@ class VLLMEngineClient:
             return
         try:
             # Blocks have limits of their own on the time that they add to a step.
-            await stalled(engine.is_sleeping, lambda: timeout_s + step_s * engine.num_beside)
+            await stalled(engine.is_sleeping, lambda: timeout_s + step_s * engine.num_other_requests)
             logger.error("a step takes more than engine_stall_timeout_s, %g s: ending the engine", timeout_s)
             engine.kill()
         except Exception:
@@ -246,7 +246,7 @@ class VLLMEngineClient:
                 engine.output_handler.cancel()
             await asyncio.to_thread(engine.shutdown)
         if self._sockets is not None:
-            place_sockets(None)
+            set_socket_folder(None)
         for folder in (self._memory, self._sockets):
             if folder is not None:
                 folder.release()
@@ -268,7 +268,7 @@ class VLLMEngineClient:
     async def describe_model(self) -> DescribedModel:
         """Return the model's modules and points, as blocks see them."""
         if self._described is None:
-            with said_dead():
+            with translating_engine_death():
                 outline = answer(await self.engine.collective_rpc("outline_model"))
                 spec = answer(await self.engine.collective_rpc("describe_traces"))
             self._described = DescribedModel([tuple(entry) for entry in outline], spec)
@@ -280,7 +280,7 @@ class VLLMEngineClient:
 
     async def count_events(self) -> EngineCounts:
         """Return the engine's counters since its start."""
-        with said_dead():
+        with translating_engine_death():
             return await self.engine.count_events()
 
     def num_waiting(self) -> Mapping[str, int]:
@@ -289,7 +289,7 @@ class VLLMEngineClient:
 
     async def prepare_sandbox(self) -> None:
         """Start the sandboxes; see ``EngineClient``."""
-        with said_dead():
+        with translating_engine_death():
             await self.engine.prepare_sandbox()
 
     async def models(self) -> JsonObject:
@@ -346,7 +346,7 @@ class VLLMEngineClient:
         answer = await self._serve(serve, request, http, refusals)
         if hasattr(answer, "model_dump"):
             return EngineReply(body=answer.model_dump())
-        return EngineReply(stream=await begun(answer, refusals))
+        return EngineReply(stream=await started_stream(answer, refusals))
 
     async def _read(self, model: type[Any], body: JsonObject, http: Request) -> Any:
         return await read_accepted(model, body, self._grammars.accept, context_of(http.scope).tenant)
@@ -379,11 +379,11 @@ class VLLMEngineClient:
             answer = await self._serve(serve, request, http, refusals)
             num_choices = request.n or 1
             if not hasattr(answer, "model_dump"):
-                frames = await begun(answer, refusals)
+                frames = await started_stream(answer, refusals)
                 streams = True
                 return EngineReply(stream=self._stream(frames, engine, call, num_choices, asked))
             return EngineReply(
-                body=await self._whole(answer.model_dump(), call, num_choices, asked, inline=inline)
+                body=await self._complete_answer(answer.model_dump(), call, num_choices, asked, inline=inline)
             )
         except ApiError as refusal:
             if call.failure is not None:
@@ -407,7 +407,7 @@ class VLLMEngineClient:
                 streams=streams, max_requests=self._settings.max_trace_requests, sandbox_of=sandbox,
             )  # fmt: skip
             if sandbox:
-                call.place = partial(self._sandboxes.ask, sandbox, call.ticket)
+                call.slot = partial(self._sandboxes.request, sandbox, call.ticket)
             return call
         return InterventionCall(interventions, self.engine.spec, self._texts.token, stream=streams)
 
@@ -424,7 +424,7 @@ class VLLMEngineClient:
                 raise RefusedError.of_answer(answer)
             return answer
 
-    async def _whole(
+    async def _complete_answer(
         self, body: JsonObject, call: Call, num_choices: int, asked: RequestContext, *, inline: bool
     ) -> JsonObject:
         for choice in body["choices"]:

@@ -31,7 +31,7 @@ def engine_dead() -> ApiError:
     )
 
 
-def reason_of(error: Exception) -> Exception:
+def cause_of(error: Exception) -> Exception:
     """Return the cause of an error in which vLLM says only that it could not generate.
 
     Numbers or texts that cannot be serialized for the engine's process arrive this way, and so do arithmetic
@@ -45,7 +45,7 @@ def reason_of(error: Exception) -> Exception:
 
 
 @contextlib.contextmanager
-def said_dead() -> Iterator[None]:
+def translating_engine_death() -> Iterator[None]:
     """Raise ``engine_dead`` where vLLM raises ``EngineDeadError`` in the block."""
     try:
         yield
@@ -53,7 +53,7 @@ def said_dead() -> Iterator[None]:
         raise engine_dead() from error
 
 
-def word_streams(serving: Any) -> None:
+def raise_stream_errors(serving: Any) -> None:
     """Make the streams of a vLLM serving class raise the errors that vLLM would send as an event."""
 
     def create(message: str | Exception, *_args: Any, **_kwargs: Any) -> str:
@@ -71,7 +71,7 @@ def raised(error: Exception) -> ApiError | RefusedError:
             return one
         if isinstance(one, EngineDeadError):
             return engine_dead()
-    refusal = RefusedError.of(reason_of(error))
+    refusal = RefusedError.of(cause_of(error))
     # Only the type is logged: the message may quote the request.
     log = logger.error if refusal.status == HTTPStatus.INTERNAL_SERVER_ERROR else logger.info
     log("vLLM refused a request with %s", type(error).__name__)

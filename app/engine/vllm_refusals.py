@@ -156,7 +156,7 @@ class Refusals:
             return internal_error()
         text = _sentence(error.text)
         kind = _kind(text)
-        return self._worded(text, self._param(kind, error.param, text), kind)
+        return self._as_sentence(text, self._param(kind, error.param, text), kind)
 
     def invalid(self, problems: Sequence[ErrorDetails]) -> ApiError:
         """Return pydantic's problems with the body as one error, about the first invalid field.
@@ -174,12 +174,14 @@ class Refusals:
         text = _sentence("; or ".join([*messages][:_MAX_PROBLEMS]))
         kind = _kind(text)
         param = ".".join(deepest) or self._param(kind, None, text)
-        return self._worded(text if param is None else f"`{param}`: {text}", param, _Kind("", step=kind.step))
+        return self._as_sentence(
+            text if param is None else f"`{param}`: {text}", param, _Kind("", step=kind.step)
+        )
 
     def _place(self, problem: ErrorDetails) -> list[str]:
         return path_in(self._body, problem["loc"], keep_last=problem["type"] == "missing")
 
-    def _worded(self, text: str, param: str | None, kind: _Kind) -> ApiError:
+    def _as_sentence(self, text: str, param: str | None, kind: _Kind) -> ApiError:
         found = () if param is None else _found(self._body, param)
         value = "".join(
             f", got {excerpt(one)}" for one in found if "got" not in text and excerpt(one) not in text

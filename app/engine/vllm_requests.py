@@ -74,7 +74,7 @@ def _check(request: Any) -> None:
         )
 
 
-async def begun(frames: AsyncGenerator[str, None], refusals: Refusals) -> AsyncIterator[str]:
+async def started_stream(frames: AsyncGenerator[str, None], refusals: Refusals) -> AsyncIterator[str]:
     """Return vLLM's stream once its first event has arrived.
 
     vLLM validates much of a request only when its stream begins.
@@ -92,10 +92,10 @@ async def begun(frames: AsyncGenerator[str, None], refusals: Refusals) -> AsyncI
     except BaseException:
         await frames.aclose()
         raise
-    return _Begun(first, frames, refusals)
+    return _StartedStream(first, frames, refusals)
 
 
-class _Begun:
+class _StartedStream:
     """A stream whose first event was read.
 
     It is not a generator: closing a generator that never started would not run its ``finally``, and the rest
@@ -107,7 +107,7 @@ class _Begun:
         self._rest = rest
         self._refusals = refusals
 
-    def __aiter__(self) -> _Begun:
+    def __aiter__(self) -> _StartedStream:
         return self
 
     async def __anext__(self) -> str:
@@ -126,4 +126,4 @@ def _fields_of(model: type[BaseModel]) -> type[BaseModel]:
     return create_model(model.__name__, __config__=ConfigDict(extra="allow"), **fields)
 
 
-__all__ = ["begun", "read_request"]
+__all__ = ["read_request", "started_stream"]

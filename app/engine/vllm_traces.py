@@ -21,7 +21,7 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
 from app.admission.slot_pool import SlotPool
 from app.engine.traces import event_frame
-from app.engine.vllm_errors import said_dead, translated
+from app.engine.vllm_errors import translated, translating_engine_death
 from app.engine.vllm_sampling import sampling_params
 from app.errors import internal_error
 from app.settings import Settings
@@ -31,9 +31,9 @@ from nnsight_engine.remote_backend.frames import TIER, Frame, FrameKind, json_fr
 from nnsight_engine.remote_backend.messages import SentEdit, SentInvoke, TraceHead, TraceRequest
 from nnsight_engine.remote_backend.saved_deltas import output_data
 from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM
-from nnsight_engine.vllm_backend.running_trace import Begun, Output, RunningTrace
+from nnsight_engine.vllm_backend.running_trace import Output, RunningTrace, TraceStarted
 from nnsight_engine.vllm_backend.trace_router import TraceEvent
-from nnsight_engine.vllm_backend.traced_requests import GatheredOutput, apart, carry, results_of
+from nnsight_engine.vllm_backend.traced_requests import GatheredOutput, carry, results_of, with_own_salt
 from nnsight_engine.vllm_backend.traces.entry import EditEntry, TraceEntry
 
 if TYPE_CHECKING:
@@ -72,15 +72,17 @@ class VLLMTraceEngine:
         """
         check_head(request.head)
         if request.sandbox_of:
-            with said_dead():
+            with translating_engine_death():
                 await self._engine().prepare_sandbox()
         trace = _Trace(request, job_id, self._settings)
         async with contextlib.AsyncExitStack() as stack:
             if request.sandbox_of:
-                place = self._sandboxes.ask(request.sandbox_of, job_id, is_patient=request.is_patient)
-                if not place.is_granted:
+                slot = self._sandboxes.request(
+                    request.sandbox_of, job_id, may_exceed_queue=request.may_exceed_queue
+                )
+                if not slot.is_granted:
                     yield event_frame(JobStatus.QUEUED, message=_NO_SANDBOX, engine=self.name)
-                await stack.enter_async_context(place)
+                await stack.enter_async_context(slot)
             async with contextlib.aclosing(self._run(trace)) as frames:
                 async for frame in frames:
                     yield frame
@@ -177,7 +179,7 @@ class _Trace:
                 sandbox_of=request.sandbox_of,
             )  # fmt: skip
             carry(params, entry, request.tenant)
-            self.prompts.append(apart(_prompt(invoke), entry))
+            self.prompts.append(with_own_salt(_prompt(invoke), entry))
 
     @property
     def request_ids(self) -> list[str]:
@@ -199,7 +201,7 @@ class _Run:
         self._gathered = [
             GatheredOutput(is_delta=params.output_kind is RequestOutputKind.DELTA) for params in trace.params
         ]
-        self._news: dict[int, list[tuple[int, bytes]]] = {}
+        self._deltas: dict[int, list[tuple[int, bytes]]] = {}
         self.field = "invokes"
         self.given: dict[str, Any] = {}
 
@@ -214,7 +216,7 @@ class _Run:
             running = RunningTrace(engine.traces, trace.key, starts)
             async with contextlib.aclosing(running.events()) as events:
                 async for event in events:
-                    for frame in self._told(event):
+                    for frame in self._frames_of(event):
                         yield frame
             results = results_of({index: one.output for index, one in enumerate(self._gathered)})
             finished = await engine.finish_trace(trace.key, results)
@@ -233,13 +235,13 @@ class _Run:
                 # Also if the caller is being cancelled: the trace's requests in the engine must be aborted.
                 await asyncio.shield(asyncio.ensure_future(engine.forget_trace(trace.key, trace.request_ids)))
 
-    def _told(self, event: Begun | TraceEvent | Output) -> Iterator[Frame]:
+    def _frames_of(self, event: TraceStarted | TraceEvent | Output) -> Iterator[Frame]:
         """Yield the frames that an event makes for the client."""
-        if isinstance(event, Begun):
+        if isinstance(event, TraceStarted):
             yield event_frame(JobStatus.RUNNING, engine=VLLMTraceEngine.name)
         elif isinstance(event, TraceEvent):
-            if event.news is not None:
-                self._news.setdefault(event.block, []).append((event.choice, event.news))
+            if event.delta is not None:
+                self._deltas.setdefault(event.block, []).append((event.choice, event.delta))
             yield from _logs(event.printed)
         else:
             self._gathered[event.block].add(event.output)
@@ -256,14 +258,16 @@ class _Run:
             }
             for choice in output.outputs
         ]
-        news = self._news.pop(block, [])
+        deltas = self._deltas.pop(block, [])
         num_choices = self._trace.params[block].n
-        return output_data(block, num_choices, choices, news, finished=output.finished)
+        return output_data(block, num_choices, choices, deltas, finished=output.finished)
 
-    async def _request(self, index: int, come: Callable[[], None]) -> AsyncGenerator[RequestOutput, None]:
+    async def _request(
+        self, index: int, on_arrival: Callable[[], None]
+    ) -> AsyncGenerator[RequestOutput, None]:
         trace = self._trace
         outputs = self._engine.generate_traced(
-            trace.prompts[index], trace.params[index], trace.request_ids[index], come
+            trace.prompts[index], trace.params[index], trace.request_ids[index], on_arrival
         )
         try:
             async for output in outputs:

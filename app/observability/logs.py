@@ -56,10 +56,10 @@ def start_logs(settings: Settings) -> None:
     uvicorns = logging.getLogger("uvicorn")
     uvicorns.setLevel(max(uvicorns.level, logging.INFO))
     logging.captureWarnings(True)  # noqa: FBT003 - the library's
-    place_engine_log(settings)
+    configure_engine_log(settings)
 
 
-def place_engine_log(settings: Settings) -> None:
+def configure_engine_log(settings: Settings) -> None:
     """Configure the log of vLLM's processes like this one; must run before vLLM is imported."""
     if is_json(settings):
         set_engine_log(str(importlib.resources.files("app.observability") / _VLLM_CONFIG))

@@ -119,8 +119,8 @@ class Metrics:
         """Create all metrics, those without labels at zero."""
         own = self._own = CollectorRegistry()
         self._folder = folder
-        self._told = EngineCounts()
-        self._engine_told = 0
+        self._last_counts = EngineCounts()
+        self._last_engine = 0
         self._num_restarts = 0
         self._requests = Counter(
             "nnsight_engine_requests",
@@ -237,7 +237,7 @@ class Metrics:
             "oldest_waiting_job_seconds", "How long a job has waited, of those that wait.", is_shared=True
         )
         self._stored = gauge("stored_bytes", "Bytes kept.", ["store"], is_shared=True)
-        self._most_stored = gauge(
+        self._max_stored = gauge(
             "stored_bytes_limit", "Limit on the stored bytes.", ["store"], is_shared=True
         )
 
@@ -246,13 +246,13 @@ class Metrics:
         return await asyncio.to_thread(self._exposition)
 
     def _exposition(self) -> bytes:
-        told = CollectorRegistry()
+        registry = CollectorRegistry()
         if self._folder is not None:
-            multiprocess.MultiProcessCollector(told, path=str(self._folder))  # type: ignore[no-untyped-call]
+            multiprocess.MultiProcessCollector(registry, path=str(self._folder))  # type: ignore[no-untyped-call]
         else:
-            told.register(self._own)
-            told.register(REGISTRY)
-        return generate_latest(told)
+            registry.register(self._own)
+            registry.register(REGISTRY)
+        return generate_latest(registry)
 
     def count_engine(self, counts: EngineCounts, number: int = 0) -> None:
         """Set an engine's counts since its start; a restarted engine begins at zero again.
@@ -261,8 +261,8 @@ class Metrics:
             counts: The engine's counts.
             number: The index of the engine among those that this server has started.
         """
-        last, self._told = self._told if number == self._engine_told else EngineCounts(), counts
-        self._engine_told = number
+        last, self._last_counts = self._last_counts if number == self._last_engine else EngineCounts(), counts
+        self._last_engine = number
         for tier in TIERS:
             self._steps.labels(tier).inc(_grown(last.steps.get(tier, 0), counts.steps.get(tier, 0)))
         for event in SANDBOX_EVENTS:
@@ -298,7 +298,7 @@ class Metrics:
         self._oldest_job_s.set(levels.oldest_job_s)
         for store, (used, most) in levels.stored.items():
             self._stored.labels(store).set(used)
-            self._most_stored.labels(store).set(most)
+            self._max_stored.labels(store).set(most)
 
     def count_request(self, record: Record, models: Sequence[str]) -> None:
         """Count a request that is over.

@@ -87,7 +87,7 @@ class RecordMiddleware:
                 self._log.drop(record)
             if not record.route and (route := getattr(scope.get("route"), "path", None)):
                 record.route = route
-            self._tell(context, span)
+            self._report(context, span)
 
     async def _has_log(self) -> bool:
         if not self._log.is_on:
@@ -114,7 +114,7 @@ class RecordMiddleware:
             if not watch.is_whole:
                 record.error = record.error or _UNFINISHED
 
-    def _tell(self, context: RequestContext, span: RequestSpan | None) -> None:
+    def _report(self, context: RequestContext, span: RequestSpan | None) -> None:
         metrics, record = self._metrics, context.record
         metrics.count_request(record, self._engine.served().names)
         if record.route in _TIMED and outcome_of(record) == "ok":

@@ -32,36 +32,36 @@ class Jobs(Protocol):
         """Return the number of jobs by status, and for how long the oldest waiting one has waited."""
 
 
-class _Question:
+class _Query:
     """A query that runs at most once per second, shared by all scrapers.
 
     Args:
-        ask: Queries and stores the response; raises nothing.
+        query: Queries and stores the response; raises nothing.
     """
 
-    def __init__(self, ask: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        self._ask = ask
-        self._asking: asyncio.Task[None] | None = None
+    def __init__(self, query: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._query = query
+        self._task: asyncio.Task[None] | None = None
         self._answered_at = float("-inf")
 
     async def answered(self) -> None:
         """Start the query unless one has just completed, and wait for the running one up to a time limit."""
-        if self._asking is None and time.monotonic() - self._answered_at >= _PAUSE_S:
-            self._asking = asyncio.create_task(self._asked(), name="metrics")
-        if self._asking is not None:
-            await asyncio.wait({self._asking}, timeout=_PATIENCE_S)
+        if self._task is None and time.monotonic() - self._answered_at >= _PAUSE_S:
+            self._task = asyncio.create_task(self._run(), name="metrics")
+        if self._task is not None:
+            await asyncio.wait({self._task}, timeout=_PATIENCE_S)
 
     async def close(self) -> None:
         """Cancel the running query."""
-        if self._asking is not None:
-            self._asking.cancel()
-            await asyncio.gather(self._asking, return_exceptions=True)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _asked(self) -> None:
+    async def _run(self) -> None:
         try:
-            await self._ask()
+            await self._query()
         finally:
-            self._asking, self._answered_at = None, time.monotonic()
+            self._task, self._answered_at = None, time.monotonic()
 
 
 class Scrape:
@@ -96,11 +96,11 @@ class Scrape:
         self._stored = stored
         self._restarts = restarts
         self._known_jobs: tuple[dict[str, int], float] = ({}, 0.0)
-        self._questions = (_Question(self._ask_engine), _Question(self._ask_jobs))
+        self._queries = (_Query(self._query_engine), _Query(self._query_jobs))
 
     async def exposition(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
-        await asyncio.gather(*(question.answered() for question in self._questions))
+        await asyncio.gather(*(question.answered() for question in self._queries))
         jobs, oldest_s = self._known_jobs
         levels = Levels(
             self._lifecycle.phase,
@@ -116,11 +116,11 @@ class Scrape:
 
     async def close(self) -> None:
         """Cancel running queries, and close the metrics."""
-        for question in self._questions:
+        for question in self._queries:
             await question.close()
         self._metrics.close()
 
-    async def _ask_engine(self) -> None:
+    async def _query_engine(self) -> None:
         try:
             if self._engine.ready:
                 number = self._restarts()
@@ -130,7 +130,7 @@ class Scrape:
         except Exception:
             logger.warning("reading the engine's counters failed", exc_info=True)
 
-    async def _ask_jobs(self) -> None:
+    async def _query_jobs(self) -> None:
         try:
             self._known_jobs = await self._jobs.levels()
         except Exception:

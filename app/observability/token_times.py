@@ -42,7 +42,7 @@ class TokenTimes:
         self._between = between.observe if num_choices == 1 else None
         self._last_s = 0.0
 
-    def saw(self, event: str) -> None:
+    def record_event(self, event: str) -> None:
         """Record an event that is about to be sent."""
         if self._last_s:
             if self._between is not None and _has_token(event):

@@ -61,8 +61,8 @@ class RequestSpan:
     @property
     def answer_header(self) -> tuple[bytes, bytes] | None:
         """The response header with the trace's id; None if the SDK is disabled."""
-        told = self.headers.get(_TRACEPARENT)
-        return None if told is None else (_TRACEPARENT.encode(), told.encode())
+        traceparent = self.headers.get(_TRACEPARENT)
+        return None if traceparent is None else (_TRACEPARENT.encode(), traceparent.encode())
 
     def end(self, record: Record) -> None:
         """End the span with attributes of the request, which contain no content of the client."""
@@ -147,9 +147,9 @@ class Tracing:
             run: The context of the run.
             traceparent: That of the request that started the run; empty if it had none.
         """
-        asked = self._propagator.extract({_TRACEPARENT: traceparent}, context=Context())
-        asking = get_current_span(asked).get_span_context()
-        links = [Link(asking)] if asking.is_valid else []
+        parent = self._propagator.extract({_TRACEPARENT: traceparent}, context=Context())
+        parent_context = get_current_span(parent).get_span_context()
+        links = [Link(parent_context)] if parent_context.is_valid else []
         span = self._tracer.start_span("job", Context(), SpanKind.CONSUMER, links=links)
         self._hand_on(span, run)
         return JobSpan(span)

@@ -121,7 +121,7 @@ def replicas_of(index: int, options: ReplicaOptions, settings: Settings) -> Appl
         environment={**environment_for_replicas(), **options.environment, **model.environment},
         host=options.host,
         num_cores=num_cores_of(model, resources),
-        first_core=sum(one.most_replicas * num_cores_of(one, its) for one, its in before),
+        first_core=sum(one.max_replica_count * num_cores_of(one, its) for one, its in before),
         stop_s=stop_s,
     )
     return (
@@ -188,9 +188,9 @@ def resources_of(
     taken, sharing = 0.0, 0
     for one in models:
         if one.num_cpus is None and not _num_gpus(one, has_gpus=has_gpus):
-            sharing += one.most_replicas
+            sharing += one.max_replica_count
         else:
-            taken += one.most_replicas * (1.0 if one.num_cpus is None else one.num_cpus)
+            taken += one.max_replica_count * (1.0 if one.num_cpus is None else one.num_cpus)
     left = min(sizes) - taken / len(sizes)
     share = left / max(1, math.ceil(sharing / len(sizes)))
     return {"num_cpus": float(int(share)) if share >= 1 else _SMALLEST_CPU, "num_gpus": num_gpus}
@@ -223,10 +223,10 @@ class ServedFront:
 
     def __serve_build_asgi_app__(self) -> Starlette:
         """Return the front's application."""
-        return create_front(self._settings, self._options, lambda: self._replicas, _Elsewhere())
+        return create_front(self._settings, self._options, lambda: self._replicas, _ExternalReplicas())
 
 
-class _Elsewhere:
+class _ExternalReplicas:
     """Replicas whose lifetime Ray Serve manages."""
 
     ready = True

@@ -94,11 +94,11 @@ class RayReplicas:
         Raises:
             RuntimeError: One of them does not start.
         """
-        telling = asyncio.create_task(self._tell_what_waits(), name="replicas-waiting")
+        log_task = asyncio.create_task(self._log_unstarted(), name="replicas-waiting")
         try:
             handles = await asyncio.to_thread(self._deploy)
         finally:
-            telling.cancel()
+            log_task.cancel()
         self.replicas = [ServedReplicas(one, self._options.wait_s) for one in handles]
 
     async def died(self) -> None:
@@ -131,9 +131,9 @@ class RayReplicas:
         handles: list[DeploymentHandle] = serve.run_many(targets)
         return handles
 
-    async def _tell_what_waits(self) -> None:
+    async def _log_unstarted(self) -> None:
         """Log Ray Serve's reasons for replicas that do not start, such as missing resources."""
-        told: set[str] = set()
+        logged: set[str] = set()
         while True:
             await asyncio.sleep(_LOOK_S)
             try:
@@ -143,9 +143,9 @@ class RayReplicas:
                 continue
             ours = [applications.get(self._name(index)) for index in range(len(self._options.models))]
             found = {its.message for one in ours if one is not None for its in one.deployments.values()}
-            for message in found - told - {""}:
+            for message in found - logged - {""}:
                 logger.warning("replicas are not ready yet: %s", message)
-            told |= found
+            logged |= found
 
     def _end(self) -> None:
         if not ray.is_initialized():

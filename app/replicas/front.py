@@ -30,12 +30,12 @@ from app.lifecycle import Lifecycle, Phase, Startable
 from app.middleware import GateMiddleware
 from app.observability.metrics import Metrics
 from app.received_bytes import ReceivedBytes
-from app.replicas.asked import Asked, of_body, owner_of, split_path
 from app.replicas.options import ReplicaOptions
-from app.replicas.protocol import Place, Replicas, none_ready
-from app.replicas.questions import Questions
-from app.replicas.relay import NotTakenError, Relay, Sent, is_held
-from app.replicas.sockets import deny, relay_socket
+from app.replicas.protocol import ReplicaAddress, Replicas, none_ready
+from app.replicas.relay import ForwardedRequest, NotTakenError, Relay, is_buffered
+from app.replicas.replica_queries import ReplicaQueries
+from app.replicas.request_route import RequestRoute, of_body, owner_of, split_path
+from app.replicas.websocket_relay import reject, relay_socket
 from app.request_context import RequestContextMiddleware, context_of
 from app.settings import Settings
 from app.tenant_budget import TenantBudget
@@ -74,7 +74,7 @@ class Front:
         self._options = options
         self._replicas = replicas
         self._receiving = ReceivedBytes(TenantBudget.of(settings).received_bytes)
-        self._questions = Questions(options.models, replicas, lambda: self._relay)
+        self._queries = ReplicaQueries(options.models, replicas, lambda: self._relay)
         self._index = {name: index for index, one in enumerate(options.models) for name in one.names}
         self._opened: Relay | None = None
 
@@ -92,12 +92,12 @@ class Front:
         path, named = scope["path"], context_of(scope).record.model
         answer: Response | None = None
         if path == "/metrics":
-            answer = await self._questions.metrics(request)
+            answer = await self._queries.metrics(request)
         elif path == "/v1/models" and not named and len(self._options.models) > 1:
-            answer = await self._questions.models(request)
+            answer = await self._queries.models(request)
         elif path == "/health/ready":
-            answer = await self._questions.ready(request, self._wanted(named))
-        elif is_held(request):
+            answer = await self._queries.ready(request, self._wanted(named))
+        elif is_buffered(request):
             answer = await self._count_body(request)
         if answer is not None:
             await answer(scope, receive, send)
@@ -105,9 +105,9 @@ class Front:
         sent = await self._relay.read(request, path)
         owner = owner_of(path)
         if owner:
-            await self._pass_to(owner, sent, send)
+            await self._forward_to_owner(owner, sent, send)
         else:
-            await self._pass_on(sent, await self._asked(sent, named), send)
+            await self._forward(sent, await self._route_of(sent, named), send)
 
     def _wanted(self, named: str) -> list[int]:
         """Return the models that readiness depends on: the named one, or those that always have replicas."""
@@ -126,7 +126,7 @@ class Front:
         name = "" if request.client is None else request.client.host
         declared = request.headers.get("content-length", "")
         if not declared.isdecimal() or int(declared[:20]) > _UNASKED_BYTES:
-            refusal = await self._questions.refusal(request)
+            refusal = await self._queries.refusal(request)
             if refusal is not None:
                 return refusal
             key = request.headers.get("authorization", "")
@@ -135,17 +135,17 @@ class Front:
         context_of(request.scope).intake = self._receiving.intake(name)
         return None
 
-    async def _asked(self, sent: Sent, named: str) -> Asked:
+    async def _route_of(self, sent: ForwardedRequest, named: str) -> RequestRoute:
         body = sent.body
         if not body:
-            return Asked(named)
+            return RequestRoute(named)
         key = sent.request.headers.get("authorization", "").encode()
 
-        def look() -> Asked:
+        def parse() -> RequestRoute:
             return of_body(body, key, prefix_bytes=self._options.prefix_bytes)
 
-        found = look() if len(body) < THREAD_BYTES else await asyncio.to_thread(look)
-        return Asked(named or found.model, found.key)
+        found = parse() if len(body) < THREAD_BYTES else await asyncio.to_thread(parse)
+        return RequestRoute(named or found.model, found.key)
 
     @property
     def _relay(self) -> Relay:
@@ -153,37 +153,37 @@ class Front:
             self._opened = Relay(self._settings)
         return self._opened
 
-    async def _pass_to(self, owner: str, sent: Sent, send: Send) -> None:
+    async def _forward_to_owner(self, owner: str, sent: ForwardedRequest, send: Send) -> None:
         """Forward a request to the replica that owns the requested data."""
         scope = sent.request.scope
         answer: Response | None = None
-        place = await while_connected(
-            sent.receive, self._questions.place_of(owner), context_of(scope).deadline
+        address = await while_connected(
+            sent.receive, self._queries.address_of(owner), context_of(scope).deadline
         )
-        if place is not None:
+        if address is not None:
             try:
-                answer = await self._relay.answer(sent, place)
+                answer = await self._relay.answer(sent, address)
             except NotTakenError as refusal:
                 answer = refusal.answer
         if answer is None:
             raise _no_result()
         await answer(scope, sent.receive, send)
 
-    async def _pass_on(self, sent: Sent, asked: Asked, send: Send) -> None:
+    async def _forward(self, sent: ForwardedRequest, route: RequestRoute, send: Send) -> None:
         """Forward a request to a replica, or to the next one if it did not accept it."""
-        replicas = self._of(asked.model)
+        replicas = self._of(route.model)
         scope = sent.request.scope
         tried: set[str] = set()
         answer: Response | None = None
         while True:
             try:
                 async with contextlib.AsyncExitStack() as stack:
-                    entering = stack.enter_async_context(replicas.taken(asked.key, tried=tried))
-                    place = await while_connected(sent.receive, entering, context_of(scope).deadline)
-                    if place.name in tried:
+                    entering = stack.enter_async_context(replicas.acquire(route.key, tried=tried))
+                    address = await while_connected(sent.receive, entering, context_of(scope).deadline)
+                    if address.name in tried:
                         break
-                    tried.add(place.name)
-                    reply = await self._relay.answer(sent, place)
+                    tried.add(address.name)
+                    reply = await self._relay.answer(sent, address)
                     await reply(scope, sent.receive, send)
                     return
             except NotTakenError as refusal:
@@ -201,30 +201,30 @@ class Front:
 
     async def _socket(self, websocket: WebSocket) -> None:
         try:
-            await self._pass_socket_on(websocket, websocket.scope["path"])
+            await self._forward_socket(websocket, websocket.scope["path"])
         except ApiError as error:
-            await deny(websocket, error_response(error))
+            await reject(websocket, error_response(error))
 
-    async def _pass_socket_on(self, websocket: WebSocket, path: str) -> None:
+    async def _forward_socket(self, websocket: WebSocket, path: str) -> None:
         """Forward a WebSocket to a replica, or to the next one if it did not accept it."""
         replicas = self._of(context_of(websocket.scope).record.model)
         is_local = websocket.query_params.get("local", "").lower() in _YES and path.endswith(_EVENTS)
         tried: set[str] = set()
         answer: Response | None = None
         while True:
-            async with replicas.taken(tried=tried) as place:
-                if place.name in tried:
+            async with replicas.acquire(tried=tried) as address:
+                if address.name in tried:
                     break
-                tried.add(place.name)
-                places: list[Place] = await self._questions.places() if is_local else []
-                others = [one for one in places if one.name != place.name]
+                tried.add(address.name)
+                addresses: list[ReplicaAddress] = await self._queries.addresses() if is_local else []
+                others = [one for one in addresses if one.name != address.name]
                 try:
-                    await relay_socket(websocket, path, place, others)
+                    await relay_socket(websocket, path, address, others)
                 except NotTakenError as refusal:
                     answer = refusal.answer or answer
                 else:
                     return
-        await deny(websocket, answer or error_response(none_ready()))
+        await reject(websocket, answer or error_response(none_ready()))
 
 
 def create_front(

@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from app.replicas.protocol import Place, none_ready
+from app.replicas.protocol import ReplicaAddress, none_ready
 
 logger = logging.getLogger(__name__)
 
@@ -37,53 +37,55 @@ class ServedReplicas:
         self._handle = handle
         self._leases = handle.options(method_name="lease", stream=True)
         self._wait_s = wait_s
-        self._last: list[Place] = []
+        self._last: list[ReplicaAddress] = []
 
     @contextlib.asynccontextmanager
-    async def taken(self, key: bytes = b"", *, tried: Collection[str] = ()) -> AsyncGenerator[Place, None]:
+    async def acquire(
+        self, key: bytes = b"", *, tried: Collection[str] = ()
+    ) -> AsyncGenerator[ReplicaAddress, None]:
         """Choose a replica, and count a request there within the context.
 
         Raises:
             ApiError: ``starting``: no replica is ready in time.
         """
-        asked = {"key": key, "tried": list(tried)}
+        arguments = {"key": key, "tried": list(tried)}
         leases: list[Any] = []
         try:
             try:
                 async with asyncio.timeout(self._wait_s):
-                    name, url = await self._next(leases, asked)
+                    name, url = await self._next(leases, arguments)
             except (TimeoutError, RayServeException) as error:
                 logger.info("no replica was chosen: %r", error)
                 raise none_ready() from error
-            yield Place(name, url)
+            yield ReplicaAddress(name, url)
         finally:
             for lease in leases:
                 _end(lease)
 
-    async def places(self) -> list[Place]:
+    async def addresses(self) -> list[ReplicaAddress]:
         """Return the addresses of all replicas; the last known ones if a replica does not answer in time."""
         try:
-            found = await self._handle.broadcast("place").results_async(
+            found = await self._handle.broadcast("address").results_async(
                 timeout_s=_PLACES_S, return_exceptions=True
             )
         except TimeoutError:
             return self._last
         except (RayError, RayServeException):
             return []
-        self._last = [Place(*one) for one in found if not isinstance(one, BaseException)]
+        self._last = [ReplicaAddress(*one) for one in found if not isinstance(one, BaseException)]
         return self._last
 
-    async def _next(self, leases: list[Any], asked: dict[str, Any]) -> tuple[str, str]:
+    async def _next(self, leases: list[Any], arguments: dict[str, Any]) -> tuple[str, str]:
         """Retry until a replica answers; one may have died before the router noticed."""
         while True:
-            leases.append(self._leases.remote(**asked))
+            leases.append(self._leases.remote(**arguments))
             try:
-                place: tuple[str, str] = await anext(leases[-1])
+                address: tuple[str, str] = await anext(leases[-1])
             except (RayError, StopAsyncIteration) as error:
                 logger.info("the chosen replica has stopped: %r", error)
                 await asyncio.sleep(_PAUSE_S)
             else:
-                return place
+                return address
 
 
 def _end(lease: Any) -> None:

@@ -77,7 +77,7 @@ class ModelOptions(BaseModel):
         return num_devices
 
     @property
-    def most_replicas(self) -> int:
+    def max_replica_count(self) -> int:
         """The maximum number of replicas."""
         return self.max_replicas or self.replicas
 

@@ -11,7 +11,7 @@ from api_schemas.errors import ApiError, ErrorCode
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Place:
+class ReplicaAddress:
     """The address of a replica.
 
     Attributes:
@@ -26,16 +26,16 @@ class Place:
 class Replicas(Protocol):
     """The replicas of one model."""
 
-    def taken(
+    def acquire(
         self, key: bytes = b"", *, tried: Collection[str] = ()
-    ) -> contextlib.AbstractAsyncContextManager[Place]:
-        """Choose a replica, see ``choosing``, and count a request there within the context.
+    ) -> contextlib.AbstractAsyncContextManager[ReplicaAddress]:
+        """Choose a replica, see ``replica_ranking``, and count a request there within the context.
 
         Raises:
             ApiError: ``starting``: no replica is ready in time.
         """
 
-    async def places(self) -> list[Place]:
+    async def addresses(self) -> list[ReplicaAddress]:
         """Return the addresses of all replicas."""
 
 
@@ -47,7 +47,7 @@ def none_ready() -> ApiError:
     )
 
 
-def lost(name: str) -> ApiError:
+def replica_lost(name: str) -> ApiError:
     """Return the error for a request whose replica failed while it ran."""
     return ApiError(
         ErrorCode.REPLICA_LOST,
@@ -55,4 +55,4 @@ def lost(name: str) -> ApiError:
     )
 
 
-__all__ = ["Place", "Replicas", "lost", "none_ready"]
+__all__ = ["ReplicaAddress", "Replicas", "none_ready", "replica_lost"]

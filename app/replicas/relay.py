@@ -25,8 +25,8 @@ from yarl import URL
 from api_schemas.errors import ErrorCode
 from app.body import read_bytes, stream_bytes
 from app.disconnect import while_connected
-from app.listen_socket import notice_loss
-from app.replicas.protocol import Place, lost
+from app.listen_socket import detect_lost_peer
+from app.replicas.protocol import ReplicaAddress, replica_lost
 from app.request_context import context_of
 from app.services.streaming import ClosingStream, last_events
 from app.settings import Settings
@@ -37,7 +37,7 @@ _STREAMS: Final = {"/v1/completions", "/v1/chat/completions"}
 """Paths with event streams whose last event may report an error."""
 _EVENTS: Final = "text/event-stream"
 _EVENT_END: Final = b"\n\n"
-_MOST_REFUSAL_BYTES: Final = 64 * 1024
+_MAX_REFUSAL_BYTES: Final = 64 * 1024
 _PIECE_BYTES: Final = 64 * 1024
 _REFUSALS: Final = {ErrorCode.STARTING.value, ErrorCode.DRAINING.value, ErrorCode.ENGINE_RESTARTING.value}
 """Error codes after which another replica may run the request, since this one has done no work for it."""
@@ -69,28 +69,28 @@ class NotTakenError(Exception):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Said:
+class ReplicaAnswer:
     """A replica's answer to a query of the front.
 
     Attributes:
-        place: The replica.
+        address: The replica.
         status: The HTTP status.
         text: The body.
         headers: The headers of rejections.
     """
 
-    place: Place
+    address: ReplicaAddress
     status: int
     text: str
     headers: Mapping[str, str]
 
     def response(self) -> Response:
         """Return it as a response to a client."""
-        headers = {**self.headers, REPLICA_HEADER: self.place.name}
+        headers = {**self.headers, REPLICA_HEADER: self.address.name}
         return Response(self.text, self.status, headers, media_type=_JSON)
 
 
-class Sent:
+class ForwardedRequest:
     """A request that is being forwarded.
 
     Args:
@@ -144,7 +144,7 @@ class Sent:
             headers.popall("content-length", None)
             if self.body or self.request.method not in _SAFE:
                 headers["content-length"] = str(len(self.body))
-        headers.update(whereabouts(self.request))
+        headers.update(forwarded_headers(self.request))
         return headers
 
 
@@ -172,21 +172,21 @@ class Relay:
         """Close all connections."""
         await self._session.close()
 
-    async def read(self, request: Request, path: str) -> Sent:
+    async def read(self, request: Request, path: str) -> ForwardedRequest:
         """Read a request, with its body if it is to be buffered.
 
         Raises:
             ApiError: See ``body.read_bytes``.
         """
         if request.method in _SAFE:
-            return Sent(request, path, bytearray())
-        if not is_held(request):
-            return Sent(request, path, None)
+            return ForwardedRequest(request, path, bytearray())
+        if not is_buffered(request):
+            return ForwardedRequest(request, path, None)
         settings = self._settings
         body = await read_bytes(request, settings.max_body_bytes, settings.upload_idle_timeout_s)
-        return Sent(request, path, body)
+        return ForwardedRequest(request, path, body)
 
-    async def answer(self, sent: Sent, place: Place) -> ClosingStream:
+    async def answer(self, sent: ForwardedRequest, address: ReplicaAddress) -> ClosingStream:
         """Send a request to a replica, and return its response.
 
         Raises:
@@ -196,7 +196,7 @@ class Relay:
         """
         deadline = context_of(sent.request.scope).deadline
         try:
-            response = await while_connected(sent.receive, self._request(sent, place), deadline)
+            response = await while_connected(sent.receive, self._request(sent, address), deadline)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise NotTakenError from error
         except (aiohttp.ClientError, OSError) as error:
@@ -204,38 +204,42 @@ class Relay:
                 raise sent.error from error
             if sent.request.method in _SAFE:
                 raise NotTakenError from error
-            raise lost(place.name) from error
-        speaks = sent.path in _STREAMS and response.headers.get("content-type", "").startswith(_EVENTS)
-        source = _pieces(response, place, has_last_words=speaks)
+            raise replica_lost(address.name) from error
+        is_event_stream = sent.path in _STREAMS and response.headers.get("content-type", "").startswith(
+            _EVENTS
+        )
+        source = _pieces(response, address, ends_with_error=is_event_stream)
         if response.status == _UNAVAILABLE and sent.body is not None and _is_short(response):
-            said = await _read(response, place)
-            source = _once(said)
-            if is_refusal(response.status, said):
-                raise NotTakenError(self._stream(response, source, place, speaks=False))
-        return self._stream(response, source, place, speaks=speaks)
+            body = await _read(response, address)
+            source = _single_piece(body)
+            if is_refusal(response.status, body):
+                raise NotTakenError(self._stream(response, source, address, is_event_stream=False))
+        return self._stream(response, source, address, is_event_stream=is_event_stream)
 
-    async def ask(self, place: Place, path: str, request: Request) -> Said | None:
+    async def get(self, address: ReplicaAddress, path: str, request: Request) -> ReplicaAnswer | None:
         """Return a replica's answer to a GET on behalf of a client; None if there is none.
 
         Of the request, only the caller's credentials and address are forwarded.
         """
         headers = {name: value for name, value in request.headers.items() if name in _OF_CALLERS}
-        headers.update(whereabouts(request))
+        headers.update(forwarded_headers(request))
         try:
-            async with self._session.get(f"{place.url}{path}", headers=headers) as response:
-                told = {name: one for name, one in response.headers.items() if name.lower() in _OF_REFUSALS}
-                return Said(place, response.status, await response.text(), told)
+            async with self._session.get(f"{address.url}{path}", headers=headers) as response:
+                response_headers = {
+                    name: one for name, one in response.headers.items() if name.lower() in _OF_REFUSALS
+                }
+                return ReplicaAnswer(address, response.status, await response.text(), response_headers)
         except (aiohttp.ClientError, OSError):
             return None
 
-    async def _request(self, sent: Sent, place: Place) -> aiohttp.ClientResponse:
+    async def _request(self, sent: ForwardedRequest, address: ReplicaAddress) -> aiohttp.ClientResponse:
         request = sent.request
         query = request.scope["query_string"].decode("latin-1")
         path = quote(sent.path, safe="/:@!$&'()*+,;=~")
         has_body = sent.body is None or len(sent.body) > 0
         return await self._session.request(
             request.method,
-            URL(f"{place.url}{path}{'?' if query else ''}{query}", encoded=True),
+            URL(f"{address.url}{path}{'?' if query else ''}{query}", encoded=True),
             headers=sent.headers(),
             data=sent.pieces(self._settings) if has_body else None,
             allow_redirects=False,
@@ -245,9 +249,9 @@ class Relay:
         self,
         response: aiohttp.ClientResponse,
         source: AsyncGenerator[bytes, None],
-        place: Place,
+        address: ReplicaAddress,
         *,
-        speaks: bool,
+        is_event_stream: bool,
     ) -> ClosingStream:
         async def close() -> None:
             response.close()
@@ -258,29 +262,29 @@ class Relay:
             status_code=response.status,
             on_close=close,
             stall_s=self._settings.client_stall_timeout_s,
-            last_words=last_events if speaks else None,
+            final_event=last_events if is_event_stream else None,
         )
         answer.raw_headers = [
             (name.lower(), value)
             for name, value in response.raw_headers
             if name.decode("latin-1").lower() not in _OF_CONNECTIONS
         ]
-        answer.headers[REPLICA_HEADER] = place.name
+        answer.headers[REPLICA_HEADER] = address.name
         return answer
 
 
-def is_held(request: Request) -> bool:
+def is_buffered(request: Request) -> bool:
     """Return whether a request's body is buffered, because its route depends on it."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     return request.method not in _SAFE and kind == _JSON
 
 
-def is_refusal(status: int, said: bytes) -> bool:
+def is_refusal(status: int, body: bytes) -> bool:
     """Return whether a replica has done no work for the request, so that another one may run it."""
-    return status == _UNAVAILABLE and _code(said) in _REFUSALS
+    return status == _UNAVAILABLE and _code(body) in _REFUSALS
 
 
-def whereabouts(connection: HTTPConnection) -> dict[str, str]:
+def forwarded_headers(connection: HTTPConnection) -> dict[str, str]:
     """Return headers that tell replicas the client's address; those set by the client are ignored."""
     address = "" if connection.client is None else connection.client.host
     return {"x-forwarded-for": address, "x-forwarded-proto": connection.url.scheme}
@@ -289,12 +293,12 @@ def whereabouts(connection: HTTPConnection) -> dict[str, str]:
 def _socket(address: tuple[Any, ...]) -> socket.socket:
     family, kind, protocol, _, _ = address
     found = socket.socket(family, kind, protocol)
-    notice_loss(found)
+    detect_lost_peer(found)
     return found
 
 
 async def _pieces(
-    response: aiohttp.ClientResponse, place: Place, *, has_last_words: bool
+    response: aiohttp.ClientResponse, address: ReplicaAddress, *, ends_with_error: bool
 ) -> AsyncGenerator[bytes, None]:
     """Yield a response as it arrives; if the replica fails in between, end with an error event or abort."""
     is_between = True
@@ -303,32 +307,32 @@ async def _pieces(
             yield piece
             is_between = piece.endswith(_EVENT_END)
     except (aiohttp.ClientError, OSError) as error:
-        if not has_last_words or not is_between:
+        if not ends_with_error or not is_between:
             raise ClientDisconnect from error  # which cuts the client's connection
-        yield last_events(lost(place.name))
+        yield last_events(replica_lost(address.name))
     finally:
         response.close()
 
 
-async def _once(said: bytes) -> AsyncGenerator[bytes, None]:
-    yield said
+async def _single_piece(body: bytes) -> AsyncGenerator[bytes, None]:
+    yield body
 
 
-async def _read(response: aiohttp.ClientResponse, place: Place) -> bytes:
+async def _read(response: aiohttp.ClientResponse, address: ReplicaAddress) -> bytes:
     try:
         return await response.read()
     except (aiohttp.ClientError, OSError) as error:
-        raise lost(place.name) from error
+        raise replica_lost(address.name) from error
 
 
 def _is_short(response: aiohttp.ClientResponse) -> bool:
-    return response.content_length is not None and response.content_length <= _MOST_REFUSAL_BYTES
+    return response.content_length is not None and response.content_length <= _MAX_REFUSAL_BYTES
 
 
-def _code(said: bytes) -> str:
+def _code(body: bytes) -> str:
     """Return the error code of an error response of the server, or an empty string."""
     try:
-        return msgspec.json.decode(said, type=_Said).error.code
+        return msgspec.json.decode(body, type=_ErrorBody).error.code
     except (msgspec.DecodeError, UnicodeDecodeError):
         return ""
 
@@ -337,10 +341,19 @@ class _Error(msgspec.Struct):
     code: str
 
 
-class _Said(msgspec.Struct):
+class _ErrorBody(msgspec.Struct):
     """An error response."""
 
     error: _Error
 
 
-__all__ = ["REPLICA_HEADER", "NotTakenError", "Relay", "Said", "Sent", "is_held", "is_refusal", "whereabouts"]
+__all__ = [
+    "REPLICA_HEADER",
+    "ForwardedRequest",
+    "NotTakenError",
+    "Relay",
+    "ReplicaAnswer",
+    "forwarded_headers",
+    "is_buffered",
+    "is_refusal",
+]

@@ -1,7 +1,7 @@
 """One replica: a Ray Serve actor that runs and monitors one server, ``nnsight-engine serve``.
 
 The server is an ordinary server process, with its own drain, engine restarts and limits; the actor never
-handles a request. If one of the two ends, the other is ended, see ``guard``.
+handles a request. If one of the two ends, the other is ended, see ``process_guard``.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Replica:
         )
         self._process = subprocess.Popen(  # noqa: ASYNC220, S603 - it takes milliseconds; ourselves
             [
-                *(sys.executable, "-m", "app.replicas.guard", "serve", *options.arguments),
+                *(sys.executable, "-m", "app.replicas.process_guard", "serve", *options.arguments),
                 *("--host", options.host, "--port", str(port)),
             ],
             stdin=subprocess.PIPE,  # never written to; its end is ours
@@ -101,10 +101,10 @@ class Replica:
         The arguments are for the router, which has already used them.
         """
         del key, tried
-        yield await self.place()
+        yield await self.address()
         await asyncio.Event().wait()
 
-    async def place(self) -> tuple[str, str]:
+    async def address(self) -> tuple[str, str]:
         """Return the replica's name and the server's URL."""
         return self._name, self._url
 

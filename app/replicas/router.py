@@ -1,4 +1,4 @@
-"""Ray Serve's side of ``choosing``: the router that runs beside each handle, in the front."""
+"""Ray Serve's side of ``replica_ranking``: the router that runs beside each handle, in the front."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from app.replicas.choosing import ranked
+from app.replicas.replica_ranking import ranked
 
 
 class PrefixRouter(RequestRouter):
-    """Sends requests with the same key to one replica, see ``choosing``.
+    """Sends requests with the same key to one replica, see ``replica_ranking``.
 
     It uses the arguments of ``Replica.lease``: ``key`` and ``tried``.
     """

@@ -107,14 +107,14 @@ async def _follow(
     local: bool,
 ) -> None:
     await websocket.accept()
-    telling = asyncio.create_task(_tell(websocket, events), name=f"tell-{job_id}")
+    sending = asyncio.create_task(_send_events(websocket, events), name=f"tell-{job_id}")
     calls = context.jobs.local_calls
     intake = context.receiving.intake(caller.tenant)
     answers = LocalAnswers(calls, job_id, intake, context.settings.max_trace_request_bytes)
     listening = asyncio.create_task(_listen(websocket, answers if local else None))
-    tasks = [telling, listening]
+    tasks = [sending, listening]
     if local:
-        tasks.append(asyncio.create_task(_ask(websocket, calls.frames(job_id)), name=f"ask-{job_id}"))
+        tasks.append(asyncio.create_task(_send_calls(websocket, calls.frames(job_id)), name=f"ask-{job_id}"))
     code: int | None = None
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -152,14 +152,14 @@ async def _is_over(context: Context, job_id: str, owner: str) -> bool:
         return False
 
 
-async def _tell(websocket: WebSocket, events: AsyncGenerator[JobEvent, None]) -> None:
+async def _send_events(websocket: WebSocket, events: AsyncGenerator[JobEvent, None]) -> None:
     """Send a job's events to the client."""
     async with contextlib.aclosing(events):
         async for event in events:
             await websocket.send_json({"type": "event", **event.model_dump(mode="json", exclude_none=True)})
 
 
-async def _ask(websocket: WebSocket, frames: AsyncGenerator[Frame, None]) -> None:
+async def _send_calls(websocket: WebSocket, frames: AsyncGenerator[Frame, None]) -> None:
     """Send the job's ``tracer.local()`` calls to the client."""
     async with contextlib.aclosing(frames):
         async for frame in frames:

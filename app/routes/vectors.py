@@ -89,7 +89,7 @@ async def train_vector(request: Request, context: Served, asked: Asked, caller: 
         media_type=EVENTS_TYPE,
         on_close=source.aclose,
         stall_s=settings.client_stall_timeout_s,
-        last_words=last_events,
+        final_event=last_events,
     )
 
 

@@ -31,9 +31,9 @@ async def download(
     """
     size = file.num_bytes
     headers = {"Accept-Ranges": "bytes", "ETag": tag, "Cache-Control": "private, no-store"}
-    asked = _range(request, size, tag)
-    start, stop = asked or (0, size)
-    if asked is not None and start >= stop:
+    requested = _range(request, size, tag)
+    start, stop = requested or (0, size)
+    if requested is not None and start >= stop:
         await file.close()
         error = ApiError(
             ErrorCode.RANGE_NOT_SATISFIABLE, f"The file has {size} bytes, and the range begins behind them."

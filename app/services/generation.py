@@ -27,7 +27,7 @@ from app.auth.code_policy import check_code_allowed
 from app.auth.principal import Principal
 from app.body import THREAD_BYTES, BodyLimits, read_object
 from app.disconnect import while_connected
-from app.engine.cache_salts import keep_apart
+from app.engine.cache_salts import isolate_cache
 from app.engine.client import EngineReply, JsonObject
 from app.json_text import JsonAnswer
 from app.observability.token_times import TokenTimes
@@ -44,8 +44,8 @@ _WRITES: Final = (Steer, Ablate, Patch, Trace)
 
 _CLOSE: Final = 0.8
 """Minimum similarity (1: equal) of a field's name to ours for it to count as a misspelling."""
-_MOST_NAMES: Final = 256
-_MOST_MORE: Final = 4
+_MAX_NAMES: Final = 256
+_MAX_EXTRA_CHARACTERS: Final = 4
 
 Generate = Callable[[JsonObject, tuple[Intervention, ...], Request], Awaitable[EngineReply]]
 """``EngineClient.completions`` or ``EngineClient.chat``."""
@@ -90,7 +90,7 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
     if names_vectors(interventions):
         interventions = await context.vectors.resolved(interventions, caller.tenant)
     asked.record.salt = _salt_of(body, caller, interventions)
-    keep_apart(body, caller)
+    isolate_cache(body, caller)
     answer = call(body, interventions, request)
     times = TokenTimes(context.metrics, asked.record, num_choices(body)) if body.get("stream") else None
     started = await while_connected(request.receive, _start(answer, times), asked.deadline)
@@ -103,12 +103,12 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
         await close_stream(stream)
 
     return ClosingStream(
-        events(started.first, stream, asked, *([] if times is None else [times.saw])),
+        events(started.first, stream, asked, *([] if times is None else [times.record_event])),
         media_type="text/event-stream",
         headers=reply.headers,
         on_close=on_close,
         stall_s=settings.client_stall_timeout_s,
-        last_words=last_events,
+        final_event=last_events,
     )
 
 
@@ -118,7 +118,9 @@ def _check_spelling(body: JsonObject) -> None:
     Raises:
         ApiError: ``invalid_shape``.
     """
-    short = [name for name in islice(body, _MOST_NAMES) if abs(len(name) - len(FIELD)) <= _MOST_MORE]
+    short = [
+        name for name in islice(body, _MAX_NAMES) if abs(len(name) - len(FIELD)) <= _MAX_EXTRA_CHARACTERS
+    ]
     close = next(iter(get_close_matches(FIELD, map(str.lower, short), n=1, cutoff=_CLOSE)), None)
     if close is not None:
         name = next(name for name in short if name.lower() == close)
@@ -168,5 +170,5 @@ async def _start(call: Awaitable[EngineReply], times: TokenTimes | None) -> _Sta
     # The first event is awaited so that an error before it gets its own HTTP status.
     first = await first_event(reply.stream)
     if first is not None and times is not None:
-        times.saw(first)
+        times.record_event(first)
     return _Started(reply, first)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from api_schemas.jobs import JobStatus
-from app.admission.counts import Taken
+from app.admission.counters import Reservation
 from app.admission.estimates import Estimate
 from app.admission.rates import Rates
 from app.auth.code_policy import sandbox_of
@@ -59,7 +59,7 @@ class JobCallers:
         """Return the caller of a job; None if its key has ended without a replacement."""
         caller = await self._keys.holder(job.key_id)
         if caller is not None:
-            learn(self._stored, caller)
+            set_limits(self._stored, caller)
         return caller
 
     def sandbox_of(self, caller: Principal) -> str:
@@ -70,19 +70,19 @@ class JobCallers:
         """Return the seconds until a job of the caller may begin; 0 for now."""
         return await self._rates.wait_s(caller)
 
-    async def set_aside(self, caller: Principal, estimate: Estimate) -> list[Taken]:
+    async def set_aside(self, caller: Principal, estimate: Estimate) -> list[Reservation]:
         """Reserve the usage that a job declares; it begins now."""
         return await self._rates.set_aside(caller, estimate)
 
-    async def count(self, caller: Principal, meter: UsageMeter, reserved: Sequence[Taken]) -> None:
+    async def count(self, caller: Principal, meter: UsageMeter, reserved: Sequence[Reservation]) -> None:
         """Charge the usage of a job, of which ``reserved`` was set aside."""
         await self._rates.count(caller, meter, reserved)
 
 
-def learn(stored: StoredBytes, caller: Principal) -> None:
+def set_limits(stored: StoredBytes, caller: Principal) -> None:
     """Pass a caller's storage limits to the storage counters."""
-    stored.learn(f"key:{caller.key_id}", caller.limits.stored_bytes)
-    stored.learn(f"tenant:{caller.tenant}", caller.tenant_limits.stored_bytes)
+    stored.set_limits(f"key:{caller.key_id}", caller.limits.stored_bytes)
+    stored.set_limits(f"tenant:{caller.tenant}", caller.tenant_limits.stored_bytes)
 
 
-__all__ = ["JobCallers", "RunOver", "learn"]
+__all__ = ["JobCallers", "RunOver", "set_limits"]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.admission.counts import Taken
+from app.admission.counters import Reservation
 from app.admission.estimates import Estimate
 from app.allowance import Allowance
 from app.auth.principal import EVERYBODY, Principal
@@ -90,7 +90,7 @@ class JobDispatcher:
         """Begin to claim jobs; must be called in the running event loop."""
         self._loops = [
             asyncio.create_task(self._dispatch(), name="jobs-dispatch"),
-            asyncio.create_task(self._keep(), name="jobs-keep"),
+            asyncio.create_task(self._renew_leases(), name="jobs-keep"),
         ]
 
     def wake(self) -> None:
@@ -143,13 +143,13 @@ class JobDispatcher:
             )
         finally:
             if job is None:
-                slot.leave()
+                slot.release()
         if job is None:
             return False
         is_begun = False
         try:
             caller = await self._callers.of(job)
-            if caller is not None and await self._hold(job, caller):
+            if caller is not None and await self._put_back_over_quota(job, caller):
                 return True
             if self._is_stopping:
                 return False  # its lease is given back by stop()
@@ -157,7 +157,7 @@ class JobDispatcher:
             is_begun = True
         finally:
             if not is_begun:
-                slot.leave()
+                slot.release()
         return True
 
     def _begin(self, job: JobRow, slot: JobSlot, caller: Principal | None) -> None:
@@ -165,7 +165,7 @@ class JobDispatcher:
         sandbox_of = "" if caller is None else self._callers.sandbox_of(caller)
         refusal = _key_ended(job) if caller is None else None
         caller = caller or EVERYBODY
-        reserved: list[Taken] = []
+        reserved: list[Reservation] = []
 
         async def set_aside(estimate: Estimate) -> None:
             reserved.extend(await self._callers.set_aside(caller, estimate))
@@ -189,7 +189,7 @@ class JobDispatcher:
         running = Counter(run.owner for run in self._runs.values())
         return [owner for owner, num in running.items() if not self._allowance.permits(owner, num)]
 
-    async def _hold(self, job: JobRow, caller: Principal) -> bool:
+    async def _put_back_over_quota(self, job: JobRow, caller: Principal) -> bool:
         """Put a job back whose key has used up its quota; return whether it was."""
         wait_s = await self._callers.wait_s(caller)
         if wait_s:
@@ -202,7 +202,7 @@ class JobDispatcher:
         return not self._is_stopping and self._lifecycle.phase is Phase.READY
 
     async def _run(
-        self, job: JobRow, run: JobRun, slot: JobSlot, caller: Principal, reserved: Sequence[Taken]
+        self, job: JobRow, run: JobRun, slot: JobSlot, caller: Principal, reserved: Sequence[Reservation]
     ) -> None:
         over: RunOver | None = None
         try:
@@ -224,18 +224,18 @@ class JobDispatcher:
                 logger.exception("the usage of job %s could not be counted", job.id)
             finally:
                 del self._runs[job.id], self._running[job.id]
-                slot.leave()
+                slot.release()
                 self.wake()
                 if over is not None:
                     over(run.ended)
 
-    async def _keep(self) -> None:
+    async def _renew_leases(self) -> None:
         renewed_at = recovered_at = time.monotonic()
         while True:
             await asyncio.sleep(_LOOK_S)
             try:
                 if self._running:
-                    await self._look()
+                    await self._check_held_jobs()
                 if self._running and time.monotonic() - renewed_at > _RENEW_S:
                     renewed_at = time.monotonic()
                     await self._tools.leases.renew(self.running)
@@ -245,16 +245,16 @@ class JobDispatcher:
             except Exception:
                 logger.exception("renewing the leases of jobs failed; retrying")
 
-    async def _look(self) -> None:
+    async def _check_held_jobs(self) -> None:
         """End jobs that were cancelled through other servers or taken over by them."""
-        asked = self.running
-        mine = await self._tools.leases.look(asked)
-        for job_id in asked:
+        running = self.running
+        held = await self._tools.leases.held_jobs(running)
+        for job_id in running:
             if job_id not in self._runs:
                 continue
-            if job_id not in mine:
+            if job_id not in held:
                 self._runs[job_id].end_early(Ending.LOST)
-            elif mine[job_id]:
+            elif held[job_id]:
                 self._runs[job_id].end_early(Ending.CANCELLED)
 
     async def _recover(self) -> None:
@@ -262,7 +262,7 @@ class JobDispatcher:
         note_interrupted(lost, self._tools.log)
         await self._tools.files.remove_results([(job.id, job.attempt) for job in lost])
         for job in lost:
-            self._tools.told(job.id)
+            self._tools.notify_followers(job.id)
         if lost:
             self.wake()
 

@@ -29,7 +29,7 @@ class _Follower:
     """One reader of a job's events: the number of events at its last read, and the signal that wakes it."""
 
     num_events: int = _UNREAD
-    news: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    changed: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
 
 class JobFeed:
@@ -50,10 +50,10 @@ class JobFeed:
         """The number of followers."""
         return sum(len(followers) for followers in self._followers.values())
 
-    def told(self, job_id: str) -> None:
+    def notify(self, job_id: str) -> None:
         """Wake the followers of a job: there are new events."""
         for follower in self._followers.get(job_id, ()):
-            follower.news.set()
+            follower.changed.set()
 
     async def follow(self, job_id: str, owner: str, after: int = 0) -> AsyncGenerator[JobEvent, None]:
         """Yield a job's events after its event number ``after``, up to the job's end.
@@ -63,7 +63,7 @@ class JobFeed:
         """
         with self._following(job_id) as follower:
             while not self._is_closed:
-                follower.news.clear()
+                follower.changed.clear()
                 try:
                     page = await self._store.events(job_id, owner, after=after, limit=_PAGE)
                 except ApiError as error:
@@ -77,13 +77,13 @@ class JobFeed:
                 if page.is_last:
                     return
                 if not page.events or after >= page.num_events:
-                    await follower.news.wait()
+                    await follower.changed.wait()
 
     async def close(self) -> None:
         """End all followers."""
         self._is_closed = True
         for job_id in self._followers:
-            self.told(job_id)
+            self.notify(job_id)
         if self._looking is not None:
             self._looking.cancel()
             await asyncio.gather(self._looking, return_exceptions=True)
@@ -94,7 +94,7 @@ class JobFeed:
         followers = self._followers.setdefault(job_id, set())
         followers.add(follower)
         if self._looking is None or self._looking.done():
-            self._looking = asyncio.create_task(self._look(), name="job-feed")
+            self._looking = asyncio.create_task(self._poll(), name="job-feed")
         try:
             yield follower
         finally:
@@ -102,7 +102,7 @@ class JobFeed:
             if not followers:
                 self._followers.pop(job_id, None)
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         """Poll for other servers' events for as long as there are followers."""
         while True:
             await asyncio.sleep(_LOOK_S)
@@ -122,7 +122,7 @@ class JobFeed:
                     # Followers compare their own counts: one may have read events that another has not. A
                     # follower whose job was removed is woken to end.
                     if counts.get(job_id, _GONE) != follower.num_events:
-                        follower.news.set()
+                        follower.changed.set()
 
 
 __all__ = ["JobFeed"]

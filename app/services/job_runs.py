@@ -79,7 +79,7 @@ class JobTools:
         files: Stores the request and the result.
         leases: Writes events and states to the database.
         check: Raises ApiError for a trace that may no longer run.
-        told: Called with the job's id after something was written to the database.
+        notify_followers: Called with the job's id after something was written to the database.
         calls: Asks the job's client to run parts of its blocks.
         log: Records the run and its tenant.
     """
@@ -88,7 +88,7 @@ class JobTools:
     files: JobFiles
     leases: JobLeases
     check: Callable[[TraceHead], None]
-    told: Callable[[str], None]
+    notify_followers: Callable[[str], None]
     calls: LocalCalls
     log: AuditLog
 
@@ -128,7 +128,7 @@ class JobRun:
         self.ended: JobStatus | None = None
         self._set_aside = set_aside
         self._dispatched: JobEvent | None = None
-        self._events = _Batches(self._tell)
+        self._events = _Batches(self._append_events)
         self._prints = JobPrints(tools.files.space, job.holder)
         self._has_result = False
         self._failure: JobEnd | None = None
@@ -164,7 +164,7 @@ class JobRun:
             has_result = end is not None and end.result_bytes is not None
             if not has_result:
                 await result.discard()  # on a full disk, the database may need this space
-            await self._write_down(end)
+            await self._record_end(end)
             result.keep()
             self._note_run(end)
         except LeaseLostError:
@@ -180,7 +180,7 @@ class JobRun:
                 else:
                     await result.discard()
             finally:
-                self._tools.told(self._job.id)
+                self._tools.notify_followers(self._job.id)
 
     def _note_run(self, end: JobEnd | None) -> None:
         """Complete the audit record, and write it if the job belongs to a tenant."""
@@ -212,7 +212,7 @@ class JobRun:
     async def _end(self, result: ResultFile) -> JobEnd | None:
         """Run the trace and return how it ended; None if it is to run again."""
         try:
-            await self._play(result)
+            await self._run_attempts(result)
         except asyncio.CancelledError:
             return self._ended_early()
         except ApiError as error:
@@ -234,7 +234,7 @@ class JobRun:
             return JobEnd(JobStatus.COMPLETED, result_bytes=result.num_bytes)
         return JobEnd(failure.status, failure.message, failure.code, result.num_bytes)
 
-    async def _play(self, result: ResultFile) -> None:
+    async def _run_attempts(self, result: ResultFile) -> None:
         if self._refusal is not None:
             raise self._refusal
         try:
@@ -251,11 +251,11 @@ class JobRun:
         request.sandbox_of = self._sandbox_of
         request.tenant = self._job.owner
         request.sender = f"jobs of {self._job.owner!r}"
-        request.is_patient = True  # bounded by the owner's share of the running jobs
-        request.ask = functools.partial(self._tools.calls.ask, self._job.id)
+        request.may_exceed_queue = True  # bounded by the owner's share of the running jobs
+        request.call_client = functools.partial(self._tools.calls.call, self._job.id)
         for count in itertools.count():
             try:
-                await self._play_once(request, result)
+                await self._run_attempt(request, result)
             except ApiError as error:
                 # The engine's queue is full of other traces: a job waits and retries.
                 if error.code is not ErrorCode.QUEUE_FULL:
@@ -267,20 +267,20 @@ class JobRun:
             else:
                 return
 
-    async def _play_once(self, request: TraceRequest, result: ResultFile) -> None:
+    async def _run_attempt(self, request: TraceRequest, result: ResultFile) -> None:
         async with contextlib.aclosing(
             self._tools.traces.run(request, self._job.id, self.context.meter)
         ) as frames:
             # The first frame is the service's own and precedes the engine's answer. The job counts as
             # dispatched only once the engine has accepted it.
             self._dispatched = JobEvent.model_validate_json(bytes((await anext(frames)).data))
-            timer = asyncio.get_running_loop().call_later(_TAKEN_S, self._tell_dispatched)
+            timer = asyncio.get_running_loop().call_later(_TAKEN_S, self._report_dispatched)
             try:
                 await self._take_all(frames, result)
             finally:
                 timer.cancel()
 
-    def _tell_dispatched(self) -> None:
+    def _report_dispatched(self) -> None:
         event, self._dispatched = self._dispatched, None
         if event is not None:
             self._events.put(event)
@@ -288,7 +288,7 @@ class JobRun:
 
     async def _take_all(self, frames: AsyncGenerator[Frame, None], result: ResultFile) -> None:
         async for frame in frames:
-            self._tell_dispatched()
+            self._report_dispatched()
             if frame.kind is FrameKind.ERROR:
                 self._has_result = False
                 self._failure = _failure_of(frame.json())
@@ -339,7 +339,7 @@ class JobRun:
             return None
         return JobEnd(JobStatus.CANCELLED, CANCELLED_MESSAGE, ErrorCode.JOB_CANCELLED)
 
-    async def _write_down(self, end: JobEnd | None) -> None:
+    async def _record_end(self, end: JobEnd | None) -> None:
         """Record how the job ended; retry if the database fails, since the run cannot be repeated.
 
         Raises:
@@ -347,7 +347,7 @@ class JobRun:
         """
         for delay_s in _RETRY_DELAYS_S:
             try:
-                await self._write_down_once(end)
+                await self._record_end_once(end)
             except LeaseLostError:
                 raise
             except Exception:
@@ -356,19 +356,19 @@ class JobRun:
             else:
                 return
             await asyncio.sleep(delay_s)
-        await self._write_down_once(end)
+        await self._record_end_once(end)
 
-    async def _write_down_once(self, end: JobEnd | None) -> None:
+    async def _record_end_once(self, end: JobEnd | None) -> None:
         await self._events.settle()
         if end is None:
             await self._tools.leases.give_back(self._job, was_interrupted=self._was_interrupted)
         else:
             self._prints.written([await self._tools.leases.end(self._job, end)])
 
-    async def _tell(self, events: list[JobEvent]) -> None:
-        await self._tools.leases.tell(self._job, events)
+    async def _append_events(self, events: list[JobEvent]) -> None:
+        await self._tools.leases.append_events(self._job, events)
         self._prints.written(events)
-        self._tools.told(self._job.id)
+        self._tools.notify_followers(self._job.id)
 
 
 class _Batches:

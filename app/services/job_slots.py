@@ -22,14 +22,14 @@ class JobSlots:
     """
 
     def __init__(self, max_running: int, changed: Callable[[], None]) -> None:
-        self._places = asyncio.Semaphore(max_running)
+        self._slots = asyncio.Semaphore(max_running)
         self._changed = changed
         self._waiting: Counter[JobKind] = Counter()
 
     @property
     def are_taken(self) -> bool:
         """Whether no slot is free, or free ones go to jobs that already wait for one."""
-        return self._places.locked()
+        return self._slots.locked()
 
     @property
     def waiting(self) -> list[JobKind]:
@@ -38,18 +38,18 @@ class JobSlots:
 
     async def take(self) -> JobSlot:
         """Acquire a slot; returns at once unless they ``are_taken``."""
-        await self._places.acquire()
-        return JobSlot(self._places, self._waiting, self._changed)
+        await self._slots.acquire()
+        return JobSlot(self._slots, self._waiting, self._changed)
 
 
 class JobSlot:
     """A job's slot, released while its engine has no room."""
 
     def __init__(
-        self, places: asyncio.Semaphore, waiting: Counter[JobKind], changed: Callable[[], None]
+        self, slots: asyncio.Semaphore, waiting: Counter[JobKind], changed: Callable[[], None]
     ) -> None:
         """Wrap a slot that was acquired."""
-        self._places = places
+        self._slots = slots
         self._waiting = waiting
         self._changed = changed
         self._is_held = True
@@ -63,7 +63,7 @@ class JobSlot:
         self._release()
         self._changed()
         await asyncio.sleep(delay_s)
-        await self._places.acquire()
+        await self._slots.acquire()
         self._is_held = True
 
     def accepted(self) -> None:
@@ -75,7 +75,7 @@ class JobSlot:
                 del self._waiting[kind]
             self._changed()
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Release the slot for good; idempotent."""
         self._release()
         self.accepted()
@@ -83,7 +83,7 @@ class JobSlot:
     def _release(self) -> None:
         if self._is_held:
             self._is_held = False
-            self._places.release()
+            self._slots.release()
 
 
 __all__ = ["JobSlot", "JobSlots"]

@@ -29,15 +29,15 @@ from app.services.job_dispatch import JobDispatcher
 from app.services.job_feed import JobFeed
 from app.services.job_runs import JobTools, note_interrupted
 from app.services.local_calls import LocalCalls
-from app.services.trace_admission import check_still_taken
+from app.services.trace_admission import check_still_allowed
 from app.services.traces import TraceService
 from app.settings import Settings
 from app.storage.database import Database
-from app.storage.engines import place_of
+from app.storage.engines import location_of
 from app.storage.job_files import ORPHAN_S, JobFiles
 from app.storage.job_leases import JobLeases
 from app.storage.job_storage_quota import JOB_BYTES, JobStorageQuota
-from app.storage.jobs import Accepted, Gone, JobStore, NewJob
+from app.storage.jobs import Accepted, JobStore, NewJob, RemovedJobs
 from app.storage.open_files import OpenResult
 from app.storage.storage_usage import Holder, StoredBytes
 from app.storage.tables import JobRow
@@ -54,7 +54,7 @@ _MAX_SWEEP_S: Final = 60.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Submitted:
+class SubmittedJob:
     """A job, and whether this request created it."""
 
     job: Job
@@ -147,7 +147,7 @@ class JobService:
 
     def _check(self, head: TraceHead) -> None:
         """Raise ApiError for a job that this server no longer accepts, or that is for another model."""
-        check_still_taken(self._settings, head)
+        check_still_allowed(self._settings, head)
         self._served().check(head)
 
     async def num_waiting(self, owner: str | None = None) -> int:
@@ -172,7 +172,7 @@ class JobService:
             files=self._files,
             leases=leases,
             check=self._check,
-            told=self._feed.told,
+            notify_followers=self._feed.notify,
             calls=self.local_calls,
             log=self._log,
         )
@@ -207,7 +207,7 @@ class JobService:
         holder: Holder,
         reruns: bool,
         traceparent: str = "",
-    ) -> Submitted:
+    ) -> SubmittedJob:
         """Accept a trace, or return the job that was created before with the same idempotency key.
 
         Args:
@@ -250,11 +250,11 @@ class JobService:
         # Shielded from cancellation: the job may already be in the database, or else its files must be
         # removed.
         accepted = await asyncio.shield(asyncio.ensure_future(self._accept(new)))
-        return Submitted(_job(accepted.job), accepted.is_new)
+        return SubmittedJob(_job(accepted.job), accepted.is_new)
 
     async def _accept(self, new: NewJob) -> Accepted:
         """Insert a job whose request is in its folder into the database, or remove the folder."""
-        never_was = Gone([new.id], [(new.holder, JOB_BYTES + new.request_bytes)])
+        never_was = RemovedJobs([new.id], [(new.holder, JOB_BYTES + new.request_bytes)])
         try:
             accepted = await self._store.accept(new)
         except Exception:
@@ -293,7 +293,7 @@ class JobService:
             ApiError: ``job_not_found``.
         """
         job = await self._store.cancel(job_id, owner)
-        self._tell_cancelled(job_id)
+        self._report_cancelled(job_id)
         return _job(job)
 
     async def remove(self, job_id: str, owner: str) -> None:
@@ -303,7 +303,7 @@ class JobService:
             ApiError: ``job_not_found``.
         """
         gone = await self._store.remove(job_id, owner)
-        self._tell_cancelled(job_id)
+        self._report_cancelled(job_id)
         await self._forget(gone)
 
     async def rerun(self, job_id: str, holder: Holder, traceparent: str = "") -> Job:
@@ -315,7 +315,7 @@ class JobService:
         job, (before, num_bytes) = await self._store.rerun(job_id, holder, traceparent)
         self._files.space.free(num_bytes, before)
         await self._files.remove_results([(job_id, job.attempt)])
-        self._feed.told(job_id)
+        self._feed.notify(job_id)
         self._wake()
         return _job(job)
 
@@ -357,12 +357,12 @@ class JobService:
         if self._dispatcher is not None:
             self._dispatcher.wake()
 
-    def _tell_cancelled(self, job_id: str) -> None:
-        self._feed.told(job_id)
+    def _report_cancelled(self, job_id: str) -> None:
+        self._feed.notify(job_id)
         if self._dispatcher is not None:
             self._dispatcher.cancel(job_id)
 
-    async def _forget(self, gone: Gone) -> None:
+    async def _forget(self, gone: RemovedJobs) -> None:
         await self._files.remove(gone.ids)
         for holder, num_bytes in gone.freed:
             self._files.space.free(num_bytes, holder)
@@ -440,8 +440,8 @@ def folder_of(settings: Settings) -> Path:
     """
     if not settings.database_url:
         return settings.data_dir
-    digest = hashlib.sha256(place_of(settings.database_url).encode()).hexdigest()
+    digest = hashlib.sha256(location_of(settings.database_url).encode()).hexdigest()
     return settings.data_dir / f"database-{digest[:16]}"
 
 
-__all__ = ["JobResult", "JobService", "Submitted", "folder_of"]
+__all__ = ["JobResult", "JobService", "SubmittedJob", "folder_of"]

@@ -19,7 +19,7 @@ Bytes = bytes | bytearray | memoryview
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Call:
+class _PendingCall:
     """One call to a client.
 
     Attributes:
@@ -43,7 +43,7 @@ class LocalCalls:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._numbers = itertools.count(1)
-        self._pending: dict[str, _Call] = {}
+        self._pending: dict[str, _PendingCall] = {}
         self._listeners: dict[str, set[asyncio.Event]] = {}
 
     @property
@@ -51,14 +51,14 @@ class LocalCalls:
         """The number of calls that wait for an answer."""
         return len(self._pending)
 
-    async def ask(self, job_id: str, data: Bytes) -> Bytes:
+    async def call(self, job_id: str, data: Bytes) -> Bytes:
         """Send a call to a job's client, and return its answer.
 
         Raises:
             TimeoutError: No answer arrived in time.
         """
         number = next(self._numbers)
-        call = _Call(number, calling(number, data), asyncio.get_running_loop().create_future())
+        call = _PendingCall(number, calling(number, data), asyncio.get_running_loop().create_future())
         self._pending[job_id] = call
         for listener in self._listeners.get(job_id, ()):
             listener.set()
@@ -71,15 +71,15 @@ class LocalCalls:
     async def frames(self, job_id: str) -> AsyncGenerator[Frame, None]:
         """Yield the calls to a job's client; never ends."""
         last = 0
-        with self._listening(job_id) as news:
+        with self._listening(job_id) as changed:
             while True:
-                news.clear()
+                changed.clear()
                 call = self._pending.get(job_id)
                 if call is not None and call.number != last:
                     last = call.number
                     yield call.frame
                 else:
-                    await news.wait()
+                    await changed.wait()
 
     def is_waiting(self, job_id: str, number: int) -> bool:
         """Return whether a call of a job still waits for its answer."""
@@ -93,13 +93,13 @@ class LocalCalls:
 
     @contextlib.contextmanager
     def _listening(self, job_id: str) -> Iterator[asyncio.Event]:
-        news = asyncio.Event()
+        changed = asyncio.Event()
         listeners = self._listeners.setdefault(job_id, set())
-        listeners.add(news)
+        listeners.add(changed)
         try:
-            yield news
+            yield changed
         finally:
-            listeners.discard(news)
+            listeners.discard(changed)
             if not listeners:
                 self._listeners.pop(job_id, None)
 

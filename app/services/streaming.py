@@ -23,7 +23,7 @@ from app.request_deadline import RequestDeadline
 
 logger = logging.getLogger(__name__)
 
-_LAST_WORDS_S: Final = 2.0
+_FINAL_EVENT_S: Final = 2.0
 _LOOKS: Final = 2
 """The number of intervals into which the stall timeout is divided."""
 
@@ -45,7 +45,7 @@ class ClosingStream(StreamingResponse):
         status_code: HTTP status.
         stall_s: The time after which a client that reads nothing counts as disconnected, in seconds: memory,
             files and slots are held while it reads. None for no limit.
-        last_words: Returns the last bytes of a stream that an error ends early; None if the stream just
+        final_event: Returns the last bytes of a stream that an error ends early; None if the stream just
             breaks off.
     """
 
@@ -60,13 +60,13 @@ class ClosingStream(StreamingResponse):
         on_close: Callable[[], Awaitable[None]] | None = None,
         status_code: int = 200,
         stall_s: float | None = None,
-        last_words: Callable[[ApiError], bytes] | None = None,
+        final_event: Callable[[ApiError], bytes] | None = None,
     ) -> None:
         super().__init__(source, status_code, headers=headers, media_type=media_type)
         self._source = source
         self._on_close = on_close
         self._stall_s = stall_s
-        self._last_words = last_words
+        self._final_event = final_event
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream until it completes, is ended, or the client disconnects."""
@@ -80,11 +80,11 @@ class ClosingStream(StreamingResponse):
         except ApiError as error:
             if error is not deadline.error or not sending.has_started:
                 raise
-            if self._last_words is None or sending.is_stalled:
+            if self._final_event is None or sending.is_stalled:
                 raise ClientDisconnect from error
             logger.info("stream ended with %s: %s", error.code, error.message)
             note_error(scope, error.code)
-            await _say(self._last_words(error), send)
+            await _send_final(self._final_event(error), send)
         finally:
             sending.close()
             try:
@@ -129,9 +129,9 @@ class _Sending:
             self._timer.cancel()
 
     def _wait(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._pause_s, self._look)
+        self._timer = asyncio.get_running_loop().call_later(self._pause_s, self._check_progress)
 
-    def _look(self) -> None:
+    def _check_progress(self) -> None:
         moves = not self._is_sending or self._num_sent != self._num_seen
         self._num_looks = 0 if moves else self._num_looks + 1
         self._num_seen = self._num_sent
@@ -143,10 +143,10 @@ class _Sending:
         self._deadline.end(ApiError(ErrorCode.REQUEST_TIMED_OUT, "The client does not read the response."))
 
 
-async def _say(last: bytes, send: Send) -> None:
+async def _send_final(last: bytes, send: Send) -> None:
     """Send the end of a stream; raises ClientDisconnect if the client does not read it."""
     try:
-        async with asyncio.timeout(_LAST_WORDS_S):
+        async with asyncio.timeout(_FINAL_EVENT_S):
             await send({"type": "http.response.body", "body": last, "more_body": False})
     except OSError as error:  # closed, or the client reads nothing
         raise ClientDisconnect from error

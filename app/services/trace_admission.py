@@ -39,7 +39,7 @@ def check_head(settings: Settings, caller: Principal, served: ServedModel, head:
     served.check(head)
 
 
-def check_still_taken(settings: Settings, head: TraceHead) -> None:
+def check_still_allowed(settings: Settings, head: TraceHead) -> None:
     """Raise ApiError if the settings no longer allow a trace that was accepted earlier.
 
     Raises:

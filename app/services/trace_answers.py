@@ -70,7 +70,7 @@ async def answer_trace(context: Context, http: Request, caller: Principal) -> Re
         },
         on_close=frames.aclose,
         stall_s=context.settings.client_stall_timeout_s,
-        last_words=_last_frame,
+        final_event=_last_frame,
     )
 
 
@@ -124,8 +124,8 @@ async def _answer(
 ) -> AsyncGenerator[bytes | memoryview, None]:
     """Yield a trace's frames as bytes; an error becomes the last frame."""
     try:
-        async with contextlib.aclosing(_completed(opened, frames, asked)) as told:
-            async for frame in told:
+        async with contextlib.aclosing(_completed(opened, frames, asked)) as completed:
+            async for frame in completed:
                 for piece in pieces(frame):
                     yield piece
     except ApiError as error:

@@ -28,7 +28,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.storage.engines import WRITES, gave_way, is_unreachable, open_engine
+from app.storage.engines import WRITES, is_unreachable, open_engine, was_rolled_back
 
 T = TypeVar("T")
 
@@ -121,7 +121,7 @@ class Database:
             except _UndoneError as undone:
                 error = undone.error
                 if delay_s is None:
-                    raise error if gave_way(error) else _unavailable() from error
+                    raise error if was_rolled_back(error) else _unavailable() from error
                 logger.warning("a transaction was rolled back and is retried: %s", error.orig)
                 time.sleep(delay_s)
             except DBAPIError as error:
@@ -136,7 +136,7 @@ class Database:
                 result = work(session)
                 session.flush()
             except DBAPIError as error:
-                if is_unreachable(error) or gave_way(error):
+                if is_unreachable(error) or was_rolled_back(error):
                     raise _UndoneError(error) from error
                 raise
             session.commit()

@@ -56,13 +56,13 @@ def _other(url: URL, num_connections: int) -> Engine:
     waits = {"timeout": _TIMEOUT_S} if url.drivername == _DRIVER else {}
     # Each connection is tested before use: servers restart, and firewalls drop idle connections.
     engine = create_engine(url, pool_size=num_connections, pool_pre_ping=True, connect_args=waits)
-    event.listen(engine, "handle_error", _tell_kind)
+    event.listen(engine, "handle_error", _classify_error)
     if engine.dialect.name == "postgresql":
         event.listen(engine, "begin", _begin_in_postgresql)
     return engine
 
 
-def place_of(url: str) -> str:
+def location_of(url: str) -> str:
     """Return the database that a URL refers to, without user, password and driver."""
     try:
         parsed = make_url(url)
@@ -81,7 +81,7 @@ def is_unreachable(error: DBAPIError) -> bool:
     return is_remote and not code and isinstance(error, (InterfaceError, OperationalError))
 
 
-def gave_way(error: DBAPIError) -> bool:
+def was_rolled_back(error: DBAPIError) -> bool:
     """Return whether the transaction was rolled back in favour of a concurrent one."""
     return _code_of(error.orig) in _GAVE_WAY
 
@@ -113,7 +113,7 @@ def _storable(value: Any) -> Any:
             return value
 
 
-def _tell_kind(context: ExceptionContext) -> Exception | None:
+def _classify_error(context: ExceptionContext) -> Exception | None:
     code = _code_of(context.original_exception)
     if code.startswith(_GONE):
         # A server that shuts down reports an error of its own before it closes the connection.
@@ -151,4 +151,4 @@ def _begin_in_sqlite(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
 
-__all__ = ["WRITES", "gave_way", "is_unreachable", "open_engine", "place_of"]
+__all__ = ["WRITES", "is_unreachable", "location_of", "open_engine", "was_rolled_back"]

@@ -27,7 +27,7 @@ from app.storage.job_results import ResultFile
 from app.storage.job_storage_quota import JOB_BYTES, JobStorageQuota, on_disk, sync_folder
 from app.storage.open_files import OpenFiles, OpenResult
 from app.storage.process_folders import ProcessFolder, claim_folder
-from app.storage.storage_usage import NOBODY, Holder
+from app.storage.storage_usage import NO_HOLDER, Holder
 from nnsight_engine.remote_backend.messages import TraceRequest
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class JobFiles:
 
     @contextlib.asynccontextmanager
     async def received(
-        self, chunks: AsyncIterator[bytes], holder: Holder = NOBODY
+        self, chunks: AsyncIterator[bytes], holder: Holder = NO_HOLDER
     ) -> AsyncIterator[JobUpload]:
         """Receive a request's bytes; the file is removed at the end of the block unless it was adopted.
 
@@ -157,11 +157,13 @@ class JobFiles:
         """
         return await asyncio.to_thread(_mapped, self._folder(job_id) / _REQUEST)
 
-    def new_result(self, job_id: str, attempt: int, holder: Holder = NOBODY) -> ResultFile:
+    def new_result(self, job_id: str, attempt: int, holder: Holder = NO_HOLDER) -> ResultFile:
         """Return a writer for the result of one attempt."""
         return ResultFile(self._result(job_id, attempt), self.space, holder)
 
-    async def result(self, job_id: str, attempt: int, num_bytes: int, holder: Holder = NOBODY) -> OpenResult:
+    async def result(
+        self, job_id: str, attempt: int, num_bytes: int, holder: Holder = NO_HOLDER
+    ) -> OpenResult:
         """Open a result of ``num_bytes`` bytes, which stay counted until it is closed.
 
         That also holds if its job is removed meanwhile.

@@ -140,7 +140,7 @@ class JobLeases:
 
         return await self._database.write(write)
 
-    async def tell(self, job: JobRow, events: Sequence[JobEvent]) -> None:
+    async def append_events(self, job: JobRow, events: Sequence[JobEvent]) -> None:
         """Append events to a job.
 
         Raises:
@@ -215,7 +215,7 @@ class JobLeases:
 
         await self._database.write(write)
 
-    async def look(self, ids: Collection[str]) -> dict[str, bool]:
+    async def held_jobs(self, ids: Collection[str]) -> dict[str, bool]:
         """Return the jobs whose lease is still held, each with whether its cancellation is requested."""
         mine = select(JobRow.id, JobRow.cancel_requested).where(
             JobRow.id.in_(ids), JobRow.lease_by == self._holder

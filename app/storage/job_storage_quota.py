@@ -16,7 +16,7 @@ from typing import Final
 
 from api_schemas.errors import ApiError, ErrorCode
 from app.allowance import Allowance
-from app.storage.storage_usage import NOBODY, Holder, StoredBytes
+from app.storage.storage_usage import NO_HOLDER, Holder, StoredBytes
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class JobStorageQuota:
         """The number of bytes counted now."""
         return self._total(None)
 
-    def take(self, num_bytes: int, holder: Holder = NOBODY) -> None:
+    def take(self, num_bytes: int, holder: Holder = NO_HOLDER) -> None:
         """Reserve bytes that are about to be written.
 
         Raises:
@@ -63,24 +63,24 @@ class JobStorageQuota:
         places = (self._stored, self._written, self._held)
         return sum(place.total if name is None else place.of(name) for place in places)
 
-    def give_up(self, num_bytes: int, holder: Holder = NOBODY) -> None:
+    def give_up(self, num_bytes: int, holder: Holder = NO_HOLDER) -> None:
         """Release reserved bytes whose file was removed."""
         self._written.add(holder, -num_bytes)
 
-    def keep(self, num_bytes: int, holder: Holder = NOBODY) -> None:
+    def keep(self, num_bytes: int, holder: Holder = NO_HOLDER) -> None:
         """Move reserved bytes to the stored ones."""
         self._written.add(holder, -num_bytes)
         self._stored.add(holder, num_bytes)
 
-    def add(self, num_bytes: int, holder: Holder = NOBODY) -> None:
+    def add(self, num_bytes: int, holder: Holder = NO_HOLDER) -> None:
         """Count bytes as stored, without checking the limits."""
         self._stored.add(holder, num_bytes)
 
-    def free(self, num_bytes: int, holder: Holder = NOBODY) -> None:
+    def free(self, num_bytes: int, holder: Holder = NO_HOLDER) -> None:
         """Release stored bytes whose file was removed."""
         self._stored.add(holder, -num_bytes)
 
-    def hold(self, num_bytes: int, holder: Holder = NOBODY) -> None:
+    def hold(self, num_bytes: int, holder: Holder = NO_HOLDER) -> None:
         """Count bytes of removed files that still have readers; negative to release them."""
         self._held.add(holder, num_bytes)
 

@@ -74,7 +74,7 @@ class EventPage:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Gone:
+class RemovedJobs:
     """Removed jobs: their ids, and for each its holder and its size in bytes."""
 
     ids: list[str]
@@ -171,7 +171,7 @@ class JobStore:
             )
             events, num_chars = [], 0
             for row in rows:
-                events.append(_told(row, job_id))
+                events.append(_event_from_row(row, job_id))
                 num_chars += len(row.message or "")
                 if num_chars > _MAX_PAGE_CHARS:
                     break
@@ -201,7 +201,7 @@ class JobStore:
 
         return await self._database.write(write)
 
-    async def remove(self, job_id: str, owner: str) -> Gone:
+    async def remove(self, job_id: str, owner: str) -> RemovedJobs:
         """Cancel and remove a job; a running one is hidden at once and removed after its end.
 
         Returns:
@@ -211,7 +211,7 @@ class JobStore:
             ApiError: ``job_not_found``.
         """
 
-        def write(session: Session) -> Gone:
+        def write(session: Session) -> RemovedJobs:
             job = _existing(session, job_id, owner)
             self._cancel(session, job)
             # Its idempotency key may be used again.
@@ -220,20 +220,20 @@ class JobStore:
 
         return await self._database.write(write)
 
-    async def remove_ended(self, job_id: str) -> Gone:
+    async def remove_ended(self, job_id: str) -> RemovedJobs:
         """Remove a job whose removal was requested while it ran, after its end."""
 
-        def write(session: Session) -> Gone:
+        def write(session: Session) -> RemovedJobs:
             return _removed(
                 session, list(session.scalars(select(JobRow).where(JobRow.id == job_id, JobRow.removed)))
             )
 
         return await self._database.write(write)
 
-    async def remove_expired(self, now_s: float) -> Gone:
+    async def remove_expired(self, now_s: float) -> RemovedJobs:
         """Remove a bounded number of jobs that have expired, or whose removal is pending."""
 
-        def write(session: Session) -> Gone:
+        def write(session: Session) -> RemovedJobs:
             over = (JobRow.expires_at <= now_s) | JobRow.removed
             return _removed(
                 session,
@@ -376,7 +376,7 @@ def _not_rerunnable(job: JobRow) -> ApiError:
     )
 
 
-def _told(row: EventRow, job_id: str) -> JobEvent:
+def _event_from_row(row: EventRow, job_id: str) -> JobEvent:
     return JobEvent(
         id=row.seq,
         job=job_id,
@@ -418,7 +418,7 @@ def _same(before: JobRow, new: NewJob) -> Accepted:
     )
 
 
-def _removed(session: Session, jobs: list[JobRow]) -> Gone:
+def _removed(session: Session, jobs: list[JobRow]) -> RemovedJobs:
     # The status is checked again: on a database with concurrent writers a job may have been requeued.
     gone = session.execute(
         delete(JobRow)
@@ -440,7 +440,7 @@ def _removed(session: Session, jobs: list[JobRow]) -> Gone:
         )
         for job in gone
     ]
-    return Gone([job.id for job in gone], freed)
+    return RemovedJobs([job.id for job in gone], freed)
 
 
-__all__ = ["Accepted", "EventPage", "Gone", "JobStore", "NewJob", "not_found"]
+__all__ = ["Accepted", "EventPage", "JobStore", "NewJob", "RemovedJobs", "not_found"]

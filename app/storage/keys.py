@@ -57,7 +57,7 @@ class KeyStore:
                 trusted_codecs=new.trusted_codecs,
             )  # fmt: skip
             session.add(row)
-            return told(row)
+            return key_from_row(row)
 
         try:
             return await self._database.write(write)
@@ -94,7 +94,7 @@ class KeyStore:
             session.add(row)
             end = moment + grace_s
             old.expires_at = end if old.expires_at is None else min(end, old.expires_at)
-            return told(row)
+            return key_from_row(row)
 
         return await self._database.write(write)
 
@@ -111,7 +111,7 @@ class KeyStore:
                 raise not_found(key_id)
             if row.revoked_at is None:
                 row.revoked_at = time.time()
-            return told(row)
+            return key_from_row(row)
 
         return await self._database.write(write)
 
@@ -122,7 +122,7 @@ class KeyStore:
             wanted = select(KeyRow).order_by(KeyRow.created_at.desc(), KeyRow.id)
             if tenant is not None:
                 wanted = wanted.where(KeyRow.tenant == tenant)
-            return [told(row) for row in session.scalars(wanted)]
+            return [key_from_row(row) for row in session.scalars(wanted)]
 
         return await self._database.read(read)
 
@@ -134,7 +134,7 @@ class KeyStore:
             rows = session.scalars(
                 select(KeyRow).where(KeyRow.tier == tier.value, KeyRow.revoked_at.is_(None))
             )
-            return any(is_open(row, moment) and scope in told(row).scopes for row in rows)
+            return any(is_open(row, moment) and scope in key_from_row(row).scopes for row in rows)
 
         return await self._database.read(read)
 
@@ -154,7 +154,7 @@ class KeyStore:
 
         return await self._database.read(read)
 
-    async def heir(self, key_id: str) -> tuple[KeyRow, Limits] | None:
+    async def valid_successor(self, key_id: str) -> tuple[KeyRow, Limits] | None:
         """Return a key if it is valid or, if it expired and was replaced, its newest valid successor.
 
         Revoked keys are excluded, and so are their successors.
@@ -223,7 +223,7 @@ def is_open(row: KeyRow, moment: float) -> bool:
     return row.revoked_at is None and (row.expires_at is None or moment < row.expires_at)
 
 
-def told(row: KeyRow) -> Key:
+def key_from_row(row: KeyRow) -> Key:
     """Return a key's public properties."""
     return Key(
         id=row.id,
@@ -254,4 +254,4 @@ def not_found(key_id: str) -> ApiError:
     return ApiError(ErrorCode.KEY_NOT_FOUND, f"There is no key {key_id!r}.", "key_id")
 
 
-__all__ = ["KeyStore", "KeyTakenError", "is_open", "not_found", "told"]
+__all__ = ["KeyStore", "KeyTakenError", "is_open", "key_from_row", "not_found"]

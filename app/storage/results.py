@@ -187,22 +187,24 @@ class ResultStore:
                 "capture fewer points or positions, or use 'reduce'.",
             )
         # Evicting a file that is being read would free nothing now.
-        leaving = _Leaving(entry for entry in self._entries.values() if not self._open.is_open((entry.id, 0)))
+        eviction = _Eviction(
+            entry for entry in self._entries.values() if not self._open.is_open((entry.id, 0))
+        )
         for name in holder.names:
-            if not leaving.add(self.stored.excess(name, num_bytes), name):
+            if not eviction.add(self.stored.excess(name, num_bytes), name):
                 raise self.stored.full(name, num_bytes)
         has_room = True
         if holder.tenant:
             name = f"tenant:{holder.tenant}"
-            has_room = leaving.add(self._kept.of(name) + num_bytes - most, name)
-        if not has_room or not leaving.add(self._kept.total + num_bytes - self._allowance.most("")):
+            has_room = eviction.add(self._kept.of(name) + num_bytes - most, name)
+        if not has_room or not eviction.add(self._kept.total + num_bytes - self._allowance.most("")):
             raise ApiError(
                 ErrorCode.ENGINE_CAPTURE_FULL,
                 f"The result store (limit {most} bytes) has no room for {num_bytes} bytes while "
                 "other results are being written or read; send the request again later.",
             )
         self._kept.add(holder, num_bytes)
-        return self._forget(leaving.entries)
+        return self._forget(eviction.entries)
 
     def _forget(self, entries: Iterable[StoredResult]) -> list[Path]:
         """Drop entries from the index and return their files, which are still on disk."""
@@ -230,7 +232,7 @@ class ResultStore:
         return self._folder.path / f"{result_id}.safetensors"
 
 
-class _Leaving:
+class _Eviction:
     """A set of files to evict so that a new one fits, determined before any is removed.
 
     Args:

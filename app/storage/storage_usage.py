@@ -38,7 +38,7 @@ class Holder(NamedTuple):
         return [f"{kind}:{name}" for kind, name in named if name]
 
 
-NOBODY: Final = Holder()
+NO_HOLDER: Final = Holder()
 
 
 class StorageUsage:
@@ -85,7 +85,7 @@ class StoredBytes:
         self._places.append(kept)
         return kept
 
-    def learn(self, name: str, most: int | None) -> None:
+    def set_limits(self, name: str, most: int | None) -> None:
         """Set the limit of one of ``Holder.names``; None for no limit."""
         if most is not None:
             self._limits[name] = most
@@ -127,4 +127,4 @@ class StoredBytes:
         )
 
 
-__all__ = ["NOBODY", "Holder", "StorageUsage", "StoredBytes"]
+__all__ = ["NO_HOLDER", "Holder", "StorageUsage", "StoredBytes"]

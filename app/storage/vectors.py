@@ -115,7 +115,7 @@ class VectorStore:
                 num_bytes=len(data), created_at=time.time(), training=training, data=data,
             )  # fmt: skip
             session.add(row)
-            return told(row, new.tenant)
+            return vector_from_row(row, new.tenant)
 
         data, sha256 = new.rows.data, new.rows.sha256
         training = None if new.training is None else new.training.model_dump(mode="json")
@@ -142,21 +142,23 @@ class VectorStore:
             if after is not None:
                 wanted.append(VectorRow.number < _row(session, after, tenant, "after").number)
             newest_first = select(VectorRow).where(*wanted).order_by(VectorRow.number.desc())
-            return [told(row, tenant) for row in session.scalars(newest_first.limit(limit + 1))]
+            return [vector_from_row(row, tenant) for row in session.scalars(newest_first.limit(limit + 1))]
 
         found = await self._database.read(read)
         return found[:limit], len(found) > limit
 
     async def get(self, vector_id: str, tenant: str) -> Vector:
         """Return a vector visible to a tenant; raise ApiError ``vector_not_found``."""
-        return await self._database.read(lambda session: told(_row(session, vector_id, tenant), tenant))
+        return await self._database.read(
+            lambda session: vector_from_row(_row(session, vector_id, tenant), tenant)
+        )
 
     async def content(self, vector_id: str, tenant: str) -> tuple[Vector, bytes]:
         """Return a vector visible to a tenant, and its numbers; raise ApiError ``vector_not_found``."""
 
         def read(session: Session) -> tuple[Vector, bytes]:
             row = _row(session, vector_id, tenant)
-            return told(row, tenant), bytes(row.data)
+            return vector_from_row(row, tenant), bytes(row.data)
 
         return await self._database.read(read)
 
@@ -214,7 +216,7 @@ class VectorStore:
             self._allowance.check(tenant, int(own or 0), num_bytes)
 
 
-def told(row: VectorRow, tenant: str) -> Vector:
+def vector_from_row(row: VectorRow, tenant: str) -> Vector:
     """Return a vector's properties for a tenant."""
     values: dict[str, Any] = {
         "id": row.id,

@@ -15,7 +15,7 @@ from typing import Final
 from rich.console import Console
 
 from app.terminal.server import JsonObject, Server
-from app.terminal.showing import plain
+from app.terminal.text_display import plain
 from nnsight_engine.remote_backend.errors import RemoteError
 
 HELP: Final = """\
@@ -49,28 +49,28 @@ class Chat:
                 importlib.import_module("readline")
         while True:
             try:
-                said = input("you: " if sys.stdin.isatty() else "").strip()
+                text = input("you: " if sys.stdin.isatty() else "").strip()
             except EOFError:
                 return
             except KeyboardInterrupt:
                 self._notes.print("\nCtrl-D ends the conversation.", style="dim")
                 continue
-            self._hear(said)
+            self._send_message(text)
 
-    def _hear(self, said: str) -> None:
-        if said == "/reset":
+    def _send_message(self, text: str) -> None:
+        if text == "/reset":
             self.messages.clear()
             self._notes.print("The conversation is forgotten.", style="dim")
-        elif said == "/help":
+        elif text == "/help":
             self._notes.print(HELP, markup=False)
-        elif said.startswith("/"):
-            self._notes.print(f"There is no {plain(said)}.\n{HELP}", markup=False)
-        elif said:
-            self._answer(said)
+        elif text.startswith("/"):
+            self._notes.print(f"There is no {plain(text)}.\n{HELP}", markup=False)
+        elif text:
+            self._answer(text)
 
-    def _answer(self, said: str) -> None:
+    def _answer(self, text: str) -> None:
         """Stream the answer; append question and answer to the conversation unless it is empty."""
-        messages = [*self.messages, {"role": "user", "content": said}]
+        messages = [*self.messages, {"role": "user", "content": text}]
         pieces: list[str] = []
         try:
             asyncio.run(self._stream(messages, pieces))

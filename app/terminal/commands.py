@@ -17,9 +17,9 @@ from app.settings import ClientSettings
 from app.terminal.chat import Chat
 from app.terminal.lens import lens as show_lens
 from app.terminal.server import JsonObject, Server
-from app.terminal.showing import plain
 from app.terminal.steering import SteeringRequest
 from app.terminal.steering import steer as show_steered
+from app.terminal.text_display import plain
 from nnsight_engine.core.config import CONFIG
 from nnsight_engine.remote_backend.errors import RemoteError
 
@@ -157,10 +157,10 @@ def steer(
     """Show the model's text without and with a vector, side by side, with differences marked."""
     # Greedy decoding, so that differences come from the steering, not from sampling.
     options: JsonObject = {"max_tokens": max_tokens, "temperature": 0}
-    asked = SteeringRequest(prompt, is_chat, options, [_steer(vector, layer, scale, mode)])
+    request = SteeringRequest(prompt, is_chat, options, [_steer(vector, layer, scale, mode)])
     title = f"{vector} × {scale:g} at {', '.join(layer)}"
     server = _server(url)
-    _wait(server, show_steered(server, asked, title, Console(highlight=False)))
+    _wait(server, show_steered(server, request, title, Console(highlight=False)))
 
 
 __all__ = ["COMMANDS"]

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from api_schemas.results import LensToken, LogitLensResult
 from app.terminal.server import JsonObject, Server
-from app.terminal.showing import visible
+from app.terminal.text_display import visible
 from nnsight_engine.remote_backend.errors import RemoteError
 
 _NAME: Final = "lens"
@@ -47,14 +47,14 @@ async def lens(server: Server, prompt: str, layers: str, console: Console, *, sh
 
 
 async def _tokens(server: Server, prompt: str) -> list[str]:
-    answer = await server.ask("/v1/tokenize", {"prompt": prompt})
+    answer = await server.post("/v1/tokenize", {"prompt": prompt})
     return [str(token["text"]) for token in answer["tokens"]]
 
 
 async def _lens(server: Server, prompt: str, layers: str) -> LogitLensResult:
     chosen: Any = [int(layers)] if layers.lstrip("-").isdecimal() else layers
     operation: JsonObject = {"op": "logit_lens", "layers": chosen, "top_k": 1, "name": _NAME}
-    answer = await server.ask(
+    answer = await server.post(
         "/v1/completions",
         {
             "prompt": prompt,

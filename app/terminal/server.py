@@ -57,7 +57,7 @@ class Server:
         """Close the connections."""
         await self._client.aclose()
 
-    async def ask(self, path: str, body: JsonObject) -> JsonObject:
+    async def post(self, path: str, body: JsonObject) -> JsonObject:
         """Send a request and return its answer.
 
         Raises:
@@ -133,7 +133,7 @@ class Server:
                 "Is it an NNsight Engine?"
             )
         if "error" in value:
-            raise RemoteError.said(value)
+            raise RemoteError.from_body(value)
         return value
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from app.terminal.server import JsonObject, Server
-from app.terminal.showing import MARK, plain, with_differences
+from app.terminal.text_display import MARK, plain, with_differences
 
 _SIDE_BY_SIDE: Final = 72
 """The minimum number of terminal columns for two texts side by side."""
@@ -52,10 +52,10 @@ class SteeringRequest:
 class Comparison:
     """The two texts as received so far; rendered anew at every refresh of the screen."""
 
-    def __init__(self, asked: SteeringRequest, title: str) -> None:
+    def __init__(self, request: SteeringRequest, title: str) -> None:
         self.texts = ["", ""]
         self.done = [False, False]
-        self._prefix = "" if asked.is_chat else plain(asked.prompt)
+        self._prefix = "" if request.is_chat else plain(request.prompt)
         self._titles = ("baseline", title)
         self._marked: dict[tuple[str, str, bool], tuple[Text, Text]] = {}
 
@@ -94,23 +94,23 @@ class Comparison:
         return Panel(Group(*parts), title=Text(self._titles[number]), title_align="left")
 
 
-async def steer(server: Server, asked: SteeringRequest, title: str, console: Console) -> None:
+async def steer(server: Server, request: SteeringRequest, title: str, console: Console) -> None:
     """Request both texts at the same time, and show them as they arrive.
 
     Raises:
         RemoteError: The server refuses a request, or breaks off.
     """
-    shown = Comparison(asked, title)
+    shown = Comparison(request, title)
 
     async def follow(number: int, body: JsonObject) -> None:
-        async for text in server.texts(asked.path, body):
+        async for text in server.texts(request.path, body):
             shown.texts[number] += text
         shown.done[number] = True
 
     with Live(get_renderable=lambda: shown.draw(console.width), console=console, transient=True):
         async with asyncio.TaskGroup() as group:
             for number, is_steered in enumerate((False, True)):
-                group.create_task(follow(number, asked.body(steered=is_steered)))
+                group.create_task(follow(number, request.body(steered=is_steered)))
     console.print(shown.draw(console.width))
     console.print(shown.summary())
 

@@ -20,7 +20,7 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
 from api_schemas.fields import Items, Number
 from app.body_json import exceeds_depth
-from app.errors import said
+from app.errors import problem_text
 from app.vectors import gguf_file, npz_file
 from app.vectors.rows import Tensors
 from nnsight_engine.core.dtypes import floats_from_bytes
@@ -94,10 +94,10 @@ def _refuse_by_content(data: bytes) -> None:
         raise _unnamed()
 
 
-def _pickle(told: str) -> ApiError:
+def _pickle(text: str) -> ApiError:
     return ApiError(
         ErrorCode.UNSUPPORTED_FORMAT,
-        f"{told}, and reading a pickle runs its code: no server accepts one. {_ADVICE}",
+        f"{text}, and reading a pickle runs its code: no server accepts one. {_ADVICE}",
         PARAM,
     )
 
@@ -160,7 +160,7 @@ def _read_json(data: bytes) -> Tensors:
         code = ErrorCode.INVALID_VECTOR_FILE
         if any(one["type"] == "finite_number" for one in found):
             code = ErrorCode.NOT_FINITE
-        message = f"The JSON must be lists of numbers by layer, {{'10': [0.5, …]}}: {said(found)}."
+        message = f"The JSON must be lists of numbers by layer, {{'10': [0.5, …]}}: {problem_text(found)}."
         raise ApiError(code, message, PARAM) from error
     except (ValueError, RecursionError) as error:
         raise ApiError(

@@ -47,7 +47,7 @@ class _Info:
     offset: int
 
 
-class _Bytes:
+class _ByteReader:
     """A reader of the file from its start; raises ApiError beyond its end."""
 
     def __init__(self, data: bytes) -> None:
@@ -97,7 +97,7 @@ def read(data: bytes) -> Tensors:
         ApiError: ``unsupported_vector_format`` (another kind of GGUF file), ``invalid_vector_file``,
             ``wrong_dtype`` (quantized).
     """
-    file = _Bytes(data)
+    file = _ByteReader(data)
     file.take(len(MAGIC))
     version = file.number(4)
     if version not in _VERSIONS:
@@ -119,7 +119,7 @@ def read(data: bytes) -> Tensors:
     return tensors
 
 
-def _fields(file: _Bytes, num_fields: int) -> int:
+def _fields(file: _ByteReader, num_fields: int) -> int:
     """Skip the metadata fields and return the alignment of the data."""
     architecture, alignment = "", _DEFAULT_ALIGNMENT
     for _ in range(num_fields):
@@ -142,7 +142,7 @@ def _fields(file: _Bytes, num_fields: int) -> int:
     return alignment
 
 
-def _info(file: _Bytes) -> _Info:
+def _info(file: _ByteReader) -> _Info:
     name = file.text(_MAX_NAME_BYTES)
     if _NAME.fullmatch(name) is None:
         raise _invalid(

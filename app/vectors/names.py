@@ -62,10 +62,10 @@ class VectorCache:
             return held
         data = await self._store.data(number)
         if data is not None and number not in self._held:
-            self._keep(number, data)
+            self._cache_data(number, data)
         return data
 
-    def _keep(self, number: int, data: bytes) -> None:
+    def _cache_data(self, number: int, data: bytes) -> None:
         if len(data) > self._max_bytes:
             return
         self._held[number] = data

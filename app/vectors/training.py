@@ -24,7 +24,7 @@ from api_schemas.vectors import LayerScore, Prompt, Training, TrainingEvent, Tra
 from api_schemas.where import Where
 from app.admission.slot_pool import SlotPool
 from app.auth.principal import Principal
-from app.engine.cache_salts import keep_apart
+from app.engine.cache_salts import isolate_cache
 from app.engine.client import EngineClient, EngineReply, JsonObject
 from app.errors import DONE_FRAME
 from app.settings import Settings
@@ -42,7 +42,7 @@ _BUT_THE_FIRST: Final = Where(phase="prompt", range=(1, None))
 """At the first position models have outliers that dominate a mean, which would then encode the length."""
 _SIDES: Final = ("positive", "negative")
 
-Tell = Callable[[TrainingEvent], None]
+Report = Callable[[TrainingEvent], None]
 Values = npt.NDArray[np.float32]
 
 
@@ -60,30 +60,32 @@ class Trainer:
         self._engine = engine
         self._vectors = vectors
         budget = TenantBudget.of(settings)
-        self._places = SlotPool(budget.trainings, budget.waiting_trainings)
+        self._slots = SlotPool(budget.trainings, budget.waiting_trainings)
 
     @property
     def num_waiting(self) -> int:
         """The number of trainings that wait for their turn."""
-        return self._places.num_waiting
+        return self._slots.num_waiting
 
-    async def train(self, wanted: TrainingRequest, http: Request, caller: Principal, tell: Tell) -> Vector:
+    async def train(
+        self, wanted: TrainingRequest, http: Request, caller: Principal, report: Report
+    ) -> Vector:
         """Train a vector and store it.
 
         Args:
             wanted: The prompts and options.
             http: The request, its body already read.
             caller: The vector's owner.
-            tell: Called with progress events.
+            report: Called with progress events.
 
         Raises:
             ApiError: The request is invalid, ``queue_full``, ``training_failed``, or a prompt was refused.
         """
         check_sharing(caller, shared=wanted.shared)
         layers = self._check(wanted)
-        async with self._places.ask(caller.tenant, object()):
-            reader = _Reader(self._engine, wanted, layers, http, caller)
-            positive, negative = await reader.read(tell)
+        async with self._slots.request(caller.tenant, object()):
+            reader = _ActivationReader(self._engine, wanted, layers, http, caller)
+            positive, negative = await reader.read(report)
             chosen = split(
                 len(positive),
                 len(negative),
@@ -94,7 +96,7 @@ class Trainer:
             for index, layer in enumerate(layers):
                 sides = positive[:, index], negative[:, index]
                 fitted[layer] = await asyncio.to_thread(_fit, *sides, chosen, wanted, layer)
-                tell(TrainingEvent(type="progress", stage="fit", done=index + 1, total=len(layers)))
+                report(TrainingEvent(type="progress", stage="fit", done=index + 1, total=len(layers)))
         rows = VectorRows(RESIDUAL_LEAF, tuple(layers), np.stack([one.row for one in fitted.values()]))
         return await self._vectors.keep(
             rows,
@@ -130,7 +132,7 @@ class Trainer:
         return layers
 
 
-class _Reader:
+class _ActivationReader:
     """Captures the activations of one training's prompts."""
 
     def __init__(
@@ -149,7 +151,7 @@ class _Reader:
         self._caller = caller
         self._gate = asyncio.Semaphore(_IN_FLIGHT)
 
-    async def read(self, tell: Tell) -> tuple[Values, Values]:
+    async def read(self, report: Report) -> tuple[Values, Values]:
         """Return the values of both sides, each ``[prompts, layers, width]``."""
         total = len(self._wanted.positive) + len(self._wanted.negative)
         num_done = 0
@@ -159,7 +161,7 @@ class _Reader:
             async with self._gate:
                 values = await self._values(prompt, param)
             num_done += 1
-            tell(TrainingEvent(type="progress", stage="capture", done=num_done, total=total))
+            report(TrainingEvent(type="progress", stage="capture", done=num_done, total=total))
             return values
 
         prompts = [
@@ -193,7 +195,7 @@ class _Reader:
         reduce = "mean" if position == "mean" else "last"
         capture = Capture(at=self._points, where=where, reduce=reduce, dtype="float32", name=_RESULT)
         body: JsonObject = {"model": self._engine.served().names[0], "max_tokens": 1, "temperature": 0}
-        keep_apart(body, self._caller)
+        isolate_cache(body, self._caller)
         if isinstance(prompt, str):
             body["prompt"] = prompt
             return self._engine.completions(body, (capture,), self._http, inline=True)
@@ -202,17 +204,17 @@ class _Reader:
 
 
 async def training_events(
-    train: Callable[[Tell], Coroutine[Any, Any, Vector]],
+    train: Callable[[Report], Coroutine[Any, Any, Vector]],
 ) -> AsyncGenerator[str, None]:
     """Yield a training as server-sent events: progress, then the vector.
 
     Closing the generator early cancels the training.
     """
-    told: asyncio.Queue[TrainingEvent | None] = asyncio.Queue()
-    working = asyncio.create_task(train(told.put_nowait))
-    working.add_done_callback(lambda _: told.put_nowait(None))
+    events: asyncio.Queue[TrainingEvent | None] = asyncio.Queue()
+    working = asyncio.create_task(train(events.put_nowait))
+    working.add_done_callback(lambda _: events.put_nowait(None))
     try:
-        while (event := await told.get()) is not None:
+        while (event := await events.get()) is not None:
             yield _frame(event)
         yield _frame(TrainingEvent(type="vector", vector=await working))
         yield DONE_FRAME

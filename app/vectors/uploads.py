@@ -46,7 +46,7 @@ class _Form(Strict):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class VectorUpload:
+class UploadedVector:
     """An uploaded vector, validated against the model.
 
     Attributes:
@@ -64,7 +64,7 @@ class VectorUpload:
     rows: VectorRows
 
 
-async def read_upload(request: Request, shape: ModelShape, limits: BodyLimits) -> VectorUpload:
+async def read_upload(request: Request, shape: ModelShape, limits: BodyLimits) -> UploadedVector:
     """Read the body of ``POST /v1/vectors``.
 
     Args:
@@ -88,7 +88,7 @@ async def read_upload(request: Request, shape: ModelShape, limits: BodyLimits) -
     return await asyncio.to_thread(_read_numbers, value, shape)
 
 
-def _read_numbers(value: dict[str, Any], shape: ModelShape) -> VectorUpload:
+def _read_numbers(value: dict[str, Any], shape: ModelShape) -> UploadedVector:
     limits = Limits(max_tensor_bytes=shape.max_numbers * _WIDEST_ITEM_BYTES)
     new = validated(NewVector, value, limits)
     if new.vectors is not None:
@@ -96,7 +96,7 @@ def _read_numbers(value: dict[str, Any], shape: ModelShape) -> VectorUpload:
         rows = rows_of(tensors, None, shape, "vectors")
     else:
         rows = rows_of({"values": _array(new.values, "values")}, new.at, shape, "values")
-    return VectorUpload(new.name, new.shared, "json", None, rows)
+    return UploadedVector(new.name, new.shared, "json", None, rows)
 
 
 def _array(value: TensorInput | None, param: str) -> npt.NDArray[Any]:
@@ -106,14 +106,16 @@ def _array(value: TensorInput | None, param: str) -> npt.NDArray[Any]:
     return floats_from_bytes(tensor.dtype, tensor.data).reshape(tensor.shape)
 
 
-def _read_form(body: bytes, content_type: str, shape: ModelShape) -> VectorUpload:
+def _read_form(body: bytes, content_type: str, shape: ModelShape) -> UploadedVector:
     fields, file = _parts(body, content_type)
     name, content = file
     form = validated(_Form, fields)
     at = None if not form.at else [part.strip() for part in form.at.split(",")]
     format_, tensors = read_file(content, name)
     rows = rows_of(tensors, at, shape, PARAM)
-    return VectorUpload(form.name, form.shared == "true", format_, hashlib.sha256(content).hexdigest(), rows)
+    return UploadedVector(
+        form.name, form.shared == "true", format_, hashlib.sha256(content).hexdigest(), rows
+    )
 
 
 def _parts(body: bytes, content_type: str) -> tuple[dict[str, str], tuple[str, bytes]]:
@@ -159,4 +161,4 @@ def _wrong(message: str) -> ApiError:
     return ApiError(ErrorCode.BAD_REQUEST, message)
 
 
-__all__ = ["FORM_TYPE", "VectorUpload", "read_upload"]
+__all__ = ["FORM_TYPE", "UploadedVector", "read_upload"]

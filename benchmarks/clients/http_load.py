@@ -73,7 +73,7 @@ class Load:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
+class LoadOutcome:
     """How long a load took.
 
     Attributes:
@@ -95,9 +95,9 @@ class LoadProcess(Process):
         """Start it."""
         super().__init__("benchmarks.clients.http_load")
 
-    def send(self, load: Load) -> Outcome:
+    def send(self, load: Load) -> LoadOutcome:
         """Send a load and return how long it took; raises ProcessError where an answer was wrong."""
-        return Outcome(**self.ask(**dataclasses.asdict(load)))
+        return LoadOutcome(**self.ask(**dataclasses.asdict(load)))
 
 
 async def whole_answer(
@@ -126,7 +126,7 @@ async def whole_answer(
     return output
 
 
-async def send(load: Load) -> Outcome:
+async def send(load: Load) -> LoadOutcome:
     """Send a load by vLLM's client.
 
     Raises:
@@ -162,7 +162,7 @@ async def send(load: Load) -> Outcome:
     if result["failed"] or lengths != wanted:
         errors = sorted({error for error in result["errors"] if error})
         raise LoadError(f"answers must have {wanted} tokens, got {lengths}: {errors[:1]}")
-    return Outcome(
+    return LoadOutcome(
         tokens_per_s=result["total_token_throughput"],
         request_s=result["duration"] / load.num_requests,
         first_s=result["ttfts"],

@@ -17,7 +17,7 @@ _WIDTH: Final = 576
 SCALE: Final = 1.5
 
 
-class _Sender(Tracer):
+class _BlockRecorder(Tracer):
     """Keeps its block and does not run it."""
 
     kept: SentBlock
@@ -42,7 +42,7 @@ class _Module:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Sent:
+class EncodedBlock:
     """One block: as it is sent, and compiled, as the function that a pickle would send."""
 
     name: str
@@ -50,11 +50,11 @@ class Sent:
     function: Callable[[], Any]
 
 
-def sent_blocks() -> Iterator[Sent]:
+def sent_blocks() -> Iterator[EncodedBlock]:
     """Yield the blocks that are measured."""
     for name, make in (("one line", _one_line), ("20 lines", _twenty_lines), ("closure", _closure)):
         sender = make()
-        yield Sent(name, sender.kept, Tracer().compile_on(sender.kept.info))
+        yield EncodedBlock(name, sender.kept, Tracer().compile_on(sender.kept.info))
 
 
 def reference(value: Any) -> tuple[str, ...] | None:
@@ -62,9 +62,9 @@ def reference(value: Any) -> tuple[str, ...] | None:
     return ("known", "1") if isinstance(value, _Module | Tracer) else None
 
 
-def _one_line() -> _Sender:
+def _one_line() -> _BlockRecorder:
     model = _Module()
-    sender = _Sender()
+    sender = _BlockRecorder()
     with sender:
         hidden = model.layers[5].output.save()  # noqa: F841 - it is the block that counts
     return sender
@@ -77,10 +77,10 @@ def _scaled(value: torch.Tensor, *, by: float = SCALE) -> torch.Tensor:
     return scaled
 
 
-def _twenty_lines() -> _Sender:
+def _twenty_lines() -> _BlockRecorder:
     model, strength, tokens = _Module(), 4.0, [1, 2, 3]
     direction = torch.randn(_WIDTH)
-    sender = _Sender()
+    sender = _BlockRecorder()
     with sender as tracer:
         kept: list[Any] = []
         norms: list[float] = []
@@ -104,7 +104,7 @@ def _twenty_lines() -> _Sender:
     return sender
 
 
-def _closure() -> _Sender:
+def _closure() -> _BlockRecorder:
     model = _Module()
     centre = torch.zeros(_WIDTH)
     count = 0
@@ -120,7 +120,7 @@ def _closure() -> _Sender:
     def among(values: list[torch.Tensor]) -> float:
         return max(measured(value) for value in values)
 
-    sender = _Sender()
+    sender = _BlockRecorder()
     with sender:
         largest = among([model.layers[layer].output for layer in range(3)])  # noqa: F841 - as above
         seen = count  # noqa: F841 - as above

@@ -16,12 +16,12 @@ def main() -> None:
     parser.add_argument("--used", action="store_true", help="serve requests that steer and capture, too")
     args = parser.parse_args()
     engine = Engine(able=True, eager=True, max_num_seqs=BATCH, model=args.model)
-    asks = [steered(every), captured(every, "generated")] if args.used else []
+    operations_of = [steered(every), captured(every, "generated")] if args.used else []
     for _ in range(ROUNDS):
         engine.finish([engine.submit(list(PROMPT), MAX_TOKENS, []) for _ in range(BATCH)])
-        for ask in asks:
+        for one in operations_of:
             requests = [
-                engine.submit(list(PROMPT), MAX_TOKENS, ask(index, engine.shape)) for index in range(BATCH)
+                engine.submit(list(PROMPT), MAX_TOKENS, one(index, engine.shape)) for index in range(BATCH)
             ]
             engine.finish(requests)
             del requests

@@ -19,7 +19,7 @@ from vllm import SamplingParams
 from benchmarks.case import Case, Measure, Plan, Sample, Sampler, difference
 from benchmarks.decoding import Batch, Prompts
 from benchmarks.engine import Engine
-from benchmarks.interventions import ForRequest, first_only, nothing, traced
+from benchmarks.interventions import OperationsOf, first_only, nothing, traced
 from benchmarks.precision import DTYPE_NAME
 from benchmarks.turns import CallsByTurns
 from nnsight_engine import save
@@ -59,24 +59,24 @@ def plan(args: argparse.Namespace, _stack: contextlib.ExitStack) -> Plan:
 
 def _decoding(engine: Engine, prompts: Prompts, batch: int, *, has_hooks: bool) -> Sampler:
     """Return what decodes with each side for a while, warmed up; seconds of a step."""
-    asks = traced(lambda _shape: range(_LAYER, _LAYER + 1))
-    sides: list[tuple[str, ForRequest, int]] = [
+    operations_of = traced(lambda _shape: range(_LAYER, _LAYER + 1))
+    sides: list[tuple[str, OperationsOf, int]] = [
         ("plain", nothing, 0),
-        ("one traced", first_only(asks), 0),
-        ("all traced", asks, 0),
+        ("one traced", first_only(operations_of), 0),
+        ("all traced", operations_of, 0),
     ]
     if has_hooks:
         sides[1:1] = [("hook of one", nothing, 1), ("hook of all", nothing, batch)]
 
-    def step_s(asks: ForRequest, num_hooked: int) -> float:
+    def step_s(operations_of: OperationsOf, num_hooked: int) -> float:
         with _hooked(engine.layers[_LAYER], num_hooked):
-            requests = Batch(engine, prompts.batch(batch, _PROMPT_TOKENS), asks, _NUM_TURNS)
+            requests = Batch(engine, prompts.batch(batch, _PROMPT_TOKENS), operations_of, _NUM_TURNS)
             for _ in range(_NUM_TURNS):
                 requests.run_turn()
             return requests.finish()
 
     def sample() -> Sample:
-        sample = {name: step_s(asks, num_hooked) for name, asks, num_hooked in sides}
+        sample = {name: step_s(operations_of, num_hooked) for name, operations_of, num_hooked in sides}
         sides.reverse()
         return sample
 

@@ -64,10 +64,10 @@ def plan(args: argparse.Namespace, stack: contextlib.ExitStack) -> Plan:
     part = args.table.removeprefix("peers-")
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     pythons, missing = _pythons(part, args)
-    sides: dict[str, Side] = {}
+    sides: dict[str, PeerSide] = {}
     for name, python in pythons.items():
         try:
-            sides[name] = stack.enter_context(Side(part, name, python, folder, args.threads))
+            sides[name] = stack.enter_context(PeerSide(part, name, python, folder, args.threads))
         except NotMeasuredError as error:
             if name not in _PEERS:
                 raise
@@ -77,7 +77,7 @@ def plan(args: argparse.Namespace, stack: contextlib.ExitStack) -> Plan:
     cases = []
     for number, task in enumerate(TASKS[part]):
         for peer in [reference, *peers]:
-            comparison = Comparison(number, task, sides[OURS], peer, reference, folder)
+            comparison = PeerComparison(number, task, sides[OURS], peer, reference, folder)
             cases.append(comparison.case())
     cases += [_missing(name, reason) for name, reason in missing.items()]
     versions = {name: version for side in sides.values() for name, version in side.versions.items()}
@@ -104,7 +104,7 @@ def _missing(name: str, reason: str) -> Case:
     return Case("everything", name, make, (ratio(OURS, name),))
 
 
-class Side(Process):
+class PeerSide(Process):
     """The process of one side; what it cannot do is a ``NotMeasuredError``."""
 
     def __init__(self, part: str, name: str, python: str, folder: Path, threads: int) -> None:
@@ -142,7 +142,7 @@ def _checked(answer: Any) -> Any:
     return answer
 
 
-class Comparison:
+class PeerComparison:
     """One task, ours beside a peer or the reference; no peer compares with the hooks in our process.
 
     Where no side is the reference of all, each measures hooks of its own beside its library. Sides leave the
@@ -153,9 +153,9 @@ class Comparison:
         self,
         number: int,
         task: Task,
-        ours: Side,
-        peer: Side | None,
-        reference: Side | None,
+        ours: PeerSide,
+        peer: PeerSide | None,
+        reference: PeerSide | None,
         folder: Path,
     ) -> None:
         """Prepare nothing yet."""

@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.case import Case, Measure, Plan, Sample, Sampler
 from benchmarks.decoding import Prompts
 from benchmarks.engine import Engine
-from benchmarks.interventions import ForRequest, captured, every, lowest, middle, nothing, steered, traced
+from benchmarks.interventions import OperationsOf, captured, every, lowest, middle, nothing, steered, traced
 from benchmarks.precision import DTYPE_NAME
 
 MAX_LINEAR: Final = 1.1
@@ -47,14 +47,14 @@ linear growth, and up to {linear} counts as such."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Point:
+class GrowthPoint:
     """Requests of one size on their axis."""
 
     size: int
     num_requests: int
     prompt_tokens: int
     num_tokens: int
-    asks: ForRequest
+    operations_of: OperationsOf
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Growth:
 
     name: str
     axis: str
-    points: tuple[Point, ...]
+    points: tuple[GrowthPoint, ...]
     bound: str = ""
 
 
@@ -84,22 +84,27 @@ def growths() -> list[Growth]:
     ]
 
 
-def _by_requests(name: str, asks: ForRequest) -> Growth:
-    return Growth(name, "requests", tuple(Point(n, n, _PROMPT, _GENERATED, asks) for n in _REQUESTS))
+def _by_requests(name: str, operations_of: OperationsOf) -> Growth:
+    return Growth(
+        name, "requests", tuple(GrowthPoint(n, n, _PROMPT, _GENERATED, operations_of) for n in _REQUESTS)
+    )
 
 
-def _by_layers(name: str, asks: Mapping[int, ForRequest]) -> Growth:
-    points = (Point(n, _BATCH, _PROMPT, _GENERATED, one) for n, one in asks.items())
+def _by_layers(name: str, operations_of: Mapping[int, OperationsOf]) -> Growth:
+    points = (GrowthPoint(n, _BATCH, _PROMPT, _GENERATED, one) for n, one in operations_of.items())
     return Growth(f"{name}, {_BATCH} requests", "layers", tuple(points))
 
 
-def _by_tokens(name: str, asks: ForRequest) -> Growth:
-    points = (Point(n, _BATCH, _PROMPT, n, asks) for n in _TOKENS)
+def _by_tokens(name: str, operations_of: OperationsOf) -> Growth:
+    points = (GrowthPoint(n, _BATCH, _PROMPT, n, operations_of) for n in _TOKENS)
     return Growth(f"{name}, {_BATCH} requests", "generated tokens", tuple(points))
 
 
-def _by_bytes(name: str, asks: Mapping[int, ForRequest]) -> Growth:
-    points = (Point(n * _LONG_PROMPT * _ROW_BYTES, 1, _LONG_PROMPT, 1, one) for n, one in asks.items())
+def _by_bytes(name: str, operations_of: Mapping[int, OperationsOf]) -> Growth:
+    points = (
+        GrowthPoint(n * _LONG_PROMPT * _ROW_BYTES, 1, _LONG_PROMPT, 1, one)
+        for n, one in operations_of.items()
+    )
     return Growth(f"{name} of {_LONG_PROMPT} tokens", "saved bytes", tuple(points), _MEMORY_BOUND)
 
 
@@ -173,18 +178,18 @@ class Runs:
     def _sample(self, growth: Growth) -> Sample:
         sample = {}
         for point in growth.points:
-            sides = [("without", nothing), ("with", point.asks)]
-            for name, asks in reversed(sides) if self._is_reversed else sides:
-                sample[f"{name}, {point.size}"] = self._seconds(point, asks)
+            sides = [("without", nothing), ("with", point.operations_of)]
+            for name, operations_of in reversed(sides) if self._is_reversed else sides:
+                sample[f"{name}, {point.size}"] = self._seconds(point, operations_of)
             self._is_reversed = not self._is_reversed
         return sample
 
-    def _seconds(self, point: Point, asks: ForRequest) -> float:
+    def _seconds(self, point: GrowthPoint, operations_of: OperationsOf) -> float:
         engine = self._engine
         prompts = self._prompts.batch(point.num_requests, point.prompt_tokens)
         start = time.perf_counter()
         requests = [
-            engine.submit(prompt, point.num_tokens, asks(index, engine.shape))
+            engine.submit(prompt, point.num_tokens, operations_of(index, engine.shape))
             for index, prompt in enumerate(prompts)
         ]
         engine.finish(requests)

@@ -11,7 +11,7 @@ import cloudpickle  # noqa: TID251 - what is compared with
 import torch
 
 from benchmarks.case import Case, Measure, Plan, Sampler, ratio
-from benchmarks.clients.sent_blocks import Sent, reference, sent_blocks
+from benchmarks.clients.sent_blocks import EncodedBlock, reference, sent_blocks
 from benchmarks.turns import CallsByTurns, Side
 from nnsight_engine.serialization import decode, decode_trace, encode, encode_trace
 
@@ -52,7 +52,7 @@ def _case(name: str, size: str, sides: partial[dict[str, Side]], baseline: str, 
     return Case(name, size, make, (milliseconds, ratio("ours", baseline)))
 
 
-def _block_cases(sent: Sent) -> list[Case]:
+def _block_cases(sent: EncodedBlock) -> list[Case]:
     ours = encode_trace([sent.block], reference=reference)
     theirs = cloudpickle.dumps(sent.function)
     encoding: dict[str, Side] = {

@@ -19,8 +19,8 @@ from benchmarks.case import Case, Plan, Sample, Sampler, ratio, rotated
 from benchmarks.decoding import TURN_STEPS, Batch, Prompts, first_token_s, mirrored
 from benchmarks.engine import Engine
 from benchmarks.interventions import (
-    ForRequest,
     JsonObject,
+    OperationsOf,
     captured,
     every,
     first_only,
@@ -67,7 +67,7 @@ class Variant:
     """
 
     name: str
-    asks: ForRequest
+    operations_of: OperationsOf
     targets: Mapping[int, float] = dataclasses.field(default_factory=dict)
     quantity: Quantity = Quantity.DECODE
     max_requests: int | None = None
@@ -104,7 +104,9 @@ class Engines:
         variant = choice.variant
         prompts = self.prompts.batch(choice.num_requests, choice.prompt_tokens)
         plain = Batch(self.plain, prompts, nothing, num_turns)
-        ours = Batch(self.control if variant.is_control else self.ours, prompts, variant.asks, num_turns)
+        ours = Batch(
+            self.control if variant.is_control else self.ours, prompts, variant.operations_of, num_turns
+        )
         for batch in mirrored(plain, ours, num_turns):
             batch.run_turn()
         return {"ours": choice.num_requests / ours.finish(), "plain": choice.num_requests / plain.finish()}
@@ -116,7 +118,7 @@ class Engines:
         left = {"ours": list(prompts), "plain": list(prompts)}
         for side in mirrored("plain", "ours", _FIRST_TOKEN_ROUNDS):
             engine = self.ours if side == "ours" else self.plain
-            content = choice.variant.asks(0, engine.shape) if side == "ours" else []
+            content = choice.variant.operations_of(0, engine.shape) if side == "ours" else []
             seconds[side] += first_token_s(engine, left[side].pop(), content) / _FIRST_TOKEN_ROUNDS
         return seconds
 

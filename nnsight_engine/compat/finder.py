@@ -50,14 +50,16 @@ def install(*, force: bool = False) -> None:
             f"{OLD} itself is installed, at {origin}; uninstall it, or pass force=True to hide it here"
         )
     sys.meta_path.insert(0, _Renamed())
-    sys.meta_path.append(_Missing())
+    sys.meta_path.append(_MissingNameFinder())
     first_of_output.listen()
 
 
 def uninstall() -> None:
     """Undo ``install``; modules that were imported stay valid where they are referenced."""
     first_of_output.stop_listening()
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Renamed | _Missing)]
+    sys.meta_path[:] = [
+        finder for finder in sys.meta_path if not isinstance(finder, _Renamed | _MissingNameFinder)
+    ]
     for name in [name for name in sys.modules if name == OLD or name.startswith(f"{OLD}.")]:
         if sys.modules[name].__name__.startswith(OURS):
             del sys.modules[name]
@@ -95,7 +97,7 @@ class _SameModule(Loader):
         module.__spec__ = self.spec  # the import system has just replaced it by the spec of the other name
 
 
-class _Missing(MetaPathFinder):
+class _MissingNameFinder(MetaPathFinder):
     """Raises an error that lists the available names; the last finder.
 
     ``from nnsight import x`` looks for a module of that name if there is no such attribute; the default

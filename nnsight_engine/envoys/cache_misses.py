@@ -44,8 +44,8 @@ class CacheMisses:
         self._cache = cache
         self._modules = {path: envoy._module for path, envoy in envoys.items()}
         self._is_named = modules is not None
-        self._asked = [(path, key) for path in (named if self._is_named else envoys) for key in keys]
-        self._early = {(path, key) for path, key in self._asked if self._has_run(path, key)}
+        self._requested = [(path, key) for path in (named if self._is_named else envoys) for key in keys]
+        self._early = {(path, key) for path, key in self._requested if self._has_run(path, key)}
 
     def _has_run(self, path: str, key: str) -> bool:
         return self._interleaver.calls.get(f"{path}.{key}", 0) > 0
@@ -60,14 +60,14 @@ class CacheMisses:
 
     def _missing(self) -> Iterator[str]:
         opaque = {path for path, module in self._modules.items() if is_compiled(module)}
-        opaque -= {path for path in opaque if self._saw_inside(path)}
+        opaque -= {path for path in opaque if self._was_called_inside(path)}
         if not self._is_named:
-            asked = [path for path, _ in self._asked]
+            requested = [path for path, _ in self._requested]
             for path in sorted(opaque):
-                if any(one.startswith(f"{path}.") for one in asked):
+                if any(one.startswith(f"{path}.") for one in requested):
                     yield f"what is inside {path}, {_COMPILED}"
             return
-        for path, key in self._asked:
+        for path, key in self._requested:
             entry = self._cache.entries.get(path)
             if entry is not None and key in entry.values:
                 continue
@@ -84,7 +84,7 @@ class CacheMisses:
                     "module around it, without a call of its own"
                 )
 
-    def _saw_inside(self, path: str) -> bool:
+    def _was_called_inside(self, path: str) -> bool:
         """Return whether modules inside the path were called: torch compiles some calls separately."""
         own = (f"{path}.", f"{path}._orig_mod")
         return any(one.startswith(own[0]) and one != own[1] for one in self._cache.entries)

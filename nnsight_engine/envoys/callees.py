@@ -61,8 +61,8 @@ def _variable(function: Callable[..., Any], name: str) -> Any:
     return plain.__globals__.get(name, getattr(builtins, name, _NOTHING))
 
 
-def learn(model: Envoy, ask: Callable[[], Any]) -> bool:
-    """Run the model on fake tensors with a block that calls ``ask``, until the value arrives.
+def find_by_running(model: Envoy, request: Callable[[], Any]) -> bool:
+    """Run the model on fake tensors with a block that calls ``request``, until the value arrives.
 
     Returns:
         Whether it arrived; False if the model has no example input, or its run takes another path.
@@ -72,7 +72,7 @@ def learn(model: Envoy, ask: Callable[[], Any]) -> bool:
         return False
 
     def block() -> None:
-        ask()
+        request()
         raise EarlyStopException
 
     interleaver = model._interleaver

@@ -88,25 +88,29 @@ class Envoy(CallValues, EnvoyTree, Batchable):
             envoys: Envoy classes of the submodules.
             root: The envoy at the top of the tree; this one by default.
         """
-        mine = self.__dict__
-        mine["path"] = path
-        mine["_module"] = module
-        mine["_root"] = root if root is not None else self
-        mine["_is_root"] = root is None
-        mine["interleaver"] = mine["_interleaver"] = interleaver if interleaver is not None else Interleaver()
-        mine["_alias"] = Aliases(rename) if rename else None
-        mine["_envoys"] = envoys
-        mine["_children"] = []
-        mine["_names"] = []
-        mine["_source"] = None
-        mine["_default_mediators"] = []
-        mine["_fake"] = {}
+        state = self.__dict__
+        state["path"] = path
+        state["_module"] = module
+        state["_root"] = root if root is not None else self
+        state["_is_root"] = root is None
+        state["interleaver"] = state["_interleaver"] = (
+            interleaver if interleaver is not None else Interleaver()
+        )
+        state["_alias"] = Aliases(rename) if rename else None
+        state["_envoys"] = envoys
+        state["_children"] = []
+        state["_names"] = []
+        state["_source"] = None
+        state["_default_mediators"] = []
+        state["_fake"] = {}
         if root is None:
             check_envoys(envoys, Envoy)
-            mine["_by_module"] = {id(module): self}
-            mine["_probes"] = None
-            mine["_sources"] = []
-            mine["_added"] = {}  # modules added by the user; code that runs traces elsewhere has to send them
+            state["_by_module"] = {id(module): self}
+            state["_probes"] = None
+            state["_sources"] = []
+            state[
+                "_added"
+            ] = {}  # modules added by the user; code that runs traces elsewhere has to send them
         for name, child in module.named_children():
             self._add_envoy(child, name)
         check_aliases(self)
@@ -138,7 +142,7 @@ class Envoy(CallValues, EnvoyTree, Batchable):
         interleaver = self._interleaver
         mediator = self._running("skip")
         provider = f"{self.path}.input"
-        mediator.ask(Events.SKIP, provider, interleaver.call_number(provider), value)
+        mediator.send_event(Events.SKIP, provider, interleaver.call_number(provider), value)
 
     def next(self, step: int = 1) -> Self:
         """Move this block's requests on to the next call of each module (the next generated token).
@@ -187,7 +191,7 @@ class Envoy(CallValues, EnvoyTree, Batchable):
         """
         interleaver = self._interleaver
         if interleaver.current is not None and not hook:
-            return interleaver.applied(str(self.path), self._apply_apart, args, kwargs)
+            return interleaver.applied(str(self.path), self._apply_to_values, args, kwargs)
         interleaver.called_directly(str(self.path))
         if interleaver.current is None:
             return self._with_edits(lambda: self._module(*args, **kwargs))
@@ -251,7 +255,7 @@ class Envoy(CallValues, EnvoyTree, Batchable):
         refuse_statement(sys._getframe(1), "session")
         return Session(self, backend=backend)
 
-    def _apply_apart(self, *args: Any, **kwargs: Any) -> Any:
+    def _apply_to_values(self, *args: Any, **kwargs: Any) -> Any:
         """Apply the module to values of a block; subclasses override this for other kinds of modules."""
         return self._module.forward(*args, **kwargs)
 
@@ -345,7 +349,7 @@ class Envoy(CallValues, EnvoyTree, Batchable):
                 envoy.__dict__["_alias"] = before
             raise
 
-    def _forget_looks(self) -> None:
+    def _drop_inspection_state(self) -> None:
         """Drop inspection state of this tree: rewritten forwards, values of a scan."""
         for envoy in self._walk():
             envoy.__dict__["_source"] = None
@@ -409,8 +413,8 @@ class Envoy(CallValues, EnvoyTree, Batchable):
 
     def __getattr__(self, name: str) -> Any:
         """Look a name up among the aliases, then on the module."""
-        mine = self.__dict__
-        module = mine.get("_module")
+        state = self.__dict__
+        module = state.get("_module")
         if module is None:
             raise AttributeError(name)
         found = by_alias(self, name)

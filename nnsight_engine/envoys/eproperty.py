@@ -118,7 +118,7 @@ class eproperty:  # noqa: N801 - it is used like property
         number = mediator.iteration if self.iterate else None
         if number is None and self.iterate:
             number = interleaver.call_number(provider)
-        value = mediator.ask(Events.VALUE, provider, number)
+        value = mediator.send_event(Events.VALUE, provider, number)
         if self._preprocess is not None:
             value = editable(self._preprocess(holder, value))
         if self._transform is not None:
@@ -147,7 +147,7 @@ class eproperty:  # noqa: N801 - it is used like property
             value = self._postprocess(holder, value)
         provider = self.provider(holder)
         number = interleaver.call_number(provider) if self.iterate else None
-        mediator.ask(Events.SWAP, provider, number, value)
+        mediator.send_event(Events.SWAP, provider, number, value)
 
     def provide(self, holder: Any, value: Any) -> Any:
         """Provide the value from the model's side; return it as the blocks have left it."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nnsight_engine.envoys.callees import learn, spelt_out
+from nnsight_engine.envoys.callees import find_by_running, spelt_out
 from nnsight_engine.envoys.source.errors import SourceNotAvailableError
 from nnsight_engine.envoys.source.listing import format_operation, format_source
 from nnsight_engine.envoys.source.operations import Operation, Rewritten
@@ -59,14 +59,14 @@ class OperationEnvoy(CallValues):
             return self._looked_up()
         provider = f"{self.path}.fn"
         number = self.interleaver.call_number(provider)
-        return self._known_as(mediator.ask(Events.VALUE, provider, number))
+        return self._known_as(mediator.send_event(Events.VALUE, provider, number))
 
     def _looked_up(self) -> SourceEnvoy:
         holder, name = self.holder, self.operation.name
         callee = spelt_out(holder.original, self.operation.text)
         if callee is not None:
             return self._known_as(callee)
-        if learn(holder.model, lambda: self.source):
+        if find_by_running(holder.model, lambda: self.source):
             return holder.inner[name]
         raise ValueError(
             f"Which function {self.path} calls is known once the model has run it: ask for its source "

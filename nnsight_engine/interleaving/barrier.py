@@ -38,7 +38,7 @@ class Barrier:
         mediator = self.interleaver.current
         if mediator is None:
             raise ValueError("a barrier is called inside an invoke: each of its participants is one")
-        mediator.ask(Events.BARRIER, "", None, self)
+        mediator.send_event(Events.BARRIER, "", None, self)
 
     def arrive(self, mediator: Mediator) -> None:
         """Block a mediator; the last one to arrive releases all, in order of definition."""

@@ -124,7 +124,7 @@ class Batcher:
         self.shared_args, self.shared_kwargs, self.inputs = (), {}, None
         self.current_value = self.loans = None
 
-    def sees_all(self, group: BatchGroup | None) -> bool:
+    def covers_batch(self, group: BatchGroup | None) -> bool:
         """Return whether these rows are the whole batch."""
         return group is None or group[1] == self.total_batch_size
 
@@ -135,7 +135,7 @@ class Batcher:
 
     def narrow(self, group: BatchGroup | None) -> Any:
         """Return these rows of the current value, as views, so that in-place edits reach the model."""
-        if group is None or self.sees_all(group):
+        if group is None or self.covers_batch(group):
             return self.current_value
         narrowed = self._narrowed(group, lambda state: self._narrow_state(state, group))
         if not isinstance(narrowed, torch.Tensor) and narrowed is not self.current_value:
@@ -147,7 +147,7 @@ class Batcher:
 
         Narrowing a cache creates a view of each of its tensors, in each module that receives it.
         """
-        if group is None or self.sees_all(group):
+        if group is None or self.covers_batch(group):
             return map_tensors(self.current_value, lambda tensor: tensor, without_state)
         return self._narrowed(group, without_state)
 
@@ -186,7 +186,7 @@ class Batcher:
         if self.loans is not None:
             self.loans.shared = [(one, version) for one, version in self.loans.shared if one is not tensor]
 
-    def took_back(self) -> None:
+    def reclaim(self) -> None:
         """Check what an invoke did with the values that it was given, once it has handed over.
 
         A tensor that it put into a dict, a list or a model's output replaces the tensor there in the current
@@ -229,7 +229,7 @@ class Batcher:
         Raises:
             ValueError: The rows do not fit, or the value is not shaped like the one it replaces.
         """
-        if self.sees_all(group):
+        if self.covers_batch(group):
             self.current_value = value
             return
         assert group is not None  # noqa: S101 - an empty invoke sees all

@@ -202,11 +202,11 @@ def _hub(thread: _Thread, hub: greenlet, body: Callable[[], Any]) -> Done:
         # The only call site: every stack begins directly below this frame. It calls through a partial,
         # because Python calls a builtin method in another way while a debugger or profiler is active, and
         # stacks would begin at another address.
-        asked = functools.partial(stack.switch, [job])()
-        if type(asked) is Done:
+        outcome = functools.partial(stack.switch, [job])()
+        if type(outcome) is Done:
             give_back(first)
-            return asked
-        stack, job = asked
+            return outcome
+        stack, job = outcome
 
 
 def take() -> Stack:

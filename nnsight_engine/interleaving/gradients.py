@@ -96,7 +96,7 @@ def in_backward() -> bool:
     return bool(_sessions.stack)
 
 
-def _asking() -> GradientSession | None:
+def _requesting_session() -> GradientSession | None:
     """Return the session whose block is the running code."""
     stack = _sessions.stack
     if stack and stack[-1].mediator.worker is getcurrent():
@@ -105,18 +105,18 @@ def _asking() -> GradientSession | None:
 
 
 def _read(tensor: torch.Tensor) -> Any:
-    session = _asking()
+    session = _requesting_session()
     if session is None:
         return _ORIGINAL.__get__(tensor)
-    return session.mediator.ask(Events.VALUE, session.provider(tensor))
+    return session.mediator.send_event(Events.VALUE, session.provider(tensor))
 
 
 def _write(tensor: torch.Tensor, value: Any) -> None:
-    session = _asking()
+    session = _requesting_session()
     if session is None:
         _ORIGINAL.__set__(tensor, value)
     else:
-        session.mediator.ask(Events.SWAP, session.provider(tensor), None, value)
+        session.mediator.send_event(Events.SWAP, session.provider(tensor), None, value)
 
 
 def _delete(tensor: torch.Tensor) -> None:

@@ -252,7 +252,7 @@ class Interleaver(ModuleUse):
             return providing[1]
         return self.calls.get(provider, 0)
 
-    def foreign(self, requester: str) -> ValueError:
+    def foreign_request_error(self, requester: str) -> ValueError:
         """Return the error for a request by code that is not the running block's own."""
         if in_backward():
             return ValueError(
@@ -346,7 +346,7 @@ class Interleaver(ModuleUse):
             ValueError: Some invoke did not skip it, or the values cannot be joined.
         """
         skipped, self.skipped = self.skipped, []
-        whole = [value for mediator, value in skipped if self.batcher.sees_all(mediator.batch_group)]
+        whole = [value for mediator, value in skipped if self.batcher.covers_batch(mediator.batch_group)]
         if whole:
             return whole[-1]
         rows = {mediator.batch_group: value for mediator, value in skipped}
@@ -358,10 +358,10 @@ class Interleaver(ModuleUse):
             )
         return self.batcher.join([rows[group] for group in self.batcher.groups])
 
-    def take_back(self) -> None:
+    def reclaim_values(self) -> None:
         """Check what a block has done with the values that it was given, once it has handed over."""
         try:
-            self.batcher.took_back()
+            self.batcher.reclaim()
         except ValueError as error:
             self.failed(error)
 

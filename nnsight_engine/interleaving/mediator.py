@@ -226,7 +226,7 @@ class Mediator:
         if self.exchange is not None:
             self.exchange.publish()
         if interleaver.batcher.loans is not None:
-            interleaver.take_back()
+            interleaver.reclaim_values()
         if self.transform is not None:
             transform, self.transform = self.transform, None
             interleaver.batcher.swap(self.batch_group, transform())
@@ -272,15 +272,15 @@ class Mediator:
         Args:
             requester: Provider with its call number, ``model.layers.3.output.i0``, or without one.
         """
-        return self.ask(Events.VALUE, *split(requester))
+        return self.send_event(Events.VALUE, *split(requester))
 
     def swap(self, requester: str, value: Any) -> None:
         """Wait for a value to be provided, and replace it."""
-        self.ask(Events.SWAP, *split(requester), value)
+        self.send_event(Events.SWAP, *split(requester), value)
 
     def skip(self, requester: str, value: Any) -> None:
         """Wait for a module's input, and use ``value`` as its output instead of running the module."""
-        self.ask(Events.SKIP, *split(requester), value)
+        self.send_event(Events.SKIP, *split(requester), value)
 
     def stop(self) -> None:
         """End this block and the model's run."""
@@ -293,9 +293,9 @@ class Mediator:
         assert interleaver is not None  # noqa: S101 - a running block has one
         if step <= interleaver.step:
             return True
-        return bool(self.ask(Events.STEP, "", step))
+        return bool(self.send_event(Events.STEP, "", step))
 
-    def ask(self, kind: Events, provider: str, iteration: int | None = None, more: Any = None) -> Any:
+    def send_event(self, kind: Events, provider: str, iteration: int | None = None, more: Any = None) -> Any:
         """Hand an event over and return the answer.
 
         Raises:
@@ -306,7 +306,7 @@ class Mediator:
         worker = self.worker
         if worker is not getcurrent():
             assert self.interleaver is not None  # noqa: S101 - a started block has one
-            raise self.interleaver.foreign(named(provider, iteration))
+            raise self.interleaver.foreign_request_error(named(provider, iteration))
         assert worker.parent is not None  # noqa: S101 - the stack that resumed it
         answer = worker.parent.switch((kind, provider, iteration, more))
         if type(answer) is Raise:

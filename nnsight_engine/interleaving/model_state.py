@@ -56,13 +56,13 @@ def _is_part(value: object) -> bool:
     return hasattr(value, "__dict__") and (_is_one(type(value), "Cache") or _is_one(type(value), "Layer"))
 
 
-def _is_one(kind: type, word: str) -> bool:
-    """Return whether the name of a class, or of a base class, ends in ``word``; modules never match.
+def _is_one(kind: type, name: str) -> bool:
+    """Return whether the name of a class, or of a base class, ends in ``name``; modules never match.
 
     Transformers has a cache class for each model that needs one, so the class is recognized by name.
     """
     return not issubclass(kind, torch.nn.Module | type) and any(
-        base.__name__.endswith(word) for base in kind.__mro__
+        base.__name__.endswith(name) for base in kind.__mro__
     )
 
 

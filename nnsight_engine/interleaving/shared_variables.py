@@ -50,7 +50,7 @@ class Sharer(Protocol):
     def assignments(self) -> Assignments: ...  # noqa: D102
 
 
-class _Reader:
+class _VariableCell:
     """An invoke's cell for a variable that some invoke assigns.
 
     Attributes:
@@ -99,7 +99,7 @@ class _Variable:
     __slots__ = ("readers",)
 
     def __init__(self) -> None:
-        self.readers: list[_Reader] = []
+        self.readers: list[_VariableCell] = []
 
     def begin(self) -> None:
         """Unbind the variable in the invokes that must wait for an earlier invoke's assignment."""
@@ -110,7 +110,7 @@ class _Variable:
                 reader.hold(UNBOUND)
             is_waiting |= reader.may_assign
 
-    def pass_on(self, source: _Reader) -> None:
+    def pass_on(self, source: _VariableCell) -> None:
         """Pass an invoke's value on to the invokes that see it, once it is assigned or final."""
         value, at = source.value, self.readers.index(source)
         is_waiting = source.is_waiting and not source.assigned
@@ -126,7 +126,7 @@ class _Variable:
         if source.assigned:
             self._pass_back(source, value, at)
 
-    def _pass_back(self, source: _Reader, value: Any, at: int) -> None:
+    def _pass_back(self, source: _VariableCell, value: Any, at: int) -> None:
         for reader in self.readers[:at]:
             if reader.assigned or reader.is_waiting or reader.is_passed or reader.met:
                 continue
@@ -159,7 +159,7 @@ class Exchange:
         self._total = 0
         self._assignments = sharer.assignments
         self.variables = variables
-        self._watched: list[tuple[str, _Reader, _Variable]] = []
+        self._watched: list[tuple[str, _VariableCell, _Variable]] = []
         for name in sharer.stored:
             variable = variables.get(sharer.identities.get(name))
             if variable is not None:
@@ -200,7 +200,7 @@ def exchanges(sharers: Sequence[Sharer]) -> list[Exchange]:
     for order, sharer in enumerate(sharers):
         for name, identity in sharer.identities.items():
             if identity in found:
-                reader = _Reader(sharer.own[name], order, may_assign=name in sharer.stored)
+                reader = _VariableCell(sharer.own[name], order, may_assign=name in sharer.stored)
                 found[identity].readers.append(reader)
     shared = {identity: variable for identity, variable in found.items() if len(variable.readers) > 1}
     for variable in shared.values():

@@ -50,7 +50,7 @@ class TimeBudgetError(Exception):
     """A block computed longer than the time budget of one step."""
 
 
-class _Errand:
+class _ModelThreadCall:
     """A function that the model's thread calls on behalf of a block; the block waits for its result."""
 
     __slots__ = ("act",)
@@ -147,7 +147,7 @@ class ThreadStack:
         self._there.release()
 
     def _wait(self) -> Any:
-        if not self._comes_back():
+        if not self._wait_for_control():
             return Done(error=self._interrupted())
         given, self._given = self._given, None
         return given
@@ -157,7 +157,7 @@ class ThreadStack:
         """Return the time in seconds by which the job's running time is measured."""
         return time.monotonic()
 
-    def _comes_back(self) -> bool:
+    def _wait_for_control(self) -> bool:
         """Wait for control until the job's time is used up; return whether it came back."""
         begin = self.clock()
         came = self._there.acquire(timeout=max(self.left_s, 0.0))
@@ -201,12 +201,12 @@ def _take_back(thread: threading.Thread) -> None:
     """
     assert thread.ident is not None  # noqa: S101 - it has started
     _set_async_exc(ctypes.c_ulong(thread.ident), None)
-    other = threading.Thread(target=_take_flag_down, daemon=True)
+    other = threading.Thread(target=_clear_stop_flag, daemon=True)
     other.start()
     other.join()
 
 
-def _take_flag_down() -> None:
+def _clear_stop_flag() -> None:
     try:
         _raise_in(threading.current_thread(), TimeBudgetError)
         for _ in range(_LONG_ENOUGH):  # it is raised at an iteration of a loop
@@ -248,11 +248,11 @@ class Threads:
 
     def start(self, stack: ThreadStack, job: Callable[[], Any]) -> Any:
         """Start a job on the thread; return the first payload that it hands over."""
-        return _after_errands(stack, stack.start(job))
+        return _after_calls(stack, stack.start(job))
 
     def resume(self, stack: ThreadStack, payload: Any) -> Any:
         """Send the thread the answer that it waits for; return the payload that it hands over next."""
-        return _after_errands(stack, stack.resume(payload))
+        return _after_calls(stack, stack.resume(payload))
 
     def run(self, job: Callable[[], Any]) -> Any:
         """Return the result of a job that does not hand over before its end.
@@ -286,9 +286,9 @@ def _do_nothing() -> None:
     """Be the job that ends an idle thread."""
 
 
-def _after_errands(stack: ThreadStack, event: Any) -> Any:
+def _after_calls(stack: ThreadStack, event: Any) -> Any:
     """Run a job's errands on the calling thread, within the job's time; return its next payload."""
-    while type(event) is _Errand:
+    while type(event) is _ModelThreadCall:
         begin = stack.clock()
         answer = event.answer()
         stack.left_s -= stack.clock() - begin
@@ -344,7 +344,7 @@ class ThreadMediator(Mediator):
             self._random.exchange()
             self.spent_s += time.monotonic() - begin
 
-    def ask(self, kind: Events, provider: str, iteration: int | None = None, more: Any = None) -> Any:
+    def send_event(self, kind: Events, provider: str, iteration: int | None = None, more: Any = None) -> Any:
         """Hand an event over and return the answer, see ``Mediator``."""
         return self._handed_over((kind, provider, iteration, more), provider, iteration)
 
@@ -358,13 +358,13 @@ class ThreadMediator(Mediator):
         Raises:
             ValueError: The calling code is not this block's.
         """
-        return self._handed_over(_Errand(act), what)
+        return self._handed_over(_ModelThreadCall(act), what)
 
     def _handed_over(self, event: Any, what: str, iteration: int | None = None) -> Any:
         worker: ThreadStack | None = self.worker
         if worker is None or not worker.is_current():
             assert self.interleaver is not None  # noqa: S101 - a started block has one
-            raise self.interleaver.foreign(named(what, iteration))
+            raise self.interleaver.foreign_request_error(named(what, iteration))
         answer = worker.hand_over(event)
         if type(answer) is Raise:
             raise answer.error

@@ -95,7 +95,7 @@ class BlockRunner(ABC):
         self._compresses = compresses
 
     @property
-    def is_worn(self) -> bool:
+    def needs_replacement(self) -> bool:
         """Whether no further trace may run here."""
         return False
 
@@ -120,7 +120,7 @@ class BlockRunner(ABC):
         """Return a reference to a value that the client has itself; None for other values."""
 
     @abstractmethod
-    def _tidy(self) -> None:
+    def _clean_up(self) -> None:
         """Clean up after the trace, however it ended; the client waits for this."""
 
     def settle(self) -> bool:
@@ -129,7 +129,7 @@ class BlockRunner(ABC):
         The caller sends the answer first, so that only the next trace waits for it. If it was not called,
         ``run`` does it.
         """
-        return not self.is_worn
+        return not self.needs_replacement
 
     def run(self, request: TraceRequest) -> bytes:
         """Run a trace's blocks and return the encoded outcome, see ``outcomes``.
@@ -143,13 +143,13 @@ class BlockRunner(ABC):
             return self._run(request)
         finally:
             SAVES.exit()
-            self._tidy()
+            self._clean_up()
 
     def recover(self) -> None:
         """Reset the runner after a trace that was interrupted at an arbitrary point."""
         while SAVES.depth:
             SAVES.exit()
-        self._tidy()
+        self._clean_up()
 
     def _run(self, request: TraceRequest) -> bytes:
         self.failure = ""
@@ -173,13 +173,13 @@ class BlockRunner(ABC):
         trace = ReadTrace(head, received)
         SAVES.marked.update({id(value): value for value in (*trace.saved, *received.saved)})
         error = self._outcome(trace, tracer)
-        told = None if error is None else encode_error(error)
+        error_data = None if error is None else encode_error(error)
         del error  # its traceback refers to the block's frames and their values
         blocks = [
             outcome_of(
                 index,
                 invoke.saves(SAVES.marked),
-                told if index == 0 else None,
+                error_data if index == 0 else None,
                 flows=invoke.flows(SAVES.marked, head.wanted),
                 warnings=self._warnings(tracer) if index == 0 else (),
             )

@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any, NoReturn
 
 from api_schemas.jobs import JobStatus
-from nnsight_engine.local_engine.local_part import Ask
-from nnsight_engine.local_engine.runner import ModelRunner, ServedModel
+from nnsight_engine.local_engine.local_part import ClientCall
+from nnsight_engine.local_engine.runner import ModelRunner, TraceableModel
 from nnsight_engine.modeling.language import LanguageModel
 from nnsight_engine.remote_backend.backend import RemoteBackend
 from nnsight_engine.remote_backend.errors import RemoteError
@@ -27,7 +27,8 @@ class ThisProcess:
     """A transport that runs traces on a model in this process, as if they had been received.
 
     Attributes:
-        ask: Runs a part of a block that stays with the client (``tracer.local()``); None if there is none.
+        call_client: Runs a part of a block that stays with the client (``tracer.local()``); None if there is
+            none.
     """
 
     name = "this process"
@@ -35,15 +36,15 @@ class ThisProcess:
     def __init__(self, model: LanguageModel) -> None:
         """Run traces on ``model``."""
         self._model = model
-        self.ask: Ask | None = None
+        self.call_client: ClientCall | None = None
 
     def run(self, request: TraceRequest, progress: Progress | None = None) -> Iterator[Frame]:
         """Run a trace, and yield the frames that a server would send; see ``Transport``."""
         del progress
         yield _event(JobStatus.RECEIVED)
         # A tree of its own: the user's envoys are in use by the trace that sends this one.
-        served = ServedModel(self._model._module, tokenizer=self._model.tokenizer)  # noqa: SLF001 - an envoy of ours
-        runner = ModelRunner(served, self.ask)
+        served = TraceableModel(self._model._module, tokenizer=self._model.tokenizer)  # noqa: SLF001 - an envoy of ours
+        runner = ModelRunner(served, self.call_client)
         received = TraceRequest.from_bytes(request.to_bytes())
         yield _event(JobStatus.RUNNING)
         try:
@@ -90,7 +91,7 @@ class InProcessBackend(RemoteBackend):
 
     def _run_as_job(self, sent: SentRemotely) -> None:
         assert sent.local is not None  # noqa: S101 - otherwise it would not be a job
-        self._here.ask = sent.local.run
+        self._here.call_client = sent.local.run
         self._run(sent)
 
 

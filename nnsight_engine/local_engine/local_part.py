@@ -20,11 +20,11 @@ from nnsight_engine.remote_backend.errors import LocalBlockError
 from nnsight_engine.remote_backend.frames import FrameKind
 from nnsight_engine.remote_backend.local_messages import (
     GIVEN,
-    PartAsked,
+    PartRequest,
     names_read,
     place_of,
     plain,
-    read_done,
+    read_part_result,
 )
 from nnsight_engine.remote_backend.object_references import ObjectReferences
 from nnsight_engine.remote_backend.object_references import place_of as place_in
@@ -34,10 +34,10 @@ from nnsight_engine.tracing.tracer import Tracer
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.envoy import Envoy
-    from nnsight_engine.local_engine.serving import Asking
+    from nnsight_engine.local_engine.serving import ServerRequests
     from nnsight_engine.serialization.decoder import Resolve
 
-Ask = Callable[[bytes], bytes | bytearray | memoryview]
+ClientCall = Callable[[bytes], bytes | bytearray | memoryview]
 """Sends a request to the client and returns the answer; raises LocalBlockError if there is none."""
 
 _OF_THE_CLIENT: Final = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, type, Tracer)
@@ -45,14 +45,16 @@ _OF_THE_CLIENT: Final = (FunctionType, BuiltinFunctionType, MethodType, ModuleTy
 _AS_IT_WAS: Final = (str, int, float, complex, bytes, type(None))
 
 
-def answered(asking: Asking, data: bytes) -> bytes | bytearray | memoryview:
-    """Ask a trace's client through its server; see ``Ask``.
+def call_client_through_server(
+    server_requests: ServerRequests, data: bytes
+) -> bytes | bytearray | memoryview:
+    """Ask a trace's client through its server; see ``ClientCall``.
 
     Raises:
         LocalBlockError: No client answers, or none can be asked.
     """
-    asking.ask({LOCAL: True}, data)
-    frame = asking.answer()
+    server_requests.send({LOCAL: True}, data)
+    frame = server_requests.answer()
     if frame.kind is FrameKind.RESULT:
         return frame.data
     raise LocalBlockError(str(refused(frame)))
@@ -63,7 +65,7 @@ class LocalPart(Tracer):
 
     Args:
         model: The model.
-        ask: Sends a request to the client.
+        call_client: Sends a request to the client.
         attempt: The id of the engine's run of the trace.
         turn: The number of parts that the client was asked to run before.
         number: The number of the block in its trace.
@@ -71,7 +73,14 @@ class LocalPart(Tracer):
     """
 
     def __init__(
-        self, model: Envoy, ask: Ask, *, attempt: str, turn: int, number: int, kept: Collection[str]
+        self,
+        model: Envoy,
+        call_client: ClientCall,
+        *,
+        attempt: str,
+        turn: int,
+        number: int,
+        kept: Collection[str],
     ) -> None:
         super().__init__()
         self._model = model
@@ -79,7 +88,7 @@ class LocalPart(Tracer):
         self._turn = turn
         self._number = number
         self._kept = kept
-        self._ask = ask
+        self._call_client = call_client
 
     def execute(self, function: Callable[[], Any]) -> None:
         """Have the client run the body, and assign the variables that it assigned.
@@ -97,7 +106,7 @@ class LocalPart(Tracer):
         cells, values = info.variables, self._values()
         around = info.assignments
         assignments = Assignments(cells) if around is None else around.inside(cells)
-        asked = PartAsked(
+        part_request = PartRequest(
             attempt=self._attempt,
             turn=self._turn,
             block=self._number,
@@ -105,11 +114,11 @@ class LocalPart(Tracer):
             names=sorted(cells),
             values=values,
         )
-        data = self._ask(encode(plain(asked), reference=self._reference))
+        data = self._call_client(encode(plain(part_request), reference=self._reference))
         decoded = decode(
             data, resolve=self._resolver(values), policy=TRUSTED, device=self._model.device or "cpu"
         )
-        done = read_done(decoded)
+        done = read_part_result(decoded)
         if done.error is not None:
             raise restore_error(done.error)
         has_gradients = any(map(_has_gradients, values.values()))
@@ -186,4 +195,4 @@ def _without_gradients(tensor: torch.Tensor) -> torch.Tensor:
     return made
 
 
-__all__ = ["Ask", "LocalPart", "answered"]
+__all__ = ["ClientCall", "LocalPart", "call_client_through_server"]

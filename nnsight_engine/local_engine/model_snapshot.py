@@ -62,7 +62,7 @@ class ModelSnapshot:
         is_alone = self._surroundings.restore()
         self._definitions.restore()
         model = self._model
-        model._forget_looks()  # noqa: SLF001 - an envoy of ours
+        model._drop_inspection_state()  # noqa: SLF001 - an envoy of ours
         attributes = vars(model)
         probes, attributes[_PROBES] = attributes[_PROBES], None
         if not self._attributes.restore():

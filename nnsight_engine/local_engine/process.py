@@ -12,24 +12,24 @@ from typing import Any
 import torch
 
 from nnsight_engine.local_engine.block_runner import BlockRunner
-from nnsight_engine.local_engine.local_part import answered
+from nnsight_engine.local_engine.local_part import call_client_through_server
 from nnsight_engine.local_engine.process_channel import ProcessOptions
-from nnsight_engine.local_engine.runner import ServedModel, TraceRunner
-from nnsight_engine.local_engine.serving import Asking, serve
+from nnsight_engine.local_engine.runner import TraceableModel, TraceRunner
+from nnsight_engine.local_engine.serving import ServerRequests, serve
 
 
-def load(options: ProcessOptions, asking: Asking) -> BlockRunner:
+def load(options: ProcessOptions, server_requests: ServerRequests) -> BlockRunner:
     """Load the model; return the runner of traces on it."""
     if options.num_threads:
         torch.set_num_threads(options.num_threads)
     more: dict[str, Any] = {"dtype": options.dtype} if options.dtype else {}
     if options.trust_remote_code:
         more["trust_remote_code"] = True
-    model = ServedModel(options.model, revision=options.revision, dispatch=True, **more)
+    model = TraceableModel(options.model, revision=options.revision, dispatch=True, **more)
     model.to(options.device)
     return TraceRunner(
         model,
-        ask=lambda data: answered(asking, data),
+        call_client=lambda data: call_client_through_server(server_requests, data),
         max_result_bytes=options.max_result_bytes,
         compresses=options.compresses,
     )

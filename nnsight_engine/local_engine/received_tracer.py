@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from nnsight_engine.envoys.tracers.editing import Edit
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
-from nnsight_engine.local_engine.local_part import Ask, LocalPart
+from nnsight_engine.local_engine.local_part import ClientCall, LocalPart
 from nnsight_engine.remote_backend.errors import LocalBlockError
 from nnsight_engine.tracing.tracer import compiled
 
@@ -24,16 +24,17 @@ class ReceivedTracer(InterleavingTracer):
 
     Args:
         model: The model.
-        ask: Asks the client to run a part of a block; None if the client does not wait for such requests.
+        call_client: Asks the client to run a part of a block; None if the client does not wait for such
+            requests.
 
     Attributes:
         warnings: Warnings for the client, complete once the trace has run.
     """
 
-    def __init__(self, model: Envoy, ask: Ask | None = None) -> None:
+    def __init__(self, model: Envoy, call_client: ClientCall | None = None) -> None:
         """Create the substitute of the client's tracer."""
         super().__init__(model._run_module, model)  # noqa: SLF001 - an envoy of ours
-        self._ask = ask
+        self._call_client = call_client
         self._attempt = secrets.token_hex(16)
         self._turns = itertools.count()
         self._received: Sequence[ReceivedInvoke] = ()
@@ -67,7 +68,7 @@ class ReceivedTracer(InterleavingTracer):
             LocalBlockError: The client cannot be asked, or not at this place.
         """
         current = self.interleaver.current
-        if self._ask is None:
+        if self._call_client is None:
             raise LocalBlockError.unreachable()
         if self.validate or current not in self.mediators:
             raise LocalBlockError.misplaced()
@@ -75,7 +76,7 @@ class ReceivedTracer(InterleavingTracer):
         assigned = {name for invoke in self._received for name in invoke.stored}
         kept = self._received[number].own.keys() - assigned
         turn = next(self._turns)
-        return LocalPart(root, self._ask, attempt=self._attempt, turn=turn, number=number, kept=kept)
+        return LocalPart(root, self._call_client, attempt=self._attempt, turn=turn, number=number, kept=kept)
 
     def trace(self, function: Callable[..., Any], model: Envoy, *, validate: bool) -> Any:
         """Run ``function``, which runs ``model``, interleaved with the blocks.

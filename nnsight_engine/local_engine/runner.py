@@ -19,7 +19,7 @@ from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.envoys.tracers.editing import Edit
 from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.local_engine.block_runner import BlockRunner, ReadTrace, run_session
-from nnsight_engine.local_engine.local_part import Ask
+from nnsight_engine.local_engine.local_part import ClientCall
 from nnsight_engine.local_engine.model_snapshot import ModelSnapshot
 from nnsight_engine.local_engine.received_tracer import ReceivedTracer
 from nnsight_engine.modeling.language import LanguageModel
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class ServedModel(LanguageModel):
+class TraceableModel(LanguageModel):
     """The model of a server. It ignores ``remote=``: a session's traces run in the session's process."""
 
     def trace(
@@ -58,22 +58,22 @@ class ModelRunner(BlockRunner):
 
     Args:
         model: The model, with its weights.
-        ask: Asks a trace's client to run a part of a block; None if no client can be asked.
+        call_client: Asks a trace's client to run a part of a block; None if no client can be asked.
         **options: See ``BlockRunner``.
     """
 
-    def __init__(self, model: LanguageModel, ask: Ask | None = None, **options: Any) -> None:
+    def __init__(self, model: LanguageModel, call_client: ClientCall | None = None, **options: Any) -> None:
         super().__init__(**options)
         self._model = model
-        self._ask = ask
+        self._call_client = call_client
 
-    def _tidy(self) -> None:
+    def _clean_up(self) -> None:
         self._model._rename(None)  # noqa: SLF001 - an envoy of ours
 
     def _tracer(self, head: TraceHead) -> Tracer:
         if head.kind == "session":
             return Session(self._model)
-        return ReceivedTracer(self._model, self._ask if head.local_parts else None)
+        return ReceivedTracer(self._model, self._call_client if head.local_parts else None)
 
     def _resolver(self, tracer: Tracer) -> ObjectReferences:
         return ObjectReferences(self._model, tracer)
@@ -113,28 +113,28 @@ class TraceRunner(ModelRunner):
 
     Args:
         model: The model, with its weights, for exclusive use.
-        ask: Asks a trace's client to run a part of a block; None if no client can be asked.
+        call_client: Asks a trace's client to run a part of a block; None if no client can be asked.
         **options: See ``BlockRunner``.
     """
 
-    def __init__(self, model: LanguageModel, ask: Ask | None = None, **options: Any) -> None:
+    def __init__(self, model: LanguageModel, call_client: ClientCall | None = None, **options: Any) -> None:
         """Take the snapshot of the model."""
-        super().__init__(model, ask, **options)
+        super().__init__(model, call_client, **options)
         self._pristine = ModelSnapshot(model)
-        self._is_worn = False
+        self._needs_replacement = False
         self._is_settled = True
 
     @property
-    def is_worn(self) -> bool:
+    def needs_replacement(self) -> bool:
         """Whether a trace has left changes that cannot be undone."""
-        return self._is_worn
+        return self._needs_replacement
 
     def recover(self) -> None:
         """Reset the runner after a trace that was interrupted at an arbitrary point."""
         super().recover()
-        self._is_worn |= self._model.interleaving
+        self._needs_replacement |= self._model.interleaving
 
-    def _tidy(self) -> None:
+    def _clean_up(self) -> None:
         self._is_settled = False
         if self._pristine.is_suspect:  # so that its client can be notified
             self.settle()
@@ -145,12 +145,12 @@ class TraceRunner(ModelRunner):
             self._is_settled = True
             try:
                 self._model._rename(None)  # noqa: SLF001 - an envoy of ours
-                self._is_worn |= not self._pristine.restore()
+                self._needs_replacement |= not self._pristine.restore()
             except Exception:
                 logger.exception("a trace left changes that cannot be undone")
-                self._is_worn = True
+                self._needs_replacement = True
             gc.collect()  # errors and blocks form reference cycles, which hold activations
-        return not self._is_worn
+        return not self._needs_replacement
 
     def _tracer(self, head: TraceHead) -> Tracer:
         if not self.settle():
@@ -166,4 +166,4 @@ def _function_of(model: Envoy, method: str) -> Callable[..., Any]:
     return model._traced(method, getattr(model._module, method))  # noqa: SLF001 - likewise
 
 
-__all__ = ["ModelRunner", "ServedModel", "TraceRunner"]
+__all__ = ["ModelRunner", "TraceRunner", "TraceableModel"]

@@ -52,18 +52,18 @@ logger = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG: Final = 1
 
 
-class Asking:
+class ServerRequests:
     """Requests of a block to the server, which answers with frames."""
 
-    def __init__(self, say: Callable[[dict[str, Any], bytes], None]) -> None:
-        self._say = say
+    def __init__(self, send: Callable[[dict[str, Any], bytes], None]) -> None:
+        self._send = send
         self._answers: queue.SimpleQueue[Frame] = queue.SimpleQueue()
 
-    def ask(self, word: dict[str, Any], data: bytes) -> None:
+    def send(self, message: dict[str, Any], data: bytes) -> None:
         """Send a request; ``answer`` returns the frames of the answer."""
         while not self._answers.empty():  # left from a trace that was cancelled
             self._answers.get()
-        self._say(word, data)
+        self._send(message, data)
 
     def answer(self) -> Frame:
         """Wait for the next frame of the answer."""
@@ -74,7 +74,7 @@ class Asking:
         self._answers.put(frame)
 
 
-def serve(arguments: list[str], load: Callable[[ProcessOptions, Asking], BlockRunner]) -> None:
+def serve(arguments: list[str], load: Callable[[ProcessOptions, ServerRequests], BlockRunner]) -> None:
     """Run traces until the server has ended.
 
     Args:
@@ -91,7 +91,7 @@ def serve(arguments: list[str], load: Callable[[ProcessOptions, Asking], BlockRu
     CONFIG.APP.CROSS_INVOKER = CONFIG.APP.PYMOUNT = True
     serving = _Serving(ProcessChannel(sock))
     threading.Thread(target=serving.listen, name="listener", daemon=True).start()
-    serving.run(lambda: load(options, serving.asking))
+    serving.run(lambda: load(options, serving.server_requests))
 
 
 class _Serving:
@@ -101,20 +101,20 @@ class _Serving:
         self._link = link
         self._cancelling = Cancelling()
         self._traces: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-        self.asking = Asking(self._say)
+        self.server_requests = ServerRequests(self._send)
 
     def listen(self) -> None:
         """Handle the server's messages, on its own thread; kill the process group when the server ends."""
         try:
             frames = self._link.frames()
             for frame in frames:
-                word = frame.json()
-                if RUN in word:
-                    self._traces.put((word[RUN], next(frames).data))
-                elif CANCEL in word:
-                    self._cancelling.cancel(word[CANCEL])
-                elif ANSWER in word:
-                    self.asking.take(Frame(FrameKind(word[KIND]), next(frames).data))
+                message = frame.json()
+                if RUN in message:
+                    self._traces.put((message[RUN], next(frames).data))
+                elif CANCEL in message:
+                    self._cancelling.cancel(message[CANCEL])
+                elif ANSWER in message:
+                    self.server_requests.take(Frame(FrameKind(message[KIND]), next(frames).data))
         finally:
             os.killpg(os.getpgid(0), signal.SIGKILL)  # including processes that blocks have started
 
@@ -124,7 +124,7 @@ class _Serving:
             runner = load()
         except Exception as error:
             logger.exception("the trace runner could not be loaded")
-            self._say({FAILED: f"{type(error).__name__}: {error}"})
+            self._send({FAILED: f"{type(error).__name__}: {error}"})
             return
         gc.collect()
         gc.freeze()  # these objects are permanent, and need not be scanned after each trace
@@ -132,7 +132,7 @@ class _Serving:
         sys.stdout = stdout = _TraceStdout(sys.stdout, self._log)
         warnings.showwarning = _print_warning
         hooks = ProcessHooks()
-        self._say({READY: True})
+        self._send({READY: True})
         while True:
             number, data = self._traces.get()
             self._send_event("RUNNING")
@@ -142,7 +142,7 @@ class _Serving:
             stdout.end()
             if answer.kind is FrameKind.RESULT and runner.failure:
                 self._send_event("ERROR", message=runner.failure)
-            if runner.is_worn:
+            if runner.needs_replacement:
                 self._log(
                     "[the trace has changed the model's weights, which are reloaded for the next traces]"
                 )
@@ -150,7 +150,7 @@ class _Serving:
             del answer
             # From here on only the next trace waits.
             is_fit = runner.settle() and hooks.restore()
-            self._say({READY: True} if is_fit else {WORN: True})
+            self._send({READY: True} if is_fit else {WORN: True})
             if not is_fit:
                 return
 
@@ -174,11 +174,11 @@ class _Serving:
         self._send_event("LOG", message=text)
 
     def _send_event(self, status: str, **more: str) -> None:
-        self._say({"status": status, "time": time.time(), **more})
+        self._send({"status": status, "time": time.time(), **more})
 
-    def _say(self, word: dict[str, Any], data: bytes = b"") -> None:
+    def _send(self, message: dict[str, Any], data: bytes = b"") -> None:
         with self._cancelling.whole():
-            self._link.send(json_frame(FrameKind.EVENT, word), data)
+            self._link.send(json_frame(FrameKind.EVENT, message), data)
 
 
 def _refuse_breakpoint(*_args: Any, **_kwargs: Any) -> NoReturn:
@@ -202,9 +202,9 @@ def _print_warning(
 class _TraceStdout(io.TextIOBase):
     """A replacement of ``sys.stdout`` that sends the output of a trace to its client."""
 
-    def __init__(self, real: TextIO, tell: Callable[[str], None]) -> None:
+    def __init__(self, real: TextIO, emit: Callable[[str], None]) -> None:
         self._real = real
-        self._tell = tell
+        self._emit = emit
         self._prints: Prints | None = None
 
     def begin(self) -> None:
@@ -215,7 +215,7 @@ class _TraceStdout(io.TextIOBase):
         """End the trace, and send the rest of an unfinished line."""
         prints, self._prints = self._prints, None
         if prints is not None:
-            self._tell_if(prints.take(everything=True))
+            self._emit_text(prints.take(everything=True))
 
     def writable(self) -> bool:
         """Return True."""
@@ -227,12 +227,12 @@ class _TraceStdout(io.TextIOBase):
             return self._real.write(text)
         self._prints.write(text)
         if "\n" in text:
-            self._tell_if(self._prints.take())
+            self._emit_text(self._prints.take())
         return len(text)
 
-    def _tell_if(self, text: str) -> None:
+    def _emit_text(self, text: str) -> None:
         if text:
-            self._tell(text.removesuffix("\n"))
+            self._emit(text.removesuffix("\n"))
 
 
 def _refusal(code: str, message: str) -> Frame:
@@ -250,4 +250,4 @@ def _end_with(parent: int) -> None:
     end_before_server()
 
 
-__all__ = ["Asking", "serve"]
+__all__ = ["ServerRequests", "serve"]

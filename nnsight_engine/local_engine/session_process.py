@@ -20,7 +20,7 @@ from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.local_engine.block_runner import BlockRunner, ReadTrace, run_session
 from nnsight_engine.local_engine.process_channel import OUTLINE, TRACE, ProcessOptions
 from nnsight_engine.local_engine.process_state import ProcessState
-from nnsight_engine.local_engine.serving import Asking, serve
+from nnsight_engine.local_engine.serving import ServerRequests, serve
 from nnsight_engine.remote_backend.backend import RemoteBackend
 from nnsight_engine.remote_backend.errors import RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
@@ -44,22 +44,22 @@ class PipeTransport:
     """Sends a session's traces to the server that runs it.
 
     Args:
-        asking: The connection to the server.
+        server_requests: The connection to the server.
     """
 
     name = "the session's server"
 
-    def __init__(self, asking: Asking) -> None:
+    def __init__(self, server_requests: ServerRequests) -> None:
         """Defer the request for the model's outline to its first use."""
-        self._asking = asking
+        self._server_requests = server_requests
         self._outline: dict[str, Any] | None = None
 
     def run(self, request: TraceRequest, progress: Progress | None = None) -> Iterator[Frame]:
         """Send a trace, and yield the frames of the answer; see ``Transport``."""
         del progress
-        self._asking.ask({TRACE: True}, request.to_bytes())
+        self._server_requests.send({TRACE: True}, request.to_bytes())
         while True:
-            frame = self._asking.answer()
+            frame = self._server_requests.answer()
             yield frame
             if frame.kind in _LAST:
                 return
@@ -72,8 +72,8 @@ class PipeTransport:
     def outline(self) -> dict[str, Any]:
         """Return the server's outline of its model; see ``Transport``."""
         if self._outline is None:
-            self._asking.ask({OUTLINE: True}, b"")
-            frame = self._asking.answer()
+            self._server_requests.send({OUTLINE: True}, b"")
+            frame = self._server_requests.answer()
             if frame.kind is FrameKind.ERROR:
                 raise refused(frame)
             self._outline = frame.json()
@@ -96,7 +96,7 @@ class SessionModel(VLLM):
         self.__dict__["_transport"] = transport
         self.__dict__["_files"] = (folder, trust_remote_code)
         entries = [tuple(entry) for entry in outline["outline"]]
-        self._know(entries, ModelSpec.from_plain(outline["spec"]))
+        self._set_description(entries, ModelSpec.from_plain(outline["spec"]))
 
     def trace(
         self, *args: Any, remote: Any = None, blocking: bool = True, **kwargs: Any
@@ -133,7 +133,7 @@ class SessionRunner(BlockRunner):
         self._is_alone = True
 
     @property
-    def is_worn(self) -> bool:
+    def needs_replacement(self) -> bool:
         """Whether a session has left threads behind."""
         return not self._is_alone
 
@@ -170,13 +170,13 @@ class SessionRunner(BlockRunner):
         assert isinstance(tracer, Session)  # noqa: S101 - created by _tracer
         run_session(trace, tracer)
 
-    def _tidy(self) -> None:
+    def _clean_up(self) -> None:
         self._model = None
 
 
-def load(options: ProcessOptions, asking: Asking) -> BlockRunner:
+def load(options: ProcessOptions, server_requests: ServerRequests) -> BlockRunner:
     """Return the runner of sessions."""
-    return SessionRunner(PipeTransport(asking), options)
+    return SessionRunner(PipeTransport(server_requests), options)
 
 
 if __name__ == "__main__":

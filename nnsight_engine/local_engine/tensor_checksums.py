@@ -28,7 +28,7 @@ class TensorChecksums:
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         """Compute the checksums and copies."""
-        self._tensors = [_Known(one) for one in tensors]
+        self._tensors = [_TensorState(one) for one in tensors]
         self._summed = [one for one in self._tensors if one.kept is None]
         self._sums = self._now()
 
@@ -58,7 +58,7 @@ class TensorChecksums:
         return [torch.cat(sums) for sums in by_device.values()]
 
 
-class _Known:
+class _TensorState:
     """A tensor's memory, flags and, if it is small, content."""
 
     def __init__(self, tensor: torch.Tensor) -> None:

@@ -100,7 +100,7 @@ class TraceProcess:
         return TraceProcess(process, ours, max_bytes)
 
     @property
-    def is_quiet(self) -> bool:
+    def has_nothing_unread(self) -> bool:
         """Whether all of its messages were read; an idle process that sends messages is not to be trusted."""
         return self._frames.empty() and self._reader.is_between
 
@@ -114,14 +114,14 @@ class TraceProcess:
         """Its process id."""
         return self._process.pid
 
-    async def say(self, word: Mapping[str, Any], chunks: Sequence[bytes | memoryview] = ()) -> None:
+    async def send(self, message: Mapping[str, Any], chunks: Sequence[bytes | memoryview] = ()) -> None:
         """Send a word, and the chunks as the next frame if there are any.
 
         Raises:
             ProcessEndedError: The process has ended.
         """
         loop = asyncio.get_running_loop()
-        frame = json_frame(FrameKind.EVENT, word)
+        frame = json_frame(FrameKind.EVENT, message)
         pieces: list[Any] = [frame.head() + frame.data]
         if chunks:
             pieces += [head_of(FrameKind.RESULT, sum(map(len, chunks))), *chunks]
@@ -137,11 +137,11 @@ class TraceProcess:
 
     async def run(self, number: int, chunks: Sequence[bytes | memoryview]) -> None:
         """Send a trace to run; raises ProcessEndedError."""
-        await self.say({RUN: number}, chunks)
+        await self.send({RUN: number}, chunks)
 
     async def answer(self, frame: Frame) -> None:
         """Send a frame in answer to the process's request; raises ProcessEndedError."""
-        await self.say({ANSWER: True, KIND: int(frame.kind)}, [memoryview(frame.data)])
+        await self.send({ANSWER: True, KIND: int(frame.kind)}, [memoryview(frame.data)])
 
     async def frame(self) -> Frame:
         """Wait for the next frame of the process and return it.

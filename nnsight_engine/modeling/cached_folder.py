@@ -80,7 +80,7 @@ def ensure_folder(
         if target.exists():
             logger.warning("Cached folder %s is not usable (%s); building it again.", target, fault)
         _sweep_leftovers(target)
-        _build_beside(target, build, progress)
+        _build_and_move(target, build, progress)
     return target
 
 
@@ -135,7 +135,7 @@ def _locked(path: Path, progress: ProgressCallback, timeout_s: float) -> Iterato
         lock.release()
 
 
-def _build_beside(target: Path, build: FolderBuilder, progress: ProgressCallback) -> None:
+def _build_and_move(target: Path, build: FolderBuilder, progress: ProgressCallback) -> None:
     staging = Path(tempfile.mkdtemp(prefix=_staging_prefix(target), dir=target.parent))
     try:
         content = staging / "new"

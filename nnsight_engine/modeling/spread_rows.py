@@ -171,7 +171,7 @@ class SpreadBatcher(Batcher):
 
     def _narrow_lists(self, value: Any, group: BatchGroup | None) -> Any:
         """Return a result with only an invoke's images, which are lists or arrays instead of tensors."""
-        if group is None or self.sees_all(group):
+        if group is None or self.covers_batch(group):
             return value
         if not dataclasses.is_dataclass(value) or isinstance(value, type):
             return value

@@ -69,7 +69,7 @@ def leaf_width(site: PlannedSite, spec: ModelSpec) -> int:
 
 
 @dataclasses.dataclass(slots=True)
-class Rows:
+class OperationRows:
     """The rows on which one operation acts in this step.
 
     Attributes:
@@ -152,10 +152,10 @@ class StepBuilder:
         self._last = plan
         return plan
 
-    def _rows_of(self, span: Span, plan: StepPlan) -> list[Rows]:
+    def _rows_of(self, span: Span, plan: StepPlan) -> list[OperationRows]:
         if span.request.failure is not None:
             return []
-        work: list[Rows] = []
+        work: list[OperationRows] = []
         stages: dict[SiteKey, int] = defaultdict(int)
         reserved = StepBytes()
         patterns: list[tuple[ActiveOp, RowArray]] = []
@@ -175,7 +175,7 @@ class StepBuilder:
             numbers = tuple(stages[key] for key in active.keys)
             for key in active.keys:
                 stages[key] += 1
-            work.append(Rows(span, active, offsets, numbers, offsets + span.row))
+            work.append(OperationRows(span, active, offsets, numbers, offsets + span.row))
             self._count_read(reserved, active, len(offsets))
         new = self._new_reductions(span.request, work)
         is_planned = not patterns or self._patterns.plan(plan, span, patterns)
@@ -229,7 +229,7 @@ class StepBuilder:
             case _:
                 pass
 
-    def _new_reductions(self, request: ActiveRequest, work: list[Rows]) -> dict[int, int]:
+    def _new_reductions(self, request: ActiveRequest, work: list[OperationRows]) -> dict[int, int]:
         """Return the bytes of the one row that each reduction holds, of those that begin in this step."""
         return {
             item.active.index: self._row_bytes(item.active.op)
@@ -250,7 +250,7 @@ class StepBuilder:
             return torch.float32
         return DTYPES[op.dtype] if op.dtype else self._dtype
 
-    def _number_logits_rows(self, plan: StepPlan, work: list[Rows]) -> None:
+    def _number_logits_rows(self, plan: StepPlan, work: list[OperationRows]) -> None:
         """Determine which rows need logits, and map each operation's rows to indices among those.
 
         A write matters only where a token is sampled or where the same request reads, so that
@@ -276,11 +276,11 @@ class StepBuilder:
         for item in at_logits:
             item.logits_rows = np.searchsorted(plan.logits_rows, item.logits_rows).astype(np.int64)
 
-    def _plan_writes_and_reads(self, plan: StepPlan, work: list[Rows]) -> None:
+    def _plan_writes_and_reads(self, plan: StepPlan, work: list[OperationRows]) -> None:
         slots: dict[SiteKey, dict[tuple[int, GroupKey], list[KernelMember]]] = defaultdict(
             lambda: defaultdict(list)
         )
-        read_groups: dict[GroupKey, list[Rows]] = defaultdict(list)
+        read_groups: dict[GroupKey, list[OperationRows]] = defaultdict(list)
         for item in work:
             if item.active.op.reads:
                 read_groups[_read_key(item)].append(item)
@@ -301,7 +301,7 @@ class StepBuilder:
             plan.groups[key] = [group for _, group in entries]
 
     def _plan_read(
-        self, plan: StepPlan, items: list[Rows], staged: dict[SiteKey, list[tuple[int, KernelGroup]]]
+        self, plan: StepPlan, items: list[OperationRows], staged: dict[SiteKey, list[tuple[int, KernelGroup]]]
     ) -> None:
         op = items[0].active.op
         num_rows = sum(len(item.offsets) for item in items)
@@ -329,9 +329,9 @@ class StepBuilder:
                     KernelMember(item.span.request, item.active, site_index, item.rows_at(key))
                     for item in items
                 ]
-                told = None if overflows is None else overflows[:, site_index]
-                rebuild = _read_rebuild(plan.factory, members, buffer[:, place], told)
-                kernel = plan.factory.read(members, buffer[:, place], told)
+                overflow_column = None if overflows is None else overflows[:, site_index]
+                rebuild = _read_rebuild(plan.factory, members, buffer[:, place], overflow_column)
+                kernel = plan.factory.read(members, buffer[:, place], overflow_column)
                 staged[key].append((items[0].stages[site_index], KernelGroup(kernel, members, rebuild)))
         if overflows is not None:
             group.buffers.append(overflows)
@@ -373,7 +373,7 @@ def _signature(spans: list[Span]) -> tuple[object, ...] | None:
     return tuple(entries)
 
 
-def _read_key(item: Rows) -> GroupKey:
+def _read_key(item: OperationRows) -> GroupKey:
     op = item.active.op
     if op.kind is OperationKind.LENS:
         return (op.kind, item.active.keys, item.stages, op.top_k, op.targets)
@@ -383,7 +383,7 @@ def _read_key(item: Rows) -> GroupKey:
     return (op.kind, item.active.keys, item.stages, op.dtype, op.reduce)
 
 
-def _write_member(item: Rows, site_index: int, key: SiteKey) -> KernelMember:
+def _write_member(item: OperationRows, site_index: int, key: SiteKey) -> KernelMember:
     op = item.active.op
     member = KernelMember(item.span.request, item.active, site_index, item.rows_at(key))
     if op.kind is OperationKind.PATCH:
@@ -395,7 +395,7 @@ def _write_member(item: Rows, site_index: int, key: SiteKey) -> KernelMember:
     return member
 
 
-def _mean_rows(item: Rows, key: SiteKey) -> RowArray | None:
+def _mean_rows(item: OperationRows, key: SiteKey) -> RowArray | None:
     """Return the rows over which a mean is taken at a site, or None if this step lacks some of them."""
     if not _has_whole_prompt(item.span):
         return None

@@ -22,7 +22,7 @@ class TensorResult:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class CaptureResult:
+class CollectedCapture:
     """Values of one capture.
 
     Attributes:
@@ -39,7 +39,7 @@ class CaptureResult:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ProbeResult:
+class CollectedProbe:
     """One number per position, by point."""
 
     name: str
@@ -48,7 +48,7 @@ class ProbeResult:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LensToken:
+class CollectedToken:
     """A token in a lens result: natural log-probability, and for targets its rank (1 = most likely)."""
 
     id: int
@@ -56,12 +56,12 @@ class LensToken:
     rank: int | None = None
 
 
-LensRow = tuple[list[LensToken], list[LensToken]]
+LensRow = tuple[list[CollectedToken], list[CollectedToken]]
 """One position: the most likely tokens, best first, and the targets in the requested order."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LensResult:
+class CollectedLens:
     """Lens results by layer: one row per position."""
 
     name: str
@@ -70,7 +70,7 @@ class LensResult:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class TraceResult:
+class CollectedTrace:
     """Saved values and printed text of a trace, either all of them or the part that is new.
 
     Attributes:
@@ -89,7 +89,7 @@ class TraceResult:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Applied:
+class CollectedSites:
     """The points and positions at which one operation took effect."""
 
     op: str
@@ -112,10 +112,10 @@ class CollectedResults:
         tier: How the steps ran, ``tap`` or ``eager``.
     """
 
-    results: Sequence[CaptureResult | ProbeResult | LensResult | TraceResult]
+    results: Sequence[CollectedCapture | CollectedProbe | CollectedLens | CollectedTrace]
     final: bool = True
     is_code: bool = False
-    applied: list[Applied] = dataclasses.field(default_factory=list)
+    applied: list[CollectedSites] = dataclasses.field(default_factory=list)
     fingerprint: str = ""
     cached_tokens: int = 0
     recomputed_tokens: int = 0

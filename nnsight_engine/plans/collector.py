@@ -20,13 +20,13 @@ from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.tensor_bytes import DTYPES, tensor_to_bytes
 from nnsight_engine.plans.builder import leaf_width, may_overflow, width_classes
 from nnsight_engine.plans.collected import (
-    Applied,
-    CaptureResult,
+    CollectedCapture,
+    CollectedLens,
+    CollectedProbe,
     CollectedResults,
-    LensResult,
+    CollectedSites,
+    CollectedToken,
     LensRow,
-    LensToken,
-    ProbeResult,
     TensorResult,
 )
 from nnsight_engine.plans.pattern_results import captured_patterns
@@ -148,38 +148,40 @@ class RequestCollector:
             if op.reads and index not in self._seen
         ]
 
-    def _applied(self, info: StepInfo, generated_token_ids: Sequence[int]) -> list[Applied]:
+    def _applied(self, info: StepInfo, generated_token_ids: Sequence[int]) -> list[CollectedSites]:
         """Return the positions of each operation, cached ones included: their keys and values contain it."""
         token_ids = np.asarray([*self._prompt_token_ids, *generated_token_ids], np.int64)
         # A sampled token that was never fed back has no position of its own.
         end = min(info.end_position, len(token_ids))
         positions = np.arange(end, dtype=np.int64)
         return [
-            Applied(
+            CollectedSites(
                 op=name,
                 at=[str(site) for site in op.sites],
-                positions=_met(op, self._plan.prompt_len, positions, token_ids[:end]),
+                positions=_matching_positions(op, self._plan.prompt_len, positions, token_ids[:end]),
             )
             for name, op in zip(self._op_names, self._plan.ops, strict=True)
         ]
 
-    def _assemble(self, records: list[StepRecord]) -> list[CaptureResult | ProbeResult | LensResult]:
+    def _assemble(self, records: list[StepRecord]) -> list[CollectedCapture | CollectedProbe | CollectedLens]:
         by_op: dict[int, list[StepRecord]] = defaultdict(list)
         for record in records:
             by_op[record.op].append(record)
         return [self._result(self._plan.ops[index], by_op[index]) for index in sorted(by_op)]
 
-    def _result(self, op: PlannedOp, records: list[StepRecord]) -> CaptureResult | ProbeResult | LensResult:
+    def _result(
+        self, op: PlannedOp, records: list[StepRecord]
+    ) -> CollectedCapture | CollectedProbe | CollectedLens:
         positions = [position for record in records for position in record.positions]
         match op.kind:
             case OperationKind.PROBE:
                 values = _join(records, 0, (-1, len(op.sites)), np.float32)
                 points = {str(site): values[:, i].tolist() for i, site in enumerate(op.sites)}
-                return ProbeResult(op.name, positions, points)
+                return CollectedProbe(op.name, positions, points)
             case OperationKind.LENS:
-                return LensResult(op.name, positions, _lens_layers(op, records))
+                return CollectedLens(op.name, positions, _lens_layers(op, records))
             case _:
-                return CaptureResult(op.name, positions, op.reduce, self._captured(op, records))
+                return CollectedCapture(op.name, positions, op.reduce, self._captured(op, records))
 
     def _captured(self, op: PlannedOp, records: list[StepRecord]) -> dict[str, TensorResult]:
         dtype = op.dtype or self._spec.dtype
@@ -216,7 +218,9 @@ class RequestCollector:
         return {str(op.sites[index]): points[index] for index in sorted(points)}
 
 
-def _met(op: PlannedOp, prompt_len: int, positions: Positions, token_ids: Positions) -> list[int]:
+def _matching_positions(
+    op: PlannedOp, prompt_len: int, positions: Positions, token_ids: Positions
+) -> list[int]:
     """Return the computed positions that match the operation's rule."""
     named = evaluate(op.where, positions, token_ids, prompt_len)
     if op.sites[0].leaf == "samples":
@@ -292,11 +296,11 @@ def _lens_layers(op: PlannedOp, records: list[StepRecord]) -> dict[int, list[Len
         for i, site in enumerate(op.sites):
             for row in range(num_rows):
                 top = [
-                    LensToken(token, logprob)
+                    CollectedToken(token, logprob)
                     for token, logprob in zip(ids[row, i].tolist(), logprobs[row, i].tolist(), strict=True)
                 ]
                 targets = [
-                    LensToken(token, logprob, rank)
+                    CollectedToken(token, logprob, rank)
                     for token, logprob, rank in zip(
                         op.targets, of_targets[row, i].tolist(), ranks[row, i].tolist(), strict=True
                     )

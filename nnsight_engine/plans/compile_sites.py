@@ -96,7 +96,7 @@ def _checked_leaf(pattern: PointPattern, text: str, operation: str, spec: ModelS
 
 
 def _refuse_second(site: PlannedSite, seen: dict[PlannedSite, PlannedSite], param: str) -> None:
-    place = _place(site)
+    place = _canonical_site(site)
     first = seen.setdefault(place, site)
     if first is not site:
         same = "named twice" if first == site else f"the same place as {first}"
@@ -107,7 +107,7 @@ def _refuse_second(site: PlannedSite, seen: dict[PlannedSite, PlannedSite], para
         )
 
 
-def _place(site: PlannedSite) -> PlannedSite:
+def _canonical_site(site: PlannedSite) -> PlannedSite:
     """Return one canonical site for places with two names: a layer's input is the output before it."""
     if site.leaf != "input":
         return site

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 _ALIGNMENT: Final = 64
-_LEAST_BYTES: Final = 1 << 20
+_MIN_BYTES: Final = 1 << 20
 
 
 def to_device(values: npt.NDArray[np.generic] | torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -39,7 +39,7 @@ class HostArena:
         is_cuda = device.type == "cuda"
         self._device = device
         self._stream = torch.cuda.Stream(device) if is_cuda else None
-        self._has_come = torch.cuda.Event() if is_cuda else None
+        self._copied_event = torch.cuda.Event() if is_cuda else None
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._sources: list[torch.Tensor] = []
 
@@ -48,7 +48,7 @@ class HostArena:
         """Size of the host memory."""
         return len(self._memory)
 
-    def bring(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def start_copy(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Start copying a step's values to the host, concurrently with the device's next work.
 
         They overwrite the values of the previous call.
@@ -57,25 +57,25 @@ class HostArena:
             Host tensors, each contiguous and of the value's shape; valid once ``wait`` has returned.
         """
         self._fit(sum(map(_aligned, values)))
-        if self._stream is None or self._has_come is None:
+        if self._stream is None or self._copied_event is None:
             return self._copied(values)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             host = self._copied(values)
-            self._has_come.record()
+            self._copied_event.record()
         # The device memory must not be reused before the copies are done.
         self._sources = list(values)
         return host
 
     def wait(self) -> None:
         """Block until the values have arrived; return at once if the device was synchronized since."""
-        if self._has_come is not None:
-            self._has_come.synchronize()
+        if self._copied_event is not None:
+            self._copied_event.synchronize()
         self._sources = []
 
     def _fit(self, num_bytes: int) -> None:
         if num_bytes > len(self._memory):
-            size = max(num_bytes, 2 * len(self._memory), _LEAST_BYTES)
+            size = max(num_bytes, 2 * len(self._memory), _MIN_BYTES)
             # Inference tensors may not be changed outside of inference mode; this buffer is used in both.
             with torch.inference_mode(mode=False):
                 self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)

@@ -129,13 +129,13 @@ class StepResults:
     """Replaces records and infos in a step of a run."""
     ended: list[str] = dataclasses.field(default_factory=list)
     """Traced requests whose blocks failed or ended the request."""
-    news: dict[str, tuple[str, int, bytes | None, str]] = dataclasses.field(default_factory=dict)
+    reports: dict[str, tuple[str, int, bytes | None, str]] = dataclasses.field(default_factory=dict)
     """Events of watched traced requests: trace, block, newly saved values, printed text."""
     undone: list[str] = dataclasses.field(default_factory=list)
     """Requests whose rows of the step are discarded: the step ran without their blocks."""
     waiting: frozenset[str] | None = None
     """Requests that cannot continue before their blocks have answered; None if unchanged."""
-    resting: frozenset[str] | None = None
+    throttled: frozenset[str] | None = None
     """Tenants whose sandboxed requests must not be scheduled now; None if unchanged."""
 
 

@@ -20,7 +20,7 @@ HeldParts = Callable[[str, int], list[bytes] | None]
 """Returns a request's reduction so far, by request id and index of the operation; None if there is none."""
 
 
-class Rows(Protocol):
+class RunRows(Protocol):
     """The values of one group of reads; each of its members has one row."""
 
     def add(self, parts: list[bytes]) -> None:
@@ -104,7 +104,7 @@ class RunSlot:
     """
 
     op: int
-    rows: Rows
+    rows: RunRows
     row: int
 
 
@@ -125,7 +125,7 @@ class SharedRun:
         self.num_steps = 0
         self.point_s = 0.0
         self.places: dict[str, list[RunSlot]] = {request_id: [] for request_id in opening.request_ids}
-        self._groups: list[Rows] = []
+        self._groups: list[RunRows] = []
         for group in opening.groups:
             rows = _rows(group, held)
             self._groups.append(rows)
@@ -139,7 +139,7 @@ class SharedRun:
             rows.add(parts)
 
 
-def _rows(group: RunGroup, held: HeldParts) -> Rows:
+def _rows(group: RunGroup, held: HeldParts) -> RunRows:
     match group.reduce:
         case "mean":
             return Totals([held(request_id, op) for request_id, op in group.members])

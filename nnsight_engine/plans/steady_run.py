@@ -45,7 +45,7 @@ class SteadyRun:
         self._request_ids = list(request_ids)
         self._positions = positions.astype(np.int64)
         self._ledger = ledger
-        self._num_points = self._kept = self._scratch = self._most_steps = 0
+        self._num_points = self._kept = self._scratch = self._max_steps = 0
 
     def go_on(self, request_ids: list[str], positions: npt.NDArray[np.integer]) -> bool:
         """Prepare the plan for the next step and return True, or return False if the run ends.
@@ -60,7 +60,7 @@ class SteadyRun:
             return False
         if not self.num_steps:
             self._begin()
-        if self.num_steps >= self._most_steps or not self._ledger.reserve_all(self._kept + self._scratch):
+        if self.num_steps >= self._max_steps or not self._ledger.reserve_all(self._kept + self._scratch):
             return False
         self.num_steps += 1
         self.plan.begin_again()
@@ -72,7 +72,7 @@ class SteadyRun:
         self._num_points = sum(span.request.plan.num_points for span in plan.spans.values())
         self._kept = sum(reserved.kept for reserved in plan.reserved.values())
         self._scratch = sum(reserved.scratch for reserved in plan.reserved.values())
-        self._most_steps = min(
+        self._max_steps = min(
             self._ledger.num_steps(request_id, reserved.kept, reserved.scratch)
             for request_id, reserved in plan.reserved.items()
         )

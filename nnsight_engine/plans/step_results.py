@@ -2,7 +2,7 @@
 
 Works in two phases. ``collect``, before sampling, starts the copy of the read values to the host, which
 sampling synchronizes with anyway; lens projections happen there, batched over layers and requests, outside
-the compiled step. ``harvest``, after sampling, copies each request's slices to bytes, so that no
+the compiled step. ``read_step``, after sampling, copies each request's slices to bytes, so that no
 request holds memory that belongs to other requests. In a run the values of all requests are sent
 whole, and are split where they wait to be sent (``shared_run``).
 """
@@ -63,12 +63,12 @@ class StepResultsReader:
         for pattern in plan.patterns:
             pattern.part = pattern.out
         if self._arena is not None:
-            self._bring(plan, self._arena)
+            self._start_copy(plan, self._arena)
         plan.spent_s += time.monotonic() - begin
 
-    def _bring(self, plan: StepPlan, arena: HostArena) -> None:
+    def _start_copy(self, plan: StepPlan, arena: HostArena) -> None:
         parts = [part for group in plan.reads for part in group.parts or ()]
-        host = iter(arena.bring([*parts, *(pattern.out for pattern in plan.patterns)]))
+        host = iter(arena.start_copy([*parts, *(pattern.out for pattern in plan.patterns)]))
         for group in plan.reads:
             group.parts = [next(host) for _ in group.parts or ()]
         for pattern in plan.patterns:
@@ -85,7 +85,9 @@ class StepResultsReader:
             return self._lens(group.buffers[0], op.top_k, op.targets)
         return group.buffers
 
-    def harvest(self, plan: StepPlan, sampled: Sequence[Sequence[int]], order: dict[str, int]) -> StepResults:
+    def read_step(
+        self, plan: StepPlan, sampled: Sequence[Sequence[int]], order: dict[str, int]
+    ) -> StepResults:
         """Return the records of the step for every request, and advance the requests' positions.
 
         Args:
@@ -98,7 +100,7 @@ class StepResultsReader:
         records: dict[str, list[StepRecord]] = defaultdict(list)
         for group in plan.reads:
             try:
-                self._harvest_group(group, plan, records)
+                self._read_group(group, plan, records)
             except Exception as error:
                 logger.exception("a group of reads could not be collected from the run")
                 for piece in group.slices:
@@ -124,7 +126,7 @@ class StepResultsReader:
         infos = {request_id: span.request.info() for request_id, span in plan.spans.items()}
         return StepResults(dict(records), infos, failures)
 
-    def harvest_run(
+    def read_run(
         self, run: SteadyRun, sampled: Sequence[Sequence[int]], order: dict[str, int]
     ) -> StepResults:
         """Return the results of a run's step for all its requests together.
@@ -147,7 +149,7 @@ class StepResultsReader:
         run.count(time.monotonic() - begin)
         return StepResults({}, {}, {}, RunStep(run.num_steps, run.point_s, parts, opening))
 
-    def _harvest_group(self, group: ReadGroup, plan: StepPlan, records: dict[str, list[StepRecord]]) -> None:
+    def _read_group(self, group: ReadGroup, plan: StepPlan, records: dict[str, list[StepRecord]]) -> None:
         parts = _host_views(group)
         for piece in group.slices:
             span = plan.spans[piece.request.request_id]

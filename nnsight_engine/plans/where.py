@@ -66,7 +66,7 @@ def may_generate(rule: WhereRule, prompt_len: int, num_positions: int) -> bool:
     else:
         candidates = np.asarray([p for p in rule.positions if start <= p < stop], np.int64)
     exclude = rule.exclude
-    if exclude is not None and _sure_of_tokens(rule, exclude):
+    if exclude is not None and _excludes_all_tokens(rule, exclude):
         candidates = candidates[~_by_position(exclude, candidates, prompt_len)]
     return len(candidates) > 0
 
@@ -86,7 +86,7 @@ def last_position(rule: WhereRule, prompt_len: int) -> int | None:
     return min(bounds, default=None)
 
 
-def _sure_of_tokens(rule: WhereRule, exclude: WhereRule) -> bool:
+def _excludes_all_tokens(rule: WhereRule, exclude: WhereRule) -> bool:
     """Return whether ``exclude`` matches every token that the rule matches."""
     if exclude.tokens is None:
         return True

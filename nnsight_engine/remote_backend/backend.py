@@ -77,7 +77,7 @@ class RemoteBackend(Backend):
         self._status: JobStatus | None = None
         self._engine: str | None = None
         self._tier: str | None = None
-        self._asked: Engine = engine
+        self._requested_engine: Engine = engine
         self._codec: Codec = codec
         self._model_key = model_key
         self._sent: SentRemotely | None = None
@@ -130,11 +130,11 @@ class RemoteBackend(Backend):
             sent = SentRemotely(
                 trace,
                 dialect,
-                engine=self._asked,
+                engine=self._requested_engine,
                 codec=self._codec,
                 model=model,
                 streams=self.streams,
-                accepts=() if is_near(self.transport.name) else ("zstd",),
+                accepts=() if is_local_server(self.transport.name) else ("zstd",),
             )
             if self.streams:
                 self._sent = sent
@@ -153,12 +153,12 @@ class RemoteBackend(Backend):
             frames: list[Frame] = []
             for frame in self.transport.run(sent.request, display.progress):
                 if frame.kind is FrameKind.EVENT:
-                    self._heard(frame.json(), display)
+                    self._on_event(frame.json(), display)
                 elif frame.kind is not FrameKind.OUTPUT:
                     frames.append(frame)
             self._tier = tier_of(frames)
             outcomes = sent.read(frames)
-        sent.bring_home(outcomes)
+        sent.assign_saved(outcomes)
         return None
 
     def _run_as_job(self, sent: SentRemotely) -> None:
@@ -179,9 +179,9 @@ class RemoteBackend(Backend):
         finally:
             self._id, self._status, self._job = job.id, job.status, None
             self._engine, self._tier = job.engine, job.tier
-        sent.bring_home(outcomes)
+        sent.assign_saved(outcomes)
 
-    def _heard(self, event: dict[str, Any], display: Display) -> None:
+    def _on_event(self, event: dict[str, Any], display: Display) -> None:
         status = event.get("status")
         if status in set(JobStatus) and status != JobStatus.LOG:
             self._status = JobStatus(str(status))
@@ -253,7 +253,7 @@ class RemoteBackend(Backend):
         with Display() as display:
             async for frame in self.transport.stream(sent.request):
                 if frame.kind is FrameKind.EVENT:
-                    self._heard(frame.json(), display)
+                    self._on_event(frame.json(), display)
                 elif frame.kind is FrameKind.OUTPUT:
                     output = reader.read(frame.data)
                     if not output.finished:
@@ -328,7 +328,7 @@ def _dialect_of(tracer: Tracer) -> Dialect:
     return dialect
 
 
-def is_near(address: str) -> bool:
+def is_local_server(address: str) -> bool:
     """Return whether a server is on this machine, so that compression is of no use."""
     host = httpx.URL(address).host if "://" in address else ""
     try:

@@ -45,7 +45,7 @@ class RemoteError(RuntimeError):
         self.retry_after_s = retry_after_s
 
     @classmethod
-    def said(cls, plain: Any, *, status: int | None = None, retry_after_s: float = 0.0) -> RemoteError:
+    def from_body(cls, plain: Any, *, status: int | None = None, retry_after_s: float = 0.0) -> RemoteError:
         """Return the error described by a response body with OpenAI's error object.
 
         Raises:

@@ -130,8 +130,8 @@ def tier_of(frames: Sequence[Frame]) -> str | None:
     Raises:
         DecodeError: A frame is malformed.
     """
-    told = [frame.json() for frame in frames if frame.kind is FrameKind.OUTPUTS]
-    tier = told[0].get(TIER) if told and isinstance(told[0], dict) else None
+    messages = [frame.json() for frame in frames if frame.kind is FrameKind.OUTPUTS]
+    tier = messages[0].get(TIER) if messages and isinstance(messages[0], dict) else None
     return tier if isinstance(tier, str) else None
 
 

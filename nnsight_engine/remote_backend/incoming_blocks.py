@@ -116,11 +116,11 @@ def outcome_of(
 
 def failure_of(blocks: Sequence[Mapping[str, Any]]) -> str:
     """Return a short text of the first block's error; an empty string if no block failed."""
-    told = next((block["error"] for block in blocks if block["error"] is not None), None)
-    if told is None:
+    error = next((block["error"] for block in blocks if block["error"] is not None), None)
+    if error is None:
         return ""
-    said = f"{told['name']}: {told['message']}"[:_MAX_SAID]
-    return said.encode("utf-8", "backslashreplace").decode()  # events cannot hold lone surrogates
+    text = f"{error['name']}: {error['message']}"[:_MAX_SAID]
+    return text.encode("utf-8", "backslashreplace").decode()  # events cannot hold lone surrogates
 
 
 def outcome_pieces(

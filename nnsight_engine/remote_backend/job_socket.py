@@ -90,7 +90,7 @@ def _answer(socket: ClientConnection, frame: Frame, run: Run) -> None:
 def _refusal(error: InvalidStatus) -> RemoteError:
     status, body = error.response.status_code, error.response.body
     with contextlib.suppress(ValueError, KeyError, TypeError):
-        return RemoteError.said(json.loads(body or b""), status=status)
+        return RemoteError.from_body(json.loads(body or b""), status=status)
     return RemoteError(f"the server refused a job's WebSocket with {status}", status=status)
 
 

@@ -26,7 +26,7 @@ Place = tuple[int, int, int]
 """Position of a statement: line, column, and the number of its items from this one to the last."""
 
 
-class PartAsked(msgspec.Struct, kw_only=True):
+class PartRequest(msgspec.Struct, kw_only=True):
     """A request to run a part of a block.
 
     Attributes:
@@ -46,7 +46,7 @@ class PartAsked(msgspec.Struct, kw_only=True):
     values: dict[str, Any]
 
 
-class PartDone(msgspec.Struct, kw_only=True):
+class PartResult(msgspec.Struct, kw_only=True):
     """The result of a part of a block.
 
     Attributes:
@@ -64,27 +64,27 @@ class PartDone(msgspec.Struct, kw_only=True):
     error: dict[str, Any] | None = None
 
 
-def plain(message: PartAsked | PartDone) -> dict[str, Any]:
+def plain(message: PartRequest | PartResult) -> dict[str, Any]:
     """Return a message as a dict for encoding."""
     return msgspec.structs.asdict(message)
 
 
-def read_asked(value: Any) -> PartAsked:
+def read_part_request(value: Any) -> PartRequest:
     """Return the engine's request from a decoded message.
 
     Raises:
         DecodeError: The value is not such a message.
     """
-    return _read(value, PartAsked)
+    return _read(value, PartRequest)
 
 
-def read_done(value: Any) -> PartDone:
+def read_part_result(value: Any) -> PartResult:
     """Return the client's response from a decoded message.
 
     Raises:
         DecodeError: The value is not such a message.
     """
-    return _read(value, PartDone)
+    return _read(value, PartResult)
 
 
 def _read(value: Any, kind: type[T]) -> T:
@@ -125,12 +125,12 @@ def names_read(body: Sequence[ast.stmt], class_name: str | None) -> frozenset[st
 
 __all__ = [
     "GIVEN",
-    "PartAsked",
-    "PartDone",
+    "PartRequest",
+    "PartResult",
     "Place",
     "names_read",
     "place_of",
     "plain",
-    "read_asked",
-    "read_done",
+    "read_part_request",
+    "read_part_result",
 ]

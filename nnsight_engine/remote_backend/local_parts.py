@@ -25,12 +25,12 @@ from nnsight_engine.interleaving.shared_variables import exchanges
 from nnsight_engine.remote_backend.errors import LocalBlockError
 from nnsight_engine.remote_backend.local_messages import (
     GIVEN,
-    PartAsked,
-    PartDone,
+    PartRequest,
+    PartResult,
     Place,
     place_of,
     plain,
-    read_asked,
+    read_part_request,
 )
 from nnsight_engine.serialization import DecodeError, decode, encode, encode_error
 from nnsight_engine.tracing.block_names import mangled, names_in
@@ -76,7 +76,7 @@ class LocalParts:
         self._cells = [copied(part.own) for part in parts]
         self._assignments = [Assignments(cells) for cells in self._cells]
         self._exchanges = exchanges(
-            [_Own(part, one, self.own) for part, one in zip(parts, self._assignments, strict=True)]
+            [_LocalVariables(part, one, self.own) for part, one in zip(parts, self._assignments, strict=True)]
         )
         self._blocks: dict[tuple[int, Place, frozenset[str]], Block] = {}
         self._saved: list[dict[str, Any]] = [{} for _ in parts]
@@ -91,7 +91,7 @@ class LocalParts:
             return self._run(data)
         except Exception as error:  # noqa: BLE001 - the engine raises it in the block, then the client here
             self._error = error
-            answer = encode(plain(PartDone(error=encode_error(error))))
+            answer = encode(plain(PartResult(error=encode_error(error))))
             if self._last is not None:
                 self._last = (*self._last[:2], answer)
             return answer
@@ -120,58 +120,61 @@ class LocalParts:
 
     def _run(self, data: bytes | bytearray | memoryview) -> bytes:
         dialect = self._dialect
-        asked = read_asked(decode(data, resolve=dialect.resolver({}), policy=dialect.policy))
-        if self._last is not None and self._last[:2] == (asked.attempt, asked.turn):
+        part_request = read_part_request(decode(data, resolve=dialect.resolver({}), policy=dialect.policy))
+        if self._last is not None and self._last[:2] == (part_request.attempt, part_request.turn):
             return self._last[2]  # the earlier response was lost with its connection
-        if (self._last is None) != (asked.turn == 0):
+        if (self._last is None) != (part_request.turn == 0):
             raise LocalBlockError.repeated()
-        if self._last is not None and self._last[0] != asked.attempt:
+        if self._last is not None and self._last[0] != part_request.attempt:
             raise LocalBlockError.repeated()
-        self._last = (asked.attempt, asked.turn, b"")
-        block, cells = self._block(asked), self._cells[asked.block]
+        self._last = (part_request.attempt, part_request.turn, b"")
+        block, cells = self._block(part_request), self._cells[part_request.block]
         for name in block.stored:
             cells.setdefault(name, CellType())
-        for name, value in asked.values.items():
+        for name, value in part_request.values.items():
             cells.setdefault(name, CellType()).cell_contents = value
-        before = {name: self._state(value) for name, value in asked.values.items()}
-        assignments = self._assignments[asked.block]
-        info = Info(block, cells, None, self._infos[asked.block].globals_)
+        before = {name: self._state(value) for name, value in part_request.values.items()}
+        assignments = self._assignments[part_request.block]
+        info = Info(block, cells, None, self._infos[part_request.block].globals_)
         counts = {name: assignments[name] for name in block.stored}
         run = compiled(info, cells, assignments=assignments)
         with _Values():
             run()
-        for name, value in asked.values.items():
+        for name, value in part_request.values.items():
             if self._state(value) != before[name]:
                 raise LocalBlockError.changed(name)
-        self._exchanges[asked.block].publish()
+        self._exchanges[part_request.block].publish()
         assigned = {name for name, count in counts.items() if assignments[name] != count}
-        answer = self._answer(asked, assigned, cells)
-        self._last = (asked.attempt, asked.turn, answer)
+        answer = self._answer(part_request, assigned, cells)
+        self._last = (part_request.attempt, part_request.turn, answer)
         return answer
 
-    def _block(self, asked: PartAsked) -> Block:
+    def _block(self, part_request: PartRequest) -> Block:
         """Return the compiled body that was requested.
 
         Raises:
             DecodeError: The body does not exist, or does not have these variables.
         """
-        if not 0 <= asked.block < len(self._found) or asked.place not in self._found[asked.block]:
+        if (
+            not 0 <= part_request.block < len(self._found)
+            or part_request.place not in self._found[part_request.block]
+        ):
             raise DecodeError("the server asks for a part under tracer.local() that the trace does not have")
-        nested, info = self._found[asked.block][asked.place], self._infos[asked.block]
+        nested, info = self._found[part_request.block][part_request.place], self._infos[part_request.block]
         mentioned = mangled(names_in(nested.body), info.block.context.class_name)
-        if not mentioned >= {*asked.values, *asked.names}:
+        if not mentioned >= {*part_request.values, *part_request.names}:
             raise DecodeError("the server sends variables that the part under tracer.local() does not have")
-        shared = mentioned.intersection(self._cells[asked.block]).union(asked.names)
-        key = (asked.block, asked.place, shared)
+        shared = mentioned.intersection(self._cells[part_request.block]).union(part_request.names)
+        key = (part_request.block, part_request.place, shared)
         if key not in self._blocks:
             self._blocks[key] = compile_block(nested, info.block.source, shared, info.block.context)
         return self._blocks[key]
 
-    def _answer(self, asked: PartAsked, assigned: Set[str], cells: Mapping[str, CellType]) -> bytes:
+    def _answer(self, part_request: PartRequest, assigned: Set[str], cells: Mapping[str, CellType]) -> bytes:
         """Store the assigned values that stay here, and return the others as a message."""
-        wanted = self._infos[asked.block].wanted
-        saved, flows = self._saved[asked.block], self._flows[asked.block]
-        done = PartDone()
+        wanted = self._infos[part_request.block].wanted
+        saved, flows = self._saved[part_request.block], self._flows[part_request.block]
+        done = PartResult()
         for name in sorted(assigned):
             value = content(cells[name])
             if name in self.own:
@@ -187,7 +190,7 @@ class LocalParts:
                 done.values[name] = value
         done.saved = [name for name, value in done.values.items() if SAVES.keeps(value)]
         done.computed = [name for name, value in done.values.items() if _is_computed(value)]
-        given = {id(value): name for name, value in asked.values.items()}
+        given = {id(value): name for name, value in part_request.values.items()}
         return encode(plain(done), reference=lambda value: self._reference(value, given))
 
     def _reference(self, value: Any, given: Mapping[int, str]) -> tuple[str, ...] | None:
@@ -205,7 +208,7 @@ class LocalParts:
         return encode(value, reference=reference)
 
 
-class _Own:
+class _LocalVariables:
     """The variables of one block that stay here; invokes share them as they share other variables."""
 
     def __init__(self, part: SentPart, assignments: Assignments, names: frozenset[str]) -> None:

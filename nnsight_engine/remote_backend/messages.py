@@ -31,7 +31,7 @@ _MAX_PIECES_BYTES: Final = 4 * 2**20
 """Limit for all of these pieces together."""
 _MAX_ITEMS: Final = 4096
 """Limit for the number of blocks, of requests, of wanted names, and of parts in one trace."""
-Ask = Callable[[bytes | bytearray | memoryview], Awaitable[bytes | bytearray | memoryview]]
+ClientCall = Callable[[bytes | bytearray | memoryview], Awaitable[bytes | bytearray | memoryview]]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -159,15 +159,16 @@ class TraceRequest:
         sender: The server's identifier of the sender, for fair scheduling between senders. Set by the server
             and not sent.
         tenant: The tenant whose share of the engine is used; empty if the engine is not shared. Not sent.
-        ask: Calls the client to run a part of a block: sends bytes and returns the response's bytes, or
-            raises TimeoutError if the client does not respond. None if the client cannot be called. Not sent.
+        call_client: Calls the client to run a part of a block: sends bytes and returns the response's bytes,
+            or raises TimeoutError if the client does not respond. None if the client cannot be called. Not
+            sent.
         sandbox_of: Identifier of the sandbox in which the code runs; empty if the sender is trusted. Set by
             the server and not sent.
-        is_patient: Whether the request waits for its turn no matter how many requests of its sender are
+        may_exceed_queue: Whether the request waits for its turn no matter how many requests of its sender are
             waiting. Set by the server and not sent.
     """
 
-    __slots__ = ("ask", "head", "is_patient", "parts", "sandbox_of", "sender", "tenant")
+    __slots__ = ("call_client", "head", "may_exceed_queue", "parts", "sandbox_of", "sender", "tenant")
 
     def __init__(self, head: TraceHead, parts: Sequence[bytes | memoryview]) -> None:
         """Create a request; the sizes of the parts are stored in a copy of the head."""
@@ -176,8 +177,8 @@ class TraceRequest:
         self.sender = ""
         self.sandbox_of = ""
         self.tenant = ""
-        self.ask: Ask | None = None
-        self.is_patient = False
+        self.call_client: ClientCall | None = None
+        self.may_exceed_queue = False
 
     @property
     def blocks(self) -> bytes | memoryview:

@@ -114,10 +114,10 @@ def warnings_of(block: Mapping[str, Any]) -> tuple[str, ...]:
     Raises:
         DecodeError: They are not strings.
     """
-    said = block.get("warnings", [])
-    if type(said) is not list or not all(type(one) is str for one in said):
+    texts = block.get("warnings", [])
+    if type(texts) is not list or not all(type(one) is str for one in texts):
         raise DecodeError("its warnings are no texts")
-    return tuple(one[:_MAX_WARNING] for one in said[:_MAX_WARNINGS])
+    return tuple(one[:_MAX_WARNING] for one in texts[:_MAX_WARNINGS])
 
 
 def warn_of(outcomes: Sequence[Outcome]) -> None:
@@ -200,7 +200,7 @@ def _pairs(before: Any, saved: Sequence[Any]) -> list[tuple[Any, Any]]:
     return list(zip(before, saved, strict=True))
 
 
-def bring_home(parts: Sequence[SentPart], outcomes: Sequence[Outcome]) -> None:
+def assign_saved(parts: Sequence[SentPart], outcomes: Sequence[Outcome]) -> None:
     """Assign the saved values to the user's variables, and issue the blocks' warnings.
 
     Raises:

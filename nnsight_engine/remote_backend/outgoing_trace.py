@@ -24,7 +24,7 @@ from nnsight_engine.remote_backend.messages import SentInvoke, TraceHead, TraceR
 from nnsight_engine.remote_backend.outcomes import (
     Outcome,
     SentPart,
-    bring_home,
+    assign_saved,
     groups_of,
     parts_of,
     read_outcomes,
@@ -180,9 +180,9 @@ class SentRemotely:
         outcomes = read_frames(frames, self._saved, self._dialect)
         return outcomes if self.local is None else self.local.completed(outcomes)
 
-    def bring_home(self, outcomes: Sequence[Outcome]) -> None:
+    def assign_saved(self, outcomes: Sequence[Outcome]) -> None:
         """Assign the saved values to the user's variables; raise the error of a block."""
-        bring_home(self._parts, outcomes)
+        assign_saved(self._parts, outcomes)
 
 
 def read_frames(
@@ -219,7 +219,7 @@ def refused(frame: Frame) -> RemoteError:
         DecodeError: The frame holds no error.
     """
     try:
-        return RemoteError.said(frame.json())
+        return RemoteError.from_body(frame.json())
     except (KeyError, TypeError) as problem:
         raise DecodeError(f"an ERROR frame holds no error: {problem!r}") from problem
 

@@ -18,7 +18,7 @@ def refusal(response: httpx.Response) -> RemoteError:
     status, after = response.status_code, response.headers.get("retry-after", "")
     try:
         pause_s = float(after) if after.isdecimal() else 0.0
-        return RemoteError.said(response.json(), status=status, retry_after_s=pause_s)
+        return RemoteError.from_body(response.json(), status=status, retry_after_s=pause_s)
     except (ValueError, KeyError, TypeError):
         text = response.text[:500] or response.reason_phrase
         return RemoteError(f"{response.url} answered {status}: {text}", status=status)

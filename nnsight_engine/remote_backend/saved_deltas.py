@@ -19,7 +19,7 @@ from nnsight_engine.serialization import DecodeError, decode, encode
 logger = logging.getLogger(__name__)
 
 
-def apply_news(saves: dict[str, Any], data: bytes) -> None:
+def apply_delta(saves: dict[str, Any], data: bytes) -> None:
     """Update ``saves`` with one delta of a block; ignore a delta that cannot be decoded or applied."""
     try:
         message = decode(data)
@@ -55,7 +55,7 @@ class SavesSoFar:
 
     def add(self, index: int, choice: int, data: bytes) -> None:
         """Apply a delta of one choice of a block."""
-        apply_news(self._saves.setdefault((index, choice), {}), data)
+        apply_delta(self._saves.setdefault((index, choice), {}), data)
 
     def of(self, index: int, num_choices: int) -> dict[str, Any]:
         """Return a block's saved values by name; with several choices, a list with one value per choice."""
@@ -83,18 +83,18 @@ def output_data(
     invoke: int,
     num_choices: int,
     choices: Sequence[dict[str, Any]],
-    news: Sequence[tuple[int, bytes]],
+    deltas: Sequence[tuple[int, bytes]],
     *,
     finished: bool,
 ) -> bytes:
-    """Return an output as a message; ``news`` holds the deltas since the last one, with their choices."""
+    """Return an output as a message; ``deltas`` holds the deltas since the last one, with their choices."""
     return encode(
         {
             "invoke": invoke,
             "num_choices": num_choices,
             "choices": list(choices),
             "finished": finished,
-            "news": [list(told) for told in news],
+            "news": [list(delta) for delta in deltas],
         }
     )
 
@@ -114,12 +114,12 @@ class OutputReader:
         message = decode(data)
         try:
             invoke = message["invoke"]
-            for choice, told in message["news"]:
-                self._saves.add(invoke, choice, told)
+            for choice, delta in message["news"]:
+                self._saves.add(invoke, choice, delta)
             saves = self._saves.of(invoke, message["num_choices"])
             return StreamedOutput(invoke, message["choices"], message["finished"], saves)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise DecodeError(f"the message holds no output of a trace: {error!r}") from error
 
 
-__all__ = ["OutputReader", "SavesSoFar", "StreamedOutput", "apply_news", "output_data"]
+__all__ = ["OutputReader", "SavesSoFar", "StreamedOutput", "apply_delta", "output_data"]

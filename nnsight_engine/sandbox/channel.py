@@ -204,7 +204,7 @@ class EngineSide:
         """Release the memory of all messages so far."""
         self._memory.forget()
 
-    def is_quiet(self) -> bool:
+    def has_nothing_unread(self) -> bool:
         """Return whether the other side is connected, and there are no unread bytes from it."""
         self._socket.settimeout(0)
         try:

@@ -1,6 +1,6 @@
 """Confinement of a process before it runs untrusted code: user, namespaces, files, memory, system calls.
 
-``leave_the_world`` is for the zygote, the clean process that sandboxes are forked from, once it has loaded
+``isolate`` is for the zygote, the clean process that sandboxes are forked from, once it has loaded
 everything that they need; ``confine`` is for each sandbox. Both are irreversible.
 """
 
@@ -49,7 +49,7 @@ class ProcessLimits:
     cpu_s: int
 
 
-def leave_the_world(folder: str) -> list[str]:
+def isolate(folder: str) -> list[str]:
     """Drop this process's user, environment, folder and, where the kernel allows it, its namespaces.
 
     Args:
@@ -62,7 +62,7 @@ def leave_the_world(folder: str) -> list[str]:
     os.chdir(folder)
     shutil.rmtree(folder, ignore_errors=True)  # an empty working directory without a name remains
     Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_GO)
-    _be_nobody()
+    _drop_user()
     os.umask(0o777)
     return _leave_namespaces()
 
@@ -76,7 +76,7 @@ def _leave_namespaces() -> list[str]:
     return ["user", "network", "ipc", "mount", "uts"]
 
 
-def _be_nobody() -> None:
+def _drop_user() -> None:
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(_NOBODY, _NOBODY, _NOBODY)
@@ -84,19 +84,19 @@ def _be_nobody() -> None:
 
 
 def missing_namespaces() -> list[str]:
-    """Return the namespaces that sandboxes would lack here, see ``leave_the_world``; tried in a child."""
+    """Return the namespaces that sandboxes would lack here, see ``isolate``; tried in a child."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            _be_nobody()
+            _drop_user()
             os.write(writing, " ".join(_leave_namespaces()).encode())
             os._exit(0)
         finally:
             os._exit(1)  # a child must never return into its parent's code
     os.close(writing)
-    with os.fdopen(reading) as told:
-        missing = told.read().split()
+    with os.fdopen(reading) as report:
+        missing = report.read().split()
     _, status = os.waitpid(child, 0)
     return missing if os.waitstatus_to_exitcode(status) == 0 else ["user", "network", "ipc", "mount", "uts"]
 
@@ -146,7 +146,7 @@ __all__ = [
     "ProcessLimits",
     "confine",
     "die_with_parent",
+    "isolate",
     "keep_only",
-    "leave_the_world",
     "missing_namespaces",
 ]

@@ -52,11 +52,11 @@ class Sandbox:
         num_uses: Number of traces that have run in it.
     """
 
-    def __init__(self, process: int, side: EngineSide, nursery: _Nursery) -> None:
+    def __init__(self, process: int, side: EngineSide, zygote: _Zygote) -> None:
         self.process = process
         self.side = side
         self.num_uses = 0
-        self._nursery = nursery
+        self._zygote = zygote
         self._first_bytes = 0
 
     def remember_size(self) -> None:
@@ -96,10 +96,10 @@ class Sandbox:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
             self.side.close()
-            self._nursery.reap(process)
+            self._zygote.reap(process)
 
 
-class _Nursery:
+class _Zygote:
     """The zygote: the running clean process.
 
     Attributes:
@@ -141,7 +141,7 @@ class _Nursery:
             )
         except OSError as error:
             own.close()
-            self._let_folder_go()
+            self._release_folder()
             raise SandboxUnavailableError(f"the sandbox could not be started: {error}") from error
         finally:
             theirs.close()
@@ -189,13 +189,13 @@ class _Nursery:
             os.close(descriptor)
         sandbox = Sandbox(process, side, self)
         try:
-            said = side.receive(time.monotonic() + _FORK_S, _READY_BYTES)
+            reply = side.receive(time.monotonic() + _FORK_S, _READY_BYTES)
         except (OSError, SandboxEndedError):
             sandbox.end()
             raise
-        if said != READY:
+        if reply != READY:
             sandbox.end()
-            raise SandboxUnavailableError(f"a sandbox could not be started: {said.decode(errors='replace')}")
+            raise SandboxUnavailableError(f"a sandbox could not be started: {reply.decode(errors='replace')}")
         sandbox.remember_size()
         return sandbox
 
@@ -227,9 +227,9 @@ class _Nursery:
         self._orders.close()
         self._process.kill()
         self._process.wait()
-        self._let_folder_go()
+        self._release_folder()
 
-    def _let_folder_go(self) -> None:
+    def _release_folder(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
         os.close(self._held)
 
@@ -289,7 +289,7 @@ class ForkServer:
         self._wanted = threading.Event()
         self._closed = False
         self._error: SandboxUnavailableError | None = None
-        self._nursery: _Nursery | None = None
+        self._zygote: _Zygote | None = None
         self._keeper: threading.Thread | None = None
 
     def start(self) -> None:
@@ -325,8 +325,8 @@ class ForkServer:
         with contextlib.suppress(IndexError):
             return self._spare.popleft()
         try:
-            if self._nursery is not None:
-                return self._nursery.fork()  # more at once than are kept ready: takes tens of milliseconds
+            if self._zygote is not None:
+                return self._zygote.fork()  # more at once than are kept ready: takes tens of milliseconds
         except (OSError, SandboxEndedError):
             logger.exception("a sandbox could not be forked")
         raise self._error or SandboxUnavailableError("there is no sandbox now: send the request again")
@@ -335,17 +335,17 @@ class ForkServer:
         """Keep processes ready."""
         while not self._closed:
             try:
-                if self._nursery is None:
-                    self._nursery = _Nursery(
+                if self._zygote is None:
+                    self._zygote = _Zygote(
                         self._command,
                         self._setup,
                         self._half_bytes,
                         needs_namespaces=self._needs_namespaces,
                     )
-                    if self._nursery.lacks:
-                        logger.warning("sandboxes have no %s namespace here", ", ".join(self._nursery.lacks))
+                    if self._zygote.lacks:
+                        logger.warning("sandboxes have no %s namespace here", ", ".join(self._zygote.lacks))
                 while len(self._spare) < self._num_spare and not self._closed:
-                    self._spare.append(self._nursery.fork())
+                    self._spare.append(self._zygote.fork())
                 self._error = None
             except SandboxUnavailableError as error:
                 logger.exception("no sandbox can be started")
@@ -354,17 +354,17 @@ class ForkServer:
                 continue
             except (OSError, SandboxEndedError):
                 logger.exception("a sandbox could not be forked; the process that forks them is started anew")
-                if self._nursery is not None:
-                    self._nursery.close()
-                self._nursery = None
+                if self._zygote is not None:
+                    self._zygote.close()
+                self._zygote = None
                 time.sleep(_AGAIN_S)
                 continue
             self._wanted.wait()
             self._wanted.clear()
         while self._spare:
             self._spare.popleft().end()
-        if self._nursery is not None:
-            self._nursery.close()
+        if self._zygote is not None:
+            self._zygote.close()
 
     def close(self) -> None:
         """End all idle processes and the zygote."""

@@ -14,7 +14,7 @@ import struct
 from typing import Final
 
 from nnsight_engine.sandbox.errors import SandboxUnavailableError
-from nnsight_engine.sandbox.syscalls import MACHINES, Machine
+from nnsight_engine.sandbox.syscalls import MACHINES, SystemCallTable
 
 _LOAD: Final = 0x20
 _JUMP_IF_EQUAL: Final = 0x15
@@ -48,7 +48,7 @@ def check(result: int, what: str) -> None:
         raise OSError(number, f"{what}: {os.strerror(number)}")
 
 
-def machine() -> Machine:
+def machine() -> SystemCallTable:
     """Return the system call numbers of this machine.
 
     Raises:
@@ -82,7 +82,7 @@ def install() -> None:
     check(result, "seccomp")
 
 
-def _program(here: Machine) -> bytes:
+def _program(here: SystemCallTable) -> bytes:
     """Return the filter: the architecture, then one comparison for each listed call."""
     count = len(here.allowed) + len(here.absent)
     assert count < _MAX_JUMP  # noqa: S101 - otherwise jumps would have to be chained

@@ -11,7 +11,7 @@ from typing import Final
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Machine:
+class SystemCallTable:
     """The numbers of one architecture.
 
     Attributes:
@@ -112,9 +112,9 @@ _CLONE3: Final = 435
 _X32_BIT: Final = 0x40000000
 
 MACHINES: Final = {
-    "x86_64": Machine(0xC000003E, 317, tuple(_X86_64.values()), (_CLONE3,), _X32_BIT),
-    "aarch64": Machine(0xC00000B7, 277, tuple(_AARCH64.values()), (_CLONE3,), _X32_BIT),
+    "x86_64": SystemCallTable(0xC000003E, 317, tuple(_X86_64.values()), (_CLONE3,), _X32_BIT),
+    "aarch64": SystemCallTable(0xC00000B7, 277, tuple(_AARCH64.values()), (_CLONE3,), _X32_BIT),
 }
 """The known architectures, by ``platform.machine()``."""
 
-__all__ = ["MACHINES", "Machine"]
+__all__ = ["MACHINES", "SystemCallTable"]

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Final, NoReturn
 
 from nnsight_engine.sandbox.channel import Memory, SandboxSide
-from nnsight_engine.sandbox.confine import ProcessLimits, confine, die_with_parent, keep_only, leave_the_world
+from nnsight_engine.sandbox.confine import ProcessLimits, confine, die_with_parent, isolate, keep_only
 
 FORK: Final = b"F"
 REAP: Final = b"R"
@@ -31,8 +31,8 @@ Child = Callable[[SandboxSide], None]
 """Serves the engine until it is ended."""
 
 
-def raise_children(
-    orders: socket.socket, folder: str, share: ProcessLimits, grow_up: Callable[[], Child]
+def fork_children(
+    orders: socket.socket, folder: str, share: ProcessLimits, prepare_child: Callable[[], Child]
 ) -> None:
     """Fork processes as ordered, until the engine closes the connection.
 
@@ -40,15 +40,16 @@ def raise_children(
         orders: The socket to the engine.
         folder: An empty folder.
         share: The limits of each process.
-        grow_up: Called in each child before it is confined; returns the function that the child then runs.
+        prepare_child: Called in each child before it is confined; returns the function that the child then
+            runs.
     """
     die_with_parent()
-    lacks = leave_the_world(folder)
+    lacks = isolate(folder)
     die_with_parent()  # the kernel clears the setting when a process changes its user
     gc.collect()
     gc.freeze()
-    told = " ".join(lacks).encode()
-    orders.sendall(NUMBER.pack(len(told)) + told)
+    report = " ".join(lacks).encode()
+    orders.sendall(NUMBER.pack(len(report)) + report)
     while True:
         data, descriptors = _order(orders)
         if not data:
@@ -60,7 +61,7 @@ def raise_children(
         connection, memory = descriptors
         child = os.fork()
         if child == 0:
-            _live(connection, memory, number, share, grow_up)
+            _live(connection, memory, number, share, prepare_child)
         os.close(connection)
         os.close(memory)
         orders.sendall(NUMBER.pack(child))
@@ -89,7 +90,7 @@ def _reap(process: int) -> None:
 
 
 def _live(
-    connection: int, descriptor: int, num_bytes: int, share: ProcessLimits, grow_up: Callable[[], Child]
+    connection: int, descriptor: int, num_bytes: int, share: ProcessLimits, prepare_child: Callable[[], Child]
 ) -> NoReturn:
     """Run a child; it never returns into its parent's code, whatever happens."""
     try:
@@ -98,7 +99,7 @@ def _live(
         keep_only({connection})
         side = SandboxSide(connection, memory)
         try:
-            serve = grow_up()
+            serve = prepare_child()
             confine(share)
         except Exception:
             side.send([traceback.format_exc().encode()])
@@ -111,4 +112,4 @@ def _live(
         os._exit(1)
 
 
-__all__ = ["FORK", "NUMBER", "ORDER", "READY", "REAP", "Child", "raise_children"]
+__all__ = ["FORK", "NUMBER", "ORDER", "READY", "REAP", "Child", "fork_children"]

@@ -22,7 +22,7 @@ import torch
 from nnsight_engine.serialization.errors import DecodeError
 from nnsight_engine.serialization.import_resolution import MOVED
 from nnsight_engine.serialization.limits import MessageLimits, Policy, is_data_class
-from nnsight_engine.serialization.message import HERE, Table
+from nnsight_engine.serialization.message import HERE, NodeTable
 from nnsight_engine.serialization.node_kinds import NodeKind
 
 Resolve = Callable[[tuple[str, ...]], Any]
@@ -85,7 +85,7 @@ class Decoder:
 
     def __init__(
         self,
-        table: Table,
+        table: NodeTable,
         makers: dict[NodeKind, Maker],
         *,
         resolve: Resolve | None,

@@ -17,7 +17,7 @@ import torch
 
 from nnsight_engine.serialization.errors import EncodeError
 from nnsight_engine.serialization.limits import MessageLimits
-from nnsight_engine.serialization.message import Table
+from nnsight_engine.serialization.message import NodeTable
 from nnsight_engine.serialization.node_kinds import NodeKind
 
 Reference = Callable[[Any], tuple[str, ...] | None]
@@ -135,9 +135,9 @@ class Encoder:
                     write(self, index, value)
             again = any([finish() for finish in self.finishers]) or bool(self._turns)  # noqa: C419 - call each
 
-    def table(self, root: int) -> Table:
+    def table(self, root: int) -> NodeTable:
         """Return the table of the nodes written so far."""
-        return Table(self._kinds, self._children, self._payloads, self._tensors, root)
+        return NodeTable(self._kinds, self._children, self._payloads, self._tensors, root)
 
     def numbers_of(self, ids: Collection[int]) -> list[int]:
         """Return the nodes of those objects whose ``id`` is in ``ids``."""

@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from nnsight_engine.serialization.errors import DecodeError
-from nnsight_engine.serialization.server_paths import without_places
+from nnsight_engine.serialization.server_paths import without_server_paths
 from nnsight_engine.serialization.source_cache import SHELF
 from nnsight_engine.tracing.sent_files import LinesFrom, SentFile, sent_name
 from nnsight_engine.tracing.tracebacks import is_ours
@@ -38,7 +38,7 @@ _TRUSTED_PACKAGES = frozenset({"nnsight_engine", "torch"})
 Plain = str | int | float | bool | None
 
 
-class _Entry(msgspec.Struct):
+class _TracebackEntry(msgspec.Struct):
     """One entry of a traceback."""
 
     file: str
@@ -60,7 +60,7 @@ class _Failure(msgspec.Struct):
     args: list[Plain]
     attributes: dict[str, Plain]
     notes: list[str]
-    entries: list[_Entry]
+    entries: list[_TracebackEntry]
     cause: _Failure | None = None
     context: _Failure | None = None
     hides_context: bool = False
@@ -97,7 +97,7 @@ def _failure_of(error: BaseException, num_left: int) -> _Failure:
         bases=[base.__name__ for base in kind.__mro__ if base.__module__ == "builtins"],
         args=[_plain(argument) for argument in error.args[:_MAX_CHAIN]],
         attributes=_attributes(error),
-        notes=[without_places(str(note)[:_MAX_TEXT]) for note in getattr(error, "__notes__", ())],
+        notes=[without_server_paths(str(note)[:_MAX_TEXT]) for note in getattr(error, "__notes__", ())],
         entries=_entries_of(error.__traceback__),
         cause=_failure_of(cause, num_left - 1) if cause is not None and num_left else None,
         context=_failure_of(context, num_left - 1)
@@ -109,7 +109,7 @@ def _failure_of(error: BaseException, num_left: int) -> _Failure:
 
 def _text(error: BaseException) -> str:
     try:
-        return without_places(str(error)[:_MAX_TEXT])
+        return without_server_paths(str(error)[:_MAX_TEXT])
     except Exception as failed:  # noqa: BLE001 - a user's __str__ may raise anything
         return f"<{type(error).__name__}, whose text cannot be had: {type(failed).__name__}>"
 
@@ -120,7 +120,7 @@ def _plain(value: Any) -> Plain:
     if type(value) is int and -(2**63) <= value < 2**63:
         return value
     try:
-        return without_places((value if type(value) is str else repr(value))[:_MAX_TEXT])
+        return without_server_paths((value if type(value) is str else repr(value))[:_MAX_TEXT])
     except Exception:  # noqa: BLE001 - a user's __repr__ may raise anything
         return f"<{type(value).__name__}>"
 
@@ -133,7 +133,7 @@ def _attributes(error: BaseException) -> dict[str, Plain]:
     return {name: _plain(value) for name, value in kept.items()}
 
 
-def _entries_of(tb: TracebackType | None) -> list[_Entry]:
+def _entries_of(tb: TracebackType | None) -> list[_TracebackEntry]:
     every = []
     while tb is not None:
         code = tb.tb_frame.f_code
@@ -144,15 +144,15 @@ def _entries_of(tb: TracebackType | None) -> list[_Entry]:
     return every if len(every) <= _MAX_FRAMES else [*every[:half], *every[-half:]]
 
 
-def _entry_of(tb: TracebackType, code: CodeType) -> _Entry:
+def _entry_of(tb: TracebackType, code: CodeType) -> _TracebackEntry:
     place = next(itertools.islice(code.co_positions(), max(tb.tb_lasti, 0) // 2, None), (None,) * 4)
     file = code.co_filename
     if isinstance(file, SentFile):
         text = file.line(tb.tb_lineno)
     else:
         text = linecache.getline(file, tb.tb_lineno, tb.tb_frame.f_globals)
-    return _Entry(
-        file=without_places(sent_name(file)),
+    return _TracebackEntry(
+        file=without_server_paths(sent_name(file)),
         line=tb.tb_lineno, name=code.co_name, source=text.rstrip("\n")[:_MAX_TEXT],
         end_line=place[1], column=place[2], end_column=place[3],
     )  # fmt: skip
@@ -237,7 +237,7 @@ def _instance(kind: type[BaseException], failure: _Failure) -> BaseException | N
     return error
 
 
-def _traceback_of(entries: list[_Entry]) -> TracebackType | None:
+def _traceback_of(entries: list[_TracebackEntry]) -> TracebackType | None:
     result: TracebackType | None = None
     for entry in reversed(entries):
         line = min(max(entry.line, 1), _MAX_LINE)
@@ -248,7 +248,7 @@ def _traceback_of(entries: list[_Entry]) -> TracebackType | None:
     return result
 
 
-def _code_of(entry: _Entry, line: int) -> CodeType:
+def _code_of(entry: _TracebackEntry, line: int) -> CodeType:
     """Return code that raises at the entry's position."""
     end = min(max(entry.end_line or line, line), _MAX_LINE)
     place: dict[str, Any] = {"lineno": line, "end_lineno": end, "col_offset": 0, "end_col_offset": 0}

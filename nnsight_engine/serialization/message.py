@@ -1,7 +1,7 @@
 """The byte layout of a message: a table of nodes, their scalars, and the tensors as one safetensors file.
 
 The table is flat, so reading it needs no recursion. Every number in it is validated here before any object is
-built from it. ``encoder`` fills a ``Table`` and ``decoder`` reads one.
+built from it. ``encoder`` fills a ``NodeTable`` and ``decoder`` reads one.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _GROUP_OF = np.array(
 
 
 @dataclasses.dataclass(slots=True)
-class Table:
+class NodeTable:
     """The nodes of one message.
 
     Attributes:
@@ -68,7 +68,7 @@ class Table:
     python: int = HERE
 
 
-def pack(table: Table, limits: MessageLimits, *, compress: bool = False) -> list[Piece]:
+def pack(table: NodeTable, limits: MessageLimits, *, compress: bool = False) -> list[Piece]:
     """Return the table as pieces of a message; tensor pieces share the tensors' memory.
 
     Args:
@@ -107,7 +107,7 @@ def pack(table: Table, limits: MessageLimits, *, compress: bool = False) -> list
     return [head, *parts]
 
 
-def _payloads(table: Table, kinds: tuple[NodeKind, ...]) -> list[Any]:
+def _payloads(table: NodeTable, kinds: tuple[NodeKind, ...]) -> list[Any]:
     return [payload for kind, payload in zip(table.kinds, table.payloads, strict=True) if kind in kinds]
 
 
@@ -128,7 +128,7 @@ class _Cursor:
         return bytes(self.view[self.at - count : self.at])
 
 
-def unpack(data: bytes | bytearray | memoryview, limits: MessageLimits) -> Table:
+def unpack(data: bytes | bytearray | memoryview, limits: MessageLimits) -> NodeTable:
     """Return the table from the bytes that ``pack`` wrote.
 
     Raises:
@@ -150,7 +150,7 @@ def unpack(data: bytes | bytearray | memoryview, limits: MessageLimits) -> Table
     payloads = _read_payloads(cursor, kinds, num_scalars, num_text_bytes, limits)
     ends = np.cumsum(arities).tolist()
     flat = edges.tolist()
-    return Table(
+    return NodeTable(
         kinds=kinds.tolist(),
         children=[flat[end - size : end] for end, size in zip(ends, arities.tolist(), strict=True)],
         payloads=payloads,

@@ -35,9 +35,9 @@ def _installed() -> re.Pattern[str]:
     return re.compile(rf"(?<![\w.-])(?:{others}|{own})")
 
 
-def without_places(text: str) -> str:
+def without_server_paths(text: str) -> str:
     """Return the text with files of Python and of packages named relative to their installation folders."""
     return _installed().sub("", text) if "/" in text else text
 
 
-__all__ = ["without_places"]
+__all__ = ["without_server_paths"]

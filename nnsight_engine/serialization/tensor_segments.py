@@ -36,7 +36,7 @@ DTYPES: Final = frozenset(_NAMES)
 _BY_NAME: Final = {name: dtype for dtype, name in _NAMES.items()}
 
 
-class _Entry(msgspec.Struct):
+class _SegmentHeader(msgspec.Struct):
     """The header entry of one tensor."""
 
     dtype: str
@@ -44,7 +44,7 @@ class _Entry(msgspec.Struct):
     data_offsets: tuple[int, int]
 
 
-_HEADER: Final = msgspec.json.Decoder(dict[str, _Entry])
+_HEADER: Final = msgspec.json.Decoder(dict[str, _SegmentHeader])
 
 
 def write_segments(tensors: Mapping[str, torch.Tensor], start: int = 0) -> list[bytes | memoryview]:
@@ -59,7 +59,7 @@ def write_segments(tensors: Mapping[str, torch.Tensor], start: int = 0) -> list[
     header, pieces, at = {}, list[bytes | memoryview](), 0
     for name, tensor in tensors.items():
         end = at + tensor.nbytes
-        header[name] = _Entry(_NAMES[tensor.dtype], list(tensor.shape), (at, end))
+        header[name] = _SegmentHeader(_NAMES[tensor.dtype], list(tensor.shape), (at, end))
         pieces.append(flat_bytes(tensor).numpy().data)
         at = end
     text = msgspec.json.encode(header)
@@ -95,7 +95,7 @@ def read_segments(view: memoryview) -> dict[str, torch.Tensor]:
     return {name: _tensor(entry, data) for name, entry in entries.items()}
 
 
-def _tensor(entry: _Entry, data: memoryview) -> torch.Tensor:
+def _tensor(entry: _SegmentHeader, data: memoryview) -> torch.Tensor:
     dtype = _BY_NAME.get(entry.dtype)
     start, end = entry.data_offsets
     if dtype is None or not all(0 <= size < 2**62 for size in entry.shape):

@@ -43,7 +43,7 @@ def is_bare_super(node: ast.Call) -> bool:
 
 def names_outside(node: ast.With, body: Sequence[ast.stmt]) -> frozenset[str]:
     """Return the names that statements mention outside of ``node``, and all names of the loops around it."""
-    visitor = _Elsewhere(node)
+    visitor = _OutsideNames(node)
     for statement in body:
         visitor.visit(statement)
     return frozenset(visitor.names)
@@ -71,7 +71,7 @@ def leaving(body: Sequence[ast.stmt]) -> list[ast.AST]:
     return _scan(body).leaving
 
 
-class _Elsewhere(ast.NodeVisitor):
+class _OutsideNames(ast.NodeVisitor):
     """Collects the names outside of a statement, and all names of the loops around it."""
 
     def __init__(self, node: ast.With) -> None:

@@ -20,7 +20,7 @@ class BlockSkipped(BaseException):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class WayOut:
+class BlockExit:
     """The place where a block is left.
 
     Attributes:
@@ -35,7 +35,7 @@ class WayOut:
     binds: str | None
 
 
-def skip_block(frame: FrameType, way_out: WayOut) -> Callable[[], None] | None:
+def skip_block(frame: FrameType, block_exit: BlockExit) -> Callable[[], None] | None:
     """Make ``frame``, which is entering a ``with`` statement, raise ``BlockSkipped`` there.
 
     Returns:
@@ -43,11 +43,11 @@ def skip_block(frame: FrameType, way_out: WayOut) -> Callable[[], None] | None:
         none. Python removes a trace function that raises, so it cannot be restored sooner.
     """
     previous, local = sys.gettrace(), frame.f_trace
-    if way_out.at_once:
+    if block_exit.at_once:
         opcodes, frame.f_trace_opcodes = frame.f_trace_opcodes, True
-        frame.f_trace = _Leave(way_out.after, opcodes)
+        frame.f_trace = _Leave(block_exit.after, opcodes)
     else:
-        frame.f_trace = _Leave(way_out.after, None)
+        frame.f_trace = _Leave(block_exit.after, None)
     sys.settrace(_ignore)
     if previous is None:
         return None

@@ -33,7 +33,7 @@ _UNSAID: Final = frozenset({
 _PLAIN_LOADERS: Final = (SourceFileLoader, zipimporter, BuiltinImporter, FrozenImporter)
 
 
-def says(tree: ast.Module, code: CodeType, globals_: Mapping[str, Any], node: ast.stmt) -> bool:
+def matches(tree: ast.Module, code: CodeType, globals_: Mapping[str, Any], node: ast.stmt) -> bool:
     """Return whether a statement of a text matches the loaded code at its position.
 
     Args:
@@ -172,11 +172,11 @@ def _each(code: CodeType, lines: range | None) -> Iterator[Instruction]:
         for one in dis.get_instructions(inner):
             place = one.positions
             line = None if place is None else place.lineno
-            if place is not None and _is_said(one) and (lines is None or line in lines):
+            if place is not None and _is_compared(one) and (lines is None or line in lines):
                 yield (_kind(one.opname), _argument(one, inner), line, place.col_offset, place.end_col_offset)
 
 
-def _is_said(one: dis.Instruction) -> bool:
+def _is_compared(one: dis.Instruction) -> bool:
     if one.opname in _UNSAID or "JUMP" in one.opname or one.positions is None or one.positions.lineno is None:
         return False
     return not (one.opname == "LOAD_CONST" and one.argval is None)  # the end of a function, or of a block
@@ -213,4 +213,4 @@ def _constant(value: object) -> str:
     return repr(value)
 
 
-__all__ = ["defines", "says"]
+__all__ = ["defines", "matches"]

@@ -31,10 +31,10 @@ from types import CodeType
 from typing import Generic, TypeVar, cast
 
 from nnsight_engine.tracing.errors import ChangedSourceError
+from nnsight_engine.tracing.interactive_statements import compiles_to, find_statement
 from nnsight_engine.tracing.parsing import parse
 from nnsight_engine.tracing.sent_files import SentFile
 from nnsight_engine.tracing.timed_cells import find_timed_cell
-from nnsight_engine.tracing.typed_statements import compiles_to, find_statement
 
 KeyT = TypeVar("KeyT")
 ValueT = TypeVar("ValueT")

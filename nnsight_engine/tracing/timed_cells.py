@@ -14,8 +14,8 @@ import warnings
 from collections.abc import Iterator
 from types import CodeType
 
+from nnsight_engine.tracing.interactive_statements import compiles_to
 from nnsight_engine.tracing.parsing import parse
-from nnsight_engine.tracing.typed_statements import compiles_to
 
 
 def find_timed_cell(wanted: CodeType) -> str | None:

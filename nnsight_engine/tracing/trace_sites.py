@@ -18,7 +18,7 @@ from types import CodeType, FrameType
 from typing import Final, Generic, TypeVar
 
 from nnsight_engine.tracing.block_names import mangled, names_in
-from nnsight_engine.tracing.block_skipping import WayOut
+from nnsight_engine.tracing.block_skipping import BlockExit
 from nnsight_engine.tracing.blocks import (
     WITH_MARKER,
     Block,
@@ -28,7 +28,7 @@ from nnsight_engine.tracing.blocks import (
 )
 from nnsight_engine.tracing.errors import ChangedSourceError, TraceSyntaxError, WithBlockNotFoundError
 from nnsight_engine.tracing.frames import is_function, own_names, read_variables
-from nnsight_engine.tracing.loaded_code import says
+from nnsight_engine.tracing.loaded_code import matches
 from nnsight_engine.tracing.sent_files import SentFile, sent_name
 from nnsight_engine.tracing.source_text import SourceReader, SourceText
 
@@ -55,7 +55,7 @@ class TraceSite:
         names: The block's variables that live in the surrounding frame.
         module_names: Names that the block assigns and the function around it declares ``global``.
         does_nothing: Whether the block is ``pass`` or the like, which need not be skipped.
-        way_out: How the block is skipped.
+        block_exit: How the block is skipped.
     """
 
     code: CodeType
@@ -63,7 +63,7 @@ class TraceSite:
     names: frozenset[str]
     module_names: frozenset[str]
     does_nothing: bool
-    way_out: WayOut
+    block_exit: BlockExit
 
 
 class _OfCode(Generic[Key, Value]):
@@ -194,13 +194,13 @@ class TraceSites:
             names=shared | frozenset(block.stored),
             module_names=frozenset(block.stored) - own_names(code) if is_function(code) else frozenset(),
             does_nothing=all(map(_is_nothing, nested.body)),
-            way_out=self.layout(code).way_out(frame.f_lasti, nested),
+            block_exit=self.layout(code).block_exit(frame.f_lasti, nested),
         )
 
     def _fits(self, source: SourceText, frame: FrameType) -> bool:
         """Return whether a text has the statement that ``frame`` is entering, as it was loaded."""
         nested = self._statement(frame, source)
-        return nested is not None and says(source.tree, frame.f_code, frame.f_globals, nested.node)
+        return nested is not None and matches(source.tree, frame.f_code, frame.f_globals, nested.node)
 
     def _statement(self, frame: FrameType, source: SourceText) -> Nested | None:
         wanted = self.layout(frame.f_code).expression_before(frame.f_lasti)
@@ -238,7 +238,7 @@ class _Layout:
     def expression_before(self, offset: int) -> Span:
         return self._before[offset]
 
-    def way_out(self, offset: int, nested: Nested) -> WayOut:
+    def block_exit(self, offset: int, nested: Nested) -> BlockExit:
         """Find where an error raised in the block of the ``with`` at ``offset`` reaches its ``__exit__``.
 
         That is anywhere in the block except at statements that the compiler turned into nothing, such as the
@@ -258,13 +258,13 @@ class _Layout:
             for covered in range(entry.start, entry.end, 2)
         }
         if handlers.get(first) == handlers.get(bound_until):
-            return WayOut(after=bound_until, at_once=_shares_line(nested), binds=None)
+            return BlockExit(after=bound_until, at_once=_shares_line(nested), binds=None)
         if target is not None and not isinstance(target, ast.Name):
             raise TraceSyntaxError(
                 f"a traced block cannot begin with this statement (line {nested.body[0].lineno}) while "
                 "`as` binds more than a name; use a plain name, or put another statement first"
             )
-        return WayOut(after=offset, at_once=True, binds=target.id if target is not None else None)
+        return BlockExit(after=offset, at_once=True, binds=target.id if target is not None else None)
 
 
 def _expression_end(instructions: list[dis.Instruction], store: int) -> int:

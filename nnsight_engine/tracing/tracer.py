@@ -132,9 +132,9 @@ class Tracer:
             frame = SITES.entering(frame)
             site = SITES.find(frame)
         self.info = Info(site.block, {}, frame, frame.f_globals, site)
-        self._binds = site.way_out.binds
+        self._binds = site.block_exit.binds
         if not site.does_nothing:
-            self._put_back = skip_block(frame, site.way_out)
+            self._put_back = skip_block(frame, site.block_exit)
 
     def compile(self) -> Callable[[], Any]:
         """Return the block as a function without arguments."""

@@ -50,7 +50,7 @@ from nnsight_engine.vllm_backend.shared_memory_results import SharedMemoryResult
 from nnsight_engine.vllm_backend.tensor_interning import TensorTable
 from nnsight_engine.vllm_backend.trace_call import MAX_PENDING_BYTES, TraceCall, TracedPrompt
 from nnsight_engine.vllm_backend.trace_router import TraceRouter
-from nnsight_engine.vllm_backend.traced_requests import GatheredOutput, apart, carry, results_of
+from nnsight_engine.vllm_backend.traced_requests import GatheredOutput, carry, results_of, with_own_salt
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class FinishedTrace(NamedTuple):
     tier: str
 
 
-async def _kept_to_grammar(
+async def _check_grammar(
     outputs: AsyncGenerator[RequestOutput, None],
 ) -> AsyncGenerator[RequestOutput, None]:
     """Yield a request's outputs.
@@ -165,7 +165,7 @@ class InterventionAsyncLLM(AsyncLLM):
             await asyncio.wait({self.output_handler})
 
     @property
-    def num_beside(self) -> int:
+    def num_other_requests(self) -> int:
         """The number of unfinished requests, which blocks may run beside; 0 while no trace is open."""
         return self.get_num_unfinished_requests() if len(self.traces) else 0
 
@@ -179,18 +179,18 @@ class InterventionAsyncLLM(AsyncLLM):
         Raises:
             EngineDeadError: The engine has died.
         """
-        asking = asyncio.ensure_future(super().collective_rpc(*args, **kwargs))
-        waited_for: set[asyncio.Future[Any]] = {asking}
+        task = asyncio.ensure_future(super().collective_rpc(*args, **kwargs))
+        waited_for: set[asyncio.Future[Any]] = {task}
         if self.output_handler is not None:
             waited_for.add(self.output_handler)
         try:
             await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)
-            if not asking.done():
+            if not task.done():
                 raise EngineDeadError
-            answers: list[Any] = asking.result()
+            answers: list[Any] = task.result()
             return answers
         finally:
-            asking.cancel()
+            task.cancel()
 
     async def prepare_sandbox(self) -> None:
         """Wait until sandboxes for untrusted code are available; the first call takes some seconds.
@@ -223,7 +223,7 @@ class InterventionAsyncLLM(AsyncLLM):
                 if traced.has_begun and not traced.is_over:
                     self._leave(self._forget_prompt(traced))
                 else:
-                    traced.place.leave()
+                    traced.slot.release()
             return
         note_spent(call.spent_s)
         for entry in call.entries:
@@ -237,12 +237,12 @@ class InterventionAsyncLLM(AsyncLLM):
             results: Results of its requests, see ``results_of``.
         """
         path = None if self.handover is None else self.handover.path(key)
-        asked = (key, results, path)
-        told: Any = PENDING
-        while told == PENDING:  # its blocks are still running; the engine serves others meanwhile
-            told = answer(await self.collective_rpc("finish_trace", args=asked))
-            await asyncio.sleep(_COLLECT_LOOK_S if told == PENDING else 0)
-        data, printed, failure, spent_s, tier = told
+        arguments = (key, results, path)
+        result: Any = PENDING
+        while result == PENDING:  # its blocks are still running; the engine serves others meanwhile
+            result = answer(await self.collective_rpc("finish_trace", args=arguments))
+            await asyncio.sleep(_COLLECT_LOOK_S if result == PENDING else 0)
+        data, printed, failure, spent_s, tier = result
         if data is None and self.handover is not None:
             data = self.handover.take(key)
         note_spent(spent_s)
@@ -269,7 +269,7 @@ class InterventionAsyncLLM(AsyncLLM):
         try:
             await self.forget_trace(traced.key, [traced.request_id])
         finally:
-            traced.place.leave()
+            traced.slot.release()
 
     def _leave(self, doing: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine in the background; the request's meter waits for it."""
@@ -317,12 +317,12 @@ class InterventionAsyncLLM(AsyncLLM):
         if isinstance(call, TraceCall):
             _token_ids(prompt)  # raises for embeddings, which have no token positions
             traced = call.begin(request_id, sampling_params.n)
-            return self._generate_beside(call, traced, prompt, sampling_params, **kwargs)
+            return self._generate_with_trace(call, traced, prompt, sampling_params, **kwargs)
         if call is None:
             plain: AsyncGenerator[RequestOutput, None] = super().generate(
                 prompt, sampling_params, request_id, **kwargs
             )
-            return plain if sampling_params.structured_outputs is None else _kept_to_grammar(plain)
+            return plain if sampling_params.structured_outputs is None else _check_grammar(plain)
         prompt_token_ids = _token_ids(prompt)
         compiled = call.compile(prompt_token_ids, sampling_params)
         key = uuid.uuid4().hex
@@ -347,7 +347,7 @@ class InterventionAsyncLLM(AsyncLLM):
         if salt is not None:
             prompt = {**prompt, "cache_salt": salt}
         outputs = self._generate(call, entry, prompt, sampling_params, request_id, **kwargs)
-        return outputs if sampling_params.structured_outputs is None else _kept_to_grammar(outputs)
+        return outputs if sampling_params.structured_outputs is None else _check_grammar(outputs)
 
     async def generate_traced(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, come: Callable[[], None]
@@ -416,7 +416,7 @@ class InterventionAsyncLLM(AsyncLLM):
         finally:
             await outputs.aclose()
 
-    async def _generate_beside(
+    async def _generate_with_trace(
         self,
         call: TraceCall,
         traced: TracedPrompt,
@@ -426,14 +426,16 @@ class InterventionAsyncLLM(AsyncLLM):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate for a request with a trace's block; yield the last output once the trace is collected."""
         entry = traced.entry()
-        await traced.place.taken()
+        await traced.slot.wait_granted()
         traced.has_begun = True
         if not entry.data:
             await self.collective_rpc("hold_trace", args=(traced.key, call.data))
         carry(sampling_params, entry)
-        traced.share = self.traces.open(traced.key, traced.hear, traced.drop, max_bytes=MAX_PENDING_BYTES)
+        traced.share = self.traces.open(
+            traced.key, traced.add_event, traced.drop, max_bytes=MAX_PENDING_BYTES
+        )
         gathered = GatheredOutput(is_delta=sampling_params.output_kind is RequestOutputKind.DELTA)
-        outputs = super().generate(apart(prompt, entry), sampling_params, traced.request_id, **kwargs)
+        outputs = super().generate(with_own_salt(prompt, entry), sampling_params, traced.request_id, **kwargs)
         try:
             async for output in outputs:
                 gathered.add(output)
@@ -450,7 +452,7 @@ class InterventionAsyncLLM(AsyncLLM):
         results = results_of({0: output})
         finished = await self.finish_trace(traced.key, results)
         traced.is_over, traced.tier = True, finished.tier
-        traced.place.leave()
+        traced.slot.release()
         await asyncio.to_thread(traced.finish, finished.data, finished.printed, output)
 
 

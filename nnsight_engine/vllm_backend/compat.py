@@ -210,13 +210,13 @@ def detach_results(output: Any) -> StepResults | None:
     return getattr(output, _RESULTS_ATTRIBUTE, None)
 
 
-def mark_alone(scheduled: Any, *, alone: bool) -> None:
+def mark_single_tenant(scheduled: Any, *, alone: bool) -> None:
     """Record on a scheduler's output whether all requests in the scheduler belong to one tenant."""
     setattr(scheduled, _ALONE_ATTRIBUTE, alone)
 
 
-def is_alone(scheduled: Any) -> bool:
-    """Return the value recorded by ``mark_alone``."""
+def is_single_tenant(scheduled: Any) -> bool:
+    """Return the value recorded by ``mark_single_tenant``."""
     return bool(getattr(scheduled, _ALONE_ATTRIBUTE, False))
 
 

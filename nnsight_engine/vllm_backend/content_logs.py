@@ -4,7 +4,7 @@ Hazard: some of vLLM's log lines quote requests: the text of a grammar, the toke
 template, a tool call. The modules that read requests and answers log such data as arguments and in
 tracebacks. Safeguard: such a line keeps the event, its location, the error's type and the request's id. If
 that fails, it keeps only its template: logging never raises in vLLM's code.
-``leave_content_out`` is called once in each process that runs vLLM: the server's and the engine's.
+``redact_content`` is called once in each process that runs vLLM: the server's and the engine's.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ def _message(record: logging.LogRecord) -> str:
     if not record.args:
         return template
     try:
-        message: str = _TOKEN.sub("a token%.0s", template) % _told_each(record.args)
+        message: str = _TOKEN.sub("a token%.0s", template) % _redacted_args(record.args)
     except Exception:  # noqa: BLE001 - a replaced argument does not fit `%d`, or a value's own code fails
         return f"{template} (arguments left out)"
     return message
 
 
-def _told_each(args: tuple[object, ...] | Mapping[str, object]) -> Any:
+def _redacted_args(args: tuple[object, ...] | Mapping[str, object]) -> Any:
     if isinstance(args, Mapping):
-        return {name: _told(one) for name, one in args.items()}
-    return tuple(map(_told, args))
+        return {name: _redacted(one) for name, one in args.items()}
+    return tuple(map(_redacted, args))
 
 
 def _described(error: BaseException | None) -> str:
@@ -78,7 +78,7 @@ def _described(error: BaseException | None) -> str:
     return f" {type(error).__name__}{where}"
 
 
-def _told(value: object) -> Any:
+def _redacted(value: object) -> Any:
     """Return a loggable form of a value: a number, a request's id, or only the type or size of the value."""
     if value is None or isinstance(value, int | float | enum.Enum):
         return value
@@ -91,11 +91,11 @@ def _told(value: object) -> Any:
     return f"<{type(value).__name__}>"
 
 
-def leave_content_out() -> None:
+def redact_content() -> None:
     """Make vLLM log no data of clients; idempotent."""
     make = logging.getLogRecordFactory()
     if not isinstance(make, _WithoutContent):
         logging.setLogRecordFactory(_WithoutContent(make))
 
 
-__all__ = ["leave_content_out"]
+__all__ = ["redact_content"]

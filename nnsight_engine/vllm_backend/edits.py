@@ -91,10 +91,10 @@ class EditBook:
         if not model.dispatched:  # sent with each remote request, or installed on engine start
             return
         try:
-            model.ask_workers("keep_edit", edit.name, edit.data)
+            model.call_workers("keep_edit", edit.name, edit.data)
         except BaseException:
             del self._edits[edit.name]
-            model.ask_workers("remove_edit", edit.name)
+            model.call_workers("remove_edit", edit.name)
             raise
 
     def remove(self, model: VLLM, name: str) -> None:
@@ -102,12 +102,12 @@ class EditBook:
         _ = self[name]
         del self._edits[name]
         if model.dispatched:
-            model.ask_workers("remove_edit", name)
+            model.call_workers("remove_edit", name)
 
     def install(self, model: VLLM) -> None:
         """Send all edits to an engine that has just started."""
         for name, edit in self._edits.items():
-            model.ask_workers("keep_edit", name, edit.data)
+            model.call_workers("keep_edit", name, edit.data)
 
 
 class Edits:

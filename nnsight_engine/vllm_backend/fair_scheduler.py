@@ -35,7 +35,7 @@ _MAY_BEGIN: Final = {RequestStatus.WAITING, RequestStatus.PREEMPTED}
 _LOOK_S: Final = 0.5
 
 
-class _Begun(NamedTuple):
+class _StartedStep(NamedTuple):
     """A step that is running.
 
     Attributes:
@@ -65,9 +65,9 @@ class FairScheduler(Scheduler):
         limits = EngineLimits.read(self.vllm_config)
         self.sharing = SenderUsage(limits.fair_window_s, limits.fair_step)
         self.whole_step_tokens: int = self.max_num_scheduled_tokens
-        self._looked_at = 0.0
-        self._came_to_nothing = False
-        self._began: _Begun | None = None
+        self._checked_at = 0.0
+        self._was_empty = False
+        self._began: _StartedStep | None = None
         self._busy_since: float | None = None
 
     def add_request(self, request: Request) -> None:
@@ -87,7 +87,9 @@ class FairScheduler(Scheduler):
                 output = self.schedule_all(*args, **kwargs)
         scheduled = output.num_scheduled_tokens
         # The tenants are recorded now: a request that is aborted while the step runs is still charged for it.
-        self._began = _Begun(began, sum(scheduled.values()), self._shares(scheduled)) if scheduled else None
+        self._began = (
+            _StartedStep(began, sum(scheduled.values()), self._shares(scheduled)) if scheduled else None
+        )
         return output
 
     def schedule_all(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
@@ -115,11 +117,11 @@ class FairScheduler(Scheduler):
             self._busy_since = None
         return outputs
 
-    def comes_whole(self, request: Request) -> bool:
+    def needs_single_step(self, request: Request) -> bool:
         """Return whether the request's prompt must be computed in a single step."""
         return not self.scheduler_config.enable_chunked_prefill or bool(request.has_encoder_inputs)
 
-    def companions(self, request: Request) -> Collection[str]:
+    def group_members(self, request: Request) -> Collection[str]:
         """Return the ids of the requests that must run for this one to make progress."""
         del request
         return ()
@@ -137,23 +139,27 @@ class FairScheduler(Scheduler):
     def _turn(self) -> Iterator[None]:
         """Reduce the queues, for one step, to the requests whose turn it is."""
         self._look()
-        light = self.sharing.light()
-        first = [request for request in self.running if _sender(request) in light]
-        rest = [request for request in self.running if _sender(request) not in light]
-        waiting = [request for request in self.waiting if _sender(request) in light] if light else []
+        light_senders = self.sharing.light_senders()
+        first = [request for request in self.running if _sender(request) in light_senders]
+        rest = [request for request in self.running if _sender(request) not in light_senders]
+        waiting = (
+            [request for request in self.waiting if _sender(request) in light_senders]
+            if light_senders
+            else []
+        )
         if self._is_exclusive(first, waiting):
             self._make_room(waiting, rest)
-            with self._alone(first, rest, light):
+            with self._alone(first, rest, light_senders):
                 yield
                 # If light requests could not start for lack of blocks, the next step is for all again.
-                self._came_to_nothing = not any(one.num_in_flight_tokens for one in self.running)
+                self._was_empty = not any(one.num_in_flight_tokens for one in self.running)
             return
-        self._came_to_nothing = False
+        self._was_empty = False
         limit = self.max_num_scheduled_tokens
         self.running = [*first, *rest]
-        if light and rest and not self.need_mamba_block_aligned_split:
+        if light_senders and rest and not self.need_mamba_block_aligned_split:
             limit = min(limit, self._short_step(first))
-        held, self.running = self._beyond_places()
+        held, self.running = self._without_slots()
         self.max_num_scheduled_tokens, before = limit, self.max_num_scheduled_tokens
         try:
             yield
@@ -163,22 +169,24 @@ class FairScheduler(Scheduler):
 
     def _look(self) -> None:
         moment = time.monotonic()
-        if moment - self._looked_at > _LOOK_S:
-            self._looked_at = moment
+        if moment - self._checked_at > _LOOK_S:
+            self._checked_at = moment
             self.sharing.keep({_sender(request) for request in self.requests.values()})
 
     def _is_exclusive(self, running: list[Request], waiting: list[Request]) -> bool:
         """Return whether the step is for light requests alone: one is about to start, or in its prefill."""
-        if self._came_to_nothing:
+        if self._was_empty:
             return False
         return any(request.status in _MAY_BEGIN for request in waiting) or any(
             request.is_prefill_chunk for request in running
         )
 
     @contextlib.contextmanager
-    def _alone(self, first: list[Request], rest: list[Request], light: frozenset[str]) -> Iterator[None]:
+    def _alone(
+        self, first: list[Request], rest: list[Request], light_senders: frozenset[str]
+    ) -> Iterator[None]:
         before = list(self.waiting)
-        held = {request for request in before if _sender(request) not in light}
+        held = {request for request in before if _sender(request) not in light_senders}
         self.running = first
         self.waiting.remove_requests(held)
         try:
@@ -210,17 +218,17 @@ class FairScheduler(Scheduler):
             left -= _missing(self.running[num_going])
             num_going += 1
         going, paused = self.running[:num_going], self.running[num_going:]
-        wanted = {one for request in going for one in self.companions(request)}
+        wanted = {one for request in going for one in self.group_members(request)}
         beside = [request for request in paused if request.request_id in wanted]
         if beside:
             self.running = [*going, *beside, *(request for request in paused if request not in beside)]
             limit += sum(map(_missing, beside))
         following = next(iter(self.waiting), None)
-        if left > 0 and following is not None and self.comes_whole(following):
+        if left > 0 and following is not None and self.needs_single_step(following):
             limit = limit - left + max(left, _missing(following))
         return limit
 
-    def _beyond_places(self) -> tuple[list[Request], list[Request]]:
+    def _without_slots(self) -> tuple[list[Request], list[Request]]:
         """Return the running requests without a slot in this step (some slots were lent), and the others."""
         most = self.max_num_running_reqs
         return self.running[most:], self.running[:most]

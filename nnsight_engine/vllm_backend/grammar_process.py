@@ -153,10 +153,10 @@ def _limit(job: GrammarJob) -> None:
     end_before_server()
 
 
-def _compile_one(compiler: _Compiler, asked: socket.socket) -> None:
+def _compile_one(compiler: _Compiler, job_socket: socket.socket) -> None:
     """Answer one job; runs in a forked process."""
-    asked.sendall(PID.pack(os.getpid()))
-    with asked.makefile("rb") as received:
+    job_socket.sendall(PID.pack(os.getpid()))
+    with job_socket.makefile("rb") as received:
         job = msgspec.msgpack.decode(received.read(), type=GrammarJob)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):  # compilers print their input there
@@ -170,7 +170,7 @@ def _compile_one(compiler: _Compiler, asked: socket.socket) -> None:
         verdict = GrammarVerdict(error=str(error))
     except Exception as error:  # noqa: BLE001 - compilers raise any type for an invalid grammar
         verdict = GrammarVerdict(error=str(error) or type(error).__name__)
-    asked.sendall(msgspec.msgpack.encode(verdict))
+    job_socket.sendall(msgspec.msgpack.encode(verdict))
 
 
 def main(arguments: list[str]) -> None:
@@ -187,16 +187,16 @@ def main(arguments: list[str]) -> None:
     gc.freeze()
     orders.sendall(READY)
     while True:
-        word, descriptors, _, _ = socket.recv_fds(orders, len(FORK), 1)
-        if not word:
+        order, descriptors, _, _ = socket.recv_fds(orders, len(FORK), 1)
+        if not order:
             return
         for descriptor in descriptors:
-            with socket.socket(fileno=descriptor) as asked:
+            with socket.socket(fileno=descriptor) as job_socket:
                 if os.fork():
                     continue
                 orders.close()
                 with contextlib.suppress(BaseException):
-                    _compile_one(compiler, asked)
+                    _compile_one(compiler, job_socket)
                 os._exit(0)
 
 

@@ -21,7 +21,7 @@ from nnsight_engine.core.saves import save
 from nnsight_engine.core.tensor_bytes import tensor_from_bytes
 from nnsight_engine.remote_backend.incoming_blocks import SAVED
 from nnsight_engine.serialization import EncodeError, SentBlock, encode_trace
-from nnsight_engine.tracing.given_text import block_of_text
+from nnsight_engine.tracing.text_blocks import block_of_text
 from nnsight_engine.tracing.tracer import Info
 
 _ROOT: Final = ("envoy", "model")
@@ -35,7 +35,7 @@ _GLOBALS: Final = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Theirs:
+class _WorkerReference:
     """Placeholder for an object that the worker has; sent by reference."""
 
     name: tuple[str, ...]
@@ -67,7 +67,10 @@ def encoded_code(trace: Trace, param: str) -> bytes:
     except SyntaxError as error:
         raise _refusal(trace.code, error, param) from error
     cells = {name: CellType(_value(value)) for name, value in trace.variables.items()}
-    cells |= {MODEL_NAME: CellType(_Theirs(_ROOT)), TRACER_NAME: CellType(_Theirs(("tracer",)))}
+    cells |= {
+        MODEL_NAME: CellType(_WorkerReference(_ROOT)),
+        TRACER_NAME: CellType(_WorkerReference(("tracer",))),
+    }
     sent = SentBlock(Info(block, cells, None, dict(_GLOBALS)), cells)
     try:
         return encode_trace([sent], {SAVED: []}, reference=_reference)
@@ -76,7 +79,7 @@ def encoded_code(trace: Trace, param: str) -> bytes:
 
 
 def _reference(value: Any) -> tuple[str, ...] | None:
-    return value.name if type(value) is _Theirs else None
+    return value.name if type(value) is _WorkerReference else None
 
 
 def _value(value: Any) -> Any:

@@ -11,7 +11,7 @@ from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
 from nnsight_engine.remote_backend.incoming_blocks import SAVED
 from nnsight_engine.remote_backend.outcomes import (
     Outcome,
-    bring_home,
+    assign_saved,
     groups_of,
     parts_of,
     raise_first,
@@ -23,7 +23,7 @@ from nnsight_engine.serialization import DATA_ONLY, encode_trace
 from nnsight_engine.vllm_backend.prompts import Request
 from nnsight_engine.vllm_backend.rpc_results import answer
 from nnsight_engine.vllm_backend.sampling import sampling_params
-from nnsight_engine.vllm_backend.traced_requests import apart, carry, results_of
+from nnsight_engine.vllm_backend.traced_requests import carry, results_of, with_own_salt
 from nnsight_engine.vllm_backend.traces.caches import HOME_CLASSES
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.points import place_named
@@ -49,7 +49,7 @@ class RequestTracer(InterleavingTracer):
         """Send the requests, wait for all of them, and assign the saved values to the user's variables."""
         trace = SentTrace(self)
         outcomes, outputs = self._send(trace)
-        trace.bring_home(outcomes)
+        trace.assign_saved(outcomes)
         return outputs[0] if len(outputs) == 1 else outputs
 
     def _send(self, trace: SentTrace) -> tuple[list[Outcome], list[RequestOutput]]:
@@ -125,11 +125,11 @@ class SentTrace:
             chosen = tracer.model.chosen_edits(edits if (own := requests[index].edits) is None else own)
             entry = TraceEntry(
                 self.key, index, params.n, data, groups, streams, chosen,
-                is_rehearsal=purpose is Purpose.CHECK and params.max_tokens != 1 and len(requests) == 1,
+                is_dry_run=purpose is Purpose.CHECK and params.max_tokens != 1 and len(requests) == 1,
                 is_scan=purpose is Purpose.SCAN, wanted=wanted,
             )  # fmt: skip
             carry(params, entry)
-            self.prompts.append(apart(requests[index].prompt, entry))
+            self.prompts.append(with_own_salt(requests[index].prompt, entry))
 
     def results(self, outputs: Outputs) -> dict[str, Any]:
         """Return the requests' outputs as plain values, for blocks that wait for them."""
@@ -152,6 +152,6 @@ class SentTrace:
         fills = self._purpose is not Purpose.CHECK
         return read_outcomes(data, self._saved, resolve=resolve, policy=_HOME, device=device, fills=fills)
 
-    def bring_home(self, outcomes: Sequence[Outcome]) -> None:
-        """Assign the saved values to the user's variables; see ``outcomes.bring_home``."""
-        bring_home(self._parts, outcomes)
+    def assign_saved(self, outcomes: Sequence[Outcome]) -> None:
+        """Assign the saved values to the user's variables; see ``outcomes.assign_saved``."""
+        assign_saved(self._parts, outcomes)

@@ -52,8 +52,8 @@ class ResultRouter:
         """Remove the request; results that still arrive for it are dropped."""
         self._collectors.pop(key, None)
 
-    def deliver(self, parcel: Any, choice: int) -> None:
+    def deliver(self, payload: Any, choice: int) -> None:
         """Pass a request's results to the collector of their choice."""
-        collectors = self._collectors.get(parcel["key"])
+        collectors = self._collectors.get(payload["key"])
         if collectors is not None:
-            collectors[choice].add(Payload.decode(parcel["data"]))
+            collectors[choice].add(Payload.decode(payload["data"]))

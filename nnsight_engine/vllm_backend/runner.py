@@ -29,7 +29,7 @@ from nnsight_engine.vllm_backend.compat import (
     attach_results,
     brings,
     describe_model,
-    is_alone,
+    is_single_tenant,
     zero_blocks,
 )
 from nnsight_engine.vllm_backend.families import resolve_points
@@ -79,10 +79,10 @@ class InterventionRunnerMixin:
     _spent_s: float = 0.0
     """Seconds for which interventions delayed the running step, as far as they were measured."""
 
-    _told_waiting: frozenset[str] = frozenset()
+    _reported_waiting: frozenset[str] = frozenset()
     """The waiting requests (those whose blocks have not answered) last reported to the scheduler."""
 
-    _told_resting: frozenset[str] = frozenset()
+    _reported_throttled: frozenset[str] = frozenset()
     """The resting tenants last reported to the scheduler."""
 
     execute_model_state: Any
@@ -163,7 +163,7 @@ class InterventionRunnerMixin:
         self._scheduled = scheduler_output.num_scheduled_tokens
         self._num_rows = scheduler_output.total_num_scheduled_tokens
         if isinstance(self.traces, WorkerTraces):
-            self.traces.sandboxes.is_alone = is_alone(scheduler_output)
+            self.traces.sandboxes.is_single_tenant = is_single_tenant(scheduler_output)
         if traced or not self.traces.idle:
             self.traces.begin(traced, finished)
         self._samples.forget(finished)
@@ -182,7 +182,7 @@ class InterventionRunnerMixin:
 
     def _idle(self, output: Any) -> Any:
         """Wait briefly for blocks in a step without tokens, and return the output with their results."""
-        if not isinstance(self.traces, WorkerTraces) or (self.traces.idle and not self._told_resting):
+        if not isinstance(self.traces, WorkerTraces) or (self.traces.idle and not self._reported_throttled):
             return output
         self.traces.sandboxes.wait_for_any(_IDLE_S)
         results = self._with_blocks(self.traces, None)
@@ -342,7 +342,7 @@ class InterventionRunnerMixin:
         )
         spent_s += time.monotonic() - sampled_at
         served = self.traces if isinstance(self.traces, WorkerTraces) and self.traces.in_step else None
-        if not self.traces.idle or self._told_resting:
+        if not self.traces.idle or self._reported_throttled:
             results = self._with_blocks(self.traces, results)
         if step is not None or served is not None:
             self.counts.note_time(spent_s + (0.0 if served is None else served.last_step_s))
@@ -353,17 +353,17 @@ class InterventionRunnerMixin:
     ) -> StepResults | None:
         """End the step for traces, and return the step's results with those of the blocks added."""
         undone = list(traces.sandboxes.undone) if isinstance(traces, WorkerTraces) else []
-        ended, news = traces.end(), traces.news()
+        ended, reports = traces.end(), traces.reports()
         waiting = traces.sandboxes.waiting if isinstance(traces, WorkerTraces) else frozenset()
-        resting = traces.sandboxes.resting if isinstance(traces, WorkerTraces) else frozenset()
-        is_told = waiting == self._told_waiting and resting == self._told_resting
-        if ended or news or undone or not is_told:
+        throttled = traces.sandboxes.throttled if isinstance(traces, WorkerTraces) else frozenset()
+        is_reported = waiting == self._reported_waiting and throttled == self._reported_throttled
+        if ended or reports or undone or not is_reported:
             results = results or StepResults({}, {}, {})
             results.ended.extend(ended)
-            results.news.update(news)
+            results.reports.update(reports)
             results.undone.extend(undone)
-            results.waiting = self._told_waiting = waiting
-            results.resting = self._told_resting = resting
+            results.waiting = self._reported_waiting = waiting
+            results.throttled = self._reported_throttled = throttled
         return results
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:

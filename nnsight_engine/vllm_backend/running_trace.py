@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     """Starts a request and returns its outputs; may call its argument once the engine has the request."""
 
 
-class Begun(NamedTuple):
+class TraceStarted(NamedTuple):
     """The engine has received all requests of the trace."""
 
 
@@ -36,7 +36,7 @@ class Output(NamedTuple):
     output: RequestOutput
 
 
-_Item = Begun | TraceEvent | tuple[Output, asyncio.Event] | Exception | None
+_Item = TraceStarted | TraceEvent | tuple[Output, asyncio.Event] | Exception | None
 """A queue item: an event, an output with an ``asyncio.Event`` to set once it is taken, an error, or None.
 
 None marks the end of a request.
@@ -73,7 +73,7 @@ class RunningTrace:
             asyncio.Queue()
         )  # stays short: a request waits until its output is taken
 
-    async def events(self) -> AsyncGenerator[Begun | TraceEvent | Output, None]:
+    async def events(self) -> AsyncGenerator[TraceStarted | TraceEvent | Output, None]:
         """Run the requests, and yield their outputs and their blocks' events as they arrive.
 
         If the iteration ends early, the requests are aborted. The caller must collect or drop the state that
@@ -97,7 +97,7 @@ class RunningTrace:
                     left -= 1
                 elif isinstance(item, Exception):
                     raise item
-                elif isinstance(item, Begun | TraceEvent):
+                elif isinstance(item, TraceStarted | TraceEvent):
                     share.take(_num_bytes(item) if isinstance(item, TraceEvent) else 0)
                     yield item
                 else:
@@ -110,10 +110,10 @@ class RunningTrace:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    def _listen(self, told: TraceEvent) -> None:
-        self._queue.put_nowait(told)
+    def _listen(self, event: TraceEvent) -> None:
+        self._queue.put_nowait(event)
         if self._share is not None:
-            self._share.add(_num_bytes(told))
+            self._share.add(_num_bytes(event))
 
     def _drop(self, error: SlowReaderError) -> None:
         """Abort the requests and drop the unread events; the next read raises ``error``."""
@@ -124,15 +124,15 @@ class RunningTrace:
             self._queue.get_nowait()
         self._queue.put_nowait(error)
 
-    def _come(self) -> None:
+    def _on_arrival(self) -> None:
         """Record that the engine has received one more of the requests."""
         self._num_coming -= 1
         if self._num_coming == 0:
-            self._queue.put_nowait(Begun())
+            self._queue.put_nowait(TraceStarted())
 
     async def _run(self, index: int, start: Start) -> None:
         """Put one request's outputs into the queue, then its error, or None at its end."""
-        outputs = start(self._come)
+        outputs = start(self._on_arrival)
         try:
             async for output in outputs:
                 for choice in output.outputs:  # vLLM keeps appending to its own list
@@ -148,5 +148,5 @@ class RunningTrace:
             await outputs.aclose()
 
 
-def _num_bytes(told: TraceEvent) -> int:
-    return len(told.news or b"") + len(told.printed)
+def _num_bytes(event: TraceEvent) -> int:
+    return len(event.delta or b"") + len(event.printed)

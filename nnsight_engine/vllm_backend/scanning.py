@@ -23,7 +23,7 @@ class RequestScanner(RequestTracer):
         """Run the blocks for shapes, and store the shapes of the first block's request on the envoys."""
         trace = SentTrace(self, Purpose.SCAN)
         outcomes, outputs = self._send(trace)
-        trace.bring_home(outcomes)
+        trace.assign_saved(outcomes)
         if outcomes:
             self._leave(outcomes[0].shapes, len(outputs[0].prompt_token_ids or ()))
         return outputs[0] if len(outputs) == 1 else outputs

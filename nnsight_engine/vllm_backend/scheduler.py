@@ -27,15 +27,15 @@ from nnsight_engine.vllm_backend.compat import (
     brings,
     detach_results,
     entry_of,
-    mark_alone,
+    mark_single_tenant,
     record_allocated_blocks,
 )
-from nnsight_engine.vllm_backend.content_logs import leave_content_out
+from nnsight_engine.vllm_backend.content_logs import redact_content
 from nnsight_engine.vllm_backend.fair_scheduler import FairScheduler
 from nnsight_engine.vllm_backend.processes import end_with_parent
 from nnsight_engine.vllm_backend.tensor_interning import TensorTable
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY, TraceEntry
-from nnsight_engine.vllm_backend.traces.reporting import Parcel
+from nnsight_engine.vllm_backend.traces.reporting import Report
 from nnsight_engine.vllm_backend.unclean_blocks import UncleanBlocks
 
 _READ_FAILURES: Final = frozenset({"capture_too_large", "engine_capture_full"})
@@ -76,15 +76,15 @@ class InterventionScheduler(FairScheduler):
         super().__init__(*args, **kwargs)
         # The scheduler always runs in the engine's own process, so that process is set up here.
         end_with_parent()
-        leave_content_out()
+        redact_content()
         self._outbox = Outbox()
         self._owners: dict[str, str] = {}
         self._writers: set[str] = set()
         self._traced: set[str] = set()
         self._groups: dict[str, RequestGroup] = {}
-        self._news: dict[str, list[Parcel]] = {}
+        self._reports: dict[str, list[Report]] = {}
         self._waiting: frozenset[str] = frozenset()
-        self._resting: frozenset[str] = frozenset()
+        self._throttled: frozenset[str] = frozenset()
         self.contents = TensorTable()
         self._unclean = UncleanBlocks()
         record_allocated_blocks(self.kv_cache_manager)
@@ -127,10 +127,10 @@ class InterventionScheduler(FairScheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step, without the requests that wait for their blocks and those of resting tenants."""
-        held = self._waiting.union(self._all_resting()) if self._resting else self._waiting
+        held = self._waiting.union(self._all_throttled()) if self._throttled else self._waiting
         with self._without(held) if held else contextlib.nullcontext():
             output = super().schedule(*args, **kwargs)
-        mark_alone(output, alone=len(self.sharing) == 1)
+        mark_single_tenant(output, alone=len(self.sharing) == 1)
         self._unclean.note(output)
         return output
 
@@ -140,9 +140,9 @@ class InterventionScheduler(FairScheduler):
         blocks = allocated if self.needs_kv_cache_zeroing else self._unclean.among(allocated)
         return blocks or None
 
-    def _all_resting(self) -> list[str]:
+    def _all_throttled(self) -> list[str]:
         """Return the requests of resting tenants, whose sandboxed code has delayed other tenants."""
-        return [one.request_id for one in self.requests.values() if _sandbox_of(one) in self._resting]
+        return [one.request_id for one in self.requests.values() if _sandbox_of(one) in self._throttled]
 
     @contextlib.contextmanager
     def _without(self, request_ids: Collection[str]) -> Iterator[None]:
@@ -174,15 +174,15 @@ class InterventionScheduler(FairScheduler):
             self.put_back(before, {*held, *apart})
         return output
 
-    def comes_whole(self, request: Request) -> bool:
+    def needs_single_step(self, request: Request) -> bool:
         """Return whether the prompt must be computed in a single step.
 
         In addition to vLLM's own cases, this holds for a traced prompt that fits into one step.
         """
         is_traced = request.request_id in self._traced and request.num_tokens <= self.whole_step_tokens
-        return is_traced or super().comes_whole(request)
+        return is_traced or super().needs_single_step(request)
 
-    def companions(self, request: Request) -> Collection[str]:
+    def group_members(self, request: Request) -> Collection[str]:
         """Return the ids of the requests of the same trace, whose blocks may wait for each other."""
         groups = (group for group in self._groups.values() if request.request_id in group.members)
         return next((group.members for group in groups), ())
@@ -244,8 +244,8 @@ class InterventionScheduler(FairScheduler):
         )
         if results is not None:
             self._note_blocks(results, scheduler_output.num_scheduled_tokens)
-        if self._news:
-            self._attach_news(outputs)
+        if self._reports:
+            self._attach_reports(outputs)
         if self._outbox:
             # Skip the pass over the outputs while none of them can carry results.
             if self._outbox.sends_each_time or self.finished_req_ids:
@@ -263,8 +263,8 @@ class InterventionScheduler(FairScheduler):
             self._undo(request_id, num_tokens[request_id])
         if results.waiting is not None:
             self._waiting = results.waiting
-        if results.resting is not None:
-            self._resting = results.resting
+        if results.throttled is not None:
+            self._throttled = results.throttled
 
     def _undo(self, request_id: str, num_tokens: int) -> None:
         """Make the request's rows of the step that has just ended be computed again."""
@@ -281,17 +281,17 @@ class InterventionScheduler(FairScheduler):
 
     def _before_outputs(self, results: StepResults) -> None:
         # A request's blocks can be listed only while it still holds them.
-        self._spoil_sharers(results.failures)
+        self._fail_sharers(results.failures)
         for request_id in results.failures:
             self._uncache(request_id)
-        for request_id, told in results.news.items():
-            self._news.setdefault(request_id, []).append(told)
+        for request_id, report in results.reports.items():
+            self._reports.setdefault(request_id, []).append(report)
 
     def num_pending(self) -> int:
         """Return the number of requests with results waiting to be sent."""
         return len(self._outbox)
 
-    def _spoil_sharers(self, failures: dict[str, Failure]) -> None:
+    def _fail_sharers(self, failures: dict[str, Failure]) -> None:
         """Also fail requests that share blocks with a request whose writes did not all take place.
 
         vLLM publishes a block in the prefix cache when it schedules it, so another request of the same step
@@ -328,32 +328,32 @@ class InterventionScheduler(FairScheduler):
                     continue
                 payload = self._outbox.take(output.request_id, final=output.finished)
                 if payload is not None:
-                    _send(output, self._parcel(output.request_id, payload.encode()))
+                    _send(output, self._message_of(output.request_id, payload.encode()))
                 if output.finished:
                     self._drop(output.request_id)
 
-    def _attach_news(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+    def _attach_reports(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         for client_outputs in outputs.values():
             for output in client_outputs.outputs:
-                news = self._news.pop(output.request_id, None)
-                if news is not None:
-                    _send(output, {TRACE_KEY: news})
-        for request_id in self._news.keys() - self.requests.keys():
-            del self._news[request_id]
+                reports = self._reports.pop(output.request_id, None)
+                if reports is not None:
+                    _send(output, {TRACE_KEY: reports})
+        for request_id in self._reports.keys() - self.requests.keys():
+            del self._reports[request_id]
 
     def _end_failed(self, failures: dict[str, Failure], outputs: dict[int, EngineCoreOutputs]) -> None:
         for request_id in failures:
             if request_id not in self._outbox:
                 continue
             payload = self._outbox.take(request_id, final=True)
-            parcel = None if payload is None else self._parcel(request_id, payload.encode())
-            self._end(request_id, RequestStatus.FINISHED_ERROR, parcel, outputs)
+            message = None if payload is None else self._message_of(request_id, payload.encode())
+            self._end(request_id, RequestStatus.FINISHED_ERROR, message, outputs)
 
     def _end(
         self,
         request_id: str,
         status: RequestStatus,
-        parcel: dict[str, Any] | None,
+        message: dict[str, Any] | None,
         outputs: dict[int, EngineCoreOutputs],
     ) -> None:
         for request in self.finish_requests(request_id, status):
@@ -361,11 +361,11 @@ class InterventionScheduler(FairScheduler):
                 request_id=request_id,
                 new_token_ids=[],
                 finish_reason=request.get_finished_reason(),
-                kv_transfer_params=parcel,
+                kv_transfer_params=message,
             )
             outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
 
-    def _parcel(self, request_id: str, data: bytes) -> dict[str, Any]:
+    def _message_of(self, request_id: str, data: bytes) -> dict[str, Any]:
         return {PLAN_KEY: {"key": self._owners[request_id], "data": data}}
 
     def _drop(self, request_id: str) -> None:
@@ -382,6 +382,6 @@ def _sandbox_of(request: Request) -> str:
     return sandbox_of if isinstance(sandbox_of, str) else ""
 
 
-def _send(output: EngineCoreOutput, parcel: dict[str, Any]) -> None:
+def _send(output: EngineCoreOutput, message: dict[str, Any]) -> None:
     """Add a payload to an output, keeping the payloads it has."""
-    output.kv_transfer_params = {**(output.kv_transfer_params or {}), **parcel}
+    output.kv_transfer_params = {**(output.kv_transfer_params or {}), **message}

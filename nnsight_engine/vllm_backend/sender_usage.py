@@ -25,7 +25,7 @@ _HEAVY_S: Final = 0.5
 _LIGHT_S: Final = 0.1
 """Hysteresis: a heavy sender becomes light below this level, so that long and short steps don't alternate."""
 
-_MOST_S: Final = 1.0
+_MAX_S: Final = 1.0
 """Upper limit of a level: a sender that stops flooding an engine is light again soon."""
 
 _FEW_TOKENS: Final = 4
@@ -145,7 +145,7 @@ class SenderUsage:
             elif moment - sender.seen_at > self._window_s:
                 del self._senders[name]
 
-    def light(self) -> frozenset[str]:
+    def light_senders(self) -> frozenset[str]:
         """Return the senders that have not used more than their share."""
         moment = self._clock()
         for sender in self._senders.values():
@@ -165,7 +165,7 @@ class SenderUsage:
         return dict.fromkeys(self._senders, 1)
 
     def _add(self, sender: _Sender, moment: float, seconds: float) -> None:
-        sender.level_s = min(_MOST_S, self._level_s(sender, moment) + seconds)
+        sender.level_s = min(_MAX_S, self._level_s(sender, moment) + seconds)
         sender.counted_at = moment
 
     def _level_s(self, sender: _Sender, moment: float) -> float:

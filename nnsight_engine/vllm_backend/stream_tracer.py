@@ -100,8 +100,8 @@ class TraceStream:
                         self._gathered[index].add(output)
                         output.invoke, output.saves = index, await self._saved(index, output)
                         yield output
-                    elif isinstance(event, TraceEvent) and event.news is not None:
-                        self._saves.add(event.block, event.choice, event.news)
+                    elif isinstance(event, TraceEvent) and event.delta is not None:
+                        self._saves.add(event.block, event.choice, event.delta)
         finally:
             await self._host.call_soon("drop_trace", sent.key)
 

@@ -21,11 +21,11 @@ import torch
 
 from api_schemas.errors import ApiError, ErrorCode
 from nnsight_engine.core.tensor_bytes import DTYPES, tensor_to_bytes
-from nnsight_engine.plans.collected import CollectedResults, TensorResult, TraceResult
+from nnsight_engine.plans.collected import CollectedResults, CollectedTrace, TensorResult
 from nnsight_engine.remote_backend.outcomes import warnings_of
 from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.serialization import DecodeError, MessageLimits, Policy, decode
-from nnsight_engine.tracing.given_text import NUM_LINES_BEFORE
+from nnsight_engine.tracing.text_blocks import NUM_LINES_BEFORE
 from nnsight_engine.vllm_backend.json_values import NotPlainError, plain_saves
 from nnsight_engine.vllm_backend.traced_requests import results_of
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
@@ -41,7 +41,7 @@ _AS_INT64: Final = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, 
 _NO_SANDBOX: Final = (SandboxUnavailableError.__module__, SandboxUnavailableError.__qualname__)
 MAX_PENDING_BYTES: Final = 256 * 2**20
 # For a call neither is compressed: its values are converted to JSON here.
-_NEWS: Final = MessageLimits(max_bytes=MAX_PENDING_BYTES, max_nodes=1_000_000, compressed=False)
+_DELTA_LIMITS: Final = MessageLimits(max_bytes=MAX_PENDING_BYTES, max_nodes=1_000_000, compressed=False)
 _RESULTS: Final = MessageLimits(compressed=False)
 _UNREADABLE: Final = (DecodeError, LookupError, TypeError, ValueError, AttributeError, RecursionError)
 """Exceptions that decoding a malformed message may raise."""
@@ -55,8 +55,8 @@ class _Choice:
     """The events of one choice of a prompt and, once it has ended, its saved values.
 
     Attributes:
-        news: Encoded values received since the last chunk; None in place of values that were dropped.
-        num_pending: Size of ``news`` in bytes.
+        deltas: Encoded values received since the last chunk; None in place of values that were dropped.
+        num_pending: Size of ``deltas`` in bytes.
         printed: Text printed since the last chunk.
         sent: Names whose values were sent and of which nothing was dropped since, so that new items of a list
             may be sent alone.
@@ -64,31 +64,31 @@ class _Choice:
         warnings: Warnings for the client, once the choice has ended.
     """
 
-    news: list[bytes | None] = dataclasses.field(default_factory=list)
+    deltas: list[bytes | None] = dataclasses.field(default_factory=list)
     num_pending: int = 0
     printed: list[str] = dataclasses.field(default_factory=list)
     sent: set[str] = dataclasses.field(default_factory=set)
     saves: dict[str, Any] | None = None
     warnings: tuple[str, ...] = ()
 
-    def hear(self, told: TraceEvent) -> int:
-        """Store an event for the next chunk; return the number of bytes added to ``news``."""
-        if told.printed:
-            self.printed.append(told.printed)
-        if told.news is None:
+    def add_event(self, event: TraceEvent) -> int:
+        """Store an event for the next chunk; return the number of bytes added to ``deltas``."""
+        if event.printed:
+            self.printed.append(event.printed)
+        if event.delta is None:
             return 0
-        self.news.append(told.news)
-        self.num_pending += len(told.news)
-        return len(told.news)
+        self.deltas.append(event.delta)
+        self.num_pending += len(event.delta)
+        return len(event.delta)
 
     def drop(self) -> None:
         """Drop the pending values; each is sent again when it arrives whole, or with the last chunk."""
-        self.news[:] = [None]
+        self.deltas[:] = [None]
         self.num_pending = 0
 
     def take_unread(self) -> list[bytes | None]:
         """Return the pending values; later events go to the next chunk."""
-        unread, self.news, self.num_pending = self.news, [], 0
+        unread, self.deltas, self.num_pending = self.deltas, [], 0
         return unread
 
     def read(self, unread: Sequence[bytes | None]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -99,7 +99,7 @@ class _Choice:
             if data is None:
                 self.sent.clear()
                 continue
-            message = decode(data, policy=_PLAIN, limits=_NEWS)
+            message = decode(data, policy=_PLAIN, limits=_DELTA_LIMITS)
             for name, value in _named(message["whole"]).items():
                 saves[name] = value
                 grown.pop(name, None)
@@ -131,20 +131,20 @@ class _Choice:
 class HeldSlot(Protocol):
     """A slot for one of the prompts that may run at the same time."""
 
-    async def taken(self) -> None:
+    async def wait_granted(self) -> None:
         """Wait for the slot."""
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Release the slot, or stop waiting for it; idempotent."""
 
 
-class _NoPlace:
+class _NoSlot:
     """The slot of a prompt when the number of prompts is not limited."""
 
-    async def taken(self) -> None:
+    async def wait_granted(self) -> None:
         pass
 
-    def leave(self) -> None:
+    def release(self) -> None:
         pass
 
 
@@ -156,7 +156,7 @@ class TracedPrompt:
         request_id: vLLM's id of the request. It is unique, because clients may send the same id several
             times, and aborting by a shared id would abort all of its requests.
         choices: One ``_Choice`` for each of the prompt's choices.
-        place: The prompt's slot, released when the worker has dropped the trace.
+        slot: The prompt's slot, released when the worker has dropped the trace.
         has_begun: Whether the worker may know the trace.
         is_over: Whether the worker has dropped the trace.
         tier: How its steps ran, once it is over.
@@ -169,7 +169,7 @@ class TracedPrompt:
         self.key = uuid.uuid4().hex
         self.request_id = f"{request_id}-{self.key}"
         self.choices = [_Choice() for _ in range(num_choices)]
-        self.place = call.place()
+        self.slot = call.slot()
         self.has_begun = self.is_over = False
         self.tier = ""
         self._call = call
@@ -185,16 +185,16 @@ class TracedPrompt:
             prints=True, plain=True, sandbox_of=self._call.sandbox_of,
         )  # fmt: skip
 
-    def hear(self, told: TraceEvent) -> None:
+    def add_event(self, event: TraceEvent) -> None:
         """Store an event that a block sent after a step."""
-        self.share.add(self.choices[told.choice].hear(told))
+        self.share.add(self.choices[event.choice].add_event(event))
 
     def drop(self, _error: SlowReaderError) -> None:
         """Drop the pending values of all choices; the last chunk contains everything."""
         for choice in self.choices:
             choice.drop()
 
-    async def take_news(self, choice: _Choice) -> tuple[dict[str, Any], dict[str, Any]]:
+    async def take_deltas(self, choice: _Choice) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the data of a choice that is new since the last call.
 
         Raises:
@@ -267,11 +267,11 @@ class TraceCall:
         sandbox_of: The tenant in whose sandbox the block runs; empty to run it in the worker as trusted code.
 
     Attributes:
-        place: Requests a slot for one prompt; raises ApiError if too many are waiting. The default does not
+        slot: Requests a slot for one prompt; raises ApiError if too many are waiting. The default does not
             limit the number of prompts.
     """
 
-    place: Callable[[], HeldSlot] = _NoPlace
+    slot: Callable[[], HeldSlot] = _NoSlot
 
     def __init__(
         self,
@@ -329,31 +329,31 @@ class TraceCall:
             ApiError: ``trace_failed``: the data cannot be decoded.
         """
         prompt, found = self._choice(choice, num_choices)
-        saves, grown = await prompt.take_news(found)
+        saves, grown = await prompt.take_deltas(found)
         printed = found.take_printed()
         if not (saves or grown or printed):
             return None
-        return CollectedResults([TraceResult(self._name, saves, grown, printed)], final=False)
+        return CollectedResults([CollectedTrace(self._name, saves, grown, printed)], final=False)
 
     def take_final(self, choice: int, num_choices: int) -> CollectedResults:
         """Return all that a choice has saved."""
         prompt, found = self._choice(choice, num_choices)
-        result = TraceResult(self._name, found.saves or {}, {}, found.take_printed(), found.warnings)
+        result = CollectedTrace(self._name, found.saves or {}, {}, found.take_printed(), found.warnings)
         return CollectedResults([result], is_code=True, tier=prompt.tier)
 
     def failed(self, error: Mapping[str, Any]) -> ApiError:
         """Return the API error for a block's error, given as ``encode_error`` encodes it."""
         if (error.get("module"), error["name"]) == _NO_SANDBOX:  # not an error of the block
             return ApiError(ErrorCode.QUEUE_FULL, f"The trace did not begin: {error['message']}", self.param)
-        place = self._place(error.get("entries") or ())
+        slot = self._slot(error.get("entries") or ())
         notes = "".join(f" {note}" for note in error.get("notes") or ())
         return ApiError(
             ErrorCode.TRACE_FAILED,
-            f"The trace failed{place}: {error['name']}: {error['message']}{notes}",
+            f"The trace failed{slot}: {error['name']}: {error['message']}{notes}",
             self.param,
         )
 
-    def _place(self, entries: Sequence[Mapping[str, Any]]) -> str:
+    def _slot(self, entries: Sequence[Mapping[str, Any]]) -> str:
         for entry in reversed(entries):
             if entry["file"] == self._filename:
                 return f" in line {entry['line'] - NUM_LINES_BEFORE}, `{entry['source'].strip()}`"

@@ -21,13 +21,13 @@ class TraceEvent(NamedTuple):
     Attributes:
         block: The block.
         choice: The number of the choice, below ``n``.
-        news: Encoded newly saved values; None if there are none.
+        delta: Encoded newly saved values; None if there are none.
         printed: Printed text.
     """
 
     block: int
     choice: int
-    news: bytes | None
+    delta: bytes | None
     printed: str
 
 
@@ -70,14 +70,14 @@ class TraceRouter:
         if found is not None:
             found[1].close()
 
-    def deliver(self, parcel: Sequence[Any], choice: int) -> None:
+    def deliver(self, payload: Sequence[Any], choice: int) -> None:
         """Pass the events of a step to the listeners of their traces."""
-        for key, index, news, printed in parcel:
+        for key, index, delta, printed in payload:
             found = self._listeners.get(key)
             if found is None:
                 continue
             listener, _ = found
             try:
-                listener(TraceEvent(index, choice, news, printed))
+                listener(TraceEvent(index, choice, delta, printed))
             except Exception:  # an error in vLLM's output handler would end the engine, calls this
                 logger.exception("an event of a block could not be delivered")

@@ -25,7 +25,7 @@ def carry(params: SamplingParams, entry: TraceEntry, sender: str = "") -> None:
     params.skip_reading_prefix_cache = True
 
 
-def apart(prompt: Mapping[str, Any], entry: TraceEntry) -> dict[str, Any]:
+def with_own_salt(prompt: Mapping[str, Any], entry: TraceEntry) -> dict[str, Any]:
     """Return the prompt with a cache salt of its own, so that its KV cache is not shared."""
     return {**prompt, "cache_salt": f"{entry.key}{entry.index:x}"}
 

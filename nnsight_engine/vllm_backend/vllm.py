@@ -127,15 +127,15 @@ class VLLM(StandardNames):
             self.__dict__["host"], self.__dict__["engine"] = host, host.inner
             try:
                 entries = [tuple(entry) for entry in answer(host.call("outline_model"))]
-                self._know(entries, ModelSpec.from_plain(answer(host.call("describe_traces"))))
+                self._set_description(entries, ModelSpec.from_plain(answer(host.call("describe_traces"))))
                 if message is not None:
-                    self.ask_workers("adopt_names", message)
+                    self.call_workers("adopt_names", message)
                 self.own_edits.book.install(self)
             except BaseException:
                 self.shutdown()
                 raise
 
-    def _know(self, entries: Sequence[OutlineEntry], spec: ModelSpec) -> None:
+    def _set_description(self, entries: Sequence[OutlineEntry], spec: ModelSpec) -> None:
         """Build the module tree and the points from an engine's description of its model."""
         self._update(outlined(entries))
         for name in (LOGITS, SAMPLES):
@@ -143,22 +143,22 @@ class VLLM(StandardNames):
         self.__dict__["_points"] = EnginePoints.on_client(self, entries[0][1], spec)
         self.__dict__["_is_known"] = True
 
-    def _learn(self, transport: Transport) -> None:
+    def _fetch_description(self, transport: Transport) -> None:
         """Fetch the module tree and the points from a server, unless they are known already."""
         if self.original is not None:
-            self.original._learn(transport)  # noqa: SLF001 - same class
+            self.original._fetch_description(transport)  # noqa: SLF001 - same class
             self._follow()
             return
         with self.__dict__["_starting"]:
             if not self.__dict__["_is_known"]:
                 plain = transport.outline()
                 entries = [tuple(entry) for entry in plain["outline"]]
-                self._know(entries, ModelSpec.from_plain(plain["spec"]))
+                self._set_description(entries, ModelSpec.from_plain(plain["spec"]))
 
     def _prepare(self) -> None:
         """Fetch the module tree from where traces run: the server or the local engine."""
         if self.__dict__["remote"]:
-            self._learn(self._remote_backend().transport)
+            self._fetch_description(self._remote_backend().transport)
         else:
             self.dispatch()
 
@@ -233,7 +233,7 @@ class VLLM(StandardNames):
         streams = blocking and self.__dict__["mode"] == "async"
         backend = chosen_backend(backend, remote, self.__dict__["remote"], blocking=blocking, streams=streams)
         if isinstance(backend, RemoteBackend):
-            self._learn(backend.transport)
+            self._fetch_description(backend.transport)
             return super().trace(*args, backend=backend, **kwargs)
         self.dispatch()
         chosen, backend = _starting().tracing_with(self.host, tracer_cls, backend)
@@ -340,7 +340,7 @@ class VLLM(StandardNames):
         """
         return [edit.entry for edit in self.own_edits.chosen(names)]
 
-    def ask_workers(self, method: str, *args: Any) -> None:
+    def call_workers(self, method: str, *args: Any) -> None:
         """Call a method on every worker.
 
         Raises:

@@ -109,7 +109,7 @@ class InterventionWorker(_PlatformWorker):
         is_left = path is not None and leave(pieces, path)
         saved = None if is_left else b"".join(pieces)
         traces = self.model_runner.traces
-        return (saved, *traces.take_left(key), traces.last_spent_s, traces.last_tier)
+        return (saved, *traces.take_remaining(key), traces.last_spent_s, traces.last_tier)
 
     def drop_trace(self, key: str) -> float | None:
         """Drop a trace without collecting it; return the seconds it took; called over vLLM's RPC."""

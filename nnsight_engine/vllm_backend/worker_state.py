@@ -64,7 +64,7 @@ class WorkerState:
         self._builder = StepBuilder(
             spec, dtype, device, self._ledger, lambda layer: attention_form(points.attention(layer))
         )
-        self._harvester = StepResultsReader(
+        self._results_reader = StepResultsReader(
             points.lens_logits, None if device.type == "cpu" else HostArena(device)
         )
         self._active: dict[str, ActiveRequest] = {}
@@ -225,7 +225,7 @@ class WorkerState:
     def collect(self, plan: StepPlan) -> None:
         """Start copying the step's reads to the host, before sampling waits for the device."""
         try:
-            self._harvester.collect(plan)
+            self._results_reader.collect(plan)
         except Exception as error:
             logger.exception("what a step has read could not be collected")
             for span in plan.spans.values():
@@ -255,7 +255,7 @@ class WorkerState:
         run.give_back()
         if not (self._registrar.failed or plan.is_untold):
             try:
-                return self._harvester.harvest_run(run, sampled, order)
+                return self._results_reader.read_run(run, sampled, order)
             except Exception:
                 # The caller falls back to harvesting request by request, which finds the one at fault.
                 logger.exception("a run's step could not be harvested")
@@ -266,7 +266,7 @@ class WorkerState:
         self, plan: StepPlan, sampled: Sequence[Sequence[int]], order: dict[str, int]
     ) -> StepResults:
         try:
-            return self._harvester.harvest(plan, sampled, order)
+            return self._results_reader.read_step(plan, sampled, order)
         except Exception as error:
             logger.exception("a step could not be harvested")
             self._builder.forget()

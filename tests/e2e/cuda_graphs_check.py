@@ -20,7 +20,7 @@ from vllm.forward_context import get_forward_context
 from vllm.platforms import current_platform
 
 from nnsight_engine import save
-from nnsight_engine.plans.collected import CaptureResult
+from nnsight_engine.plans.collected import CollectedCapture
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.check_process import REPORT
 from tests.e2e.graph_pieces import Piece
@@ -97,7 +97,7 @@ def going_on_inside(model: VLLM) -> Any:
 def kept(reply: Reply) -> list[torch.Tensor]:
     """Return what a request captured, point by point."""
     result = reply.result("kept")
-    assert isinstance(result, CaptureResult)
+    assert isinstance(result, CollectedCapture)
     return [reply.tensor("kept", point) for point in result.points]
 
 

@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 
 from api_schemas.points import MODEL_POINTS
-from nnsight_engine.plans.collected import CaptureResult, LensResult, LensToken
+from nnsight_engine.plans.collected import CollectedCapture, CollectedLens, CollectedToken
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.check_process import in_forks
 from tests.e2e.harness import Ask, Engine, Reply
@@ -150,7 +150,7 @@ def check_lens(engine: Engine, expected: Expected) -> None:
     lens = {"op": "logit_lens", "layers": [-1], "top_k": 5, "targets": LENS_TARGETS, "name": "lens"}
     reply = engine.ask(PROMPT_IDS, [lens, _LOGITS], max_tokens=NUM_TOKENS)
     result = reply.result("lens")
-    assert isinstance(result, LensResult)
+    assert isinstance(result, CollectedLens)
     assert result.positions == list(range(len(PROMPT_IDS) + NUM_TOKENS - 1)), result.positions
     logprobs = reply.tensor("logits", "logits").log_softmax(dim=-1)
     rows = result.layers[NUM_LAYERS - 1]
@@ -226,13 +226,13 @@ def _write(point: str, expected: Expected) -> dict[str, Any]:
     return write | ({"vector": expected.vectors[point].tolist()} if point in expected.vectors else {})
 
 
-def _capture_result(reply: Reply, name: str) -> CaptureResult:
+def _capture_result(reply: Reply, name: str) -> CollectedCapture:
     result = reply.result(name)
-    assert isinstance(result, CaptureResult), result
+    assert isinstance(result, CollectedCapture), result
     return result
 
 
-def _logprobs(rows: list[list[LensToken]]) -> torch.Tensor:
+def _logprobs(rows: list[list[CollectedToken]]) -> torch.Tensor:
     return torch.tensor([[token.logprob for token in tokens] for tokens in rows])
 
 

@@ -23,12 +23,12 @@ from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.tensor_bytes import tensor_from_bytes
 from nnsight_engine.core.token_texts import TokenTexts
 from nnsight_engine.plans.collected import (
-    CaptureResult,
+    CollectedCapture,
+    CollectedLens,
+    CollectedProbe,
     CollectedResults,
-    LensResult,
-    ProbeResult,
+    CollectedTrace,
     TensorResult,
-    TraceResult,
 )
 from nnsight_engine.plans.collector import RequestCollector
 from nnsight_engine.plans.compile import compile_request
@@ -64,17 +64,17 @@ class Reply:
     failure: Any
     num_cached_tokens: int
 
-    def result(self, name: str) -> CaptureResult | ProbeResult | LensResult:
+    def result(self, name: str) -> CollectedCapture | CollectedProbe | CollectedLens:
         """Return the result called ``name``."""
         assert self.collected is not None, self.failure
         found = next(result for result in self.collected.results if result.name == name)
-        assert not isinstance(found, TraceResult)
+        assert not isinstance(found, CollectedTrace)
         return found
 
     def tensor(self, name: str, point: str) -> torch.Tensor:
         """Return a captured tensor as float32."""
         result = self.result(name)
-        assert isinstance(result, CaptureResult)
+        assert isinstance(result, CollectedCapture)
         return as_tensor(result.points[point])
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight_engine.plans.collected import ProbeResult
+from nnsight_engine.plans.collected import CollectedProbe
 from tests.e2e.harness import Ask, Engine, Reply, random_vector
 from tests.e2e.neighbours import INTERVENING, INTERVENTIONS, PROMPTS, asks, assert_neighbours_notice_nothing
 
@@ -91,7 +91,7 @@ def test_logits_of_two_requests_in_one_batch_are_their_own(engine: Engine) -> No
             joint.tensor("c", "logits"), alone.tensor("c", "logits"), rtol=0.05, atol=0.5
         )
         both = joint.result("p")
-        assert isinstance(both, ProbeResult)
+        assert isinstance(both, CollectedProbe)
         totals = joint.tensor("c", "logits").sum(dim=-1).tolist()
         assert [both.points["logits"][p] for p in joint.result("c").positions] == pytest.approx(
             totals, rel=1e-3, abs=5

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from nnsight_engine.plans.collected import CaptureResult, ProbeResult
+from nnsight_engine.plans.collected import CollectedCapture, CollectedProbe
 from tests.e2e.harness import Ask, Engine, Reply, random_vector
 from tests.families.checkpoints import write_checkpoint
 
@@ -57,8 +57,8 @@ def assert_same(reply: Reply, expected: Reply) -> None:
     assert reply.collected.applied == expected.collected.applied
     for name in ("all", "mean", "logits"):
         result, wanted = reply.result(name), expected.result(name)
-        assert isinstance(result, CaptureResult)
-        assert isinstance(wanted, CaptureResult)
+        assert isinstance(result, CollectedCapture)
+        assert isinstance(wanted, CollectedCapture)
         assert result.positions == wanted.positions
         assert len(set(result.positions)) == len(result.positions)
         for point in wanted.points:
@@ -66,8 +66,8 @@ def assert_same(reply: Reply, expected: Reply) -> None:
             scale = theirs.abs().amax(dim=-1, keepdim=True)
             torch.testing.assert_close(values / scale, theirs / scale, rtol=1e-3, atol=1e-4)
     probe, wanted_probe = reply.result("probe"), expected.result("probe")
-    assert isinstance(probe, ProbeResult)
-    assert isinstance(wanted_probe, ProbeResult)
+    assert isinstance(probe, CollectedProbe)
+    assert isinstance(wanted_probe, CollectedProbe)
     assert probe.positions == wanted_probe.positions
     np.testing.assert_allclose(probe.points[POINTS[1]], wanted_probe.points[POINTS[1]], rtol=1e-3, atol=0.05)
 
@@ -77,8 +77,8 @@ def test_chunked_prefill_gives_the_same(bundled: Path, simple: Reply, chunk: int
     engine = Engine(bundled, dtype="float32", max_num_batched_tokens=chunk, max_num_seqs=8)
     try:
         assert_same(engine.ask(TEXT, INTERVENTIONS, max_tokens=12), simple)
-        companions = [Ask(TEXT[i:], max_tokens=12) for i in range(3)]
-        replies = engine.run([*companions, Ask(TEXT, INTERVENTIONS, max_tokens=12)])
+        group_members = [Ask(TEXT[i:], max_tokens=12) for i in range(3)]
+        replies = engine.run([*group_members, Ask(TEXT, INTERVENTIONS, max_tokens=12)])
         assert_same(replies[-1][0], simple)
         mean = {"op": "ablate", "at": "layers.4.output", "method": "mean"}
         # Alone it fits a step; beside others the scheduler may split it, and then it says so.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtests.asked import HOSTILE, SCENARIOS
+from loadtests.run_spec import HOSTILE, SCENARIOS
 from loadtests.summary import Summary, read
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy, pytest.mark.timeout(1200)]

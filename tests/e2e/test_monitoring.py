@@ -124,8 +124,8 @@ def test_real_steps_are_counted_and_timed(client: httpx.Client) -> None:
 def test_every_metric_that_dashboards_and_rules_name_is_told(client: httpx.Client) -> None:
     complete(client, stream=True)
     told = look(client)
-    lacking = {name for _, query in expressions() for name in named_in(query)} - told.sample_names
-    assert lacking == set()
+    missing_attribute = {name for _, query in expressions() for name in named_in(query)} - told.sample_names
+    assert missing_attribute == set()
     ours = {name for name in told.families if name.startswith(OURS)}
     assert ours == {name.removesuffix("_total") for name in documented()}
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight_engine.plans.collected import CaptureResult, LensResult, ProbeResult
+from nnsight_engine.plans.collected import CollectedCapture, CollectedLens, CollectedProbe
 from tests.e2e.harness import Ask, Engine, random_vector
 from tests.e2e.reference import Reference
 
@@ -28,7 +28,7 @@ def test_captures_equal_transformers_at_all_layers(engine: Engine, reference: Re
     points = ["embed.output", "layers.*.output", "layers.*.attn.output", "layers.*.mlp.output", "norm.output"]
     reply = engine.ask(PROMPT, [{"op": "capture", "at": [*points, "logits"], "name": "all"}], max_tokens=1)
     result = reply.result("all")
-    assert isinstance(result, CaptureResult)
+    assert isinstance(result, CollectedCapture)
     assert set(result.points) == set(expected)
     for point, values in expected.items():
         captured = reply.tensor("all", point)
@@ -67,7 +67,7 @@ def test_reductions_and_dtypes(engine: Engine) -> None:
     assert torch.equal(reply.tensor("last", point), rows[-1])
     assert torch.equal(reply.tensor("half", point), rows.bfloat16().float())
     mean = reply.result("mean")
-    assert isinstance(mean, CaptureResult)
+    assert isinstance(mean, CollectedCapture)
     assert mean.positions == [1, 2, 3, 4, 5]
 
 
@@ -108,7 +108,7 @@ def test_probe_is_the_dot_product(engine: Engine) -> None:
         max_tokens=4,
     )
     probe = reply.result("p")
-    assert isinstance(probe, ProbeResult)
+    assert isinstance(probe, CollectedProbe)
     expected = reply.tensor("c", point) @ torch.tensor(weights) + 0.5
     torch.testing.assert_close(torch.tensor(probe.points[point]), expected, rtol=1e-4, atol=1e-2)
 
@@ -121,7 +121,7 @@ def test_lens_at_the_last_layer_is_the_models_own_distribution(engine: Engine, r
         max_tokens=1,
     )
     lens = reply.result("lens")
-    assert isinstance(lens, LensResult)
+    assert isinstance(lens, CollectedLens)
     assert sorted(lens.layers) == list(range(30))
     logprobs = torch.log_softmax(reference.run(ids)["logits"], dim=-1)
     paris = engine.tokenizer.encode(" Paris", add_special_tokens=False)[0]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight_engine.plans.collected import CaptureResult
+from nnsight_engine.plans.collected import CollectedCapture
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from tests.e2e.harness import Ask, Engine, Reply
 from tests.families.checkpoints import IN_CORE, NUM_HEADS, NUM_LAYERS, write_checkpoint
@@ -67,7 +67,7 @@ def assert_patterns(reply: Reply, checkpoint: Path, name: str = "p", prompt: lis
     """Assert that every captured row is transformers'."""
     expected = expected_patterns(checkpoint, prompt + reply.token_ids[:-1])
     result = reply.result(name)
-    assert isinstance(result, CaptureResult)
+    assert isinstance(result, CollectedCapture)
     for point in result.points:
         rows = expected[int(point.split(".")[1])][result.positions][..., : result.positions[-1] + 1]
         torch.testing.assert_close(reply.tensor(name, point), rows, rtol=1e-3, atol=1e-5, msg=point)
@@ -102,7 +102,7 @@ def test_patterns_equal_transformers(family: str, tmp_path: Path) -> None:
         assert rows.shape == (NUM_POSITIONS, NUM_HEADS, NUM_POSITIONS)
         torch.testing.assert_close(rows.sum(dim=-1), torch.ones(NUM_POSITIONS, NUM_HEADS))
         some = reply.result("some")
-        assert isinstance(some, CaptureResult)
+        assert isinstance(some, CollectedCapture)
         assert some.positions == [3, 40, 69, 72]
         assert reply.tensor("some", "layers.1.attn.pattern").shape == (4, NUM_HEADS, 73)
         last = reply.tensor("last", f"layers.{NUM_LAYERS - 1}.attn.pattern")
@@ -159,7 +159,7 @@ def test_preempted_requests_have_each_row_once(tmp_path: Path) -> None:
     assert sum(reply.collected.recomputed_tokens for (reply,) in replies if reply.collected) > 0
     for prompt, (reply,) in zip(prompts, replies, strict=True):
         result = reply.result("p")
-        assert isinstance(result, CaptureResult)
+        assert isinstance(result, CollectedCapture)
         assert result.positions == list(range(len(prompt) + 89))
         assert_patterns(reply, checkpoint, prompt=prompt)
 

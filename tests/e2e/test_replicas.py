@@ -61,7 +61,7 @@ class Replicated:
     def servers(self) -> list[psutil.Process]:
         """Return the processes of all replicas' servers."""
         below = psutil.Process(self.server.process.pid).children(recursive=True)
-        return [one for one in below if "app.replicas.guard" in one.cmdline()]
+        return [one for one in below if "app.replicas.process_guard" in one.cmdline()]
 
     def job(self, job_id: str) -> dict[str, Any]:
         job: dict[str, Any] = self.client.get(f"/v1/jobs/{job_id}").json()

@@ -250,22 +250,22 @@ async def test_leases_scale_replicas_and_find_those_that_are_wanted(served: Serv
     application = scaled.bind(["http://one", "http://two"])
     handle = await asyncio.to_thread(serve.run, application, name="scaled", route_prefix=None)
     replicas = ServedReplicas(handle, 10)
-    assert len(await replicas.places()) == 1
+    assert len(await replicas.addresses()) == 1
     async with contextlib.AsyncExitStack() as stack:
         for _ in range(8):
-            await stack.enter_async_context(replicas.taken())
+            await stack.enter_async_context(replicas.acquire())
         async with asyncio.timeout(60):
-            while len(await replicas.places()) < 2:  # noqa: ASYNC110 - nobody tells
+            while len(await replicas.addresses()) < 2:  # noqa: ASYNC110 - nobody tells
                 await asyncio.sleep(0.2)
-    one, other = await replicas.places()
+    one, other = await replicas.addresses()
     for _ in range(4):
-        async with replicas.taken(b"key", tried=[one.name]) as place:
-            assert place == other
-        async with replicas.taken(b"key", tried=[other.name]) as place:
-            assert place == one
+        async with replicas.acquire(b"key", tried=[one.name]) as address:
+            assert address == other
+        async with replicas.acquire(b"key", tried=[other.name]) as address:
+            assert address == one
     await asyncio.to_thread(serve.delete, "scaled")
-    assert await replicas.places() == []
+    assert await replicas.addresses() == []
     with pytest.raises(ApiError) as caught:
-        async with ServedReplicas(handle, 1).taken():
+        async with ServedReplicas(handle, 1).acquire():
             pass
     assert caught.value.code == "starting"

@@ -49,7 +49,7 @@ def test_names_that_cannot_be_are_refused(model: VLLM, renamed_checkpoint: Path)
     with pytest.raises(TypeError, match="subclass of Envoy"):
         VLLM(str(renamed_checkpoint), envoys={LlamaMLP: torch.nn.Linear})  # type: ignore[dict-item] # the point
     with pytest.raises(ValueError, match="both"):
-        model.ask_workers("adopt_names", Names({"mlp": "same", "self_attn": "same"}).write())
+        model.call_workers("adopt_names", Names({"mlp": "same", "self_attn": "same"}).write())
     with model.trace(PROMPT, **GREEDY):
         still = save(model.blocks[0].ff.half.shape)
     assert still[-1] == 128

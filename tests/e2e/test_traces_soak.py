@@ -267,4 +267,4 @@ def test_what_is_no_trace_ends_its_own_request(model: VLLM, change: dict[str, An
     assert len(ran.tokens("plain-0")) == 4
     assert ran.outputs["trace-0"].finished
     with pytest.raises((LostTraceError, DecodeError, IndexError, ValueError)):
-        sent.bring_home(list(ran.outcomes.values()))
+        sent.assign_saved(list(ran.outcomes.values()))

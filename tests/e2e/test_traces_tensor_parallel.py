@@ -151,8 +151,8 @@ def count_words(worker: Any, counts: bool) -> int:
     told = dispatcher.__dict__.setdefault("told", [])
     if counts:
         ranks = dispatcher.spread.ranks
-        tell = type(ranks).tell
-        ranks.tell = lambda *order: (told.append(1), tell(ranks, *order))[1]
+        tell = type(ranks).broadcast
+        ranks.broadcast = lambda *order: (told.append(1), tell(ranks, *order))[1]
     return len(told)
 
 

@@ -11,15 +11,15 @@ from api_schemas.interventions import Intervention, Operation
 from api_schemas.operations import Capture, LogitLens, Probe
 from api_schemas.request_traces import Trace
 from nnsight_engine.plans.collected import (
-    Applied,
-    CaptureResult,
+    CollectedCapture,
+    CollectedLens,
+    CollectedProbe,
     CollectedResults,
-    LensResult,
+    CollectedSites,
+    CollectedToken,
+    CollectedTrace,
     LensRow,
-    LensToken,
-    ProbeResult,
     TensorResult,
-    TraceResult,
 )
 
 MODEL: Final = "fake-model"
@@ -45,7 +45,7 @@ def collected(
     traces = [op for op in interventions if isinstance(op, Trace)]
     if traces:
         saves = {"seen": positions, "hidden": _tensor(positions, is_reduced=False)}
-        result = TraceResult(traces[0].name or "trace_0", saves, {}, "")
+        result = CollectedTrace(traces[0].name or "trace_0", saves, {}, "")
         return CollectedResults([result], final=is_final, is_code=True, tier="tap")
     operations = [op for op in interventions if not isinstance(op, Trace)]
     return _collected(operations, positions, pull, is_final=is_final)
@@ -59,7 +59,7 @@ def _collected(
         for index, op in enumerate(interventions)
         if isinstance(op, _READS)
     ]
-    applied = [Applied(op.op, _points(op), positions) for op in interventions] if is_final else []
+    applied = [CollectedSites(op.op, _points(op), positions) for op in interventions] if is_final else []
     writes = any(not isinstance(op, _READS) for op in interventions)
     return CollectedResults(
         results, final=is_final, applied=applied, fingerprint="fa" * 32 if writes else "", tier="tap"
@@ -82,16 +82,16 @@ def _layers(op: LogitLens) -> list[int]:
 
 def _result(
     op: Capture | Probe | LogitLens, name: str, positions: list[int], pull: Sequence[float]
-) -> CaptureResult | ProbeResult | LensResult:
+) -> CollectedCapture | CollectedProbe | CollectedLens:
     if isinstance(op, Capture):
         is_reduced = op.reduce != "none"
         points = {point: _tensor(positions, _at(point, pull), is_reduced=is_reduced) for point in _points(op)}
-        return CaptureResult(name, positions, op.reduce, points)
+        return CollectedCapture(name, positions, op.reduce, points)
     if isinstance(op, Probe):
-        return ProbeResult(name, positions, {point: [p / 10 for p in positions] for point in _points(op)})
+        return CollectedProbe(name, positions, {point: [p / 10 for p in positions] for point in _points(op)})
     num_targets = len(op.targets or ())
     rows = [_row(position, op.top_k, num_targets) for position in positions]
-    return LensResult(name, positions, dict.fromkeys(_layers(op), rows))
+    return CollectedLens(name, positions, dict.fromkeys(_layers(op), rows))
 
 
 def _at(point: str, pull: Sequence[float]) -> float:
@@ -108,8 +108,8 @@ def _tensor(positions: list[int], pull: float = 0.0, *, is_reduced: bool) -> Ten
 
 
 def _row(position: int, top_k: int, num_targets: int) -> LensRow:
-    top = [LensToken(position + rank, -0.5 * (rank + 1)) for rank in range(top_k)]
-    targets = [LensToken(position + rank, -0.5 * (rank + 1), rank + 1) for rank in range(num_targets)]
+    top = [CollectedToken(position + rank, -0.5 * (rank + 1)) for rank in range(top_k)]
+    targets = [CollectedToken(position + rank, -0.5 * (rank + 1), rank + 1) for rank in range(num_targets)]
     return top, targets
 
 

@@ -16,11 +16,11 @@ from websockets.asyncio.client import ClientConnection
 
 from app.context import Context
 from app.main import create_app, new_store
-from app.replicas.choosing import ranked
 from app.replicas.front import create_front
 from app.replicas.options import ModelOptions, ReplicaOptions
-from app.replicas.protocol import Place, Replicas, none_ready
+from app.replicas.protocol import ReplicaAddress, Replicas, none_ready
 from app.replicas.relay import REPLICA_HEADER
+from app.replicas.replica_ranking import ranked
 from app.server import DrainingServer, server_config
 from app.settings import Settings
 from tests.fakes.engine import FakeBehaviour, FakeEngineClient
@@ -43,7 +43,7 @@ class Replica:
         self.engine.traces = {"vllm": ScriptedEngine()}
         self.app = create_app(self.settings, self.engine, store)
         self.context: Context = self.app.state.context
-        self.place = Place(name, "http://127.0.0.1:9")
+        self.address = ReplicaAddress(name, "http://127.0.0.1:9")
         self.connections: Any = None
 
     def kill(self) -> None:
@@ -61,18 +61,20 @@ class Some(Replicas):
         self.loads: collections.Counter[str] = collections.Counter(dict.fromkeys(self.all, 0))
 
     @contextlib.asynccontextmanager
-    async def taken(self, key: bytes = b"", *, tried: Collection[str] = ()) -> AsyncGenerator[Place, None]:
+    async def acquire(
+        self, key: bytes = b"", *, tried: Collection[str] = ()
+    ) -> AsyncGenerator[ReplicaAddress, None]:
         order = ranked({name: self.loads[name] for name in self.all}, key, tried=tried)
         if not order:
             raise none_ready()
         self.loads[order[0]] += 1
         try:
-            yield self.all[order[0]].place
+            yield self.all[order[0]].address
         finally:
             self.loads[order[0]] -= 1
 
-    async def places(self) -> list[Place]:
-        return [one.place for one in self.all.values()]
+    async def addresses(self) -> list[ReplicaAddress]:
+        return [one.address for one in self.all.values()]
 
 
 class Started:
@@ -152,7 +154,7 @@ async def running(directory: Path, *sizes: int, **settings: Any) -> AsyncIterato
             replicas = [Replica(f"m{index}r{number}", directory, **settings) for number in range(size)]
             for one in replicas:
                 one.connections = await stack.enter_async_context(listening(one.app, one.settings))
-                one.place = Place(one.name, f"http://127.0.0.1:{port_of(one.connections)}")
+                one.address = ReplicaAddress(one.name, f"http://127.0.0.1:{port_of(one.connections)}")
             await until(lambda: all(one.engine.ready for one in replicas))  # noqa: B023 - it is awaited here
             models.append(Some(replicas))
         yield models
@@ -184,7 +186,7 @@ async def fronted(
 async def asking(replicas: Iterable[Replica], job_id: str) -> AsyncIterator[None]:
     """Have each replica ask a job's client for something, as the one that runs the job does."""
     calls = [
-        asyncio.create_task(one.context.jobs.local_calls.ask(job_id, one.name.encode())) for one in replicas
+        asyncio.create_task(one.context.jobs.local_calls.call(job_id, one.name.encode())) for one in replicas
     ]
     try:
         yield

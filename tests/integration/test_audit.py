@@ -150,7 +150,7 @@ async def test_a_job_whose_server_died_is_written_down_by_the_next(
         await JobStore(database, waiting=Allowance.of("jobs", 10), ttl_s=60).accept(new)
     job = await dead.claim("fake-model", {})
     assert job is not None
-    await dead.tell(job, [JobEvent(status=JobStatus.RUNNING, time=1.0)])
+    await dead.append_events(job, [JobEvent(status=JobStatus.RUNNING, time=1.0)])
     await database.close()
     monkeypatch.setattr(job_leases, "LEASE_S", -1.0)
     async with serve(database_url=database_url) as server:

@@ -16,7 +16,7 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.replicas.protocol import Place, none_ready
+from app.replicas.protocol import ReplicaAddress, none_ready
 from app.replicas.relay import REPLICA_HEADER
 from tests.fakes.results import MODEL
 from tests.integration.fronted import Some, askers, asking, code_of, fronted, who
@@ -386,11 +386,11 @@ class Waiting(Some):
     num_waiting = 0
 
     @contextlib.asynccontextmanager
-    async def taken(self, *_asked: Any, **_wanted: Any) -> AsyncGenerator[Place, None]:
+    async def acquire(self, *_asked: Any, **_wanted: Any) -> AsyncGenerator[ReplicaAddress, None]:
         self.num_waiting += 1
         try:
             await asyncio.Event().wait()
-            yield Place("", "")
+            yield ReplicaAddress("", "")
         finally:
             self.num_waiting -= 1
 

@@ -164,11 +164,11 @@ async def test_who_joins_what_another_tenant_asked_for_is_told_of_no_other_tenan
     made = Grammars(settings, {})
     go = asyncio.Event()
 
-    async def asked(_job: GrammarJob) -> GrammarVerdict:
+    async def compile_grammar(_job: GrammarJob) -> GrammarVerdict:
         await go.wait()
         return GrammarVerdict(backend="xgrammar")
 
-    monkeypatch.setattr(made, "_asked", asked)
+    monkeypatch.setattr(made, "_compile", compile_grammar)
 
     def accepted(name: str, tenant: str) -> asyncio.Task[None]:
         return asyncio.create_task(made.accept(StructuredOutputsParams(regex=name), tenant))
@@ -189,10 +189,10 @@ async def test_a_compilation_that_nobody_waits_for_from_the_start_leaves_its_pla
 ) -> None:
     made = Grammars(Settings(data_dir=tmp_path), {})
 
-    async def asked(_job: GrammarJob) -> GrammarVerdict:
+    async def compile_grammar(_job: GrammarJob) -> GrammarVerdict:
         return GrammarVerdict(backend="xgrammar")
 
-    monkeypatch.setattr(made, "_asked", asked)
+    monkeypatch.setattr(made, "_compile", compile_grammar)
     for number in range(5):
         accepting = asyncio.create_task(made.accept(StructuredOutputsParams(regex=f"a{number}"), "a"))
         await asyncio.sleep(0)  # its compilation has not had its first step

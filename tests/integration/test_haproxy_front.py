@@ -101,7 +101,7 @@ async def proxied(directory: Path, *sizes: int, delay_s: float = 0) -> AsyncIter
             text += BACKEND.format(index=index)
             for name, one in models[index].all.items() if index < len(models) else ():
                 one.engine.behaviour.delay_s = delay_s
-                address = one.place.url.removeprefix("http://")
+                address = one.address.url.removeprefix("http://")
                 text += f"  use-server {name} if {{ path_beg /v1/results/{name}. }}\n"
                 text += f"  server {name} {address} check inter 300ms fall 20\n"
         configuration = directory / "haproxy.cfg"

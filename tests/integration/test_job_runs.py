@@ -82,11 +82,11 @@ class DeafLeases(JobLeases):
 
     num_deaf = 5
 
-    async def tell(self, job: JobRow, events: Sequence[JobEvent]) -> None:
+    async def append_events(self, job: JobRow, events: Sequence[JobEvent]) -> None:
         self.num_deaf -= 1
         if self.num_deaf >= 0:
             raise ApiError(ErrorCode.DATABASE_UNAVAILABLE, "It cannot be reached.")
-        await super().tell(job, events)
+        await super().append_events(job, events)
 
 
 class Bench:
@@ -104,7 +104,7 @@ class Bench:
             files=self.files,
             leases=self.leases,
             check=lambda head: None,
-            told=lambda job_id: None,
+            notify_followers=lambda job_id: None,
             calls=LocalCalls(1),
             log=AuditLog(AuditStore(self.database), 0),
         )

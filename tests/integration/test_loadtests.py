@@ -16,8 +16,8 @@ import pytest
 
 from benchmarks.machine import Machine
 from benchmarks.servers import created_key, own_folders
-from loadtests.asked import HOSTILE, SCENARIOS, Asked, Model, Phase
-from loadtests.child import run_child
+from loadtests.run_process import run_in_process
+from loadtests.run_spec import HOSTILE, SCENARIOS, LoadPhase, Model, RunSpec
 from loadtests.summary import Summary, read
 
 pytestmark = pytest.mark.heavy
@@ -120,12 +120,12 @@ def test_a_stream_that_stalls_is_a_failed_request_of_its_row(tmp_path: Path) -> 
         serving = threading.Thread(target=server.serve_forever)
         serving.start()
         try:
-            asked = Asked(
+            spec = RunSpec(
                 scenario="plain", shape="steady", url=f"http://127.0.0.1:{server.server_address[1]}",
-                model=MODEL, counts={"plain": 1}, phases=[Phase(name="steady", share=1.0)], seconds=1.5,
+                model=MODEL, counts={"plain": 1}, phases=[LoadPhase(name="steady", share=1.0)], seconds=1.5,
                 silence_s=0.3,
             )  # fmt: skip
-            summary = run_child(asked, tmp_path, MACHINE)
+            summary = run_in_process(spec, tmp_path, MACHINE)
         finally:
             server.shutdown()
             serving.join()

@@ -19,7 +19,7 @@ import torch
 
 from api_schemas.errors import ErrorCode
 from app.allowance import Allowance
-from app.engine import trace_processes
+from app.engine import trace_process_pool
 from app.engine.local_traces import LocalTraceEngine
 from app.main import create_app, new_store
 from app.settings import Settings, environment_for_traces
@@ -242,7 +242,7 @@ def test_a_client_that_leaves_ends_its_trace(served: Served) -> None:
 
 
 def test_a_trace_that_will_not_end_is_ended(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_processes, "CANCEL_GRACE_S", 0.3)
+    monkeypatch.setattr(trace_process_pool, "CANCEL_GRACE_S", 0.3)
     monkeypatch.setattr(served.engine, "time_limit_s", 0.5)
     model, pid = served.model, served.pid
     with pytest.raises(RemoteError, match="trace_time_limit_s") as caught:
@@ -297,7 +297,7 @@ def test_the_time_that_a_trace_holds_the_engine_is_counted(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meter = UsageMeter("key")
-    monkeypatch.setattr(trace_processes, "current_work", lambda: WorkContext(meter=meter))
+    monkeypatch.setattr(trace_process_pool, "current_work", lambda: WorkContext(meter=meter))
     model = served.model
     with model.trace(TEXT, backend=served.remote()):
         time.sleep(0.3)

@@ -16,7 +16,7 @@ import uvicorn
 
 from api_schemas.keys import Limits, NewKey
 from app.auth.keys import Keys
-from app.listen_socket import listening_socket, patient_for
+from app.listen_socket import listening_socket, protocol_with_head_limits
 from app.main import create_app, new_store
 from app.settings import Settings
 from app.storage.database import Database
@@ -37,7 +37,7 @@ async def listening(
         create_app(chosen, engine, store),
         port=0,
         log_level="warning",
-        http=patient_for(chosen.upload_idle_timeout_s),
+        http=protocol_with_head_limits(chosen.upload_idle_timeout_s),
     )
     sock = listening_socket(config, stall_s=chosen.client_stall_timeout_s)
     port = sock.getsockname()[1]

@@ -90,7 +90,7 @@ async def pong(socket: ClientConnection) -> None:
 
 
 def asking(server: Live, job_id: str) -> asyncio.Task[Any]:
-    return asyncio.create_task(server.context.jobs.local_calls.ask(job_id, b"what?"))
+    return asyncio.create_task(server.context.jobs.local_calls.call(job_id, b"what?"))
 
 
 async def test_of_answers_that_nobody_waits_for_nothing_is_held(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from api_schemas.errors import ApiError, ErrorCode
 from app.context import Context
 from app.engine.client import DescribedModel
-from app.engine.trace_processes import TraceProcesses
+from app.engine.trace_process_pool import TraceProcesses
 from app.main import create_app, new_store
 from app.settings import Settings
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec

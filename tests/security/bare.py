@@ -21,7 +21,7 @@ from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
 from nnsight_engine.sandbox.block_checker import CHECKED, load_modules
 from nnsight_engine.sandbox.channel import SandboxSide
 from nnsight_engine.sandbox.confine import ProcessLimits
-from nnsight_engine.sandbox.zygote import NUMBER, raise_children
+from nnsight_engine.sandbox.zygote import NUMBER, fork_children
 from tests.security.host import Small
 from tests.security.ordinary import saved_by
 
@@ -60,7 +60,7 @@ def main(orders: socket.socket, folder: str) -> None:
     saved_by("save", CHECKED)  # loads what is otherwise loaded at the first trace
     saved_by("gradients", CHECKED)
     repr(torch.ones(2))
-    raise_children(orders, folder, _SHARE, _grow_up)
+    fork_children(orders, folder, _SHARE, _grow_up)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from nnsight_engine.sandbox.errors import SandboxEndedError
 from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     CallRequest,
     Collected,
-    Go,
+    ContinueReply,
     SandboxReply,
     ValueSlot,
     packed,
@@ -38,8 +38,12 @@ _FEW: Final = settings(max_examples=60, deadline=None, suppress_health_check=[He
 
 _SLOT, _CONTENT = slot_of(torch.ones(_OWN, 4))
 HONEST: Final = [
-    b"".join(packed(Go([_LAYER], changes=[_SLOT], ended=["own"]), [_CONTENT])),
-    b"".join(packed(Go(told=[SandboxReply("own", 0, b"data", "printed")], live=["own"], is_over=True))),
+    b"".join(packed(ContinueReply([_LAYER], changes=[_SLOT], ended=["own"]), [_CONTENT])),
+    b"".join(
+        packed(
+            ContinueReply(reports=[SandboxReply("own", 0, b"data", "printed")], live=["own"], is_over=True)
+        )
+    ),
     b"".join(packed(CallRequest("model.lm_head", [_SLOT, 1, None, 0.5, "a"], {"b": _SLOT}), [_CONTENT] * 2)),
     b"".join(packed(Collected("printed", "failure"), [b"saved"])),
 ]
@@ -57,7 +61,7 @@ _REPLIES: Final = st.builds(SandboxReply, _NAMES, _NUMBERS, st.one_of(st.none(),
 _ARGUMENTS: Final = st.one_of(_SLOTS, st.none(), st.booleans(), _NUMBERS, st.floats(), _NAMES)
 _HEADS: Final = st.one_of(
     st.builds(
-        Go,
+        ContinueReply,
         st.one_of(st.none(), st.lists(_NAMES, max_size=4)),
         st.lists(_SLOTS, max_size=3),
         st.lists(_NAMES, max_size=3),
@@ -113,7 +117,7 @@ _HOSTILE: Final = st.one_of(mutations(), _STRUCTURES, _JSON.map(_unknown), st.bi
 def test_a_message_is_one_of_three_or_ends_the_process(data: bytes) -> None:
     with contextlib.suppress(SandboxEndedError):
         head, body = read_by_worker(data)
-        assert type(head) in {Go, CallRequest, Collected}
+        assert type(head) in {ContinueReply, CallRequest, Collected}
         assert len(body) <= len(data)
 
 
@@ -133,7 +137,7 @@ def test_whatever_is_answered_changes_its_own_rows_at_most(data: bytes, answers:
         assert set(told) <= {"own"}
         give_up = time.monotonic() + 20
         while not world.cell.has_collected:
-            world.cell.ask_saved("key", {})
+            world.cell.request_saved("key", {})
             world.waiting.wait_for_any([world.cell], 0.05)
             assert time.monotonic() < give_up
         assert world.cell.error is None or isinstance(world.cell.error, SandboxEndedError)
@@ -151,7 +155,7 @@ def test_whatever_is_answered_changes_its_own_rows_at_most(data: bytes, answers:
 
 def _answering(data: bytes, answers: str) -> Callable[[SandboxSide], None]:
     """Return a process that sends hostile bytes once, and is honest before and afterwards."""
-    honest = wanting(_LAYER, then=lambda _: packed(Go()))
+    honest = wanting(_LAYER, then=lambda _: packed(ContinueReply()))
     if answers == "offer":
         return wanting(_LAYER, then=lambda _: [data])
 
@@ -161,7 +165,7 @@ def _answering(data: bytes, answers: str) -> Callable[[SandboxSide], None]:
             side.send([data])
             while True:
                 side.receive()
-                side.send(packed(Go()))
+                side.send(packed(ContinueReply()))
         honest(_Once(side, data))  # type: ignore[arg-type] # as much of one as is used
 
     return lie

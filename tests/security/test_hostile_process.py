@@ -28,10 +28,10 @@ from nnsight_engine.vllm_backend.traces.request import TraceSpan
 from nnsight_engine.vllm_backend.traces.sandboxed import sandbox_session as cell_module
 from nnsight_engine.vllm_backend.traces.sandboxed import wait_budget as waiting_module
 from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
-    Begin,
+    BeginRequests,
     CallRequest,
     Collected,
-    Go,
+    ContinueReply,
     Offer,
     SandboxReply,
     Tensors,
@@ -138,10 +138,12 @@ class World:
         self.cell.begin([("own", TraceEntry("key", 0, 1, b"", [{}], streams=True, prints=True))])
         self.go([TraceSpan("own", 0, 0, _OWN, 0, complete=True)])
 
-    def go(self, spans: Sequence[TraceSpan], *, is_bound: bool = True, is_alone: bool = False) -> None:
+    def go(
+        self, spans: Sequence[TraceSpan], *, is_bound: bool = True, is_single_tenant: bool = False
+    ) -> None:
         """Begin a step as the worker does."""
         self.dispatcher.begin()
-        self.waiting.begin(is_alone=is_alone)
+        self.waiting.begin(is_single_tenant=is_single_tenant)
         self.cell.prepare(spans, is_bound=is_bound)
         self.waiting.wait([self.cell])
         self.cell.step(spans, _ROWS)
@@ -161,7 +163,7 @@ class World:
         self.cell.finish()
         self.waiting.wait([self.cell])
         self.cell.end()
-        return self.cell.take_news()
+        return self.cell.take_deltas()
 
     def error(self) -> str:
         assert self.process.is_ended
@@ -190,18 +192,18 @@ def wanting(*places: str, then: Callable[[Any], Said]) -> Lie:
     def lie(side: SandboxSide) -> None:
         while True:
             head, _ = read_by_sandbox(side.receive())
-            if isinstance(head, Begin):
-                side.send(packed(Go(list(places), live=["own"])))
+            if isinstance(head, BeginRequests):
+                side.send(packed(ContinueReply(list(places), live=["own"])))
             elif isinstance(head, Offer):
                 side.send(then(head))
             else:
-                side.send(packed(Go()))
+                side.send(packed(ContinueReply()))
 
     return lie
 
 
 def changing(slots: list[ValueSlot], *bodies: bytes | memoryview) -> Callable[[Any], Said]:
-    return lambda _head: packed(Go(changes=slots), bodies)
+    return lambda _head: packed(ContinueReply(changes=slots), bodies)
 
 
 _ROWS_OF_FLOATS = slot_of(torch.ones(_OWN, 4))
@@ -218,12 +220,12 @@ _ROWS_OF_FLOATS = slot_of(torch.ones(_OWN, 4))
         changing([ValueSlot("complex64", [_OWN, 4])], bytes(_OWN * 32)),
         changing([ValueSlot("float32", [_OWN, 4], 7)], _ROWS_OF_FLOATS[1]),
         changing([_ROWS_OF_FLOATS[0]] * 2, _ROWS_OF_FLOATS[1], _ROWS_OF_FLOATS[1]),
-        lambda _head: packed(Go(), [bytes(1000)]),
-        lambda _head: packed(Go(["made.up"] * 60_000)),
+        lambda _head: packed(ContinueReply(), [bytes(1000)]),
+        lambda _head: packed(ContinueReply(["made.up"] * 60_000)),
         lambda _head: packed(Collected("printed", "failed")),
         lambda _head: [b"\xff\xff\xff\xff", b"no head"],
         lambda _head: [b"\0"],
-        lambda _head: packed(Go(ended=cast("Any", [1, 2]))),
+        lambda _head: packed(ContinueReply(ended=cast("Any", [1, 2]))),
         lambda _head: packed(cast("Any", SandboxReply("own", 0, None, ""))),
     ],
     ids=[
@@ -277,7 +279,7 @@ def test_tokens_that_there_are_can_be_sampled(world: World) -> None:
 
 def _calls_without_end(side: SandboxSide) -> None:
     side.receive()
-    side.send(packed(Go([_LAYER], live=["own"])))
+    side.send(packed(ContinueReply([_LAYER], live=["own"])))
     side.receive()
     one = b"".join(packed(CallRequest("model.layers.0", [], {})))
     while True:  # without waiting for what it is given
@@ -307,12 +309,12 @@ def test_a_call_that_would_take_too_long_is_refused_in_the_block(world: World) -
 
     def lie(side: SandboxSide) -> None:
         side.receive()
-        side.send(packed(Go([_LAYER], live=["own"])))
+        side.send(packed(ContinueReply([_LAYER], live=["own"])))
         side.receive()
         side.send(packed(CallRequest("model.lm_head", [], {})))
         head, _ = read_by_sandbox(side.receive())
         refused.append(head)
-        side.send(packed(Go([])))
+        side.send(packed(ContinueReply([])))
 
     world.served.lasts_s = _BUDGET_S / 6  # each of its eight rows
     world.begin(lie)
@@ -325,12 +327,12 @@ def test_a_call_that_would_take_too_long_is_refused_in_the_block(world: World) -
 def test_a_call_is_made_of_parts_between_which_others_are_served(world: World) -> None:
     def lie(side: SandboxSide) -> None:
         side.receive()
-        side.send(packed(Go([_LAYER], live=["own"])))
+        side.send(packed(ContinueReply([_LAYER], live=["own"])))
         side.receive()
         side.send(packed(CallRequest("model.lm_head", [], {})))
         while True:
             side.receive()
-            side.send(packed(Go([])))
+            side.send(packed(ContinueReply([])))
 
     world.served.lasts_s = _BUDGET_S / 30
     world.waiting = WaitBudget(_BUDGET_S / 60, 5 * _BUDGET_S)
@@ -353,12 +355,12 @@ def _in_its_time(offered: list[str], may_answer: threading.Event) -> Lie:
 
     def lie(side: SandboxSide) -> None:
         side.receive()
-        side.send(packed(Go([_LAYER], live=["own", "other"])))
+        side.send(packed(ContinueReply([_LAYER], live=["own", "other"])))
         while True:
             head, body = read_by_sandbox(side.receive())
             if not isinstance(head, Offer):
                 offered.extend(name for name, _ in getattr(head, "arrived", []))
-                side.send(packed(Go()))
+                side.send(packed(ContinueReply()))
                 continue
             offered.append(head.provider)
             if head.provider == _LATER:
@@ -366,7 +368,7 @@ def _in_its_time(offered: list[str], may_answer: threading.Event) -> Lie:
             assert head.slots is not None
             slot, content = slot_of(2 * Tensors(body).next(head.slots[0]))
             is_last = head.provider == _LATER
-            go = Go([_LAYER if is_last else _LATER], changes=[slot], is_over=is_last)
+            go = ContinueReply([_LAYER if is_last else _LATER], changes=[slot], is_over=is_last)
             side.send(packed(go, [content]))
 
     return lie
@@ -490,32 +492,34 @@ def test_requests_that_arrive_while_a_trace_is_deferred_are_told_of_before_their
 
 
 @pytest.mark.parametrize("is_bound", [True, False])
-@pytest.mark.parametrize("is_alone", [True, False])
+@pytest.mark.parametrize("is_single_tenant", [True, False])
 def test_a_tenant_rests_whose_trace_has_held_others_up(
-    world: World, is_bound: bool, is_alone: bool, monkeypatch: pytest.MonkeyPatch
+    world: World, is_bound: bool, is_single_tenant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(waiting_module, "_REST", 1000.0)
 
     def slow(side: SandboxSide) -> None:
         side.receive()
-        side.send(packed(Go([], live=["own"])))
+        side.send(packed(ContinueReply([], live=["own"])))
         while True:
             side.receive()
             time.sleep(0.2)
-            side.send(packed(Go([])))
+            side.send(packed(ContinueReply([])))
 
     world.begin(slow)
     world.cell.begin([("own", TraceEntry("key", 0, 1, b"", [{}]))])
     world.listen()
     world.waiting = WaitBudget(_SHORT_S, 60)
-    assert world.waiting.resting == frozenset()
-    world.go([TraceSpan("own", 0, 0, _OWN, 7, complete=True)], is_bound=is_bound, is_alone=is_alone)
+    assert world.waiting.throttled == frozenset()
+    world.go(
+        [TraceSpan("own", 0, 0, _OWN, 7, complete=True)], is_bound=is_bound, is_single_tenant=is_single_tenant
+    )
     world.listen()
-    holds_up = is_bound and not is_alone
-    assert world.waiting.resting == (frozenset({"acme"}) if holds_up else frozenset())
+    holds_up = is_bound and not is_single_tenant
+    assert world.waiting.throttled == (frozenset({"acme"}) if holds_up else frozenset())
     moment = time.monotonic() + 1e6
     monkeypatch.setattr(time, "monotonic", lambda: moment)
-    assert world.waiting.resting == frozenset()
+    assert world.waiting.throttled == frozenset()
 
 
 def test_requests_that_arrive_together_share_one_step(world: World) -> None:
@@ -524,10 +528,10 @@ def test_requests_that_arrive_together_share_one_step(world: World) -> None:
     def slow(side: SandboxSide) -> None:
         while True:
             head, _ = read_by_sandbox(side.receive())
-            if isinstance(head, Begin):
+            if isinstance(head, BeginRequests):
                 told.append(len(head.arrived))
             world.process.used_s += 0.75 * _BUDGET_S
-            side.send(packed(Go([], live=[f"own{number}" for number in range(20)])))
+            side.send(packed(ContinueReply([], live=[f"own{number}" for number in range(20)])))
 
     world.begin(slow)
     for number in range(20):
@@ -543,7 +547,7 @@ def test_a_trace_is_waited_for_no_longer_than_one_may(world: World) -> None:
         while True:
             side.receive()
             world.process.used_s += 0.5 * _BUDGET_S
-            side.send(packed(Go([], live=["own"])))
+            side.send(packed(ContinueReply([], live=["own"])))
 
     world.begin(slow)
     world.step()
@@ -558,9 +562,11 @@ def test_it_speaks_for_its_own_requests_only(world: World) -> None:
         while True:
             head, _ = read_by_sandbox(side.receive())
             told = [SandboxReply("other", 0, b"data", "printed"), SandboxReply("own", 0, b"data", "printed")]
-            go = Go([_LAYER, "made.up", "result"], ended=["other"], told=told)
+            go = ContinueReply([_LAYER, "made.up", "result"], ended=["other"], reports=told)
             side.send(
-                packed(msgspec.structs.replace(go, live=["own", "other"]) if type(head) is Begin else go)
+                packed(
+                    msgspec.structs.replace(go, live=["own", "other"]) if type(head) is BeginRequests else go
+                )
             )
 
     world.begin(lie)
@@ -576,10 +582,10 @@ def test_it_speaks_for_its_own_requests_only(world: World) -> None:
 def test_reports_that_nobody_asked_for_are_not_passed_on(world: World, reply: SandboxReply) -> None:
     def lie(side: SandboxSide) -> None:
         side.receive()
-        side.send(packed(Go([_LAYER], live=["own"])))
+        side.send(packed(ContinueReply([_LAYER], live=["own"])))
         while True:
             side.receive()
-            side.send(packed(Go(told=[reply])))
+            side.send(packed(ContinueReply(reports=[reply])))
 
     world.begin(lie)
     world.cell.begin([("own", TraceEntry("key", 0, 1, b"", [{}]))])
@@ -605,7 +611,7 @@ def test_a_call_with_more_bytes_than_its_arguments_have_is_refused(world: World)
 def test_a_block_that_calls_a_module_behind_its_last_step_is_collected(world: World, is_again: bool) -> None:
     def lie(side: SandboxSide) -> None:
         side.receive()
-        side.send(packed(Go([], live=["own"])))
+        side.send(packed(ContinueReply([], live=["own"])))
         side.receive()
         for _ in range(1 + is_again):
             side.send(packed(CallRequest("model.lm_head", [], {})))
@@ -619,7 +625,7 @@ def test_a_block_that_calls_a_module_behind_its_last_step_is_collected(world: Wo
     world.cell.begin([("own", TraceEntry("key", 0, 1, b"", [{}]))])
     give_up = time.monotonic() + _LATEST_S
     while not world.cell.has_collected and time.monotonic() < give_up:
-        world.cell.ask_saved("key", {})
+        world.cell.request_saved("key", {})
         world.waiting.wait_for_any([world.cell], 0.05)
     assert world.cell.error is None
     assert world.cell.has_collected
@@ -631,14 +637,14 @@ def test_a_block_that_calls_a_module_behind_its_last_step_is_collected(world: Wo
 def test_what_it_says_last_is_no_longer_than_an_honest_one_s(world: World) -> None:
     def lie(side: SandboxSide) -> None:
         side.receive()
-        side.send(packed(Go([], live=["own"])))
+        side.send(packed(ContinueReply([], live=["own"])))
         side.receive()
         side.send(packed(Collected("p" * (MAX_BYTES + 1), "f" * 10_000), [b"saved"]))
 
     world.begin(lie)
     world.cell.begin([("own", TraceEntry("key", 0, 1, b"", [{}]))])
     while not world.cell.has_collected:
-        world.cell.ask_saved("key", {})
+        world.cell.request_saved("key", {})
         world.waiting.wait_for_any([world.cell], 1.0)
     (content,), (printed, failure) = world.cell.saved()
     assert bytes(cast("memoryview", content)) == b"saved"

@@ -196,7 +196,7 @@ def test_a_process_that_has_computed_for_long_takes_no_further_trace(bare: ForkS
 
 def _until_ended(sandbox: Sandbox) -> None:
     give_up = time.monotonic() + 20
-    while sandbox.side.is_quiet():
+    while sandbox.side.has_nothing_unread():
         assert time.monotonic() < give_up
         time.sleep(0.01)
 

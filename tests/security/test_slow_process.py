@@ -37,7 +37,7 @@ _NEIGHBOUR: Final = 2
 """Rows of somebody else's in each step, before the block's own."""
 _STEPS: Final = 3
 _LIMITS: Final = EngineLimits(sandbox_bytes=2**28, sandbox_step_s=2.0)
-_NURSERY: Final = "nnsight_engine.vllm_backend.traces.sandboxed.zygote"
+_ZYGOTE: Final = "nnsight_engine.vllm_backend.traces.sandboxed.zygote"
 
 
 class _Layer(torch.nn.Module):
@@ -101,7 +101,7 @@ def server() -> Iterator[ForkServer]:
         "entry": "",
         "call_bytes": 2**20,
     }
-    server = ForkServer([sys.executable, "-m", _NURSERY], encode(setup), _LIMITS.sandbox_message_bytes, 2)
+    server = ForkServer([sys.executable, "-m", _ZYGOTE], encode(setup), _LIMITS.sandbox_message_bytes, 2)
     server.start()
     give_up = time.monotonic() + 120
     while not server.is_ready and time.monotonic() < give_up:

@@ -184,7 +184,7 @@ class FlattenedPoint:
         rows: torch.Tensor = whole.unflatten(0, shape)
         batcher = self.envoy.interleaver.batcher
         group = None if mediator is None else mediator.batch_group
-        if group is None or batcher.sees_all(group) or shape[0] != batcher.total_batch_size:
+        if group is None or batcher.covers_batch(group) or shape[0] != batcher.total_batch_size:
             return rows
         first, num_rows = group
         return rows.narrow(0, first, num_rows)

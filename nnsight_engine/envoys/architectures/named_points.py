@@ -39,7 +39,7 @@ class NamedPoints(ABC):
         """Return the leaves of a layer, in the order in which the model computes them."""
 
     @abstractmethod
-    def _behind(self) -> list[str]:
+    def _points_after_layers(self) -> list[str]:
         """Return the points after the layers."""
 
     @abstractmethod
@@ -96,7 +96,7 @@ class NamedPoints(ABC):
         yield EMBED
         for layer in range(num_layers):
             yield from (f"layers.{layer}.{leaf}" for leaf in leaves)
-        yield from self._behind()
+        yield from self._points_after_layers()
 
     def _point(self, name: str) -> PointAccess:
         point = self._points.get(name)
@@ -115,7 +115,7 @@ class NamedPoints(ABC):
         return found[0].layer, found[0].leaf
 
     def _unknown(self, name: str) -> UnknownPointError:
-        whole = ", ".join([EMBED, *self._behind()])
+        whole = ", ".join([EMBED, *self._points_after_layers()])
         return UnknownPointError(
             f"a point of this model is one of {whole}, or, such as layers.0.output, of a layer "
             f"from 0 to {self._num_layers() - 1} one of {', '.join(self._leaves())}; got {name!r}"
@@ -135,9 +135,9 @@ class PointGroup:
     """
 
     def __init__(self, points: NamedPoints, prefix: str) -> None:
-        mine = self.__dict__
-        mine["_points"] = points
-        mine["_prefix"] = prefix
+        state = self.__dict__
+        state["_points"] = points
+        state["_prefix"] = prefix
 
     def __getattr__(self, name: str) -> Any:
         """Wait for the value of a point and return it."""

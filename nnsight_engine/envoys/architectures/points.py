@@ -94,7 +94,7 @@ class Points(NamedPoints):
         leaves = self._known().family.leaves
         return [leaf for leaf in table.ORDER if leaf in leaves or leaf == table.PATTERN]
 
-    def _behind(self) -> list[str]:
+    def _points_after_layers(self) -> list[str]:
         has = {NORM: self._known().has_norm, LOGITS: self._known().has_logits}
         return [name for name, is_there in has.items() if is_there]
 

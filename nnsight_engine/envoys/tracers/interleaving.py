@@ -304,20 +304,20 @@ class InterleavingTracer(Tracer):
             finally:
                 for invoker in self.invokers:
                     invoker.finish()
-                self._let_go()
+                self._release()
 
     def _warn_of_misses(self) -> None:
         """Warn about values that caches requested and did not receive."""
         for cache in self.caches:
-            said = cache.warning()
-            if said is not None:
-                self._warn(said)
+            message = cache.warning()
+            if message is not None:
+                self._warn(message)
 
     def _warn(self, message: str) -> None:
         """Issue a warning at the user's line of the trace."""
         warnings.warn(message, stacklevel=users_stacklevel())
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         """Drop all references of the run, so that only saved values stay alive."""
         self.interleaver.forget()
         self.mediators.clear()
@@ -378,8 +378,8 @@ class InterleavingTracer(Tracer):
     def _validate(self) -> None:
         """Run copies of the blocks on fake tensors."""
         real = self.mediators
-        copies = [_Rehearsal(one.info, one.identities, one.own) for one in self.invokers] or [
-            _Rehearsal(self.info, {}, self.info.variables)
+        copies = [_DryRun(one.info, one.identities, one.own) for one in self.invokers] or [
+            _DryRun(self.info, {}, self.info.variables)
         ]
         self.mediators = [
             Mediator(
@@ -397,7 +397,7 @@ class InterleavingTracer(Tracer):
             self.caches.clear()
 
 
-class _Rehearsal:
+class _DryRun:
     """Copies of a block's variables for a run on fake tensors, which leaves the real ones unchanged."""
 
     def __init__(self, info: Info, identities: Mapping[str, Hashable], own: Mapping[str, CellType]) -> None:

@@ -119,13 +119,13 @@ class RequestCaches:
                     raise ChunkedPromptError.reading(provider, chunk + 1)
                 continue
             if not is_last:
-                parts.append(map_tensors(rows, self._put_aside))
+                parts.append(map_tensors(rows, self._stage_part))
                 continue
             for part in reversed(parts):
                 rows = map_pairs(part, rows, joined)
             cache.keep(provider, (self._step, call), rows)
 
-    def _put_aside(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _stage_part(self, tensor: torch.Tensor) -> torch.Tensor:
         self._spend(tensor.nbytes)
         with torch.inference_mode(mode=False):
             return tensor.clone()

@@ -31,7 +31,7 @@ class Deltas:
     """Tracks which of one block's saved values have been sent."""
 
     def __init__(self) -> None:
-        self._told: dict[str, tuple[Any, Any]] = {}
+        self._sent: dict[str, tuple[Any, Any]] = {}
         self._refused: dict[str, Any] = {}
 
     def of(self, saves: Mapping[str, Any]) -> bytes | None:
@@ -41,14 +41,14 @@ class Deltas:
         for name, value in saves.items():
             if self._refused.get(name, self) is value:
                 continue
-            before, mark = self._told.get(name, (None, None))
+            before, mark = self._sent.get(name, (None, None))
             now = _mark(value)
             if mark == now and (value is before or (_is_scalar(value) and value == before)):
                 continue
             is_grown = value is before and type(value) is list and mark[0] < now[0]
             new = value[mark[0] :] if is_grown else value
             if _is_plain(new):
-                self._told[name] = (value, now)
+                self._sent[name] = (value, now)
                 (grown if is_grown else whole)[name] = new
         if not whole and not grown:
             return None
@@ -70,7 +70,7 @@ class Deltas:
         A list that grew is sent whole at the next change; another value only in the collected result, unless
         it is replaced.
         """
-        del self._told[name]
+        del self._sent[name]
         if is_whole:
             self._refused[name] = value
 

@@ -34,7 +34,7 @@ def digest_of(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-class KeptEdits:
+class EditStore:
     """The edits that a worker stores, by name.
 
     Args:

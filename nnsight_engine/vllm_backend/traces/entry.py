@@ -43,7 +43,7 @@ class TraceEntry(msgspec.Struct, frozen=True):
             refer to: equal numbers are one variable.
         streams: Whether deltas of the block's saved values are reported after each step.
         edits: The edits that run beside the block, in the order in which they receive each value.
-        is_rehearsal: Whether the request ends once its block has nothing new to ask for, see ``request``.
+        is_dry_run: Whether the request ends once its block has nothing new to ask for, see ``request``.
         is_scan: Whether the shapes of all modules' values are requested as well.
         codec: The encoding of the blocks; only trusted senders may use another than ``wire``.
         wanted: Names of variables whose values are returned although they were not saved.
@@ -60,7 +60,7 @@ class TraceEntry(msgspec.Struct, frozen=True):
     groups: list[dict[str, int]]
     streams: bool = False
     edits: list[EditEntry] = []
-    is_rehearsal: bool = False
+    is_dry_run: bool = False
     is_scan: bool = False
     codec: str = "wire"
     wanted: list[str] = []

@@ -46,7 +46,7 @@ class MemoryAccount:
         """Add to the retained bytes of an account; a negative number subtracts."""
         self._kept_bytes[what] = self._kept_bytes.get(what, 0) + num_bytes
 
-    def let_go(self, what: str) -> None:
+    def release_account(self, what: str) -> None:
         """Remove an account of retained data."""
         self._kept_bytes.pop(what, None)
 

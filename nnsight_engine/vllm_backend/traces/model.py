@@ -127,7 +127,7 @@ class WorkerModel(StandardNames):
         ]
 
     @contextlib.contextmanager
-    def heard(self, dispatcher: TraceDispatcher) -> Iterator[None]:
+    def observed_by(self, dispatcher: TraceDispatcher) -> Iterator[None]:
         """Report the modules' calls and the inspected operations to a dispatcher within the context."""
         self._install()
         dispatcher.listen()

@@ -26,7 +26,7 @@ def traces_of_worker(
     last = num_stages() - 1
     if points.tensor_parallel_size > 1:  # and one stage: both together are refused at start
         ranks = Ranks.of_this_worker()
-        cls = TpLeaderTraces if ranks.leads else TpFollowerTraces
+        cls = TpLeaderTraces if ranks.is_leader else TpFollowerTraces
         return cls(points, config, ranks, limits)
     if own_stage() < last:
         return EarlyStageTraces(points, config, StageLink(last))

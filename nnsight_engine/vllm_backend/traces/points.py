@@ -129,7 +129,7 @@ class EnginePoints(NamedPoints):
     def _leaves(self) -> list[str]:
         return [leaf for leaf in table.ORDER if leaf in self._shapes]
 
-    def _behind(self) -> list[str]:
+    def _points_after_layers(self) -> list[str]:
         return [name for name in (NORM, LOGITS) if name in self._shapes]
 
     def _found(self, name: str) -> PointAccess:
@@ -137,7 +137,7 @@ class EnginePoints(NamedPoints):
 
     def _resolved(self, name: str) -> tuple[int, str]:
         """Return the layer (-1 for a point of the whole model) and the leaf; raises UnknownPointError."""
-        if name in {EMBED, NORM_INPUT, *self._behind()}:
+        if name in {EMBED, NORM_INPUT, *self._points_after_layers()}:
             return -1, name
         layer, leaf = self._parsed(name)
         if leaf not in self._shapes:

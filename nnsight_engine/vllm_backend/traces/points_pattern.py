@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nnsight_engine.envoys.envoy import Envoy
 
 
-class PatternPoint:
+class WorkerPatternPoint:
     """The attention probabilities of one layer, ``[heads, tokens, keys]``; read only.
 
     Args:

@@ -18,14 +18,14 @@ from nnsight_engine.envoys.envoy import Envoy
 class VocabularyEnvoy(Envoy):
     """The envoy of vLLM's embedding or unembedding."""
 
-    def _apply_apart(self, *args: Any, **kwargs: Any) -> Any:
+    def _apply_to_values(self, *args: Any, **kwargs: Any) -> Any:
         """Unembed ``[..., hidden]`` into ``[..., vocabulary]``, or embed tokens.
 
         Scales and soft caps of the model's logits are not applied.
         """
         first = args[0] if len(args) == 1 and not kwargs else None
         if not (isinstance(first, torch.Tensor) and first.is_floating_point()):
-            return super()._apply_apart(*args, **kwargs)
+            return super()._apply_to_values(*args, **kwargs)
         module: Any = self._module
         logits = module.quant_method.apply(module, first, bias=getattr(module, "bias", None))
         if module.tp_size > 1:

@@ -25,7 +25,7 @@ from nnsight_engine.modeling.wrapper import WrapperModule
 from nnsight_engine.vllm_backend.families import HookSpec
 from nnsight_engine.vllm_backend.traces.points import ATTENTION_INPUT, NORM_INPUT, EnginePoints
 from nnsight_engine.vllm_backend.traces.points_edits import PointEdit
-from nnsight_engine.vllm_backend.traces.points_pattern import PatternPoint
+from nnsight_engine.vllm_backend.traces.points_pattern import WorkerPatternPoint
 from nnsight_engine.vllm_backend.traces.rows import zeros_of
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class WorkerPoints(EnginePoints):
             return self._residual(name, layer, "input" if leaf == "input" else "output", shape)
         if leaf == table.PATTERN:
             kernel = self.raw(f"{self.family.layers}.{layer}.{self.family.kernel}")
-            return PatternPoint(name, kernel, (self._model.num_heads, self._model.num_kv_heads), shape)
+            return WorkerPatternPoint(name, kernel, (self._model.num_heads, self._model.num_kv_heads), shape)
         if leaf == ATTENTION_INPUT:
             spec = HookSpec(self.family.leaves[table.QUERIES].path, "input")
         else:

@@ -82,7 +82,7 @@ class Fetch:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class GoOn:
+class ContinueOrder:
     """The order to let the model continue.
 
     Attributes:
@@ -96,7 +96,7 @@ class GoOn:
     traced: bool = False
 
 
-Order = GatherMessage | CallMessage | Fetch | GoOn
+Order = GatherMessage | CallMessage | Fetch | ContinueOrder
 
 
 class Ranks:
@@ -118,18 +118,18 @@ class Ranks:
         return Ranks(get_tp_group())
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this rank runs the blocks."""
         return self.rank == 0
 
-    def tell(self, order: Order, tensors: Sequence[torch.Tensor] = ()) -> None:
+    def broadcast(self, order: Order, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Send an order to the other ranks, followed by the tensors that it refers to."""
         self._group.broadcast_object(order)
         for tensor in tensors:
             if tensor.device.type != "cpu":
                 self._group.broadcast(_as_bytes(tensor))
 
-    def hear(self) -> Order:
+    def add_event(self) -> Order:
         """Wait for the next order."""
         order: Order = self._group.broadcast_object()
         return order

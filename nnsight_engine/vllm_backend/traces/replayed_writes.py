@@ -45,7 +45,7 @@ class ReplayedWrites:
     def clear(self) -> None:
         """Drop all writes: no position will be computed again."""
         self._written.clear()
-        self._request.memory.let_go(_WRITES)
+        self._request.memory.release_account(_WRITES)
 
     def has_use_for(self, provider: str) -> bool:
         """Return whether a write is to be replayed at this provider in this step."""

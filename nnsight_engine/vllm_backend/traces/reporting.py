@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Parcel = tuple[str, int, bytes | None, str]
+Report = tuple[str, int, bytes | None, str]
 """The trace's key, the block's index, the encoded delta of its saved values, and the printed text."""
 
 
@@ -28,29 +28,31 @@ class Reporting:
     """The deltas and prints of all requests that report while they run."""
 
     def __init__(self) -> None:
-        self._news: dict[str, Deltas] = {}
+        self._deltas: dict[str, Deltas] = {}
         self._prints: dict[str, Prints] = {}
-        self._left: dict[str, str] = {}
+        self._remaining: dict[str, str] = {}
         self._failed: dict[str, str] = {}
 
     def __len__(self) -> int:
         """Return the number of requests and traces with prints or failure texts not fetched yet."""
-        return len(self._prints) + len(self._left) + len(self._failed)
+        return len(self._prints) + len(self._remaining) + len(self._failed)
 
     def open(self, request_id: str, entry: TraceEntry) -> Callable[[], None]:
         """Register a request; return a function that its blocks' threads call before anything else."""
         if entry.streams:
-            self._news[request_id] = Deltas()
+            self._deltas[request_id] = Deltas()
         if not entry.prints:
             return _nothing
         prints = self._prints[request_id] = Prints()
         return partial(BlockStdout.install().enter, prints)
 
-    def has_news(self, request_id: str) -> bool:
+    def may_report(self, request_id: str) -> bool:
         """Return whether a request may have something to report."""
-        return request_id in self._news or request_id in self._prints
+        return request_id in self._deltas or request_id in self._prints
 
-    def told(self, request_id: str, entry: TraceEntry, saves: Callable[[], dict[str, Any]]) -> Parcel | None:
+    def report(
+        self, request_id: str, entry: TraceEntry, saves: Callable[[], dict[str, Any]]
+    ) -> Report | None:
         """Return the report of a request after a step; None if there is nothing to report.
 
         Args:
@@ -64,36 +66,36 @@ class Reporting:
         return (entry.key, entry.index, data, printed) if data is not None or printed else None
 
     def _new_saves(self, request_id: str, saves: Callable[[], dict[str, Any]]) -> bytes | None:
-        news = self._news.get(request_id)
-        if news is None:
+        deltas = self._deltas.get(request_id)
+        if deltas is None:
             return None
         try:
-            return news.of(saves())
+            return deltas.of(saves())
         except Exception:
             logger.exception("the saved values of a block cannot be reported; they are collected at its end")
-            del self._news[request_id]
+            del self._deltas[request_id]
             return None
 
     def close(self, request_id: str, key: str) -> None:
         """Unregister a request; retain the rest of its printed text until it is fetched with the trace."""
-        self._news.pop(request_id, None)
+        self._deltas.pop(request_id, None)
         prints = self._prints.pop(request_id, None)
         last = "" if prints is None else prints.take(everything=True)
         if last:
-            self._left[key] = self._left.get(key, "") + last
+            self._remaining[key] = self._remaining.get(key, "") + last
 
     def fail(self, key: str, failure: str) -> None:
         """Record the text that describes the failure of a trace's block."""
         if failure:
             self._failed[key] = failure
 
-    def take_left(self, key: str) -> tuple[str, str]:
+    def take_remaining(self, key: str) -> tuple[str, str]:
         """Return and remove a trace's remaining printed text and the text of its failure."""
-        return self._left.pop(key, ""), self._failed.pop(key, "")
+        return self._remaining.pop(key, ""), self._failed.pop(key, "")
 
 
 def _nothing() -> None:
     """Do nothing; for requests whose prints are not reported."""
 
 
-__all__ = ["Parcel", "Reporting"]
+__all__ = ["Report", "Reporting"]

@@ -75,10 +75,10 @@ class TracedRequest(Interleaver):
         caches: The caches that the block fills with values of many modules.
         cache_misses: For each cache, the requested values that it does not have.
         last_label: The name, in errors, of the block that ran last; None for the request's own block.
-        is_rehearsal: Whether the request ends as soon as its blocks have nothing new to ask for. A block in a
+        is_dry_run: Whether the request ends as soon as its blocks have nothing new to ask for. A block in a
             loop over all steps is left there, since the code behind the loop may rely on all of them.
-        is_elsewhere: Whether its blocks needed, in the last step, values that no tap provides.
-        went_elsewhere: Whether they need such values in this step.
+        needed_modules: Whether its blocks needed, in the last step, values that no tap provides.
+        needs_modules: Whether they need such values in this step.
         tier: ``tap`` while the compiled step sufficed, ``eager`` once a step ran with module calls observed.
     """
 
@@ -115,16 +115,16 @@ class TracedRequest(Interleaver):
         self.cache_misses: list[CacheMisses] = []
         self._ended_early: list[str] = []
         self.last_label: str | None = None
-        self.is_rehearsal = False
-        self.is_elsewhere = self.went_elsewhere = False
+        self.is_dry_run = False
+        self.needed_modules = self.needs_modules = False
         self.tier = "tap"
-        self._has_rehearsed = False
+        self._dry_run_is_complete = False
         self._span: TraceSpan | None = None
         self._chunks = PromptChunks(self)
         self._skips: dict[str, Any] = {}
         self._writes = ReplayedWrites(self)
         self.start = self.num_new = self._index = 0
-        self._behind = False
+        self._is_after_model = False
         super().__init__()
         self.wanted = _Wanted(self)
         self.calls = _Calls(self)
@@ -176,8 +176,8 @@ class TracedRequest(Interleaver):
             span: The request's rows in it.
             total_rows: Number of rows of the step, over all requests.
         """
-        self.in_step, self._behind, self._index = True, False, span.index
-        self._span, self.went_elsewhere = span, False
+        self.in_step, self._is_after_model, self._index = True, False, span.index
+        self._span, self.needs_modules = span, False
         self._refill()
         self.caches.begin()
         replayed = min(max(self.done - span.start, 0), span.num_rows)
@@ -212,12 +212,12 @@ class TracedRequest(Interleaver):
         """Switch to the phase behind the model, in which values have one row per request."""
         self.batcher.place(num_requests)
         self._own(self._index, 1)
-        self._behind = True
+        self._is_after_model = True
 
     def end(self) -> None:
         """Leave the step."""
         self.in_step = False
-        self.is_elsewhere = self.went_elsewhere
+        self.needed_modules = self.needs_modules
         if self.dispatcher.is_uncompiled:
             self.tier = "eager"
         self._writes.end()
@@ -227,7 +227,7 @@ class TracedRequest(Interleaver):
                 self._chunks.num_passed += 1
             else:
                 self.number += 1
-                self._has_rehearsed = self.is_rehearsal and all(map(_asks_nothing_new, self.mediators))
+                self._dry_run_is_complete = self.is_dry_run and all(map(_asks_nothing_new, self.mediators))
                 self._chunks.clear()
                 self.caches.end()
 
@@ -269,7 +269,7 @@ class TracedRequest(Interleaver):
     @property
     def is_over(self) -> bool:
         """Whether the request should end: its block failed or stopped it, or its rehearsal is complete."""
-        return self._has_failed or self._has_rehearsed
+        return self._has_failed or self._dry_run_is_complete
 
     @property
     def _has_failed(self) -> bool:
@@ -343,7 +343,11 @@ class TracedRequest(Interleaver):
 
     def is_due(self, provider: str) -> bool:
         """Return whether a block waits for this call of a provider."""
-        if not (self.in_step and self.num_new) or self.muted is not None or (self._behind and self.partial):
+        if (
+            not (self.in_step and self.num_new)
+            or self.muted is not None
+            or (self._is_after_model and self.partial)
+        ):
             return False
         return bool(self.due(provider))
 
@@ -369,7 +373,7 @@ class TracedRequest(Interleaver):
         try:
             if self.partial:
                 self._chunks.serve_part(provider)
-            elif self._chunks.num_passed and not self._behind:
+            elif self._chunks.num_passed and not self._is_after_model:
                 self._chunks.serve_last(provider)
                 self._settle()
             else:
@@ -392,14 +396,14 @@ class TracedRequest(Interleaver):
         """Add the value at hand to the caches, as all blocks have left it."""
         if not self.caches.has_use_for(provider) or not (self.in_step and self.num_new):
             return
-        if self.is_over or (self._behind and self.partial):
+        if self.is_over or (self._is_after_model and self.partial):
             return
         if self.muted in {None, provider.removesuffix(".input")}:
             self.last_label = None  # a cache belongs to the request's own block
             self._guarded(lambda: self._note_cached(provider))
 
     def _note_cached(self, provider: str) -> None:
-        chunk = 0 if self._behind else self._chunks.num_passed
+        chunk = 0 if self._is_after_model else self._chunks.num_passed
         rows = map_tensors(self.batcher.current_value, self._own_rows)
         self.caches.note(provider, rows, chunk, is_last=not self.partial)
 
@@ -442,7 +446,7 @@ class TracedRequest(Interleaver):
 
     def _note_written(self, provider: str) -> None:
         """Store the block's writes at these positions, in case they are computed again."""
-        if not self._behind:  # values behind the model are not computed again
+        if not self._is_after_model:  # values behind the model are not computed again
             self._writes.note(provider)
 
 

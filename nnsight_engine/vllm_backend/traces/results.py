@@ -17,7 +17,7 @@ class Result:
             setattr(self, name, value)
 
 
-def home_reference(value: Any) -> tuple[str, ...] | None:
+def client_reference(value: Any) -> tuple[str, ...] | None:
     """Return the reference for a result, or for a place in the model; the client has both. Else None."""
     if isinstance(value, Result):
         return ("result", str(getattr(value, "request", "")))
@@ -33,4 +33,4 @@ def checked(saves: dict[str, Any]) -> tuple[dict[str, Any], NotPlainError | None
     return saves, None
 
 
-__all__ = ["Result", "checked", "home_reference"]
+__all__ = ["Result", "checked", "client_reference"]

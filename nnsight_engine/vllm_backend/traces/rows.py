@@ -145,7 +145,7 @@ class FlatBatcher(Batcher):
         """Set the number of rows of tensors in this phase, over all requests."""
         self.total_batch_size = num_rows
 
-    def sees_all(self, group: BatchGroup | None) -> bool:  # noqa: ARG002 - a hook
+    def covers_batch(self, group: BatchGroup | None) -> bool:  # noqa: ARG002 - a hook
         """Return False: a request gets copies of the flat tensors even if it is alone in the batch."""
         return False
 
@@ -184,13 +184,13 @@ class FlatBatcher(Batcher):
         """Bytes of the copies of the current value that the block was given."""
         return sum(copy.rows.nbytes for copy in self._lending().copies) if self.loans is not None else 0
 
-    def took_back(self) -> None:
+    def reclaim(self) -> None:
         """Write back the block's edits of its copies after it has handed over.
 
         Raises:
             ValueError: The block edited a tensor that has no rows of single requests.
         """
-        super().took_back()
+        super().reclaim()
         if self.loans is None:
             return
         for copy in self._lending().copies:

@@ -20,7 +20,7 @@ class TierPredictor:
     def __init__(self) -> None:
         self._elsewhere: dict[CodeType, None] = {}
 
-    def expects_elsewhere(self, block: CodeType) -> bool:
+    def expects_modules(self, block: CodeType) -> bool:
         """Return whether a block is expected to need values that no tap provides."""
         return block in self._elsewhere
 

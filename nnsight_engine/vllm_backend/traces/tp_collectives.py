@@ -100,7 +100,7 @@ class TpCollectives:
                 return getattr(envoy._module, method)(*args, **kwargs)  # noqa: SLF001 - an envoy of ours
             entrance, exit_ = self.shards.place(f"{path}.input"), self.shards.place(f"{path}.output")
             args, kwargs = entrance.part((args, kwargs), self.ranks.rank, self.ranks.size)
-            output = envoy._apply_apart(*args, **kwargs)  # noqa: SLF001 - the same
+            output = envoy._apply_to_values(*args, **kwargs)  # noqa: SLF001 - the same
             return exit_.whole(output, self.ranks.gather)
 
     def fetch(self, path: str, name: str) -> torch.Tensor:
@@ -115,7 +115,7 @@ class TpCollectives:
             return whole
 
 
-class Presence:
+class TracedRequestIds:
     """The set of traced requests, as every rank derives it from the scheduler's output.
 
     Only the leading rank knows whether a block still needs to run. Whether ranks communicate in a step must

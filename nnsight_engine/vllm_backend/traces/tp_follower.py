@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from nnsight_engine.serialization.message import Piece
 from nnsight_engine.vllm_backend.traces.points import LOGITS
-from nnsight_engine.vllm_backend.traces.ranks import CallMessage, Fetch, GoOn, Order, Ranks
-from nnsight_engine.vllm_backend.traces.tp_collectives import Presence, TpCollectives
+from nnsight_engine.vllm_backend.traces.ranks import CallMessage, ContinueOrder, Fetch, Order, Ranks
+from nnsight_engine.vllm_backend.traces.tp_collectives import TpCollectives, TracedRequestIds
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 
@@ -45,8 +45,8 @@ class TpFollowerDispatcher(TraceDispatcher):
         """Execute the leading rank's orders until it lets the model continue."""
         ranks = self.spread.ranks
         while True:
-            order = ranks.hear()
-            if isinstance(order, GoOn):
+            order = ranks.add_event()
+            if isinstance(order, ContinueOrder):
                 self.traced = order.traced
                 # Probes hold a reference to this dictionary, so it is changed in place.
                 self.wanted.clear()
@@ -76,7 +76,7 @@ class TpFollowerDispatcher(TraceDispatcher):
             self.listener = listener
 
 
-class TpFollowerTraces(Presence, WorkerTraces):
+class TpFollowerTraces(TracedRequestIds, WorkerTraces):
     """The traced requests of a model, on a rank that runs none of their blocks."""
 
     dispatcher: TpFollowerDispatcher

@@ -23,14 +23,14 @@ from nnsight_engine.serialization.message import Piece
 from nnsight_engine.vllm_backend.traces.errors import SandboxedError, SpreadModuleError
 from nnsight_engine.vllm_backend.traces.ranks import (
     CallMessage,
+    ContinueOrder,
     Fetch,
     GatherMessage,
-    GoOn,
     Ranks,
     TensorSlot,
 )
 from nnsight_engine.vllm_backend.traces.rows import plain
-from nnsight_engine.vllm_backend.traces.tp_collectives import Presence, TpCollectives
+from nnsight_engine.vllm_backend.traces.tp_collectives import TpCollectives, TracedRequestIds
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(slots=True)
 class _Turn:
-    """The content of the next ``GoOn`` message.
+    """The content of the next ``ContinueOrder`` message.
 
     Attributes:
         changed: The tensors that blocks replaced, by number.
@@ -75,16 +75,18 @@ class TpLeaderDispatcher(TraceDispatcher):
         finally:
             self._depth -= 1
             if not self._depth:
-                self._let_go_on(turn)
+                self._let_continue(turn)
 
-    def _let_go_on(self, turn: _Turn) -> None:
+    def _let_continue(self, turn: _Turn) -> None:
         self._announced = frozenset(
             provider
             for provider, requests in self.wanted.items()
             if any(request.in_step for request in requests)
         )
         changed = tuple((number, TensorSlot.of(tensor)) for number, tensor in turn.changed.items())
-        self.spread.ranks.tell(GoOn(self._announced, changed, turn.traced), list(turn.changed.values()))
+        self.spread.ranks.broadcast(
+            ContinueOrder(self._announced, changed, turn.traced), list(turn.changed.values())
+        )
 
     # Values for blocks.
 
@@ -117,7 +119,7 @@ class TpLeaderDispatcher(TraceDispatcher):
         if not self.spread.is_spread(provider):
             return value
         self.spread.check(provider, value)
-        self.spread.ranks.tell(GatherMessage())
+        self.spread.ranks.broadcast(GatherMessage())
         return self.spread.whole(provider, value)
 
     # Use of modules by blocks.
@@ -140,7 +142,7 @@ class TpLeaderDispatcher(TraceDispatcher):
         sent: list[torch.Tensor] = []
         args, kwargs = map_tensors((args, kwargs), lambda tensor: plain(tensor).clone())
         arguments = self.spread.ranks.packed((args, kwargs), sent)
-        self.spread.ranks.tell(CallMessage(path, method, arguments), sent)
+        self.spread.ranks.broadcast(CallMessage(path, method, arguments), sent)
         return self.spread.call(path, method, args, kwargs)
 
     def called_directly(self, path: str) -> None:
@@ -161,7 +163,7 @@ class TpLeaderDispatcher(TraceDispatcher):
             return value
 
         def fetch() -> torch.Tensor:
-            self.spread.ranks.tell(Fetch(path, name))
+            self.spread.ranks.broadcast(Fetch(path, name))
             return self.spread.fetch(path, name)
 
         whole: torch.Tensor = self._on_models_thread(fetch, f"{path}.{name}")
@@ -181,7 +183,7 @@ def _changed(before: Any, after: Any) -> dict[int, torch.Tensor]:
     return {number: new for number, (old, new) in enumerate(pairs) if new is not old}
 
 
-class TpLeaderTraces(Presence, WorkerTraces):
+class TpLeaderTraces(TracedRequestIds, WorkerTraces):
     """The traced requests of a model, on the rank that runs their blocks."""
 
     dispatcher: TpLeaderDispatcher

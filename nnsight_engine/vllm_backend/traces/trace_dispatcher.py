@@ -196,7 +196,7 @@ class TraceDispatcher(ModuleUse):
         served = self._serve(provider)
         if self.route is not None and provider not in self.route.served:
             for request in served:
-                request.went_elsewhere = True
+                request.needs_modules = True
         for request in served:  # not earlier: one may have released another from a barrier
             request.leave(provider)
         for request in self._wanting(provider):
@@ -233,7 +233,7 @@ class TraceDispatcher(ModuleUse):
         Args:
             requests: The requests that take part in it.
         """
-        likely = not any(request.is_elsewhere for request in requests)
+        likely = not any(request.needed_modules for request in requests)
         self.by_taps = self.route is not None and likely and not self._users_of_modules()
         if self.by_taps:
             self._look_ahead()
@@ -271,7 +271,7 @@ class TraceDispatcher(ModuleUse):
         self._reach += 1
         users = self._users_of_modules()
         for request in users:
-            request.went_elsewhere = True
+            request.needs_modules = True
         if users:
             raise UntappedError
         self._look_ahead()

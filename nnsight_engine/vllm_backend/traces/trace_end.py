@@ -10,7 +10,7 @@ from nnsight_engine.serialization import encode, encode_error
 from nnsight_engine.serialization.limits import MessageLimits
 from nnsight_engine.serialization.message import Piece
 from nnsight_engine.vllm_backend.traces.errors import TraceBytesError
-from nnsight_engine.vllm_backend.traces.results import Result, checked, home_reference
+from nnsight_engine.vllm_backend.traces.results import Result, checked, client_reference
 from nnsight_engine.vllm_backend.traces.scans import first_values
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from nnsight_engine.vllm_backend.traces.entry import TraceEntry
     from nnsight_engine.vllm_backend.traces.request import TracedRequest
 
-_MOST_BYTES: Final = MessageLimits().max_bytes
+_MAX_BYTES: Final = MessageLimits().max_bytes
 _BESIDE_BYTES: Final = 2**24
 """Allowance for the parts of a message that are not tensors, such as errors."""
 _BYTES_WRITTEN_A_SECOND: Final = 100e6
@@ -48,18 +48,18 @@ class TraceEnd:
     Args:
         threads: Threads for the code of the blocks' objects, which runs while results are encoded.
         max_bytes: Limit for the saved values of one block.
-        most_bytes: Limit for the saved values of all blocks of a trace.
+        max_message_bytes: Limit for the saved values of all blocks of a trace.
     """
 
-    def __init__(self, threads: Threads, max_bytes: int, most_bytes: int = _MOST_BYTES) -> None:
+    def __init__(self, threads: Threads, max_bytes: int, max_message_bytes: int = _MAX_BYTES) -> None:
         self._threads = threads
         self._max_bytes = max_bytes
-        self._most_bytes = most_bytes
+        self._max_message_bytes = max_message_bytes
 
     def failed(self, members: Sequence[TraceMember], error: BaseException) -> bytes:
         """Return the message of a trace one of whose requests did not reach the trace's sandbox process."""
         blocks = [
-            outcome_of(one.entry.index, {}, self.told(one.error or error), choice=one.choice)
+            outcome_of(one.entry.index, {}, self.error_data(one.error or error), choice=one.choice)
             for one in members
         ]
         return encode({"blocks": blocks, "before": None})
@@ -77,10 +77,10 @@ class TraceEnd:
             flows = member.context.flows(member.entry.index)
         if member.entry.plain:
             saves, error = ({}, error) if error is not None else checked(saves)
-        told = None if error is None else self.told(error)
-        warnings = [] if member.request is None or told is not None else member.request.warnings()
+        data = None if error is None else self.error_data(error)
+        warnings = [] if member.request is None or data is not None else member.request.warnings()
         outcome = outcome_of(
-            member.entry.index, saves, told, choice=member.choice, flows=flows, warnings=warnings
+            member.entry.index, saves, data, choice=member.choice, flows=flows, warnings=warnings
         )
         return outcome | {"shapes": {} if member.shapes is None else first_values(member.shapes)}
 
@@ -90,32 +90,32 @@ class TraceEnd:
         Runs on a block thread, because encoding runs code of the saved objects. If encoding fails, the
         message carries the error in place of the values.
         """
-        max_bytes = min(self._max_bytes * len(message["blocks"]), self._most_bytes) + _BESIDE_BYTES
+        max_bytes = min(self._max_bytes * len(message["blocks"]), self._max_message_bytes) + _BESIDE_BYTES
         limits = MessageLimits(max_bytes=max_bytes)
         stack = self._threads.take()
         stack.left_s += num_bytes / _BYTES_WRITTEN_A_SECOND
         pieces: list[Piece] | None
         pieces, error = stack.start(
-            lambda: outcome_pieces(message, home_reference, compress=compress, limits=limits)
+            lambda: outcome_pieces(message, client_reference, compress=compress, limits=limits)
         ).empty()
         if pieces is not None:
             return pieces
         for block in message["blocks"]:
             block["saves"] = block["flows"] = {}
-            block["error"] = block["error"] or self.told(error)
+            block["error"] = block["error"] or self.error_data(error)
         return [encode({**message, "before": None})]
 
-    def told(self, error: BaseException) -> dict[str, Any]:
+    def error_data(self, error: BaseException) -> dict[str, Any]:
         """Return an error as data.
 
         Runs on a block thread, because encoding an error runs code of its class.
         """
         try:
-            told: dict[str, Any] = self._threads.run(lambda: encode_error(error))
+            data: dict[str, Any] = self._threads.run(lambda: encode_error(error))
         except BaseException as failed:  # noqa: BLE001 - whatever that code does
             name, why = type(error).__name__, type(failed).__name__
             return encode_error(RuntimeError(f"the block raised {name}, which cannot be sent: {why}"))
-        return told
+        return data
 
 
 def is_too_much(error: BaseException | None) -> bool:

@@ -26,14 +26,14 @@ from nnsight_engine.serialization import TRUSTED, Policy, encode
 from nnsight_engine.serialization.message import Piece
 from nnsight_engine.vllm_backend.model_outline import OutlineEntry, outline_of
 from nnsight_engine.vllm_backend.traces.context import TraceContext
-from nnsight_engine.vllm_backend.traces.edits import KeptEdits
+from nnsight_engine.vllm_backend.traces.edits import EditStore
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.memory_accounting import MemoryAccount
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
 from nnsight_engine.vllm_backend.traces.module_order import ModuleOrder
 from nnsight_engine.vllm_backend.traces.names import Names
 from nnsight_engine.vllm_backend.traces.points import LOGITS, SAMPLES
-from nnsight_engine.vllm_backend.traces.reporting import Parcel, Reporting
+from nnsight_engine.vllm_backend.traces.reporting import Report, Reporting
 from nnsight_engine.vllm_backend.traces.request import TracedRequest, TraceSpan
 from nnsight_engine.vllm_backend.traces.sandboxed.provisioning import open_sandbox_pool
 from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_pool import SandboxPool
@@ -89,7 +89,7 @@ class WorkerTraces:
         self._config = config
         self.model = self._new_model(Names())
         self.dispatcher.place.tokens = self.model.token_places()
-        self.edits = KeptEdits(limits.max_edits, limits.max_edit_bytes)
+        self.edits = EditStore(limits.max_edits, limits.max_edit_bytes)
         self._threads = Threads(limits.trace_step_s)
         self._closing = TraceEnd(self._threads, limits.max_trace_bytes)
         self._max_bytes = limits.max_trace_bytes
@@ -101,9 +101,9 @@ class WorkerTraces:
         self._live: dict[str, TracedRequest] = {}
         self._ended: list[str] = []
         self._held: dict[str, bytes] = {}
-        self.telling = Reporting()
+        self.reporting = Reporting()
         self._limits = limits
-        self._cell_news: dict[str, Parcel] = {}
+        self._sandbox_reports: dict[str, Report] = {}
         self.sandboxes = SandboxPool(self.dispatcher, limits)
         self.last_spent_s = 0.0
         self.last_tier = "tap"
@@ -129,7 +129,7 @@ class WorkerTraces:
         held = {
             "traced": len(self._live),
             "traces": len(self._by_key.keys() | self._held.keys()),
-            "prints": len(self.telling),
+            "prints": len(self.reporting),
             "sandboxes": len(self.sandboxes),
         }
         return {**held, "edits": self.edits.num_kept}
@@ -160,13 +160,13 @@ class WorkerTraces:
             member.choice = entry.choice_of(request_id)
             self._num_arrived += 1
             if entry.sandbox_of:  # untrusted code never runs in this process, whatever the limits say
-                self._arrive_in_cell(request_id, entry)
+                self._arrive_in_sandbox(request_id, entry)
                 return
             member.context, member.error = self._context(entry, member.choice)
             if member.context is None:
                 self._ended.append(request_id)
                 return
-            enter = self.telling.open(request_id, entry)
+            enter = self.reporting.open(request_id, entry)
             mediator = member.context.mediator(entry.index, member.choice, self._threads, enter)
             memory = MemoryAccount(self._max_bytes, partial(member.context.marked, entry.index))
             policy = self.policy or TRUSTED
@@ -175,8 +175,8 @@ class WorkerTraces:
             for before, edit in enumerate(edits):
                 edit.idx = before - len(edits)
             mediator.idx = entry.index
-            member.request.is_rehearsal = entry.is_rehearsal
-            member.request.is_elsewhere = self._tiers.expects_elsewhere(member.context.code(entry.index))
+            member.request.is_dry_run = entry.is_dry_run
+            member.request.needed_modules = self._tiers.expects_modules(member.context.code(entry.index))
             if entry.is_scan:
                 member.shapes = scanned(member.request, self.model)
             member.request.open()
@@ -186,7 +186,7 @@ class WorkerTraces:
             member.error = error
             self._ended.append(request_id)
 
-    def _arrive_in_cell(self, request_id: str, entry: TraceEntry) -> None:
+    def _arrive_in_sandbox(self, request_id: str, entry: TraceEntry) -> None:
         """Start a request's blocks in a sandbox process.
 
         Raises:
@@ -266,7 +266,7 @@ class WorkerTraces:
         try:
             act()
         except Exception as error:  # noqa: BLE001 - whatever a client's code does
-            return self._closing.told(error)
+            return self._closing.error_data(error)
         return None
 
     def remove_edit(self, name: str) -> None:
@@ -328,7 +328,7 @@ class WorkerTraces:
             run: Runs the model.
             taps: The numbers of the installed taps.
         """
-        with self.model.heard(self.dispatcher):
+        with self.model.observed_by(self.dispatcher):
             run()
         layers = f"{self.model.path}.{self._points.family.layers}"
         exits = [f"{layers}.{index}.output" for index in range(len(self._points.layers))]
@@ -346,7 +346,7 @@ class WorkerTraces:
     def running(self) -> Iterator[None]:
         """Observe the modules' calls while the model runs."""
         self.dispatcher.go_by_modules()
-        with self.model.heard(self.dispatcher):
+        with self.model.observed_by(self.dispatcher):
             yield
 
     @property
@@ -371,8 +371,8 @@ class WorkerTraces:
         """End the step; return the requests that are to end because their blocks failed or stopped them."""
         for request in self._active:
             request.end()
-        self._note_habits()
-        ended, self._cell_news = self.sandboxes.end()
+        self._record_tiers()
+        ended, self._sandbox_reports = self.sandboxes.end()
         self._ended += ended
         if self.dispatcher.interleaving:
             self.dispatcher.end()
@@ -389,27 +389,27 @@ class WorkerTraces:
         """Wait up to ``wait_s`` for a sandboxed trace to close; return whether its result is ready."""
         return not self.sandboxes.knows(key) or self.sandboxes.has_collected(key, results, wait_s)
 
-    def _note_habits(self) -> None:
+    def _record_tiers(self) -> None:
         """Record for each block whether its first step needed values that no tap provides."""
         for request_id, request in self._live.items():
             member = self._members[request_id]
             if request.number == 1 and member.context is not None and not member.is_known:
                 member.is_known = True
-                self._tiers.note(member.context.code(member.entry.index), elsewhere=request.is_elsewhere)
+                self._tiers.note(member.context.code(member.entry.index), elsewhere=request.needed_modules)
 
-    def news(self) -> dict[str, Parcel]:
+    def reports(self) -> dict[str, Report]:
         """Return the reports of streamed blocks since the last step, by request."""
-        told, self._cell_news = self._cell_news, {}
+        reports, self._sandbox_reports = self._sandbox_reports, {}
         for request_id in self._live:
-            if self.telling.has_news(request_id):
+            if self.reporting.may_report(request_id):
                 member = self._members[request_id]
                 assert member.context is not None  # noqa: S101 - it is live
-                parcel = self.telling.told(
+                report = self.reporting.report(
                     request_id, member.entry, partial(member.context.saves, member.entry.index)
                 )
-                if parcel is not None:
-                    told[request_id] = parcel
-        return told
+                if report is not None:
+                    reports[request_id] = report
+        return reports
 
     # Results.
 
@@ -450,9 +450,9 @@ class WorkerTraces:
         in_order = sorted(members, key=lambda one: (one.entry.index, one.choice))
         blocks = [self._closing.closed(member, results) for member in in_order]
         for request_id in request_ids:
-            self.telling.close(request_id, key)
+            self.reporting.close(request_id, key)
         if any(member.entry.prints for member in members):  # the client fetches prints and failure together
-            self.telling.fail(key, failure_of(blocks))
+            self.reporting.fail(key, failure_of(blocks))
         contexts = [context for name, context in self._contexts.items() if name[0] == key]
         # Containers shared by all blocks; a block that saved too much may have filled them.
         too_much = any(one.request is not None and is_too_much(one.request.error) for one in members)
@@ -484,12 +484,12 @@ class WorkerTraces:
         if key in self._by_key:
             self.collect(key, {})
         self._spent_s.pop(key, None)
-        self.take_left(key)
+        self.take_remaining(key)
         return self.last_spent_s
 
-    def take_left(self, key: str) -> tuple[str, str]:
+    def take_remaining(self, key: str) -> tuple[str, str]:
         """Return and remove a trace's remaining printed text and the text of its failure."""
-        return self.sandboxes.take_left(key) or self.telling.take_left(key)
+        return self.sandboxes.take_remaining(key) or self.reporting.take_remaining(key)
 
     def _drop_uncollected(self) -> None:
         if len(self._by_key) <= _MAX_UNCOLLECTED:

@@ -15,12 +15,12 @@ from typing import Final
 import torch
 
 from nnsight_engine.plans.collected import (
-    Applied,
-    CaptureResult,
+    CollectedCapture,
+    CollectedLens,
+    CollectedProbe,
     CollectedResults,
-    LensResult,
-    ProbeResult,
-    TraceResult,
+    CollectedSites,
+    CollectedTrace,
 )
 from tests.e2e.fuzz import wording
 from tests.e2e.fuzz.expected import Expected, Op, Twin
@@ -28,7 +28,7 @@ from tests.e2e.fuzz.nearness import reduced, rows_faults, target_faults, top_fau
 from tests.e2e.fuzz.world import Json
 from tests.e2e.harness import as_tensor
 
-Result = CaptureResult | ProbeResult | LensResult
+Result = CollectedCapture | CollectedProbe | CollectedLens
 PromptLogprobs = list[dict[int, float]]
 """By prompt position, the log-probabilities of the token there and of the likeliest; the first has none."""
 
@@ -155,7 +155,7 @@ class _Comparison:
         positions = self._exact.positions[index]
         return [p for p in positions if p >= prompt_len - 1] if op.get("at") == "samples" else positions
 
-    def _applied(self, applied: list[Applied], prompt_len: int) -> list[str]:
+    def _applied(self, applied: list[CollectedSites], prompt_len: int) -> list[str]:
         if [entry.op for entry in applied] != [op["op"] for op in self._operations]:
             return [f"applied names {[entry.op for entry in applied]}"]
         found = []
@@ -168,10 +168,15 @@ class _Comparison:
         return found
 
     def _result(
-        self, index: int, op: Op, result: Result | TraceResult | None, prompt_len: int, token_ids: list[int]
+        self,
+        index: int,
+        op: Op,
+        result: Result | CollectedTrace | None,
+        prompt_len: int,
+        token_ids: list[int],
     ) -> list[str]:
         wanted = self._positions(index, op, prompt_len)
-        if isinstance(result, TraceResult):
+        if isinstance(result, CollectedTrace):
             return ["it is a trace's"]
         if not wanted:
             return (
@@ -186,15 +191,15 @@ class _Comparison:
         if list(result.positions) != wanted:
             return [f"positions are {result.positions}, not {wanted}"]
         match result:
-            case LensResult():
+            case CollectedLens():
                 return self._lens(index, op, result)
-            case ProbeResult():
+            case CollectedProbe():
                 return self._probe(index, op, result)
             case _:
                 return self._capture(index, op, result, prompt_len, token_ids)
 
     def _capture(
-        self, index: int, op: Op, result: CaptureResult, prompt_len: int, token_ids: list[int]
+        self, index: int, op: Op, result: CollectedCapture, prompt_len: int, token_ids: list[int]
     ) -> list[str]:
         found = []
         if list(result.points) != wording.points(op, self._num_layers):
@@ -220,7 +225,7 @@ class _Comparison:
             found += rows_faults(point, got, exact, bound, rounding)
         return found
 
-    def _probe(self, index: int, op: Op, result: ProbeResult) -> list[str]:
+    def _probe(self, index: int, op: Op, result: CollectedProbe) -> list[str]:
         found = []
         if list(result.points) != wording.points(op, self._num_layers):
             return [f"points are {list(result.points)}"]
@@ -234,7 +239,7 @@ class _Comparison:
             found += rows_faults(point, got, exact.rows[point], bound + 1e-4, 0.0)
         return found
 
-    def _lens(self, index: int, op: Op, result: LensResult) -> list[str]:
+    def _lens(self, index: int, op: Op, result: CollectedLens) -> list[str]:
         found = []
         layers = wording.lens_layers(op["layers"], self._num_layers)
         asked = wording.token_ids(op.get("targets", []), self._encode)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nnsight_engine.plans.collected import LensToken
+from nnsight_engine.plans.collected import CollectedToken
 
 
 def reduced(rows: torch.Tensor, reduce: str) -> torch.Tensor:
@@ -49,7 +49,7 @@ def rows_faults(
     ]
 
 
-def top_faults(top: list[LensToken], logprobs: torch.Tensor, top_k: int, slack: float) -> list[str]:
+def top_faults(top: list[CollectedToken], logprobs: torch.Tensor, top_k: int, slack: float) -> list[str]:
     """Return what is wrong with a lens' likeliest tokens, whose log-probabilities may be off by ``slack``."""
     if len({token.id for token in top}) != top_k:
         return [f"the likeliest are {[token.id for token in top]}, not {top_k} different tokens"]
@@ -64,7 +64,7 @@ def top_faults(top: list[LensToken], logprobs: torch.Tensor, top_k: int, slack: 
     return found
 
 
-def target_faults(targets: list[LensToken], logprobs: torch.Tensor, slack: float) -> list[str]:
+def target_faults(targets: list[CollectedToken], logprobs: torch.Tensor, slack: float) -> list[str]:
     """Return what is wrong with a lens' targets, whose ranks hold as far as ``slack`` tells tokens apart."""
     found = []
     for token in targets:

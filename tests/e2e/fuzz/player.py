@@ -11,12 +11,12 @@ from vllm.sampling_params import RequestOutputKind
 from api_schemas.errors import ApiError
 from nnsight_engine.core.dtypes import ITEM_BYTES
 from nnsight_engine.plans.collected import (
-    CaptureResult,
+    CollectedCapture,
+    CollectedLens,
+    CollectedProbe,
     CollectedResults,
-    LensResult,
-    ProbeResult,
+    CollectedTrace,
     TensorResult,
-    TraceResult,
 )
 from nnsight_engine.plans.collector import RequestCollector
 from nnsight_engine.vllm_backend.request_tracer import SentTrace
@@ -30,7 +30,7 @@ from tests.e2e.fuzz.world import Json
 from tests.e2e.harness import Ask, Engine, Pending
 
 _MAX_STEPS: Final = 20_000
-Result = CaptureResult | ProbeResult | LensResult
+Result = CollectedCapture | CollectedProbe | CollectedLens
 
 
 @dataclasses.dataclass(slots=True)
@@ -209,7 +209,7 @@ def _joined(parts: list[CollectedResults]) -> CollectedResults:
     results: dict[str, Result] = {}
     for part in parts:
         for result in part.results:
-            assert not isinstance(result, TraceResult)
+            assert not isinstance(result, CollectedTrace)
             _check_widths(result)
             known = results.get(result.name)
             results[result.name] = result if known is None else _appended(known, result)
@@ -219,13 +219,13 @@ def _joined(parts: list[CollectedResults]) -> CollectedResults:
 def _appended(first: Result, more: Result) -> Result:
     positions = [*first.positions, *more.positions]
     match first, more:
-        case CaptureResult(), CaptureResult():
+        case CollectedCapture(), CollectedCapture():
             points = {name: _longer(tensor, more.points[name]) for name, tensor in first.points.items()}
             return dataclasses.replace(first, positions=positions, points=points)
-        case ProbeResult(), ProbeResult():
+        case CollectedProbe(), CollectedProbe():
             numbers = {name: [*values, *more.points[name]] for name, values in first.points.items()}
             return dataclasses.replace(first, positions=positions, points=numbers)
-        case LensResult(), LensResult():
+        case CollectedLens(), CollectedLens():
             layers = {layer: [*rows, *more.layers[layer]] for layer, rows in first.layers.items()}
             return dataclasses.replace(first, positions=positions, layers=layers)
         case _:
@@ -234,7 +234,7 @@ def _appended(first: Result, more: Result) -> Result:
 
 def _check_widths(result: Result) -> None:
     """Patterns of a part must be as wide as the part's own last position."""
-    if isinstance(result, CaptureResult) and result.positions:
+    if isinstance(result, CollectedCapture) and result.positions:
         widths = {tensor.shape[-1] for name, tensor in result.points.items() if name.endswith("attn.pattern")}
         assert widths <= {result.positions[-1] + 1}, f"{result.name} has {widths} keys at {result.positions}"
 

@@ -8,7 +8,7 @@ import torch
 
 from nnsight_engine import save
 from nnsight_engine.core.tensor_bytes import tensor_to_bytes
-from nnsight_engine.plans.collected import CaptureResult, CollectedResults, TensorResult
+from nnsight_engine.plans.collected import CollectedCapture, CollectedResults, TensorResult
 from nnsight_engine.vllm_backend.request_tracer import SentTrace
 from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError
 from nnsight_engine.vllm_backend.vllm import VLLM
@@ -63,7 +63,7 @@ def traced_results(
         if op["op"] == "capture":
             values = torch.cat(outcome.saves["rows"][op["name"]])
             tensor = TensorResult(_NAMES[values.dtype], tuple(values.shape), bytes(tensor_to_bytes(values)))
-            results.append(CaptureResult(op["name"], list(range(len(values))), "none", {op["at"]: tensor}))
+            results.append(CollectedCapture(op["name"], list(range(len(values))), "none", {op["at"]: tensor}))
     return CollectedResults(results, is_code=True)
 
 

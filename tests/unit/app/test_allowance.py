@@ -75,21 +75,21 @@ def refused(allowance: Allowance, check: Callable[[], None], who: str) -> None:
 
 
 @dataclasses.dataclass
-class Counted:
+class StallCounter:
     """Bytes that somebody counts."""
 
     take: Callable[[str, int], None]
     give_back: Callable[[str, int], None]
 
 
-def received(allowance: Allowance) -> Counted:
+def received(allowance: Allowance) -> StallCounter:
     counts = ReceivedBytes(allowance)
-    return Counted(lambda who, num: counts.add(num, who), lambda who, num: counts.give_back(num, who))
+    return StallCounter(lambda who, num: counts.add(num, who), lambda who, num: counts.give_back(num, who))
 
 
-def jobs(allowance: Allowance) -> Counted:
+def jobs(allowance: Allowance) -> StallCounter:
     counts = JobStorageQuota(allowance)
-    return Counted(
+    return StallCounter(
         lambda who, num: counts.take(num, Holder(who)), lambda who, num: counts.give_up(num, Holder(who))
     )
 
@@ -101,7 +101,7 @@ def jobs(allowance: Allowance) -> Counted:
     steps=st.lists(st.tuples(st.sampled_from(TENANTS), st.integers(1, 30), st.booleans()), max_size=40),
 )
 def test_counts_of_bytes_keep_to_the_rule(
-    counted: Callable[[Allowance], Counted], total: int, share: float, steps: list[tuple[str, int, bool]]
+    counted: Callable[[Allowance], StallCounter], total: int, share: float, steps: list[tuple[str, int, bool]]
 ) -> None:
     allowance = Allowance.of("bytes", total, share)
     counts, held = counted(allowance), collections.Counter[str]()
@@ -132,15 +132,15 @@ async def test_slots_keep_to_the_rule_and_none_is_free_for_long(
     num: int, max_waiting: int, share: float, steps: list[tuple[str, int]]
 ) -> None:
     slots, waiting = Allowance.of("slots", num, share), Allowance.of("waiting", max_waiting, share)
-    pool, asked = SlotPool(slots, waiting), list[Slot]()
+    pool, slots_requested = SlotPool(slots, waiting), list[Slot]()
     for tenant, choice in steps:
-        if choice < 4 and asked:
-            asked.pop(choice % len(asked)).leave()
+        if choice < 4 and slots_requested:
+            slots_requested.pop(choice % len(slots_requested)).release()
         else:
             with contextlib.suppress(ApiError):
-                asked.append(pool.ask(tenant, object()))
-        granted = collections.Counter(one.tenant for one in asked if one.is_granted)
-        queued = collections.Counter(one.tenant for one in asked if not one.is_granted)
+                slots_requested.append(pool.request(tenant, object()))
+        granted = collections.Counter(one.tenant for one in slots_requested if one.is_granted)
+        queued = collections.Counter(one.tenant for one in slots_requested if not one.is_granted)
         assert granted.total() <= num
         assert queued.total() == pool.num_waiting <= max_waiting
         for one in filter(None, TENANTS):

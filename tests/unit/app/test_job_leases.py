@@ -103,18 +103,21 @@ async def test_a_server_taken_for_dead_changes_nothing_any_more(
     job_id = await servers.add(reruns=True)
     slow, other = servers.named("slow"), servers.named("other")
     stale = await claimed(slow)
-    await slow.tell(stale, [RUNNING])
+    await slow.append_events(stale, [RUNNING])
     monkeypatch.setattr(job_leases, "LEASE_S", -1.0)  # one look is enough
     assert await slow.recover(own=[job_id]) == []
     assert attempts(await other.recover()) == [(job_id, 1)]
     monkeypatch.undo()
     fresh = await claimed(other)
     assert (fresh.id, fresh.attempt) == (job_id, 2)
-    for late in (slow.tell(stale, [RUNNING]), slow.end(stale, JobEnd(JobStatus.COMPLETED, result_bytes=1))):
+    for late in (
+        slow.append_events(stale, [RUNNING]),
+        slow.end(stale, JobEnd(JobStatus.COMPLETED, result_bytes=1)),
+    ):
         with pytest.raises(LeaseLostError):
             await late
-    assert await slow.look([job_id]) == {}
-    assert await other.look([job_id]) == {job_id: False}
+    assert await slow.held_jobs([job_id]) == {}
+    assert await other.held_jobs([job_id]) == {job_id: False}
     await other.end(fresh, JobEnd(JobStatus.COMPLETED, result_bytes=2))
     assert (await servers.get(job_id)).result_bytes == 2
     events = (await servers.store.events(job_id, "", after=0, limit=100)).events
@@ -154,8 +157,8 @@ async def test_what_was_running_has_failed_and_what_was_not_waits_again(servers:
     ids = [await servers.add() for _ in range(4)]
     dead = servers.named("dead")
     jobs = [await claimed(dead) for _ in ids]
-    await dead.tell(jobs[1], [JobEvent(status=JobStatus.DISPATCHED)])
-    await dead.tell(jobs[2], [RUNNING, JobEvent(status=JobStatus.LOG, message="hello")])
+    await dead.append_events(jobs[1], [JobEvent(status=JobStatus.DISPATCHED)])
+    await dead.append_events(jobs[2], [RUNNING, JobEvent(status=JobStatus.LOG, message="hello")])
     await servers.store.cancel(ids[3], "")
     await servers.named("next").recover(dead=["dead"])
     rows = [await servers.get(job_id) for job_id in ids]
@@ -169,7 +172,7 @@ async def test_a_job_that_takes_servers_with_it_does_so_only_so_often(servers: S
     for count in range(MAX_INTERRUPTIONS):
         leases = servers.named(str(count))
         job = await claimed(leases)
-        await leases.tell(job, [RUNNING])
+        await leases.append_events(job, [RUNNING])
         assert attempts(await servers.named("next").recover(dead=[str(count)])) == [(job_id, count + 1)]
     row = await servers.get(job_id)
     assert (row.status, row.code) == ("ERROR", "interrupted")
@@ -180,7 +183,7 @@ async def test_a_job_that_was_given_back_runs_again(servers: Servers):
     job_id = await servers.add()
     leases = servers.named("a")
     job = await claimed(leases)
-    await leases.tell(job, [RUNNING])
+    await leases.append_events(job, [RUNNING])
     await leases.give_back(job, was_interrupted=False)
     assert (await servers.get(job_id)).started_at is None
     await claimed(leases)
@@ -197,7 +200,7 @@ async def test_a_job_that_was_to_end_is_not_given_back_to_run_again(servers: Ser
     await servers.store.remove(removed_id, "")
     if has_begun:
         for job in jobs:
-            await leases.tell(job, [RUNNING])
+            await leases.append_events(job, [RUNNING])
             await leases.give_back(job, was_interrupted=True)
     else:
         await leases.give_back_all()

@@ -21,14 +21,14 @@ async def test_who_waits_leaves_the_place_and_comes_back_first():
         await asyncio.sleep(0)
     # It would go on, and has no place to.
     assert (waiting.done(), slots.are_taken) == (False, True)
-    second.leave()
+    second.release()
     await waiting
     # It may be refused again; until it is taken no more of its kind are wanted.
     assert slots.waiting == [KIND]
     first.accepted()
     assert (slots.are_taken, slots.waiting) == (True, [])
-    first.leave()
-    first.leave()
+    first.release()
+    first.release()
     assert (slots.are_taken, slots.waiting) == (False, [])
 
 
@@ -45,5 +45,5 @@ async def test_a_job_that_ends_while_it_waits_leaves_nothing():
         assert slots.waiting == [KIND]
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
-        job.leave()
+        job.release()
     assert (slots.waiting, slots.are_taken, len(news)) == ([], False, 4)

@@ -12,7 +12,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from websockets.asyncio.client import ClientConnection
 
 from api_schemas.jobs import JobEvent, JobStatus
-from app.replicas import sockets
+from app.replicas import websocket_relay
 from app.routes import job_events
 
 EVENT = JobEvent(id=1, job="job", status=JobStatus.RUNNING, time=1.0)
@@ -113,7 +113,7 @@ async def test_a_front_closes_no_socket_whose_client_has_gone(
         async def __aiter__(self) -> AsyncGenerator[str, None]:
             yield "an event"
 
-    pumped = sockets._pump(
+    pumped = websocket_relay._pump(
         cast("WebSocket", Socket(*messages, error=error)), cast("ClientConnection", Replica()), []
     )
     assert await pumped == code

@@ -16,7 +16,7 @@ from api_schemas.errors import ApiError
 from api_schemas.keys import NewKey
 from app.auth.keys import Keys
 from app.storage.database import Database, DatabaseError
-from app.storage.engines import place_of
+from app.storage.engines import location_of
 from app.storage.keys import KeyStore
 from app.storage.tables import TenantRow
 from tests.databases import Postgres
@@ -161,7 +161,7 @@ async def test_keys_replaced_and_revoked_at_once_end_as_if_one_after_the_other(d
 
 
 def test_a_password_or_a_driver_makes_no_other_place():
-    place = place_of("postgresql://me:one@db.internal:5432/jobs")
-    assert place == place_of("postgresql+psycopg://you:two@db.internal:5432/jobs")
-    assert place != place_of("postgresql://me:one@db.internal:5432/others")
+    place = location_of("postgresql://me:one@db.internal:5432/jobs")
+    assert place == location_of("postgresql+psycopg://you:two@db.internal:5432/jobs")
+    assert place != location_of("postgresql://me:one@db.internal:5432/others")
     assert "one" not in place

@@ -22,14 +22,14 @@ from app.settings import Settings
 from app.storage.results import ResultStore
 from nnsight_engine.core.work_context import WorkContext
 from nnsight_engine.plans.collected import (
-    Applied,
-    CaptureResult,
+    CollectedCapture,
+    CollectedLens,
+    CollectedProbe,
     CollectedResults,
-    LensResult,
-    LensToken,
-    ProbeResult,
+    CollectedSites,
+    CollectedToken,
+    CollectedTrace,
     TensorResult,
-    TraceResult,
 )
 
 VALUES = np.arange(6, dtype="<f4").reshape(2, 3)
@@ -47,9 +47,9 @@ def settings(inline_tensor_bytes: int = 1000) -> Settings:
     return Settings(inline_tensor_bytes=inline_tensor_bytes)
 
 
-def capture(name: str = "resid", reduce: str = "none") -> CaptureResult:
+def capture(name: str = "resid", reduce: str = "none") -> CollectedCapture:
     tensor = TensorResult("float32", VALUES.shape, VALUES.tobytes())
-    return CaptureResult(name, [4, 5], reduce, {"layers.10.output": tensor, "layers.11.output": tensor})
+    return CollectedCapture(name, [4, 5], reduce, {"layers.10.output": tensor, "layers.11.output": tensor})
 
 
 def word(token_id: int) -> str:
@@ -58,7 +58,7 @@ def word(token_id: int) -> str:
 
 async def test_small_tensors_travel_inline(store: ResultStore):
     collected = CollectedResults(
-        [capture()], applied=[Applied("capture", ["layers.10.output"], [4, 5])], tier="tap"
+        [capture()], applied=[CollectedSites("capture", ["layers.10.output"], [4, 5])], tier="tap"
     )
     answer = await choice_json(
         collected, store=store, work=WorkContext(tenant="acme"), settings=settings(), decode=word
@@ -127,11 +127,11 @@ async def test_a_reduced_capture_says_so(store: ResultStore):
 
 
 async def test_probe_and_lens(store: ResultStore):
-    row = ([LensToken(3, -0.5), LensToken(4, -math.inf)], [LensToken(9, -2.0, rank=17)])
+    row = ([CollectedToken(3, -0.5), CollectedToken(4, -math.inf)], [CollectedToken(9, -2.0, rank=17)])
     collected = CollectedResults(
         [
-            ProbeResult("p", [0, 1], {"layers.3.output": [0.25, math.inf]}),
-            LensResult("lens", [1], {0: [row], 7: [row]}),
+            CollectedProbe("p", [0, 1], {"layers.3.output": [0.25, math.inf]}),
+            CollectedLens("lens", [1], {0: [row], 7: [row]}),
         ]
     )
     answer = await choice_json(
@@ -157,7 +157,7 @@ async def test_probe_and_lens(store: ResultStore):
 
 
 async def test_a_part_of_a_stream_has_results_alone(store: ResultStore):
-    part = CollectedResults([ProbeResult("p", [5], {"layers.3.output": [1.0]})], final=False)
+    part = CollectedResults([CollectedProbe("p", [5], {"layers.3.output": [1.0]})], final=False)
     answer = await choice_json(
         part, store=store, work=WorkContext(tenant="acme"), settings=settings(), decode=word
     )
@@ -192,7 +192,7 @@ async def test_every_saved_tensor_has_a_key_of_its_own(
             return int(arrays[value["key"]][0])
         return {key: numbers(item, arrays) for key, item in value.items()}
 
-    collected = CollectedResults([TraceResult("trace", tensors(saves), tensors(grown), "")])
+    collected = CollectedResults([CollectedTrace("trace", tensors(saves), tensors(grown), "")])
     answer = await choice_json(
         collected, store=store, work=WorkContext(tenant="acme"), settings=settings(0), decode=word
     )
@@ -209,8 +209,8 @@ async def test_results_and_points_whose_names_run_together_stay_apart(store: Res
         return TensorResult("int32", (1,), np.array([value], "<i4").tobytes())
 
     captures = [
-        CaptureResult("a", [0], "none", {"b/c": one(1)}),
-        CaptureResult("a/b", [0], "none", {"c": one(2)}),
+        CollectedCapture("a", [0], "none", {"b/c": one(1)}),
+        CollectedCapture("a/b", [0], "none", {"c": one(2)}),
     ]
     answer = await choice_json(
         CollectedResults(captures),
@@ -227,7 +227,7 @@ async def test_results_and_points_whose_names_run_together_stay_apart(store: Res
 async def test_a_number_and_its_digits_as_keys_are_refused(store: ResultStore, inline_bytes: int):
     tensor = TensorResult("float32", VALUES.shape, VALUES.tobytes())
     saves = {"rows": {1: tensor, "1": tensor}}
-    collected = CollectedResults([TraceResult("trace", saves, {}, "")])
+    collected = CollectedResults([CollectedTrace("trace", saves, {}, "")])
     with pytest.raises(ApiError, match="'trace/rows/1'") as caught:
         await choice_json(
             collected,

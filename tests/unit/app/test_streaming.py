@@ -108,7 +108,7 @@ async def test_a_stream_that_is_ended_says_why():
     async def stuck(message: Message) -> None:
         await asyncio.Event().wait()
 
-    stream = ClosingStream(content(), media_type="text/event-stream", last_words=last_events)
+    stream = ClosingStream(content(), media_type="text/event-stream", final_event=last_events)
     await stream(scope, never, send)
     assert sent[-1]["body"].endswith(b"data: [DONE]\n\n")
     assert b'"code":"draining"' in sent[-1]["body"]

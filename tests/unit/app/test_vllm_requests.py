@@ -15,9 +15,9 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from api_schemas.errors import ApiError
-from app.engine.vllm_errors import reason_of, word_streams
+from app.engine.vllm_errors import cause_of, raise_stream_errors
 from app.engine.vllm_refusals import TOO_LARGE, Refusals, RefusedError
-from app.engine.vllm_requests import begun, read_request
+from app.engine.vllm_requests import read_request, started_stream
 from tests.e2e.odd_requests import BODIES, CHAT, COMPLETIONS, ODD
 
 
@@ -157,13 +157,15 @@ async def failing(*given: str) -> AsyncGenerator[str, None]:
 @pytest.mark.parametrize("given", [(), ("data: {}\n\n",)])
 async def test_a_refusal_in_a_stream_is_worded_as_one_before_it(given: tuple[str, ...]) -> None:
     with pytest.raises(ApiError, match=r"got 3\.0; change `temperature`"):
-        async for _ in await begun(failing(*given), Refusals({"temperature": 3.0}, COMPLETION)):
+        async for _ in await started_stream(failing(*given), Refusals({"temperature": 3.0}, COMPLETION)):
             pass
 
 
 @pytest.mark.parametrize("given", [(), ("data: {}\n\n",), ("data: {}\n\n", "data: {}\n\n")])
 async def test_any_other_stream_goes_on(given: tuple[str, ...]) -> None:
-    assert [one async for one in await begun(frames(*given), Refusals({}, COMPLETION))] == list(given)
+    assert [one async for one in await started_stream(frames(*given), Refusals({}, COMPLETION))] == list(
+        given
+    )
 
 
 class Serving:
@@ -175,7 +177,7 @@ class Serving:
 
 def test_streams_raise_what_vllm_would_tell_in_an_event() -> None:
     serving = Serving()
-    word_streams(serving)
+    raise_stream_errors(serving)
     with pytest.raises(RefusedError, match="no"):
         serving.create_streaming_error_response(VLLMValidationError("no", parameter="stop"))
     with pytest.raises(RefusedError, match="no"):
@@ -201,4 +203,4 @@ def test_what_cannot_be_written_for_the_engine_is_the_clients_mistake(
 ) -> None:
     error = EngineGenerateError()
     error.__cause__ = cause
-    assert (reason_of(error) is not error) is is_clients
+    assert (cause_of(error) is not error) is is_clients

@@ -16,7 +16,7 @@ from benchmarks.peers.side import SideTasks
 from benchmarks.peers.tasks import SMALL, NotOfferedError, Task, difference
 from benchmarks.report import Results, Row
 from benchmarks.runner import run
-from benchmarks.tables.peers import OURS, Comparison, Side
+from benchmarks.tables.peers import OURS, PeerComparison, PeerSide
 
 TASK = Task("one_value", "one value", SMALL)
 
@@ -39,7 +39,7 @@ class FakeSide:
 def rows_of(
     folder: Path, ours: FakeSide, peer: FakeSide | None, reference: FakeSide | None = None
 ) -> list[Row]:
-    comparison = Comparison(0, TASK, ours, peer, reference, folder)  # type: ignore[arg-type] # fakes
+    comparison = PeerComparison(0, TASK, ours, peer, reference, folder)  # type: ignore[arg-type] # fakes
     results = Results()
     run(Plan("peers", "", "", [comparison.case()]), 3, results.add)
     return results.rows()
@@ -120,7 +120,7 @@ def test_an_environment_that_cannot_be_made_says_why(tmp_path: Path, monkeypatch
 
 def test_an_interpreter_that_is_missing_is_a_note(tmp_path: Path) -> None:
     with pytest.raises(NotMeasuredError, match="No such file"):
-        Side("local", "peer", str(tmp_path / "python"), tmp_path, 1)
+        PeerSide("local", "peer", str(tmp_path / "python"), tmp_path, 1)
 
 
 def test_a_side_that_ends_says_with_what(tmp_path: Path) -> None:
@@ -128,4 +128,4 @@ def test_a_side_that_ends_says_with_what(tmp_path: Path) -> None:
     python.write_text("#!/bin/sh\necho out of memory >&2\nexit 7\n")
     python.chmod(0o755)
     with pytest.raises(NotMeasuredError, match="ended with status 7: out of memory"):
-        Side("local", "peer", str(python), tmp_path, 1)
+        PeerSide("local", "peer", str(python), tmp_path, 1)

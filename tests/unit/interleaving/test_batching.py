@@ -185,14 +185,14 @@ def test_an_edit_of_what_belongs_to_all_is_an_error() -> None:
     batcher = batcher_of(torch.zeros(99, 1), FIRST, SECOND)
     batcher.narrow(FIRST)[0] = 1
     with pytest.raises(ValueError, match="belongs to all together"):
-        batcher.took_back()
+        batcher.reclaim()
 
 
 def test_a_tensor_put_into_a_dict_takes_the_others_place() -> None:
     batcher = batcher_of({"a": rows()}, FIRST, SECOND)
     mine = batcher.narrow(FIRST)
     mine["a"] = torch.full_like(mine["a"], 9.0)
-    batcher.took_back()
+    batcher.reclaim()
     assert torch.equal(batcher.narrow(FIRST)["a"], mine["a"])
     assert torch.equal(batcher.narrow(SECOND)["a"], rows().narrow(0, *SECOND))
 

@@ -6,33 +6,37 @@ from array import array
 
 import pytest
 
-from loadtests.asked import SCENARIOS, SHAPES, Asked, Model, phases_of
-from loadtests.records import Records, Told, percentiles
+from loadtests.records import EventKind, Records, percentiles
+from loadtests.run_spec import SCENARIOS, SHAPES, Model, RunSpec, phases_of
 
 MODEL = Model(name="m", num_layers=2, width=4, vocab_size=9, max_model_len=9, max_body_bytes=9)
 
 
-def asked(*kinds: str, shape: str = "steady", has_hostile: bool = False) -> Asked:
+def spec(*kinds: str, shape: str = "steady", has_hostile: bool = False) -> RunSpec:
     phases = phases_of(shape, has_hostile=has_hostile)
     counts = dict.fromkeys(kinds, 1)
-    return Asked(scenario="mixed", shape=shape, url="", model=MODEL, counts=counts, phases=phases, seconds=60)
+    return RunSpec(
+        scenario="mixed", shape=shape, url="", model=MODEL, counts=counts, phases=phases, seconds=60
+    )
 
 
-def tell(records: Records, told: Told, ms: float, phase: str, kind: str = "plain", **rest: object) -> None:
+def tell(
+    records: Records, told: EventKind, ms: float, phase: str, kind: str = "plain", **rest: object
+) -> None:
     tokens = rest.pop("num_tokens", 0)
     context = {"kind": kind, "phase": phase, "num_tokens": tokens}
     records.take(told.value, ms, context, **rest)  # type: ignore[arg-type] # what locust passes
 
 
 def test_a_row_has_requests_tokens_and_times_of_its_phase() -> None:
-    records = Records(asked("plain", "flood", has_hostile=True))
+    records = Records(spec("plain", "flood", has_hostile=True))
     for ms in (100.0, 300.0):
-        tell(records, Told.FIRST, ms / 10, "calm")
-        tell(records, Told.GAP, 5.0, "calm")
-        tell(records, Told.END, ms, "calm", num_tokens=10)
-    tell(records, Told.END, 1.0, "calm", exception=ValueError("429 queue_full"))
-    tell(records, Told.REFUSED, 1.0, "flood", "flood")
-    tell(records, Told.LEFT, 1.0, "flood", "flood")
+        tell(records, EventKind.FIRST, ms / 10, "calm")
+        tell(records, EventKind.GAP, 5.0, "calm")
+        tell(records, EventKind.END, ms, "calm", num_tokens=10)
+    tell(records, EventKind.END, 1.0, "calm", exception=ValueError("429 queue_full"))
+    tell(records, EventKind.REFUSED, 1.0, "flood", "flood")
+    tell(records, EventKind.DISCONNECTED, 1.0, "flood", "flood")
     calm, beside, flood = records.rows()
     assert (calm.kind, calm.phase, calm.num_requests, calm.num_failed, calm.num_tokens) == (
         "plain",
@@ -65,14 +69,14 @@ def test_percentiles_are_of_all_samples() -> None:
 
 
 def test_a_measure_that_there_is_not_is_named() -> None:
-    (row,) = Records(asked("plain")).rows()
+    (row,) = Records(spec("plain")).rows()
     with pytest.raises(ValueError, match=r"ttft_p50.*got 'ttft_p42'"):
         row.measure("ttft_p42")
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_phases_fill_the_run_and_then_it_is_over(shape: str) -> None:
-    run = asked("plain", shape=shape, has_hostile=True)
+    run = spec("plain", shape=shape, has_hostile=True)
     assert sum(phase.share for phase in run.phases) == pytest.approx(1)
     assert run.phase_at(0) == run.phases[0]
     assert [phase.is_counted for phase in run.phases] == [False] + [True] * (len(run.phases) - 1)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from loadtests.asked import HOSTILE
 from loadtests.refusals import EXPECTED
+from loadtests.run_spec import HOSTILE
 
 
 def test_each_thing_that_the_hostile_tenant_does_has_its_own() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from loadtests.asked import SHAPES, phases_of
-from loadtests.summary import Percentiles, Row, Summary
+from loadtests.run_spec import SHAPES, phases_of
+from loadtests.summary import Percentiles, Summary, SummaryRow
 from loadtests.thresholds import DEFAULT_FILE, Threshold, ThresholdError, judged, read
 
 
@@ -16,14 +16,14 @@ def times(middle: float) -> Percentiles:
     return Percentiles(num=9, p50=middle, p95=2 * middle, p99=3 * middle)
 
 
-def row(kind: str, phase: str = "calm", *, itl: float | None = None, **rest: Any) -> Row:
+def row(kind: str, phase: str = "calm", *, itl: float | None = None, **rest: Any) -> SummaryRow:
     counts = {"num_requests": 5, "num_refused": 0, "num_left": 0, "num_failed": 0, "error_share": 0.0}
     rates = {"num_tokens": 50, "requests_per_s": 0.5, "tokens_per_s": 5.0}
     measured = None if itl is None else times(itl)
-    return Row(kind=kind, phase=phase, seconds=10, itl_ms=measured, **{**counts, **rates, **rest})
+    return SummaryRow(kind=kind, phase=phase, seconds=10, itl_ms=measured, **{**counts, **rates, **rest})
 
 
-def summary(*rows: Row, **rest: Any) -> Summary:
+def summary(*rows: SummaryRow, **rest: Any) -> Summary:
     return Summary(
         scenario="mixed", shape="steady", url="", model="m", seconds=10, users=1, client_cpu=0.1,
         rows=list(rows), errors={}, **rest,

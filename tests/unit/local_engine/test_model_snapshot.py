@@ -216,7 +216,7 @@ def test_what_cannot_be_undone_wears_the_model_out(bench: Bench) -> None:
     module: Any = model._module
     weight = module.lm_head.weight.requires_grad_(requires_grad=False)
     weight.mul_(torch.ones((), requires_grad=True))  # no leaf any more: its flag cannot be set
-    runner._tidy()
+    runner._clean_up()
     assert not runner.settle()
 
 

@@ -11,7 +11,7 @@ import torch
 
 from nnsight_engine.core.saves import save
 from nnsight_engine.interleaving.events import MissedProviderError
-from nnsight_engine.local_engine.runner import ServedModel, TraceRunner
+from nnsight_engine.local_engine.runner import TraceableModel, TraceRunner
 from nnsight_engine.modeling.language import LanguageModel
 from nnsight_engine.remote_backend.backend import RemoteBackend
 from nnsight_engine.remote_backend.errors import LocalBlockError, RemoteError
@@ -117,7 +117,7 @@ def test_gradients_flow_and_leave_no_trace(bench: Bench) -> None:
     assert found[1][0].abs().sum() > 0
     engine = bench.engine
     assert all(parameter.grad is None for parameter in engine._module.parameters())
-    assert not bench.runner.is_worn
+    assert not bench.runner.needs_replacement
 
 
 def test_plain_backward(bench: Bench) -> None:
@@ -310,14 +310,14 @@ def test_changed_weights_are_noticed(bench: Bench) -> None:
         model._module.train()
         model._module.requires_grad_(False)
         torch.set_grad_enabled(False)
-    assert not runner.is_worn
+    assert not runner.needs_replacement
     assert not engine.lm_head._module._forward_hooks
     assert not engine._module.training
     assert engine.lm_head.weight.requires_grad
     with model.trace(TEXT, backend=RemoteBackend(transport=InProcess(served_by(runner)))):
         with torch.no_grad():
             model.lm_head.weight.mul_(2)
-    assert runner.is_worn
+    assert runner.needs_replacement
 
 
 def test_random_numbers_are_each_traces_own(bench: Bench) -> None:
@@ -419,7 +419,7 @@ def test_parts_that_run_where_they_were_written_are_for_traces_here(bench: Bench
 
 def test_a_session_s_traces_run_where_it_does_whatever_they_say(bench: Bench) -> None:
     model = bench.client
-    runner = TraceRunner(ServedModel(bench.path, dispatch=True))
+    runner = TraceRunner(TraceableModel(bench.path, dispatch=True))
     with model.session(backend=RemoteBackend(transport=InProcess(runner.run))):
         with model.trace(TEXT, remote="http://127.0.0.1:9"):
             hidden = model.layers[0].output.save()

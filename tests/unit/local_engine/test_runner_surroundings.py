@@ -113,7 +113,7 @@ def test_the_surrounding_grad_mode_holds_there(bench: Bench, mode: Any) -> None:
             again = save(bool(again))
     assert seen == (mode is torch.enable_grad, mode is torch.inference_mode)
     assert logits.requires_grad == again == (mode is torch.enable_grad)
-    assert not bench.runner.is_worn
+    assert not bench.runner.needs_replacement
     with model.trace(TEXT, backend=bench.elsewhere()):
         logits = model.lm_head.output.save()
     assert logits.requires_grad

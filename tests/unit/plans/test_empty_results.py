@@ -9,7 +9,7 @@ import pytest
 
 from api_schemas.interventions import parse_interventions
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
-from nnsight_engine.plans.collected import CaptureResult, LensResult, ProbeResult, TraceResult
+from nnsight_engine.plans.collected import CollectedCapture, CollectedLens, CollectedProbe, CollectedTrace
 from nnsight_engine.plans.collector import RequestCollector
 from nnsight_engine.plans.compile import compile_request
 from nnsight_engine.plans.records import Payload, StepInfo
@@ -68,15 +68,15 @@ def test_a_read_that_met_nothing_has_an_entry(op: dict[str, Any], stream: bool) 
     collector.add(Payload([], StepInfo(0, len(PROMPT), 0, "tap")))
     collected = collector.take_final([1])
     (result,) = collected.results
-    assert not isinstance(result, TraceResult)
-    assert not isinstance(result, LensResult) or all(rows == [] for rows in result.layers.values())
+    assert not isinstance(result, CollectedTrace)
+    assert not isinstance(result, CollectedLens) or all(rows == [] for rows in result.layers.values())
     assert result.positions == []
     (applied,) = collected.applied
     assert applied.positions == []
-    if isinstance(result, CaptureResult):
+    if isinstance(result, CollectedCapture):
         assert list(result.points) == applied.at
         for tensor in result.points.values():
             assert tensor.shape[0] == 0
             assert tensor.data == b""
-    elif isinstance(result, ProbeResult):
+    elif isinstance(result, CollectedProbe):
         assert all(values == [] for values in result.points.values())

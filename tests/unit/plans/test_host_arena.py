@@ -24,7 +24,7 @@ def some_values(scale: float) -> list[torch.Tensor]:
 def test_values_come_as_they_were_when_they_were_brought() -> None:
     arena = HostArena(CPU)
     values = some_values(1)
-    host = arena.bring(values)
+    host = arena.start_copy(values)
     for value in values:
         value.zero_()
     arena.wait()
@@ -36,9 +36,9 @@ def test_values_come_as_they_were_when_they_were_brought() -> None:
 
 def test_every_step_has_the_same_memory() -> None:
     arena = HostArena(CPU)
-    first = arena.bring(some_values(1))
+    first = arena.start_copy(some_values(1))
     num_bytes = arena.num_bytes
-    second = arena.bring(some_values(2))
+    second = arena.start_copy(some_values(2))
     assert [value.data_ptr() for value in first] == [value.data_ptr() for value in second]
     assert torch.equal(first[0], some_values(2)[0])
     assert arena.num_bytes == num_bytes
@@ -46,9 +46,9 @@ def test_every_step_has_the_same_memory() -> None:
 
 def test_a_larger_step_gets_more_and_takes_nothing_from_the_one_before() -> None:
     arena = HostArena(CPU)
-    (small,) = arena.bring([torch.ones(4)])
+    (small,) = arena.start_copy([torch.ones(4)])
     before = arena.num_bytes
-    (large,) = arena.bring([torch.full((before // 4 + 1,), 3.0)])
+    (large,) = arena.start_copy([torch.full((before // 4 + 1,), 3.0)])
     assert arena.num_bytes == 2 * before
     assert torch.equal(large, torch.full_like(large, 3.0))
     assert small.tolist() == [1.0] * 4
@@ -59,7 +59,7 @@ def test_steps_run_in_and_out_of_inference(*, is_inside_first: bool) -> None:
     arena = HostArena(CPU)
     for is_inside in (is_inside_first, not is_inside_first):
         with torch.inference_mode(mode=is_inside):
-            (value,) = arena.bring([torch.full((3,), float(is_inside))])
+            (value,) = arena.start_copy([torch.full((3,), float(is_inside))])
             assert value.tolist() == [float(is_inside)] * 3
 
 

@@ -17,7 +17,7 @@ from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.core.tensor_bytes import DTYPES, tensor_from_bytes
 from nnsight_engine.plans.active import Registrar
 from nnsight_engine.plans.builder import StepBuilder
-from nnsight_engine.plans.collected import CaptureResult
+from nnsight_engine.plans.collected import CollectedCapture
 from nnsight_engine.plans.collector import RequestCollector
 from nnsight_engine.plans.compile import compile_request
 from nnsight_engine.plans.ledger import ByteLedger
@@ -72,9 +72,9 @@ def collector_of(
     plan = builder.plan([Span(active, 0, len(PROMPT), 0, np.array(PROMPT, np.int32))])
     for tap in (1, 2):
         plan.run(tap, values.to(dtype), torch.zeros_like(values).to(dtype))
-    harvester = StepResultsReader(lambda _: None, None)
-    harvester.collect(plan)
-    results = harvester.harvest(plan, [[1]], {"r": 0})
+    results_reader = StepResultsReader(lambda _: None, None)
+    results_reader.collect(plan)
+    results = results_reader.read_step(plan, [[1]], {"r": 0})
     pending = PendingResults(request.plan, stops_outside=False)
     pending.absorb(results.records["r"], results.infos["r"], results.failures.get("r"))
     payload = pending.take(final=True)
@@ -109,7 +109,7 @@ def test_a_capture_is_what_the_model_has_or_an_error(
     collected = take()
     assert collected is not None
     (result,) = collected.results
-    assert isinstance(result, CaptureResult)
+    assert isinstance(result, CollectedCapture)
     for tensor in result.points.values():
         assert tensor_from_bytes(tensor.dtype, tensor.shape, tensor.data).isfinite().all()
 
@@ -119,14 +119,14 @@ def test_of_a_reduction_only_what_is_left_counts() -> None:
     values[0] = 1e5
     collector = collector_of("float32", values, {"dtype": "float16", "reduce": "last"})
     (result,) = collector.take_final([1]).results
-    assert isinstance(result, CaptureResult)
+    assert isinstance(result, CollectedCapture)
 
 
 def test_what_the_model_itself_has_as_infinity_is_handed_out() -> None:
     values = torch.ones(len(PROMPT), WIDTH)
     values[1, 2], values[2, 0] = float("inf"), float("nan")
     (result,) = collector_of("float32", values, {"dtype": "float16"}).take_final([1]).results
-    assert isinstance(result, CaptureResult)
+    assert isinstance(result, CollectedCapture)
     tensor = result.points[POINTS[1]]
     got = tensor_from_bytes(tensor.dtype, tensor.shape, tensor.data)
     assert torch.equal(got.isinf(), values.isinf())

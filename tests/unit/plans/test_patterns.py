@@ -14,7 +14,7 @@ from api_schemas.interventions import parse_interventions
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.plans.active import ActiveRequest, Registrar
 from nnsight_engine.plans.builder import StepBuilder
-from nnsight_engine.plans.collected import CaptureResult
+from nnsight_engine.plans.collected import CollectedCapture
 from nnsight_engine.plans.collector import RequestCollector
 from nnsight_engine.plans.compile import compile_request
 from nnsight_engine.plans.host_arena import HostArena
@@ -156,7 +156,7 @@ class Worker:
         self.ledger = ByteLedger(max_request_bytes=max_bytes, max_engine_bytes=1 << 20)
         self.builder = StepBuilder(SPEC, torch.float32, device, self.ledger, lambda _layer: FORM)
         self.request: ActiveRequest = Registrar(SPEC, torch.float32, device).register("r", request.plan, {})
-        self.harvester = StepResultsReader(lambda rows: rows, HostArena(device))
+        self.results_reader = StepResultsReader(lambda rows: rows, HostArena(device))
         self.pending = PendingResults(request.plan, stops_outside=False)
         self.queries, self.keys = torch.randn(64, HEADS, HEAD_DIM), torch.randn(64, KV_HEADS, HEAD_DIM)
 
@@ -171,8 +171,8 @@ class Worker:
             queries = torch.cat([other.expand(-1, HEADS, -1), self.queries[start:stop]])
             plan.run(site, queries, torch.cat([other.expand(-1, KV_HEADS, -1), self.keys[start:stop]]))
         plan.fail_unreached()
-        self.harvester.collect(plan)
-        results = self.harvester.harvest(plan, [], {})
+        self.results_reader.collect(plan)
+        results = self.results_reader.read_step(plan, [], {})
         self.pending.absorb(results.records.get("r", []), results.infos.get("r"), results.failures.get("r"))
         return bool(sites)
 
@@ -195,7 +195,7 @@ class Worker:
         return list(collector.take_final([7] * num_tokens).results)
 
 
-def values(result: CaptureResult, point: str = "layers.0.attn.pattern") -> torch.Tensor:
+def values(result: CollectedCapture, point: str = "layers.0.attn.pattern") -> torch.Tensor:
     tensor = result.points[point]
     return torch.from_numpy(np.frombuffer(tensor.data, np.float32).copy()).reshape(tensor.shape)
 
@@ -245,7 +245,7 @@ def test_a_stream_carries_each_row_with_its_token() -> None:
         part = collector.take_part(token + 1)
         assert part is not None
         (result,) = part.results
-        assert isinstance(result, CaptureResult)
+        assert isinstance(result, CollectedCapture)
         shapes.append((result.positions, values(result).shape))
         torch.testing.assert_close(values(result)[-1], worker.expected(stop - 1))
     assert shapes == [

@@ -305,7 +305,7 @@ def test_no_pause_and_no_status_request_outlasts_the_callers_deadline(
 
 @pytest.mark.parametrize(("code", "expected"), [(None, None), ("x", "x"), (429, "429")])
 def test_an_errors_code_is_a_text_or_none(code: object, expected: str | None) -> None:
-    assert RemoteError.said({"error": {"message": "m", "code": code, "param": code}}).code == expected
-    assert RemoteError.said({"error": {"message": "m", "code": code, "param": code}}).param == expected
+    assert RemoteError.from_body({"error": {"message": "m", "code": code, "param": code}}).code == expected
+    assert RemoteError.from_body({"error": {"message": "m", "code": code, "param": code}}).param == expected
     with pytest.raises(TypeError):
-        RemoteError.said({"error": {"message": None, "code": code}})
+        RemoteError.from_body({"error": {"message": None, "code": code}})

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nnsight_engine.remote_backend.saved_deltas import OutputReader, apply_news, output_data
+from nnsight_engine.remote_backend.saved_deltas import OutputReader, apply_delta, output_data
 from nnsight_engine.serialization import DecodeError, encode
 
 
@@ -53,7 +53,7 @@ def test_news_that_a_hostile_block_broke_change_nothing() -> None:
 )  # fmt: skip
 def test_news_of_other_types_are_ignored_as_a_whole(changes: dict[str, Any]) -> None:
     saves: dict[str, Any] = {"y": [1], "z": 5}
-    apply_news(saves, news(**{"whole": {"x": 1}, **changes}))
+    apply_delta(saves, news(**{"whole": {"x": 1}, **changes}))
     assert saves == {"y": [1], "z": 5}
 
 

@@ -15,7 +15,7 @@ from nnsight_engine.sandbox.block_checker import CHECKED, MODULES, check_syntax,
 from nnsight_engine.serialization import SandboxError, decode_trace, encode_trace
 from nnsight_engine.serialization.traces import SentBlock
 from nnsight_engine.tracing.blocks import Nested
-from nnsight_engine.tracing.given_text import block_of_text
+from nnsight_engine.tracing.text_blocks import block_of_text
 from nnsight_engine.tracing.tracer import Info
 
 

@@ -19,7 +19,7 @@ from nnsight_engine.local_engine.trace_process import TraceProcess
 from nnsight_engine.sandbox import forkserver
 from nnsight_engine.sandbox.channel import EngineSide, Memory
 from nnsight_engine.sandbox.errors import SandboxUnavailableError
-from nnsight_engine.sandbox.forkserver import ForkServer, Sandbox, _Nursery
+from nnsight_engine.sandbox.forkserver import ForkServer, Sandbox, _Zygote
 
 _HALF_BYTES = 2**20
 
@@ -80,7 +80,7 @@ def test_one_failed_fork_is_forgotten_after_the_next(monkeypatch: pytest.MonkeyP
         def close(self) -> None:
             """Do nothing."""
 
-    monkeypatch.setattr(forkserver, "_Nursery", Nursery)
+    monkeypatch.setattr(forkserver, "_Zygote", Nursery)
     monkeypatch.setattr(forkserver, "_AGAIN_S", 0.01)
     server = ForkServer([], b"", _HALF_BYTES, 1)
     server.start()
@@ -96,19 +96,19 @@ def test_one_failed_fork_is_forgotten_after_the_next(monkeypatch: pytest.MonkeyP
 def test_a_zygote_that_cannot_be_started_leaves_nothing_open() -> None:
     before = open_descriptors()
     with pytest.raises(SandboxUnavailableError) as caught:  # its traceback refers to the sockets
-        _Nursery(["/no/such/program"], b"", _HALF_BYTES, needs_namespaces=False)
+        _Zygote(["/no/such/program"], b"", _HALF_BYTES, needs_namespaces=False)
     assert open_descriptors() == before, caught.value
 
 
 def test_a_fork_that_fails_leaves_nothing_open() -> None:
-    nursery = object.__new__(_Nursery)
-    nursery._half_bytes, nursery._lock = _HALF_BYTES, threading.Lock()
-    nursery._orders, theirs = socket.socketpair()
+    zygote = object.__new__(_Zygote)
+    zygote._half_bytes, zygote._lock = _HALF_BYTES, threading.Lock()
+    zygote._orders, theirs = socket.socketpair()
     theirs.close()
     before = open_descriptors()
     with pytest.raises(OSError, match=r"pipe|reset") as caught:
-        nursery.fork()
-    nursery._orders.close()
+        zygote.fork()
+    zygote._orders.close()
     assert open_descriptors() == before - 1, caught.value
 
 
@@ -132,8 +132,8 @@ def test_a_trace_process_that_cannot_be_started_leaves_nothing_open(monkeypatch:
 def test_a_sandbox_that_has_gone_with_unread_bytes_is_not_quiet() -> None:
     ours, theirs = socket.socketpair()
     side = side_of(ours)
-    assert side.is_quiet()
+    assert side.has_nothing_unread()
     ours.sendall(b"unread")
     theirs.close()
-    assert not side.is_quiet()
+    assert not side.has_nothing_unread()
     side.close()

@@ -29,7 +29,7 @@ from nnsight_engine.serialization import (
     decode,
     encode,
 )
-from nnsight_engine.serialization.message import MAGIC, VERSION, Table, pack
+from nnsight_engine.serialization.message import MAGIC, VERSION, NodeTable, pack
 from nnsight_engine.serialization.node_kinds import NodeKind
 
 HEAD = struct.Struct("<4sBBBxIIIIIIQQ")
@@ -38,7 +38,7 @@ HEAD = struct.Struct("<4sBBBxIIIIIIQQ")
 def message(*nodes: tuple[NodeKind, list[int], Any], tensors: dict[str, torch.Tensor] | None = None) -> bytes:
     """Return a message of nodes that no sender would write; the first is the root."""
     kinds, children, payloads = [list(column) for column in zip(*nodes, strict=True)]
-    return b"".join(pack(Table([*map(int, kinds)], children, payloads, tensors or {}), MessageLimits()))
+    return b"".join(pack(NodeTable([*map(int, kinds)], children, payloads, tensors or {}), MessageLimits()))
 
 
 def refused(data: bytes, match: str = "", **options: Any) -> None:

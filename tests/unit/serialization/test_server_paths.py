@@ -17,7 +17,7 @@ import torch
 import nnsight_engine
 from nnsight_engine.sandbox.block_checker import CHECKED
 from nnsight_engine.serialization import TRUSTED, Policy, encode_error
-from nnsight_engine.serialization.server_paths import without_places
+from nnsight_engine.serialization.server_paths import without_server_paths
 from tests.security.host import Small, message_of, run
 
 FOLDERS = {
@@ -67,8 +67,8 @@ def _raised(code: str, policy: Policy) -> BaseException:
 
 
 def test_files_are_named_from_their_package_on() -> None:
-    assert without_places(f"in {torch.__file__}, line 3") == "in torch/__init__.py, line 3"
-    assert without_places(ast.__file__) == "ast.py"
-    assert without_places(nnsight_engine.__file__) == "nnsight_engine/__init__.py"
-    assert without_places(__file__) == __file__, "nobody's but the one's whose code it is"
-    assert without_places("/home/somebody/script.py") == "/home/somebody/script.py"
+    assert without_server_paths(f"in {torch.__file__}, line 3") == "in torch/__init__.py, line 3"
+    assert without_server_paths(ast.__file__) == "ast.py"
+    assert without_server_paths(nnsight_engine.__file__) == "nnsight_engine/__init__.py"
+    assert without_server_paths(__file__) == __file__, "nobody's but the one's whose code it is"
+    assert without_server_paths("/home/somebody/script.py") == "/home/somebody/script.py"

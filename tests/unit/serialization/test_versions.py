@@ -29,7 +29,7 @@ from nnsight_engine.serialization import (
     encode,
     encode_trace,
 )
-from nnsight_engine.serialization.message import Table, pack
+from nnsight_engine.serialization.message import NodeTable, pack
 from nnsight_engine.serialization.node_kinds import NodeKind
 from nnsight_engine.tracing.tracer import Info, Tracer
 
@@ -128,7 +128,7 @@ def test_what_this_versions_library_lacks_is_named_with_both_versions() -> None:
 
 
 def test_names_that_one_version_has_elsewhere_are_found() -> None:
-    moved = Table([NodeKind.NAME], [[]], ["pathlib._local:PurePosixPath"], {}, python=13)
+    moved = NodeTable([NodeKind.NAME], [[]], ["pathlib._local:PurePosixPath"], {}, python=13)
     for policy in (TRUSTED, DATA_ONLY):
         assert decode(b"".join(pack(moved, MessageLimits())), policy=policy) is pathlib.PurePosixPath
     asked: list[str] = []

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nnsight_engine.vllm_backend.content_logs import leave_content_out
+from nnsight_engine.vllm_backend.content_logs import redact_content
 
 SECRET = "my diary"
 READERS = [
@@ -25,9 +25,9 @@ READERS = [
 def _without_content() -> Iterator[None]:
     before = logging.getLogRecordFactory()
     logging.setLogRecordFactory(logging.LogRecord)  # whatever other tests of this process have set
-    leave_content_out()
+    redact_content()
     once = logging.getLogRecordFactory()
-    leave_content_out()
+    redact_content()
     assert logging.getLogRecordFactory() is once, "not idempotent"
     yield
     logging.setLogRecordFactory(before)
@@ -77,7 +77,7 @@ def test_an_error_is_its_type_and_place(caplog: pytest.LogCaptureFixture) -> Non
         assert __file__ in record.getMessage()
 
 
-class Broken(dict[str, str]):
+class InvalidValue(dict[str, str]):
     def __len__(self) -> int:
         raise RuntimeError(SECRET)
 
@@ -91,7 +91,7 @@ class Broken(dict[str, str]):
         ("%s and %s", (SECRET,), "%s and %s (arguments left out)"),
         ("no place", (SECRET,), "no place (arguments left out)"),
         ("%(one)s", ({"two": SECRET},), "%(one)s (arguments left out)"),
-        ("%s", (Broken(a=SECRET), 1), "%s (arguments left out)"),
+        ("%s", (InvalidValue(a=SECRET), 1), "%s (arguments left out)"),
         ("100 %", (), "100 %"),
         (ValueError(SECRET), (), "<ValueError>"),
     ],

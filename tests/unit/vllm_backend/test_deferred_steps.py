@@ -21,7 +21,7 @@ from nnsight_engine.vllm_backend.compat import (
     EngineLimits,
     attach_results,
     engine_options,
-    is_alone,
+    is_single_tenant,
     own_environment,
 )
 from nnsight_engine.vllm_backend.scheduler import InterventionScheduler
@@ -65,11 +65,11 @@ class Scheduling:
         *,
         undone: tuple[str, ...] = (),
         waiting: frozenset[str] | None = None,
-        resting: frozenset[str] | None = None,
+        throttled: frozenset[str] | None = None,
     ) -> dict[str, int]:
         """Run a step; returns how many tokens each request had in it."""
         scheduled = self.scheduler.schedule()
-        self.alone.append(is_alone(scheduled))
+        self.alone.append(is_single_tenant(scheduled))
         names = list(scheduled.num_scheduled_tokens)
         requests = self.scheduler.requests
         sampled = [
@@ -81,7 +81,7 @@ class Scheduling:
         output: Any = ModelRunnerOutput(
             names, {name: row for row, name in enumerate(names)}, sampled_token_ids=sampled
         )
-        results = StepResults({}, {}, {}, undone=list(undone), waiting=waiting, resting=resting)
+        results = StepResults({}, {}, {}, undone=list(undone), waiting=waiting, throttled=throttled)
         told = self.scheduler.update_from_output(scheduled, attach_results(output, results))
         for client in told.values():
             for one in client.outputs:
@@ -146,14 +146,14 @@ def test_code_of_a_tenant_that_rests_is_in_no_step_and_all_else_is(scheduling: S
     scheduling.add("traced", 10, "many", is_sandboxed=True)
     scheduling.add("plain", 10, "many")
     scheduling.add("other", 10, "few", is_sandboxed=True)
-    scheduling.step(resting=frozenset({"many"}))
+    scheduling.step(throttled=frozenset({"many"}))
     scheduling.add("new", 10, "many", is_sandboxed=True)
     scheduling.add("late", 10, "few", is_sandboxed=True)
     met: set[str] = set()
     for _ in range(3):
         met.update(scheduling.step())
     assert met == {"plain", "other", "late"}
-    scheduling.step(resting=frozenset())
+    scheduling.step(throttled=frozenset())
     for _ in range(20):
         met.update(scheduling.step())
     assert met == {"plain", "other", "late", "traced", "new"}
@@ -163,9 +163,9 @@ def test_code_of_a_tenant_that_rests_is_in_no_step_and_all_else_is(scheduling: S
 def test_a_tenant_rests_for_others_alone() -> None:
     cells = SandboxPool(TraceDispatcher(), EngineLimits())
     cells._waiting._rest("acme", 10)
-    assert cells.resting == frozenset({"acme"})
-    cells.is_alone = True
-    assert cells.resting == frozenset()
+    assert cells.throttled == frozenset({"acme"})
+    cells.is_single_tenant = True
+    assert cells.throttled == frozenset()
 
 
 def test_who_ends_while_waiting_is_forgotten(scheduling: Scheduling) -> None:

@@ -21,7 +21,7 @@ class FakeWorkers:
         self.full = full
         self.kept: dict[str, bytes] = {}
 
-    def ask_workers(self, method: str, name: str, *args: Any) -> None:
+    def call_workers(self, method: str, name: str, *args: Any) -> None:
         """Do what workers do."""
         if method == "remove_edit":
             self.kept.pop(name, None)

@@ -35,8 +35,8 @@ def entry(**options: Any) -> TraceEntry:
 
 def test_only_what_a_blocks_own_thread_writes_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     real = instead(monkeypatch)
-    telling = Reporting()
-    enter = telling.open("request", entry())
+    reporting = Reporting()
+    enter = reporting.open("request", entry())
 
     def block() -> None:
         enter()
@@ -47,26 +47,26 @@ def test_only_what_a_blocks_own_thread_writes_is_its_own(monkeypatch: pytest.Mon
     on_thread(lambda: sys.stdout.write("another's\n"))
     sys.stdout.write("the worker's\n")
     assert real.getvalue() == "another's\nthe worker's\n"
-    assert telling.told("request", entry(), dict) == ("trace", 0, None, "mine 1\nand this\n")
-    assert telling.told("request", entry(), dict) is None
+    assert reporting.report("request", entry(), dict) == ("trace", 0, None, "mine 1\nand this\n")
+    assert reporting.report("request", entry(), dict) is None
 
 
 def test_lines_are_told_when_they_have_ended_and_the_rest_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     instead(monkeypatch)
-    telling = Reporting()
-    enter = telling.open("request", entry())
+    reporting = Reporting()
+    enter = reporting.open("request", entry())
 
     def block() -> None:
         enter()
         sys.stdout.write("whole\nhalf")
 
     on_thread(block)
-    told = telling.told("request", entry(), dict)
+    told = reporting.report("request", entry(), dict)
     assert told is not None
     assert told[3] == "whole\n"
-    telling.close("request", "trace")
-    assert telling.take_left("trace") == ("half", "")
-    assert len(telling) == 0
+    reporting.close("request", "trace")
+    assert reporting.take_remaining("trace") == ("half", "")
+    assert len(reporting) == 0
 
 
 def test_too_much_is_cut_and_says_so() -> None:

@@ -64,15 +64,15 @@ def test_equal_blocks_are_expected_to_want_the_same() -> None:
     habits = TierPredictor()
     habits.note(code(1), elsewhere=True)
     habits.note(code(2), elsewhere=False)
-    assert habits.expects_elsewhere(code(1))
-    assert not habits.expects_elsewhere(code(2))
+    assert habits.expects_modules(code(1))
+    assert not habits.expects_modules(code(2))
     habits.note(code(1), elsewhere=False)
-    assert not habits.expects_elsewhere(code(1))
+    assert not habits.expects_modules(code(1))
 
 
 def test_the_oldest_blocks_are_forgotten() -> None:
     habits = TierPredictor()
     for number in range(1000):
         habits.note(code(number), elsewhere=True)
-    assert not habits.expects_elsewhere(code(0))
-    assert habits.expects_elsewhere(code(999))
+    assert not habits.expects_modules(code(0))
+    assert habits.expects_modules(code(999))

@@ -11,10 +11,10 @@ from nnsight_engine.serialization import decode, encode
 from nnsight_engine.vllm_backend.traces.errors import StageError
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
 from nnsight_engine.vllm_backend.traces.stages.row_payloads import (
-    KeptRows,
     RemoteStageValue,
-    RowKeeper,
     RowPayloads,
+    RowsPlaceholder,
+    RowStore,
 )
 
 HOST = torch.device("cpu")
@@ -59,9 +59,9 @@ def test_a_tensor_without_rows_travels_whole_even_if_it_is_as_long_as_the_rows()
 
 
 def test_objects_stay_where_they_are_and_have_names() -> None:
-    keeper, thing = RowKeeper(), object()
+    keeper, thing = RowStore(), object()
     kept = keeper.keep((1, {"a": [thing]}))
-    message = encode(kept, reference=KeptRows.reference)
+    message = encode(kept, reference=RowsPlaceholder.reference)
     there = decode(message, resolve=lambda name: RemoteStageValue(name, 0))
     assert repr(there[1]["a"][0]) == "<object on pipeline stage 0>"
     with pytest.raises(StageError, match="of type object"):
@@ -76,11 +76,11 @@ class Colour(enum.IntEnum):
 
 
 def test_what_the_other_side_may_not_know_stays() -> None:
-    keeper = RowKeeper()
+    keeper = RowStore()
     assert keeper.give_back(keeper.keep({Colour.RED: 1})) == {Colour.RED: 1}
-    message = encode(keeper.keep([Colour.RED, {Colour.RED: 1}, 2]), reference=KeptRows.reference)
+    message = encode(keeper.keep([Colour.RED, {Colour.RED: 1}, 2]), reference=RowsPlaceholder.reference)
     there = decode(message, resolve=lambda name: RemoteStageValue(name, 0))
     assert there[2] == 2
     assert [type(one) for one in there[:2]] == [RemoteStageValue] * 2
-    assert RowKeeper.refusal(([1, torch.ones(1)], {"a": there[0]})) is None
-    assert RowKeeper.refusal(({"a": [Colour.RED]},)) == "Colour"
+    assert RowStore.refusal(([1, torch.ones(1)], {"a": there[0]})) is None
+    assert RowStore.refusal(({"a": [Colour.RED]},)) == "Colour"

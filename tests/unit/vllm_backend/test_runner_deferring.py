@@ -21,7 +21,7 @@ class _Sandboxes:
     def __init__(self) -> None:
         self.undone: list[str] = []
         self.waiting: frozenset[str] = frozenset()
-        self.resting: frozenset[str] = frozenset()
+        self.throttled: frozenset[str] = frozenset()
 
     def wait_for_any(self, wait_s: float) -> None:
         """Have nobody to wait for."""
@@ -55,7 +55,7 @@ class _Traces(WorkerTraces):
         self.sandboxes.undone = []
         return []
 
-    def news(self) -> dict[str, Any]:
+    def reports(self) -> dict[str, Any]:
         return {}
 
 
@@ -123,14 +123,14 @@ def test_a_block_that_has_left_before_has_no_token() -> None:
 def test_the_end_of_a_rest_is_told_although_no_block_is_there() -> None:
     traces = _Traces(leaves=False)
     runner = _Runner(traces)
-    traces.sandboxes.resting = frozenset({"many"})
+    traces.sandboxes.throttled = frozenset({"many"})
     results = runner._with_blocks(traces, None)
     assert results is not None
-    assert results.resting == frozenset({"many"})
+    assert results.throttled == frozenset({"many"})
     traces.is_empty = True
     assert runner._idle(SimpleNamespace()) is not None
-    traces.sandboxes.resting = frozenset()
+    traces.sandboxes.throttled = frozenset()
     told = detach_results(runner._idle(SimpleNamespace()))
     assert told is not None
-    assert told.resting == frozenset()
+    assert told.throttled == frozenset()
     assert detach_results(runner._idle(SimpleNamespace())) is None

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nnsight_engine.remote_backend.backpressure import Backpressure, SlowReaderError
-from nnsight_engine.vllm_backend.running_trace import Begun, Output, RunningTrace
+from nnsight_engine.vllm_backend.running_trace import Output, RunningTrace, TraceStarted
 from nnsight_engine.vllm_backend.trace_router import TraceEvent, TraceRouter
 
 
@@ -55,10 +55,10 @@ async def test_all_outputs_come_and_what_is_told_comes_before_its_output() -> No
     engine = Engine()
     trace = RunningTrace(engine.router, "key", [engine.request(b"one", 1, b"two", 2), engine.request(1)])
     seen = await events(trace)
-    assert [type(event) for event in seen[:1]] == [Begun]
+    assert [type(event) for event in seen[:1]] == [TraceStarted]
     assert sorted(event.block for event in seen if isinstance(event, Output)) == [0, 0, 1]
-    first = [event for event in seen if not isinstance(event, Begun) and event.block == 0]
-    assert [event.news if isinstance(event, TraceEvent) else "output" for event in first] == [
+    first = [event for event in seen if not isinstance(event, TraceStarted) and event.block == 0]
+    assert [event.delta if isinstance(event, TraceEvent) else "output" for event in first] == [
         *(b"one", "output"),
         *(b"two", "output"),
     ]
@@ -119,7 +119,7 @@ async def test_the_slowest_of_many_goes_so_that_all_together_keep_to_the_limit()
             await asyncio.sleep(0)
     assert engine.router._unread.num_bytes == 900
     seen = await events(RunningTrace(engine.router, "quick", [engine.request(*quick, key="quick")]))
-    assert [event.news for event in seen if isinstance(event, TraceEvent)] == [b"y" * 300] * 2
+    assert [event.delta for event in seen if isinstance(event, TraceEvent)] == [b"y" * 300] * 2
     assert engine.num_running == 1, "the request of whom the most waited has ended"
     with pytest.raises(SlowReaderError, match="of all traces"):
         await anext(slow[0])

@@ -11,7 +11,7 @@ from api_schemas.request_traces import Trace
 from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.request_code import encoded_code
-from nnsight_engine.vllm_backend.traces.edits import KeptEdits
+from nnsight_engine.vllm_backend.traces.edits import EditStore
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_pool import SandboxPool
 from nnsight_engine.vllm_backend.traces.stages.early_stage import EarlyStageTraces
@@ -37,7 +37,7 @@ def test_untrusted_code_never_runs_in_the_worker_whatever_its_limits_say() -> No
     """Even if the server marks a block as untrusted where no process is to be had."""
     traces: Any = WorkerTraces.__new__(WorkerTraces)
     traces.sandboxes = SandboxPool(TraceDispatcher(), EngineLimits(sandbox="off"))
-    traces.edits = KeptEdits(1, 1)
+    traces.edits = EditStore(1, 1)
     traces._members, traces._by_key, traces._held, traces._ended, traces._num_arrived = {}, {}, {}, [], 0
     code = "exec('import builtins; builtins.ran = True')"
     entry = TraceEntry(

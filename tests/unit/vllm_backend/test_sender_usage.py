@@ -32,13 +32,13 @@ def test_who_keeps_an_engine_busy_is_heavy_and_light_again_after_a_pause(clock: 
     sharing = SenderUsage(5.0, 1.25, clock)
     sharing.arrive("many")
     sharing.arrive("few")
-    assert sharing.light() == {"many", "few"}
+    assert sharing.light_senders() == {"many", "few"}
     run(sharing, clock, 2.0, {"many": 7, "few": 1})
-    assert sharing.light() == {"few"}
+    assert sharing.light_senders() == {"few"}
     clock.now += 1.2
-    assert sharing.light() == {"few"}, "a moment is not enough"
+    assert sharing.light_senders() == {"few"}, "a moment is not enough"
     clock.now += 0.8
-    assert sharing.light() == {"many", "few"}
+    assert sharing.light_senders() == {"many", "few"}
 
 
 def test_who_uses_less_than_their_share_stays_light_however_long(clock: Clock) -> None:
@@ -49,7 +49,7 @@ def test_who_uses_less_than_their_share_stays_light_however_long(clock: Clock) -
         run(sharing, clock, 0.04, {"a": 1})
         run(sharing, clock, 0.04, {"b": 1})
         clock.now += 0.02
-    assert sharing.light() == {"a", "b"}
+    assert sharing.light_senders() == {"a", "b"}
 
 
 def test_a_newcomer_who_floods_is_heavy_beside_the_other(clock: Clock) -> None:
@@ -59,9 +59,9 @@ def test_a_newcomer_who_floods_is_heavy_beside_the_other(clock: Clock) -> None:
         clock.now += 0.01
         sharing.charge(sharing.all_to_one(), 0.01)
     sharing.arrive("second")
-    assert sharing.light() == {"second"}
+    assert sharing.light_senders() == {"second"}
     run(sharing, clock, 5.0, {"first": 1, "second": 9})
-    assert sharing.light() == {"first"}
+    assert sharing.light_senders() == {"first"}
 
 
 def test_who_is_away_for_long_does_not_count(clock: Clock) -> None:

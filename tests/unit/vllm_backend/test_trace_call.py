@@ -11,7 +11,7 @@ import torch
 from transformers.modeling_outputs import BaseModelOutput
 
 from api_schemas.errors import ApiError, ErrorCode
-from nnsight_engine.plans.collected import TraceResult
+from nnsight_engine.plans.collected import CollectedTrace
 from nnsight_engine.remote_backend.backpressure import Backpressure
 from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.serialization import encode
@@ -28,12 +28,12 @@ class Stream:
         self.router = TraceRouter(Backpressure(max_bytes))
         self.traced = self.call.begin("request", 1)
         traced = self.traced
-        traced.share = self.router.open(traced.key, traced.hear, traced.drop, max_bytes=max_bytes)
+        traced.share = self.router.open(traced.key, traced.add_event, traced.drop, max_bytes=max_bytes)
 
     def tell_bytes(self, news: bytes) -> None:
         self.router.deliver([(self.traced.key, 0, news, "")], 0)
 
-    def tell(self, printed: str = "", whole: dict[str, Any] | None = None, **grown: list[Any]) -> None:
+    def report(self, printed: str = "", whole: dict[str, Any] | None = None, **grown: list[Any]) -> None:
         news = encode({"whole": whole or {}, "grown": grown}) if whole or grown else None
         self.router.deliver([(self.traced.key, 0, news, printed)], 0)
 
@@ -42,46 +42,46 @@ class Stream:
         if collected is None:
             return {}, {}, ""
         (result,) = collected.results
-        assert isinstance(result, TraceResult)
+        assert isinstance(result, CollectedTrace)
         return result.saves, result.grown, result.printed
 
 
 async def test_prints_and_other_values_come_beside_what_json_has_no_place_for() -> None:
     stream = Stream()
-    stream.tell("one\n", {"raw": b"bytes", "rows": [1]})
+    stream.report("one\n", {"raw": b"bytes", "rows": [1]})
     assert await stream.chunk() == ({"rows": [1]}, {}, "one\n")
-    stream.tell("two\n", {"raw": b"bytes"})
+    stream.report("two\n", {"raw": b"bytes"})
     assert await stream.chunk() == ({}, {}, "two\n")
-    stream.tell("", rows=[2])
+    stream.report("", rows=[2])
     assert await stream.chunk() == ({}, {"rows": [2]}, "")
     assert await stream.chunk() == ({}, {}, "")
 
 
 async def test_items_never_follow_ones_that_could_not_be_sent() -> None:
     stream = Stream()
-    stream.tell("", {"rows": [1]})
+    stream.report("", {"rows": [1]})
     await stream.chunk()
-    stream.tell("", rows=[b"bytes"])
-    stream.tell("", rows=[3])
+    stream.report("", rows=[b"bytes"])
+    stream.report("", rows=[3])
     await stream.chunk()
-    stream.tell("later", rows=[4])
+    stream.report("later", rows=[4])
     assert await stream.chunk() == ({}, {}, "later")
-    stream.tell("", {"rows": [5]})
-    stream.tell("", rows=[6])
+    stream.report("", {"rows": [5]})
+    stream.report("", rows=[6])
     assert await stream.chunk() == ({"rows": [5, 6]}, {}, "")
 
 
 async def test_after_too_much_waited_only_whole_values_come() -> None:
     stream = Stream(max_bytes=2000)
-    stream.tell("", {"rows": [1], "other": [1]})
+    stream.report("", {"rows": [1], "other": [1]})
     await stream.chunk()
-    stream.tell("first ", rows=["x" * 1700])
-    stream.tell("second", rows=["x" * 1700])
-    stream.tell("", rows=[4], other=[4])
-    stream.tell("", {"other": [1, 2]})
-    stream.tell("", rows=[5], other=[5])
+    stream.report("first ", rows=["x" * 1700])
+    stream.report("second", rows=["x" * 1700])
+    stream.report("", rows=[4], other=[4])
+    stream.report("", {"other": [1, 2]})
+    stream.report("", rows=[5], other=[5])
     assert await stream.chunk() == ({"other": [1, 2, 5]}, {}, "first second")
-    stream.tell("", rows=[6], other=[6])
+    stream.report("", rows=[6], other=[6])
     assert await stream.chunk() == ({}, {"other": [6]}, "")
     stream.router.close(stream.traced.key)
     assert stream.router._unread.num_bytes == 0
@@ -89,10 +89,10 @@ async def test_after_too_much_waited_only_whole_values_come() -> None:
 
 async def test_large_news_are_read_beside_what_is_told_meanwhile() -> None:
     stream = Stream(max_bytes=2**24)
-    stream.tell("", {"rows": [torch.zeros(2**20)]})
+    stream.report("", {"rows": [torch.zeros(2**20)]})
     reading = asyncio.create_task(stream.chunk())
     await asyncio.sleep(0)
-    stream.tell("", rows=[2])
+    stream.report("", rows=[2])
     saves, grown, _ = await reading
     assert (len(saves["rows"]), grown) == (1, {})
     assert await stream.chunk() == ({}, {"rows": [2]}, "")
@@ -122,7 +122,7 @@ HOSTILE = {
 async def test_news_that_cannot_be_read_fail_their_own_request(case: str) -> None:
     stream, other = Stream(max_bytes=2**26), Stream()
     stream.tell_bytes(HOSTILE[case])
-    other.tell("", {"a": 1})
+    other.report("", {"a": 1})
     with pytest.raises(ApiError) as caught:
         await stream.chunk()
     assert (caught.value.code, caught.value.status, caught.value.param) == ("trace_failed", 400, "p")

@@ -23,16 +23,16 @@ from nnsight_engine.vllm_backend.traces.errors import SandboxedError
 from nnsight_engine.vllm_backend.traces.rows import plain
 from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     CallRequest,
+    CallResult,
     Collected,
-    Go,
-    Returned,
+    ContinueReply,
     Tensors,
     ToSandbox,
     ValueSlot,
     packed,
     read_by_worker,
 )
-from nnsight_engine.vllm_backend.traces.stages.row_payloads import KeptRows, RowKeeper
+from nnsight_engine.vllm_backend.traces.stages.row_payloads import RowsPlaceholder, RowStore
 
 if TYPE_CHECKING:
     from nnsight_engine.sandbox.forkserver import Sandbox
@@ -58,7 +58,7 @@ and they run at the lowest priority.
 _KNOWN_PARTS: Final = 4
 """Number of parts of a module call after which its total time is estimated."""
 
-_Answer = TypeVar("_Answer", bound=Go | Collected)
+_Answer = TypeVar("_Answer", bound=ContinueReply | Collected)
 
 
 class SandboxConnection:
@@ -103,12 +103,12 @@ class SandboxConnection:
         self._on_end = on_end
         self._answer: type[Any] | None = None
         self._then: Callable[[Any], None] | None = None
-        self._came: tuple[Go | Collected, memoryview] | None = None
-        self._asked_at = 0.0
+        self._came: tuple[ContinueReply | Collected, memoryview] | None = None
+        self._sent_at = 0.0
         self._left_s = 0.0
         self._called_s = self._call_s = 0.0
         self._call: ModuleCall | None = None
-        self._cpu_s = self._told_cpu_s = self._read_cpu_s()
+        self._cpu_s = self._reported_cpu_s = self._read_cpu_s()
         self.refill()
 
     @property
@@ -121,7 +121,7 @@ class SandboxConnection:
         """Whether an answer has yet to be processed, whether it has arrived or not."""
         return self._answer is not None and self.error is None
 
-    def ask(
+    def send_event(
         self,
         head: ToSandbox,
         body: Sequence[Piece],
@@ -133,12 +133,12 @@ class SandboxConnection:
         There may be only one unanswered request at a time.
         """
 
-        def say() -> None:
-            self._asked_at = time.monotonic()
-            self.sandbox.side.send(packed(head, body), self._asked_at + _SEND_S)
+        def send() -> None:
+            self._sent_at = time.monotonic()
+            self.sandbox.side.send(packed(head, body), self._sent_at + _SEND_S)
             self._answer, self._then = answer, then
 
-        self._guarded(say)
+        self._guarded(send)
 
     def pump(self) -> None:
         """Read a message that has arrived: the answer, or one call of a module."""
@@ -205,7 +205,9 @@ class SandboxConnection:
         if call.is_done:
             value = map_tensors(call.result(), lambda one: plain(one).cpu())
             self._return(
-                packed(Returned(), encode_pieces(RowKeeper().keep(value), reference=KeptRows.reference))
+                packed(
+                    CallResult(), encode_pieces(RowStore().keep(value), reference=RowsPlaceholder.reference)
+                )
             )
 
     def _serve(self, act: Callable[[], None]) -> None:
@@ -217,7 +219,7 @@ class SandboxConnection:
         except (SandboxEndedError, OSError):
             raise
         except Exception as error:  # noqa: BLE001 - raised in the block
-            self._return(packed(Returned(encode_error(error))))
+            self._return(packed(CallResult(encode_error(error))))
         finally:
             self._dispatcher.listener = listener
             self._called_s += time.monotonic() - begin
@@ -225,7 +227,7 @@ class SandboxConnection:
         if call is not None and self._takes_too_long(call):
             self._return(
                 packed(
-                    Returned(encode_error(SandboxedError.costly(call.path, call.num_rows, self._budget_s)))
+                    CallResult(encode_error(SandboxedError.costly(call.path, call.num_rows, self._budget_s)))
                 )
             )
 
@@ -291,7 +293,7 @@ class SandboxConnection:
         """
         if self.error is not None:
             return True
-        used_s, wall_s = self._used_s(), time.monotonic() - self._asked_at
+        used_s, wall_s = self._used_s(), time.monotonic() - self._sent_at
         if used_s > self._left_s or wall_s > _WALL * (self._budget_s + _GRACE_S) or at_once:
             is_long = used_s > self._trace_s
             self.give_up(SandboxEndedError.long() if is_long else SandboxEndedError.late(self._budget_s))
@@ -302,9 +304,9 @@ class SandboxConnection:
 
         That is the larger of the worker's wait and the process's CPU time.
         """
-        before, self._told_cpu_s = self._told_cpu_s, self._read_cpu_s()
+        before, self._reported_cpu_s = self._reported_cpu_s, self._read_cpu_s()
         waited_s, self.waited_s = self.waited_s, 0.0
-        return max(waited_s, self._told_cpu_s - before)
+        return max(waited_s, self._reported_cpu_s - before)
 
     def _read_cpu_s(self) -> float:
         with contextlib.suppress(OSError):
@@ -312,7 +314,7 @@ class SandboxConnection:
         return getattr(self, "_cpu_s", 0.0)  # it has exited: its final CPU time is unknown
 
 
-def _nothing(reply: Go | Collected) -> None:
+def _nothing(reply: ContinueReply | Collected) -> None:
     """Ignore an answer."""
 
 

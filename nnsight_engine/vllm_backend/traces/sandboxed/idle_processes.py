@@ -56,7 +56,7 @@ class IdleProcesses:
         for process in reversed(own):
             _, sandbox = self._by_process.pop(process)
             with contextlib.suppress(OSError):
-                if sandbox.side.is_quiet():
+                if sandbox.side.has_nothing_unread():
                     sandbox.resume()
                     return sandbox
             sandbox.end()  # it has died, or sent an unsolicited message

@@ -67,7 +67,7 @@ Argument = ValueSlot | Plain
 # Messages of the worker.
 
 
-class Passed(msgspec.Struct, frozen=True):
+class PassedPlaces(msgspec.Struct, frozen=True):
     """The places that the model has passed in a step.
 
     Attributes:
@@ -79,7 +79,7 @@ class Passed(msgspec.Struct, frozen=True):
     more: list[str] = []
 
 
-class Begin(msgspec.Struct, frozen=True, tag=True):
+class BeginRequests(msgspec.Struct, frozen=True, tag=True):
     """Requests arrived; no bytes follow the header."""
 
     arrived: list[tuple[str, Any]]
@@ -97,7 +97,7 @@ class StepMessage(msgspec.Struct, frozen=True, tag=True):
 
     spans: list[tuple[str, int, int, bool]]
     finished: list[str]
-    passed: Passed
+    passed: PassedPlaces
 
 
 class Offer(msgspec.Struct, frozen=True, tag=True):
@@ -106,34 +106,34 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         provider: The place.
         passed: The places that the model has passed before it.
-        is_behind: Whether values have one row per request there.
+        is_after_model: Whether values have one row per request there.
         slots: Slots of the value, if it is a tensor or a tuple of tensors; None if it is encoded by
             ``serialization``.
         is_tuple: Whether it is a tuple.
     """
 
     provider: str
-    passed: Passed
-    is_behind: bool
+    passed: PassedPlaces
+    is_after_model: bool
     slots: list[ValueSlot] | None = None
     is_tuple: bool = False
 
 
-class Broken(msgspec.Struct, frozen=True, tag=True):
+class InvalidValue(msgspec.Struct, frozen=True, tag=True):
     """The value at a place cannot be given to a sandbox process."""
 
     provider: str
-    passed: Passed
+    passed: PassedPlaces
     reason: str
 
 
 class End(msgspec.Struct, frozen=True, tag=True):
     """The step has ended."""
 
-    passed: Passed
+    passed: PassedPlaces
 
 
-class Returned(msgspec.Struct, frozen=True, tag=True):
+class CallResult(msgspec.Struct, frozen=True, tag=True):
     """The result of a module call, encoded by ``serialization`` behind the header, or the call's error."""
 
     error: dict[str, Any] | None = None
@@ -147,7 +147,7 @@ class Collect(msgspec.Struct, frozen=True, tag=True):
     finished: list[str]
 
 
-ToSandbox = Begin | StepMessage | Offer | Broken | End | Returned | Collect
+ToSandbox = BeginRequests | StepMessage | Offer | InvalidValue | End | CallResult | Collect
 
 
 # Messages of the sandbox process.
@@ -162,22 +162,22 @@ class SandboxReply(msgspec.Struct, frozen=True):
     printed: str
 
 
-class Go(msgspec.Struct, frozen=True, tag=True):
+class ContinueReply(msgspec.Struct, frozen=True, tag=True):
     """The answer that lets the model continue.
 
     Attributes:
         wanted: The places at which to stop; None for the same as before.
         changes: Slots of the tensors that replace others of the value at hand.
         ended: Requests that are to end.
-        told: Reports of requests.
-        live: The requests whose blocks still take part in steps; None except in answers to ``Begin``.
+        reports: Reports of requests.
+        live: The requests whose blocks still take part in steps; None except in answers to ``BeginRequests``.
         is_over: Whether the process needs no further place of the running step, and has ended it.
     """
 
     wanted: _Many[str] | None = None
     changes: _Many[ValueSlot] = []
     ended: _Many[str] = []
-    told: _Many[SandboxReply] = []
+    reports: _Many[SandboxReply] = []
     live: _Many[str] | None = None
     is_over: bool = False
 
@@ -205,7 +205,7 @@ class Collected(msgspec.Struct, frozen=True, tag=True):
 
 
 _to_sandbox = msgspec.msgpack.Decoder(ToSandbox)
-_to_worker = msgspec.msgpack.Decoder(Go | CallRequest | Collected)
+_to_worker = msgspec.msgpack.Decoder(ContinueReply | CallRequest | Collected)
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -221,7 +221,7 @@ def read_by_sandbox(data: bytes) -> tuple[ToSandbox, memoryview]:
     return _to_sandbox.decode(head), body
 
 
-def read_by_worker(data: bytes) -> tuple[Go | CallRequest | Collected, memoryview]:
+def read_by_worker(data: bytes) -> tuple[ContinueReply | CallRequest | Collected, memoryview]:
     """Decode a message of a sandbox process.
 
     Raises:
@@ -323,16 +323,16 @@ class Tensors:
 
 __all__ = [
     "Argument",
-    "Begin",
-    "Broken",
+    "BeginRequests",
     "CallRequest",
+    "CallResult",
     "Collect",
     "Collected",
+    "ContinueReply",
     "End",
-    "Go",
+    "InvalidValue",
     "Offer",
-    "Passed",
-    "Returned",
+    "PassedPlaces",
     "SandboxReply",
     "StepMessage",
     "Tensors",

@@ -17,12 +17,12 @@ from nnsight_engine.core.trees import map_tensors, tensors
 
 _PART_WORK: Final = 2**30
 """Multiplications of one part: a few milliseconds."""
-_LEAST_ROWS: Final = 16
+_MIN_ROWS: Final = 16
 
 
 def rows_at_once(row_work: int) -> int:
     """Return the number of rows of a part, given the multiplications per row."""
-    return max(_LEAST_ROWS, _PART_WORK // max(row_work, 1))
+    return max(_MIN_ROWS, _PART_WORK // max(row_work, 1))
 
 
 class ModuleCall:

@@ -86,7 +86,7 @@ class CallableModules:
         embeds = isinstance(module, VocabParallelEmbedding) and not rows[0].is_floating_point()
         row_bytes, row_work = self._cost(module, rows[0], embeds=embeds)
         num_axes = rows[0].ndim if embeds else rows[0].ndim - 1
-        call = ModuleCall(path, envoy._apply_apart, rows, num_axes, rows_at_once(row_work))  # noqa: SLF001 - as above
+        call = ModuleCall(path, envoy._apply_to_values, rows, num_axes, rows_at_once(row_work))  # noqa: SLF001 - as above
         if call.num_rows * row_bytes > self._max_bytes:
             raise SandboxedError.uncalled(
                 path,

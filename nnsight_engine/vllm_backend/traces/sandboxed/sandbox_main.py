@@ -32,16 +32,16 @@ from nnsight_engine.vllm_backend.traces.rows import plain
 from nnsight_engine.vllm_backend.traces.sandboxed.leftovers import Leftovers
 from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     Argument,
-    Begin,
-    Broken,
+    BeginRequests,
     CallRequest,
+    CallResult,
     Collect,
     Collected,
+    ContinueReply,
     End,
-    Go,
+    InvalidValue,
     Offer,
-    Passed,
-    Returned,
+    PassedPlaces,
     SandboxReply,
     StepMessage,
     Tensors,
@@ -57,9 +57,9 @@ from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 
 logger = logging.getLogger(__name__)
 
-_LEAST_S: Final = 0.001
+_MIN_S: Final = 0.001
 """Remaining job time, in seconds, below which waiting further is not worthwhile."""
-_MOST_WALL: Final = 28
+_MAX_WALL_RATIO: Final = 28
 """Limit for a job's wall-clock time as a multiple of its CPU budget.
 
 The machine may be busy, or the job asleep.
@@ -74,21 +74,21 @@ class WaitingThread(ThreadStack):
     Its clock is the process's CPU time: on a busy machine a job is not late because other processes compute.
     """
 
-    __slots__ = ("_at_home",)
+    __slots__ = ("_idle_threads",)
 
     grace_s = -1
     """A job in a long call of C code is not abandoned, which takes a thread: the worker ends the process."""
 
-    def __init__(self, budget_s: float, at_home: list[WaitingThread]) -> None:
+    def __init__(self, budget_s: float, idle_threads: list[WaitingThread]) -> None:
         super().__init__(budget_s)
-        self._at_home = at_home
+        self._idle_threads = idle_threads
         self.prepare()
 
     def resume(self, payload: Any) -> Any:
         """Hand ``payload`` over and return the event that comes back; after its job, repool the thread."""
         event = super().resume(payload)
         if type(event) is Done and not self.abandoned:
-            self._at_home.append(self)
+            self._idle_threads.append(self)
         return event
 
     @staticmethod
@@ -96,12 +96,12 @@ class WaitingThread(ThreadStack):
         """Return the CPU seconds that the process has used."""
         return time.process_time()
 
-    def _comes_back(self) -> bool:
+    def _wait_for_control(self) -> bool:
         began = time.monotonic()
         while True:
-            if super()._comes_back():
+            if super()._wait_for_control():
                 return True
-            if self.left_s <= _LEAST_S or time.monotonic() - began > _MOST_WALL * self.budget_s:
+            if self.left_s <= _MIN_S or time.monotonic() - began > _MAX_WALL_RATIO * self.budget_s:
                 return False
 
     def _run(self) -> None:
@@ -120,8 +120,8 @@ class WaitingThreads(Threads):
     def __init__(self, budget_s: float, count: int) -> None:
         """Start all threads."""
         super().__init__(budget_s)
-        self._at_home: list[WaitingThread] = []
-        self._at_home += [WaitingThread(budget_s, self._at_home) for _ in range(count)]
+        self._idle_threads: list[WaitingThread] = []
+        self._idle_threads += [WaitingThread(budget_s, self._idle_threads) for _ in range(count)]
 
     def take(self) -> ThreadStack:
         """Return a thread without a job.
@@ -129,9 +129,9 @@ class WaitingThreads(Threads):
         Raises:
             SandboxedError: All threads are in use by blocks.
         """
-        if not self._at_home:
+        if not self._idle_threads:
             raise SandboxedError.crowded()
-        stack = self._at_home.pop()
+        stack = self._idle_threads.pop()
         stack.left_s = stack.budget_s
         return stack
 
@@ -172,29 +172,29 @@ class SandboxTraces(WorkerTraces):
         self._wanted: list[str] = []
         self._before: list[str] = []
         self._passed: list[str] = []
-        self._parcels: RowPayloads | None = None
-        self._behind_parcels: RowPayloads | None = None
-        self._is_behind = False
+        self._payloads: RowPayloads | None = None
+        self._after_model_payloads: RowPayloads | None = None
+        self._is_after_model = False
         self._leftovers = Leftovers()
         super().__init__(points, None, limits)
 
     def _new_model(self, names: Names) -> WorkerModel:
         return self._make(self, names)
 
-    def grow_up(
-        self, num_blocks: int, rehearse: Callable[[SandboxTraces], None]
+    def prepare_child(
+        self, num_blocks: int, warm_up: Callable[[SandboxTraces], None]
     ) -> Callable[[SandboxSide], None]:
         """Prepare a forked process before it is confined; return the function that it runs afterwards.
 
         Args:
             num_blocks: Number of blocks that may wait at once; each has a thread.
-            rehearse: Runs a trace whose results are discarded.
+            warm_up: Runs a trace whose results are discarded.
         """
         self._leftovers.draw_anew()
         self._threads = WaitingThreads(self._threads.budget_s, num_blocks)
         most = self._limits.sandbox_message_bytes
         self._closing = TraceEnd(self._threads, most, most)
-        rehearse(self)
+        warm_up(self)
         self._leftovers = Leftovers()
         return self.serve
 
@@ -214,16 +214,16 @@ class SandboxTraces(WorkerTraces):
             TypeError: The message is not a request.
         """
         match head:
-            case Begin(arrived):
+            case BeginRequests(arrived):
                 self.begin(arrived, set())
-                return packed(Go(self._now_wanted(), live=list(self._live)))
+                return packed(ContinueReply(self._now_wanted(), live=list(self._live)))
             case StepMessage(spans, finished, passed):
                 self._pass(passed)
                 self.begin((), set(finished))
                 return self._step(spans)
             case Offer():
                 return self._offer(head, body)
-            case Broken(provider, passed, reason):
+            case InvalidValue(provider, passed, reason):
                 self._pass(passed)
                 self.dispatcher.fail(provider, SandboxedError.unshared(reason))
                 return packed(self._go())
@@ -235,7 +235,7 @@ class SandboxTraces(WorkerTraces):
                 pieces = self.collect(key, results)
                 self._start_over()
                 is_clean = not self._leftovers.exist()
-                return packed(Collected(*self.telling.take_left(key), is_clean), pieces)
+                return packed(Collected(*self.reporting.take_remaining(key), is_clean), pieces)
         raise TypeError(f"nothing is done on {type(head).__name__}")
 
     def _start_over(self) -> None:
@@ -244,34 +244,36 @@ class SandboxTraces(WorkerTraces):
         self.dispatcher.ever.clear()
         self._wanted, self._before, self._passed = [], [], []
 
-    def _step(self, told: Sequence[tuple[str, int, int, bool]]) -> list[bytes | memoryview]:
+    def _step(self, span_data: Sequence[tuple[str, int, int, bool]]) -> list[bytes | memoryview]:
         row, spans = 0, []
-        for index, (request_id, num_rows, start, complete) in enumerate(told):
+        for index, (request_id, num_rows, start, complete) in enumerate(span_data):
             spans.append(TraceSpan(request_id, index, row, num_rows, start, complete))
             row += num_rows
-        self._is_behind = False
+        self._is_after_model = False
         self._before, self._passed = self._passed, []
-        self._parcels = RowPayloads(spans, row)
-        self._behind_parcels = RowPayloads(
+        self._payloads = RowPayloads(spans, row)
+        self._after_model_payloads = RowPayloads(
             [TraceSpan(span.request_id, at, at, 1, 0, complete=True) for at, span in enumerate(spans)],
             len(spans),
         )
         self.step(spans, row)
         return packed(self._go())
 
-    def _go(self, changes: Sequence[ValueSlot] = ()) -> Go:
+    def _go(self, changes: Sequence[ValueSlot] = ()) -> ContinueReply:
         """Return the message to continue; if no block wants anything more, it ends the step at once."""
         if self.dispatcher.wanted:
-            return Go(self._now_wanted(), changes=list(changes))
+            return ContinueReply(self._now_wanted(), changes=list(changes))
         return msgspec.structs.replace(self._leave_step(), changes=list(changes), is_over=True)
 
-    def _leave_step(self) -> Go:
+    def _leave_step(self) -> ContinueReply:
         """End the step, and return the message with its reports."""
         ended = self.end()
-        told = [SandboxReply(name, parcel[1], parcel[2], parcel[3]) for name, parcel in self.news().items()]
-        return Go(self._now_wanted(), ended=ended, told=told)
+        reports = [
+            SandboxReply(name, report[1], report[2], report[3]) for name, report in self.reports().items()
+        ]
+        return ContinueReply(self._now_wanted(), ended=ended, reports=reports)
 
-    def _pass(self, passed: Passed) -> None:
+    def _pass(self, passed: PassedPlaces) -> None:
         """Record the places that the model has passed."""
         new = [*self._before[len(self._passed) : passed.same], *passed.more]
         self._passed += new
@@ -279,16 +281,16 @@ class SandboxTraces(WorkerTraces):
 
     def _offer(self, head: Offer, body: memoryview) -> list[bytes | memoryview]:
         self._pass(head.passed)
-        if head.is_behind and not self._is_behind:
-            self._is_behind = True
+        if head.is_after_model and not self._is_after_model:
+            self._is_after_model = True
             for request in self._active:
                 request.after_model(len(self._active))
-        parcels = self._behind_parcels if head.is_behind else self._parcels
-        assert parcels is not None  # noqa: S101 - a step has begun
+        payloads = self._after_model_payloads if head.is_after_model else self._payloads
+        assert payloads is not None  # noqa: S101 - a step has begun
         slots: list[tuple[ValueSlot, memoryview]] = []
         try:
             value = _value(head, body)
-            changes = parcels.changes(value, self.dispatcher.offer(head.provider, None, value))
+            changes = payloads.changes(value, self.dispatcher.offer(head.provider, None, value))
             slots = [slot_of(rows, number) for number, rows in changes]
         except Exception as error:
             logger.debug("a value could not be shared", exc_info=True)
@@ -332,14 +334,14 @@ class SandboxTraces(WorkerTraces):
         assert side is not None  # noqa: S101 - a block runs
         side.send(packed(call, body))
         head, content = read_by_sandbox(side.receive())
-        if not isinstance(head, Returned):
+        if not isinstance(head, CallResult):
             raise SandboxedError.call(path)
         if head.error is not None:
             raise restore_error(head.error)
         with torch.inference_mode(mode=False):
             return decode(bytearray(content), resolve=WorkerValue)
 
-    def lacking(self, stage: int, path: str, name: str) -> Exception:
+    def missing_attribute(self, stage: int, path: str, name: str) -> Exception:
         """Return the error for an attribute of a module that exists in the worker only."""
         del stage
         return SandboxedError.attribute(path, name)

@@ -12,7 +12,7 @@ from nnsight_engine.core.engine_counts import SANDBOX_EVENTS
 from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.serialization.message import Piece
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
-from nnsight_engine.vllm_backend.traces.reporting import Parcel
+from nnsight_engine.vllm_backend.traces.reporting import Report
 from nnsight_engine.vllm_backend.traces.sandboxed.idle_processes import IdleProcesses
 from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_session import Opened, SandboxSession
 from nnsight_engine.vllm_backend.traces.sandboxed.wait_budget import WaitBudget
@@ -35,7 +35,7 @@ class SandboxPool:
     Attributes:
         counts: Counts of events, see ``SANDBOX_EVENTS``.
         last_step_s: Seconds that the worker has waited for the processes in the step that ended last.
-        is_alone: Whether the engine has requests of one tenant only.
+        is_single_tenant: Whether the engine has requests of one tenant only.
         bound: Requests whose rows of a step cannot be computed again.
         undone: Requests whose rows of the running step are discarded: the step runs without their blocks.
     """
@@ -54,7 +54,7 @@ class SandboxPool:
         self.last_step_s = 0.0
         self.undone: list[str] = []
         self.bound: Collection[str] = ()
-        self.is_alone = False
+        self.is_single_tenant = False
         self._waiting = WaitBudget(limits.sandbox_wait_s, limits.sandbox_step_s)
 
     def open(self, server: ForkServer, served: CallableModules, max_bytes: int) -> None:
@@ -120,7 +120,7 @@ class SandboxPool:
 
     def begin(self, finished: set[str]) -> None:
         """Begin a step: record requests that have ended, and process answers that have arrived meanwhile."""
-        self._waiting.begin(is_alone=self.is_alone)
+        self._waiting.begin(is_single_tenant=self.is_single_tenant)
         self.undone = []
         for session in self._by_key.values():
             ended = finished & session.live
@@ -130,7 +130,7 @@ class SandboxPool:
 
     def wait_for_any(self, wait_s: float) -> None:
         """Wait for up to ``wait_s`` until a process has answered that blocks its requests."""
-        if self.resting and not self.waiting:
+        if self.throttled and not self.waiting:
             time.sleep(wait_s)  # the rest ends without an answer
         self._waiting.wait_for_any(list(self._by_key.values()), wait_s)
 
@@ -140,12 +140,12 @@ class SandboxPool:
         return frozenset().union(*(session.waiting for session in self._by_key.values()))
 
     @property
-    def resting(self) -> frozenset[str]:
+    def throttled(self) -> frozenset[str]:
         """The tenants whose requests are not to be scheduled now, see ``WaitBudget``.
 
         Empty if there is only one tenant.
         """
-        return frozenset() if self.is_alone else self._waiting.resting
+        return frozenset() if self.is_single_tenant else self._waiting.throttled
 
     def has(self, request_id: str) -> bool:
         """Return whether a request is sandboxed, and its block still takes part in steps."""
@@ -198,7 +198,7 @@ class SandboxPool:
         for session in self._active:
             session.after_model(num_requests)
 
-    def end(self) -> tuple[list[str], dict[str, Parcel]]:
+    def end(self) -> tuple[list[str], dict[str, Report]]:
         """End the step; return the requests that are to end, and the reports by request."""
         self._dispatcher.gather = None
         for session in self._active:
@@ -209,12 +209,12 @@ class SandboxPool:
         self.last_step_s = self._waiting.waited_s
         self._active = []
         ended: list[str] = []
-        news: dict[str, Parcel] = {}
+        reports: dict[str, Report] = {}
         for session in self._by_key.values():
-            over, told = session.take_news()
+            over, new_reports = session.take_deltas()
             ended += over
-            news |= told
-        return ended, news
+            reports |= new_reports
+        return ended, reports
 
     def tier(self, key: str) -> str:
         """Return how the steps of a trace ran, see ``TracedRequest``."""
@@ -226,7 +226,7 @@ class SandboxPool:
         session.stop_waiting()
         end = time.monotonic() + wait_s
         while not session.has_collected:
-            session.ask_saved(key, results)
+            session.request_saved(key, results)
             left_s = end - time.monotonic()
             if left_s <= 0:
                 break
@@ -256,7 +256,7 @@ class SandboxPool:
         self._left.pop(key, None)
         return spent_s
 
-    def take_left(self, key: str) -> tuple[str, str] | None:
+    def take_remaining(self, key: str) -> tuple[str, str] | None:
         """Return a trace's remaining printed text and failure text; None if there are none for this trace."""
         return self._left.pop(key, None)
 

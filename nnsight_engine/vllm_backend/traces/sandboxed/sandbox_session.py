@@ -25,25 +25,25 @@ from nnsight_engine.serialization import encode, encode_error
 from nnsight_engine.serialization.message import Piece
 from nnsight_engine.serialization.values import encode_pieces
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
-from nnsight_engine.vllm_backend.traces.reporting import Parcel
+from nnsight_engine.vllm_backend.traces.reporting import Report
 from nnsight_engine.vllm_backend.traces.sandboxed.changes import Changes
 from nnsight_engine.vllm_backend.traces.sandboxed.connection import SandboxConnection
 from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
-    Begin,
-    Broken,
+    BeginRequests,
     Collect,
     Collected,
+    ContinueReply,
     End,
-    Go,
+    InvalidValue,
     Offer,
-    Passed,
+    PassedPlaces,
     SandboxReply,
     StepMessage,
     Tensors,
     ValueSlot,
     slots_of,
 )
-from nnsight_engine.vllm_backend.traces.stages.row_payloads import KeptRows, RowKeeper, RowPayloads
+from nnsight_engine.vllm_backend.traces.stages.row_payloads import RowPayloads, RowsPlaceholder, RowStore
 
 if TYPE_CHECKING:
     from nnsight_engine.sandbox.forkserver import ForkServer, Sandbox
@@ -89,8 +89,8 @@ class SandboxSession:
         undone: Requests whose rows of the running step are discarded.
         is_deferred: Whether the process is still in a step that continued without it.
         can_be_deferred: Whether the running step can continue without it.
-        is_elsewhere: Whether its blocks needed, in the last step, values that no tap provides.
-        went_elsewhere: Whether they need such values in this step.
+        needed_modules: Whether its blocks needed, in the last step, values that no tap provides.
+        needs_modules: Whether they need such values in this step.
         tier: How its steps ran, see ``TracedRequest``.
     """
 
@@ -132,11 +132,11 @@ class SandboxSession:
         self._wanted: list[str] = []
         self._before: list[str] = []
         self._passed: list[str] = []
-        self._unsaid = Passed()
+        self._unreported = PassedPlaces()
         self._over: set[str] = set()
-        self._news: dict[str, Parcel] = {}
-        self._parcels: RowPayloads | None = None
-        self._is_behind = False
+        self._reports: dict[str, Report] = {}
+        self._payloads: RowPayloads | None = None
+        self._is_after_model = False
         self._spans: list[TraceSpan] = []
         self._is_served = False
         self._at = ""
@@ -145,7 +145,7 @@ class SandboxSession:
         self._num_printed = 0
         self._collected: Collected | None = None
         self._is_clean = False
-        self.is_elsewhere = self.went_elsewhere = False
+        self.needed_modules = self.needs_modules = False
         self.tier = "tap"
         self._changes = Changes(opened.max_bytes)
 
@@ -163,28 +163,31 @@ class SandboxSession:
         self._arrived += arrived
         for _ in arrived:
             self.connection.allow_reading()
-        self._tell_arrived()
+        self._send_arrived()
 
-    def _tell_arrived(self) -> None:
+    def _send_arrived(self) -> None:
         if not self._arrived or self.connection.is_unanswered or self.is_deferred:
             return
         arrived, self._arrived = self._arrived, []
-        self.connection.ask(
-            Begin([(name, entry.to_plain()) for name, entry in arrived]), [], Go, self._have_begun
+        self.connection.send_event(
+            BeginRequests([(name, entry.to_plain()) for name, entry in arrived]),
+            [],
+            ContinueReply,
+            self._on_begun,
         )
 
-    def _have_begun(self, reply: Go) -> None:
-        """Handle the answer to ``Begin``; requests that failed at once are to end."""
+    def _on_begun(self, reply: ContinueReply) -> None:
+        """Handle the answer to ``BeginRequests``; requests that failed at once are to end."""
         self._go(reply)
         if reply.live is not None:
-            told = self.live - {name for name, _ in self._arrived}
-            self._over |= told.difference(reply.live)
+            sent = self.live - {name for name, _ in self._arrived}
+            self._over |= sent.difference(reply.live)
             self.live -= self._over
-        self._tell_arrived()
+        self._send_arrived()
 
     def prepare(self, spans: Sequence[TraceSpan], *, is_bound: bool) -> None:
         """Prepare for the step that is about to begin; see ``step``."""
-        self._tell_arrived()
+        self._send_arrived()
         self.can_be_deferred = not is_bound and all(span.complete for span in spans)
         self.undone = []
         self._takes_part = False
@@ -204,17 +207,19 @@ class SandboxSession:
             self._spans = list(spans)
             self._offered.clear()
             self._at = ""
-        self._parcels = RowPayloads(self._spans, num_rows)
-        self._is_behind = self.went_elsewhere = False
+        self._payloads = RowPayloads(self._spans, num_rows)
+        self._is_after_model = self.needs_modules = False
         self.in_step = self._takes_part = True
         self._replays = False
         if self.is_deferred:
             self._resume()
             return
-        told = [(span.request_id, span.num_rows, span.start, span.complete) for span in spans]
+        span_data = [(span.request_id, span.num_rows, span.start, span.complete) for span in spans]
         self.connection.refill()
-        self.connection.ask(StepMessage(told, self._take_finished(), self._unsaid), [], Go, self._go)
-        self._unsaid = Passed()
+        self.connection.send_event(
+            StepMessage(span_data, self._take_finished(), self._unreported), [], ContinueReply, self._go
+        )
+        self._unreported = PassedPlaces()
 
     def _is_same(self, spans: Sequence[TraceSpan]) -> bool:
         """Return whether a step recomputes the deferred one; bring its rows into the deferred order."""
@@ -286,8 +291,8 @@ class SandboxSession:
             type(span)(span.request_id, at, span.index, 1, 0, complete=True)
             for at, span in enumerate(self._spans)
         ]
-        self._is_behind = True
-        self._parcels = RowPayloads(rows, num_requests)
+        self._is_after_model = True
+        self._payloads = RowPayloads(rows, num_requests)
 
     def finish(self) -> None:
         """Notify the process that the step has ended."""
@@ -296,21 +301,21 @@ class SandboxSession:
             self.connection.give_up(SandboxEndedError.unrepeated())
         elif self.in_step:
             self.in_step = False
-            self.connection.ask(End(self._newly_passed()), [], Go, self._have_ended)
+            self.connection.send_event(End(self._newly_passed()), [], ContinueReply, self._on_ended)
         elif self._takes_part:
-            self._unsaid = self._newly_passed()
+            self._unreported = self._newly_passed()
 
-    def _have_ended(self, reply: Go) -> None:
+    def _on_ended(self, reply: ContinueReply) -> None:
         self._go(reply)
         self._note(reply)
-        self._tell_arrived()
+        self._send_arrived()
 
     def end(self) -> None:
         """Leave the step."""
         if not self._takes_part:
             return
         self._takes_part = False
-        self.is_elsewhere = self.went_elsewhere
+        self.needed_modules = self.needs_modules
         if self.dispatcher.is_uncompiled:
             self.tier = "eager"
         self._spans = []
@@ -318,29 +323,29 @@ class SandboxSession:
             self.dispatcher.unwant(provider, self)  # type: ignore[arg-type] # as above
         self._changes.clear()
 
-    def take_news(self) -> tuple[list[str], dict[str, Parcel]]:
+    def take_deltas(self) -> tuple[list[str], dict[str, Report]]:
         """Return the requests that are to end, and the reports by request."""
         if self.error is not None:
             self._over |= self.live
         over, self._over = self._over, set()
-        news, self._news = self._news, {}
+        reports, self._reports = self._reports, {}
         self.live.difference_update(over)
-        return list(over), news
+        return list(over), reports
 
-    def _note(self, reply: Go) -> None:
+    def _note(self, reply: ContinueReply) -> None:
         """Record the reports and ended requests of a step."""
         self._over |= self.live.intersection(reply.ended)
-        for told in reply.told:
-            entry = self.entries.get(told.request_id)
-            self._num_printed += len(told.printed)
+        for report in reply.reports:
+            entry = self.entries.get(report.request_id)
+            self._num_printed += len(report.printed)
             if self._num_printed > 2 * MAX_BYTES:  # an unmodified process stops at half of that
                 self.connection.give_up(SandboxEndedError.broken("it printed without end"))
-            elif entry is not None and not _is_wanted(told, entry):  # nothing would ever read it
+            elif entry is not None and not _is_wanted(report, entry):  # nothing would ever read it
                 self.connection.give_up(SandboxEndedError.broken("it reported what nobody asked for"))
             elif entry is not None:
-                self._news[told.request_id] = (entry.key, entry.index, told.data, told.printed)
+                self._reports[report.request_id] = (entry.key, entry.index, report.data, report.printed)
 
-    def _go(self, reply: Go) -> None:
+    def _go(self, reply: ContinueReply) -> None:
         """Record the places that the process wants, and whether the step has ended for it."""
         if reply.wanted is not None:
             self._want(reply.wanted)
@@ -348,32 +353,32 @@ class SandboxSession:
             self.in_step = False
             self._note(reply)
 
-    def ask_saved(self, key: str, results: Mapping[str, Any]) -> None:
+    def request_saved(self, key: str, results: Mapping[str, Any]) -> None:
         """Request the saved values of the trace, unless the process has yet to answer."""
         if self._collected is not None or self.connection.is_unanswered:
             return
         self.connection.refill()
         collect = Collect(key, dict(results), self._take_finished())
-        self.connection.ask(collect, [], Collected, self._have_collected)
+        self.connection.send_event(collect, [], Collected, self._on_collected)
 
-    def _have_collected(self, reply: Collected) -> None:
+    def _on_collected(self, reply: Collected) -> None:
         self._collected = reply
         self._is_clean = reply.is_clean
 
     @property
     def has_collected(self) -> bool:
-        """Whether ``ask_saved`` has been answered, or never will be."""
+        """Whether ``request_saved`` has been answered, or never will be."""
         return self._collected is not None or self.error is not None
 
     def saved(self) -> tuple[list[Piece], tuple[str, str]]:
-        """Return the answer to ``ask_saved`` as pieces of a message, with printed text and failure text."""
+        """Return the answer to ``request_saved`` as message pieces, with printed text and failure text."""
         head, self._collected = self._collected, None
         if head is not None:
             content, self.connection.content = self.connection.content, memoryview(b"")
             return [content], (head.printed[:MAX_BYTES], head.failure[:_MAX_SAID])
-        told = encode_error(self.error or SandboxEndedError.gone())
+        error_data = encode_error(self.error or SandboxEndedError.gone())
         blocks = [
-            outcome_of(entry.index, {}, told, choice=entry.choice_of(name))
+            outcome_of(entry.index, {}, error_data, choice=entry.choice_of(name))
             for name, entry in self.entries.items()
         ]
         return [encode({"blocks": blocks, "before": None})], ("", failure_of(blocks))
@@ -404,14 +409,14 @@ class SandboxSession:
             self.dispatcher.want(provider, self)  # type: ignore[arg-type] # the same
         self._wanted = list(now)
 
-    def _newly_passed(self) -> Passed:
+    def _newly_passed(self) -> PassedPlaces:
         """Return the places that the model has passed and that were not reported to the process yet."""
-        told, now = len(self._passed), self.dispatcher.passed()
-        same = told
+        num_sent, now = len(self._passed), self.dispatcher.passed()
+        same = num_sent
         while same < len(now) and same < len(self._before) and now[same] == self._before[same]:
             same += 1
         self._passed = now
-        return Passed(same, now[same:])
+        return PassedPlaces(same, now[same:])
 
     # The interface of a ``TracedRequest`` to the dispatcher.
 
@@ -444,24 +449,26 @@ class SandboxSession:
             self.can_be_deferred = False
         self._offered.add(provider)
         self._at = provider
-        parcels, value = self._parcels, self.dispatcher.place.value
-        assert parcels is not None  # noqa: S101 - a step is running
+        payloads, value = self._payloads, self.dispatcher.place.value
+        assert payloads is not None  # noqa: S101 - a step is running
         try:
-            packed_value, forms = parcels.pack(RowKeeper().keep(value))
-            is_shared = not parcels.is_all and any(axis < 0 for axis, _ in forms)
+            packed_value, forms = payloads.pack(RowStore().keep(value))
+            is_shared = not payloads.is_all and any(axis < 0 for axis, _ in forms)
             reason = _SHARED.format(provider) if is_shared else ""
             slots, is_tuple, body = slots_of(packed_value) or (None, False, [])
             if slots is None and not is_shared:
-                body = encode_pieces(packed_value, reference=KeptRows.reference)
+                body = encode_pieces(packed_value, reference=RowsPlaceholder.reference)
         except Exception as error:  # noqa: BLE001 - whatever the value is made of
             reason = f"`{provider}` cannot be given to a sandboxed block: {error}"
         if reason:
-            self.connection.ask(Broken(provider, self._newly_passed(), reason), [], Go, self._go)
+            self.connection.send_event(
+                InvalidValue(provider, self._newly_passed(), reason), [], ContinueReply, self._go
+            )
             return
-        offer = Offer(provider, self._newly_passed(), self._is_behind, slots, is_tuple)
-        self.connection.ask(offer, body, Go, self._have_answered)
+        offer = Offer(provider, self._newly_passed(), self._is_after_model, slots, is_tuple)
+        self.connection.send_event(offer, body, ContinueReply, self._on_answered)
 
-    def _have_answered(self, reply: Go) -> None:
+    def _on_answered(self, reply: ContinueReply) -> None:
         """Apply the changes of the process to the value at hand."""
         self._go(reply)
         if reply.changes and self._put(reply.changes, self.connection.content):
@@ -472,11 +479,11 @@ class SandboxSession:
 
     def _put(self, changes: Sequence[ValueSlot], content: memoryview) -> bool:
         """Apply the process's changes to the value at hand; return whether the process is still alive."""
-        parcels, keeper = self._parcels, RowKeeper()
-        assert parcels is not None  # noqa: S101 - a step is running
+        payloads, keeper = self._payloads, RowStore()
+        assert payloads is not None  # noqa: S101 - a step is running
         try:
             kept = keeper.keep(self.dispatcher.place.value)
-            self.dispatcher.place.value = keeper.give_back(self._changed(parcels, kept, changes, content))
+            self.dispatcher.place.value = keeper.give_back(self._changed(payloads, kept, changes, content))
         except SandboxEndedError as error:
             self.connection.give_up(error)
         except Exception as error:  # noqa: BLE001 - no number that a process sends may end the model
@@ -484,7 +491,7 @@ class SandboxSession:
         return self.error is None
 
     def _changed(
-        self, parcels: RowPayloads, value: Any, slots: Sequence[ValueSlot], content: memoryview
+        self, payloads: RowPayloads, value: Any, slots: Sequence[ValueSlot], content: memoryview
     ) -> Any:
         """Return the model's value with the changes of the process.
 
@@ -497,14 +504,14 @@ class SandboxSession:
             rows = given.next(slot)
             if not 0 <= slot.number < len(before) or slot.number in changes:
                 raise SandboxEndedError.broken("it changed a value that there is not")
-            if tuple(rows.shape) != parcels.shape_of(before[slot.number]):
+            if tuple(rows.shape) != payloads.shape_of(before[slot.number]):
                 raise SandboxEndedError.broken("it changed rows that are not its own")
             if not before[slot.number].is_floating_point():
                 self.dispatcher.place.check(rows.to(before[slot.number].dtype))
             changes[slot.number] = rows
         given.end()
         with torch.inference_mode():
-            changed = parcels.changed(value, list(changes.items()))
+            changed = payloads.changed(value, list(changes.items()))
         for old, new in zip(before, list(tensors(changed)), strict=True):
             for copy in self.dispatcher.place.copies:
                 if copy.whole is old:
@@ -517,8 +524,8 @@ class SandboxSession:
     watch_pass = leave
 
 
-def _is_wanted(told: SandboxReply, entry: TraceEntry) -> bool:
-    return (entry.streams or told.data is None) and (entry.prints or not told.printed)
+def _is_wanted(report: SandboxReply, entry: TraceEntry) -> bool:
+    return (entry.streams or report.data is None) and (entry.prints or not report.printed)
 
 
 __all__ = ["Opened", "SandboxSession"]

@@ -31,30 +31,30 @@ class WaitBudget:
 
     Args:
         wait_s: Seconds of each tenant's budget.
-        most_s: Seconds of each tenant's budget for traces that cannot be left out of a step.
+        max_s: Seconds of each tenant's budget for traces that cannot be left out of a step.
 
     Attributes:
         waited_s: Seconds that the running step has waited, over all tenants.
     """
 
-    def __init__(self, wait_s: float, most_s: float) -> None:
+    def __init__(self, wait_s: float, max_s: float) -> None:
         self._wait_s = wait_s
-        self._most_s = most_s
+        self._max_s = max_s
         self._left_s = wait_s
         self._used_s: dict[str, float] = {}
-        self._is_alone = False
-        self._rests_until: dict[str, float] = {}
+        self._is_single_tenant = False
+        self._throttled_until: dict[str, float] = {}
         self.waited_s = 0.0
 
-    def begin(self, *, is_alone: bool = False) -> None:
+    def begin(self, *, is_single_tenant: bool = False) -> None:
         """Begin a step.
 
         Args:
-            is_alone: Whether the engine has requests of one tenant only. A wait then delays no other tenant,
-                so the budget is larger.
+            is_single_tenant: Whether the engine has requests of one tenant only. A wait then delays no other
+                tenant, so the budget is larger.
         """
-        self._is_alone = is_alone
-        self._left_s = min(self._wait_s * (_ALONE if is_alone else 1), self._most_s)
+        self._is_single_tenant = is_single_tenant
+        self._left_s = min(self._wait_s * (_ALONE if is_single_tenant else 1), self._max_s)
         self._used_s.clear()
         self.waited_s = 0.0
 
@@ -65,24 +65,24 @@ class WaitBudget:
             session for session in sandboxes if session.connection.is_pending and not session.can_be_deferred
         ]
         used_before = {session.tenant: self._used(session) for session in stubborn}
-        self._wait(stubborn, self._most_s)
+        self._wait(stubborn, self._max_s)
         for session in stubborn:
             if session.connection.is_pending:
                 session.connection.end_if_late(at_once=True)
-        if not self._is_alone:
+        if not self._is_single_tenant:
             for tenant, used_s in used_before.items():
                 self._rest(tenant, self._used_s.get(tenant, 0.0) - used_s)
 
     def _rest(self, tenant: str, held_s: float) -> None:
         moment = time.monotonic()
-        self._rests_until[tenant] = max(self._rests_until.get(tenant, 0.0), moment) + _REST * held_s
+        self._throttled_until[tenant] = max(self._throttled_until.get(tenant, 0.0), moment) + _REST * held_s
 
     @property
-    def resting(self) -> frozenset[str]:
+    def throttled(self) -> frozenset[str]:
         """The tenants whose traces have delayed others and that are resting for it."""
         moment = time.monotonic()
-        self._rests_until = {one: until for one, until in self._rests_until.items() if until > moment}
-        return frozenset(self._rests_until)
+        self._throttled_until = {one: until for one, until in self._throttled_until.items() if until > moment}
+        return frozenset(self._throttled_until)
 
     def wait_for_any(self, sandboxes: Sequence[SandboxSession], wait_s: float) -> None:
         """Wait, outside a step, for up to ``wait_s`` until one process has answered.
@@ -107,25 +107,25 @@ class WaitBudget:
             self._charge(pending, self._pump(pending, 0.0, self._left_s))
         _end_late(pending)
 
-    def _wait(self, sandboxes: list[SandboxSession], most_s: float) -> None:
+    def _wait(self, sandboxes: list[SandboxSession], max_s: float) -> None:
         while sandboxes:
-            left_s = max(most_s - self._used(session) for session in sandboxes)
-            self._charge(sandboxes, self._pump(sandboxes, max(left_s, 0.0), most_s))
+            left_s = max(max_s - self._used(session) for session in sandboxes)
+            self._charge(sandboxes, self._pump(sandboxes, max(left_s, 0.0), max_s))
             sandboxes = [
                 session
                 for session in sandboxes
                 if session.connection.is_pending
-                and self._used(session) < most_s
+                and self._used(session) < max_s
                 and not session.connection.end_if_late()
             ]
 
     def _used(self, session: SandboxSession) -> float:
         return self._used_s.get(session.tenant, 0.0)
 
-    def _pump(self, sandboxes: Sequence[SandboxSession], wait_s: float, most_s: float) -> float:
+    def _pump(self, sandboxes: Sequence[SandboxSession], wait_s: float, max_s: float) -> float:
         """Read messages for up to ``wait_s``, and advance calls of modules; return the seconds it took.
 
-        Calls of tenants that have used ``most_s`` in this step do not advance.
+        Calls of tenants that have used ``max_s`` in this step do not advance.
         """
         begin = time.monotonic()
         calling = [session for session in sandboxes if session.connection.is_calling]
@@ -134,7 +134,7 @@ class WaitBudget:
             0.0 if calling else wait_s,
         )
         for session in calling:
-            if self._used(session) + time.monotonic() - begin < most_s:
+            if self._used(session) + time.monotonic() - begin < max_s:
                 session.connection.call_on()
         took_s = time.monotonic() - begin
         for session in sandboxes:

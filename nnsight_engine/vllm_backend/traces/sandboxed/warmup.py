@@ -16,11 +16,11 @@ from nnsight_engine.vllm_backend.families import ModelPoints
 from nnsight_engine.vllm_backend.request_code import encoded_code
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
-    Begin,
+    BeginRequests,
     Collect,
     End,
     Offer,
-    Passed,
+    PassedPlaces,
     StepMessage,
     slots_of,
 )
@@ -61,17 +61,17 @@ class Warmup:
 
     def run(self, traces: SandboxTraces) -> None:
         """Run the trace and discard its results."""
-        traces.answer(Begin([(_REQUEST, self.entry)]), memoryview(b""))
-        traces.answer(StepMessage([(_REQUEST, _ROWS, 0, True)], [], Passed()), memoryview(b""))
+        traces.answer(BeginRequests([(_REQUEST, self.entry)]), memoryview(b""))
+        traces.answer(StepMessage([(_REQUEST, _ROWS, 0, True)], [], PassedPlaces()), memoryview(b""))
         for _ in range(_MAX_OFFERS):
             wanted = next(iter(traces.dispatcher.wanted), None)
             if wanted is None:
                 break
             slots, is_tuple, body = slots_of(self.value) or ([], False, [])
-            offer = Offer(wanted, Passed(), is_behind=False, slots=slots, is_tuple=is_tuple)
+            offer = Offer(wanted, PassedPlaces(), is_after_model=False, slots=slots, is_tuple=is_tuple)
             traces.answer(offer, memoryview(b"".join(body)))
         else:
-            traces.answer(End(Passed()), memoryview(b""))
+            traces.answer(End(PassedPlaces()), memoryview(b""))
         traces.answer(Collect(_KEY, {}, []), memoryview(b""))
 
 

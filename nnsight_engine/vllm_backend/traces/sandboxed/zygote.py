@@ -17,7 +17,7 @@ import torch
 from nnsight_engine.sandbox.block_checker import load_modules
 from nnsight_engine.sandbox.channel import read_exactly
 from nnsight_engine.sandbox.confine import ProcessLimits
-from nnsight_engine.sandbox.zygote import NUMBER, raise_children
+from nnsight_engine.sandbox.zygote import NUMBER, fork_children
 from nnsight_engine.serialization import decode
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.families import ModelPoints, family_named
@@ -50,10 +50,10 @@ def main(orders: socket.socket, folder: str) -> None:
     traces = SandboxTraces(points, limits, partial(_new_model, points))
     traces.dispatcher.entry = setup["entry"]
     traces.max_call_bytes = min(limits.sandbox_message_bytes, setup["call_bytes"])
-    rehearsal = Warmup.of(points)
+    warmup = Warmup.of(points)
     share = ProcessLimits(limits.sandbox_bytes - 2 * limits.sandbox_message_bytes, limits.sandbox_cpu_s)
     _warm_up()
-    raise_children(orders, folder, share, partial(traces.grow_up, limits.sandbox_blocks, rehearsal.run))
+    fork_children(orders, folder, share, partial(traces.prepare_child, limits.sandbox_blocks, warmup.run))
 
 
 class _Outside:
@@ -65,9 +65,9 @@ class _Outside:
         """Return the result of a module call."""
         return self.traces.call(stage, path, args, kwargs)
 
-    def lacking(self, stage: int, path: str, name: str) -> Exception:
+    def missing_attribute(self, stage: int, path: str, name: str) -> Exception:
         """Return the error for an attribute that is not here."""
-        return self.traces.lacking(stage, path, name)
+        return self.traces.missing_attribute(stage, path, name)
 
 
 _OUTSIDE = _Outside()

@@ -17,10 +17,10 @@ from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.serialization import encode_error
 from nnsight_engine.vllm_backend.model_outline import OutlineEntry
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
-from nnsight_engine.vllm_backend.traces.reporting import Parcel
+from nnsight_engine.vllm_backend.traces.reporting import Report
 from nnsight_engine.vllm_backend.traces.rows import plain
 from nnsight_engine.vllm_backend.traces.stages.remote_modules import described, spanning_paths
-from nnsight_engine.vllm_backend.traces.stages.row_payloads import KeptRows, RowKeeper, RowPayloads
+from nnsight_engine.vllm_backend.traces.stages.row_payloads import RowPayloads, RowsPlaceholder, RowStore
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 
 if TYPE_CHECKING:
@@ -51,21 +51,21 @@ class EarlyStageDispatcher(TraceDispatcher):
         super().__init__()
         self._link = link
         self._shared = {f"{path}.output" for path in shared}
-        self._keeper = RowKeeper()
-        self._num_told = 0
-        self._parcels: RowPayloads | None = None
+        self._keeper = RowStore()
+        self._num_reported = 0
+        self._payloads: RowPayloads | None = None
 
     def open(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
         """Begin a step; return whether a block takes part in it."""
         self.begin()
-        self._num_told = 0
-        told = [
+        self._num_reported = 0
+        span_data = [
             (span.request_id, span.index, span.row, span.num_rows, span.start, span.complete)
             for span in spans
         ]
-        self._link.send("begin", told, num_rows)
+        self._link.send("begin", span_data, num_rows)
         live = set(self._answer())
-        self._parcels = RowPayloads([span for span in spans if span.request_id in live], num_rows)
+        self._payloads = RowPayloads([span for span in spans if span.request_id in live], num_rows)
         self.interleaving = bool(live)
         return self.interleaving
 
@@ -80,24 +80,26 @@ class EarlyStageDispatcher(TraceDispatcher):
         """Offer a value to the blocks that wait; return it as they leave it."""
         if provider in self._shared:
             return value
-        parcels = self._parcels
-        assert parcels is not None  # noqa: S101 - a step is running
+        payloads = self._payloads
+        assert payloads is not None  # noqa: S101 - a step is running
         kept = self._keeper.keep(value)
         passed = self._passed()
         try:
-            self._link.send("offer", passed, provider, *parcels.pack(kept), reference=KeptRows.reference)
+            self._link.send(
+                "offer", passed, provider, *payloads.pack(kept), reference=RowsPlaceholder.reference
+            )
         except Exception as error:
             logger.exception("a value cannot be sent to the blocks that wait for it")
             self._link.send("broken", passed, provider, f"`{provider}` cannot be sent: {error}")
         changes = self._answer()
         if not changes:
             return value
-        return self._keeper.give_back(parcels.changed(kept, [tuple(change) for change in changes]))
+        return self._keeper.give_back(payloads.changed(kept, [tuple(change) for change in changes]))
 
     def _passed(self) -> list[str]:
         """Return the reached providers that have not been reported to the other side yet."""
-        new = list(self.calls)[self._num_told :]
-        self._num_told = len(self.calls)
+        new = list(self.calls)[self._num_reported :]
+        self._num_reported = len(self.calls)
         return [provider for provider in new if provider not in self._shared]
 
     def _answer(self) -> Any:
@@ -129,7 +131,7 @@ class EarlyStageDispatcher(TraceDispatcher):
             device = self.model.device or torch.device("cpu")
             here = map_tensors((args, kwargs), lambda tensor: tensor.to(device))
             value = self._keeper.keep(map_tensors(self.model.get(path)(*here[0], **here[1]), plain))
-            self._link.send("called", value, None, reference=KeptRows.reference)
+            self._link.send("called", value, None, reference=RowsPlaceholder.reference)
         except Exception as error:  # noqa: BLE001 - raised in the block
             self._link.send("called", None, encode_error(error))
         finally:
@@ -181,7 +183,7 @@ class EarlyStageTraces:
     def running(self) -> Iterator[None]:
         """Observe the modules' calls while the model runs."""
         try:
-            with self.model.heard(self.dispatcher):
+            with self.model.observed_by(self.dispatcher):
                 yield
         finally:
             self.dispatcher.close()
@@ -192,7 +194,7 @@ class EarlyStageTraces:
 
     # Blocks run on the last stage, so there are no results here.
 
-    def news(self) -> dict[str, Parcel]:
+    def reports(self) -> dict[str, Report]:
         """Return no reports."""
         return {}
 

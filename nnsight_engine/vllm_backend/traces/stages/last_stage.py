@@ -35,8 +35,8 @@ from nnsight_engine.vllm_backend.traces.stages.remote_modules import (
 from nnsight_engine.vllm_backend.traces.stages.row_payloads import (
     Form,
     RemoteStageValue,
-    RowKeeper,
     RowPayloads,
+    RowStore,
 )
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 
@@ -114,41 +114,41 @@ class LastStageTraces(WorkerTraces):
         if self._registered.isdisjoint(scheduled):
             return
         for stage, link in enumerate(self._links):
-            _, told, num_rows = self._hear(stage, link)
+            _, span_data, num_rows = self._receive_message(stage, link)
             if stage == 0:
                 self.begin(arrived, finished)  # now that modules of this stage can be called
-                self._begun = [span for span in map(_span, told) if self.takes_part(span.request_id)]
+                self._begun = [span for span in map(_span, span_data) if self.takes_part(span.request_id)]
                 super().step(self._begun, num_rows)
-            live = [span for span in map(_span, told) if self.takes_part(span.request_id)]
-            self._say([span.request_id for span in live])
+            live = [span for span in map(_span, span_data) if self.takes_part(span.request_id)]
+            self._answer([span.request_id for span in live])
             if live:
                 self._serve(stage, link, RowPayloads(live, num_rows))
 
-    def _serve(self, stage: int, link: Channel, parcels: RowPayloads) -> None:
+    def _serve(self, stage: int, link: Channel, payloads: RowPayloads) -> None:
         """Give blocks the values they wait for on a stage, until the stage reports that it is done."""
         while True:
-            kind, passed, *rest = self._hear(stage, link)
+            kind, passed, *rest = self._receive_message(stage, link)
             self.dispatcher.calls.update(dict.fromkeys(passed, 1))
             if kind == "done":
                 return
             changes: list[Any] = []
             if kind == "offer":
-                changes = self._offered(parcels, *rest)
+                changes = self._offered(payloads, *rest)
             else:
                 self.dispatcher.fail(rest[0], StageError(rest[1]))
             try:
-                self._say(changes)
+                self._answer(changes)
             except EncodeError as error:
                 self.dispatcher.fail(rest[0], error)
-                self._say([])
+                self._answer([])
 
-    def _hear(self, stage: int, link: Channel) -> tuple[Any, ...]:
+    def _receive_message(self, stage: int, link: Channel) -> tuple[Any, ...]:
         """Receive a stage's next message; until it is answered, the stage accepts calls of modules."""
         message = link.receive(resolve=lambda name: RemoteStageValue(name, stage))
         self._listening = None if message[0] == "done" else _Listening(stage, link)
         return message
 
-    def _say(self, what: Any) -> None:
+    def _answer(self, what: Any) -> None:
         """Answer the listening stage, with the wanted places and the modules whose source is inspected."""
         with self._exchange:
             listening = self._listening
@@ -161,13 +161,13 @@ class LastStageTraces(WorkerTraces):
             listening.link.send("go", what, list(self.dispatcher.wanted), looked_into)
             self._listening = None
 
-    def _offered(self, parcels: RowPayloads, provider: str, packed: Any, forms: Sequence[Form]) -> list[Any]:
+    def _offered(self, payloads: RowPayloads, provider: str, packed: Any, forms: Sequence[Form]) -> list[Any]:
         """Give blocks a value of another stage; return the changes that they made to it."""
         if provider not in self.dispatcher.wanted:
             return []
         try:
-            value = parcels.unpack(packed, forms, self._device)
-            return parcels.changes(value, self.dispatcher.offer(provider, None, value))
+            value = payloads.unpack(packed, forms, self._device)
+            return payloads.changes(value, self.dispatcher.offer(provider, None, value))
         except Exception as error:
             logger.exception("a value of another stage could not be shared with traced requests")
             self.dispatcher.fail(provider, error)
@@ -198,7 +198,7 @@ class LastStageTraces(WorkerTraces):
         worker = None if mediator is None else mediator.worker
         if listening is None or listening.stage != stage or worker is None or not worker.is_current():
             raise StageError.call(path, stage)
-        refused = RowKeeper.refusal((args, kwargs))
+        refused = RowStore.refusal((args, kwargs))
         if refused is not None:
             raise StageError.argument(path, refused)
         args, kwargs = map_tensors((args, kwargs), plain)
@@ -229,10 +229,10 @@ class LastStageTraces(WorkerTraces):
             raise restore_error(error)
         return map_tensors(value, lambda tensor: tensor.to(self._device))
 
-    def lacking(self, stage: int, path: str, name: str) -> Exception:
+    def missing_attribute(self, stage: int, path: str, name: str) -> Exception:
         """Return the error for an attribute of a module that exists on another stage only."""
         return StageError.attribute(path, name, stage)
 
 
-def _span(told: Sequence[Any]) -> TraceSpan:
-    return TraceSpan(*told)
+def _span(span_data: Sequence[Any]) -> TraceSpan:
+    return TraceSpan(*span_data)

@@ -39,7 +39,7 @@ class Caller(Protocol):
     def call(self, stage: int, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of the module at ``path``."""
 
-    def lacking(self, stage: int, path: str, name: str) -> Exception:
+    def missing_attribute(self, stage: int, path: str, name: str) -> Exception:
         """Return the error for an attribute of the module at ``path`` that exists on its own side only."""
 
 
@@ -97,7 +97,7 @@ class RemoteModule(torch.nn.Module):
     def _lacking(self, name: str) -> Exception:
         caller: Caller = self.__dict__["caller"]
         path = f"model.{self.path_elsewhere}" if self.path_elsewhere else "model"
-        return caller.lacking(self.stage, path, name)
+        return caller.missing_attribute(self.stage, path, name)
 
     def extra_repr(self) -> str:
         """Return the description that the module gave of itself."""

@@ -111,7 +111,7 @@ class RowPayloads:
         return tensor.index_select(axis, self._index.to(tensor.device)).cpu()
 
 
-class KeptRows:
+class RowsPlaceholder:
     """A placeholder, in a value that is sent, for an object that stays on the sender's side."""
 
     __slots__ = ("name", "value")
@@ -124,17 +124,17 @@ class KeptRows:
     @staticmethod
     def reference(value: Any) -> tuple[str, ...] | None:
         """Return the name of an object that is not sent; None for other values."""
-        return value.name if isinstance(value, KeptRows) else None
+        return value.name if isinstance(value, RowsPlaceholder) else None
 
 
-class RowKeeper:
+class RowStore:
     """The objects that stay on this stage while other stages refer to them by name."""
 
     def __init__(self) -> None:
         self._objects: list[Any] = []
 
     def keep(self, value: Any) -> Any:
-        """Return a value in which all objects that cannot be sent are replaced by ``KeptRows``."""
+        """Return a value in which all objects that cannot be sent are replaced by ``RowsPlaceholder``."""
         if type(value) in _PLAIN or isinstance(value, torch.Tensor):
             return value
         if type(value) is dict and all(type(key) in _PLAIN for key in value):
@@ -142,11 +142,11 @@ class RowKeeper:
         if type(value) in {tuple, list}:
             return type(value)(self.keep(item) for item in value)
         self._objects.append(value)
-        return KeptRows(value, len(self._objects) - 1)
+        return RowsPlaceholder(value, len(self._objects) - 1)
 
     def give_back(self, value: Any) -> Any:
         """Return the original of a value made by ``keep``."""
-        if isinstance(value, KeptRows):
+        if isinstance(value, RowsPlaceholder):
             return value.value
         if type(value) is dict:
             return {key: self.give_back(item) for key, item in value.items()}
@@ -164,9 +164,9 @@ class RowKeeper:
         if type(value) in _PLAIN or isinstance(value, torch.Tensor | RemoteStageValue):
             return None
         if type(value) is dict:
-            return next(filter(None, map(RowKeeper.refusal, [*value, *value.values()])), None)
+            return next(filter(None, map(RowStore.refusal, [*value, *value.values()])), None)
         if type(value) in {tuple, list}:
-            return next(filter(None, map(RowKeeper.refusal, value)), None)
+            return next(filter(None, map(RowStore.refusal, value)), None)
         return type(value).__qualname__
 
     def clear(self) -> None:

@@ -12,8 +12,8 @@ import pytest
 from limits import RateLimitItemPerMinute
 from limits.aio.storage import MemoryStorage
 
-from app.admission import counts as counts_module
-from app.admission.counts import Counts, Used
+from app.admission import counters as counts_module
+from app.admission.counters import Counts, Used
 from nnsight_engine.core.errors import UnsupportedOptionError
 
 THREE = RateLimitItemPerMinute(3)

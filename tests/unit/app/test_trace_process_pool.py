@@ -12,10 +12,10 @@ import pytest
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
-from app.engine import trace_processes
+from app.engine import trace_process_pool
 from app.engine.local_traces import LocalTraceEngine
 from app.engine.session_traces import SessionTraces
-from app.engine.trace_processes import ProcessJob, TraceProcesses
+from app.engine.trace_process_pool import ProcessJob, TraceProcesses
 from app.engine.traces import TraceEngine
 from app.settings import Settings
 from nnsight_engine.local_engine.process_channel import LOCAL, OUTLINE, READY, ProcessOptions
@@ -28,7 +28,7 @@ REQUEST = TraceRequest(TraceHead(model="m", dialect="transformers"), [b"blocks"]
 
 
 async def read(job: ProcessJob) -> list[Frame]:
-    async with contextlib.aclosing(job.told()) as told:
+    async with contextlib.aclosing(job.read_frames()) as told:
         return [frame async for frame in told]
 
 
@@ -36,7 +36,7 @@ async def test_a_trace_whose_client_does_not_read_is_ended_with_a_typed_error() 
     unread = Backpressure(2**30)
     job = ProcessJob(REQUEST, "local", unread)
     for _ in range(20):
-        job.tell(JobStatus.LOG, "x" * 2**20)
+        job.notify(JobStatus.LOG, "x" * 2**20)
     assert job.cancelled.is_set()
     assert job.frames.qsize() < 10
     with pytest.raises(ApiError, match="are unread") as caught:
@@ -49,10 +49,10 @@ async def test_a_tenant_fills_its_share_of_the_queue_alone(tmp_path: Path) -> No
     settings = Settings(max_queued_traces=4, result_dir=tmp_path)
     processes = TraceProcesses("nothing", ProcessOptions(model="m"), settings, {})
 
-    async def send(tenant: str, *, is_patient: bool = False) -> None:
+    async def send(tenant: str, *, may_exceed_queue: bool = False) -> None:
         request = TraceRequest(REQUEST.head, [b"blocks"])
         request.tenant = request.sender = tenant
-        request.is_patient = is_patient
+        request.may_exceed_queue = may_exceed_queue
         async with contextlib.aclosing(processes.run_trace(request, "id")) as frames:
             async for _ in frames:
                 pass
@@ -68,7 +68,7 @@ async def test_a_tenant_fills_its_share_of_the_queue_alone(tmp_path: Path) -> No
         with pytest.raises(ApiError, match="The tenant 'a' may have 2 traces that wait") as caught:
             await send("a")
         assert caught.value.code is ErrorCode.QUEUE_FULL
-        await wait("a", is_patient=True)
+        await wait("a", may_exceed_queue=True)
         await wait("b")
         assert processes.num_waiting == 4
         with pytest.raises(ApiError, match="This server may have 4 traces that wait"):
@@ -83,9 +83,9 @@ async def test_a_tenant_fills_its_share_of_the_queue_alone(tmp_path: Path) -> No
 async def test_one_that_reads_is_told_of_everything_however_much_that_is() -> None:
     unread = Backpressure(2**22)
     job = ProcessJob(REQUEST, "local", unread)
-    told = job.told()
+    told = job.read_frames()
     for number in range(20):
-        job.tell(JobStatus.LOG, str(number) * 2**20)
+        job.notify(JobStatus.LOG, str(number) * 2**20)
         assert (await anext(told)).json()["message"] == str(number) * 2**20
     job.frames.put_nowait(Frame(FrameKind.RESULT, bytes(2**23)))
     job.frames.put_nowait(None)
@@ -97,8 +97,8 @@ async def test_one_that_reads_is_told_of_everything_however_much_that_is() -> No
 async def test_of_many_the_slowest_goes() -> None:
     unread = Backpressure(2**22)
     slow, other = ProcessJob(REQUEST, "local", unread), ProcessJob(REQUEST, "local", unread)
-    slow.tell(JobStatus.LOG, "x" * 3 * 2**20)
-    other.tell(JobStatus.LOG, "y" * 2**21)
+    slow.notify(JobStatus.LOG, "x" * 3 * 2**20)
+    other.notify(JobStatus.LOG, "y" * 2**21)
     assert (slow.cancelled.is_set(), other.cancelled.is_set()) == (True, False)
 
 
@@ -107,16 +107,16 @@ class Scripted:
 
     def __init__(self, *words: Any) -> None:
         self.pid = 1
-        self.is_quiet, self.has_ended = True, False
+        self.has_nothing_unread, self.has_ended = True, False
         self.words = list(words)
         self.num_closed = 0
         self.answers: list[Frame] = []
 
     async def frame(self) -> Frame:
-        word = self.words.pop(0)
-        if isinstance(word, BaseException):
-            raise word
-        return word if isinstance(word, Frame) else json_frame(FrameKind.EVENT, word)
+        message = self.words.pop(0)
+        if isinstance(message, BaseException):
+            raise message
+        return message if isinstance(message, Frame) else json_frame(FrameKind.EVENT, message)
 
     async def run(self, number: int, chunks: Any) -> None:
         pass
@@ -148,9 +148,9 @@ async def run_in(
             raise child
         return child
 
-    monkeypatch.setattr(trace_processes, "TraceProcess", SimpleNamespace(start=start))
-    monkeypatch.setattr(trace_processes, "_PAUSE_S", 0.0)
-    monkeypatch.setattr(trace_processes, "_RETRY_S", 0.0)
+    monkeypatch.setattr(trace_process_pool, "TraceProcess", SimpleNamespace(start=start))
+    monkeypatch.setattr(trace_process_pool, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(trace_process_pool, "_RETRY_S", 0.0)
     processes = Ahead("nothing", ProcessOptions(model="m"), Settings(result_dir=tmp_path), {})
     processes.start()
     ends: list[ErrorCode | None] = []
@@ -171,11 +171,11 @@ async def run_in(
     return ends
 
 
-@pytest.mark.parametrize("word", [["ready"], "ready", 5, None, True])
+@pytest.mark.parametrize("message", [["ready"], "ready", 5, None, True])
 async def test_whatever_a_process_says_first_its_queue_is_served(
-    word: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    message: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    odd, good = Scripted(word, RESULT, {READY: 1}), Scripted({READY: 1}, RESULT, {READY: 1})
+    odd, good = Scripted(message, RESULT, {READY: 1}), Scripted({READY: 1}, RESULT, {READY: 1})
     [end] = await run_in([odd, good], tmp_path, monkeypatch, 1)
     assert end is None
     assert RESULT in odd.words
@@ -191,11 +191,11 @@ async def test_a_start_that_fails_fails_the_traces_and_is_tried_again(
     assert await run_in([error, good], tmp_path, monkeypatch, 1) == [None]
 
 
-@pytest.mark.parametrize("word", [["ready"], 5, RuntimeError("no"), Frame(FrameKind.EVENT, b"{")])
+@pytest.mark.parametrize("message", [["ready"], 5, RuntimeError("no"), Frame(FrameKind.EVENT, b"{")])
 async def test_a_process_that_does_not_settle_is_replaced_and_the_next_trace_runs(
-    word: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    message: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = Scripted({READY: 1}, RESULT, word), Scripted({READY: 1}, RESULT, {READY: 1})
+    first, second = Scripted({READY: 1}, RESULT, message), Scripted({READY: 1}, RESULT, {READY: 1})
     assert await run_in([first, second], tmp_path, monkeypatch, 2) == [None, None]
     assert first.num_closed == 1
 
@@ -207,18 +207,18 @@ async def test_what_a_process_asks_for_is_answered_also_where_that_fails(kind: s
 
     settings, options = Settings(result_dir=tmp_path), ProcessOptions(model="m")
     request = TraceRequest(REQUEST.head, [b"blocks"])
-    request.ask = fail
+    request.call_client = fail
     job = ProcessJob(request, "local", Backpressure(2**22))
     child = Scripted(Frame(FrameKind.RESULT, b"a part"))
     processes: TraceProcesses
     if kind == "local":
         processes = LocalTraceEngine(options, settings, {})
-        await processes.asked(cast("TraceProcess", child), {LOCAL: True}, job)
+        await processes.serve_request(cast("TraceProcess", child), {LOCAL: True}, job)
     else:
         processes = SessionTraces(cast("TraceEngine", None), fail, options, settings, {})
-        await processes.asked(cast("TraceProcess", child), {OUTLINE: True}, job)
+        await processes.serve_request(cast("TraceProcess", child), {OUTLINE: True}, job)
     async with asyncio.timeout(10):
-        await asyncio.gather(*processes._asking.values())
+        await asyncio.gather(*processes._request_tasks.values())
     [answer] = child.answers
     assert answer.kind is FrameKind.ERROR
     assert answer.json()["error"]["code"] == ErrorCode.INTERNAL

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from api_schemas.results import LogitLensResult
 from app.terminal.lens import heat, print_lens
-from app.terminal.showing import MARK, plain, visible, with_differences
 from app.terminal.steering import Comparison, SteeringRequest
+from app.terminal.text_display import MARK, plain, visible, with_differences
 
 
 def marked(text: Text) -> list[str]:

@@ -11,57 +11,57 @@ from app.admission.slot_pool import Slot, SlotPool
 from app.allowance import Allowance
 
 
-def places(num: int = 4, max_waiting: int = 4) -> SlotPool:
+def pool(num: int = 4, max_waiting: int = 4) -> SlotPool:
     return SlotPool(Allowance.of("things", num, 0.5), Allowance.of("things that wait", max_waiting, 0.5))
 
 
 def granted(asked: list[Slot]) -> list[bool]:
-    return [place.is_granted for place in asked]
+    return [slot.is_granted for slot in asked]
 
 
 async def test_nobody_has_more_than_their_share_and_whoever_waits_has_a_turn() -> None:
-    some = places()
-    ours = [some.ask("a", "one request") for _ in range(6)]
+    some = pool()
+    ours = [some.request("a", "one request") for _ in range(6)]
     assert granted(ours) == [True, True, False, False, False, False]
-    theirs, third = [some.ask("b", n) for n in range(3)], some.ask("c", 0)
+    theirs, third = [some.request("b", n) for n in range(3)], some.request("c", 0)
     assert granted([*theirs, third]) == [True, True, False, False]
-    ours[0].leave()
-    ours[0].leave()
+    ours[0].release()
+    ours[0].release()
     assert granted([ours[2], theirs[2], third]) == [True, False, False]
-    theirs[0].leave()
-    theirs[1].leave()
+    theirs[0].release()
+    theirs[1].release()
     assert granted([ours[3], theirs[2], third]) == [False, True, True]
-    for place in [*ours, *theirs, third]:
-        place.leave()
+    for slot in [*ours, *theirs, third]:
+        slot.release()
     assert (some.num_waiting, some._taken.total(), len(some._queue)) == (0, 0, 0)
 
 
 async def test_without_tenants_there_are_no_shares() -> None:
-    some = places(max_waiting=2)
-    assert granted([some.ask("", n) for n in range(6)]) == [True] * 4 + [False] * 2
+    some = pool(max_waiting=2)
+    assert granted([some.request("", n) for n in range(6)]) == [True] * 4 + [False] * 2
     with pytest.raises(ApiError, match="2 things that wait"):
-        some.ask("", 6)
+        some.request("", 6)
 
 
 async def test_a_tenant_that_has_filled_the_queue_has_filled_its_own() -> None:
-    some = places()
+    some = pool()
     for number in range(4):
-        some.ask("a", number)
+        some.request("a", number)
     with pytest.raises(ApiError, match="The tenant 'a' may have 2 things that wait") as caught:
-        some.ask("a", 4)
+        some.request("a", 4)
     assert caught.value.code is ErrorCode.QUEUE_FULL
-    some.ask("a", 3)  # of one that waits already
-    some.ask("a", 4, is_patient=True)
-    assert granted([some.ask("b", number) for number in range(3)]) == [True, True, False]
+    some.request("a", 3)  # of one that waits already
+    some.request("a", 4, may_exceed_queue=True)
+    assert granted([some.request("b", number) for number in range(3)]) == [True, True, False]
     with pytest.raises(ApiError, match="4 things that wait"):
-        some.ask("c", 0)
+        some.request("c", 0)
 
 
 async def test_who_gives_up_waiting_leaves_nothing_behind() -> None:
-    some = places(num=1)
+    some = pool(num=1)
 
     async def hold(name: str) -> None:
-        async with some.ask(name, name):
+        async with some.request(name, name):
             await asyncio.sleep(3600)
 
     tasks = [asyncio.create_task(hold(name)) for name in "abc"]
@@ -73,4 +73,4 @@ async def test_who_gives_up_waiting_leaves_nothing_behind() -> None:
     tasks[2].cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert (some.num_waiting, some._taken.total()) == (0, 0)
-    assert some.ask("d", 0).is_granted
+    assert some.request("d", 0).is_granted

@@ -16,10 +16,10 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from app.replicas.merging import merged
+from app.replicas.metrics_merge import merged
 from app.replicas.options import ModelOptions
-from app.replicas.protocol import Place, Replicas, none_ready
-from app.replicas.relay import Relay, Said
+from app.replicas.protocol import ReplicaAddress, Replicas, none_ready
+from app.replicas.relay import Relay, ReplicaAnswer
 
 _METRICS_S: Final = 10.0
 _FIRST_S: Final = 2.0
@@ -27,7 +27,7 @@ _OK: Final = 200
 _UNAVAILABLE: Final = 503
 
 
-class Questions:
+class ReplicaQueries:
     """The queries of one front.
 
     Args:
@@ -49,23 +49,25 @@ class Questions:
 
     async def metrics(self, request: Request) -> Response:
         """Return the metrics of all replicas, if the caller may read them."""
-        places = await self.places()
-        found = await asyncio.gather(*(self._ask(one, "/metrics", request, _METRICS_S) for one in places))
-        said = [one for one in found if one is not None]
-        refused = next((one for one in said if one.status != _OK), None)
+        addresses = await self.addresses()
+        found = await asyncio.gather(
+            *(self._query(one, "/metrics", request, _METRICS_S) for one in addresses)
+        )
+        answers = [one for one in found if one is not None]
+        refused = next((one for one in answers if one.status != _OK), None)
         if refused is not None:
             return refused.response()
-        pages = {one.place.name: one.text for one in said}
+        pages = {one.address.name: one.text for one in answers}
         return Response(merged(pages), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def models(self, request: Request) -> Response:
         """Return the lists of all models as one; models without a ready replica are listed by name."""
-        asking = (self._first(one, "/v1/models", request) for one in self._replicas())
-        found = await asyncio.gather(*asking)
-        said = [one for one in found if one is not None and one.status != _UNAVAILABLE]
-        if not said:
+        queries = (self._first(one, "/v1/models", request) for one in self._replicas())
+        found = await asyncio.gather(*queries)
+        answers = [one for one in found if one is not None and one.status != _UNAVAILABLE]
+        if not answers:
             raise none_ready()
-        refused = next((one for one in said if one.status != _OK), None)
+        refused = next((one for one in answers if one.status != _OK), None)
         if refused is not None:
             return refused.response()
         data: list[Any] = []
@@ -79,8 +81,8 @@ class Questions:
         replicas = self._replicas()
         if not replicas:
             raise none_ready()
-        asking = (self._first(replicas[index], "/health/ready", request) for index in sorted(wanted))
-        found = await asyncio.gather(*asking)
+        queries = (self._first(replicas[index], "/health/ready", request) for index in sorted(wanted))
+        found = await asyncio.gather(*queries)
         for one in found:
             if one is None:
                 raise none_ready()
@@ -92,42 +94,44 @@ class Questions:
     async def refusal(self, request: Request) -> Response | None:
         """Return the replicas' rejection of a caller; None if they accept the caller, or none is ready."""
         for one in self._replicas():
-            said = await self._first(one, "/v1/models", request)
-            if said is not None and said.status != _UNAVAILABLE:
-                return None if said.status == _OK else said.response()
+            answers = await self._first(one, "/v1/models", request)
+            if answers is not None and answers.status != _UNAVAILABLE:
+                return None if answers.status == _OK else answers.response()
         return None
 
-    async def place_of(self, name: str) -> Place | None:
+    async def address_of(self, name: str) -> ReplicaAddress | None:
         """Return the address of a replica; None if it has stopped.
 
         Raises:
             ApiError: ``starting``: there are no replicas at all.
         """
-        places = await self.places()
-        if not places:
+        addresses = await self.addresses()
+        if not addresses:
             raise none_ready()
-        return next((one for one in places if one.name == name), None)
+        return next((one for one in addresses if one.name == name), None)
 
-    async def places(self) -> list[Place]:
+    async def addresses(self) -> list[ReplicaAddress]:
         """Return the addresses of the replicas of all models."""
-        found = await asyncio.gather(*(one.places() for one in self._replicas()))
-        return [place for some in found for place in some]
+        found = await asyncio.gather(*(one.addresses() for one in self._replicas()))
+        return [address for some in found for address in some]
 
-    async def _first(self, replicas: Replicas, path: str, request: Request) -> Said | None:
+    async def _first(self, replicas: Replicas, path: str, request: Request) -> ReplicaAnswer | None:
         """Return the answer of the first ready replica; else that of an unavailable one, or None."""
-        places = await replicas.places()
-        unavailable: Said | None = None
-        for place in random.sample(places, len(places)):
-            said = await self._ask(place, path, request, _FIRST_S)
-            if said is not None and said.status != _UNAVAILABLE:
-                return said
-            unavailable = said or unavailable
+        addresses = await replicas.addresses()
+        unavailable: ReplicaAnswer | None = None
+        for address in random.sample(addresses, len(addresses)):
+            answers = await self._query(address, path, request, _FIRST_S)
+            if answers is not None and answers.status != _UNAVAILABLE:
+                return answers
+            unavailable = answers or unavailable
         return unavailable
 
-    async def _ask(self, place: Place, path: str, request: Request, most_s: float) -> Said | None:
+    async def _query(
+        self, address: ReplicaAddress, path: str, request: Request, max_s: float
+    ) -> ReplicaAnswer | None:
         try:
-            async with asyncio.timeout(most_s):
-                return await self._relay().ask(place, path, request)
+            async with asyncio.timeout(max_s):
+                return await self._relay().get(address, path, request)
         except TimeoutError:
             return None
 
@@ -138,4 +142,4 @@ def _cards(model: ModelOptions) -> list[dict[str, Any]]:
     ]
 
 
-__all__ = ["Questions"]
+__all__ = ["ReplicaQueries"]

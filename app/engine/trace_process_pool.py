@@ -69,7 +69,7 @@ class ProcessJob:
         context: The context of the request that it belongs to: usage, tier and spans are recorded there.
         meter: Counts its usage, if usage is metered.
         over: Resolved when it uses no resources any more.
-        num_told: The number of prints.
+        num_prints: The number of prints.
     """
 
     def __init__(self, request: TraceRequest, engine: str, unread: Backpressure) -> None:
@@ -79,7 +79,7 @@ class ProcessJob:
         self.cancelled = asyncio.Event()
         self.is_late = False
         self.position = 0
-        self.num_told = 0
+        self.num_prints = 0
         self.has_begun = False
         self.context = contextvars.copy_context()
         work = current_work()
@@ -89,13 +89,13 @@ class ProcessJob:
             self.meter.expect(self.over)
         self._share = unread.share(self._drop, _MAX_UNREAD_BYTES)
 
-    def tell(self, status: JobStatus, message: str | None = None) -> None:
+    def notify(self, status: JobStatus, message: str | None = None) -> None:
         """Send an event to the client."""
         frame = event_frame(status, message=message, engine=self.engine)
         self.frames.put_nowait(frame)
         self._share.add(len(frame.data))
 
-    async def told(self) -> AsyncGenerator[Frame, None]:
+    async def read_frames(self) -> AsyncGenerator[Frame, None]:
         """Yield the frames for the client.
 
         Raises:
@@ -160,14 +160,14 @@ class TraceProcesses:
         self.waiting = TenantBudget.of(settings).waiting_traces
         self.max_frame_bytes = max(options.max_result_bytes, settings.max_trace_request_bytes) + 2**20
         self._queue: FairQueue[ProcessJob] = FairQueue()
-        self._lines = [_Line(self) for _ in range(num_processes)]
+        self._slots = [_ProcessSlot(self) for _ in range(num_processes)]
         self._drivers: list[asyncio.Task[None]] = []
         self._unread = Backpressure(_MAX_ALL_UNREAD_BYTES)
 
     @property
     def pids(self) -> list[int]:
         """The processes' ids."""
-        return [line.child.pid for line in self._lines if line.child is not None]
+        return [slot.child.pid for slot in self._slots if slot.child is not None]
 
     @property
     def num_waiting(self) -> int:
@@ -181,14 +181,14 @@ class TraceProcesses:
     @property
     def num_running(self) -> int:
         """The number of running traces."""
-        return sum(line.running is not None for line in self._lines)
+        return sum(slot.running is not None for slot in self._slots)
 
     def start(self, after: Awaitable[Any] | None = None) -> None:
         """Begin to serve traces once ``after`` has completed; loading happens in the background."""
         after = None if after is None else asyncio.ensure_future(after)
         self._drivers = [
-            asyncio.create_task(line.drive(after), name=f"{self.purpose} {index}")
-            for index, line in enumerate(self._lines)
+            asyncio.create_task(slot.drive(after), name=f"{self.purpose} {index}")
+            for index, slot in enumerate(self._slots)
         ]
 
     async def close(self) -> None:
@@ -196,9 +196,9 @@ class TraceProcesses:
         for driver in self._drivers:
             driver.cancel()
         await asyncio.gather(*self._drivers, return_exceptions=True)
-        await asyncio.gather(*(line.drop() for line in self._lines))
+        await asyncio.gather(*(slot.drop() for slot in self._slots))
         refusal = ApiError(ErrorCode.DRAINING, "The server is shutting down; send the trace to another one.")
-        for job in [*self._queue, *(line.running for line in self._lines if line.running is not None)]:
+        for job in [*self._queue, *(slot.running for slot in self._slots if slot.running is not None)]:
             self._queue.remove(job)
             job.end()
             job.frames.put_nowait(refusal)
@@ -220,23 +220,23 @@ class TraceProcesses:
         job = ProcessJob(request, self.name, self._unread)
         self._queue.add(request.sender, job)
         if not self.pids:
-            job.tell(JobStatus.QUEUED, f"{self.purpose} is being started")
-        self.tell_positions()
+            job.notify(JobStatus.QUEUED, f"{self.purpose} is being started")
+        self.notify_positions()
         try:
-            async with contextlib.aclosing(job.told()) as told:
-                async for frame in told:
+            async with contextlib.aclosing(job.read_frames()) as frames:
+                async for frame in frames:
                     yield frame
         finally:
             job.cancelled.set()
             if self._queue.remove(job):
                 job.end()
-                self.tell_positions()
+                self.notify_positions()
 
     def _check_takes_more(self, request: TraceRequest) -> None:
         num_waiting = len(self._queue)
-        if not num_waiting and self.num_running < len(self._lines):
+        if not num_waiting and self.num_running < len(self._slots):
             return
-        if not request.is_patient:
+        if not request.may_exceed_queue:
             own = sum(job.request.tenant == request.tenant for job in self._queue)
             self.waiting.check(request.tenant, own)
         self.waiting.check_total(num_waiting)
@@ -245,29 +245,29 @@ class TraceProcesses:
         """Wait for a trace and remove the next one from the queue."""
         return await self._queue.take()
 
-    def tell_positions(self) -> None:
+    def notify_positions(self) -> None:
         """Send waiting clients their position in the queue if it has changed."""
-        is_busy = self.num_running == len(self._lines)
+        is_busy = self.num_running == len(self._slots)
         for index, job in enumerate(self._queue):
             position = index + is_busy
             if position and position != job.position:
-                job.tell(JobStatus.QUEUED, f"{position} before this one")
+                job.notify(JobStatus.QUEUED, f"{position} before this one")
             job.position = position
 
-    async def asked(self, child: TraceProcess, word: dict[str, Any], job: ProcessJob) -> None:
+    async def serve_request(self, child: TraceProcess, message: dict[str, Any], job: ProcessJob) -> None:
         """Serve a request of a trace's process.
 
         Raises:
             DecodeError: The request is unknown here.
         """
         del child, job
-        raise DecodeError(f"a trace process sent an unknown request: {', '.join(word)}")
+        raise DecodeError(f"a trace process sent an unknown request: {', '.join(message)}")
 
     async def ended(self, job: ProcessJob) -> None:
         """Release what a trace has requested; called however the trace ended."""
 
 
-class _Line:
+class _ProcessSlot:
     """A process slot: one process after another, and the trace that runs in it.
 
     Attributes:
@@ -303,7 +303,7 @@ class _Line:
         job = self.running = await self._traces.take()
         is_broken = False
         try:
-            self._traces.tell_positions()
+            self._traces.notify_positions()
             await self._serve(job)
         except ApiError as error:
             job.frames.put_nowait(error)
@@ -320,13 +320,13 @@ class _Line:
         child = self.child
         if child is None or self._is_settled:
             return
-        word: dict[str, Any] = {}
+        message: dict[str, Any] = {}
         try:
             with contextlib.suppress(ProcessEndedError, TimeoutError, DecodeError):
                 async with asyncio.timeout(_SETTLE_LIMIT_S):
-                    word = await _word(child)
+                    message = await _receive_status(child)
         finally:
-            if READY not in word:
+            if READY not in message:
                 await self.drop()
             self._is_settled = True
 
@@ -347,10 +347,10 @@ class _Line:
                 traces.module, traces.options, traces.environment, max_bytes=traces.max_frame_bytes
             )
             async with asyncio.timeout(_LOAD_LIMIT_S):
-                word = await _word(child)
-            if READY in word:
+                message = await _receive_status(child)
+            if READY in message:
                 return child
-            self._failure = str(word.get(FAILED, ""))
+            self._failure = str(message.get(FAILED, ""))
         except (ProcessEndedError, OSError, TimeoutError, DecodeError) as error:
             self._failure = str(error) or "it took too long"
         except Exception as error:
@@ -406,11 +406,11 @@ class _Line:
         begin = time.monotonic()
         watch = asyncio.create_task(self._watch(child, job, number))
         try:
-            if not child.is_quiet:
+            if not child.has_nothing_unread:
                 raise ProcessEndedError(None)
             self._is_settled = False
             await child.run(number, job.request.chunks())
-            while not await self._pass_on(child, await child.frame(), job):
+            while not await self._forward_frame(child, await child.frame(), job):
                 pass
         except DecodeError as error:
             logger.warning("a trace made its process send an invalid message: %s", error)
@@ -433,11 +433,11 @@ class _Line:
             job.is_late = True
         with contextlib.suppress(ProcessEndedError, TimeoutError):
             async with asyncio.timeout(CANCEL_GRACE_S):
-                await child.say({CANCEL: number})
+                await child.send({CANCEL: number})
                 await asyncio.sleep(CANCEL_GRACE_S)
         child.kill()
 
-    async def _pass_on(self, child: TraceProcess, frame: Frame, job: ProcessJob) -> bool:
+    async def _forward_frame(self, child: TraceProcess, frame: Frame, job: ProcessJob) -> bool:
         """Forward a frame of the process to the client, if it is valid; return True for the last one.
 
         Raises:
@@ -450,45 +450,45 @@ class _Line:
             return True
         if len(frame.data) > _MAX_EVENT_BYTES:
             raise DecodeError("an event is too long")
-        said = frame.json()
-        if not isinstance(said, dict):
+        event = frame.json()
+        if not isinstance(event, dict):
             raise DecodeError("an event is an object")
         if frame.kind is FrameKind.ERROR:
-            raise self._failed(said, job)
-        await self._heard(child, said, job)
+            raise self._failed(event, job)
+        await self._on_event(child, event, job)
         return False
 
-    async def _heard(self, child: TraceProcess, said: dict[str, Any], job: ProcessJob) -> None:
-        status = said.get("status")
+    async def _on_event(self, child: TraceProcess, event: dict[str, Any], job: ProcessJob) -> None:
+        status = event.get("status")
         if status == JobStatus.RUNNING:
             if not job.has_begun:
-                job.tell(JobStatus.RUNNING)
+                job.notify(JobStatus.RUNNING)
             job.has_begun = True
         elif status in {JobStatus.LOG, JobStatus.ERROR}:
-            job.num_told += 1
-            if job.num_told > _MAX_TOLD:
+            job.num_prints += 1
+            if job.num_prints > _MAX_TOLD:
                 raise DecodeError("a trace sends events faster than its client reads them")
-            job.tell(JobStatus(status), str(said.get("message", "")))
+            job.notify(JobStatus(status), str(event.get("message", "")))
         else:
-            await self._traces.asked(child, said, job)
+            await self._traces.serve_request(child, event, job)
 
-    def _failed(self, said: dict[str, Any], job: ProcessJob) -> ApiError:
-        error = said.get("error")
+    def _failed(self, event: dict[str, Any], job: ProcessJob) -> ApiError:
+        error = event.get("error")
         error = error if isinstance(error, dict) else {}
         if error.get("code") == ErrorCode.INVALID_TRACE:
             return ApiError(ErrorCode.INVALID_TRACE, str(error.get("message", "")))
-        return self._late() if job.is_late else internal_error()
+        return self._time_out() if job.is_late else internal_error()
 
     def _ended(self, job: ProcessJob, error: ProcessEndedError) -> ApiError:
         if job.is_late:
-            return self._late()
+            return self._time_out()
         return ApiError(
             ErrorCode.TRACE_PROCESS_ENDED,
             f"The process that ran the trace has ended: {error}. A block can do that by running out of "
             "memory or by ending it on purpose; the server has started another one.",
         )
 
-    def _late(self) -> ApiError:
+    def _time_out(self) -> ApiError:
         return ApiError(
             ErrorCode.TRACE_TIMED_OUT,
             f"The trace ran for {self._traces.time_limit_s:g} s, which is all that one may "
@@ -496,17 +496,17 @@ class _Line:
         )
 
 
-async def _word(child: TraceProcess) -> dict[str, Any]:
+async def _receive_status(child: TraceProcess) -> dict[str, Any]:
     """Return what a process says of itself.
 
     Raises:
         DecodeError: It is no object.
         ProcessEndedError: It says nothing more.
     """
-    word = (await child.frame()).json()
-    if not isinstance(word, dict):
+    message = (await child.frame()).json()
+    if not isinstance(message, dict):
         raise DecodeError("the first message of a trace process must be an object")
-    return word
+    return message
 
 
 __all__ = ["CANCEL_GRACE_S", "ProcessJob", "TraceProcesses"]

@@ -5,15 +5,15 @@ from __future__ import annotations
 import collections
 import json
 
-from app.replicas.asked import Asked, of_body, owner_of, split_path
-from app.replicas.choosing import key_of, ranked
+from app.replicas.replica_ranking import key_of, ranked
+from app.replicas.request_route import RequestRoute, of_body, owner_of, split_path
 
 IDLE = {"a": 0, "b": 0, "c": 0}
 KEYS = [key_of([str(number).encode()]) for number in range(300)]
 LONG = "You are a helpful assistant. " * 20
 
 
-def asked(body: object, key: bytes = b"") -> Asked:
+def asked(body: object, key: bytes = b"") -> RequestRoute:
     return of_body(json.dumps(body).encode(), key, prefix_bytes=256)
 
 
@@ -69,8 +69,8 @@ def test_tenants_salts_and_interventions_tell_keys_apart() -> None:
 
 
 def test_short_prompts_and_what_is_no_request_have_no_key() -> None:
-    assert asked({"model": "m", "prompt": "Hi"}) == Asked("m")
-    assert of_body(json.dumps({"prompt": LONG}).encode(), b"", prefix_bytes=0) == Asked()
+    assert asked({"model": "m", "prompt": "Hi"}) == RequestRoute("m")
+    assert of_body(json.dumps({"prompt": LONG}).encode(), b"", prefix_bytes=0) == RequestRoute()
     for body in (
         b"",
         b"[1]",
@@ -80,7 +80,7 @@ def test_short_prompts_and_what_is_no_request_have_no_key() -> None:
         b"[" * 100_000,
         b'{"model": null}',
     ):
-        assert of_body(body, b"", prefix_bytes=256) == Asked()
+        assert of_body(body, b"", prefix_bytes=256) == RequestRoute()
 
 
 def test_paths_name_models_and_results_their_replica() -> None:

@@ -11,8 +11,8 @@ import msgspec
 
 from benchmarks.files import table_lines
 from benchmarks.machine import Machine, machine_lines
-from loadtests.asked import PLAIN, Phase
-from loadtests.child import RunError
+from loadtests.run_process import RunError
+from loadtests.run_spec import PLAIN, LoadPhase
 from loadtests.summary import Percentiles, Summary, times_cells
 
 LOADS: Final = ("plain", "mixed", "one-tenant")
@@ -21,13 +21,16 @@ shares.
 """
 
 _MEASURED: Final = "measured"
-PHASES: Final = (Phase(name="warm-up", share=0.25, is_counted=False), Phase(name=_MEASURED, share=0.75))
+PHASES: Final = (
+    LoadPhase(name="warm-up", share=0.25, is_counted=False),
+    LoadPhase(name=_MEASURED, share=0.75),
+)
 """The phases of each run; requests that begin in the first one are not counted."""
 
 _OTHERS: Final = ("steered-different", "lens", "steered-same", "capture")
 
 
-class Point(msgspec.Struct, frozen=True, kw_only=True):
+class CapacityPoint(msgspec.Struct, frozen=True, kw_only=True):
     """One measurement.
 
     Attributes:
@@ -55,7 +58,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     """A table of measurements."""
 
     machine: dict[str, Any]
-    points: list[Point]
+    points: list[CapacityPoint]
 
 
 def counts_of(load: str, concurrency: int) -> dict[str, int]:
@@ -66,7 +69,7 @@ def counts_of(load: str, concurrency: int) -> dict[str, int]:
     return {PLAIN: concurrency - len(others), **{kind: others.count(kind) for kind in others}}
 
 
-def point_of(load: str, concurrency: int, summary: Summary) -> Point:
+def point_of(load: str, concurrency: int, summary: Summary) -> CapacityPoint:
     """Return the measurement of a run.
 
     Raises:
@@ -76,7 +79,7 @@ def point_of(load: str, concurrency: int, summary: Summary) -> Point:
     plain = summary.row(PLAIN, _MEASURED)
     if summary.crashes or plain is None or plain.ttft_ms is None or plain.itl_ms is None:
         raise RunError(f"no plain request was answered in {summary.seconds:.0f} s: {summary.errors}")
-    return Point(
+    return CapacityPoint(
         load=load,
         concurrency=concurrency,
         requests_per_s=sum(row.requests_per_s for row in rows),
@@ -88,7 +91,7 @@ def point_of(load: str, concurrency: int, summary: Summary) -> Point:
     )
 
 
-def step_of(points: Sequence[Point]) -> tuple[float, float] | None:
+def step_of(points: Sequence[CapacityPoint]) -> tuple[float, float] | None:
     """Return the duration of a step by least squares: a constant, and an increment per request, in ms.
 
     None if there are plain points at fewer than two concurrencies.
@@ -102,7 +105,7 @@ def step_of(points: Sequence[Point]) -> tuple[float, float] | None:
     return line.intercept, line.slope
 
 
-def page(machine: Machine, points: Sequence[Point]) -> str:
+def page(machine: Machine, points: Sequence[CapacityPoint]) -> str:
     """Return the table as markdown."""
     head = (
         "load", "concurrent", "requests/s", "tokens/s", "failed",
@@ -118,7 +121,7 @@ def page(machine: Machine, points: Sequence[Point]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def cells(point: Point) -> list[str]:
+def cells(point: CapacityPoint) -> list[str]:
     """Return a row of the table."""
     return [
         point.load,
@@ -139,4 +142,14 @@ another and no pause; rates and times are of requests that began after the first
 mixed load half of the users are plain, and times are theirs; the others steer (by one vector, by a new one
 each), read the lens of all layers, and capture the prompt."""
 
-__all__ = ["LOADS", "PHASES", "Capacity", "Point", "cells", "counts_of", "page", "point_of", "step_of"]
+__all__ = [
+    "LOADS",
+    "PHASES",
+    "Capacity",
+    "CapacityPoint",
+    "cells",
+    "counts_of",
+    "page",
+    "point_of",
+    "step_of",
+]

@@ -55,7 +55,7 @@ TENANT_OF: Final[Mapping[str, str]] = {kind: tenant for tenant, kinds in _TENANT
 """The tenant that sends each kind of request."""
 
 
-class Phase(msgspec.Struct, frozen=True, kw_only=True):
+class LoadPhase(msgspec.Struct, frozen=True, kw_only=True):
     """A part of a run.
 
     Attributes:
@@ -73,7 +73,7 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
     is_counted: bool = True
 
 
-def phases_of(shape: str, *, has_hostile: bool) -> list[Phase]:
+def phases_of(shape: str, *, has_hostile: bool) -> list[LoadPhase]:
     """Return the phases of a shape.
 
     Args:
@@ -81,27 +81,27 @@ def phases_of(shape: str, *, has_hostile: bool) -> list[Phase]:
         has_hostile: Whether the scenario includes the hostile tenant, which is active during a part of the
             time.
     """
-    phases = [Phase(name="steady", share=1.0)]
+    phases = [LoadPhase(name="steady", share=1.0)]
     if shape == "spike":
         phases = [
-            Phase(name="before", share=1 / 3),
-            Phase(name="spike", share=1 / 3, load=4, is_hostile=True),
-            Phase(name="after", share=1 / 3),
+            LoadPhase(name="before", share=1 / 3),
+            LoadPhase(name="spike", share=1 / 3, load=4, is_hostile=True),
+            LoadPhase(name="after", share=1 / 3),
         ]
     elif shape == "soak":
         phases = [
-            Phase(name="early", share=1 / 6),
-            Phase(name="middle", share=2 / 3, is_hostile=True),
-            Phase(name="late", share=1 / 6),
+            LoadPhase(name="early", share=1 / 6),
+            LoadPhase(name="middle", share=2 / 3, is_hostile=True),
+            LoadPhase(name="late", share=1 / 6),
         ]
     elif has_hostile:
-        phases = [Phase(name="calm", share=1 / 3), Phase(name="flood", share=2 / 3, is_hostile=True)]
+        phases = [LoadPhase(name="calm", share=1 / 3), LoadPhase(name="flood", share=2 / 3, is_hostile=True)]
     # The first phase begins after a warm-up, in which sandboxes start and memory is touched first.
     first = msgspec.structs.replace(phases[0], share=phases[0].share - _WARM_UP.share)
     return [_WARM_UP, first, *phases[1:]]
 
 
-_WARM_UP: Final = Phase(name="warm-up", share=1 / 12, is_counted=False)
+_WARM_UP: Final = LoadPhase(name="warm-up", share=1 / 12, is_counted=False)
 PHASES: Final = tuple(
     dict.fromkeys(
         phase.name
@@ -139,7 +139,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_layers // 2
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The definition of one run.
 
     Attributes:
@@ -163,7 +163,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     model: Model
     counts: dict[str, int]
-    phases: list[Phase]
+    phases: list[LoadPhase]
     seconds: float
     keys: dict[str, str] = {}
     messages: list[str] = []
@@ -172,7 +172,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     silence_s: float = 300.0
     seed: int = 0
 
-    def phase_at(self, elapsed_s: float) -> Phase | None:
+    def phase_at(self, elapsed_s: float) -> LoadPhase | None:
         """Return the phase at a time after the start, or None after the end."""
         end_s = 0.0
         for phase in self.phases:
@@ -189,9 +189,9 @@ __all__ = [
     "SCENARIOS",
     "SHAPES",
     "TENANT_OF",
-    "Asked",
+    "LoadPhase",
     "Model",
-    "Phase",
+    "RunSpec",
     "counts_of",
     "phases_of",
 ]

@@ -19,9 +19,9 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
 
-from app.listen_socket import notice_loss
-from app.replicas.protocol import Place
-from app.replicas.relay import REPLICA_HEADER, NotTakenError, is_refusal, whereabouts
+from app.listen_socket import detect_lost_peer
+from app.replicas.protocol import ReplicaAddress
+from app.replicas.relay import REPLICA_HEADER, NotTakenError, forwarded_headers, is_refusal
 
 _OPEN_S: Final = 10.0
 _OTHERS_S: Final = 2.0
@@ -33,13 +33,15 @@ _OF_HANDSHAKES: Final = {"connection", "host", "upgrade", "x-forwarded-for", "x-
 _DROPPED: Final = {"connection", "content-length", "date", "server", "transfer-encoding"}
 
 
-async def relay_socket(websocket: WebSocket, path: str, place: Place, others: Sequence[Place]) -> None:
+async def relay_socket(
+    websocket: WebSocket, path: str, address: ReplicaAddress, others: Sequence[ReplicaAddress]
+) -> None:
     """Forward a client's WebSocket until either side closes it.
 
     Args:
         websocket: Not accepted yet.
         path: The path at the replica.
-        place: The replica.
+        address: The replica.
         others: Further replicas to connect to, see above.
 
     Raises:
@@ -47,35 +49,35 @@ async def relay_socket(websocket: WebSocket, path: str, place: Place, others: Se
     """
     async with contextlib.AsyncExitStack() as stack:
         try:
-            first = await stack.enter_async_context(_connection(websocket, path, place))
+            first = await stack.enter_async_context(_connection(websocket, path, address))
         except InvalidStatus as error:
             denial = _denial(error)
             if is_refusal(denial.status_code, bytes(denial.body)):
                 raise NotTakenError(denial) from error
-            await deny(websocket, denial)
+            await reject(websocket, denial)
             return
         except (OSError, TimeoutError, WebSocketException) as error:
             raise NotTakenError from error
-        notice_loss(first.transport.get_extra_info("socket"))
+        detect_lost_peer(first.transport.get_extra_info("socket"))
 
-        async def join(one: Place) -> ClientConnection | None:
+        async def join(one: ReplicaAddress) -> ClientConnection | None:
             try:
                 connection = _connection(websocket, path, one, open_s=_OTHERS_S)
                 joined = await stack.enter_async_context(connection)
             except (OSError, TimeoutError, WebSocketException):
                 return None
-            notice_loss(joined.transport.get_extra_info("socket"))
+            detect_lost_peer(joined.transport.get_extra_info("socket"))
             return joined
 
         further = [one for one in await asyncio.gather(*map(join, others)) if one is not None]
-        await websocket.accept(first.subprotocol, [(REPLICA_HEADER.encode(), place.name.encode())])
+        await websocket.accept(first.subprotocol, [(REPLICA_HEADER.encode(), address.name.encode())])
         code = await _pump(websocket, first, further)
         if code is not None:
             with contextlib.suppress(WebSocketDisconnect, RuntimeError, OSError):  # it has left meanwhile
                 await websocket.close(_GOING_AWAY if code in _NOT_SENT else code)
 
 
-async def deny(websocket: WebSocket, response: Response) -> None:
+async def reject(websocket: WebSocket, response: Response) -> None:
     """Reject a WebSocket with a response, or without one if the server (Ray Serve's) cannot send it."""
     if "websocket.http.response" in websocket.scope.get("extensions", {}):
         await websocket.send_denial_response(response)
@@ -83,18 +85,20 @@ async def deny(websocket: WebSocket, response: Response) -> None:
         await websocket.close(_TRY_AGAIN_LATER)
 
 
-def _connection(websocket: WebSocket, path: str, place: Place, *, open_s: float = _OPEN_S) -> connect:
+def _connection(
+    websocket: WebSocket, path: str, address: ReplicaAddress, *, open_s: float = _OPEN_S
+) -> connect:
     # The replica is to see the host that the client named, and looks at it.
     host = websocket.headers.get("host", "localhost")
     query = websocket.url.query
-    target = urlsplit(place.url)
+    target = urlsplit(address.url)
     dropped = (*_OF_HANDSHAKES, REPLICA_HEADER)
     headers = [
         (name, value)
         for name, value in websocket.headers.items()
         if name not in dropped and not name.startswith("sec-websocket-")
     ]
-    headers += whereabouts(websocket).items()
+    headers += forwarded_headers(websocket).items()
     return connect(
         f"ws://{host}{quote(path, safe='/:@')}{'?' if query else ''}{query}",
         host=target.hostname,
@@ -114,17 +118,17 @@ async def _pump(
 ) -> int | None:
     """Forward messages; return the replica's close code, or None if the client closed."""
     listening = asyncio.create_task(_up(websocket, first, further))
-    telling = asyncio.create_task(_down(websocket, first))
-    asking = [asyncio.create_task(_ask(websocket, one)) for one in further]
+    sending = asyncio.create_task(_down(websocket, first))
+    receiving_others = [asyncio.create_task(_send_calls(websocket, one)) for one in further]
     try:
-        done, _ = await asyncio.wait([listening, telling], return_when=asyncio.FIRST_COMPLETED)
-        return telling.result() if telling in done and listening not in done else None
+        done, _ = await asyncio.wait([listening, sending], return_when=asyncio.FIRST_COMPLETED)
+        return sending.result() if sending in done and listening not in done else None
     except WebSocketDisconnect:
         return None  # noticed by whoever sent something
     finally:
-        for task in (listening, telling, *asking):
+        for task in (listening, sending, *receiving_others):
             task.cancel()
-        await asyncio.gather(listening, telling, *asking, return_exceptions=True)
+        await asyncio.gather(listening, sending, *receiving_others, return_exceptions=True)
 
 
 async def _up(websocket: WebSocket, first: ClientConnection, further: Sequence[ClientConnection]) -> None:
@@ -146,7 +150,7 @@ async def _down(websocket: WebSocket, source: ClientConnection) -> int:
     return source.close_code or _GOING_AWAY
 
 
-async def _ask(websocket: WebSocket, source: ClientConnection) -> None:
+async def _send_calls(websocket: WebSocket, source: ClientConnection) -> None:
     with contextlib.suppress(ConnectionClosed):
         async for message in source:
             if isinstance(message, bytes):  # what happens to the job the first one tells
@@ -159,4 +163,4 @@ def _denial(error: InvalidStatus) -> Response:
     return Response(bytes(found.body or b""), found.status_code, headers)
 
 
-__all__ = ["deny", "relay_socket"]
+__all__ = ["reject", "relay_socket"]

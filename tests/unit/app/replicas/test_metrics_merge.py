@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.replicas.merging import merged
+from app.replicas.metrics_merge import merged
 
 PAGE = """\
 # HELP requests_total Requests, {all} of them.

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nnsight_engine.remote_backend.saved_deltas import apply_news
+from nnsight_engine.remote_backend.saved_deltas import apply_delta
 from nnsight_engine.serialization import EncodeError, encode
 from nnsight_engine.vllm_backend.traces.deltas import Deltas
 
@@ -18,7 +18,7 @@ def told(news: Deltas, saves: dict[str, Any], known: dict[str, Any]) -> int:
     """Tell what is new of ``saves``, and return its size."""
     data = news.of(saves)
     if data is not None:
-        apply_news(known, data)
+        apply_delta(known, data)
     return len(data or b"")
 
 

@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from benchmarks.machine import Machine
-from loadtests.asked import Asked
+from loadtests.run_spec import RunSpec
 from loadtests.summary import Summary, read
 
 SUMMARY_FILE: Final = "summary.json"
@@ -21,7 +21,7 @@ class RunError(Exception):
     """The process ended without a result; its error is on the terminal."""
 
 
-def run_child(asked: Asked, folder: Path, machine: Machine) -> Summary:
+def run_in_process(spec: RunSpec, folder: Path, machine: Machine) -> Summary:
     """Execute a run in a child process and return its summary; locust's report is in the folder.
 
     Raises:
@@ -32,10 +32,10 @@ def run_child(asked: Asked, folder: Path, machine: Machine) -> Summary:
     summary_file.unlink(missing_ok=True)
     # Through a pipe, since the definition contains keys.
     command = [sys.executable, "-m", "loadtests.run", str(folder)]
-    done = subprocess.run(command, input=msgspec.json.encode(asked), check=False)
+    done = subprocess.run(command, input=msgspec.json.encode(spec), check=False)
     if done.returncode or not summary_file.exists():
         raise RunError(f"the process that sends requests ended with {done.returncode}; its error is above")
     return msgspec.structs.replace(read(summary_file, Summary), machine=dataclasses.asdict(machine))
 
 
-__all__ = ["SUMMARY_FILE", "RunError", "run_child"]
+__all__ = ["SUMMARY_FILE", "RunError", "run_in_process"]

@@ -83,11 +83,11 @@ class _Side:
         self.limiter = SlidingWindowCounterRateLimiter(storage)
 
 
-_Ask = Callable[[_Side], Awaitable[T]]
+_Query = Callable[[_Side], Awaitable[T]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Taken:
+class Reservation:
     """A reservation.
 
     Attributes:
@@ -126,15 +126,15 @@ class Counts:
 
     async def hit(self, item: RateLimitItem, name: str) -> bool:
         """Count one hit unless that exceeds the limit; return whether it was counted."""
-        return await self._ask(lambda side: side.limiter.hit(item, name))
+        return await self._query(lambda side: side.limiter.hit(item, name))
 
     async def test(self, item: RateLimitItem, name: str) -> bool:
         """Return whether one more hit is within the limit."""
-        return await self._ask(lambda side: side.limiter.test(item, name))
+        return await self._query(lambda side: side.limiter.test(item, name))
 
     async def stats(self, item: RateLimitItem, name: str) -> WindowStats:
         """Return how many more hits are within the limit, and when it resets."""
-        return await self._ask(lambda side: side.limiter.get_window_stats(item, name))
+        return await self._query(lambda side: side.limiter.get_window_stats(item, name))
 
     async def used(self, name: str, *, ahead: bool = False) -> Used:
         """Return the usage of a counter.
@@ -143,23 +143,23 @@ class Counts:
             name: The counter.
             ahead: Whether to read ``later``.
         """
-        return await self._ask(lambda side: _used(side.storage, name, ahead=ahead))
+        return await self._query(lambda side: _used(side.storage, name, ahead=ahead))
 
     async def add(self, name: str, amount: int, most: int) -> None:
         """Add to the usage; what exceeds ``most`` per minute is carried over to the following minutes."""
-        await self._ask(lambda side: _add(side.storage, name, amount, most))
+        await self._query(lambda side: _add(side.storage, name, amount, most))
 
-    async def take(self, name: str, amount: int) -> tuple[Taken, Used]:
+    async def take(self, name: str, amount: int) -> tuple[Reservation, Used]:
         """Reserve an amount regardless of limits; return the reservation and the resulting usage."""
 
-        async def ask(side: _Side) -> tuple[Taken, Used]:
+        async def query(side: _Side) -> tuple[Reservation, Used]:
             minute = this_minute()
             await side.storage.incr(_bucket(name, minute), _KEPT_S, amount)
-            return Taken(name, amount, minute, side), await _used(side.storage, name)
+            return Reservation(name, amount, minute, side), await _used(side.storage, name)
 
-        return await self._ask(ask)
+        return await self._query(query)
 
-    async def give_back(self, taken: Taken, amount: int) -> None:
+    async def give_back(self, taken: Reservation, amount: int) -> None:
         """Release part of a reservation; no effect if its minute no longer counts.
 
         If the storage does not respond, the reservation expires with its minute.
@@ -168,25 +168,25 @@ class Counts:
             return
         storage, bucket = taken.side.storage, _bucket(taken.name, taken.minute)
 
-        async def ask() -> None:
+        async def query() -> None:
             left = await storage.incr(bucket, _KEPT_S, -amount)
             if left < 0:  # the storage has lost the reservation
                 await storage.incr(bucket, _KEPT_S, -left)
 
         if taken.side is self._own:
-            await ask()
+            await query()
         else:
-            await self._ask(lambda side: ask() if side is taken.side else _nothing())
+            await self._query(lambda side: query() if side is taken.side else _nothing())
 
-    async def _ask(self, ask: _Ask[T]) -> T:
+    async def _query(self, query: _Query[T]) -> T:
         shared = self._shared
         if shared is None or time.monotonic() < self._again_at:
-            return await ask(self._own)
+            return await query(self._own)
         if self._again_at:  # while one request retries a failed storage, others do not wait for it
             self._again_at = time.monotonic() + _PAUSE_S
         try:
             async with asyncio.timeout(_PATIENCE_S):
-                answer = await ask(shared)
+                answer = await query(shared)
         except Exception as error:  # noqa: BLE001 - whatever clients of storages raise
             self._again_at = time.monotonic() + _PAUSE_S
             self.num_failures += 1
@@ -195,7 +195,7 @@ class Counts:
                 "limits are counted by this server alone for now, where NNSIGHT_ENGINE_LIMITS_URL leads does "
                 "not answer (%s, %d times so far)", type(error).__name__, self.num_failures,
             )  # fmt: skip
-            return await ask(self._own)
+            return await query(self._own)
         if self._again_at:
             logger.warning("limits are counted together again")
             self._again_at = 0.0
@@ -254,4 +254,4 @@ def _opened(url: str) -> Storage:
     return storage
 
 
-__all__ = ["MAX_CARRIED_MINUTES", "Counts", "Taken", "Used", "this_minute"]
+__all__ = ["MAX_CARRIED_MINUTES", "Counts", "Reservation", "Used", "this_minute"]

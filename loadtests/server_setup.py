@@ -13,9 +13,9 @@ import httpx
 from api_schemas.capabilities import Capabilities
 from app.addresses import is_loopback
 from benchmarks.servers import created_key, own_folders, served
-from loadtests.asked import HOSTILE, TENANT_OF, Asked, Model, phases_of
 from loadtests.bodies import Bodies
 from loadtests.messages import messages_of
+from loadtests.run_spec import HOSTILE, TENANT_OF, Model, RunSpec, phases_of
 from loadtests.tenants import tenants
 from nnsight_engine.modeling.bundled import bundled_model_path
 
@@ -29,7 +29,7 @@ class LoadTestError(Exception):
     """A run that cannot begin; the message says what to do."""
 
 
-class Server:
+class TestedServer:
     """A running server, and its admin key; empty if it requires no keys."""
 
     def __init__(self, url: str, admin_key: str) -> None:
@@ -37,7 +37,9 @@ class Server:
         self.admin_key = admin_key
 
     @contextlib.contextmanager
-    def asked(self, scenario: str, shape: str, seconds: float, counts: dict[str, int]) -> Iterator[Asked]:
+    def prepared_run(
+        self, scenario: str, shape: str, seconds: float, counts: dict[str, int]
+    ) -> Iterator[RunSpec]:
         """Prepare a run; its keys are valid within the block.
 
         Args:
@@ -66,7 +68,7 @@ class Server:
                 raise LoadTestError(f"{error}: {error.response.text}") from error
             except httpx.TransportError as error:
                 raise LoadTestError(f"{self.url} does not answer: {error}") from error
-            yield Asked(
+            yield RunSpec(
                 scenario=scenario,
                 shape=shape,
                 url=self.url,
@@ -86,7 +88,7 @@ class Server:
 
 
 @contextlib.contextmanager
-def server_at(url: str, admin_key: str, options: Sequence[str]) -> Iterator[Server]:
+def server_at(url: str, admin_key: str, options: Sequence[str]) -> Iterator[TestedServer]:
     """Yield the server at an address, or start one with keys if none is listening there.
 
     A server that was started is stopped at the end of the block.
@@ -101,7 +103,7 @@ def server_at(url: str, admin_key: str, options: Sequence[str]) -> Iterator[Serv
         ServerError: The server does not start.
     """
     if url and _listens(url):
-        yield Server(url.rstrip("/"), admin_key)
+        yield TestedServer(url.rstrip("/"), admin_key)
         return
     if url and not is_loopback(urlsplit(url).hostname or ""):
         raise LoadTestError(f"nobody listens at {url}, and a server can be started on this machine alone")
@@ -111,7 +113,7 @@ def server_at(url: str, admin_key: str, options: Sequence[str]) -> Iterator[Serv
         has_model = bool(options) and not options[0].startswith("-")
         model = [] if has_model else [str(bundled_model_path())]
         with served([*model, *options], variables, urlsplit(url).port if url else None) as started:
-            yield Server(started, operator)
+            yield TestedServer(started, operator)
 
 
 def _listens(url: str) -> bool:
@@ -125,14 +127,14 @@ def _listens(url: str) -> bool:
 
 
 def _model(client: httpx.Client, key: str) -> Model:
-    said = Capabilities.model_validate(_get(client, "/v1/capabilities", key))
+    capabilities = Capabilities.model_validate(_get(client, "/v1/capabilities", key))
     return Model(
-        name=said.model,
-        num_layers=said.sizes.num_layers,
-        width=said.sizes.hidden_size,
-        vocab_size=said.sizes.vocab_size,
-        max_model_len=said.sizes.max_model_len,
-        max_body_bytes=said.limits.max_body_bytes or _DEFAULT_BODY_BYTES,
+        name=capabilities.model,
+        num_layers=capabilities.sizes.num_layers,
+        width=capabilities.sizes.hidden_size,
+        vocab_size=capabilities.sizes.vocab_size,
+        max_model_len=capabilities.sizes.max_model_len,
+        max_body_bytes=capabilities.limits.max_body_bytes or _DEFAULT_BODY_BYTES,
     )
 
 
@@ -141,4 +143,4 @@ def _get(client: httpx.Client, path: str, key: str) -> Any:
     return client.get(path, headers=headers).raise_for_status().json()
 
 
-__all__ = ["LoadTestError", "Server", "server_at"]
+__all__ = ["LoadTestError", "TestedServer", "server_at"]

@@ -13,20 +13,20 @@ from typing import Final
 import msgspec
 
 from app.middleware import RESULTS_PREFIX
-from app.replicas.choosing import key_of
+from app.replicas.replica_ranking import key_of
 
 _MODELS: Final = "/models/"
-_MOST_NAME_BYTES: Final = 4096
+_MAX_NAME_BYTES: Final = 4096
 _NOTHING: Final = msgspec.Raw(b"")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Asked:
+class RequestRoute:
     """The routing properties of a request.
 
     Attributes:
         model: The model that the request names; empty if none.
-        key: Key of requests that benefit from the same replica, see ``choosing``; empty for none.
+        key: Key of requests that benefit from the same replica, see ``replica_ranking``; empty for none.
     """
 
     model: str = ""
@@ -43,7 +43,7 @@ class _Body(msgspec.Struct):
     cache_salt: msgspec.Raw = _NOTHING
 
 
-def of_body(body: bytes | bytearray, key: bytes, *, prefix_bytes: int) -> Asked:
+def of_body(body: bytes | bytearray, key: bytes, *, prefix_bytes: int) -> RequestRoute:
     """Return the routing properties of a JSON request.
 
     Args:
@@ -55,10 +55,10 @@ def of_body(body: bytes | bytearray, key: bytes, *, prefix_bytes: int) -> Asked:
     try:
         found = msgspec.json.decode(body, type=_Body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        return Asked()
+        return RequestRoute()
     beginning = bytes(memoryview(found.messages or found.prompt)[:prefix_bytes])
     if not prefix_bytes or len(beginning) < prefix_bytes:
-        return Asked(_name(found.model))
+        return RequestRoute(_name(found.model))
     # Not copied: they may be large.
     common: list[bytes | memoryview] = [
         key,
@@ -66,7 +66,7 @@ def of_body(body: bytes | bytearray, key: bytes, *, prefix_bytes: int) -> Asked:
         memoryview(found.interventions),
         beginning,
     ]
-    return Asked(_name(found.model), key_of(common))
+    return RequestRoute(_name(found.model), key_of(common))
 
 
 def split_path(path: str, models: Collection[str]) -> tuple[str, str]:
@@ -87,7 +87,7 @@ def owner_of(path: str) -> str:
 
 
 def _name(raw: msgspec.Raw) -> str:
-    if len(raw) > _MOST_NAME_BYTES:
+    if len(raw) > _MAX_NAME_BYTES:
         return ""
     try:
         return msgspec.json.decode(raw, type=str)
@@ -95,4 +95,4 @@ def _name(raw: msgspec.Raw) -> str:
         return ""
 
 
-__all__ = ["Asked", "of_body", "owner_of", "split_path"]
+__all__ = ["RequestRoute", "of_body", "owner_of", "split_path"]

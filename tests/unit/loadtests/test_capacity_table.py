@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from benchmarks.machine import Machine
-from loadtests.child import RunError
-from loadtests.points import LOADS, Point, counts_of, page, point_of, step_of
-from loadtests.summary import Percentiles, Row, Summary
+from loadtests.capacity_table import LOADS, CapacityPoint, counts_of, page, point_of, step_of
+from loadtests.run_process import RunError
+from loadtests.summary import Percentiles, Summary, SummaryRow
 
 MACHINE = Machine("2026-11-23", "abc", "a processor", 2, 0.0, {"python": "3.11"})
 
@@ -18,13 +18,13 @@ def times(middle: float) -> Percentiles:
     return Percentiles(num=9, p50=middle, p95=2 * middle, p99=3 * middle)
 
 
-def row(kind: str, phase: str = "measured", **rest: Any) -> Row:
+def row(kind: str, phase: str = "measured", **rest: Any) -> SummaryRow:
     counts = {"num_requests": 5, "num_refused": 0, "num_left": 0, "num_failed": 0, "error_share": 0.0}
     rates = {"num_tokens": 50, "requests_per_s": 0.5, "tokens_per_s": 5.0}
-    return Row(kind=kind, phase=phase, seconds=10, **{**counts, **rates, **rest})
+    return SummaryRow(kind=kind, phase=phase, seconds=10, **{**counts, **rates, **rest})
 
 
-def summary(*rows: Row) -> Summary:
+def summary(*rows: SummaryRow) -> Summary:
     return Summary(
         scenario="",
         shape="",
@@ -64,8 +64,8 @@ def test_a_run_without_an_answer_is_no_point() -> None:
         )
 
 
-def point(load: str, concurrency: int, step: float) -> Point:
-    return Point(
+def point(load: str, concurrency: int, step: float) -> CapacityPoint:
+    return CapacityPoint(
         load=load, concurrency=concurrency, requests_per_s=1, tokens_per_s=30, num_failed=0,
         ttft_ms=times(50), itl_ms=times(step), client_cpu=0.05,
     )  # fmt: skip
