@@ -7,13 +7,9 @@ this one, which imports nothing heavy: the command line is imported only in the 
 from __future__ import annotations
 
 import importlib
-import sys
 
 
 def main() -> int:
     """Run the command line and return its exit status."""
-    arguments = sys.argv[1:]
-    if arguments[:1] == ["serve"]:
-        importlib.import_module("app.early_engine").begin_early(arguments[1:])
-    status: int = importlib.import_module("app.cli").main(arguments)
+    status: int = importlib.import_module("app.cli").main()
     return status

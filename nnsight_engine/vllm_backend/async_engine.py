@@ -39,7 +39,6 @@ from nnsight_engine.vllm_backend.call import (
     salted,
 )
 from nnsight_engine.vllm_backend.compat import check_supported
-from nnsight_engine.vllm_backend.early_process import offered
 from nnsight_engine.vllm_backend.metering import count_tokens, note_spent
 from nnsight_engine.vllm_backend.output_payloads import deliver_payloads
 from nnsight_engine.vllm_backend.processes import kill_engine, uninterrupted
@@ -132,7 +131,7 @@ class InterventionAsyncLLM(AsyncLLM):
             # the backend of the first. A grammar that only another backend supports would pass the check and
             # fail in the engine.
             config.structured_outputs_config.backend = "xgrammar"
-        with uninterrupted(), offered():
+        with uninterrupted():
             return cls(
                 vllm_config=config,
                 executor_class=Executor.get_class(config),
