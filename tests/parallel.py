@@ -21,9 +21,7 @@ _TOGETHER: Final = {
         f"tests/e2e/test_{name}.py"
         for name in ("keys", "sandbox", "sandbox_corpus", "tenants", "hostile_requests")
     ),
-    "float32_engine": tuple(
-        f"tests/e2e/test_{name}.py" for name in ("cache", "chunked_prefill", "numerics", "sixteen_vectors")
-    ),
+    "float32_engine": tuple(f"tests/e2e/test_{name}.py" for name in ("cache", "numerics", "sixteen_vectors")),
     "renamed_model": tuple(
         f"tests/e2e/test_traces_{name}.py" for name in ("caches", "edits", "names", "scans")
     ),
