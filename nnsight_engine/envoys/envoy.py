@@ -226,12 +226,14 @@ class Envoy(CallValues, EnvoyTree, Batchable):
             WithBlockNotFoundError: The caller is not a ``with`` statement.
         """
         refuse_statement(sys._getframe(1), "trace")
+        self._root._check_runs("trace")
         function = fn if fn is not None else self._run_module
         return tracer_cls(function, self, *args, backend=backend, validate=validate or scan, **kwargs)
 
     def scan(self, *args: Any, fn: Callable[..., Any] | None = None, **kwargs: Any) -> ScanningTracer:
         """Open a trace on fake tensors, which determines every shape and computes nothing."""
         refuse_statement(sys._getframe(1), "scan")
+        self._root._check_runs("scan")
         return ScanningTracer(fn if fn is not None else self._run_module, self, *args, **kwargs)
 
     def edit(self, *, inplace: bool = False, backend: Backend | None = None) -> EditingTracer:
@@ -242,6 +244,7 @@ class Envoy(CallValues, EnvoyTree, Batchable):
             backend: Receives the compiled block; stored in this process by default.
         """
         refuse_statement(sys._getframe(1), "edit")
+        self._root._check_runs("edit")
         if not self._is_root:
             raise ValueError(f"edits are kept on the model: call edit() on its root, not on {self.path}")
         return EditingTracer(self, inplace=inplace, backend=backend)
@@ -253,6 +256,7 @@ class Envoy(CallValues, EnvoyTree, Batchable):
     def session(self, *, backend: Backend | None = None) -> Session:
         """Group traces, with values passed from one to the next: ``with model.session():``."""
         refuse_statement(sys._getframe(1), "session")
+        self._root._check_runs("session")
         return Session(self, backend=backend)
 
     def _apply_to_values(self, *args: Any, **kwargs: Any) -> Any:
@@ -290,6 +294,7 @@ class Envoy(CallValues, EnvoyTree, Batchable):
     def interleave(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run ``function(*args, **kwargs)`` together with the blocks that the interleaver was given."""
         root = self._root
+        root._check_runs("interleave")
         probes = root._probes
         if probes is None:
             modules = [(envoy._module, str(envoy.path)) for envoy in root._by_module.values()]
@@ -317,6 +322,9 @@ class Envoy(CallValues, EnvoyTree, Batchable):
                 [edit.mediator(self._interleaver) for edit in self._default_mediators]
             )
             return self.interleave(run)
+
+    def _check_runs(self, method: str) -> None:
+        """Raise if blocks cannot run the model of this tree; called on the root, with the method used."""
 
     def _before_run(self) -> None:
         """Prepare for a run, real or on fake tensors; called on the root for every run in its tree."""

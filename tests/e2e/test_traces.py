@@ -277,6 +277,31 @@ def test_whoever_fails_fails_alone(model: VLLM) -> None:
     assert ran.outcomes[6].saves["tokens"] == plain_tokens(model, PROMPT, 8)
 
 
+def test_a_trace_in_a_block_fails_that_block_alone(model: VLLM) -> None:
+    with pytest.raises(RuntimeError, match=r"trace\(\) cannot be called in a block"):
+        with model.trace(PROMPT, max_tokens=3):
+            with model.trace(PROMPT):
+                model.model.layers[0].output.save()
+    with pytest.raises(RuntimeError, match=r"trace\(\) cannot be called in a block"):
+        with model.trace(PROMPT, max_tokens=3):
+            with model.model.layers[0].trace(torch.ones(1, 4)):
+                model.model.layers[0].output.save()
+    with pytest.raises(RuntimeError, match=r"scan\(\) cannot be called in a block"):
+        with model.trace(PROMPT, max_tokens=3):
+            with model.scan(PROMPT):
+                model.model.layers[0].output.save()
+    with pytest.raises(RuntimeError, match=r"edit\(\) cannot be called in a block"):
+        with model.trace(PROMPT, max_tokens=3):
+            with model.edit(inplace=True):
+                model.model.layers[0].output[:] = 0
+    with pytest.raises(RuntimeError, match=r"interleave\(\) cannot be called in a block"):
+        with model.trace(PROMPT, max_tokens=3):
+            model.interleave(len, "x")
+    with model.trace(PROMPT, max_tokens=1):
+        after = model.layers[0].output.save()
+    assert after.shape[-1] > 4
+
+
 def test_neighbours_notice_nothing(model: VLLM) -> None:
     prompts = [f"Neighbour {number} says that" for number in range(7)]
     greedy = SamplingParams(max_tokens=12, temperature=0.0)

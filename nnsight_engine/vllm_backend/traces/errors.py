@@ -3,6 +3,18 @@
 from __future__ import annotations
 
 
+class NestedTraceError(RuntimeError):
+    """A block that runs in the engine would run the model."""
+
+    @classmethod
+    def calling(cls, method: str) -> NestedTraceError:
+        """Return the error for a method of the model's envoys."""
+        return cls(
+            f"{method}() cannot be called in a block that runs in the engine, whose model already runs, for "
+            "other requests too. Call it behind this block, or give the trace several invokes."
+        )
+
+
 class EditLimitError(RuntimeError):
     """The engine already stores the maximum number or size of edits."""
 

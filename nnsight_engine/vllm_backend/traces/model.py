@@ -18,7 +18,7 @@ from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.envoys.probes import Probes
 from nnsight_engine.modeling.wrapper import WrapperModule
 from nnsight_engine.vllm_backend.families import ModelPoints
-from nnsight_engine.vllm_backend.traces.errors import SandboxedError
+from nnsight_engine.vllm_backend.traces.errors import NestedTraceError, SandboxedError
 from nnsight_engine.vllm_backend.traces.names import Names, add_vocabulary
 from nnsight_engine.vllm_backend.traces.points import LOGITS, SAMPLES, StandardNames
 from nnsight_engine.vllm_backend.traces.points_kernels import KernelProbes
@@ -116,6 +116,9 @@ class WorkerModel(StandardNames):
             if isinstance(envoy._module, VocabParallelEmbedding):  # noqa: SLF001 - an envoy of ours
                 places[f"{envoy.path}.input"] = int(envoy._module.org_vocab_size)  # noqa: SLF001
         return places
+
+    def _check_runs(self, method: str) -> None:
+        raise NestedTraceError.calling(method)
 
     def own_modules(self) -> list[tuple[torch.nn.Module, str]]:
         """Return the modules that this worker runs, with their paths."""
