@@ -30,6 +30,7 @@ from app.observability.middleware import RecordMiddleware, points_of
 from app.observability.scrape import Scrape
 from app.observability.tracing import Tracing, tracing_of
 from app.openapi import DocumentedApp
+from app.process_environment import environment_for_traces
 from app.received_bytes import ReceivedBytes
 from app.request_context import RequestContext, RequestContextMiddleware
 from app.routes import (
@@ -56,7 +57,7 @@ from app.services.jobs import JobService
 from app.services.model_outline import model_outline
 from app.services.sandbox_start import start_sandbox
 from app.services.traces import TraceService
-from app.settings import Settings, environment_for_traces
+from app.settings import Settings
 from app.storage.audit import AuditStore
 from app.storage.database import Database
 from app.storage.keys import KeyStore

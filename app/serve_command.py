@@ -27,8 +27,9 @@ from app.keys_command import has_keys
 from app.listen_socket import listening_socket
 from app.main import create_app, new_store
 from app.observability.logs import is_json, start_logs
+from app.process_environment import engine_trace_options, environment_for_traces, set_engine_defaults
 from app.server import DrainingServer, server_config
-from app.settings import Settings, engine_trace_options, environment_for_traces, set_engine_defaults
+from app.settings import Settings
 from app.storage.database import DatabaseError
 from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.core.garbage_collection import uncollected

@@ -20,7 +20,7 @@ from typing import IO, Final
 
 import httpx
 
-from app.settings import set_engine_defaults
+from app.process_environment import set_engine_defaults
 from benchmarks.precision import DTYPE_NAME
 
 MODEL_NAME: Final = "bundled"

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.engine.trace_process_pool import ProcessJob, TraceProcesses
+from app.engine.process_job import ProcessJob
+from app.engine.trace_process_pool import TraceProcesses
 from app.errors import error_bytes, internal_error
 from app.settings import Settings
 from nnsight_engine.local_engine.process_channel import LOCAL, ProcessOptions

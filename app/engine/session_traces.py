@@ -16,7 +16,8 @@ from typing import Any
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
-from app.engine.trace_process_pool import ProcessJob, TraceProcesses
+from app.engine.process_job import ProcessJob
+from app.engine.trace_process_pool import TraceProcesses
 from app.engine.traces import TraceEngine
 from app.errors import error_bytes, internal_error
 from app.settings import Settings

@@ -50,14 +50,14 @@ from app.engine.vllm_requests import started_stream
 from app.engine.vllm_traces import VLLMTraceEngine
 from app.errors import DONE_FRAME
 from app.json_text import json_text
-from app.request_context import RequestContext, context_of
-from app.settings import (
-    Settings,
+from app.process_environment import (
     environment_for_traces,
     is_socket_folder_set,
     set_socket_folder,
     spawn_engines,
 )
+from app.request_context import RequestContext, context_of
+from app.settings import Settings
 from app.storage.process_folders import ProcessFolder, claim_memory_folder, claim_socket_folder
 from app.storage.results import ResultStore
 from app.tenant_budget import TenantBudget

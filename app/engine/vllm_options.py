@@ -13,7 +13,7 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from app.settings import has_vllm_key
+from app.process_environment import has_vllm_key
 from nnsight_engine.core.errors import UnsupportedOptionError
 
 TO_ENGINE: Final = frozenset(

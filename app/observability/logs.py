@@ -18,8 +18,9 @@ from structlog.typing import EventDict, Processor, WrappedLogger
 
 from app.audit.records import Record
 from app.observability.metrics import outcome_of
+from app.process_environment import set_engine_log
 from app.request_context import RequestContext
-from app.settings import Settings, set_engine_log
+from app.settings import Settings
 from nnsight_engine.core.work_context import current_work
 
 _requests = logging.getLogger("app.requests")

@@ -21,12 +21,13 @@ from starlette.applications import Starlette
 
 from app.addresses import is_loopback
 from app.keys_command import has_keys
+from app.process_environment import environment_for_replicas
 from app.replicas.front import create_front
 from app.replicas.handles import ServedReplicas
 from app.replicas.options import ModelOptions, ReplicaOptions
 from app.replicas.protocol import Replicas
 from app.replicas.replica import Replica, ServerOptions
-from app.settings import Settings, environment_for_replicas
+from app.settings import Settings
 from nnsight_engine.core.errors import UnsupportedOptionError
 
 logger = logging.getLogger(__name__)

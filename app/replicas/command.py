@@ -25,13 +25,14 @@ from rich.console import Console
 from app.keys_command import has_keys
 from app.listen_socket import listening_socket
 from app.observability.logs import is_json
+from app.process_environment import cluster_address
 from app.replicas.application import no_keys, nodes_of_cluster, replicas_of
 from app.replicas.front import create_front
 from app.replicas.handles import ServedReplicas
 from app.replicas.options import ReplicaOptions
 from app.replicas.protocol import Replicas
 from app.server import DrainingServer, server_config
-from app.settings import Settings, cluster_address
+from app.settings import Settings
 from nnsight_engine.core.errors import UnsupportedOptionError
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ import httpx
 import ray
 from ray import serve
 
-from app.settings import environment_of_replica
+from app.process_environment import environment_of_replica
 
 logger = logging.getLogger(__name__)
 

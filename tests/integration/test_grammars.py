@@ -17,7 +17,8 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from api_schemas.errors import ApiError, ErrorCode
 from app.engine.grammars import Grammars
-from app.settings import Settings, environment_for_traces
+from app.process_environment import environment_for_traces
+from app.settings import Settings
 from nnsight_engine.modeling.bundled import bundled_model_path
 from nnsight_engine.vllm_backend.grammar_process import GrammarJob, GrammarSetup, GrammarVerdict
 

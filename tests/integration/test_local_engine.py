@@ -22,7 +22,8 @@ from app.allowance import Allowance
 from app.engine import trace_process_pool
 from app.engine.local_traces import LocalTraceEngine
 from app.main import create_app, new_store
-from app.settings import Settings, environment_for_traces
+from app.process_environment import environment_for_traces
+from app.settings import Settings
 from nnsight_engine.core.metering import UsageMeter
 from nnsight_engine.core.saves import save
 from nnsight_engine.core.work_context import WorkContext
@@ -360,7 +361,8 @@ def test_a_model_that_cannot_be_loaded_is_said_to_be_so(tmp_path: Path) -> None:
 KILLED = """
 import asyncio, os, sys
 from app.engine.local_traces import LocalTraceEngine
-from app.settings import Settings, environment_for_traces
+from app.process_environment import environment_for_traces
+from app.settings import Settings
 from nnsight_engine.local_engine.process_channel import ProcessOptions
 
 async def main():

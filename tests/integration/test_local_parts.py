@@ -19,7 +19,8 @@ from websockets.sync.client import ClientConnection, connect
 from app.context import Context
 from app.engine.local_traces import LocalTraceEngine
 from app.main import create_app, new_store
-from app.settings import Settings, environment_for_traces
+from app.process_environment import environment_for_traces
+from app.settings import Settings
 from nnsight_engine.core.saves import save
 from nnsight_engine.local_engine.process_channel import ProcessOptions
 from nnsight_engine.modeling.language import LanguageModel

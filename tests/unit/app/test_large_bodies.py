@@ -19,7 +19,7 @@ from api_schemas.errors import ApiError, ErrorCode
 from app.allowance import Allowance
 from app.body_fields import FieldLimits
 from app.large_bodies import LargeBodyReader
-from app.settings import environment_for_traces
+from app.process_environment import environment_for_traces
 from tests.integration.waiting import until
 
 LIMITS = FieldLimits(max_depth=16, max_objects=1000, max_values=1000, max_prompt_ids=1000)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from app.settings import Settings, environment_for_traces
+from app.process_environment import environment_for_traces
+from app.settings import Settings
 
 
 def test_every_setting_is_described():

@@ -14,8 +14,9 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
 from app.engine import trace_process_pool
 from app.engine.local_traces import LocalTraceEngine
+from app.engine.process_job import ProcessJob
 from app.engine.session_traces import SessionTraces
-from app.engine.trace_process_pool import ProcessJob, TraceProcesses
+from app.engine.trace_process_pool import TraceProcesses
 from app.engine.traces import TraceEngine
 from app.settings import Settings
 from nnsight_engine.local_engine.process_channel import LOCAL, OUTLINE, READY, ProcessOptions
