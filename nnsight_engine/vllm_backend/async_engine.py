@@ -316,12 +316,22 @@ class InterventionAsyncLLM(AsyncLLM):
         if isinstance(call, TraceCall):
             _token_ids(prompt)  # raises for embeddings, which have no token positions
             traced = call.begin(request_id, sampling_params.n)
-            return self._generate_with_trace(call, traced, prompt, sampling_params, **kwargs)
-        if call is None:
-            plain: AsyncGenerator[RequestOutput, None] = super().generate(
-                prompt, sampling_params, request_id, **kwargs
-            )
-            return plain if sampling_params.structured_outputs is None else _check_grammar(plain)
+            outputs = self._generate_with_trace(call, traced, prompt, sampling_params, **kwargs)
+        elif call is None:
+            outputs = super().generate(prompt, sampling_params, request_id, **kwargs)
+        else:
+            outputs = self._generate_with_plan(call, prompt, sampling_params, request_id, **kwargs)
+        return outputs if sampling_params.structured_outputs is None else _check_grammar(outputs)
+
+    def _generate_with_plan(
+        self,
+        call: InterventionCall,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        request_id: str,
+        **kwargs: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Compile a request's operations for a prompt and generate; raises ApiError if they are invalid."""
         prompt_token_ids = _token_ids(prompt)
         compiled = call.compile(prompt_token_ids, sampling_params)
         key = uuid.uuid4().hex
@@ -345,8 +355,7 @@ class InterventionAsyncLLM(AsyncLLM):
         salt = salted(compiled, prompt.get("cache_salt"), self._salt_secret)
         if salt is not None:
             prompt = {**prompt, "cache_salt": salt}
-        outputs = self._generate(call, entry, prompt, sampling_params, request_id, **kwargs)
-        return outputs if sampling_params.structured_outputs is None else _check_grammar(outputs)
+        return self._generate(call, entry, prompt, sampling_params, request_id, **kwargs)
 
     async def generate_traced(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, come: Callable[[], None]

@@ -232,14 +232,16 @@ async def test_the_messages_say_what_to_send_instead(http: httpx.AsyncClient) ->
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("intervenes", [False, True])
+@pytest.mark.parametrize(
+    "operation", [None, STEER, {"op": "trace", "code": "pass"}], ids=["plain", "steer", "trace"]
+)
 async def test_a_grammar_that_no_allowed_token_fits_is_the_clients_mistake(
-    http: httpx.AsyncClient, stream: bool, intervenes: bool
+    http: httpx.AsyncClient, stream: bool, operation: dict[str, Any] | None
 ) -> None:
     given = {"structured_outputs": {"choice": ["yes", "no"]}, "allowed_token_ids": [1]}
     body = {"model": MODEL, "prompt": ["A bird", "sat"], "max_tokens": 2, "stream": stream, **given}
-    if intervenes:
-        body["interventions"] = [STEER]
+    if operation is not None:
+        body["interventions"] = [operation]
     answer = await send(http, OddRequest("POST", COMPLETIONS, body))
     assert answer.status_code == 400, answer.text
     assert "No token is left that fits the grammar" in answer.text
