@@ -133,7 +133,7 @@ async def test_a_server_whose_engine_dies_too_often_ends_and_says_so(tmp_path: P
         await until_async(server.ready)
         assert await server.ended() == 1
         assert server.process.stderr is not None
-        assert b"died too often" in await server.process.stderr.read()
+        assert b"failed too often" in await server.process.stderr.read()
 
 
 async def _has(lines: list[str], number: int) -> bool:

@@ -198,7 +198,7 @@ def test_an_interrupt_cancels_what_runs_on_the_engines_loop(monkeypatch: pytest.
             ended.set()
 
     monkeypatch.setattr(AsyncEngine, "_started", staticmethod(started))
-    monkeypatch.setattr("nnsight_engine.vllm_backend.engines.TraceRouter.attach", lambda *_: None)
+    monkeypatch.setattr("nnsight_engine.vllm_backend.engines.deliver_payloads", lambda *_: None)
     host = AsyncEngine({})
     try:
         with pytest.raises(KeyboardInterrupt):
