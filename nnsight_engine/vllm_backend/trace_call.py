@@ -229,7 +229,7 @@ class TracedPrompt:
         with self._read("left behind"):
             message = decode(
                 data,
-                resolve=lambda _: next(iter(results.values()), None),
+                resolve=lambda reference: results.get("/".join(reference[1:])),
                 policy=_PLAIN,
                 limits=_RESULTS,
             )

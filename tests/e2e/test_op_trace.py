@@ -98,6 +98,16 @@ async def test_code_writes_loops_prints_and_gets_variables(live: Live) -> None:
     assert declared["text"] == choice["text"]
 
 
+async def test_each_choice_saves_its_own_result(live: Live) -> None:
+    operation = op("answer = tracer.result.save()")
+    body = {"prompt": PROMPT, "n": 3, "temperature": 2.0, "seed": 5, "return_token_ids": True}
+    choices = (await live.post(**body, interventions=[operation])).json()["choices"]
+    assert len({choice["text"] for choice in choices}) == 3
+    for choice in choices:
+        answer = saves(choice)["answer"]
+        assert (answer["text"], answer["token_ids"]) == (choice["text"], choice["token_ids"])
+
+
 async def test_what_a_cache_missed_is_among_the_warnings(live: Live) -> None:
     code = "h = model.layers[5].output[-1].float().save()\ntracer.cache(modules=[model.layers[2]])"
     result = (await traced(live, code, max_tokens=1))["interventions"]["results"]["t"]

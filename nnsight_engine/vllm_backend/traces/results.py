@@ -9,18 +9,29 @@ from nnsight_engine.vllm_backend.traces.points import place_of
 
 
 class Result:
-    """The value of ``tracer.result`` in the worker; the client replaces a saved one with its own result."""
+    """The value of ``tracer.result`` in the worker; the client replaces a saved one with its own result.
 
-    def __init__(self, plain: Any) -> None:
-        """Set the plain result's items as attributes."""
+    Args:
+        plain: The items of the plain result, which become attributes.
+        reference: The name by which the client knows the result: the request's, or the choice's,
+            ``"<request>/<choice>"``, where each choice has a result of its own.
+    """
+
+    def __init__(self, plain: Any, reference: str) -> None:
+        self._reference = reference
         for name, value in (plain or {}).items():
             setattr(self, name, value)
+
+    @property
+    def reference(self) -> tuple[str, str]:
+        """What is sent in its stead."""
+        return "result", self._reference
 
 
 def client_reference(value: Any) -> tuple[str, ...] | None:
     """Return the reference for a result, or for a place in the model; the client has both. Else None."""
     if isinstance(value, Result):
-        return ("result", str(getattr(value, "request", "")))
+        return value.reference
     return place_of(value)
 
 

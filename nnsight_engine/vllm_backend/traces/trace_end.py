@@ -68,7 +68,9 @@ class TraceEnd:
         """End a block and return its outcome as data."""
         error = member.error
         if member.request is not None:
-            member.request.close(Result(results.get(f"{member.entry.index}/{member.choice}")))
+            name = f"{member.entry.index}/{member.choice}"
+            reference = name if member.entry.plain else str(member.entry.index)
+            member.request.close(Result(results.get(name), reference))
             error = member.request.error
         saves: dict[str, Any] = {}
         flows: dict[str, Any] = {}
