@@ -404,7 +404,8 @@ class VLLMEngineClient:
             data = await asyncio.to_thread(encoded_code, first, param)
             call = TraceCall(
                 data, name=first.name or f"{first.op}_0", param=param, filename=filename_of(first),
-                streams=streams, max_requests=self._settings.max_trace_requests, sandbox_of=sandbox,
+                streams=streams, max_requests=self._settings.max_trace_requests,
+                max_bytes=self._settings.max_trace_bytes, sandbox_of=sandbox,
             )  # fmt: skip
             if sandbox:
                 call.slot = partial(self._sandboxes.request, sandbox, call.ticket)

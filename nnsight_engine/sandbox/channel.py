@@ -124,15 +124,17 @@ class EngineSide:
         """Return the socket's descriptor, to wait for several sandboxes at once."""
         return self._socket.fileno()
 
-    def send(self, parts: Sequence[Part], deadline: float) -> None:
-        """Send a message.
+    def send(self, parts: Sequence[Part]) -> None:
+        """Send a message, without waiting.
+
+        The sides take turns, so the socket has room for a message unless the other side does not read.
 
         Raises:
             ValueError: It is too large.
-            OSError: The other side is gone, or did not read it before ``deadline``.
+            OSError: The other side is gone, or has left earlier messages unread.
         """
         data = _written(parts, self._out)
-        self._wait_until(deadline)
+        self._socket.settimeout(0)
         self._socket.sendall(data)
 
     def receive(self, deadline: float, max_bytes: int) -> bytes:

@@ -27,6 +27,7 @@ _NUMPY_KINDS: Final = {
 }  # fmt: skip
 _MAX_DEPTH: Final = 32
 _MAX_VALUES: Final = 100_000
+_MAX_ALL_VALUES: Final = 1_000_000
 _MAX_INTEGER_BITS: Final = 1024
 
 
@@ -38,8 +39,42 @@ class _UnfitError(Exception):
     """A value cannot be represented; the message says why."""
 
 
+class SaveBudget:
+    """The size that all saved variables of a block may have as JSON.
+
+    An object that is saved several times counts each time: in JSON it is written each time.
+
+    Args:
+        max_bytes: Limit on the bytes of tensors and text.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = self._num_bytes_left = max_bytes
+        self._num_values_left = _MAX_ALL_VALUES
+
+    def take_value(self) -> None:
+        """Count one value; raises _UnfitError beyond the limit."""
+        self._num_values_left -= 1
+        if self._num_values_left < 0:
+            raise _UnfitError(
+                f"all variables together hold more than {_MAX_ALL_VALUES:,} values; make tensors of them"
+            )
+
+    def take_bytes(self, num_bytes: int) -> None:
+        """Count bytes of a tensor or a text; raises _UnfitError beyond the limit."""
+        self._num_bytes_left -= num_bytes
+        if self._num_bytes_left < 0:
+            raise _UnfitError(
+                f"all variables together hold more than {self._max_bytes:,} bytes, counting an object each "
+                "time that it is saved; save it once"
+            )
+
+
 def plain_saves(
-    saves: Mapping[str, Any], tensor: Callable[[torch.Tensor], Any], known: frozenset[type] = frozenset()
+    saves: Mapping[str, Any],
+    tensor: Callable[[torch.Tensor], Any],
+    budget: SaveBudget,
+    known: frozenset[type] = frozenset(),
 ) -> dict[str, Any]:
     """Return the saved values as JSON types.
 
@@ -47,15 +82,16 @@ def plain_saves(
         saves: Saved values by variable.
         tensor: Converts a tensor to its representation; may raise ValueError for one that cannot be
             represented.
+        budget: The size that the values may still have.
         known: Further types that are passed through.
 
     Raises:
-        NotPlainError: A variable has a value of another type.
+        NotPlainError: A variable has a value of another type, or is too large.
     """
     plain = {}
     for name, value in saves.items():
         try:
-            plain[name] = _Walk(tensor, known).plain(value, _MAX_DEPTH)
+            plain[name] = _Walk(tensor, budget, known).plain(value, _MAX_DEPTH)
         except _UnfitError as error:
             raise NotPlainError(
                 f"`{name}` was saved and cannot be answered with: {error}. Save tensors, numbers, strings, "
@@ -67,13 +103,17 @@ def plain_saves(
 class _Walk:
     """Converts one variable's value, and enforces the limits on its size and depth."""
 
-    def __init__(self, tensor: Callable[[torch.Tensor], Any], known: frozenset[type]) -> None:
+    def __init__(
+        self, tensor: Callable[[torch.Tensor], Any], budget: SaveBudget, known: frozenset[type]
+    ) -> None:
         self._tensor = tensor
+        self._budget = budget
         self._known = known
         self._metaclasses = (*_METACLASSES, *map(type, known))
         self._num_left = _MAX_VALUES
 
     def plain(self, value: Any, depth: int) -> Any:
+        self._budget.take_value()
         self._num_left -= 1
         if self._num_left < 0:
             raise _UnfitError(f"it holds more than {_MAX_VALUES:,} values; make a tensor of them")
@@ -90,15 +130,23 @@ class _Walk:
             return self._plain_tensor(value)
         if issubclass(kind, np.ndarray | np.generic):
             return self._plain_array(value)
+        return self._plain_scalar(value)
+
+    def _plain_scalar(self, value: Any) -> Any:
+        if type(value) is str:
+            self._budget.take_bytes(len(value))
         return _scalar(value, self._known)
 
     def _plain_dict(self, value: dict[Any, Any], depth: int) -> dict[str, Any]:
+        self._budget.take_bytes(sum(len(key) for key in value if type(key) is str))
         plain = {_key(key): self.plain(item, depth - 1) for key, item in value.items()}
         if len(plain) != len(value):
             raise _UnfitError("it holds a dict with a number and its digits as keys, which are one in JSON")
         return plain
 
     def _plain_tensor(self, value: torch.Tensor) -> Any:
+        # Small integers are sent as 64-bit ones.
+        self._budget.take_bytes(value.numel() * (value.element_size() if value.is_floating_point() else 8))
         try:
             return self._tensor(value)
         except ValueError as error:
@@ -150,4 +198,4 @@ def _text(value: str) -> str:
     return value.encode("utf-8", "backslashreplace").decode()  # a lone surrogate has no UTF-8 encoding
 
 
-__all__ = ["NotPlainError", "plain_saves"]
+__all__ = ["NotPlainError", "SaveBudget", "plain_saves"]

@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+import msgspec
 import torch
 
 from api_schemas.errors import ApiError, ErrorCode
@@ -26,7 +27,7 @@ from nnsight_engine.remote_backend.outcomes import warnings_of
 from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.serialization import DecodeError, MessageLimits, Policy, decode
 from nnsight_engine.tracing.text_blocks import NUM_LINES_BEFORE
-from nnsight_engine.vllm_backend.json_values import NotPlainError, plain_saves
+from nnsight_engine.vllm_backend.json_values import NotPlainError, SaveBudget, plain_saves
 from nnsight_engine.vllm_backend.traced_requests import results_of
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 
@@ -43,11 +44,51 @@ MAX_PENDING_BYTES: Final = 256 * 2**20
 # For a call neither is compressed: its values are converted to JSON here.
 _DELTA_LIMITS: Final = MessageLimits(max_bytes=MAX_PENDING_BYTES, max_nodes=1_000_000, compressed=False)
 _RESULTS: Final = MessageLimits(compressed=False)
-_UNREADABLE: Final = (DecodeError, LookupError, TypeError, ValueError, AttributeError, RecursionError)
+_UNREADABLE: Final = (
+    DecodeError, LookupError, TypeError, ValueError, AttributeError, RecursionError, MemoryError,
+    msgspec.ValidationError,
+)  # fmt: skip
 """Exceptions that decoding a malformed message may raise."""
 _PLAIN: Final = Policy(lambda _module, _name: False)
 """Values are plain, so no class is needed, and importing one would cost this process time and memory."""
 _SLOW_BYTES: Final = 2**20
+_MAX_BYTES: Final = 4 * 2**30
+_MAX_ENTRIES: Final = 64
+_MAX_NOTES: Final = 16
+_MAX_TEXT: Final = 10_000
+"""Characters of one part of an error's message."""
+
+
+class _Entry(msgspec.Struct):
+    """A line of a block's traceback."""
+
+    file: str
+    line: int
+    source: str
+
+
+class _BlockError(msgspec.Struct):
+    """The parts of an error, as ``encode_error`` encodes it, that are reported.
+
+    They are converted to fixed types, because the text of a deep list may take for ever to make.
+    """
+
+    name: str
+    message: str
+    module: str = ""
+    notes: list[str] = []
+    entries: list[_Entry] = []
+
+    @classmethod
+    def of(cls, error: Any) -> _BlockError:
+        """Return a decoded error; raises msgspec.ValidationError if it is none."""
+        if type(error) is not dict:
+            raise DecodeError("its error has no parts")
+        parts = {name: error[name] for name in ("name", "message", "module") if name in error}
+        for name, most in (("notes", _MAX_NOTES), ("entries", _MAX_ENTRIES)):
+            if type(error.get(name)) is list:
+                parts[name] = error[name][-most:]
+        return msgspec.convert(parts, cls)
 
 
 @dataclasses.dataclass(slots=True)
@@ -91,7 +132,7 @@ class _Choice:
         unread, self.deltas, self.num_pending = self.deltas, [], 0
         return unread
 
-    def read(self, unread: Sequence[bytes | None]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def read(self, unread: Sequence[bytes | None], max_bytes: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the new data as JSON values: whole values, and items by which lists grew."""
         saves: dict[str, Any] = {}
         grown: dict[str, list[Any]] = {}
@@ -108,16 +149,17 @@ class _Choice:
                 if name not in self.sent:
                     continue  # the items before them were dropped
                 if name in saves:
-                    saves[name] = [*saves[name], *items]
+                    saves[name] = [*_listed(saves[name]), *_listed(items)]
                 else:
-                    grown.setdefault(name, []).extend(items)
-        return self._plain(saves), self._plain(grown)
+                    grown.setdefault(name, []).extend(_listed(items))
+        budget = SaveBudget(max_bytes)
+        return self._plain(saves, budget), self._plain(grown, budget)
 
-    def _plain(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _plain(self, values: Mapping[str, Any], budget: SaveBudget) -> dict[str, Any]:
         plain: dict[str, Any] = {}
         for name, value in values.items():
             try:
-                plain.update(plain_saves({name: value}, _tensor))
+                plain.update(plain_saves({name: value}, _tensor, budget))
             except NotPlainError:  # the last chunk reports the error
                 self.sent.discard(name)
         return plain
@@ -205,8 +247,8 @@ class TracedPrompt:
         unread = choice.take_unread()
         with self._read("told"):
             if num_bytes < _SLOW_BYTES:
-                return choice.read(unread)
-            return await asyncio.to_thread(choice.read, unread)
+                return choice.read(unread, self._call.max_bytes)
+            return await asyncio.to_thread(choice.read, unread, self._call.max_bytes)
 
     @contextlib.contextmanager
     def _read(self, what: str) -> Iterator[None]:
@@ -233,7 +275,10 @@ class TracedPrompt:
                 policy=_PLAIN,
                 limits=_RESULTS,
             )
-            for block in message["blocks"]:
+            blocks = _listed(message["blocks"])
+            if len(blocks) > len(self.choices):
+                raise DecodeError("it has more blocks than choices")
+            for block in blocks:
                 if block["error"] is not None:
                     raise self._call.failed(block["error"])
                 choice = self.choices[block["choice"]]
@@ -249,7 +294,7 @@ class TracedPrompt:
 
     def _keep(self, choice: _Choice, saves: dict[str, Any]) -> None:
         try:
-            choice.saves = plain_saves(saves, _tensor)
+            choice.saves = plain_saves(saves, _tensor, SaveBudget(self._call.max_bytes))
         except NotPlainError as error:
             raise ApiError(ErrorCode.TRACE_FAILED, str(error), self._call.param) from error
 
@@ -264,6 +309,7 @@ class TraceCall:
         filename: File name of the code in tracebacks.
         streams: Whether the answer is streamed.
         max_requests: Limit on the number of requests (choices of all prompts).
+        max_bytes: Limit on the saved values of one choice.
         sandbox_of: The tenant in whose sandbox the block runs; empty to run it in the worker as trusted code.
 
     Attributes:
@@ -282,9 +328,11 @@ class TraceCall:
         filename: str,
         streams: bool,
         max_requests: int,
+        max_bytes: int = _MAX_BYTES,
         sandbox_of: str = "",
     ) -> None:
         self.ticket = uuid.uuid4().hex
+        self.max_bytes = max_bytes
         self.data = data
         self.param = param
         self.streams = streams
@@ -341,24 +389,33 @@ class TraceCall:
         result = CollectedTrace(self._name, found.saves or {}, {}, found.take_printed(), found.warnings)
         return CollectedResults([result], is_code=True, tier=prompt.tier)
 
-    def failed(self, error: Mapping[str, Any]) -> ApiError:
-        """Return the API error for a block's error, given as ``encode_error`` encodes it."""
-        if (error.get("module"), error["name"]) == _NO_SANDBOX:  # not an error of the block
-            return ApiError(ErrorCode.QUEUE_FULL, f"The trace did not begin: {error['message']}", self.param)
-        slot = self._slot(error.get("entries") or ())
-        notes = "".join(f" {note}" for note in error.get("notes") or ())
+    def failed(self, encoded: Any) -> ApiError:
+        """Return the API error for a block's error, given as ``encode_error`` encodes it.
+
+        Raises:
+            DecodeError: It is no error.
+            msgspec.ValidationError: The same.
+        """
+        error = _BlockError.of(encoded)
+        message = error.message[:_MAX_TEXT]
+        if (error.module, error.name) == _NO_SANDBOX:  # not an error of the block
+            return ApiError(ErrorCode.QUEUE_FULL, f"The trace did not begin: {message}", self.param)
+        notes = "".join(f" {note[:_MAX_TEXT]}" for note in error.notes)
         return ApiError(
             ErrorCode.TRACE_FAILED,
-            f"The trace failed{slot}: {error['name']}: {error['message']}{notes}",
+            f"The trace failed{self._line(error.entries)}: {error.name[:_MAX_TEXT]}: {message}{notes}",
             self.param,
         )
 
-    def _slot(self, entries: Sequence[Mapping[str, Any]]) -> str:
+    def _line(self, entries: Sequence[_Entry]) -> str:
+        """Return the line of the client's code that failed, else the last line."""
         for entry in reversed(entries):
-            if entry["file"] == self._filename:
-                return f" in line {entry['line'] - NUM_LINES_BEFORE}, `{entry['source'].strip()}`"
+            if entry.file == self._filename:
+                return f" in line {entry.line - NUM_LINES_BEFORE}, `{entry.source[:_MAX_TEXT].strip()}`"
         if entries:
-            return f" in {entries[-1]['file']}, line {entries[-1]['line']}, `{entries[-1]['source'].strip()}`"
+            last = entries[-1]
+            source = last.source[:_MAX_TEXT].strip()
+            return f" in {last.file[:_MAX_TEXT]}, line {last.line}, `{source}`"
         return ""
 
     def _choice(self, choice: int, num_choices: int) -> tuple[TracedPrompt, _Choice]:
@@ -372,6 +429,13 @@ def _named(values: Any) -> dict[str, Any]:
     """Return ``values`` if it is a dict with string keys, as values by variable must be."""
     if type(values) is not dict or not all(type(name) is str for name in values):
         raise DecodeError("its values have no names")
+    return values
+
+
+def _listed(values: Any) -> list[Any]:
+    """Return ``values`` if it is a list; a range would take any memory."""
+    if type(values) is not list:
+        raise DecodeError("its values are no list")
     return values
 
 

@@ -286,6 +286,23 @@ def _calls_without_end(side: SandboxSide) -> None:
         side.send([one])
 
 
+def _calls_and_reads_nothing(side: SandboxSide) -> None:
+    side.receive()
+    side.send(packed(ContinueReply([_LAYER], live=["own"])))
+    one = b"".join(packed(CallRequest("nowhere", [], {})))
+    while True:  # the answers fill the socket
+        side.send([one])
+
+
+def test_the_step_does_not_wait_for_a_process_that_reads_nothing(world: World) -> None:
+    world.served.lasts_s = 0
+    world.begin(_calls_and_reads_nothing, never_rests=True)
+    started = time.monotonic()
+    world.step()
+    assert time.monotonic() - started < _LATEST_S
+    assert world.cell.error is not None
+
+
 def _drips(side: SandboxSide) -> None:
     side.receive()
     data = struct.pack("<QQ", 60_000, 0) + bytes(60_000)

@@ -17,7 +17,7 @@ def test_an_ordinary_block_does_the_same(name: str, bare: ForkServer) -> None:
     sandbox = bare.take()
     deadline = time.monotonic() + 60
     try:
-        sandbox.side.send([json.dumps({"block": name}).encode()], deadline)
+        sandbox.side.send([json.dumps({"block": name}).encode()])
         said = sandbox.side.receive(deadline, 2**20).decode()
     finally:
         sandbox.end()

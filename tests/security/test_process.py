@@ -66,7 +66,7 @@ def canary(tmp_path: Path, secret: str) -> Iterator[Canary]:
 
 def _said(sandbox: Sandbox, code: str, names: dict[str, object], patience_s: float = _PATIENCE_S) -> str:
     deadline = time.monotonic() + patience_s
-    sandbox.side.send([json.dumps({"code": code, "names": names}).encode()], deadline)
+    sandbox.side.send([json.dumps({"code": code, "names": names}).encode()])
     return sandbox.side.receive(deadline, _MAX_ANSWER).decode()
 
 
@@ -206,7 +206,7 @@ def test_what_is_written_to_shared_memory_after_an_answer_changes_nothing(bare: 
     try:
         deadline = time.monotonic() + 20
         code = "got = 'b' * 90_000"  # more than a socket takes, so it lies in the memory
-        sandbox.side.send([json.dumps({"code": code, "names": {}}).encode()], deadline)
+        sandbox.side.send([json.dumps({"code": code, "names": {}}).encode()])
         answer = sandbox.side.receive(deadline, _MAX_ANSWER)
         assert _said(sandbox, "half = side._out\nhalf[:] = bytes(len(half))\ngot = 1", {}, 20) == "got 1"
         assert answer.count(b"b") == 90_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nnsight_engine.vllm_backend.json_values import NotPlainError, plain_saves
+from nnsight_engine.vllm_backend.json_values import NotPlainError, SaveBudget, plain_saves
 from nnsight_engine.vllm_backend.traces.points import place_of
 
 
@@ -35,10 +35,15 @@ def client_reference(value: Any) -> tuple[str, ...] | None:
     return place_of(value)
 
 
-def checked(saves: dict[str, Any]) -> tuple[dict[str, Any], NotPlainError | None]:
-    """Return the saved values if JSON can represent them; otherwise an empty dict and the error."""
+def checked(saves: dict[str, Any], max_bytes: int) -> tuple[dict[str, Any], NotPlainError | None]:
+    """Return the saved values if JSON can represent them; otherwise an empty dict and the error.
+
+    Args:
+        saves: Saved values by variable.
+        max_bytes: Limit on their size in JSON's types, see ``SaveBudget``.
+    """
     try:
-        plain_saves(saves, lambda _tensor: None, frozenset({Result}))
+        plain_saves(saves, lambda _tensor: None, SaveBudget(max_bytes), frozenset({Result}))
     except NotPlainError as error:
         return {}, error
     return saves, None

@@ -78,7 +78,7 @@ class TraceEnd:
             saves = member.context.saves(member.entry.index)
             flows = member.context.flows(member.entry.index)
         if member.entry.plain:
-            saves, error = ({}, error) if error is not None else checked(saves)
+            saves, error = ({}, error) if error is not None else checked(saves, self._max_bytes)
         data = None if error is None else self.error_data(error)
         warnings = [] if member.request is None or data is not None else member.request.warnings()
         outcome = outcome_of(

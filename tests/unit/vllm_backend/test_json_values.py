@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from nnsight_engine.vllm_backend.json_values import NotPlainError, plain_saves
+from nnsight_engine.vllm_backend.json_values import NotPlainError, SaveBudget, plain_saves
 
 
 def _never(*_: Any) -> Any:
@@ -49,7 +49,7 @@ class Title:
 
 
 def plain(value: Any) -> Any:
-    return plain_saves({"v": value}, lambda tensor: ("tensor", *tensor.shape))["v"]
+    return plain_saves({"v": value}, lambda tensor: ("tensor", *tensor.shape), SaveBudget(2**30))["v"]
 
 
 @pytest.mark.parametrize(
@@ -114,4 +114,29 @@ def test_a_tensor_that_does_not_fit_is_named_too() -> None:
         raise ValueError("it is odd")
 
     with pytest.raises(NotPlainError, match=r"`v` was saved.*it is odd"):
-        plain_saves({"a": 1, "v": torch.ones(1)}, refuse)
+        plain_saves({"a": 1, "v": torch.ones(1)}, refuse, SaveBudget(2**20))
+
+
+@pytest.mark.parametrize(
+    "saves",
+    [
+        {"v": [torch.ones(100)] * 3},
+        {"v": torch.ones(1).expand(10**9)},
+        {"v": [torch.ones(40, dtype=torch.bool)] * 4},
+        {"v": ["a" * 500] * 3},
+        {"v": {"a" * 2000: 1}},
+        {"a": torch.ones(200), "v": torch.ones(200)},
+    ],
+    ids=["shared", "expanded", "bools", "texts", "keys", "variables"],
+)
+def test_what_is_saved_several_times_counts_each_time(saves: dict[str, Any]) -> None:
+    made: list[torch.Tensor] = []
+    with pytest.raises(NotPlainError, match=r"`v` was saved.*more than 1,000 bytes"):
+        plain_saves(saves, made.append, SaveBudget(1000))
+    assert sum(one.nbytes for one in made) <= 1000
+
+
+def test_all_variables_together_have_a_number_of_values() -> None:
+    many = [1] * 99_000
+    with pytest.raises(NotPlainError, match="all variables together hold more than 1,000,000 values"):
+        plain_saves({f"v{index}": many for index in range(20)}, lambda one: one, SaveBudget(2**30))

@@ -153,6 +153,64 @@ async def test_results_that_cannot_be_read_fail_their_own_request(data: bytes) -
     assert traced.choices[0].saves == {"a": 1}
 
 
+_SHARED: list[Any] = ["ab"]
+for _ in range(60):  # its text has 2^60 parts
+    _SHARED = [_SHARED, _SHARED]
+
+
+@pytest.mark.parametrize("part", ["name", "message", "module", "notes", "entries"])
+@pytest.mark.parametrize(
+    "evil", [_SHARED, [_SHARED], [{"file": _SHARED, "line": 1, "source": ""}], range(10**12)]
+)
+async def test_an_error_is_text_of_some_length(part: str, evil: Any) -> None:
+    error = {"name": "n", "message": "m", "module": "", "notes": [], "entries": []}
+    data = encode({"blocks": [{"error": {**error, part: evil}, "choice": 0, "saves": {}}]})
+    with pytest.raises(ApiError) as caught:
+        Stream().traced.finish(data, "", SimpleNamespace(outputs=[], prompt="", prompt_token_ids=[]))
+    assert caught.value.code == "trace_failed"
+    assert len(caught.value.message) < 1000
+
+
+async def test_a_long_error_is_cut() -> None:
+    error = {"name": "n" * 10**6, "message": "m" * 10**6, "module": "", "notes": ["o" * 10**6] * 1000}
+    assert len(Stream().call.failed(error).message) < 200_000
+
+
+@pytest.mark.parametrize("evil", [range(10**12), "a" * 100, {"a": 1}, b"bytes", 3])
+async def test_a_list_grows_by_the_items_of_a_list(evil: Any) -> None:
+    for whole in ({"rows": [1]}, {}):
+        stream = Stream()
+        stream.report("", {"rows": [0]})
+        await stream.chunk()
+        stream.tell_bytes(encode({"whole": whole, "grown": {"rows": evil}}))
+        with pytest.raises(ApiError, match="cannot be read"):
+            await stream.chunk()
+    stream = Stream()
+    stream.tell_bytes(encode({"whole": {"rows": evil}, "grown": {"rows": [1]}}))
+    with pytest.raises(ApiError, match="cannot be read"):
+        await stream.chunk()
+
+
+async def test_a_trace_has_no_more_blocks_than_choices() -> None:
+    block = {"error": None, "choice": 0, "saves": {"a": 1}}
+    with pytest.raises(ApiError, match="more blocks than choices"):
+        Stream().traced.finish(
+            encode({"blocks": [block, block]}),
+            "",
+            SimpleNamespace(outputs=[], prompt="", prompt_token_ids=[]),
+        )
+
+
+async def test_what_is_saved_many_times_is_not_made_many_times() -> None:
+    call = TraceCall(b"", name="t", param="p", filename="f", streams=False, max_requests=1, max_bytes=2**20)
+    traced = call.begin("request", 1)
+    saves = {"x": [torch.zeros(2**10)] * 1000}
+    data = encode({"blocks": [{"error": None, "choice": 0, "saves": saves}]})
+    with pytest.raises(ApiError, match="counting an object each time") as caught:
+        traced.finish(data, "", SimpleNamespace(outputs=[], prompt="", prompt_token_ids=[]))
+    assert caught.value.code == "trace_failed"
+
+
 def test_a_block_for_which_there_was_no_process_may_be_sent_again() -> None:
     call = Stream().call
     refused = call.failed(encode_error(SandboxUnavailableError("16 sandboxes are at work")))

@@ -46,8 +46,6 @@ _GRACE_S: Final = 0.25
 """Extra time in which a sandbox process can interrupt a block itself, so that the author sees the line."""
 _READ_S: Final = 0.02
 """Time for a sandbox process to decode one request's block, beside the time of all blocks in a step."""
-_SEND_S: Final = 1.0
-"""Time limit for sending a message: a socket that is being read accepts it at once."""
 _WALL: Final = 30.0
 """Limit for the wall-clock time of an answer, as a multiple of its CPU budget.
 
@@ -135,7 +133,7 @@ class SandboxConnection:
 
         def send() -> None:
             self._sent_at = time.monotonic()
-            self.sandbox.side.send(packed(head, body), self._sent_at + _SEND_S)
+            self.sandbox.side.send(packed(head, body))
             self._answer, self._then = answer, then
 
         self._guarded(send)
@@ -240,7 +238,7 @@ class SandboxConnection:
 
     def _return(self, answer: list[bytes | memoryview]) -> None:
         self._call = None
-        self.sandbox.side.send(answer, time.monotonic() + _SEND_S)
+        self.sandbox.side.send(answer)
 
     def _guarded(self, act: Callable[[], None]) -> None:
         """Communicate with the process, and end it if that fails."""
