@@ -209,7 +209,7 @@ def _compiled(content: Content) -> CompiledRequest | None:
 def _entry(request: CompiledRequest) -> dict[str, Any]:
     """Return what the worker gets with a request."""
     tensors = {name: (one.dtype, list(one.shape), one.data) for name, one in request.tensors.items()}
-    return {"plan": request.plan.encode(), "tensors": tensors}
+    return {"plan": request.plan, "tensors": tensors}
 
 
 def _points() -> ModelPoints:
