@@ -92,6 +92,7 @@ class _Served:
 
     num_calls: int = 0
     lasts_s: float = 0.0
+    call_bytes: int = 1000
 
     def begin(self, path: str, args: Sequence[Any], kwargs: dict[str, Any]) -> ModuleCall:
         del args, kwargs
@@ -301,6 +302,25 @@ def test_the_step_does_not_wait_for_a_process_that_reads_nothing(world: World) -
     world.step()
     assert time.monotonic() - started < _LATEST_S
     assert world.cell.error is not None
+
+
+@pytest.mark.parametrize(("num_bytes", "is_ended"), [(1000, False), (1001, True)])
+def test_a_call_with_more_than_it_may_have_ends_the_process(
+    world: World, num_bytes: int, is_ended: bool
+) -> None:
+    def lie(side: SandboxSide) -> None:
+        side.receive()
+        side.send(packed(ContinueReply([_LAYER], live=["own"])))
+        side.receive()
+        slot, content = slot_of(torch.zeros(num_bytes, dtype=torch.uint8))
+        side.send(packed(CallRequest("model.lm_head", [slot], {}), [content]))
+        side.receive()
+        side.send(packed(ContinueReply([])))
+
+    world.begin(lie)
+    world.step()
+    assert (world.cell.error is not None) == is_ended
+    assert (world.served.num_calls == 0) == is_ended
 
 
 def _drips(side: SandboxSide) -> None:

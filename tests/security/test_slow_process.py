@@ -67,6 +67,8 @@ class _Outline(torch.nn.Module):
 class _Served:
     """Calls the one module that there is: doubles rows, few at once."""
 
+    call_bytes = 2**26
+
     def __init__(self) -> None:
         names = [f"model.model.layers.{layer}" for layer in range(_LAYERS)]
         names += [f"{name}.mlp" for name in names] + ["model.logits", "model.samples", "model.lm_head"]

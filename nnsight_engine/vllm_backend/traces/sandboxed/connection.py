@@ -149,6 +149,8 @@ class SandboxConnection:
             return
         reply, content = read_by_worker(data)
         if isinstance(reply, CallRequest):
+            if len(content) > self._served.call_bytes:  # the process checks it before it calls
+                raise SandboxEndedError.broken("it called a module with more than a call may have")
             self._serve(lambda: self._begin_call(reply, content))
             return
         if self._answer is None or not isinstance(reply, self._answer):
