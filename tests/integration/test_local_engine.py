@@ -19,7 +19,7 @@ import torch
 
 from api_schemas.errors import ErrorCode
 from app.allowance import Allowance
-from app.engine import trace_process_pool
+from app.engine import process_job, trace_process_pool
 from app.engine.local_traces import LocalTraceEngine
 from app.main import create_app, new_store
 from app.process_environment import environment_for_traces
@@ -298,7 +298,7 @@ def test_the_time_that_a_trace_holds_the_engine_is_counted(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meter = UsageMeter("key")
-    monkeypatch.setattr(trace_process_pool, "current_work", lambda: WorkContext(meter=meter))
+    monkeypatch.setattr(process_job, "current_work", lambda: WorkContext(meter=meter))
     model = served.model
     with model.trace(TEXT, backend=served.remote()):
         time.sleep(0.3)
