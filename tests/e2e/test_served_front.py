@@ -43,19 +43,19 @@ class Elsewhere:
 
     def __init__(self, urls: list[str]) -> None:
         context = serve.get_replica_context()
-        self._place = context.replica_id.unique_id, urls[context.rank.rank]
+        self._address = context.replica_id.unique_id, urls[context.rank.rank]
         self._num_leases = 0
 
     async def lease(self, **_wanted: Any) -> AsyncGenerator[tuple[str, str], None]:
         self._num_leases += 1
         try:
-            yield self._place
+            yield self._address
             await asyncio.Event().wait()
         finally:
             self._num_leases -= 1
 
-    async def place(self) -> tuple[str, str]:
-        return self._place
+    async def address(self) -> tuple[str, str]:
+        return self._address
 
     async def num_leases(self) -> int:
         return self._num_leases
