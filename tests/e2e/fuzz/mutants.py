@@ -152,7 +152,7 @@ def _narrow_patterns(patch: Patch) -> None:
 
 def _prompt_logprobs_of_the_row_before(patch: Patch) -> None:
     """The log-probabilities of a prompt's token are computed one position too early."""
-    right = GPUModelRunner._get_prompt_logprobs_dict
+    right = GPUModelRunner._get_prompt_logprobs_dict  # noqa: SLF001 - a mutant replaces it
 
     def prompt_logprobs(self: Any, hidden_states: torch.Tensor, num_scheduled: Any) -> Any:
         return right(self, hidden_states.roll(1, 0), num_scheduled)
@@ -172,7 +172,7 @@ def _readers_use_the_cache(patch: Patch) -> None:
 
 def _delivered_again(patch: Patch) -> None:
     """What is computed again after a preemption is read again."""
-    right = builder._named_offsets
+    right = builder._named_offsets  # noqa: SLF001 - a mutant replaces it
 
     def named(span: Any, active: Any) -> Any:
         end, span.request.end_position = span.request.end_position, 0
