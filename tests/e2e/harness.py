@@ -123,8 +123,9 @@ class Engine:
         deliver_payloads(self.core.output_processor, {PLAN_KEY: self.router.deliver})
 
     def close(self) -> None:
-        """Free the engine."""
-        self.llm.llm_engine.engine_core.shutdown()
+        """End the engine, and drop it: a fixture may refer to this object until all tests are over."""
+        self.core.engine_core.shutdown()
+        del self.llm, self.core
 
     def token_ids(self, prompt: str | list[int]) -> list[int]:
         """Return the prompt as ids."""

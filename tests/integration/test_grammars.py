@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -110,11 +108,12 @@ async def test_what_is_no_grammar_is_refused(grammars: Grammars, given: dict[str
 
 
 async def test_one_that_takes_too_long_is_ended_for_all_who_wait_and_remembered(grammars: Grammars) -> None:
-    beats: list[float] = []
+    num_beats = 0
 
     async def beat() -> None:
+        nonlocal num_beats
         while True:
-            beats.append(time.monotonic())
+            num_beats += 1
             await asyncio.sleep(0.01)
 
     beating = asyncio.create_task(beat())
@@ -123,12 +122,14 @@ async def test_one_that_takes_too_long_is_ended_for_all_who_wait_and_remembered(
     )
     beating.cancel()
     assert ["grammar_compile_s" in str(answer) for answer in answers] == [True] * 3
-    assert max(b - a for a, b in itertools.pairwise(beats)) < 2
+    assert num_beats > 10
     await ended()
-    start = time.monotonic()
-    with pytest.raises(ApiError):
-        await grammars.accept(costly("long"), "")
-    assert time.monotonic() - start < 1
+    forking_process().suspend()
+    try:
+        with pytest.raises(ApiError):
+            await grammars.accept(costly("long"), "")  # without the process
+    finally:
+        forking_process().resume()
 
 
 async def test_one_whose_clients_have_all_left_is_ended(grammars: Grammars) -> None:
