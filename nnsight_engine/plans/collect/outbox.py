@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from nnsight_engine.plans.collect.shared_run import RunSlot, SharedRun
 from nnsight_engine.plans.records import Failure, Payload, RunStep, StepInfo, StepRecord, StepResults
 from nnsight_engine.plans.request_plan import PlannedOp, RequestPlan
-from nnsight_engine.plans.shared_run import RunSlot, SharedRun
 
 
 class PendingResults:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nnsight_engine.plans.host_arena import to_device
+from nnsight_engine.plans.step.host_arena import to_device
 
 RowArray = npt.NDArray[np.int64]
 

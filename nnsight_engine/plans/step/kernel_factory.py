@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nnsight_engine.plans import reads, writes
-from nnsight_engine.plans.active import ActiveOp, ActiveRequest
-from nnsight_engine.plans.host_arena import to_device
 from nnsight_engine.plans.request_plan import OperationKind
+from nnsight_engine.plans.step import reads, writes
+from nnsight_engine.plans.step.active import ActiveOp, ActiveRequest
+from nnsight_engine.plans.step.host_arena import to_device
 
 RowArray = npt.NDArray[np.int64]
 GroupKey = tuple[object, ...]

@@ -16,20 +16,25 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
 from api_schemas.interventions import FIELD, Intervention, Operation
 from api_schemas.request_traces import Trace
+from nnsight_engine.core.dtypes import ITEM_BYTES
 from nnsight_engine.core.model_spec import ModelSpec
-from nnsight_engine.plans.compile_cost import key_bytes, prompt_bytes
-from nnsight_engine.plans.compile_ops import OperationCompiler
-from nnsight_engine.plans.compile_scope import CompileScope, TokenOf
+from nnsight_engine.plans.compile.operations import OperationCompiler
+from nnsight_engine.plans.compile.scope import CompileScope, TokenOf
+from nnsight_engine.plans.compile.sites import leaf_of
+from nnsight_engine.plans.compile.where_clause import Named
 from nnsight_engine.plans.request_plan import (
+    LOGITS,
     CompiledRequest,
     OperationKind,
     PlannedOp,
     RequestPlan,
     WhereRule,
 )
+from nnsight_engine.plans.where import last_position
 
-_LOGITS: Final = "logits"
 _READING_OPERATIONS: Final = frozenset({"capture", "probe", "logit_lens"})
+_PAIR_BYTES: Final = 8
+"""Bytes of a token in a lens result: an id or a rank, and a log-probability, four bytes each."""
 
 
 def compile_request(
@@ -75,10 +80,10 @@ def compile_request(
     for index, op in declared.items():
         param = f"{FIELD}.{index}"
         plan_op, named = compiler.compile(op, names[index], param)
-        if prompt_logprobs and not plan_op.reads and any(site.leaf == _LOGITS for site in plan_op.sites):
+        if prompt_logprobs and not plan_op.reads and LOGITS in plan_op.sites:
             raise ApiError(
                 ErrorCode.UNSUPPORTED_COMBINATION,
-                f"`{op.op}` at {_LOGITS} changes what is sampled, not the prompt's log-probabilities; ask "
+                f"`{op.op}` at {LOGITS} changes what is sampled, not the prompt's log-probabilities; ask "
                 "for one of the two.",
                 param,
             )
@@ -87,8 +92,8 @@ def compile_request(
         needs_prompt |= named.num_prompt > 0 and (plan_op.reads or plan_op.kind is OperationKind.MEAN)
         # Generated positions attend to the prompt, whose keys are seen only when they are computed.
         needs_prompt |= plan_op.captures_patterns
-        num_bytes += prompt_bytes(plan_op, named, spec)
-    num_bytes += key_bytes(planned, scope.prompt_len, spec)
+        num_bytes += _prompt_bytes(plan_op, named, spec)
+    num_bytes += _key_bytes(planned, scope.prompt_len, spec)
     if num_bytes > spec.max_capture_bytes:
         raise ApiError(
             ErrorCode.CAPTURE_TOO_LARGE,
@@ -126,6 +131,55 @@ def _names(ops: Mapping[int, Operation]) -> dict[int, str]:
             taken.add(name)
         names[index] = name
     return names
+
+
+def _prompt_bytes(op: PlannedOp, named: Named, spec: ModelSpec) -> int:
+    """Return the bytes of the operation's results over the prompt.
+
+    Args:
+        op: The operation; writes need none.
+        named: The prompt positions that its rule matches.
+        spec: The model's description.
+    """
+    num_prompt = named.num_prompt
+    match op.kind:
+        case OperationKind.CAPTURE:
+            # A mean is kept in float32; a reduced capture is one row for any number of positions.
+            num_rows = num_prompt if op.reduce == "none" else min(num_prompt, 1)
+            item_bytes = ITEM_BYTES["float32" if op.reduce == "mean" else op.dtype]
+            width = sum(leaf_of(site, spec).width for site in op.sites)
+            if op.captures_patterns:
+                # Every row is padded to the length of the last, with one number per key.
+                width *= named.last_prompt + 1
+            return num_rows * width * item_bytes
+        case OperationKind.PROBE:
+            return num_prompt * len(op.sites) * ITEM_BYTES["float32"]
+        case OperationKind.LENS:
+            return num_prompt * len(op.sites) * (op.top_k + len(op.targets)) * _PAIR_BYTES
+        case _:
+            return 0
+
+
+def _key_bytes(ops: Sequence[PlannedOp], prompt_len: int, spec: ModelSpec) -> int:
+    """Return the bytes of the prompt's keys that the worker stores for attention pattern captures.
+
+    Args:
+        ops: All operations of the request; those at one layer share its keys.
+        prompt_len: Tokens of the prompt.
+        spec: The model's description.
+    """
+    leaf = spec.leaf("attn.k")
+    if leaf is None:
+        return 0
+    num_keys: dict[int, int] = {}
+    for op in ops:
+        if not op.captures_patterns:
+            continue
+        last = last_position(op.where, prompt_len)
+        needed = prompt_len if last is None else min(prompt_len, last + 1)
+        for site in op.sites:
+            num_keys[site.layer] = max(num_keys.get(site.layer, 0), needed)
+    return sum(num_keys.values()) * leaf.width * ITEM_BYTES[spec.dtype]
 
 
 def _fingerprint(planned: list[PlannedOp], scope: CompileScope) -> str:

@@ -12,8 +12,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from nnsight_engine.plans.ledger import ByteLedger
-from nnsight_engine.plans.step_plan import StepPlan
+from nnsight_engine.plans.step.ledger import ByteLedger
+from nnsight_engine.plans.step.plan import StepPlan
 
 
 class SteadyRun:

@@ -19,13 +19,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nnsight_engine.plans.active import ActiveOp, ActiveRequest
-from nnsight_engine.plans.host_arena import HostArena
-from nnsight_engine.plans.lens import LensReader
 from nnsight_engine.plans.records import RunGroup, RunOpening, RunStep, StepRecord, StepResults
 from nnsight_engine.plans.request_plan import OperationKind
-from nnsight_engine.plans.steady_run import SteadyRun
-from nnsight_engine.plans.step_plan import ReadGroup, ReadSlice, StepPlan
+from nnsight_engine.plans.step.active import ActiveOp, ActiveRequest
+from nnsight_engine.plans.step.host_arena import HostArena
+from nnsight_engine.plans.step.lens import LensReader
+from nnsight_engine.plans.step.plan import ReadGroup, ReadSlice, StepPlan
+from nnsight_engine.plans.step.steady_run import SteadyRun
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,18 @@ at each step and releases once, when the request ends. Steps of a run reserve fo
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
 from nnsight_engine.core.errors import InterventionError
+
+
+@dataclasses.dataclass(slots=True)
+class StepBytes:
+    """Bytes of one request's reads in one step: ``kept`` until it ends, ``scratch`` during the step."""
+
+    kept: int = 0
+    scratch: int = 0
 
 
 class ByteLedger:

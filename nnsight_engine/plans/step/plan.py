@@ -19,11 +19,12 @@ import numpy.typing as npt
 import torch
 
 from nnsight_engine.core.errors import InterventionError
-from nnsight_engine.plans.active import ActiveOp, ActiveRequest, SiteKey
-from nnsight_engine.plans.groups import KernelFactory, KernelMember
-from nnsight_engine.plans.logits_rows import LogitsRows
 from nnsight_engine.plans.request_plan import PlannedSite
-from nnsight_engine.plans.writes import Kernel
+from nnsight_engine.plans.step.active import ActiveOp, ActiveRequest, SiteKey
+from nnsight_engine.plans.step.kernel_factory import KernelFactory, KernelMember
+from nnsight_engine.plans.step.ledger import StepBytes
+from nnsight_engine.plans.step.logits_rows import LogitsRows
+from nnsight_engine.plans.step.writes import Kernel
 
 logger = logging.getLogger(__name__)
 
@@ -139,14 +140,6 @@ class PatternRead:
     positions: list[int]
     out: torch.Tensor
     part: torch.Tensor | None = None
-
-
-@dataclasses.dataclass(slots=True)
-class StepBytes:
-    """Bytes of one request's reads in one step: ``kept`` until it ends, ``scratch`` during the step."""
-
-    kept: int = 0
-    scratch: int = 0
 
 
 @dataclasses.dataclass(slots=True)

@@ -16,7 +16,7 @@ from typing import final
 
 import torch
 
-from nnsight_engine.plans.writes import value_at
+from nnsight_engine.plans.step.writes import value_at
 
 
 class SiteValue:

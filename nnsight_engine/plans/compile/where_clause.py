@@ -13,7 +13,7 @@ import numpy as np
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import excerpt
 from api_schemas.where import Where, WhereClause
-from nnsight_engine.plans.compile_scope import CompileScope
+from nnsight_engine.plans.compile.scope import CompileScope
 from nnsight_engine.plans.request_plan import WhereRule
 from nnsight_engine.plans.where import Positions, evaluate, may_generate
 

@@ -1,7 +1,7 @@
 """Compiles one operation of a request into one planned operation.
 
 Checks that concern a single operation are made here; those over several operations (names,
-total size) are made in ``plans.compile``. Tensors are collected in ``OperationCompiler.tensors``,
+total size) are made in ``request``. Tensors are collected in ``OperationCompiler.tensors``,
 each content once.
 """
 
@@ -15,11 +15,9 @@ from api_schemas.interventions import Operation
 from api_schemas.operations import Ablate, Capture, LogitLens, Patch, Probe, Steer
 from nnsight_engine.core.dtypes import LARGEST
 from nnsight_engine.core.model_spec import PATTERN_LEAF, ModelSpec
-from nnsight_engine.plans.compile_scope import CompileScope
-from nnsight_engine.plans.compile_sites import leaf_of, resolve_lens_sites, resolve_sites
-from nnsight_engine.plans.compile_where import Named, compile_where, resolve_positions
-from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, PlannedSite, TensorData, WhereRule
-from nnsight_engine.plans.tensor_input import (
+from nnsight_engine.plans.compile.scope import CompileScope
+from nnsight_engine.plans.compile.sites import leaf_of, resolve_lens_sites, resolve_sites
+from nnsight_engine.plans.compile.tensors import (
     check_directions,
     check_patch,
     check_range,
@@ -27,12 +25,20 @@ from nnsight_engine.plans.tensor_input import (
     read_tensor,
     reorder_rows,
 )
+from nnsight_engine.plans.compile.where_clause import Named, compile_where, resolve_positions
+from nnsight_engine.plans.request_plan import (
+    SAMPLES,
+    OperationKind,
+    PlannedOp,
+    PlannedSite,
+    TensorData,
+    WhereRule,
+)
 from nnsight_engine.plans.where import may_generate
 
 _NEEDS_DIRECTION: Final = frozenset({"norm_match", "project_out", "clamp"})
 _SCALED: Final = frozenset({OperationKind.ADD, OperationKind.REPLACE})
 _ABLATIONS: Final = {"zero": OperationKind.ZERO, "mean": OperationKind.MEAN, "vector": OperationKind.REPLACE}
-_SAMPLES: Final = "samples"
 
 
 class OperationCompiler:
@@ -160,11 +166,11 @@ class OperationCompiler:
     def _capture(self, op: Capture, named: Named, name: str, param: str) -> PlannedOp:
         sites = resolve_sites(op.at, op.op, self._spec, f"{param}.at")
         dtype = op.dtype or self._spec.dtype
-        if any(site.leaf == _SAMPLES for site in sites):
+        if any(site == SAMPLES for site in sites):
             if len(sites) > 1 or op.dtype is not None or op.reduce == "mean":
                 raise ApiError(
                     ErrorCode.UNSUPPORTED_COMBINATION,
-                    f"`{_SAMPLES}` are token ids: capture them in an operation of their own, without `dtype` "
+                    f"`{SAMPLES}` are token ids: capture them in an operation of their own, without `dtype` "
                     "and without `reduce` mean.",
                     f"{param}.at",
                 )

@@ -1,7 +1,7 @@
 """Resolves a request's ``at`` to sites of this model.
 
-Patterns are expanded in the order given. One operation may not name a place twice, under any
-name: an operation acts once at a place, and results are keyed by site.
+Patterns are expanded in the order given. One operation may not name a site twice, under any
+name: an operation acts once at a site, and results are keyed by site.
 """
 
 from __future__ import annotations

@@ -8,20 +8,22 @@ the rebuilt KV cache gets the request's writes again, and each read is delivered
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from nnsight_engine.core.errors import InterventionError
-from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.tap_choice import tap_of
 from nnsight_engine.core.tensor_bytes import tensor_from_bytes
-from nnsight_engine.plans.host_arena import to_device
-from nnsight_engine.plans.key_store import PatternState
 from nnsight_engine.plans.records import Failure, StepInfo
 from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, PlannedSite, RequestPlan, TensorData
-from nnsight_engine.plans.vector_bank import BankKey, VectorBank
+from nnsight_engine.plans.step.context import StepContext
+from nnsight_engine.plans.step.host_arena import to_device
+from nnsight_engine.plans.step.patterns import PatternState
 from nnsight_engine.plans.where import generated_is_constant, last_position
+
+BankKey = tuple[str, str, float]
 
 SiteKey = int | PlannedSite
 """The number of a tap (0 before the first layer, i + 1 after layer i), or any other site as it is."""
@@ -105,25 +107,53 @@ class ActiveRequest:
             self.failed.add(self.request_id)
 
 
+class VectorBank:
+    """Vectors of live requests, each held once for all requests that use it.
+
+    A key has the hash of the content, the derivation and the scale: the form that a kernel needs (scaled,
+    normalized) is derived once. Requests acquire at registration and release at their end; a vector without
+    users is freed at once.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[BankKey, torch.Tensor] = {}
+        self._num_users: dict[BankKey, int] = {}
+
+    def __len__(self) -> int:
+        """Return the number of tensors held."""
+        return len(self._tensors)
+
+    def acquire(self, key: BankKey, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return the tensor for ``key``, created by ``make`` on first use, and add a user."""
+        tensor = self._tensors.get(key)
+        if tensor is None:
+            tensor = self._tensors[key] = make()
+        self._num_users[key] = self._num_users.get(key, 0) + 1
+        return tensor
+
+    def release(self, keys: list[BankKey]) -> None:
+        """Remove one user of each key; without users the tensor is freed."""
+        for key in keys:
+            self._num_users[key] -= 1
+            if not self._num_users[key]:
+                del self._num_users[key], self._tensors[key]
+
+
 class Registrar:
     """Creates active requests from plans.
 
     Args:
-        spec: The model's description.
-        dtype: The model's dtype.
-        device: The model's device.
+        context: The model.
 
     Attributes:
         bank: The requests' vectors.
         failed: Ids of the live requests that have failed.
     """
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, context: StepContext) -> None:
         self.bank = VectorBank()
         self.failed: set[str] = set()
-        self._spec = spec
-        self._dtype = dtype
-        self._device = device
+        self._context = context
 
     def register(
         self, request_id: str, plan: RequestPlan, tensors: dict[str, tuple[str, list[int], bytes]]
@@ -165,7 +195,7 @@ class Registrar:
         tensor = None
         widths = tuple(self._width(site) for site in op.sites)
         if op.kind is OperationKind.ZERO:
-            tensor = torch.zeros(1, max(widths), dtype=self._dtype, device=self._device)
+            tensor = torch.zeros(1, max(widths), dtype=self._context.dtype, device=self._context.device)
         elif op.tensor:
             scale = (
                 op.scale
@@ -177,14 +207,14 @@ class Registrar:
             tensor = self.bank.acquire(key, lambda: self._prepare(op, contents[op.tensor], scale))
             bank_keys.append(key)
             _check_width(op, tensor, widths)
-        units = None if op.units is None else to_device(np.array(op.units, np.int64), self._device)
+        units = None if op.units is None else to_device(np.array(op.units, np.int64), self._context.device)
         keys = tuple(site_key(site) for site in op.sites)
         constant = generated_is_constant(op.where, prompt_len, prompt_len)
         return ActiveOp(op, index, keys, tensor, units, constant, widths)
 
     def _prepare(self, op: PlannedOp, content: TensorData, scale: float) -> torch.Tensor:
         host = tensor_from_bytes(content.dtype, content.shape, content.data)
-        tensor = to_device(host, self._device).to(torch.float32)
+        tensor = to_device(host, self._context.device).to(torch.float32)
         if op.kind is not OperationKind.PATCH:
             tensor = tensor.reshape(-1, tensor.shape[-1])
         elif tensor.ndim == len(("positions", "width")):
@@ -193,11 +223,11 @@ class Registrar:
             tensor = tensor / tensor.norm(dim=-1, keepdim=True)
         tensor = tensor * scale
         keeps_float32 = op.kind in NEEDS_DIRECTION or op.kind is OperationKind.PROBE
-        return tensor if keeps_float32 else tensor.to(self._dtype)
+        return tensor if keeps_float32 else tensor.to(self._context.dtype)
 
     def _width(self, site: PlannedSite) -> int:
-        leaf = self._spec.leaf(site.leaf)
-        if leaf is None or site.layer >= self._spec.num_layers:
+        leaf = self._context.spec.leaf(site.leaf)
+        if leaf is None or site.layer >= self._context.spec.num_layers:
             raise InterventionError("unknown_point", f"the model has no point {site}")
         return leaf.width
 
