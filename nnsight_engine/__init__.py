@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from nnsight_engine.remote_backend.backend import RemoteBackend
     from nnsight_engine.remote_backend.errors import RemoteConnectionError, RemoteError
     from nnsight_engine.remote_backend.status import is_model_running, ndif_status, status
-    from nnsight_engine.serialization.import_resolution import register_by_value, unregister_by_value
+    from nnsight_engine.serialization.source.import_resolution import register_by_value, unregister_by_value
 
 __version__ = "0.1.0"
 
@@ -74,9 +74,9 @@ _HOMES = {
     "is_model_running": "nnsight_engine.remote_backend.status",
     "load_ipython_extension": "nnsight_engine.envoys.completion",
     "ndif_status": "nnsight_engine.remote_backend.status",
-    "register_by_value": "nnsight_engine.serialization.import_resolution",
+    "register_by_value": "nnsight_engine.serialization.source.import_resolution",
     "status": "nnsight_engine.remote_backend.status",
-    "unregister_by_value": "nnsight_engine.serialization.import_resolution",
+    "unregister_by_value": "nnsight_engine.serialization.source.import_resolution",
 }
 # Names that old code may use; listed nowhere and never kept here, since most are those of builtins.
 _DEPRECATED = frozenset(

@@ -44,8 +44,8 @@ PUBLIC: Final = (
     "nnsight_engine.remote_backend.status.status",
     "nnsight_engine.remote_backend.status.is_model_running",
     "nnsight_engine.remote_backend.status.ndif_status",
-    "nnsight_engine.serialization.import_resolution.register_by_value",
-    "nnsight_engine.serialization.import_resolution.unregister_by_value",
+    "nnsight_engine.serialization.source.import_resolution.register_by_value",
+    "nnsight_engine.serialization.source.import_resolution.unregister_by_value",
     "nnsight_engine.modeling.bundled.bundled_model_path",
     "nnsight_engine.core.config.CONFIG",
 )

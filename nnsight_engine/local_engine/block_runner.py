@@ -29,7 +29,7 @@ from nnsight_engine.tracing.tracebacks import clean
 
 if TYPE_CHECKING:
     from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
-    from nnsight_engine.serialization.decoder import Resolve
+    from nnsight_engine.serialization.decoding.decoder import Resolve
     from nnsight_engine.tracing.tracer import Tracer
 
 

@@ -35,7 +35,7 @@ from nnsight_engine.tracing.tracer import Tracer
 if TYPE_CHECKING:
     from nnsight_engine.envoys.envoy import Envoy
     from nnsight_engine.local_engine.serving import ServerRequests
-    from nnsight_engine.serialization.decoder import Resolve
+    from nnsight_engine.serialization.decoding.decoder import Resolve
 
 ClientCall = Callable[[bytes], bytes | bytearray | memoryview]
 """Sends a request to the client and returns the answer; raises LocalBlockError if there is none."""

@@ -31,7 +31,7 @@ from nnsight_engine.tracing.tracer import refuse_statement
 if TYPE_CHECKING:
     from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
     from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
-    from nnsight_engine.serialization.decoder import Resolve
+    from nnsight_engine.serialization.decoding.decoder import Resolve
     from nnsight_engine.tracing.tracer import Tracer
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
     from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
     from nnsight_engine.remote_backend.transport import Progress
-    from nnsight_engine.serialization.decoder import Resolve
+    from nnsight_engine.serialization.decoding.decoder import Resolve
     from nnsight_engine.tracing.tracer import Tracer
 
 _LAST: Final = frozenset({FrameKind.RESULT, FrameKind.ERROR})

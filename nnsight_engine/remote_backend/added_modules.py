@@ -17,7 +17,7 @@ from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.remote_backend.codecs import Codec, decode_blocks, encode_blocks
 from nnsight_engine.remote_backend.object_references import Reference, reference_of
 from nnsight_engine.serialization import DecodeError
-from nnsight_engine.serialization.decoder import Resolve
+from nnsight_engine.serialization.decoding.decoder import Resolve
 
 _ADDED: Final = "added"
 _NOTHING: Final = object()

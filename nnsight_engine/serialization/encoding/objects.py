@@ -23,17 +23,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from nnsight_engine.serialization.code_encoding import CODE_WRITERS, write_class
-from nnsight_engine.serialization.data_encoding import (
+from nnsight_engine.serialization.encoding.data import (
     WRITERS,
     write_attributes,
     write_enum,
     write_numpy_scalar,
     write_tensor,
 )
-from nnsight_engine.serialization.encoder import Encoder, Writer
-from nnsight_engine.serialization.import_resolution import is_importable, lookup, name_of
-from nnsight_engine.serialization.node_kinds import NodeKind
+from nnsight_engine.serialization.encoding.definitions import CODE_WRITERS, write_class
+from nnsight_engine.serialization.encoding.encoder import Encoder, Writer
+from nnsight_engine.serialization.message.node_kinds import NodeKind
+from nnsight_engine.serialization.source.import_resolution import is_importable, lookup, name_of
 
 _PROTOCOL = 4
 _REFUSED: tuple[tuple[tuple[type, ...], str], ...] = (

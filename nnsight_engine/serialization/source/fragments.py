@@ -11,12 +11,12 @@ import __future__
 
 import ast
 import dataclasses
-import dis
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import CodeType
 from typing import Any
 
 from nnsight_engine.serialization.limits import Check
+from nnsight_engine.serialization.source.code_names import nested_code
 from nnsight_engine.tracing.parsing import parse
 from nnsight_engine.tracing.sent_files import sent_name
 
@@ -25,14 +25,6 @@ OURS = "__nnsight_"
 """Prefix of the names of the wrappers that are put around a text to compile it."""
 _OWNER = f"{OURS}owner__"
 _MAKER = f"{OURS}maker__"
-_READS_GLOBAL = frozenset(
-    {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS"}
-)
-_RUNS_AT_ONCE = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>", "__annotate__"})
-"""Names of nested code that runs together with the enclosing code. From Python 3.14 on a class's
-annotations are evaluated lazily, but a reader with an older Python evaluates them immediately."""
-_TYPE_PARAMETERS = "<generic parameters of "
-"""Prefix of the name of the code around a generic class or function, from 3.12 on; it also runs at once."""
 WHOLE_LINES = -1
 
 
@@ -93,129 +85,85 @@ def statement_at(text: str, line: int, filename: str) -> ast.stmt:
     raise AssertionError("a statement that was moved is still one")
 
 
-def compile_function(piece: SourceFragment, variables: Sequence[str], check: Check | None = None) -> CodeType:
+def compile_function(
+    fragment: SourceFragment, variables: Sequence[str], check: Check | None = None
+) -> CodeType:
     """Return the code of a function or lambda whose free variables are among ``variables``.
 
     Args:
-        piece: Its source.
+        fragment: Its source.
         variables: The variables of the enclosing functions.
         check: Reads its tree before it is compiled.
 
     Raises:
         SyntaxError: The text does not define a function or lambda.
     """
-    node = definition_of(piece)
+    node = definition_of(fragment)
     if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
         raise SyntaxError(f"a function is wanted, not {type(node).__name__}")  # noqa: TRY004 - the text is wrong, not an argument
     first = first_line(node)
-    _prepare(node, piece, check)
+    _prepare(node, fragment, check)
     body: list[ast.stmt] = [ast.Expr(value=node)] if isinstance(node, ast.Lambda) else [node]
     if not isinstance(node, ast.Lambda) and node.name not in variables:
         # The function's own name, used inside it, is a global and not a variable of the wrapper.
         body.insert(0, ast.Global(names=[node.name]))
-    code = _only(_compiled(body, piece, variables), piece.name)
-    return _renamed(code, code.co_qualname, piece.qualname).replace(co_firstlineno=first)
+    code = _only(_compiled(body, fragment, variables), fragment.name)
+    return _renamed(code, code.co_qualname, fragment.qualname).replace(co_firstlineno=first)
 
 
-def compile_class(piece: SourceFragment, variables: Sequence[str], check: Check | None = None) -> CodeType:
+def compile_class(fragment: SourceFragment, variables: Sequence[str], check: Check | None = None) -> CodeType:
     """Return the code of a function that defines a class and returns it.
 
     Args:
-        piece: Its source.
+        fragment: Its source.
         variables: The variables of the enclosing functions.
         check: Reads its tree before it is compiled.
 
     Raises:
         SyntaxError: The text does not define a class.
     """
-    node = statement_at(piece.text, piece.line, piece.filename)
+    node = statement_at(fragment.text, fragment.line, fragment.filename)
     if not isinstance(node, ast.ClassDef):
         raise SyntaxError(f"a class is wanted, not {type(node).__name__}")  # noqa: TRY004 - the text is wrong, not an argument
-    _prepare(node, piece, check)
+    _prepare(node, fragment, check)
     body: list[ast.stmt] = [node, ast.Return(value=ast.Name(id=node.name, ctx=ast.Load()))]
     if node.name in variables:
         body.insert(0, ast.Nonlocal(names=[node.name]))
-    elif "<locals>" not in piece.qualname:
+    elif "<locals>" not in fragment.qualname:
         body.insert(0, ast.Global(names=[node.name]))
     maker = ast.FunctionDef(name=_MAKER, args=_arguments([]), body=body, decorator_list=[])
-    code = _only(_compiled([maker], piece, variables), _MAKER)
-    return _renamed(code, _inner(code, node.name).co_qualname, piece.qualname)
+    code = _only(_compiled([maker], fragment, variables), _MAKER)
+    return _renamed(code, nested_code(code, node.name).co_qualname, fragment.qualname)
 
 
-def tree_of(piece: SourceFragment) -> ast.Module:
+def tree_of(fragment: SourceFragment) -> ast.Module:
     """Return the syntax tree of a definition."""
-    node = definition_of(piece)
+    node = definition_of(fragment)
     body: ast.stmt = ast.Expr(value=node) if isinstance(node, ast.Lambda) else node
     return ast.Module(body=[ast.copy_location(body, node)], type_ignores=[])
 
 
-def definition_of(piece: SourceFragment) -> ast.stmt | ast.Lambda:
+def definition_of(fragment: SourceFragment) -> ast.stmt | ast.Lambda:
     """Return the definition in a fragment, at its own lines and columns.
 
     Raises:
         SyntaxError: The text is not a single statement, or not a lambda where one is expected.
     """
-    if piece.column != WHOLE_LINES:
-        return _lambda_at(piece)
-    return statement_at(piece.text, piece.line, piece.filename)
+    if fragment.column != WHOLE_LINES:
+        return _lambda_at(fragment)
+    return statement_at(fragment.text, fragment.line, fragment.filename)
 
 
-def named_bases(piece: SourceFragment) -> dict[str, int]:
+def named_bases(fragment: SourceFragment) -> dict[str, int]:
     """Return the bases that a class statement gives as plain names, with their index among the bases.
 
     The result is empty if a base is starred, since the indices are then unknown.
     """
-    node = statement_at(piece.text, piece.line, piece.filename)
+    node = statement_at(fragment.text, fragment.line, fragment.filename)
     bases = node.bases if isinstance(node, ast.ClassDef) else []
     if any(isinstance(base, ast.Starred) for base in bases):
         return {}
     return {base.id: at for at, base in enumerate(bases) if isinstance(base, ast.Name)}
-
-
-def class_body(maker: CodeType, name: str) -> CodeType:
-    """Return the code of the class body within the result of ``compile_class``."""
-    return _inner(maker, name)
-
-
-def global_names(code: CodeType, *, at_once: bool = False) -> list[str]:
-    """Return the global names that code uses, in order.
-
-    Args:
-        code: Code of a function or class body; nested code is included.
-        at_once: Leave out nested functions, which run later or never.
-    """
-    found: dict[str, None] = {}
-    for one in nested_codes(code, at_once=at_once):
-        for instruction in dis.get_instructions(one):
-            if instruction.opname in _READS_GLOBAL:
-                found[str(instruction.argval)] = None
-    return list(found)
-
-
-def mentioned_in(code: CodeType) -> set[str]:
-    """Return every name and string constant of the code; each may be the name of a module attribute."""
-    found: set[str] = set()
-    for one in nested_codes(code):
-        found.update(one.co_names)
-        found.update(constant for constant in one.co_consts if isinstance(constant, str))
-    return found
-
-
-def nested_codes(code: CodeType, *, at_once: bool = False) -> Iterator[CodeType]:
-    """Yield a code object and all that are nested in it; with ``at_once``, only those that run with it."""
-    waiting = [code]
-    while waiting:
-        one = waiting.pop()
-        yield one
-        waiting.extend(
-            constant
-            for constant in one.co_consts
-            if isinstance(constant, CodeType) and (not at_once or _runs_at_once(constant.co_name))
-        )
-
-
-def _runs_at_once(name: str) -> bool:
-    return name in _RUNS_AT_ONCE or name.startswith(_TYPE_PARAMETERS)
 
 
 def first_line(node: ast.stmt | ast.expr) -> int:
@@ -232,17 +180,17 @@ def _move(error: SyntaxError, num_lines: int) -> None:
         error.end_lineno += num_lines
 
 
-def type_parameters(piece: SourceFragment) -> frozenset[str]:
+def type_parameters(fragment: SourceFragment) -> frozenset[str]:
     """Return the names of a generic class's type parameters, which are not variables around it."""
-    node = statement_at(piece.text, piece.line, piece.filename)
+    node = statement_at(fragment.text, fragment.line, fragment.filename)
     return frozenset(one.name for one in getattr(node, "type_params", ()))
 
 
-def _lambda_at(piece: SourceFragment) -> ast.Lambda:
+def _lambda_at(fragment: SourceFragment) -> ast.Lambda:
     try:
-        body = parse(f"({piece.text}\n)", piece.filename).body
+        body = parse(f"({fragment.text}\n)", fragment.filename).body
     except SyntaxError as error:
-        _move(error, piece.line - 1)
+        _move(error, fragment.line - 1)
         raise
     node = body[0].value if len(body) == 1 and isinstance(body[0], ast.Expr) else None
     if not isinstance(node, ast.Lambda):
@@ -250,16 +198,16 @@ def _lambda_at(piece: SourceFragment) -> ast.Lambda:
     for child in ast.walk(node):
         if isinstance(child, (ast.expr, ast.arg, ast.keyword)):
             if child.end_lineno == 1:
-                child.end_col_offset = (child.end_col_offset or 0) + piece.column - 1
+                child.end_col_offset = (child.end_col_offset or 0) + fragment.column - 1
             if child.lineno == 1:
-                child.col_offset += piece.column - 1
-    ast.increment_lineno(node, piece.line - 1)
+                child.col_offset += fragment.column - 1
+    ast.increment_lineno(node, fragment.line - 1)
     return node
 
 
 def _prepare(
     node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef,
-    piece: SourceFragment,
+    fragment: SourceFragment,
     check: Check | None,
 ) -> None:
     """Modify a definition in place into the form that is compiled.
@@ -268,12 +216,12 @@ def _prepare(
         SyntaxError: The text defines a name other than the fragment's.
     """
     name = "<lambda>" if isinstance(node, ast.Lambda) else node.name
-    if name != piece.name:
-        raise SyntaxError(f"the text defines {name}, not {piece.name}")
+    if name != fragment.name:
+        raise SyntaxError(f"the text defines {name}, not {fragment.name}")
     if not isinstance(node, ast.ClassDef):
         _leave_values_out(node)
     if check is not None:
-        check(node, sent_name(piece.filename))
+        check(node, sent_name(fragment.filename))
 
 
 def _leave_values_out(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> None:
@@ -296,21 +244,21 @@ def _leave_values_out(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
             node.type_params = []
 
 
-def _compiled(body: list[ast.stmt], piece: SourceFragment, variables: Sequence[str]) -> CodeType:
+def _compiled(body: list[ast.stmt], fragment: SourceFragment, variables: Sequence[str]) -> CodeType:
     """Return the code of a wrapper function around the statements, which owns the variables."""
     owner = ast.FunctionDef(name=_OWNER, args=_arguments(variables), body=body, decorator_list=[])
     top: ast.stmt = owner
-    if piece.class_name is not None:
-        top = ast.ClassDef(name=piece.class_name, bases=[], keywords=[], body=[owner], decorator_list=[])
+    if fragment.class_name is not None:
+        top = ast.ClassDef(name=fragment.class_name, bases=[], keywords=[], body=[owner], decorator_list=[])
     tree = ast.Module(body=[top], type_ignores=[])
     for node in ast.walk(tree):
         if isinstance(node, (ast.stmt, ast.expr, ast.arg)) and not hasattr(node, "lineno"):
-            node.lineno = node.end_lineno = piece.line
+            node.lineno = node.end_lineno = fragment.line
             node.col_offset = node.end_col_offset = 0
     code: CodeType = compile(
-        tree, piece.filename, "exec", flags=piece.flags & FUTURE_FLAGS, dont_inherit=True
+        tree, fragment.filename, "exec", flags=fragment.flags & FUTURE_FLAGS, dont_inherit=True
     )
-    return _only(code if piece.class_name is None else _only(code, piece.class_name), _OWNER)
+    return _only(code if fragment.class_name is None else _only(code, fragment.class_name), _OWNER)
 
 
 def _arguments(names: Sequence[str]) -> ast.arguments:
@@ -328,18 +276,6 @@ def _only(code: CodeType, name: str) -> CodeType:
     if len(found) != 1 or found[0].co_name != name:
         raise SyntaxError(f"the text does not define {name}, and nothing else")
     return found[0]
-
-
-def _inner(code: CodeType, name: str) -> CodeType:
-    """Return the code object called ``name`` nested in another, searching breadth-first."""
-    waiting = [code]
-    while waiting:
-        found = [constant for one in waiting for constant in one.co_consts if isinstance(constant, CodeType)]
-        for one in found:
-            if one.co_name == name:
-                return one
-        waiting = found
-    raise SyntaxError(f"the text does not define {name}")
 
 
 def _renamed(code: CodeType, before: str, after: str) -> CodeType:

@@ -104,5 +104,5 @@ class _Pieces(Lines):
         return self._lines.get(index + 1, "\n")
 
 
-SHELF = SourceCache()
+SOURCE_CACHE = SourceCache()
 """The instance of this process; ``linecache`` is per process as well."""

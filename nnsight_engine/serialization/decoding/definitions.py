@@ -1,7 +1,7 @@
-"""Makers of functions, classes and modules; the counterpart of ``code_encoding``.
+"""Makers of functions, classes, modules and cells.
 
 All of them lead to running the sender's code, sooner or later, and are available only under a policy that
-allows source. Code is compiled as on the sending side (``source_fragments``, ``received_code``). Its globals
+allows source. Code is compiled as on the sending side (``fragments``, ``received_code``). Its globals
 are those of a namespace that was created for this message, because CPython gives code whose
 globals lack ``__builtins__`` the reader's own builtins.
 """
@@ -14,12 +14,10 @@ from collections.abc import Iterator
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from nnsight_engine.serialization.decoder import MISSING, Decoder, Maker
+from nnsight_engine.serialization.decoding.decoder import MISSING, Decoder, Maker
 from nnsight_engine.serialization.errors import DecodeError
-from nnsight_engine.serialization.import_resolution import RECEIVED
-from nnsight_engine.serialization.node_kinds import NodeKind
-from nnsight_engine.serialization.received_code import compile_received
-from nnsight_engine.serialization.source_fragments import (
+from nnsight_engine.serialization.message.node_kinds import NodeKind
+from nnsight_engine.serialization.source.fragments import (
     FUTURE_FLAGS,
     OURS,
     WHOLE_LINES,
@@ -27,9 +25,11 @@ from nnsight_engine.serialization.source_fragments import (
     compile_class,
     compile_function,
 )
+from nnsight_engine.serialization.source.import_resolution import RECEIVED
+from nnsight_engine.serialization.source.received_code import compile_received
 
 _LONGEST_SHOWN = 200
-_PIECE: tuple[Any, ...] = (str, str, int, int, str, str, (str, type(None)), int)
+_FIELD_TYPES: tuple[Any, ...] = (str, str, int, int, str, str, (str, type(None)), int)
 
 
 def refuse_source(decoder: Decoder) -> None:
@@ -42,40 +42,40 @@ def refuse_source(decoder: Decoder) -> None:
         raise DecodeError("the message holds code, and this side takes data alone")
 
 
-def piece_of(decoder: Decoder, parts: Any) -> SourceFragment:
+def fragment_of(decoder: Decoder, parts: Any) -> SourceFragment:
     """Return the source fragment that was sent as a tuple of its fields.
 
     Raises:
         DecodeError: The fields are malformed or exceed a limit.
     """
-    if not isinstance(parts, tuple) or len(parts) != len(_PIECE):
-        raise DecodeError("the message is broken: a piece of source lacks parts")
-    if not all(isinstance(part, kind) for part, kind in zip(parts, _PIECE, strict=True)):
-        raise DecodeError("the message is broken: a piece of source has parts of other types")
-    piece = SourceFragment(*parts)
-    _check_names(decoder, piece)
-    if piece.flags & ~FUTURE_FLAGS:
+    if not isinstance(parts, tuple) or len(parts) != len(_FIELD_TYPES):
+        raise DecodeError("the message is broken: a source fragment lacks parts")
+    if not all(isinstance(part, kind) for part, kind in zip(parts, _FIELD_TYPES, strict=True)):
+        raise DecodeError("the message is broken: a source fragment has parts of other types")
+    fragment = SourceFragment(*parts)
+    _check_names(decoder, fragment)
+    if fragment.flags & ~FUTURE_FLAGS:
         raise DecodeError(
-            f"{piece.qualname}, {piece.filename}, line {piece.line}, uses a feature from __future__ that "
-            f"this side's Python does not have{decoder.between_versions}"
+            f"{fragment.qualname}, {fragment.filename}, line {fragment.line}, uses a feature from "
+            f"__future__ that this side's Python does not have{decoder.between_versions}"
         )
-    if not 1 <= piece.line <= decoder.limits.max_lines or not WHOLE_LINES <= piece.column < 2**20:
-        raise DecodeError(f"a piece of source claims line {piece.line} and column {piece.column}")
-    return piece
+    if not 1 <= fragment.line <= decoder.limits.max_lines or not WHOLE_LINES <= fragment.column < 2**20:
+        raise DecodeError(f"a source fragment claims line {fragment.line} and column {fragment.column}")
+    return fragment
 
 
-def _check_names(decoder: Decoder, piece: SourceFragment) -> None:
+def _check_names(decoder: Decoder, fragment: SourceFragment) -> None:
     most = decoder.limits.max_name_characters
-    longest = max(map(len, (piece.filename, piece.name, piece.qualname, piece.class_name or "")))
+    longest = max(map(len, (fragment.filename, fragment.name, fragment.qualname, fragment.class_name or "")))
     if longest > most:
-        raise DecodeError(f"a name of a piece of source has {longest:,} characters and may have {most:,}")
-    around = piece.class_name
+        raise DecodeError(f"a name of a source fragment has {longest:,} characters and may have {most:,}")
+    around = fragment.class_name
     if around is not None and (not around.isidentifier() or around.startswith(OURS)):
         raise DecodeError(f"the message is broken: no class is called {around!r}")
 
 
 @contextlib.contextmanager
-def compiling(decoder: Decoder, piece: SourceFragment) -> Iterator[None]:
+def compiling(decoder: Decoder, fragment: SourceFragment) -> Iterator[None]:
     """Convert syntax errors of a fragment to ``DecodeError``; the syntax may be of another Python version.
 
     Raises:
@@ -84,11 +84,11 @@ def compiling(decoder: Decoder, piece: SourceFragment) -> Iterator[None]:
     try:
         yield
     except SyntaxError as error:
-        lines = piece.text.split("\n")
-        line = min(max(error.lineno or 0, piece.line), piece.line + len(lines) - 1)
+        lines = fragment.text.split("\n")
+        line = min(max(error.lineno or 0, fragment.line), fragment.line + len(lines) - 1)
         raise DecodeError(
-            f"{piece.qualname} cannot be compiled: {error.msg} in {piece.filename}, line {line}: "
-            f"`{lines[line - piece.line].strip()[:_LONGEST_SHOWN]}`{decoder.between_versions}"
+            f"{fragment.qualname} cannot be compiled: {error.msg} in {fragment.filename}, line {line}: "
+            f"`{lines[line - fragment.line].strip()[:_LONGEST_SHOWN]}`{decoder.between_versions}"
         ) from error
 
 
@@ -141,10 +141,10 @@ def _make_function(decoder: Decoder, _index: int, parts: list[Any]) -> FunctionT
     refuse_source(decoder)
     module, fields, names, cells = parts
     globals_ = globals_of(decoder, module)
-    piece = piece_of(decoder, fields)
+    fragment = fragment_of(decoder, fields)
     by_name = cells_by_name(names, cells)
-    with compiling(decoder, piece):
-        code = compile_received(compile_function, piece, names, decoder.policy.check)
+    with compiling(decoder, fragment):
+        code = compile_received(compile_function, fragment, names, decoder.policy.check)
     closure = tuple(by_name[name] for name in code.co_freevars)
     return FunctionType(code, globals_, code.co_name, None, closure)
 
@@ -167,15 +167,15 @@ def _make_class(decoder: Decoder, _index: int, parts: list[Any]) -> type:
     refuse_source(decoder)
     module, fields, names, cells, needed, values = parts
     globals_ = globals_of(decoder, module)
-    piece = piece_of(decoder, fields)
+    fragment = fragment_of(decoder, fields)
     by_name = cells_by_name(names, cells)
     bind_globals(globals_, needed, list(values))
-    with compiling(decoder, piece):
-        code = compile_received(compile_class, piece, names, decoder.policy.check)
+    with compiling(decoder, fragment):
+        code = compile_received(compile_class, fragment, names, decoder.policy.check)
     closure = tuple(by_name[name] for name in code.co_freevars)
     made = FunctionType(code, globals_, code.co_name, None, closure)()
     if not isinstance(made, type):
-        raise DecodeError(f"{piece.qualname} is a class there and {type(made).__name__} here")
+        raise DecodeError(f"{fragment.qualname} is a class there and {type(made).__name__} here")
     decoder.state["globals", id(made)] = globals_
     RECEIVED.add(made)
     return made

@@ -24,7 +24,7 @@ from nnsight_engine.serialization.errors import DecodeError
 from nnsight_engine.serialization.limits import is_model_output
 
 if TYPE_CHECKING:
-    from nnsight_engine.serialization.decoder import Decoder
+    from nnsight_engine.serialization.decoding.decoder import Decoder
 
 _FORMS: Final[dict[type, tuple[int, tuple[type, ...]]]] = {
     datetime.date: (1, (bytes,)),
@@ -72,13 +72,11 @@ def check_call(decoder: Decoder, value: Any, args: tuple[Any, ...], kwargs: dict
     """
     if not isinstance(value, type):
         raise DecodeError(
-            f"the message asks to call a {type(value).__name__}, which this side does not do for one"
+            f"the message asks to call a {type(value).__name__}, which a message may not do here"
         )
     _check_class(value)
     if _is_transformers(value) and not is_model_output(value):
-        raise DecodeError(
-            f"the message asks to call {value.__qualname__}, which this side does not do for one"
-        )
+        raise DecodeError(f"the message asks to call {value.__qualname__}, which a message may not do here")
     if kwargs or not _are_its_arguments(value, args):
         raise DecodeError(f"the message gives {value.__qualname__} arguments that it is never made from")
     _charge(decoder, args)
@@ -86,7 +84,7 @@ def check_call(decoder: Decoder, value: Any, args: tuple[Any, ...], kwargs: dict
 
 def _check_class(kind: type) -> None:
     if has_kind(kind):
-        raise DecodeError(f"the message asks to call {kind.__name__}, which this side does not do for one")
+        raise DecodeError(f"the message asks to call {kind.__name__}, which a message may not do here")
 
 
 def has_kind(value: type) -> bool:

@@ -12,15 +12,13 @@ from collections.abc import Mapping
 from types import CellType
 from typing import Any, Protocol
 
-from nnsight_engine.serialization.code_encoding import bindings, write_cells, write_namespace
-from nnsight_engine.serialization.encoder import Encoder
-from nnsight_engine.serialization.identity_cache import IdentityCache
-from nnsight_engine.serialization.node_kinds import NodeKind
-from nnsight_engine.serialization.source_fragments import (
+from nnsight_engine.serialization.encoding.encoder import Encoder, IdentityCache
+from nnsight_engine.serialization.encoding.namespaces import bindings, write_cells, write_namespace
+from nnsight_engine.serialization.message.node_kinds import NodeKind
+from nnsight_engine.serialization.source.code_names import global_names, mentioned_in
+from nnsight_engine.serialization.source.fragments import (
     WHOLE_LINES,
     SourceFragment,
-    global_names,
-    mentioned_in,
     statement_at,
 )
 from nnsight_engine.tracing.blocks import HELPERS, Block
@@ -47,21 +45,21 @@ class WrittenBlock:
     """The parts of an encoded block that depend only on its code, so they can be cached.
 
     Attributes:
-        piece: The fields of the whole statement's source fragment.
+        fragment: The fields of the whole statement's source fragment.
         item: Index of the ``with`` item that the block belongs to.
         variables: Names of the variables that it shares with the enclosing code.
         global_names: Names of module globals that its code uses.
         mentioned: All names and strings in its code.
     """
 
-    piece: tuple[Any, ...]
+    fragment: tuple[Any, ...]
     item: int
     variables: tuple[str, ...]
     global_names: tuple[str, ...]
     mentioned: frozenset[str]
 
 
-_KNOWN: IdentityCache[Block, WrittenBlock] = IdentityCache()
+_WRITTEN: IdentityCache[Block, WrittenBlock] = IdentityCache()
 """Recently written blocks: a loop sends the same block repeatedly."""
 
 
@@ -74,7 +72,7 @@ def write_sent_block(encoder: Encoder, index: int, value: Any) -> None:
     encoder.mentioned |= written.mentioned
     parts = [
         encoder.node(globals_, index, "", writer=write_namespace),
-        encoder.node(written.piece, index, ""),
+        encoder.node(written.fragment, index, ""),
         encoder.node((written.item, block.context.first_argument), index, ""),
         encoder.node(tuple(cells), index, ""),
         encoder.node(cells, index, "", writer=write_cells),
@@ -85,18 +83,18 @@ def write_sent_block(encoder: Encoder, index: int, value: Any) -> None:
 
 def written_block(block: Block) -> WrittenBlock:
     """Return the parts of a block to send, independent of the codec; cached."""
-    known = _KNOWN.get(block)
+    known = _WRITTEN.get(block)
     if known is not None:
         return known
-    piece, item = _statement_of(block)
+    fragment, item = _statement_of(block)
     written = WrittenBlock(
-        piece=piece.parts(),
+        fragment=fragment.parts(),
         item=item,
         variables=tuple(_variables_of(block)),
         global_names=tuple(global_names(block.code)),
         mentioned=frozenset(mentioned_in(block.code)),
     )
-    return _KNOWN.put(block, written)
+    return _WRITTEN.put(block, written)
 
 
 def _variables_of(block: Block) -> list[str]:
@@ -108,11 +106,11 @@ def _statement_of(block: Block) -> tuple[SourceFragment, int]:
     """Return the fragment of the whole statement, and the index of the ``with`` item of the block."""
     node, source, context = block.origin.node, block.source, block.context
     text = "".join(source.lines[node.lineno - 1 : node.end_lineno])
-    piece = SourceFragment(
+    fragment = SourceFragment(
         filename=sent_name(source.filename), text=text, line=node.lineno, column=WHOLE_LINES,
         name=context.name, qualname=context.name, class_name=context.class_name, flags=context.flags,
     )  # fmt: skip
     whole = statement_at(text, node.lineno, source.filename)
     # A block in `with A, B:` may hold the statement without its first items.
     num_before = len(whole.items) - len(node.items) if isinstance(whole, ast.With) else 0
-    return piece, num_before + block.origin.item
+    return fragment, num_before + block.origin.item

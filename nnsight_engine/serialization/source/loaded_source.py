@@ -18,13 +18,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import CodeType, FunctionType
 from typing import Any
 
-from nnsight_engine.serialization.source_fragments import (
+from nnsight_engine.serialization.source.code_names import nested_codes
+from nnsight_engine.serialization.source.fragments import (
     FUTURE_FLAGS,
     WHOLE_LINES,
     SourceFragment,
     compile_function,
     first_line,
-    nested_codes,
 )
 from nnsight_engine.tracing.block_names import mangled
 from nnsight_engine.tracing.errors import ChangedSourceError
@@ -47,25 +47,25 @@ class NoSourceError(Exception):
     """No source text is available for a function or class; the message gives the reason."""
 
 
-def piece_of_function(code: CodeType, globals_: dict[str, Any]) -> SourceFragment:
+def fragment_of_function(code: CodeType, globals_: dict[str, Any]) -> SourceFragment:
     """Return the source of the function that ``code`` belongs to.
 
     Raises:
         NoSourceError: The source is not available, or has changed.
     """
     try:
-        source = SITES.reader.read(code, globals_, lambda text: _piece_in(text, code, globals_) is not None)
+        source = SITES.reader.read(
+            code, globals_, lambda text: _fragment_in(text, code, globals_) is not None
+        )
     except ChangedSourceError as error:
         raise NoSourceError(f"its source was not found: {error}") from None
-    piece = None if source is None else _piece_in(source, code, globals_)
-    if piece is None:
-        raise NoSourceError(
-            f"its source, {code.co_filename!r}, is not to be had; define it in a file or a cell"
-        )
-    return piece
+    fragment = None if source is None else _fragment_in(source, code, globals_)
+    if fragment is None:
+        raise NoSourceError(f"its source, {code.co_filename!r}, was not found; define it in a file or a cell")
+    return fragment
 
 
-def _piece_in(source: SourceText, code: CodeType, globals_: dict[str, Any]) -> SourceFragment | None:
+def _fragment_in(source: SourceText, code: CodeType, globals_: dict[str, Any]) -> SourceFragment | None:
     """Return the function's fragment of its file's text; None if the text is not that of the loaded code."""
     if code.co_name == "<lambda>":
         near = [one for one in _beginning_at(source, code) if isinstance(one[0], ast.Lambda)]
@@ -74,13 +74,13 @@ def _piece_in(source: SourceText, code: CodeType, globals_: dict[str, Any]) -> S
     else:
         found = [one for one in _beginning_at(source, code) if _is_def_of(one[0], code)]
     for node, class_name, _ in sorted(found, key=lambda one: _size(one[0])):
-        piece = _piece(source, node, code.co_name, code.co_qualname, class_name, code.co_flags)
-        if _defines(piece, code, exactly=len(found) > 1) and defines(source.tree, code, globals_, node):
-            return piece
+        fragment = _fragment(source, node, code.co_name, code.co_qualname, class_name, code.co_flags)
+        if _defines(fragment, code, exactly=len(found) > 1) and defines(source.tree, code, globals_, node):
+            return fragment
     return None
 
 
-def piece_of_class(kind: type) -> tuple[SourceFragment, CodeType, dict[str, Any]]:
+def fragment_of_class(kind: type) -> tuple[SourceFragment, CodeType, dict[str, Any]]:
     """Return the source of a class, the code of its body, and the globals in which it was defined.
 
     Raises:
@@ -99,10 +99,10 @@ def piece_of_class(kind: type) -> tuple[SourceFragment, CodeType, dict[str, Any]
                 f"the text of {source.filename!r} has changed since it was loaded; start again"
             )
         body = _body_of(source, kind.__qualname__, first_line(node))
-        piece = _piece(source, node, node.name, kind.__qualname__, None, body.co_flags)
-        return piece, body, globals_
+        fragment = _fragment(source, node, node.name, kind.__qualname__, None, body.co_flags)
+        return fragment, body, globals_
     raise NoSourceError(
-        "its source is not to be had; define the class with a `class` statement in a file or a cell, or send "
+        "its source was not found; define the class with a `class` statement in a file or a cell, or send "
         "its data in a dict"
     )
 
@@ -164,14 +164,14 @@ def _size(node: _Definition) -> tuple[int, int]:
     return ((node.end_lineno or 0) - node.lineno, (node.end_col_offset or 0) - node.col_offset)
 
 
-def _defines(piece: SourceFragment, code: CodeType, *, exactly: bool) -> bool:
+def _defines(fragment: SourceFragment, code: CodeType, *, exactly: bool) -> bool:
     """Return whether the text compiles to this code.
 
     A tool may have rewritten the loaded code, so only signature and free variables are compared unless
     ``exactly`` is set.
     """
     try:
-        made = compile_function(piece, code.co_freevars)
+        made = compile_function(fragment, code.co_freevars)
     except SyntaxError:
         return False
     signature = code.co_argcount + code.co_kwonlyargcount
@@ -191,7 +191,7 @@ def _parts(code: CodeType) -> tuple[Any, ...]:
     return code.co_code, code.co_names, constants
 
 
-def _piece(
+def _fragment(
     source: SourceText, node: _Definition, name: str, qualname: str, class_name: str | None, flags: int
 ) -> SourceFragment:
     first, column = first_line(node), WHOLE_LINES

@@ -1,7 +1,7 @@
 """Writers of plain data: numbers, text, containers, tensors and arrays.
 
 ``WRITERS`` is looked up by an object's exact type. Instances of subclasses are written as objects of their
-own class by ``object_encoding``.
+own class by ``objects``.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from nnsight_engine.serialization.encoder import Encoder, Writer, fits_in_64_bits
-from nnsight_engine.serialization.node_kinds import NodeKind
-from nnsight_engine.serialization.tensors import array_bytes, segment_of, unsendable
+from nnsight_engine.serialization.encoding.encoder import Encoder, Writer, fits_in_64_bits
+from nnsight_engine.serialization.message.node_kinds import NodeKind
+from nnsight_engine.serialization.message.tensors import array_bytes, segment_of, unsendable
 
 _ARRAY_KINDS = "biufcSUmM"
 

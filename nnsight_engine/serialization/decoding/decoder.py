@@ -5,7 +5,7 @@ that it only refers to: a list, for example, is made empty. Nodes are filled as 
 members of a set must be hashable and a class body must be able to run. Filling is deferred where a cycle
 prevents it. If a round makes no progress, or there are too many rounds, the message is malformed.
 
-Makers (``data_decoding``, ``code_decoding``, ``block_decoding``) define for each kind how many children a
+Makers (``data``, ``definitions``, ``blocks``) define for each kind how many children a
 node is made from, and how.
 """
 
@@ -20,10 +20,10 @@ from typing import Any, Final
 import torch
 
 from nnsight_engine.serialization.errors import DecodeError
-from nnsight_engine.serialization.import_resolution import MOVED
 from nnsight_engine.serialization.limits import MessageLimits, Policy, is_data_class
-from nnsight_engine.serialization.message import HERE, NodeTable
-from nnsight_engine.serialization.node_kinds import NodeKind
+from nnsight_engine.serialization.message.node_kinds import NodeKind
+from nnsight_engine.serialization.message.table import PYTHON_MINOR, NodeTable
+from nnsight_engine.serialization.source.import_resolution import MOVED
 
 Resolve = Callable[[tuple[str, ...]], Any]
 ALL: Final = -1
@@ -135,9 +135,9 @@ class Decoder:
     @property
     def between_versions(self) -> str:
         """Suffix for errors that different Python versions of the two sides may explain; may be empty."""
-        if self.python in {0, HERE}:
+        if self.python in {0, PYTHON_MINOR}:
             return ""
-        return f" (sent by Python 3.{self.python}, and this side runs Python 3.{HERE})"
+        return f" (sent by Python 3.{self.python}, and this side runs Python 3.{PYTHON_MINOR})"
 
     def made(self, index: int) -> Any:
         """Return the object of a node, or ``MISSING`` if it is not made yet."""

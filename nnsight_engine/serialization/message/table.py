@@ -17,8 +17,8 @@ import zstandard
 
 from nnsight_engine.serialization.errors import DecodeError, EncodeError
 from nnsight_engine.serialization.limits import MessageLimits
-from nnsight_engine.serialization.node_kinds import PAYLOADS, NodeKind
-from nnsight_engine.serialization.tensor_segments import read_segments, write_segments
+from nnsight_engine.serialization.message.node_kinds import PAYLOADS, NodeKind
+from nnsight_engine.serialization.message.tensor_segments import read_segments, write_segments
 
 Piece = bytes | memoryview
 """A part of a message that has not been concatenated yet."""
@@ -33,7 +33,7 @@ _MAX_WINDOW_BYTES = 128 * 2**20
 _HEAD = struct.Struct("<4sBBBBIIIIIIQQ")
 """Magic, version, flags, codec, minor version of the sender's Python; numbers of nodes, root node, edges,
 integers, floats and texts; bytes of texts and of tensors."""
-HERE = sys.version_info.minor
+PYTHON_MINOR = sys.version_info.minor
 """Minor version of this process's Python 3."""
 _INTS, _FLOATS = (NodeKind.INT,), (NodeKind.FLOAT,)
 _TEXTS = tuple(kind for kind in PAYLOADS if kind not in {NodeKind.INT, NodeKind.FLOAT})
@@ -65,7 +65,7 @@ class NodeTable:
     payloads: list[Any]
     tensors: dict[str, torch.Tensor]
     root: int = 0
-    python: int = HERE
+    python: int = PYTHON_MINOR
 
 
 def pack(table: NodeTable, limits: MessageLimits, *, compress: bool = False) -> list[Piece]:
@@ -169,7 +169,7 @@ def _opened(view: memoryview, limits: MessageLimits) -> tuple[tuple[int, ...], m
         older = "the sender" if version < VERSION else "this side"
         raise DecodeError(
             f"the message has version {version} of the format and this side reads version {VERSION}: {older} "
-            "is older and wants an upgrade of nnsight-engine"
+            "is older; upgrade its nnsight-engine"
         )
     if flags or codec not in {_NO_CODEC, _ZSTD}:
         raise DecodeError(

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from nnsight_engine.core.tensor_bytes import flat_bytes
-from nnsight_engine.serialization import tensor_segments
 from nnsight_engine.serialization.errors import DecodeError
+from nnsight_engine.serialization.message import tensor_segments
 
 DTYPES = {
     str(value).removeprefix("torch."): value

@@ -2,24 +2,26 @@
 
 An object receives its node number when it is first reached and is written later, when it is taken from the
 work list. So nesting depth is not limited by the stack, and an object that refers to itself becomes a node
-that refers to itself. Writers define how each type is written (``data_encoding``, ``object_encoding``,
-``code_encoding``). ``values`` and ``traces`` use the encoder.
+that refers to itself. The other modules of this package define how each type is written.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import types
 from collections.abc import Callable, Collection
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 
 from nnsight_engine.serialization.errors import EncodeError
 from nnsight_engine.serialization.limits import MessageLimits
-from nnsight_engine.serialization.message import NodeTable
-from nnsight_engine.serialization.node_kinds import NodeKind
+from nnsight_engine.serialization.message.node_kinds import NodeKind
+from nnsight_engine.serialization.message.table import NodeTable
 
+Key = TypeVar("Key")
+Found = TypeVar("Found")
 Reference = Callable[[Any], tuple[str, ...] | None]
 Writer = Callable[["Encoder", int, Any], None]
 _MAX_STEPS_SHOWN = 12
@@ -197,3 +199,29 @@ def _shown(key: Any) -> str:
 def fits_in_64_bits(value: int) -> bool:
     """Return whether an integer fits into the table's 64-bit scalars."""
     return value in _INT64
+
+
+class IdentityCache(Generic[Key, Found]):
+    """A bounded cache of values derived from objects of this process; safe to use from several threads.
+
+    Code objects and compiled blocks are sent repeatedly by loops. Equal code objects may come from different
+    files, so the key is the identity, and the cache keeps the object alive so that its ``id`` is not reused.
+    The oldest entries are evicted.
+    """
+
+    def __init__(self, max_entries: int = 256) -> None:
+        self._max_entries = max_entries
+        self._entries: collections.OrderedDict[int, tuple[Key, Found]] = collections.OrderedDict()
+
+    def get(self, key: Key) -> Found | None:
+        """Return the value stored for an object, or None."""
+        entry = self._entries.get(id(key))
+        return entry[1] if entry is not None and entry[0] is key else None
+
+    def put(self, key: Key, found: Found) -> Found:
+        """Store a value for an object, and return the value."""
+        self._entries[id(key)] = (key, found)
+        if len(self._entries) > self._max_entries:
+            with contextlib.suppress(KeyError):  # another thread was faster
+                self._entries.popitem(last=False)
+        return found

@@ -1,4 +1,4 @@
-"""Makers of plain data and of objects; the counterpart of ``data_encoding`` and ``object_encoding``.
+"""Makers of plain data and of objects; the counterpart of ``encoding.data`` and ``encoding.objects``.
 
 All functions here may be called with parts from an untrusted sender. Sizes are checked before memory is
 allocated, and hashes before a table is filled. A wrong type raises an exception, which the decoder converts
@@ -14,17 +14,17 @@ from typing import Any
 
 import torch
 
-from nnsight_engine.serialization.data_objects import (
+from nnsight_engine.serialization.decoding.decoder import Decoder, Maker
+from nnsight_engine.serialization.decoding.object_checks import (
     check_call,
     check_filling,
     check_made,
     check_member,
     check_new,
 )
-from nnsight_engine.serialization.decoder import Decoder, Maker
 from nnsight_engine.serialization.errors import DecodeError
-from nnsight_engine.serialization.node_kinds import NodeKind
-from nnsight_engine.serialization.tensors import DTYPES, array_of, tensor_of
+from nnsight_engine.serialization.message.node_kinds import NodeKind
+from nnsight_engine.serialization.message.tensors import DTYPES, array_of, tensor_of
 
 _CHECKED_FROM = 64
 """Number of keys from which on their hashes are checked for collisions."""
@@ -253,7 +253,7 @@ def _enum_member(decoder: Decoder, _index: int, parts: list[Any]) -> Any:
 
 def _reference(decoder: Decoder, _index: int, parts: list[Any]) -> Any:
     if decoder.resolve is None:
-        raise DecodeError("the message refers to something of this side, and nothing here can say what")
+        raise DecodeError("the message refers to something of this side, which it cannot resolve here")
     return decoder.resolve(tuple(_typed(part, str) for part in parts))
 
 
