@@ -26,9 +26,9 @@ from nnsight_engine.remote_backend.local_messages import (
     plain,
     read_part_result,
 )
-from nnsight_engine.remote_backend.object_references import ObjectReferences
-from nnsight_engine.remote_backend.object_references import place_of as place_in
-from nnsight_engine.remote_backend.outgoing_trace import refused
+from nnsight_engine.remote_backend.sending.outgoing_trace import refused
+from nnsight_engine.remote_backend.values.object_references import ObjectReferences
+from nnsight_engine.remote_backend.values.object_references import place_of as place_in
 from nnsight_engine.serialization import TRUSTED, DecodeError, decode, encode, restore_error
 from nnsight_engine.tracing.tracer import Tracer
 

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from nnsight_engine.remote_backend.outcomes import by_name
+from nnsight_engine.remote_backend.values.outcomes import by_name
 from nnsight_engine.serialization import DecodeError, decode, encode
 
 logger = logging.getLogger(__name__)

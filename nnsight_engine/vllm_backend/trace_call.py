@@ -23,7 +23,7 @@ import torch
 from api_schemas.errors import ApiError, ErrorCode
 from nnsight_engine.core.tensor_bytes import DTYPES, tensor_to_bytes
 from nnsight_engine.plans.collect.results import CollectedResults, CollectedTrace, TensorResult
-from nnsight_engine.remote_backend.outcomes import warnings_of
+from nnsight_engine.remote_backend.values.outcomes import warnings_of
 from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.serialization import DecodeError, MessageLimits, Policy, decode
 from nnsight_engine.tracing.text_blocks import NUM_LINES_BEFORE

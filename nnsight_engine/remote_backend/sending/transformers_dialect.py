@@ -13,12 +13,16 @@ import torch
 
 from nnsight_engine.envoys.tracers.invoker import Invoker
 from nnsight_engine.interleaving.barrier import Barrier
-from nnsight_engine.remote_backend.added_modules import added_part
 from nnsight_engine.remote_backend.codecs import Codec
 from nnsight_engine.remote_backend.identity import fingerprint_of, name_of
-from nnsight_engine.remote_backend.object_references import HOME_CLASSES, ObjectReferences, reference_of
-from nnsight_engine.remote_backend.outcomes import SentPart
-from nnsight_engine.remote_backend.outgoing_trace import Dialect, Inputs, Resolve
+from nnsight_engine.remote_backend.sending.outgoing_trace import Dialect, Inputs, Resolve
+from nnsight_engine.remote_backend.values.added_modules import added_part
+from nnsight_engine.remote_backend.values.object_references import (
+    HOME_CLASSES,
+    ObjectReferences,
+    reference_of,
+)
+from nnsight_engine.remote_backend.values.outcomes import SentPart
 from nnsight_engine.serialization import DATA_ONLY, EncodeError
 
 if TYPE_CHECKING:

@@ -38,8 +38,8 @@ from nnsight_engine.tracing.blocks import Block, Nested, compile_block
 from nnsight_engine.tracing.tracer import Info, Tracer, compiled
 
 if TYPE_CHECKING:
-    from nnsight_engine.remote_backend.outcomes import Outcome, SentPart
-    from nnsight_engine.remote_backend.outgoing_trace import Dialect
+    from nnsight_engine.remote_backend.sending.outgoing_trace import Dialect
+    from nnsight_engine.remote_backend.values.outcomes import Outcome, SentPart
 
 _Found = Mapping[Place, Nested]
 

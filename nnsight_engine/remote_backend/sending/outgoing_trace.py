@@ -18,10 +18,9 @@ from nnsight_engine.interleaving.barrier import Barrier
 from nnsight_engine.remote_backend.codecs import Codec, encode_blocks
 from nnsight_engine.remote_backend.errors import RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
-from nnsight_engine.remote_backend.incoming_blocks import SAVED
-from nnsight_engine.remote_backend.local_parts import local_parts
 from nnsight_engine.remote_backend.messages import SentInvoke, TraceHead, TraceRequest
-from nnsight_engine.remote_backend.outcomes import (
+from nnsight_engine.remote_backend.sending.local_parts import local_parts
+from nnsight_engine.remote_backend.values.outcomes import (
     Outcome,
     SentPart,
     assign_saved,
@@ -31,6 +30,7 @@ from nnsight_engine.remote_backend.outcomes import (
     saved_containers,
     wanted_of,
 )
+from nnsight_engine.remote_backend.values.received_blocks import SAVED
 from nnsight_engine.serialization import DATA_ONLY, DecodeError, EncodeError, Policy
 from nnsight_engine.tracing.tracer import Tracer
 

@@ -1,9 +1,11 @@
-"""Normalisation of server addresses.
+"""Addresses of servers.
 
 The module does not import torch, because terminal commands import it at startup.
 """
 
 from __future__ import annotations
+
+import ipaddress
 
 import httpx
 
@@ -22,3 +24,12 @@ def normalized(url: str) -> str:
     if parsed.scheme not in {"http", "https"} or not parsed.host:
         raise ValueError(f"a server's address is like http://127.0.0.1:8000, got {url!r}")
     return full.rstrip("/").removesuffix("/v1")
+
+
+def is_local_server(address: str) -> bool:
+    """Return whether a server is on this machine, so that compression is of no use."""
+    host = httpx.URL(address).host if "://" in address else ""
+    try:
+        return not host or host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

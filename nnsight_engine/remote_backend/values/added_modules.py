@@ -15,7 +15,7 @@ import torch
 
 from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.remote_backend.codecs import Codec, decode_blocks, encode_blocks
-from nnsight_engine.remote_backend.object_references import Reference, reference_of
+from nnsight_engine.remote_backend.values.object_references import Reference, reference_of
 from nnsight_engine.serialization import DecodeError
 from nnsight_engine.serialization.decoding.decoder import Resolve
 

@@ -22,13 +22,12 @@ import httpx
 
 from api_schemas.jobs import JobStatus
 from nnsight_engine.core.config import CONFIG
-from nnsight_engine.remote_backend.address import normalized
+from nnsight_engine.remote_backend.client.address import normalized
+from nnsight_engine.remote_backend.client.retry import Retry
+from nnsight_engine.remote_backend.client.transport import Progress
 from nnsight_engine.remote_backend.errors import RemoteConnectionError, RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameReader
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE, TraceRequest
-from nnsight_engine.remote_backend.refusals import refusal
-from nnsight_engine.remote_backend.retry import Retry
-from nnsight_engine.remote_backend.transport import Progress
 from nnsight_engine.serialization import DecodeError
 
 _CONNECT_S: Final = 10.0
@@ -64,11 +63,11 @@ class HttpTransport:
 
     def run(self, request: TraceRequest, progress: Progress | None = None) -> Iterator[Frame]:
         """Send a trace, and yield the frames of the response; see ``Transport``."""
-        response = self._patiently(lambda: self._post("/v1/traces", request, progress, stream=True))
+        response = self._with_retries(lambda: self._post("/v1/traces", request, progress, stream=True))
         try:
             yield from _frames(response.iter_raw(), progress)
         except httpx.TransportError as error:
-            raise self._broke(error) from error
+            raise self._connection_broke(error) from error
         finally:
             response.close()
 
@@ -85,18 +84,18 @@ class HttpTransport:
                 if response.status_code >= httpx.codes.BAD_REQUEST:
                     async with contextlib.aclosing(response):
                         await response.aread()
-                        raise refusal(response)
+                        raise RemoteError.from_response(response)
                 return response
 
-            async with contextlib.aclosing(await self._patiently_async(send)) as response:
+            async with contextlib.aclosing(await self._with_retries_async(send)) as response:
                 try:
                     async for chunk in response.aiter_raw():
                         for frame in reader.feed(chunk):
                             yield frame
                 except httpx.TransportError as error:
-                    raise self._broke(error) from error
+                    raise self._connection_broke(error) from error
 
-    def _broke(self, error: httpx.TransportError) -> RemoteConnectionError:
+    def _connection_broke(self, error: httpx.TransportError) -> RemoteConnectionError:
         return RemoteConnectionError(f"the connection to {self.url} broke before the trace's end: {error}")
 
     # Jobs.
@@ -104,7 +103,7 @@ class HttpTransport:
     def submit(self, request: TraceRequest, progress: Progress | None = None) -> dict[str, Any]:
         """Submit a trace as a job, and return the server's description of the job."""
         key = {"Idempotency-Key": uuid.uuid4().hex}
-        answer = self._patiently(
+        answer = self._with_retries(
             lambda: self._post("/v1/jobs", request, progress, headers=key), is_repeatable=True
         )
         return _object(answer)
@@ -116,7 +115,7 @@ class HttpTransport:
     def cancel(self, job_id: str) -> dict[str, Any]:
         """Cancel a job, and return its state."""
         path = f"{self.url}/v1/jobs/{job_id}/cancel"
-        return _object(self._patiently(lambda: self._send("POST", path), is_repeatable=True))
+        return _object(self._with_retries(lambda: self._send("POST", path), is_repeatable=True))
 
     def result(self, job_id: str, progress: Progress | None = None) -> list[Frame]:
         """Return the frames of a job's result; an interrupted download resumes where it stopped."""
@@ -219,7 +218,7 @@ class HttpTransport:
 
     def get_json(self, path: str) -> dict[str, Any]:
         """Return the JSON object at a path."""
-        return _object(self._patiently(lambda: self._send("GET", self.url + path), is_repeatable=True))
+        return _object(self._with_retries(lambda: self._send("GET", self.url + path), is_repeatable=True))
 
     # Requests.
 
@@ -261,10 +260,10 @@ class HttpTransport:
         if response.status_code >= httpx.codes.BAD_REQUEST:
             with contextlib.closing(response):
                 response.read()
-                raise refusal(response)
+                raise RemoteError.from_response(response)
         return response
 
-    def _patiently(
+    def _with_retries(
         self, send: Callable[[], httpx.Response], *, is_repeatable: bool = False
     ) -> httpx.Response:
         """Send a request, and retry where that is safe, with growing pauses."""
@@ -275,8 +274,8 @@ class HttpTransport:
             except (httpx.TransportError, RemoteError) as error:
                 tries.wait(error)
 
-    async def _patiently_async(self, send: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response:
-        """Send a request that must not run twice; retry like ``_patiently``."""
+    async def _with_retries_async(self, send: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response:
+        """Send a request that must not run twice; retry like ``_with_retries``."""
         tries = Retry(self.url, is_repeatable=False)
         while True:
             try:

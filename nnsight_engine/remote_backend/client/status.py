@@ -13,8 +13,8 @@ import rich.box
 from rich.console import Console
 from rich.table import Table
 
+from nnsight_engine.remote_backend.client.http import HttpTransport
 from nnsight_engine.remote_backend.errors import RemoteConnectionError, RemoteError
-from nnsight_engine.remote_backend.http import HttpTransport
 from nnsight_engine.remote_backend.identity import fingerprint_of_folder, name_of
 
 

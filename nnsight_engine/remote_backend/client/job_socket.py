@@ -14,9 +14,9 @@ from typing import Any, Final
 from websockets.exceptions import ConnectionClosedOK, InvalidStatus, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
+from nnsight_engine.remote_backend.client.http import MAX_FRAME_BYTES, HttpTransport, seconds_until
 from nnsight_engine.remote_backend.errors import RemoteConnectionError, RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameReader, called, calling
-from nnsight_engine.remote_backend.http import MAX_FRAME_BYTES, HttpTransport, seconds_until
 
 Run = Callable[[memoryview], bytes]
 """Runs a part of a block as requested by a message, and returns the response message."""

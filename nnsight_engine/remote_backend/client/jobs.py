@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any, Final
 
 from api_schemas.jobs import JobStatus
-from nnsight_engine.remote_backend.display import Display
+from nnsight_engine.remote_backend.client.display import Display
+from nnsight_engine.remote_backend.client.http import HttpTransport
+from nnsight_engine.remote_backend.client.job_socket import Run, followed
 from nnsight_engine.remote_backend.errors import RemoteError
 from nnsight_engine.remote_backend.frames import Frame, tier_of
-from nnsight_engine.remote_backend.http import HttpTransport
-from nnsight_engine.remote_backend.job_socket import Run, followed
 
 Read = Callable[[Sequence[Frame]], dict[str, Any]]
 _FIRST_POLL_S: Final = 0.05

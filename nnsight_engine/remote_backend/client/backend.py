@@ -14,27 +14,31 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import ipaddress
 from collections.abc import AsyncIterator, Generator, Iterator, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
-import httpx
-
 from api_schemas.jobs import JobStatus
-from nnsight_engine.remote_backend.display import Display
+from nnsight_engine.remote_backend.client.address import is_local_server
+from nnsight_engine.remote_backend.client.display import Display
+from nnsight_engine.remote_backend.client.http import HttpTransport
+from nnsight_engine.remote_backend.client.jobs import Read, RemoteJob
 from nnsight_engine.remote_backend.errors import RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, tier_of
-from nnsight_engine.remote_backend.http import HttpTransport
-from nnsight_engine.remote_backend.jobs import Read, RemoteJob
-from nnsight_engine.remote_backend.outcomes import Outcome, named, raise_first, saves_of, warn_of
-from nnsight_engine.remote_backend.outgoing_trace import Dialect, SentRemotely, gathered, read_frames, refused
 from nnsight_engine.remote_backend.saved_deltas import OutputReader, StreamedOutput
+from nnsight_engine.remote_backend.sending.outgoing_trace import (
+    Dialect,
+    SentRemotely,
+    gathered,
+    read_frames,
+    refused,
+)
+from nnsight_engine.remote_backend.values.outcomes import Outcome, named, raise_first, saves_of, warn_of
 from nnsight_engine.tracing.tracer import Backend, Tracer
 
 if TYPE_CHECKING:
+    from nnsight_engine.remote_backend.client.transport import Transport
     from nnsight_engine.remote_backend.codecs import Codec
-    from nnsight_engine.remote_backend.transport import Transport
 
 Engine = Literal["auto", "vllm", "local"]
 Remote = bool | str | None
@@ -326,15 +330,6 @@ def _dialect_of(tracer: Tracer) -> Dialect:
         )
     dialect: Dialect = speak()
     return dialect
-
-
-def is_local_server(address: str) -> bool:
-    """Return whether a server is on this machine, so that compression is of no use."""
-    host = httpx.URL(address).host if "://" in address else ""
-    try:
-        return not host or host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
