@@ -47,7 +47,8 @@ from nnsight_engine.vllm_backend.rpc_results import PENDING, answer
 from nnsight_engine.vllm_backend.sender_usage import SENDER_KEY
 from nnsight_engine.vllm_backend.shared_memory_results import SharedMemoryResults
 from nnsight_engine.vllm_backend.tensor_interning import TensorTable
-from nnsight_engine.vllm_backend.trace_call import MAX_PENDING_BYTES, TraceCall, TracedPrompt
+from nnsight_engine.vllm_backend.trace_call import TraceCall, TracedPrompt
+from nnsight_engine.vllm_backend.trace_results import MAX_DELTA_BYTES
 from nnsight_engine.vllm_backend.trace_router import TraceRouter
 from nnsight_engine.vllm_backend.traced_requests import GatheredOutput, carry, results_of, with_own_salt
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
@@ -439,9 +440,7 @@ class InterventionAsyncLLM(AsyncLLM):
         if not entry.data:
             await self.collective_rpc("hold_trace", args=(traced.key, call.data))
         carry(sampling_params, entry)
-        traced.share = self.traces.open(
-            traced.key, traced.add_event, traced.drop, max_bytes=MAX_PENDING_BYTES
-        )
+        traced.share = self.traces.open(traced.key, traced.add_event, traced.drop, max_bytes=MAX_DELTA_BYTES)
         gathered = GatheredOutput(is_delta=sampling_params.output_kind is RequestOutputKind.DELTA)
         outputs = super().generate(with_own_salt(prompt, entry), sampling_params, traced.request_id, **kwargs)
         try:

@@ -3,9 +3,6 @@
 Like other calls, it passes through vLLM's serving classes as a ticket (``call``). The engine starts each
 prompt here, and ends it here once the worker has returned the results of its block; the answer's choices take
 their results from here.
-
-Hazard: the bytes decoded here may come from a sandbox process that runs untrusted code. They are decoded as
-data only, with limits on their size. Bytes that cannot be decoded fail only the request they belong to.
 """
 
 from __future__ import annotations
@@ -17,17 +14,16 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-import msgspec
-import torch
-
 from api_schemas.errors import ApiError, ErrorCode
-from nnsight_engine.core.tensor_bytes import DTYPES, tensor_to_bytes
-from nnsight_engine.plans.collected import CollectedResults, CollectedTrace, TensorResult
-from nnsight_engine.remote_backend.outcomes import warnings_of
-from nnsight_engine.sandbox.errors import SandboxUnavailableError
-from nnsight_engine.serialization import DecodeError, MessageLimits, Policy, decode
-from nnsight_engine.tracing.text_blocks import NUM_LINES_BEFORE
+from nnsight_engine.plans.collected import CollectedResults, CollectedTrace
+from nnsight_engine.remote_backend.saved_deltas import MALFORMED, DeltaReader
 from nnsight_engine.vllm_backend.json_values import NotPlainError, SaveBudget, plain_saves
+from nnsight_engine.vllm_backend.trace_results import (
+    BlockError,
+    delta_reader,
+    read_results,
+    tensor_result,
+)
 from nnsight_engine.vllm_backend.traced_requests import results_of
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 
@@ -37,58 +33,8 @@ if TYPE_CHECKING:
     from nnsight_engine.remote_backend.backpressure import SlowReaderError, UnreadShare
     from nnsight_engine.vllm_backend.trace_router import TraceEvent
 
-_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
-_AS_INT64: Final = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32})
-_NO_SANDBOX: Final = (SandboxUnavailableError.__module__, SandboxUnavailableError.__qualname__)
-MAX_PENDING_BYTES: Final = 256 * 2**20
-# For a call neither is compressed: its values are converted to JSON here.
-_DELTA_LIMITS: Final = MessageLimits(max_bytes=MAX_PENDING_BYTES, max_nodes=1_000_000, compressed=False)
-_RESULTS: Final = MessageLimits(compressed=False)
-_UNREADABLE: Final = (
-    DecodeError, LookupError, TypeError, ValueError, AttributeError, RecursionError, MemoryError,
-    msgspec.ValidationError,
-)  # fmt: skip
-"""Exceptions that decoding a malformed message may raise."""
-_PLAIN: Final = Policy(lambda _module, _name: False)
-"""Values are plain, so no class is needed, and importing one would cost this process time and memory."""
 _SLOW_BYTES: Final = 2**20
 _MAX_BYTES: Final = 4 * 2**30
-_MAX_ENTRIES: Final = 64
-_MAX_NOTES: Final = 16
-_MAX_TEXT: Final = 10_000
-"""Characters of one part of an error's message."""
-
-
-class _Entry(msgspec.Struct):
-    """A line of a block's traceback."""
-
-    file: str
-    line: int
-    source: str
-
-
-class _BlockError(msgspec.Struct):
-    """The parts of an error, as ``encode_error`` encodes it, that are reported.
-
-    They are converted to fixed types, because the text of a deep list may take for ever to make.
-    """
-
-    name: str
-    message: str
-    module: str = ""
-    notes: list[str] = []
-    entries: list[_Entry] = []
-
-    @classmethod
-    def of(cls, error: Any) -> _BlockError:
-        """Return a decoded error; raises msgspec.ValidationError if it is none."""
-        if type(error) is not dict:
-            raise DecodeError("its error has no parts")
-        parts = {name: error[name] for name in ("name", "message", "module") if name in error}
-        for name, most in (("notes", _MAX_NOTES), ("entries", _MAX_ENTRIES)):
-            if type(error.get(name)) is list:
-                parts[name] = error[name][-most:]
-        return msgspec.convert(parts, cls)
 
 
 @dataclasses.dataclass(slots=True)
@@ -99,8 +45,7 @@ class _Choice:
         deltas: Encoded values received since the last chunk; None in place of values that were dropped.
         num_pending: Size of ``deltas`` in bytes.
         printed: Text printed since the last chunk.
-        sent: Names whose values were sent and of which nothing was dropped since, so that new items of a list
-            may be sent alone.
+        reader: Merges the deltas into what is sent with a chunk.
         saves: All saved values, once the choice has ended.
         warnings: Warnings for the client, once the choice has ended.
     """
@@ -108,7 +53,7 @@ class _Choice:
     deltas: list[bytes | None] = dataclasses.field(default_factory=list)
     num_pending: int = 0
     printed: list[str] = dataclasses.field(default_factory=list)
-    sent: set[str] = dataclasses.field(default_factory=set)
+    reader: DeltaReader = dataclasses.field(default_factory=delta_reader)
     saves: dict[str, Any] | None = None
     warnings: tuple[str, ...] = ()
 
@@ -134,34 +79,22 @@ class _Choice:
 
     def read(self, unread: Sequence[bytes | None], max_bytes: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the new data as JSON values: whole values, and items by which lists grew."""
-        saves: dict[str, Any] = {}
-        grown: dict[str, list[Any]] = {}
         for data in unread:
             if data is None:
-                self.sent.clear()
-                continue
-            message = decode(data, policy=_PLAIN, limits=_DELTA_LIMITS)
-            for name, value in _named(message["whole"]).items():
-                saves[name] = value
-                grown.pop(name, None)
-                self.sent.add(name)
-            for name, items in _named(message["grown"]).items():
-                if name not in self.sent:
-                    continue  # the items before them were dropped
-                if name in saves:
-                    saves[name] = [*_listed(saves[name]), *_listed(items)]
-                else:
-                    grown.setdefault(name, []).extend(_listed(items))
+                self.reader.skip()
+            else:
+                self.reader.read(data)
+        whole, grown = self.reader.take()
         budget = SaveBudget(max_bytes)
-        return self._plain(saves, budget), self._plain(grown, budget)
+        return self._plain(whole, budget), self._plain(grown, budget)
 
     def _plain(self, values: Mapping[str, Any], budget: SaveBudget) -> dict[str, Any]:
         plain: dict[str, Any] = {}
         for name, value in values.items():
             try:
-                plain.update(plain_saves({name: value}, _tensor, budget))
+                plain.update(plain_saves({name: value}, tensor_result, budget))
             except NotPlainError:  # the last chunk reports the error
-                self.sent.discard(name)
+                self.reader.forget(name)
         return plain
 
     def take_printed(self) -> str:
@@ -245,19 +178,19 @@ class TracedPrompt:
         num_bytes = choice.num_pending
         self.share.take(num_bytes)
         unread = choice.take_unread()
-        with self._read("told"):
+        with self._reading():
             if num_bytes < _SLOW_BYTES:
                 return choice.read(unread, self._call.max_bytes)
             return await asyncio.to_thread(choice.read, unread, self._call.max_bytes)
 
     @contextlib.contextmanager
-    def _read(self, what: str) -> Iterator[None]:
+    def _reading(self) -> Iterator[None]:
         try:
             yield
-        except _UNREADABLE as error:
+        except MALFORMED as error:
             raise ApiError(
                 ErrorCode.TRACE_FAILED,
-                f"What the trace {what} cannot be read: {error}. This request only is concerned.",
+                f"The values that the trace saved cannot be read: {error}. Only this request has failed.",
                 self._call.param,
             ) from error
 
@@ -268,22 +201,14 @@ class TracedPrompt:
             ApiError: The block failed, or the worker returned no results.
         """
         results = results_of({0: output})
-        with self._read("left behind"):
-            message = decode(
-                data,
-                resolve=lambda reference: results.get("/".join(reference[1:])),
-                policy=_PLAIN,
-                limits=_RESULTS,
-            )
-            blocks = _listed(message["blocks"])
-            if len(blocks) > len(self.choices):
-                raise DecodeError("it has more blocks than choices")
-            for block in blocks:
-                if block["error"] is not None:
-                    raise self._call.failed(block["error"])
-                choice = self.choices[block["choice"]]
-                choice.warnings = warnings_of(block)
-                self._keep(choice, _named(block["saves"]))
+        with self._reading():
+            blocks = read_results(data, results, len(self.choices))
+        for block in blocks:
+            if block.error is not None:
+                raise self._call.failed(block.error)
+            choice = self.choices[block.choice]
+            choice.warnings = block.warnings
+            self._keep(choice, block.saves)
         if any(choice.saves is None for choice in self.choices):
             raise ApiError(
                 ErrorCode.INTERVENTION_FAILED,
@@ -294,7 +219,7 @@ class TracedPrompt:
 
     def _keep(self, choice: _Choice, saves: dict[str, Any]) -> None:
         try:
-            choice.saves = plain_saves(saves, _tensor, SaveBudget(self._call.max_bytes))
+            choice.saves = plain_saves(saves, tensor_result, SaveBudget(self._call.max_bytes))
         except NotPlainError as error:
             raise ApiError(ErrorCode.TRACE_FAILED, str(error), self._call.param) from error
 
@@ -389,67 +314,19 @@ class TraceCall:
         result = CollectedTrace(self._name, found.saves or {}, {}, found.take_printed(), found.warnings)
         return CollectedResults([result], is_code=True, tier=prompt.tier)
 
-    def failed(self, encoded: Any) -> ApiError:
-        """Return the API error for a block's error, given as ``encode_error`` encodes it.
-
-        Raises:
-            DecodeError: It is no error.
-            msgspec.ValidationError: The same.
-        """
-        error = _BlockError.of(encoded)
-        message = error.message[:_MAX_TEXT]
-        if (error.module, error.name) == _NO_SANDBOX:  # not an error of the block
-            return ApiError(ErrorCode.QUEUE_FULL, f"The trace did not begin: {message}", self.param)
-        notes = "".join(f" {note[:_MAX_TEXT]}" for note in error.notes)
+    def failed(self, error: BlockError) -> ApiError:
+        """Return the API error for a block's error."""
+        if error.is_unavailable_sandbox:  # not an error of the block
+            return ApiError(ErrorCode.QUEUE_FULL, f"The trace did not begin: {error.text()}", self.param)
         return ApiError(
-            ErrorCode.TRACE_FAILED,
-            f"The trace failed{self._line(error.entries)}: {error.name[:_MAX_TEXT]}: {message}{notes}",
-            self.param,
+            ErrorCode.TRACE_FAILED, f"The trace failed{error.description(self._filename)}", self.param
         )
-
-    def _line(self, entries: Sequence[_Entry]) -> str:
-        """Return the line of the client's code that failed, else the last line."""
-        for entry in reversed(entries):
-            if entry.file == self._filename:
-                return f" in line {entry.line - NUM_LINES_BEFORE}, `{entry.source[:_MAX_TEXT].strip()}`"
-        if entries:
-            last = entries[-1]
-            source = last.source[:_MAX_TEXT].strip()
-            return f" in {last.file[:_MAX_TEXT]}, line {last.line}, `{source}`"
-        return ""
 
     def _choice(self, choice: int, num_choices: int) -> tuple[TracedPrompt, _Choice]:
         # vLLM numbers choices prompt by prompt.
         number, index = divmod(choice, num_choices)
         prompt = self.prompts[number]
         return prompt, prompt.choices[index]
-
-
-def _named(values: Any) -> dict[str, Any]:
-    """Return ``values`` if it is a dict with string keys, as values by variable must be."""
-    if type(values) is not dict or not all(type(name) is str for name in values):
-        raise DecodeError("its values have no names")
-    return values
-
-
-def _listed(values: Any) -> list[Any]:
-    """Return ``values`` if it is a list; a range would take any memory."""
-    if type(values) is not list:
-        raise DecodeError("its values are no list")
-    return values
-
-
-def _tensor(value: torch.Tensor) -> TensorResult:
-    if value.dtype in _AS_INT64:
-        value = value.to(torch.int64)
-    name = _NAMES.get(value.dtype)
-    if name is None or value.is_meta:
-        where = " without numbers" if value.is_meta else ""
-        raise ValueError(
-            f"it holds a tensor of {str(value.dtype).removeprefix('torch.')}{where}; `.float()` makes one "
-            "that can be"
-        )
-    return TensorResult(name, tuple(value.shape), tensor_to_bytes(value))
 
 
 __all__ = ["TraceCall", "TracedPrompt"]

@@ -17,6 +17,7 @@ from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.serialization import encode
 from nnsight_engine.serialization.failures import encode_error
 from nnsight_engine.vllm_backend.trace_call import TraceCall
+from nnsight_engine.vllm_backend.trace_results import BlockError
 from nnsight_engine.vllm_backend.trace_router import TraceRouter
 
 
@@ -173,7 +174,7 @@ async def test_an_error_is_text_of_some_length(part: str, evil: Any) -> None:
 
 async def test_a_long_error_is_cut() -> None:
     error = {"name": "n" * 10**6, "message": "m" * 10**6, "module": "", "notes": ["o" * 10**6] * 1000}
-    assert len(Stream().call.failed(error).message) < 200_000
+    assert len(Stream().call.failed(BlockError.of(error)).message) < 200_000
 
 
 @pytest.mark.parametrize("evil", [range(10**12), "a" * 100, {"a": 1}, b"bytes", 3])
@@ -213,10 +214,10 @@ async def test_what_is_saved_many_times_is_not_made_many_times() -> None:
 
 def test_a_block_for_which_there_was_no_process_may_be_sent_again() -> None:
     call = Stream().call
-    refused = call.failed(encode_error(SandboxUnavailableError("16 sandboxes are at work")))
+    refused = call.failed(BlockError.of(encode_error(SandboxUnavailableError("16 sandboxes are at work"))))
     assert (refused.code, refused.status) == (ErrorCode.QUEUE_FULL, 429)
     assert "16 sandboxes" in refused.message
-    assert call.failed(encode_error(RuntimeError("mine"))).code is ErrorCode.TRACE_FAILED
+    assert call.failed(BlockError.of(encode_error(RuntimeError("mine")))).code is ErrorCode.TRACE_FAILED
 
 
 def test_clients_do_not_choose_the_names_by_which_requests_are_ended() -> None:
