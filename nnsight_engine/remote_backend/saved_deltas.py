@@ -84,7 +84,7 @@ class DeltaReader:
         self._known.discard(name)
 
     def take(self) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-        """Return ``whole`` and ``grown``, and start again with what comes next."""
+        """Return ``whole`` and ``grown``, and empty them."""
         taken = self.whole, self.grown
         self.whole, self.grown = {}, {}
         return taken

@@ -1,8 +1,7 @@
 """An API call whose ``interventions`` are a trace: its block runs together with each of the prompts.
 
 Like other calls, it passes through vLLM's serving classes as a ticket (``call``). The engine starts each
-prompt here, and ends it here once the worker has returned the results of its block; the answer's choices take
-their results from here.
+prompt here, as a trace of one request. The answer's chunks and choices take their results from here.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from api_schemas.errors import ApiError, ErrorCode
@@ -19,19 +18,22 @@ from nnsight_engine.plans.collected import CollectedResults, CollectedTrace
 from nnsight_engine.remote_backend.saved_deltas import MALFORMED, DeltaReader
 from nnsight_engine.vllm_backend.json_values import NotPlainError, SaveBudget, plain_saves
 from nnsight_engine.vllm_backend.trace_results import (
+    MAX_DELTA_BYTES,
     BlockError,
     delta_reader,
     read_results,
     tensor_result,
 )
-from nnsight_engine.vllm_backend.traced_requests import results_of
+from nnsight_engine.vllm_backend.trace_run import TraceRun
+from nnsight_engine.vllm_backend.traced_requests import TraceRequests
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 
 if TYPE_CHECKING:
-    from vllm import RequestOutput
+    from vllm import RequestOutput, SamplingParams
 
-    from nnsight_engine.remote_backend.backpressure import SlowReaderError, UnreadShare
+    from nnsight_engine.remote_backend.backpressure import SlowReaderError
     from nnsight_engine.vllm_backend.trace_router import TraceEvent
+    from nnsight_engine.vllm_backend.trace_run import FinishedTrace, TraceHost
 
 _SLOW_BYTES: Final = 2**20
 _MAX_BYTES: Final = 4 * 2**30
@@ -123,48 +125,76 @@ class _NoSlot:
         pass
 
 
-class TracedPrompt:
-    """One prompt of the call while it runs.
+class TracedPrompt(TraceRun):
+    """One prompt of the call: a trace of one request.
+
+    Args:
+        call: The call.
+        engine: Runs the request.
+        prompt: vLLM's prompt.
+        params: The prompt's sampling parameters.
+        request_id: The prompt's id, which clients may have sent several times.
 
     Attributes:
-        key: The trace's key in the worker.
-        request_id: vLLM's id of the request. It is unique, because clients may send the same id several
-            times, and aborting by a shared id would abort all of its requests.
         choices: One ``_Choice`` for each of the prompt's choices.
         slot: The prompt's slot, released when the worker has dropped the trace.
-        has_begun: Whether the worker may know the trace.
-        is_over: Whether the worker has dropped the trace.
         tier: How its steps ran, once it is over.
-        share: Its share of the backpressure limit, which counts the pending bytes of all traces.
     """
 
-    share: UnreadShare
-
-    def __init__(self, call: TraceCall, request_id: str, num_choices: int) -> None:
-        self.key = uuid.uuid4().hex
-        self.request_id = f"{request_id}-{self.key}"
-        self.choices = [_Choice() for _ in range(num_choices)]
+    def __init__(
+        self, call: TraceCall, engine: TraceHost, prompt: Any, params: SamplingParams, request_id: str
+    ) -> None:
+        key = uuid.uuid4().hex
+        # Several choices are several requests in the engine: the worker gets the block once, before them.
+        has_choices = params.n > 1
+        requests = TraceRequests(key, call.data if has_choices else None)
+        entry = TraceEntry(
+            key, 0, params.n, b"" if has_choices else call.data, [{}], call.streams,
+            prints=True, plain=True, sandbox_of=call.sandbox_of,
+        )  # fmt: skip
+        requests.add(prompt, params, entry, request_id=request_id)
+        super().__init__(engine, requests, max_pending_bytes=MAX_DELTA_BYTES)
+        self.choices = [_Choice() for _ in range(params.n)]
         self.slot = call.slot()
-        self.has_begun = self.is_over = False
         self.tier = ""
         self._call = call
 
-    def entry(self) -> TraceEntry:
-        """Return the trace entry of the prompt's request.
+    async def outputs(self, **options: Any) -> AsyncGenerator[RequestOutput, None]:
+        """Run the request and yield its outputs, the last one once the results of its block are read.
 
-        With several choices the entry has no data: the block is sent to the worker before the requests.
+        Raises:
+            ApiError: The block failed, or its results cannot be read.
         """
-        data = self._call.data if len(self.choices) == 1 else b""
-        return TraceEntry(
-            self.key, 0, len(self.choices), data, [{}], self._call.streams,
-            prints=True, plain=True, sandbox_of=self._call.sandbox_of,
-        )  # fmt: skip
+        await self.slot.wait_granted()
+        await self.begin()
+        outputs = self.start(0, **options)
+        try:
+            async for output in outputs:
+                self.gathered[0].add(output)
+                if output.finished:
+                    finished = await self.finish()
+                    self.tier = finished.tier
+                    self.slot.release()
+                    await asyncio.to_thread(self.read_results, finished)
+                yield output
+        except ApiError as error:
+            self._call.failure = error
+            raise
+        finally:
+            await outputs.aclose()
+
+    async def end(self) -> None:
+        """End the trace, and release the slot once the engine has dropped it."""
+        try:
+            await super().end()
+        finally:
+            self.slot.release()
 
     def add_event(self, event: TraceEvent) -> None:
-        """Store an event that a block sent after a step."""
+        """Store an event until the next chunk of its choice."""
         self.share.add(self.choices[event.choice].add_event(event))
 
-    def drop(self, _error: SlowReaderError) -> None:
+    def drop_events(self, _error: SlowReaderError) -> None:
         """Drop the pending values of all choices; the last chunk contains everything."""
         for choice in self.choices:
             choice.drop()
@@ -194,15 +224,14 @@ class TracedPrompt:
                 self._call.param,
             ) from error
 
-    def finish(self, data: bytes | memoryview, printed: str, output: RequestOutput) -> None:
+    def read_results(self, finished: FinishedTrace) -> None:
         """Decode the results of the block into the choices; may be slow, so it is called on a thread.
 
         Raises:
             ApiError: The block failed, or the worker returned no results.
         """
-        results = results_of({0: output})
         with self._reading():
-            blocks = read_results(data, results, len(self.choices))
+            blocks = read_results(finished.data, finished.results, len(self.choices))
         for block in blocks:
             if block.error is not None:
                 raise self._call.failed(block.error)
@@ -212,10 +241,11 @@ class TracedPrompt:
         if any(choice.saves is None for choice in self.choices):
             raise ApiError(
                 ErrorCode.INTERVENTION_FAILED,
-                "The engine returned nothing of the trace: too many waited to be collected. Send it again.",
+                "The engine returned no results of the trace: too many waited to be collected. Send it "
+                "again.",
                 self._call.param,
             )
-        self.choices[0].printed.append(printed)
+        self.choices[0].printed.append(finished.printed)
 
     def _keep(self, choice: _Choice, saves: dict[str, Any]) -> None:
         try:
@@ -269,14 +299,20 @@ class TraceCall:
         self._max_requests = max_requests
         self._num_requests = 0
 
-    def begin(self, request_id: str, num_choices: int) -> TracedPrompt:
-        """Start a prompt.
+    def generate(
+        self, engine: TraceHost, prompt: Any, params: SamplingParams, request_id: str, **options: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Start a prompt and return its outputs; see ``begin`` and ``TracedPrompt.outputs``."""
+        return self.begin(engine, prompt, params, request_id).outputs(**options)
+
+    def begin(self, engine: TraceHost, prompt: Any, params: SamplingParams, request_id: str) -> TracedPrompt:
+        """Return the next prompt, which waits for its slot.
 
         Raises:
             ApiError: The call makes too many requests or streams several choices; ``queue_full`` if no slot
                 can be waited for.
         """
-        self._num_requests += num_choices
+        self._num_requests += params.n
         if self._num_requests > self._max_requests:
             raise ApiError(
                 ErrorCode.INVALID_VALUE,
@@ -284,16 +320,29 @@ class TraceCall:
                 "together; send fewer prompts, or a smaller `n`.",
                 self.param,
             )
-        if self.streams and num_choices > 1:
+        if self.streams and params.n > 1:
             raise ApiError(
                 ErrorCode.UNSUPPORTED_COMBINATION,
-                f"A stream with a trace has one choice for each prompt, got `n` {num_choices}: what a choice "
-                "saved is collected when all choices of its prompt have ended.",
+                f"A stream with a trace has one choice for each prompt, got `n` {params.n}: the values that "
+                "a choice saved are collected when all choices of its prompt have ended.",
                 "n",
             )
-        prompt = TracedPrompt(self, request_id, num_choices)
-        self.prompts.append(prompt)
-        return prompt
+        traced = TracedPrompt(self, engine, prompt, params, request_id)
+        self.prompts.append(traced)
+        return traced
+
+    def close(self, run_in_background: Callable[[Coroutine[Any, Any, None]], None]) -> None:
+        """End all prompts, those that never ran included.
+
+        Args:
+            run_in_background: Runs the end of a prompt that the engine must abort.
+        """
+        for prompt in self.prompts:
+            prompt.stop_events()
+            if prompt.is_running:
+                run_in_background(prompt.end())
+            else:
+                prompt.slot.release()
 
     async def take_part(self, choice: int, num_choices: int) -> CollectedResults | None:
         """Return the results of a choice that are new since the last call, or None.

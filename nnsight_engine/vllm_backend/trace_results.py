@@ -89,7 +89,7 @@ class BlockError(msgspec.Struct):
         return self.message[:_MAX_TEXT]
 
     def description(self, filename: str) -> str:
-        """Return the line that failed, in ``filename`` if possible, and the error's type, message and notes."""
+        """Return the line that failed, one in ``filename`` if possible, and the error."""
         notes = "".join(f" {note[:_MAX_TEXT]}" for note in self.notes)
         return f"{self._line(filename)}: {self.name[:_MAX_TEXT]}: {self.text()}{notes}"
 
