@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,8 @@ from nnsight_engine.vllm_backend.trace_call import TraceCall, TracedPrompt
 from nnsight_engine.vllm_backend.trace_results import BlockError
 from nnsight_engine.vllm_backend.trace_router import TraceRouter
 from nnsight_engine.vllm_backend.trace_run import FinishedTrace
+from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
+from tests.unit.vllm_backend.scripted_engine import Engine
 
 
 def new_call(*, streams: bool = False, max_requests: int = 1, max_bytes: int = 2**30) -> TraceCall:
@@ -239,3 +242,66 @@ def test_clients_do_not_choose_the_names_by_which_requests_are_ended() -> None:
     ids = [begun(call, "cmpl-7-0").requests.ids[0] for _ in range(2)]
     assert len({"cmpl-7-0", *ids}) == 3
     assert all(one.startswith("cmpl-7-0-") for one in ids)
+
+
+class Slot:
+    """A slot that is granted at once."""
+
+    is_released = False
+
+    async def wait_granted(self) -> None:
+        pass
+
+    def release(self) -> None:
+        self.is_released = True
+
+
+def prompt_of(
+    call: TraceCall, engine: Engine, steps: Sequence[Any], **sampling: Any
+) -> tuple[TracedPrompt, Slot]:
+    """Return the call's next prompt, and the slot that it waits for."""
+    slot = Slot()
+    call.slot = lambda: slot
+    return call.begin(engine, {"steps": steps}, SamplingParams(**sampling), "request"), slot
+
+
+async def test_the_last_output_follows_the_results_of_the_block() -> None:
+    engine = Engine(result=encode({"blocks": [{"error": None, "choice": 0, "saves": {"a": 1}}]}))
+    call = new_call()
+    prompt, slot = prompt_of(call, engine, [1, 2])
+    seen = []
+    async for output in prompt.outputs():
+        assert slot.is_released == output.finished, "the next prompt may start when this one is collected"
+        seen.append(output.finished)
+    (result,) = call.take_final(0, 1).results
+    call.close(pytest.fail)
+    assert isinstance(result, CollectedTrace)
+    assert (seen, result.saves) == ([False, True], {"a": 1})
+    assert (engine.forgotten, len(engine.traces)) == ([], 0)
+
+
+async def test_the_slot_of_an_abandoned_prompt_is_released_when_the_engine_has_dropped_it() -> None:
+    engine, call = Engine(), new_call(max_requests=2)
+    prompt, slot = prompt_of(call, engine, range(1, 1000))
+    unstarted, free = prompt_of(call, engine, [1])
+    outputs = prompt.outputs()
+    await anext(outputs)
+    await outputs.aclose()
+    ends: list[Any] = []
+    call.close(ends.append)
+    assert (len(ends), slot.is_released, free.is_released) == (1, False, True)
+    await ends[0]
+    assert slot.is_released
+    assert (engine.forgotten, engine.aborted) == ([prompt.requests.key], prompt.requests.ids)
+    assert (engine.num_running, len(engine.traces), unstarted.is_running) == (0, 0, False)
+
+
+async def test_the_block_of_several_choices_is_sent_once() -> None:
+    engine = Engine()
+    call = TraceCall(b"block", name="t", param="p", filename="f", streams=False, max_requests=2)
+    prompt, _ = prompt_of(call, engine, [1], n=2)
+    with pytest.raises(ApiError, match="cannot be read"):  # the engine has no results
+        _ = [output async for output in prompt.outputs()]
+    assert engine.held == {prompt.requests.key: b"block"}
+    assert prompt.requests.params[0].extra_args[TRACE_KEY]["data"] == b""  # type: ignore[index]
+    assert call.failure is not None
