@@ -130,7 +130,7 @@ def test_a_cluster_that_is_there_is_joined_and_left(
         ray.shutdown()
 
 
-def test_nobody_else_has_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_platform_is_registered_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     found = entry_points(group="vllm.platform_plugins", name="nnsight_engine_ray_on_cpu")
     assert {one.value for one in found} == {"nnsight_engine.vllm_backend.ray_plugin:plugin"}, "install anew"
     assert ray_plugin.plugin() is None

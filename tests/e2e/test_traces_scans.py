@@ -20,7 +20,7 @@ __all__ = ["model"]  # fixtures
 pytestmark = pytest.mark.e2e
 
 
-def test_a_scan_tells_shapes_and_keeps_nothing(model: VLLM) -> None:
+def test_a_scan_gives_shapes_and_keeps_nothing(model: VLLM) -> None:
     num_tokens = len(model.tokenizer.encode(PROMPT))
     with model.scan(PROMPT, max_tokens=2, ignore_eos=True) as tracer:
         hidden = model.layers[1].output.save()

@@ -265,7 +265,7 @@ def test_what_stands_after_a_loop_means_the_step_that_runs(model: VLLM) -> None:
     assert found.saves["token"].item() == tokens[1]
 
 
-def test_a_step_goes_back_to_the_compiled_model_once_nobody_wants_more(model: VLLM) -> None:
+def test_steps_return_to_the_compiled_model_once_blocks_want_no_more(model: VLLM) -> None:
     with model.trace(PROMPT, max_tokens=6, tracer_cls=HeldTracer, **GREEDY) as tracer:
         rows = save([])
         for step in tracer.iter[:]:

@@ -88,7 +88,7 @@ async def test_shutdown_does_not_wait_forever(serve: Serve, caplog: pytest.LogCa
     running.cancel()
 
 
-async def test_requests_that_the_shutdown_does_not_wait_for_are_told(serve: Serve, error_of: ErrorCheck):
+async def test_requests_that_the_shutdown_does_not_wait_for_get_an_error(serve: Serve, error_of: ErrorCheck):
     async with serve(FakeBehaviour(delay_s=0.05)) as server:
         server.engine.fake_traces.behaviour.hangs = True
         stream = asyncio.create_task(server.complete(stream=True, max_tokens=2000))

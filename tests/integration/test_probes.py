@@ -57,7 +57,7 @@ async def test_probes_are_answered_while_the_loop_stands_still(server: Process) 
     assert value_of(after, "nnsight_engine_loop_stalled_seconds") >= STALL_S - 1
 
 
-async def test_metrics_are_not_told_to_whom_the_loop_has_not_let_in(server: Process) -> None:
+async def test_metrics_are_not_served_to_clients_the_loop_has_not_admitted(server: Process) -> None:
     await answer(server, "/metrics")
     begin = time.monotonic()
     stalling = asyncio.create_task(server.client.get("/v1/models"))

@@ -81,7 +81,7 @@ async def test_a_tenant_fills_its_share_of_the_queue_alone(tmp_path: Path) -> No
     assert processes.num_waiting == 0
 
 
-async def test_one_that_reads_is_told_of_everything_however_much_that_is() -> None:
+async def test_a_reading_client_receives_everything_whatever_its_size() -> None:
     unread = Backpressure(2**22)
     job = ProcessJob(REQUEST, "local", unread)
     told = job.read_frames()

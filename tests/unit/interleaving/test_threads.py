@@ -79,7 +79,7 @@ def test_a_block_that_computes_for_ever_is_stopped() -> None:
     assert ended.wait(50)
 
 
-def test_a_block_that_sleeps_is_left_behind_and_harms_nobody() -> None:
+def test_a_sleeping_block_is_abandoned_without_harm() -> None:
     def block(mediator: ThreadMediator) -> None:
         mediator.request("a.i0")
         time.sleep(3600)
