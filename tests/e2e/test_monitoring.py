@@ -184,5 +184,5 @@ def test_a_server_that_is_killed_takes_its_engine_with_it(server: Server) -> Non
     below = psutil.Process(server.process.pid).children(recursive=True)
     assert below
     server.process.kill()
-    _, alive = psutil.wait_procs(below, timeout=10)
+    _, alive = psutil.wait_procs(below, timeout=60)
     assert alive == []

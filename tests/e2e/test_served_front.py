@@ -89,7 +89,7 @@ class Served:
         return answer
 
     def num_leases(self) -> int:
-        found: list[int] = self._replicas.broadcast("num_leases").results(timeout_s=10)
+        found: list[int] = self._replicas.broadcast("num_leases").results(timeout_s=60)
         return sum(found)
 
     def slow_down(self, delay_s: float) -> None:

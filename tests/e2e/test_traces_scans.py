@@ -6,6 +6,7 @@ import traceback
 
 import pytest
 import torch
+from typing_extensions import override
 
 from nnsight_engine import save
 from nnsight_engine.interleaving.events import MissedProviderError
@@ -43,6 +44,7 @@ def test_a_scan_gives_shapes_and_keeps_nothing(model: VLLM) -> None:
 class HeldCheck(HeldTracer):
     """A trace that is encoded to be checked."""
 
+    @override
     def _run_model(self) -> None:
         self.sent = SentTrace(self, Purpose.CHECK)
 

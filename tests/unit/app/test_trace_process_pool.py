@@ -159,7 +159,7 @@ async def run_in(
         for _ in range(num_traces):
             try:
                 async with (
-                    asyncio.timeout(10),
+                    asyncio.timeout(60),
                     contextlib.aclosing(processes.run_trace(REQUEST, "id")) as frames,
                 ):
                     [_ async for _ in frames]
@@ -219,7 +219,7 @@ async def test_what_a_process_asks_for_is_answered_also_where_that_fails(kind: s
     else:
         processes = SessionTraces(cast("TraceEngine", None), fail, options, settings, {})
         await processes.serve_request(cast("TraceProcess", child), {OUTLINE: True}, job)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not child.answers:  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.01)
     [answer] = child.answers

@@ -168,5 +168,5 @@ def test_a_job_that_hands_over_when_it_is_being_abandoned_ends() -> None:
 
     _, error = stack.start(job).empty()
     assert isinstance(error, TimeBudgetError)
-    threads[0].join(10)
+    threads[0].join(60)
     assert not threads[0].is_alive()
