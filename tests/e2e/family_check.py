@@ -84,7 +84,7 @@ def expect(checkpoint: Path) -> Expected:
         handle = place(model, point, change)
         written[point] = continued(model, PROMPT_IDS, NUM_TOKENS)
         handle.remove()
-    # The engine is told to run past the end of text, so transformers is, too.
+    # The engine runs past the end of text, so transformers has to as well.
     model.generation_config.eos_token_id = None
     prompt = torch.tensor([PROMPT_IDS])
     generated = model.generate(

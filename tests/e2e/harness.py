@@ -225,7 +225,7 @@ class Engine:
         return replies
 
     def held(self) -> dict[str, int]:
-        """Return everything the engine holds for live requests, after one more step has told the worker."""
+        """Return what the engine holds for live requests, after one more step has reached the worker."""
         self.ask("a", max_tokens=1)
         self.ask("a", max_tokens=1)
         counts, *_ = self.llm.collective_rpc("count_interventions")
