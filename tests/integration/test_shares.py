@@ -264,7 +264,7 @@ def _body(how: str) -> dict[str, Any]:
 async def test_jobs_of_a_key_without_anything_left_wait_and_hold_up_nobody(
     teams: Teams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.services.job_dispatch._MAX_HOLD_S", 0.2)
+    monkeypatch.setattr("app.services.jobs.dispatch._MAX_HOLD_S", 0.2)
     async with teams() as team:
         ours, theirs, admin = [await team(*who) for who in (("acme",), ("rival",), ("op", Scope.ADMIN))]
         await ours.until(await ours.submit("hang"), "RUNNING")
