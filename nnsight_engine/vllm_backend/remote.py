@@ -147,7 +147,7 @@ def _prompt(prompt: Mapping[str, Any]) -> str | list[int]:
     if list(known) == ["prompt_token_ids"]:
         return [int(token) for token in known["prompt_token_ids"]]
     raise EncodeError(
-        f"a prompt goes to a server as text or as token ids, and this one has {', '.join(known)}"
+        f"a prompt is sent to a server as text or as token ids, and this one has {', '.join(known)}"
     )
 
 
@@ -164,7 +164,7 @@ def _sampling(request: Request, shared: Mapping[str, Any]) -> dict[str, Any]:
         plain: dict[str, Any] = {} if params is None else msgspec.to_builtins(params)
         plain |= msgspec.to_builtins(named)
     except TypeError as error:
-        raise EncodeError(f"a sampling parameter cannot travel: {error}") from error
+        raise EncodeError(f"a sampling parameter cannot be serialized: {error}") from error
     return {name: value for name, value in plain.items() if not name.startswith("_")}
 
 

@@ -34,7 +34,7 @@ async def live(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Async
         yield live
         assert set((await live.held()).values()) == {0}
         assert len(live.engine.engine.traces) == 0
-        assert not live.engine.engine._left
+        assert live.engine.engine.num_background == 0
 
 
 def op(code: str, **fields: Any) -> dict[str, Any]:
