@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
 from vllm import RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
@@ -33,6 +34,7 @@ class HeldTracer(RequestTracer):
 
     sent: SentTrace
 
+    @override
     def _run_model(self) -> None:
         self.sent = SentTrace(self)
 
