@@ -185,7 +185,7 @@ def kept_slowly(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]
 async def test_a_key_that_was_shown_is_looked_at_once(bench: Bench, monkeypatch: pytest.MonkeyPatch):
     key = await bench.keys.create(NEW)
     assert await bench.show(key.key) == "acme"
-    monkeypatch.setattr(keys_module, "_HOLDS_S", 0.0)
+    monkeypatch.setattr(keys_module, "_CACHE_TTL_S", 0.0)
     await bench.keys.limit("acme", Limits(concurrency=7))
     for _ in range(3):
         principal = await bench.keys.principal(f"Bearer {key.key}", "10.0.0.1")
@@ -217,7 +217,7 @@ async def test_a_key_of_before_works_and_is_kept_anew(
     assert await bench.show(key.key) == "acme"
     assert bench.costs.num_hashes() == 2
     await asyncio.gather(*bench.keys._notes)
-    monkeypatch.setattr(keys_module, "_HOLDS_S", 0.0)
+    monkeypatch.setattr(keys_module, "_CACHE_TTL_S", 0.0)
     bench.keys._known.clear()
     assert await bench.show(key.key) == "acme"
     assert "invalid_api_key" in await bench.show(guess(key))
@@ -262,7 +262,7 @@ def test_a_network_of_ones_own_is_one_place_and_memory_has_an_end():
         guesses.count("a", "2001:db8::ffff:1")
     for count in range(30_000):
         guesses.count("a", f"10.{count // 65536}.{count // 256 % 256}.{count % 256}")
-    assert len(guesses._left) <= 10_000
+    assert len(guesses._allowances) <= 10_000
 
 
 @pytest.mark.both_databases
