@@ -29,7 +29,7 @@ def double(x: Any) -> Any:
         (torch.relu, "not written in Python"),
         (torch.Tensor.view, "not written in Python"),
         (int, "type type"),
-        (torch.nn.Linear(1, 1), "is a module, Linear; ask for the source at the module's own place"),
+        (torch.nn.Linear(1, 1), "is a module, Linear; use `.source` of the module's own envoy"),
         (functools.partial(double), "functools.partial of"),
         (lambda x: double(x) + 1, "def statement"),
     ],
