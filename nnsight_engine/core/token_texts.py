@@ -127,7 +127,8 @@ class TokenTexts:
         more = ", …" if len(ids) > _MAX_SHOWN else ""
         if not ids:
             return "is no token for the tokenizer"
-        return f"is {len(ids)} tokens for the tokenizer: {shown}{more}"
+        number = "1 token" if len(ids) == 1 else f"{len(ids)} tokens"
+        return f"is {number} for the tokenizer: {shown}{more}"
 
     @functools.cached_property
     def _vocabulary(self) -> Mapping[str, int]:
