@@ -104,13 +104,13 @@ async def test_no_tenant_fills_the_queue_and_each_sees_its_own(teams: Teams, err
         for _ in range(3):
             await ours.submit()
         told = error_of(await ours.post(), 429, "queue_full")
-        assert "The tenant 'acme' may have 3 jobs that wait" in told
+        assert "The tenant 'acme' may have 3 queued jobs" in told
         await theirs.submit()
         assert await ours.status() == (1, 3)
         assert await theirs.status() == (0, 1)
         assert (await admin.status())[1] == 4
         await theirs.submit()
-        assert "This server may have 5 jobs that wait" in error_of(await theirs.post(), 429, "queue_full")
+        assert "This server may have 5 queued jobs" in error_of(await theirs.post(), 429, "queue_full")
         ours.engine.released.set()
 
 
