@@ -299,12 +299,6 @@ class TraceCall:
         self._max_requests = max_requests
         self._num_requests = 0
 
-    def generate(
-        self, engine: TraceHost, prompt: Any, params: SamplingParams, request_id: str, **options: Any
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Start a prompt and return its outputs; see ``begin`` and ``TracedPrompt.outputs``."""
-        return self.begin(engine, prompt, params, request_id).outputs(**options)
-
     def begin(self, engine: TraceHost, prompt: Any, params: SamplingParams, request_id: str) -> TracedPrompt:
         """Return the next prompt, which waits for its slot.
 
@@ -366,7 +360,7 @@ class TraceCall:
     def failed(self, error: BlockError) -> ApiError:
         """Return the API error for a block's error."""
         if error.is_unavailable_sandbox:  # not an error of the block
-            return ApiError(ErrorCode.QUEUE_FULL, f"The trace did not begin: {error.text()}", self.param)
+            return ApiError(ErrorCode.QUEUE_FULL, f"The trace did not begin: {error.message}", self.param)
         return ApiError(
             ErrorCode.TRACE_FAILED, f"The trace failed{error.description(self._filename)}", self.param
         )

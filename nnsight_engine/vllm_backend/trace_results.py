@@ -63,7 +63,7 @@ class BlockError(msgspec.Struct):
 
     @classmethod
     def of(cls, error: Any) -> BlockError:
-        """Return a decoded error.
+        """Return a decoded error, with parts of limited length.
 
         Raises:
             DecodeError: It is no error.
@@ -75,23 +75,22 @@ class BlockError(msgspec.Struct):
             if type(error.get(name)) is list:
                 parts[name] = error[name][-most:]
         try:
-            return msgspec.convert(parts, cls)
+            found = msgspec.convert(parts, cls)
         except msgspec.ValidationError as invalid:
             raise DecodeError(f"its error has parts of other types: {invalid}") from invalid
+        found.name, found.message = found.name[:_MAX_TEXT], found.message[:_MAX_TEXT]
+        found.notes = [note[:_MAX_TEXT] for note in found.notes]
+        return found
 
     @property
     def is_unavailable_sandbox(self) -> bool:
         """Whether the block did not start, because there was no process for it."""
         return (self.module, self.name) == _NO_SANDBOX
 
-    def text(self) -> str:
-        """Return the error's message."""
-        return self.message[:_MAX_TEXT]
-
     def description(self, filename: str) -> str:
         """Return the line that failed, one in ``filename`` if possible, and the error."""
-        notes = "".join(f" {note[:_MAX_TEXT]}" for note in self.notes)
-        return f"{self._line(filename)}: {self.name[:_MAX_TEXT]}: {self.text()}{notes}"
+        notes = "".join(f" {note}" for note in self.notes)
+        return f"{self._line(filename)}: {self.name}: {self.message}{notes}"
 
     def _line(self, filename: str) -> str:
         for entry in reversed(self.entries):

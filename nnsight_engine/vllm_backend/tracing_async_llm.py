@@ -108,7 +108,7 @@ class TracingAsyncLLM(AsyncLLM):
         if data is None and self.handover is not None:
             data = self.handover.take(key)
         note_spent(spent_s)
-        return FinishedTrace(data, printed, failure, spent_s, tier, results)
+        return FinishedTrace(data, printed, failure, tier, results)
 
     async def forget_trace(self, key: str, request_ids: Sequence[str]) -> None:
         """Abort the requests of a trace and drop its state in the engine; never raises."""

@@ -24,6 +24,7 @@ class Engine:
         self.unread = Backpressure(max_bytes)
         self.traces = TraceRouter(self.unread)
         self.num_running = 0
+        self.output_processor = None
         self.held: dict[str, bytes] = {}
         self.forgotten: list[str] = []
         self.aborted: list[str] = []
@@ -34,6 +35,7 @@ class Engine:
         """Make an output for each number, an event for bytes, and raise an exception."""
         key, steps = params.extra_args[TRACE_KEY]["key"], prompt["steps"]  # type: ignore[index]
         self.num_running += 1
+        last = steps[-1] if isinstance(steps, Sequence) else None
         try:
             self.traces.note_arrival(key)
             for step in steps:
@@ -47,7 +49,7 @@ class Engine:
                         index=0, token_ids=list(range(step)), text="a" * step, finish_reason=None
                     )
                     yield SimpleNamespace(
-                        request_id=request_id, outputs=[choice], finished=step == steps[-1],
+                        request_id=request_id, outputs=[choice], finished=step == last,
                         prompt=None, prompt_token_ids=[1],
                     )  # fmt: skip
         finally:
@@ -60,7 +62,7 @@ class Engine:
         raise NotImplementedError
 
     async def finish_trace(self, key: str, results: dict[str, Any]) -> FinishedTrace:
-        return FinishedTrace(self.result, "", "", 0.0, "tap", results)
+        return FinishedTrace(self.result, "", "", "tap", results)
 
     async def forget_trace(self, key: str, request_ids: Sequence[str]) -> None:
         self.forgotten.append(key)

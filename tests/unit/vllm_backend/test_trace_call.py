@@ -40,7 +40,7 @@ def begun(call: TraceCall, request_id: str = "request") -> TracedPrompt:
 
 
 def finished(data: bytes) -> FinishedTrace:
-    return FinishedTrace(data, "", "", 0.0, "tap", {})
+    return FinishedTrace(data, "", "", "tap", {})
 
 
 class Stream:
