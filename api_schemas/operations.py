@@ -1,7 +1,7 @@
 """The operations of a request's ``interventions``, one class each.
 
 They define the syntax of a request; its meaning for a model (layers, widths, positions, tokens) is checked by
-``nnsight_engine.plans.compile``. Operations apply in the given order: at the same point and position, later
+``nnsight_engine.plans.compile.request``. Operations apply in the given order: at the same point and position, later
 ones see the effect of earlier ones.
 """
 

@@ -63,7 +63,7 @@ from app.storage.results import ResultStore
 from app.tenant_budget import TenantBudget
 from nnsight_engine.core.engine_counts import EngineCounts
 from nnsight_engine.core.token_texts import TokenTexts
-from nnsight_engine.plans.collected import CollectedResults
+from nnsight_engine.plans.collect.results import CollectedResults
 from nnsight_engine.remote_backend.identity import fingerprint_of
 from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM
 from nnsight_engine.vllm_backend.call import InterventionCall

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Final
 
-from nnsight_engine.remote_backend.outcomes import by_name
+from nnsight_engine.remote_backend.values.outcomes import by_name
 from nnsight_engine.serialization import DATA_ONLY, DecodeError, MessageLimits, Policy, decode, encode
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
-from nnsight_engine.remote_backend.incoming_blocks import SAVED
-from nnsight_engine.remote_backend.outcomes import (
+from nnsight_engine.remote_backend.values.outcomes import (
     Outcome,
     assign_saved,
     groups_of,
@@ -19,6 +18,7 @@ from nnsight_engine.remote_backend.outcomes import (
     saved_containers,
     wanted_of,
 )
+from nnsight_engine.remote_backend.values.received_blocks import SAVED
 from nnsight_engine.serialization import DATA_ONLY, encode_trace
 from nnsight_engine.vllm_backend.prompts import Request
 from nnsight_engine.vllm_backend.sampling import sampling_params

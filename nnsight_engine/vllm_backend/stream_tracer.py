@@ -10,8 +10,8 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from nnsight_engine.remote_backend.errors import LostTraceError
-from nnsight_engine.remote_backend.outcomes import by_name, raise_first, warn_of
 from nnsight_engine.remote_backend.saved_deltas import SavesSoFar
+from nnsight_engine.remote_backend.values.outcomes import by_name, raise_first, warn_of
 from nnsight_engine.tracing.tracer import ExecutionBackend, Tracer
 from nnsight_engine.vllm_backend.engines import AsyncEngine
 from nnsight_engine.vllm_backend.request_tracer import RequestTracer, SentTrace

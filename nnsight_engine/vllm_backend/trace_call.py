@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mappi
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from api_schemas.errors import ApiError, ErrorCode
-from nnsight_engine.plans.collected import CollectedResults, CollectedTrace
+from nnsight_engine.plans.collect.results import CollectedResults, CollectedTrace
 from nnsight_engine.remote_backend.saved_deltas import MALFORMED, DeltaReader
 from nnsight_engine.vllm_backend.json_values import NotPlainError, SaveBudget, plain_saves
 from nnsight_engine.vllm_backend.trace_results import (

@@ -15,9 +15,9 @@ import msgspec
 import torch
 
 from nnsight_engine.core.tensor_bytes import DTYPES, tensor_to_bytes
-from nnsight_engine.plans.collected import TensorResult
-from nnsight_engine.remote_backend.outcomes import warnings_of
+from nnsight_engine.plans.collect.results import TensorResult
 from nnsight_engine.remote_backend.saved_deltas import DeltaReader, checked_list, values_by_name
+from nnsight_engine.remote_backend.values.outcomes import warnings_of
 from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.serialization import DecodeError, MessageLimits, Policy, decode
 from nnsight_engine.tracing.text_blocks import NUM_LINES_BEFORE

@@ -20,7 +20,7 @@ from vllm.forward_context import get_forward_context
 from vllm.platforms import current_platform
 
 from nnsight_engine import save
-from nnsight_engine.plans.collected import CollectedCapture
+from nnsight_engine.plans.collect.results import CollectedCapture
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.check_process import REPORT
 from tests.e2e.graph_pieces import Piece

@@ -15,7 +15,7 @@ import pytest_asyncio
 import safetensors.numpy
 
 from nnsight_engine import save
-from nnsight_engine.remote_backend.incoming_blocks import SAVED
+from nnsight_engine.remote_backend.values.received_blocks import SAVED
 from nnsight_engine.serialization import SentBlock, encode_trace
 from nnsight_engine.tracing.tracer import Tracer
 from tests.e2e.live import MODEL, Live, live_server

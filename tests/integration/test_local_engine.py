@@ -29,12 +29,12 @@ from nnsight_engine.core.saves import save
 from nnsight_engine.core.work_context import WorkContext
 from nnsight_engine.local_engine.process_channel import ProcessOptions
 from nnsight_engine.modeling.language import LanguageModel
-from nnsight_engine.remote_backend.backend import RemoteBackend
+from nnsight_engine.remote_backend.client.backend import RemoteBackend
+from nnsight_engine.remote_backend.client.http import HttpTransport
+from nnsight_engine.remote_backend.client.transport import Progress
 from nnsight_engine.remote_backend.errors import RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
-from nnsight_engine.remote_backend.http import HttpTransport
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE, TraceHead, TraceRequest
-from nnsight_engine.remote_backend.transport import Progress
 from nnsight_engine.serialization import encode
 from tests.fakes.engine import FakeEngineClient
 from tests.fakes.results import MODEL

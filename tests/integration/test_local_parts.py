@@ -24,7 +24,7 @@ from app.settings import Settings
 from nnsight_engine.core.saves import save
 from nnsight_engine.local_engine.process_channel import ProcessOptions
 from nnsight_engine.modeling.language import LanguageModel
-from nnsight_engine.remote_backend.backend import RemoteBackend
+from nnsight_engine.remote_backend.client.backend import RemoteBackend
 from nnsight_engine.remote_backend.errors import LocalBlockError, RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, called, calling
 from nnsight_engine.serialization import DecodeError, EncodeError, decode, encode

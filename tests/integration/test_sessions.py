@@ -21,7 +21,7 @@ from app.settings import Settings
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.core.saves import save
 from nnsight_engine.core.work_context import current_work
-from nnsight_engine.remote_backend.backend import RemoteBackend
+from nnsight_engine.remote_backend.client.backend import RemoteBackend
 from nnsight_engine.remote_backend.errors import RemoteError
 from nnsight_engine.remote_backend.frames import Frame
 from nnsight_engine.remote_backend.messages import TraceRequest

@@ -16,7 +16,7 @@ from safetensors.numpy import load
 from api_schemas.errors import ApiError
 from app.allowance import Allowance
 from app.storage.results import ResultStore
-from nnsight_engine.plans.collected import TensorResult
+from nnsight_engine.plans.collect.results import TensorResult
 
 
 class Clock:

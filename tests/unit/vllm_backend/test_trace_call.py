@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from vllm import SamplingParams
 
 from api_schemas.errors import ApiError, ErrorCode
-from nnsight_engine.plans.collected import CollectedTrace
+from nnsight_engine.plans.collect.results import CollectedTrace
 from nnsight_engine.remote_backend.backpressure import Backpressure
 from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.serialization import encode
