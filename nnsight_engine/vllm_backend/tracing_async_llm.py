@@ -70,7 +70,8 @@ class TracingAsyncLLM(AsyncLLM):
         self, prompt: Any, params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         """Start a request of a trace, whose parameters have its entry, and return its outputs."""
-        return super().generate(prompt, params, request_id, **options)
+        outputs: AsyncGenerator[RequestOutput, None] = super().generate(prompt, params, request_id, **options)
+        return outputs
 
     async def add_request(
         self, request_id: str, prompt: Any, params: SamplingParams | PoolingParams, *args: Any, **kwargs: Any
