@@ -103,16 +103,17 @@ class Engine:
             "disable_log_stats": True,
         }
         llm = LLM(model=str(model), **engine_options(limits or EngineLimits()), **(defaults | options))
-        self._use(llm)
+        self.use(llm)
 
     @classmethod
     def around(cls, llm: LLM) -> Engine:
         """Use an engine that has been started, and can intervene."""
         engine = cls.__new__(cls)
-        engine._use(llm)
+        engine.use(llm)
         return engine
 
-    def _use(self, llm: LLM) -> None:
+    def use(self, llm: LLM) -> None:
+        """Read what the model offers, and have results arrive here."""
         self.llm = llm
         self.core = llm.llm_engine
         self.tokenizer = self.llm.get_tokenizer()

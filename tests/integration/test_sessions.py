@@ -232,7 +232,7 @@ def test_a_session_within_a_session_s_traces_is_refused(served: Served) -> None:
     model = served.model
     with pytest.raises(RemoteError, match="and nothing else"):
         with model.session():
-            with model.session(backend=model._remote_backend()):
+            with model.session(backend=model._remote_backend()):  # noqa: SLF001 - as the session makes it
                 kept = save(1)
     with pytest.raises(NameError):
         _ = kept

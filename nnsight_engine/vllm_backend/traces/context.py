@@ -77,8 +77,8 @@ class TraceContext:
     ) -> Callable[[], Any]:
         def run() -> None:
             enter()
-            invoke.marked = self._marks.enter()
-            function()
+            with self._marks.collecting() as invoke.marked:
+                function()
 
         return run
 

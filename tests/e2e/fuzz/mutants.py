@@ -154,7 +154,7 @@ def _narrow_patterns(patch: Patch) -> None:
 
 def _prompt_logprobs_of_the_row_before(patch: Patch) -> None:
     """The log-probabilities of a prompt's token are computed one position too early."""
-    right = GPUModelRunner._get_prompt_logprobs_dict
+    right = GPUModelRunner._get_prompt_logprobs_dict  # noqa: SLF001 - a mutant replaces it
 
     def prompt_logprobs(self: Any, hidden_states: torch.Tensor, num_scheduled: Any) -> Any:
         return right(self, hidden_states.roll(1, 0), num_scheduled)
