@@ -15,6 +15,7 @@ from vllm.sampling_params import RequestOutputKind
 from nnsight_engine.remote_backend.values.outcomes import Outcome
 from nnsight_engine.vllm_backend.request_tracer import RequestTracer, SentTrace
 from nnsight_engine.vllm_backend.rpc_results import answer
+from nnsight_engine.vllm_backend.traced_requests import results_of
 from nnsight_engine.vllm_backend.vllm import VLLM
 
 
@@ -115,5 +116,5 @@ def collected(model: VLLM, trace: SentTrace, outputs: list[RequestOutput]) -> Ou
 
 
 def _collected(model: VLLM, trace: SentTrace, outputs: list[RequestOutput]) -> list[Outcome]:
-    data = answer(model.host.call("collect_trace", trace.key, trace.results(outputs)))
+    data = answer(model.host.call("collect_trace", trace.key, results_of(dict(enumerate(outputs)))))
     return trace.read(data, outputs)
