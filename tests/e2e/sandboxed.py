@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from vllm import RequestOutput
 
-from nnsight_engine.remote_backend.outcomes import Outcome
+from nnsight_engine.remote_backend.values.outcomes import Outcome
 from nnsight_engine.vllm_backend import request_tracer
 from nnsight_engine.vllm_backend.request_tracer import RequestTracer, SentTrace
 from nnsight_engine.vllm_backend.rpc_results import PENDING, answer

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nnsight_engine.serialization.message import Piece
+from nnsight_engine.serialization.message.table import Piece
 from nnsight_engine.vllm_backend.model_outline import OutlineEntry
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
 from nnsight_engine.vllm_backend.traces.points import LOGITS, SAMPLES

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nnsight_engine.serialization.message import Piece
+from nnsight_engine.serialization.message.table import Piece
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
 from nnsight_engine.vllm_backend.traces.peer_traces import PeerTraces
 from nnsight_engine.vllm_backend.traces.ranks import CallMessage, ContinueOrder, Fetch, Order, Ranks

@@ -13,7 +13,7 @@ import torch
 
 from nnsight_engine.core.trees import tensors
 from nnsight_engine.sandbox.errors import SandboxEndedError
-from nnsight_engine.serialization.message import Piece
+from nnsight_engine.serialization.message.table import Piece
 from nnsight_engine.serialization.values import encode_pieces
 from nnsight_engine.vllm_backend.traces.errors import SandboxedError
 from nnsight_engine.vllm_backend.traces.rows import RowSpan

@@ -15,11 +15,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from nnsight_engine.remote_backend.incoming_blocks import failure_of, outcome_of
 from nnsight_engine.remote_backend.prints import MAX_BYTES
+from nnsight_engine.remote_backend.values.received_blocks import failure_of, outcome_of
 from nnsight_engine.sandbox.errors import SandboxEndedError
 from nnsight_engine.serialization import encode, encode_error
-from nnsight_engine.serialization.message import Piece
+from nnsight_engine.serialization.message.table import Piece
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.errors import SandboxedError
 from nnsight_engine.vllm_backend.traces.reporting import Report
