@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Iterator
 from typing import Any, Final
@@ -13,10 +12,9 @@ import pytest
 from vllm import RequestOutput
 
 from nnsight_engine.remote_backend.values.outcomes import Outcome
-from nnsight_engine.vllm_backend import request_tracer
 from nnsight_engine.vllm_backend.request_tracer import RequestTracer, SentTrace
 from nnsight_engine.vllm_backend.rpc_results import PENDING, answer
-from nnsight_engine.vllm_backend.traced_requests import carry
+from nnsight_engine.vllm_backend.traced_requests import TraceRequests
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.vllm import VLLM
 
@@ -40,23 +38,6 @@ def started(model: VLLM) -> int:
     return counts
 
 
-@dataclasses.dataclass
-class InSandboxes:
-    """A way of running traces.
-
-    Attributes:
-        num_sent: How many were sent.
-    """
-
-    num_sent: int = 0
-
-    def carry(self, params: Any, entry: TraceEntry, sender: str = "") -> None:
-        """Add a trace to a request, as code of a stranger."""
-        if not entry.index:
-            self.num_sent += 1
-        carry(params, msgspec.structs.replace(entry, sandbox_of="stranger"), sender)
-
-
 def _send(tracer: RequestTracer, trace: SentTrace) -> tuple[list[Outcome], list[RequestOutput]]:
     host = tracer.model.host
     try:
@@ -68,7 +49,7 @@ def _send(tracer: RequestTracer, trace: SentTrace) -> tuple[list[Outcome], list[
 
 
 @contextlib.contextmanager
-def in_sandboxes(model: VLLM) -> Iterator[InSandboxes]:
+def in_sandboxes(model: VLLM) -> Iterator[None]:
     """Run all traces that are opened within the context in sandbox processes, and check that they did."""
     give_up = time.monotonic() + _START_S
     while True:
@@ -78,9 +59,16 @@ def in_sandboxes(model: VLLM) -> Iterator[InSandboxes]:
             break
         assert time.monotonic() < give_up, "no sandbox can be started"
         time.sleep(0.05)
-    before, way = started(model), InSandboxes()
+    before = started(model)
+    keys: set[str] = set()
+
+    def add(trace: SentTrace, prompt: Any, params: Any, entry: TraceEntry, **options: Any) -> None:
+        keys.add(entry.key)
+        entry = msgspec.structs.replace(entry, sandbox_of="stranger")
+        TraceRequests.add(trace, prompt, params, entry, **options)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(request_tracer, "carry", way.carry)
+        patch.setattr(SentTrace, "add", add)
         patch.setattr(RequestTracer, "_send", _send)
-        yield way
-    assert started(model) - before == way.num_sent > 0
+        yield
+    assert started(model) - before == len(keys) > 0
