@@ -29,7 +29,7 @@ from sqlalchemy.engine import make_url
 from app.allowance import Allowance
 from app.settings import Settings
 from app.storage.database import Database
-from app.storage.jobs import JobStore
+from app.storage.jobs.store import JobStore
 from nnsight_engine.remote_backend.frames import FrameKind, FrameReader
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE
 from nnsight_engine.vllm_backend.vllm import VLLM

@@ -135,5 +135,5 @@ def test_the_platform_is_registered_only_on_request(monkeypatch: pytest.MonkeyPa
     found = entry_points(group="vllm.platform_plugins", name="nnsight_engine_ray_on_cpu")
     assert {one.value for one in found} == {"nnsight_engine.vllm_backend.ray_plugin:plugin"}, "install anew"
     assert ray_plugin.plugin() is None
-    monkeypatch.setenv(ray_plugin.ASKED_FOR, "1")
+    monkeypatch.setenv(ray_plugin.ENABLED_BY, "1")
     assert ray_plugin.plugin() == "nnsight_engine.vllm_backend.ray_platform.RayCpuPlatform"

@@ -77,7 +77,7 @@ def test_a_check_comes_before_the_run(model: VLLM) -> None:
         for _ in held.iter[:]:
             model.layers[1].output[:] = 0
     assert run_together(model, [held.sent]).num_steps < 10, "a check ends once a block asks for nothing new"
-    with pytest.raises(MissedProviderError, match="step 2 did not come"):
+    with pytest.raises(MissedProviderError, match="step 2 was not reached"):
         with model.trace(PROMPT, scan=True) as tracer:
             for _ in tracer.iter[2]:
                 pass

@@ -18,11 +18,11 @@ from api_schemas.keys import Limits, Scope
 from app.allowance import Allowance
 from app.audit import log as audit_log
 from app.cli import main
-from app.storage import job_leases
 from app.storage.audit import AuditStore, Wanted
 from app.storage.database import Database
-from app.storage.job_leases import JobLeases
-from app.storage.jobs import JobStore, NewJob
+from app.storage.jobs import leases
+from app.storage.jobs.leases import JobLeases
+from app.storage.jobs.store import JobStore, NewJob
 from tests.integration.conftest import ErrorCheck, Serve, Server
 from tests.integration.tenants import Tenants
 from tests.integration.trace_messages import HEADERS, message
@@ -152,7 +152,7 @@ async def test_a_job_whose_server_died_is_written_down_by_the_next(
     assert job is not None
     await dead.append_events(job, [JobEvent(status=JobStatus.RUNNING, time=1.0)])
     await database.close()
-    monkeypatch.setattr(job_leases, "LEASE_S", -1.0)
+    monkeypatch.setattr(leases, "LEASE_S", -1.0)
     async with serve(database_url=database_url) as server:
         (entry,) = [one for one in await entries(server) if one["error"] == "interrupted"]
         assert (entry["method"], entry["tenant"], entry["subject"]) == ("RUN", "acme", job.id)

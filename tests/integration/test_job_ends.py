@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from api_schemas.jobs import Job
-from app.services.job_callers import JobCallers
+from app.services.jobs.callers import JobCallers
 from tests.fakes.engine import FakeBehaviour
 from tests.integration.conftest import ErrorCheck, Serve
 from tests.integration.scripted_traces import HEADERS, frames_of, trace

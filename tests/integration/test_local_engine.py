@@ -273,7 +273,7 @@ def test_a_trace_that_will_not_end_is_ended(served: Served, monkeypatch: pytest.
 def test_a_waiting_trace_is_notified_and_the_queue_is_bounded(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(served.engine, "waiting", Allowance.of("traces that wait", 1))
+    monkeypatch.setattr(served.engine, "waiting", Allowance.of("queued traces", 1))
     transports = [Recording(served.url) for _ in range(2)]
 
     def run(transport: Recording, pause_s: float) -> None:

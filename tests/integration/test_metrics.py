@@ -121,7 +121,7 @@ async def test_requests_are_counted_by_route_model_and_outcome(serve: Serve) -> 
 async def test_a_stream_that_fails_or_is_left_has_not_gone_well(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scrape, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(scrape, "_TIMEOUT_S", 0.05)
     behaviour = FakeBehaviour(stream_error=RuntimeError("broken"))
     async with serve(behaviour) as server:
         assert (await server.complete(stream=True)).status_code == 200
@@ -237,7 +237,7 @@ async def test_the_engine_is_queried_once_for_concurrent_scrapes(
 async def test_there_are_metrics_whatever_becomes_of_the_engine(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, at_once: None
 ) -> None:
-    monkeypatch.setattr(scrape, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(scrape, "_TIMEOUT_S", 0.05)
 
     def phases(told: Exposition) -> list[str]:
         every = ("starting", "ready", "restarting", "draining", "dead")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from api_schemas.keys import Limits, Scope
-from app.services.jobs import JobService
+from app.services.jobs.service import JobService
 from app.storage.storage_usage import Holder
 from tests.integration.conftest import ErrorCheck
 from tests.integration.scripted_traces import HEADERS, trace
@@ -104,13 +104,13 @@ async def test_no_tenant_fills_the_queue_and_each_sees_its_own(teams: Teams, err
         for _ in range(3):
             await ours.submit()
         told = error_of(await ours.post(), 429, "queue_full")
-        assert "The tenant 'acme' may have 3 jobs that wait" in told
+        assert "The tenant 'acme' may have 3 queued jobs" in told
         await theirs.submit()
         assert await ours.status() == (1, 3)
         assert await theirs.status() == (0, 1)
         assert (await admin.status())[1] == 4
         await theirs.submit()
-        assert "This server may have 5 jobs that wait" in error_of(await theirs.post(), 429, "queue_full")
+        assert "This server may have 5 queued jobs" in error_of(await theirs.post(), 429, "queue_full")
         ours.engine.released.set()
 
 
@@ -274,7 +274,7 @@ def _body(how: str) -> dict[str, Any]:
 async def test_jobs_of_a_key_without_quota_wait_and_delay_no_others(
     teams: Teams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.services.job_dispatch._MAX_HOLD_S", 0.2)
+    monkeypatch.setattr("app.services.jobs.dispatch._MAX_HOLD_S", 0.2)
     async with teams() as team:
         ours, theirs, admin = [await team(*who) for who in (("acme",), ("rival",), ("op", Scope.ADMIN))]
         await ours.until(await ours.submit("hang"), "RUNNING")

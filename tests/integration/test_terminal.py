@@ -311,7 +311,7 @@ def test_a_server_that_breaks_off_is_not_said_to_be_missing(terminal: Terminal) 
         status, _, err = terminal.run("lens", "one", url=url)
         thread.join()
     assert status == 1
-    assert f"{url} broke off" in err
+    assert f"{url} closed the connection" in err
     assert "nnsight-engine serve" not in err
     assert "Traceback" not in err
 

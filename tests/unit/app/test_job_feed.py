@@ -10,10 +10,10 @@ import pytest
 
 from api_schemas.jobs import JobEvent, JobSummary
 from app.allowance import Allowance
-from app.services import job_feed
-from app.services.job_feed import JobFeed
+from app.services.jobs import feed as job_feed
+from app.services.jobs.feed import JobFeed
 from app.storage.database import Database
-from app.storage.jobs import EventPage, JobStore, NewJob
+from app.storage.jobs.store import EventPage, JobStore, NewJob
 from tests.integration.waiting import until
 
 SUMMARY = JobSummary(model="m", dialect="vllm", kind="trace", num_blocks=1, python="3.12", client="1")

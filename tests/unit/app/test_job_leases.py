@@ -14,10 +14,10 @@ from sqlalchemy import update
 
 from api_schemas.jobs import JobEvent, JobStatus, JobSummary
 from app.allowance import Allowance
-from app.storage import job_leases
 from app.storage.database import Database
-from app.storage.job_leases import LEASE_S, MAX_INTERRUPTIONS, JobEnd, JobLeases, LeaseLostError
-from app.storage.jobs import JobStore, NewJob
+from app.storage.jobs import leases
+from app.storage.jobs.leases import LEASE_S, MAX_INTERRUPTIONS, JobEnd, JobLeases, LeaseLostError
+from app.storage.jobs.store import JobStore, NewJob
 from app.storage.tables import JobRow
 
 pytestmark = pytest.mark.both_databases
@@ -104,7 +104,7 @@ async def test_a_server_taken_for_dead_changes_nothing_any_more(
     slow, other = servers.named("slow"), servers.named("other")
     stale = await claimed(slow)
     await slow.append_events(stale, [RUNNING])
-    monkeypatch.setattr(job_leases, "LEASE_S", -1.0)  # one look is enough
+    monkeypatch.setattr(leases, "LEASE_S", -1.0)  # one look is enough
     assert await slow.recover(own=[job_id]) == []
     assert attempts(await other.recover()) == [(job_id, 1)]
     monkeypatch.undo()

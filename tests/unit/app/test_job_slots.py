@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from app.services.job_slots import JobSlots
+from app.services.jobs.slots import JobSlots
 
 KIND = ("vllm", "trace")
 

@@ -66,13 +66,13 @@ async def test_a_tenant_fills_its_share_of_the_queue_alone(tmp_path: Path) -> No
     try:
         for _ in range(2):
             await wait("a")
-        with pytest.raises(ApiError, match="The tenant 'a' may have 2 traces that wait") as caught:
+        with pytest.raises(ApiError, match="The tenant 'a' may have 2 queued traces") as caught:
             await send("a")
         assert caught.value.code is ErrorCode.QUEUE_FULL
         await wait("a", may_exceed_queue=True)
         await wait("b")
         assert processes.num_waiting == 4
-        with pytest.raises(ApiError, match="This server may have 4 traces that wait"):
+        with pytest.raises(ApiError, match="This server may have 4 queued traces"):
             await send("b")
     finally:
         for task in waiting:

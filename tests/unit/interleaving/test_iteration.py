@@ -89,7 +89,7 @@ def test_step_that_is_named_must_come(scene: Scene) -> None:
         for step in Iter(scene.interleaver)[[1, 5]]:
             scene.log.append(step)
 
-    with pytest.raises(MissedProviderError, match=r"step 5 did not come: generation ended after 3 steps"):
+    with pytest.raises(MissedProviderError, match=r"step 5 was not reached: generation ended after 3 steps"):
         steps_of(scene, 3)
     assert scene.log == [1]
 

@@ -208,7 +208,7 @@ def test_a_value_left_over_is_never_taken_for_one_that_comes_later(model: Batchi
             clean = model[0].output
         with tracer.invoke(X):
             model[0].output = clean
-    assert "a value from before the trace is not taken instead" in caught.value.__notes__[0]
+    assert "a value from before the trace is not used instead" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["assigned in the first", "assigned in the second"])

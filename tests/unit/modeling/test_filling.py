@@ -56,11 +56,11 @@ def test_a_shape_error_of_a_short_text_mentions_padding(model: LanguageModel) ->
             with tracer.invoke(LONG):
                 _ = model.output
 
-    with pytest.raises(ValueError, match=r"filled up to the .* positions .* tracer\.first_positions"):
+    with pytest.raises(ValueError, match=r"padded to the .* positions .* tracer\.first_positions"):
         run(own)
     with pytest.raises(ValueError, match="must be of shape") as caught:
         run(own[..., :3].repeat(1, 9, 1))
-    assert "filled up" not in str(caught.value)
+    assert "padded to" not in str(caught.value)
 
 
 def test_generation_that_moves_filling_is_refused(model: LanguageModel) -> None:

@@ -116,7 +116,7 @@ class Answering:
 
 @pytest.fixture
 async def storage(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Answering]:
-    monkeypatch.setattr(counts_module, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(counts_module, "_TIMEOUT_S", 0.1)
     answering = Answering()
     async with await asyncio.start_server(answering.serve, "127.0.0.1", 0) as server:
         answering.url = f"remote://name:secret@127.0.0.1:{server.sockets[0].getsockname()[1]}"

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.keys import Limits, NewKey, Scope, Tier
 from app.auth.codecs import check_codec, codecs_of
-from app.auth.principal import EVERYBODY, Principal
+from app.auth.principal import ANONYMOUS, Principal
 from app.settings import Settings
 from nnsight_engine.remote_backend.messages import TraceHead
 
@@ -36,7 +36,7 @@ def test_keys_with_trusted_codecs_may_use_pickle() -> None:
     [
         (Settings(), TRUSTED),
         (OPEN, dataclasses.replace(TRUSTED, trusted_codecs=False)),
-        (OPEN, EVERYBODY),
+        (OPEN, ANONYMOUS),
     ],
 )
 def test_other_keys_may_not_use_pickle(settings: Settings, caller: Principal) -> None:

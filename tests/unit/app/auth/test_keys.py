@@ -186,7 +186,7 @@ def kept_slowly(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytes
 async def test_a_key_that_was_shown_is_looked_at_once(bench: Bench, monkeypatch: pytest.MonkeyPatch):
     key = await bench.keys.create(NEW)
     assert await bench.show(key.key) == "acme"
-    monkeypatch.setattr(keys_module, "_HOLDS_S", 0.0)
+    monkeypatch.setattr(keys_module, "_CACHE_TTL_S", 0.0)
     await bench.keys.limit("acme", Limits(concurrency=7))
     for _ in range(3):
         principal = await bench.keys.principal(f"Bearer {key.key}", "10.0.0.1")
