@@ -23,7 +23,7 @@ router = APIRouter(prefix="/v1/traces", tags=["traces"])
     responses=TRACE_ANSWERS,
 )
 async def run_trace(request: Request, context: Served, caller: Coder) -> Response:
-    """Blocks in, a stream of frames out: events, outputs, and finally the blocks' saved values."""
+    """The body contains blocks; the response is a stream of frames: events, outputs, and the saved values."""
     return await answer_trace(context, request, caller)
 
 

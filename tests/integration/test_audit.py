@@ -200,7 +200,7 @@ async def test_refusals_are_written_down_but_not_those_of_a_rate(tenants: Tenant
     assert len(await entries(tenants.server)) == num
 
 
-async def test_an_error_within_a_stream_is_told(tenants: Tenants) -> None:
+async def test_an_error_within_a_stream_is_audited(tenants: Tenants) -> None:
     headers = await tenants.headers("acme")
     tenants.server.engine.behaviour.stream_error = RuntimeError("broken")
     assert (await complete(tenants, headers, stream=True)).status_code == 200
@@ -208,7 +208,7 @@ async def test_an_error_within_a_stream_is_told(tenants: Tenants) -> None:
     assert (entry["status"], entry["error"]) == (200, "internal_error")
 
 
-async def test_a_client_that_left_is_told_of(tenants: Tenants) -> None:
+async def test_a_disconnected_client_is_audited(tenants: Tenants) -> None:
     headers = await tenants.headers("acme")
     tenants.server.engine.behaviour.delay_s = 0.05
     body = json.dumps({"prompt": "a", "stream": True, "max_tokens": 1000}).encode()

@@ -18,7 +18,7 @@ from api_schemas.errors import ApiError, ErrorCode
 from app.admission.counters import Reservation
 from app.admission.estimates import Estimate
 from app.allowance import Allowance
-from app.auth.principal import EVERYBODY, Principal
+from app.auth.principal import ANONYMOUS, Principal
 from app.lifecycle import Lifecycle, Phase
 from app.services.jobs.callers import JobCallers, RunOver
 from app.services.jobs.runs import Ending, JobRun, JobTools, note_interrupted
@@ -164,7 +164,7 @@ class JobDispatcher:
         self._served_at[job.owner] = time.monotonic()
         sandbox_of = "" if caller is None else self._callers.sandbox_of(caller)
         refusal = _key_ended(job) if caller is None else None
-        caller = caller or EVERYBODY
+        caller = caller or ANONYMOUS
         reserved: list[Reservation] = []
 
         async def set_aside(estimate: Estimate) -> None:

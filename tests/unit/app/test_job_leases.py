@@ -125,7 +125,7 @@ async def test_a_server_taken_for_dead_changes_nothing_any_more(
 
 
 @pytest.mark.parametrize("jump_s", [0.0, 86400.0, -86400.0])
-async def test_a_lease_is_over_that_nobody_renews_whatever_the_clock_says(
+async def test_an_unrenewed_lease_expires_in_spite_of_clock_jumps(
     servers: Servers, monkeypatch: pytest.MonkeyPatch, jump_s: float
 ):
     job_id = await servers.add()
@@ -146,7 +146,7 @@ async def test_a_lease_is_over_that_nobody_renews_whatever_the_clock_says(
     assert attempts(await other.recover()) == [(job_id, 1)]
 
 
-async def test_who_is_known_to_be_dead_is_not_waited_for(servers: Servers):
+async def test_a_server_known_to_be_dead_is_not_waited_for(servers: Servers):
     job_id = await servers.add()
     await claimed(servers.named("a"))
     assert await servers.named("b").recover() == []
