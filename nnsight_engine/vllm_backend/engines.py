@@ -41,7 +41,6 @@ class SyncEngine:
     """
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
-        """Start the engine with vLLM's engine arguments."""
         self.inner = LLM(**arguments)
         self._turn = threading.RLock()  # vLLM's client of the engine's process is not thread-safe
 
@@ -162,15 +161,15 @@ class AsyncEngine:
         turn = asyncio.Lock()  # on the engine's loop: a cancelled step must end before ``aclose``
         try:
             while True:
-                more, item = await self._there(_next(generator, turn))
+                more, item = await self._on_engine_loop(_next(generator, turn))
                 if not more:
                     return
                 yield item
         finally:
             # Shielded: the generator must be closed in the engine even if the caller is being cancelled.
-            await asyncio.shield(self._there(_close(generator, turn)))
+            await asyncio.shield(self._on_engine_loop(_close(generator, turn)))
 
-    def _there(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
+    def _on_engine_loop(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
     def close(self) -> None:

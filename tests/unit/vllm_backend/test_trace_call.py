@@ -111,7 +111,7 @@ async def test_after_too_much_waited_only_whole_values_come() -> None:
     assert stream.unread.num_bytes == 0
 
 
-async def test_large_news_are_read_beside_what_is_told_meanwhile() -> None:
+async def test_large_deltas_are_read_beside_later_events() -> None:
     stream = Stream(max_bytes=2**24)
     stream.report("", {"rows": [torch.zeros(2**20)]})
     reading = asyncio.create_task(stream.chunk())
