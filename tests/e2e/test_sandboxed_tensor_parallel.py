@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLM]:
         patch.setitem(os.environ, "VLLM_CPU_OMP_THREADS_BIND", "nobind")
         patch.setitem(os.environ, "OMP_NUM_THREADS", "1")
         options = {"max_model_len": 128, "block_size": 32, "num_gpu_blocks_override": 7, "max_num_seqs": 8}
-        limits = EngineLimits(sandbox_step_s=1.0, sandbox_cpu_s=60)
+        limits = EngineLimits(trace_step_s=60.0, sandbox_step_s=1.0, sandbox_cpu_s=60)
         with traced_engine(checkpoint, tensor_parallel_size=2, limits=limits, **options) as model:
             yield model
 

@@ -114,7 +114,7 @@ class Served(Places):
 
     def begin(self, path: str, args: Any, kwargs: Any) -> ModuleCall:
         assert (path, kwargs) == (_HEAD, {})
-        return ModuleCall(path, lambda *rows: self.apply(rows), args, args[0].ndim - 1, 1)
+        return ModuleCall(path, self.apply, args, args[0].ndim - 1, 1)
 
 
 def entry_of(code: str) -> TraceEntry:

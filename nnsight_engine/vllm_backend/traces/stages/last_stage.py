@@ -72,7 +72,7 @@ class LastStageDispatcher(TraceDispatcher):
 
     traces: LastStageTraces
 
-    def call_module(self, envoy: Envoy, args: Sequence[torch.Tensor]) -> Any:
+    def call_module(self, envoy: Envoy, *args: torch.Tensor) -> Any:
         """Call a module for a block in another process, on the module's own stage.
 
         Raises:
@@ -81,7 +81,7 @@ class LastStageDispatcher(TraceDispatcher):
         """
         module = envoy._module  # noqa: SLF001 - an envoy of ours
         if not isinstance(module, RemoteModule):
-            return super().call_module(envoy, args)
+            return super().call_module(envoy, *args)
         return self.traces.call_on_stage(module.stage, str(envoy.path), args)
 
 
