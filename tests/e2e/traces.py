@@ -8,12 +8,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
 from vllm import RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from nnsight_engine.remote_backend.values.outcomes import Outcome
 from nnsight_engine.vllm_backend.request_tracer import RequestTracer, SentTrace
 from nnsight_engine.vllm_backend.rpc_results import PENDING, answer
+from nnsight_engine.vllm_backend.traced_requests import results_of
 from nnsight_engine.vllm_backend.vllm import VLLM
 
 
@@ -33,6 +35,7 @@ class HeldTracer(RequestTracer):
 
     sent: SentTrace
 
+    @override
     def _run_model(self) -> None:
         self.sent = SentTrace(self)
 
@@ -116,6 +119,6 @@ def collected(model: VLLM, trace: SentTrace, outputs: list[RequestOutput]) -> Ou
 
 def _collected(model: VLLM, trace: SentTrace, outputs: list[RequestOutput]) -> list[Outcome]:
     while True:  # while a sandbox process has not answered
-        found = answer(model.host.call("finish_trace", trace.key, trace.results(outputs)))
+        found = answer(model.host.call("finish_trace", trace.key, results_of(dict(enumerate(outputs)))))
         if found != PENDING:
             return trace.read(found[0], outputs)
