@@ -15,7 +15,7 @@ from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.sandbox.forkserver import ForkServer
 from nnsight_engine.sandbox.seccomp import machine
 from nnsight_engine.serialization import encode
-from nnsight_engine.vllm_backend.traces.stages.remote_modules import described
+from nnsight_engine.vllm_backend.traces.remote_modules import described
 from tests.security.played import LIMITS, VOCABULARY, WIDTH, Outline
 
 _ZYGOTE: Final = "nnsight_engine.vllm_backend.traces.sandboxed.zygote"

@@ -27,12 +27,12 @@ from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.names import Names
 from nnsight_engine.vllm_backend.traces.peer_traces import PeerTraces
 from nnsight_engine.vllm_backend.traces.ranks import Order, Ranks
+from nnsight_engine.vllm_backend.traces.remote_modules import described, tree
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
 from nnsight_engine.vllm_backend.traces.sandboxed.module_call import ModuleCall
 from nnsight_engine.vllm_backend.traces.shards import EVERYWHERE, Layout, ShardLocation, ShardPiece
 from nnsight_engine.vllm_backend.traces.stages.early_stage import EarlyStageDispatcher, EarlyStageTraces
 from nnsight_engine.vllm_backend.traces.stages.last_stage import LastStageTraces
-from nnsight_engine.vllm_backend.traces.stages.remote_modules import described, tree
 from nnsight_engine.vllm_backend.traces.step_facts import StepFacts
 from nnsight_engine.vllm_backend.traces.tp_collectives import TpCollectives
 from nnsight_engine.vllm_backend.traces.tp_follower import TpFollowerDispatcher, TpFollowerTraces

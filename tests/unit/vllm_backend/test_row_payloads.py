@@ -10,7 +10,7 @@ import torch
 from nnsight_engine.serialization import decode, encode
 from nnsight_engine.vllm_backend.traces.errors import StageError
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
-from nnsight_engine.vllm_backend.traces.stages.row_payloads import (
+from nnsight_engine.vllm_backend.traces.row_payloads import (
     RemoteStageValue,
     RowPayloads,
     RowsPlaceholder,

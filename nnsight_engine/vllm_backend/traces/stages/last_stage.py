@@ -25,21 +25,21 @@ from nnsight_engine.vllm_backend.model_outline import OutlineEntry, outline_of
 from nnsight_engine.vllm_backend.traces.errors import StageError
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
 from nnsight_engine.vllm_backend.traces.names import Names
-from nnsight_engine.vllm_backend.traces.request import TraceSpan
-from nnsight_engine.vllm_backend.traces.rows import plain
-from nnsight_engine.vllm_backend.traces.stages.remote_modules import (
+from nnsight_engine.vllm_backend.traces.remote_modules import (
     Description,
     RemoteModule,
     SpanningEnvoy,
     joined,
     stand_ins,
 )
-from nnsight_engine.vllm_backend.traces.stages.row_payloads import (
+from nnsight_engine.vllm_backend.traces.request import TraceSpan
+from nnsight_engine.vllm_backend.traces.row_payloads import (
     Form,
     RemoteStageValue,
     RowPayloads,
     RowStore,
 )
+from nnsight_engine.vllm_backend.traces.rows import plain
 from nnsight_engine.vllm_backend.traces.step_facts import KnownRequests, StepFacts
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
