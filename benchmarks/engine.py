@@ -23,13 +23,14 @@ from nnsight_engine import save
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.token_texts import TokenTexts
 from nnsight_engine.modeling.bundled import bundled_model_path
-from nnsight_engine.plans.collector import RequestCollector
-from nnsight_engine.plans.compile import compile_request
+from nnsight_engine.plans.collect.collector import RequestCollector
+from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.request_plan import PLAN_KEY
 from nnsight_engine.vllm_backend.call import prepare_params, salted
 from nnsight_engine.vllm_backend.output_payloads import deliver_payloads
 from nnsight_engine.vllm_backend.request_tracer import RequestTracer, SentTrace
 from nnsight_engine.vllm_backend.result_router import ResultRouter
+from nnsight_engine.vllm_backend.traced_requests import results_of
 from nnsight_engine.vllm_backend.vllm import VLLM
 
 _TAP_OPERATORS: Final = "nnsight_engine::"
@@ -174,7 +175,7 @@ class StepwiseEngine:
             self._check_collected(request.request_id, request.collector, token_ids)
 
     def _check_traced(self, trace: SentTrace, output: Any, num_wanted: int) -> None:
-        (data,) = self.able_model.host.call("collect_trace", trace.key, trace.results([output]))
+        (data,) = self.able_model.host.call("collect_trace", trace.key, results_of({0: output}))
         (outcome,) = trace.read(data, [output])
         if outcome.error is not None:
             raise outcome.error

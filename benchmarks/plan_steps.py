@@ -23,11 +23,11 @@ from benchmarks.case import BenchmarkCase, Sampler, difference, ratio
 from benchmarks.interventions import ContentOf, LayerSizes, captured, every, first_only, middle, steered
 from benchmarks.turns import CallsByTurns
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
-from nnsight_engine.plans.compile import compile_request
-from nnsight_engine.plans.outbox import Outbox
+from nnsight_engine.plans.collect.outbox import Outbox
+from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.records import StepResults
 from nnsight_engine.plans.request_plan import RequestPlan
-from nnsight_engine.plans.step_plan import StepPlan
+from nnsight_engine.plans.step.plan import StepPlan
 from nnsight_engine.vllm_backend.families import FAMILIES, ModelPoints
 from nnsight_engine.vllm_backend.worker_state import WorkerState
 

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from nnsight_engine.modeling.diffusion import DiffusionModel
     from nnsight_engine.modeling.language import LanguageModel
     from nnsight_engine.modeling.vision_language import VisionLanguageModel
-    from nnsight_engine.remote_backend.backend import RemoteBackend
+    from nnsight_engine.remote_backend.client.backend import RemoteBackend
+    from nnsight_engine.remote_backend.client.status import is_model_running, ndif_status, status
     from nnsight_engine.remote_backend.errors import RemoteConnectionError, RemoteError
-    from nnsight_engine.remote_backend.status import is_model_running, ndif_status, status
-    from nnsight_engine.serialization.import_resolution import register_by_value, unregister_by_value
+    from nnsight_engine.serialization.source.import_resolution import register_by_value, unregister_by_value
 
 __version__ = "0.1.0"
 
@@ -56,7 +56,7 @@ __all__ = [
     "unregister_by_value",
 ]
 
-_HOMES = {
+_DEFINED_IN = {
     "BUNDLED_MODEL_NAME": "nnsight_engine.modeling.bundled",
     "BundledModelError": "nnsight_engine.modeling.bundled",
     "CONFIG": "nnsight_engine.core.config",
@@ -64,21 +64,21 @@ _HOMES = {
     "Envoy": "nnsight_engine.envoys.envoy",
     "LanguageModel": "nnsight_engine.modeling.language",
     "NNsight": "nnsight_engine.modeling.base",
-    "RemoteBackend": "nnsight_engine.remote_backend.backend",
+    "RemoteBackend": "nnsight_engine.remote_backend.client.backend",
     "RemoteConnectionError": "nnsight_engine.remote_backend.errors",
     "RemoteError": "nnsight_engine.remote_backend.errors",
     "VLLM": "nnsight_engine.vllm_backend.vllm",
     "VisionLanguageModel": "nnsight_engine.modeling.vision_language",
     "bundled_model_path": "nnsight_engine.modeling.bundled",
     "eproperty": "nnsight_engine.envoys.eproperty",
-    "is_model_running": "nnsight_engine.remote_backend.status",
+    "is_model_running": "nnsight_engine.remote_backend.client.status",
     "load_ipython_extension": "nnsight_engine.envoys.completion",
-    "ndif_status": "nnsight_engine.remote_backend.status",
-    "register_by_value": "nnsight_engine.serialization.import_resolution",
-    "status": "nnsight_engine.remote_backend.status",
-    "unregister_by_value": "nnsight_engine.serialization.import_resolution",
+    "ndif_status": "nnsight_engine.remote_backend.client.status",
+    "register_by_value": "nnsight_engine.serialization.source.import_resolution",
+    "status": "nnsight_engine.remote_backend.client.status",
+    "unregister_by_value": "nnsight_engine.serialization.source.import_resolution",
 }
-# Names that old code may use; listed nowhere and never kept here, since most are those of builtins.
+# Names for old code; not listed and not stored in this module, since most of them are names of builtins.
 _DEPRECATED = frozenset(
     ("apply", "bool", "bytes", "dict", "float", "int", "list", "local", "set", "str", "trace", "tuple")
 )
@@ -88,17 +88,17 @@ _PACKAGES = frozenset({"intervention", "modeling", "util"})
 if not TYPE_CHECKING:  # a type checker would take any name for one of ours
 
     def __getattr__(name: str) -> Any:
-        """Load a public name from the module it lives in, and keep it."""
+        """Load a public name from the module that defines it, and store it here."""
         if name in _PACKAGES:
             return importlib.import_module(f"{__name__}.{name}")
         if name in _DEPRECATED:
             return getattr(importlib.import_module("nnsight_engine.compat.deprecated"), name)
-        home = _HOMES.get(name)
-        if home is None:
+        module = _DEFINED_IN.get(name)
+        if module is None:
             raise AttributeError(
                 f"module {__name__!r} has no attribute {name!r}; it offers {', '.join(__all__)}"
             )
-        value = getattr(importlib.import_module(home), name)
+        value = getattr(importlib.import_module(module), name)
         globals()[name] = value
         return value
 

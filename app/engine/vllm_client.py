@@ -63,7 +63,7 @@ from app.storage.results import ResultStore
 from app.tenant_budget import TenantBudget
 from nnsight_engine.core.engine_counts import EngineCounts
 from nnsight_engine.core.token_texts import TokenTexts
-from nnsight_engine.plans.collected import CollectedResults
+from nnsight_engine.plans.collect.results import CollectedResults
 from nnsight_engine.remote_backend.identity import fingerprint_of
 from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM
 from nnsight_engine.vllm_backend.call import InterventionCall
@@ -93,7 +93,6 @@ class VLLMEngineClient:
     """
 
     def __init__(self, args: argparse.Namespace, settings: Settings, store: ResultStore) -> None:
-        """Store the configuration; ``start`` loads the model."""
         self._args = args
         self._settings = settings
         self._store = store
@@ -160,11 +159,13 @@ class VLLMEngineClient:
             fair_step=self._settings.fair_step,
             taps=self._settings.taps,
         )
-        for name, value in engine_options(limits).items():
-            if name != "additional_config":
-                setattr(self._args, name, value)
-        additional = {**(self._args.additional_config or {}), **engine_options(limits)["additional_config"]}
-        self._args.additional_config = additional
+        options = engine_options(limits)
+        options["additional_config"] = {
+            **(self._args.additional_config or {}),
+            **options["additional_config"],
+        }
+        for name, value in options.items():
+            setattr(self._args, name, value)
         self._sockets = None if is_socket_folder_set() else claim_socket_folder()
         if self._sockets is not None:
             set_socket_folder(self._sockets.path)
@@ -204,12 +205,14 @@ class VLLMEngineClient:
         if not timeout_s:
             return
         try:
-            # Blocks have limits of their own on the time that they add to a step.
+            # The time of blocks in a step has its own limits, which are added to the timeout.
             await stalled(engine.is_sleeping, lambda: timeout_s + step_s * engine.num_other_requests)
-            logger.error("a step takes more than engine_stall_timeout_s, %g s: ending the engine", timeout_s)
+            logger.error(
+                "a step takes longer than engine_stall_timeout_s, %g s: killing the engine", timeout_s
+            )
             engine.kill()
         except Exception:
-            logger.exception("nobody looks any more whether the engine hangs")
+            logger.exception("the engine watchdog has failed: a hanging engine is no longer detected")
 
     async def _generate_one(self) -> None:
         """Generate a token, so that the engine is reported ready only after it has worked."""

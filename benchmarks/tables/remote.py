@@ -31,7 +31,7 @@ from benchmarks.machine import touch_free_memory
 from benchmarks.servers import created_key, own_folders, served
 from nnsight_engine import CONFIG, save
 from nnsight_engine.modeling.bundled import bundled_model_path
-from nnsight_engine.remote_backend.backend import RemoteBackend
+from nnsight_engine.remote_backend.client.backend import RemoteBackend
 from nnsight_engine.vllm_backend.vllm import VLLM
 
 _OVERHEAD_TARGET_MS: Final = 5.0

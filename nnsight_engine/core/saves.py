@@ -10,8 +10,9 @@ themselves, because an ``id`` alone could be reused by another object within the
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -40,6 +41,18 @@ class Saves(threading.local):
         self.depth -= 1
         if not self.depth:
             self.marked = {}
+
+    @contextlib.contextmanager
+    def outermost(self) -> Iterator[dict[int, Any]]:
+        """Run the outermost trace of a thread that may run others before and after; yield the trace's marks.
+
+        The thread has no marks of other traces, even of one that was interrupted between two statements.
+        """
+        self.depth, self.marked = 1, {}
+        try:
+            yield self.marked
+        finally:
+            self.depth, self.marked = 0, {}
 
     def mark(self, value: Any) -> None:
         """Keep ``value`` beyond the trace; do nothing outside of one."""

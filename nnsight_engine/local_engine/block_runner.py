@@ -16,7 +16,7 @@ from nnsight_engine.core.saves import SAVES
 from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.local_engine.errors import TraceCancelledError
 from nnsight_engine.remote_backend.codecs import decode_blocks
-from nnsight_engine.remote_backend.incoming_blocks import (
+from nnsight_engine.remote_backend.values.received_blocks import (
     SAVED,
     ReceivedInvoke,
     failure_of,
@@ -29,7 +29,7 @@ from nnsight_engine.tracing.tracebacks import clean
 
 if TYPE_CHECKING:
     from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
-    from nnsight_engine.serialization.decoder import Resolve
+    from nnsight_engine.serialization.decoding.decoder import Resolve
     from nnsight_engine.tracing.tracer import Tracer
 
 
@@ -55,8 +55,8 @@ class ReadTrace:
         num_own = len(received.blocks) - head.num_edits
         if num_own < 1 or (head.kind == "session" and num_own != 1):
             raise DecodeError(
-                f"the trace is broken: it has {len(received.blocks)} blocks, and says that "
-                f"{head.num_edits} of them are edits of a {head.kind}"
+                f"the trace is invalid: it has {len(received.blocks)} blocks, and its header names "
+                f"{head.num_edits} of them as edits of a {head.kind}"
             )
         self.invokes: Sequence[ReceivedInvoke] = invokes_of(received.blocks[:num_own], head.groups[:num_own])
         self.edits = received.blocks[num_own:]
@@ -74,7 +74,7 @@ def _inputs(shared: Mapping[str, Any], num_invokes: int) -> list[tuple[tuple[Any
         or not all(isinstance(one, tuple) and len(one) == 2 for one in given)
         or not all(isinstance(args, tuple) and isinstance(kwargs, dict) for args, kwargs in given)
     ):
-        raise DecodeError(f"the trace is broken: it needs inputs for its {num_invokes} invokes")
+        raise DecodeError(f"the trace is invalid: it needs inputs for its {num_invokes} invokes")
     return given
 
 

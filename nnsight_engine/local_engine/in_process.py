@@ -14,12 +14,12 @@ from api_schemas.jobs import JobStatus
 from nnsight_engine.local_engine.local_part import ClientCall
 from nnsight_engine.local_engine.runner import ModelRunner, TraceableModel
 from nnsight_engine.modeling.language import LanguageModel
-from nnsight_engine.remote_backend.backend import RemoteBackend
+from nnsight_engine.remote_backend.client.backend import RemoteBackend
+from nnsight_engine.remote_backend.client.transport import Progress
 from nnsight_engine.remote_backend.errors import RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, json_frame
 from nnsight_engine.remote_backend.messages import TraceRequest
-from nnsight_engine.remote_backend.outgoing_trace import SentRemotely
-from nnsight_engine.remote_backend.transport import Progress
+from nnsight_engine.remote_backend.sending.outgoing_trace import SentRemotely
 from nnsight_engine.serialization import DecodeError
 
 
@@ -34,7 +34,6 @@ class ThisProcess:
     name = "this process"
 
     def __init__(self, model: LanguageModel) -> None:
-        """Run traces on ``model``."""
         self._model = model
         self.call_client: ClientCall | None = None
 
@@ -77,7 +76,6 @@ class InProcessBackend(RemoteBackend):
     """
 
     def __init__(self, model: LanguageModel, *, blocking: bool = True) -> None:
-        """Load the model's weights."""
         if type(model) is not LanguageModel:
             name = type(model).__name__
             raise TypeError(

@@ -26,23 +26,23 @@ from nnsight_engine.remote_backend.local_messages import (
     plain,
     read_part_result,
 )
-from nnsight_engine.remote_backend.object_references import ObjectReferences
-from nnsight_engine.remote_backend.object_references import place_of as place_in
-from nnsight_engine.remote_backend.outgoing_trace import refused
+from nnsight_engine.remote_backend.sending.outgoing_trace import refused
+from nnsight_engine.remote_backend.values.object_references import ObjectReferences
+from nnsight_engine.remote_backend.values.object_references import place_of as place_in
 from nnsight_engine.serialization import TRUSTED, DecodeError, decode, encode, restore_error
 from nnsight_engine.tracing.tracer import Tracer
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.envoy import Envoy
     from nnsight_engine.local_engine.serving import ServerRequests
-    from nnsight_engine.serialization.decoder import Resolve
+    from nnsight_engine.serialization.decoding.decoder import Resolve
 
 ClientCall = Callable[[bytes], bytes | bytearray | memoryview]
 """Sends a request to the client and returns the answer; raises LocalBlockError if there is none."""
 
-_OF_THE_CLIENT: Final = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, type, Tracer)
+_KNOWN_TO_CLIENT: Final = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, type, Tracer)
 """Kinds of values that the client has itself, and no block changes."""
-_AS_IT_WAS: Final = (str, int, float, complex, bytes, type(None))
+_IMMUTABLE: Final = (str, int, float, complex, bytes, type(None))
 
 
 def call_client_through_server(
@@ -147,7 +147,7 @@ class LocalPart(Tracer):
 
     def _may_differ(self, name: str, value: Any) -> bool:
         return name not in self._kept or not (
-            isinstance(value, (*_OF_THE_CLIENT, *_AS_IT_WAS)) or self._reference(value) is not None
+            isinstance(value, (*_KNOWN_TO_CLIENT, *_IMMUTABLE)) or self._reference(value) is not None
         )
 
     def _reference(self, value: Any) -> tuple[str, ...] | None:

@@ -15,8 +15,8 @@ import platformdirs
 
 from nnsight_engine.envoys.tracers.editing import Edit, EditingTracer
 from nnsight_engine.remote_backend.identity import fingerprint_of
-from nnsight_engine.remote_backend.object_references import ObjectReferences, reference_of
-from nnsight_engine.remote_backend.outcomes import SentPart
+from nnsight_engine.remote_backend.values.object_references import ObjectReferences, reference_of
+from nnsight_engine.remote_backend.values.outcomes import SentPart
 from nnsight_engine.serialization import DecodeError, decode, decode_trace, encode, encode_trace
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def read_edits(model: HuggingFaceModel, path: Path) -> list[Edit]:
         raise ValueError(f"{path} has no edits: write them again with export_edits()") from error
     if shape != _shape_of(model):
         raise ValueError(
-            f"the edits at {path} are of a model of another shape: import them into one like theirs"
+            f"the edits at {path} are for a model of another shape: import them into a model of that shape"
         )
     try:
         infos = decode_trace(data, resolve=ObjectReferences(model)).blocks

@@ -78,6 +78,9 @@ def _leave_namespaces() -> list[str]:
 
 def _drop_user() -> None:
     if os.geteuid() == 0:
+        # The limit holds for all processes of the new user, those of other engines too.
+        _, most = resource.getrlimit(resource.RLIMIT_NPROC)
+        resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
         os.setgroups([])
         os.setresgid(_NOBODY, _NOBODY, _NOBODY)
         os.setresuid(_NOBODY, _NOBODY, _NOBODY)

@@ -38,6 +38,9 @@ _FORK_S: Final = 10.0
 _FOLDER: Final = "nnsight-engine-sandbox-"
 _CPU_CLOCK: Final = 2
 """Turns a process id into the id of its CPU clock, see ``clock_getcpuclockid``."""
+_NO_SIGNAL: Final = 0
+_HELD: Final = ("RssAnon", "RssShmem", "VmSwap")
+"""Lines of ``/proc/<pid>/status`` with memory that a process alone holds."""
 _READY_BYTES: Final = 16 * 1024
 _AGAIN_S: Final = 5.0
 """Seconds before the next attempt to start the zygote."""
@@ -52,10 +55,20 @@ class Sandbox:
         num_uses: Number of traces that have run in it.
     """
 
-    def __init__(self, process: int, side: EngineSide, zygote: _Zygote) -> None:
+    def __init__(self, process: int, handle: int, side: EngineSide, zygote: _Zygote) -> None:
+        """Keep the process.
+
+        Args:
+            process: Its process id, for messages and ``/proc``.
+            handle: A descriptor that refers to it (``pidfd_open(2)``), and to no later process of that id. It
+                is closed with it.
+            side: The engine's end of its channel.
+            zygote: Its parent.
+        """
         self.process = process
         self.side = side
         self.num_uses = 0
+        self._handle = handle
         self._zygote = zygote
         self._first_bytes = 0
 
@@ -64,12 +77,13 @@ class Sandbox:
         self._first_bytes = self._num_bytes()
 
     def grown_bytes(self) -> int:
-        """Return the growth in bytes since ``remember_size``."""
+        """Return the growth in bytes since ``remember_size``, with shared and swapped memory."""
         return self._num_bytes() - self._first_bytes
 
     def _num_bytes(self) -> int:
-        _, resident, shared, *_ = Path(f"/proc/{self.process}/statm").read_text().split()
-        return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+        lines = Path(f"/proc/{self._running()}/status").read_text().splitlines()
+        fields = dict(line.split(":", 1) for line in lines)
+        return sum(int(fields[name].removesuffix("kB")) * 1024 for name in _HELD if name in fields)
 
     def cpu_s(self) -> float:
         """Return its CPU time in seconds; raises OSError if it is gone."""
@@ -77,26 +91,32 @@ class Sandbox:
 
     def pause(self) -> None:
         """Stop the process with SIGSTOP; raises OSError if it is gone."""
-        os.kill(self._running(), signal.SIGSTOP)
+        self._send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
         """Resume the process with SIGCONT; raises OSError if it is gone."""
-        os.kill(self._running(), signal.SIGCONT)
+        self._send_signal(signal.SIGCONT)
 
     def _running(self) -> int:
-        """Return its process id, which is never 0: signals for 0 go to this process's own group."""
+        """Return its process id, which is still this process's; raises OSError if it is gone."""
+        self._send_signal(_NO_SIGNAL)
+        return self.process
+
+    def _send_signal(self, number: int) -> None:
         if not self.process:
             raise ProcessLookupError("it has been ended")
-        return self.process
+        signal.pidfd_send_signal(self._handle, number)
 
     def end(self) -> None:
         """Kill the process; repeated calls do nothing."""
+        if not self.process:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            self._send_signal(signal.SIGKILL)
         process, self.process = self.process, 0
-        if process:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-            self.side.close()
-            self._zygote.reap(process)
+        os.close(self._handle)
+        self.side.close()
+        self._zygote.reap(process)
 
 
 class _Zygote:
@@ -174,20 +194,23 @@ class _Zygote:
         """
         own, theirs = socket.socketpair()
         descriptor = Memory.create(self._half_bytes)
-        try:
-            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [theirs.fileno(), descriptor]))
-            with self._lock:
-                self._orders.sendmsg([ORDER.pack(FORK, self._half_bytes)], [rights])
-                self._num_due += 1
-                process = self._next_number()
-            side = EngineSide(own, Memory(descriptor, self._half_bytes))
-        except BaseException:
-            own.close()
-            raise
-        finally:
-            theirs.close()
-            os.close(descriptor)
-        sandbox = Sandbox(process, side, self)
+        with contextlib.ExitStack() as undo:
+            undo.callback(own.close)
+            try:
+                files = array.array("i", [theirs.fileno(), descriptor])
+                rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, files)
+                with self._lock:
+                    self._orders.sendmsg([ORDER.pack(FORK, self._half_bytes)], [rights])
+                    self._num_due += 1
+                    process = self._next_number()
+                    handle = self._handle_of(process)
+                undo.callback(os.close, handle)
+                side = EngineSide(own, Memory(descriptor, self._half_bytes))
+                undo.pop_all()
+            finally:
+                theirs.close()
+                os.close(descriptor)
+        sandbox = Sandbox(process, handle, side, self)
         try:
             reply = side.receive(time.monotonic() + _FORK_S, _READY_BYTES)
         except (OSError, SandboxEndedError):
@@ -211,9 +234,23 @@ class _Zygote:
             self._num_due -= 1
             if not self._num_due:
                 return process
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+            with contextlib.suppress(OSError):
+                handle = self._handle_of(process)
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+                os.close(handle)
             self._orders.sendall(ORDER.pack(REAP, process))
+
+    def _handle_of(self, process: int) -> int:
+        """Return a descriptor that refers to a child of the zygote.
+
+        Raises:
+            OSError: The zygote has ended, so the number may be another process's by now.
+        """
+        handle = os.pidfd_open(process)
+        if self._process.poll() is not None:  # until then it has not reaped the child
+            os.close(handle)
+            raise ProcessLookupError("the process that forks sandboxes has ended")
+        return handle
 
     def _number(self) -> int:
         number: int = NUMBER.unpack(self._exactly(NUMBER.size))[0]
@@ -259,6 +296,18 @@ def _remove_abandoned() -> None:
                 os.close(descriptor)
 
 
+def _check_kernel() -> None:
+    """Raise SandboxUnavailableError if the kernel has no descriptors of processes."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (OSError, AttributeError) as error:
+        raise SandboxUnavailableError(
+            f"the process sandbox needs Linux 5.3 or later, which has pidfd_open(2): {error}. Run the server "
+            "on such a kernel, or with --sandbox off if all keys belong to people whom you trust with the "
+            "engine"
+        ) from error
+
+
 class ForkServer:
     """Provides sandbox processes.
 
@@ -299,6 +348,7 @@ class ForkServer:
             SandboxUnavailableError: This machine does not support sandboxes.
         """
         seccomp.machine()
+        _check_kernel()
         if self._keeper is None:
             self._keeper = threading.Thread(target=self._keep, name="nnsight-engine-sandboxes", daemon=True)
             self._keeper.start()

@@ -1,7 +1,7 @@
 """A system call filter for this process: calls that are not listed fail with ``EPERM``, in all threads.
 
 The kernel runs the filter, a classic BPF program, before each call (``seccomp(2)``); the process cannot
-remove it. It sees only a call's number and architecture, which is enough here: see ``syscalls``.
+remove it. It sees a call's number, architecture and plain arguments, which is enough here: see ``syscalls``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ _LOAD: Final = 0x20
 _JUMP_IF_EQUAL: Final = 0x15
 _JUMP_IF_AT_LEAST: Final = 0x35
 _RETURN: Final = 0x06
-_NUMBER_AT, _ARCHITECTURE_AT = 0, 4
+_JUMP_IF_ANY_BIT: Final = 0x45
+_NUMBER_AT, _ARCHITECTURE_AT, _FOURTH_ARGUMENT_AT = 0, 4, 40
+_MAP_SHARED: Final = 1
 _ALLOW: Final = 0x7FFF0000
 _FAIL: Final = 0x00050000
 _KILL: Final = 0x80000000
@@ -83,16 +85,23 @@ def install() -> None:
 
 
 def _program(here: SystemCallTable) -> bytes:
-    """Return the filter: the architecture, then one comparison for each listed call."""
+    """Return the filter: the architecture, the flags of ``mmap``, then one comparison for each listed call.
+
+    Memory that is mapped shared could be hidden from the counts of the process's memory: pages stay
+    allocated that it has dropped from its page tables.
+    """
     count = len(here.allowed) + len(here.absent)
-    assert count < _MAX_JUMP  # noqa: S101 - otherwise jumps would have to be chained
+    assert count + 3 < _MAX_JUMP  # noqa: S101 - otherwise jumps would have to be chained
     # After the comparisons: fail, allow, absent.
     lines = [
         _line(_LOAD, k=_ARCHITECTURE_AT),
         _line(_JUMP_IF_EQUAL, 1, 0, here.audit),
         _line(_RETURN, k=_KILL),
         _line(_LOAD, k=_NUMBER_AT),
-        _line(_JUMP_IF_AT_LEAST, count, 0, here.limit),
+        _line(_JUMP_IF_AT_LEAST, count + 3, 0, here.limit),
+        _line(_JUMP_IF_EQUAL, 0, 2, here.mmap),
+        _line(_LOAD, k=_FOURTH_ARGUMENT_AT),
+        _line(_JUMP_IF_ANY_BIT, count, count + 1, _MAP_SHARED),
     ]
     for at, number in enumerate(here.allowed):
         lines.append(_line(_JUMP_IF_EQUAL, count - at, 0, number))

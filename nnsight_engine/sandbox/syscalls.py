@@ -17,13 +17,15 @@ class SystemCallTable:
     Attributes:
         audit: The kernel's identifier of the architecture (``linux/audit.h``).
         seccomp: The call that installs a filter.
-        allowed: The calls that are allowed.
+        mmap: The call that maps memory, which is allowed for private memory only.
+        allowed: The other calls that are allowed.
         absent: Calls that fail with ``ENOSYS``, so that the C library falls back to others.
         limit: Calls from this number on belong to another ABI; none of them is allowed.
     """
 
     audit: int
     seccomp: int
+    mmap: int
     allowed: tuple[int, ...]
     absent: tuple[int, ...]
     limit: int
@@ -34,7 +36,6 @@ _X86_64: Final = {
     "write": 1,
     "close": 3,
     "lseek": 8,
-    "mmap": 9,
     "mprotect": 10,
     "munmap": 11,
     "brk": 12,
@@ -101,7 +102,6 @@ _AARCH64: Final = {
     "brk": 214,
     "munmap": 215,
     "mremap": 216,
-    "mmap": 222,
     "mprotect": 226,
     "madvise": 233,
     "getrandom": 278,
@@ -112,8 +112,8 @@ _CLONE3: Final = 435
 _X32_BIT: Final = 0x40000000
 
 MACHINES: Final = {
-    "x86_64": SystemCallTable(0xC000003E, 317, tuple(_X86_64.values()), (_CLONE3,), _X32_BIT),
-    "aarch64": SystemCallTable(0xC00000B7, 277, tuple(_AARCH64.values()), (_CLONE3,), _X32_BIT),
+    "x86_64": SystemCallTable(0xC000003E, 317, 9, tuple(_X86_64.values()), (_CLONE3,), _X32_BIT),
+    "aarch64": SystemCallTable(0xC00000B7, 277, 222, tuple(_AARCH64.values()), (_CLONE3,), _X32_BIT),
 }
 """The known architectures, by ``platform.machine()``."""
 

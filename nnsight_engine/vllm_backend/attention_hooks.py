@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from nnsight_engine.core.errors import InterventionError
-from nnsight_engine.plans.patterns import AttentionForm
 from nnsight_engine.plans.request_plan import PlannedSite
-from nnsight_engine.plans.step_plan import StepPlan
+from nnsight_engine.plans.step.patterns import AttentionForm
+from nnsight_engine.plans.step.plan import StepPlan
 
 
 class AttentionModule(Protocol):
@@ -43,7 +43,6 @@ class AttentionHook:
     def __init__(
         self, module: nn.Module, plan: StepPlan, site: PlannedSite, is_models_own: Callable[[], bool]
     ) -> None:
-        """Replace the instance's ``forward``."""
         attention = cast("AttentionModule", module)
         self._attention = attention
         self._replaced = vars(module).get("forward")
@@ -82,7 +81,7 @@ def attention_form(module: object) -> AttentionForm:
     attention = cast("AttentionModule", module)
     impl = attention.impl
     if not (hasattr(impl, "scale") and hasattr(impl, "logits_soft_cap")):
-        raise _not_computable(f"{type(impl).__name__} does not tell its scale and soft cap")
+        raise _not_computable(f"{type(impl).__name__} does not expose its scale and soft cap")
     if getattr(impl, "alibi_slopes", None) is not None or getattr(attention, "has_sink", False):
         raise _not_computable("the model's attention has position biases or sinks")
     return AttentionForm(

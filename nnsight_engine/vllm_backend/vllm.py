@@ -16,7 +16,7 @@ from nnsight_engine.envoys.envoy_map import EnvoyMap, check_envoys
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
 from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.modeling.wrapper import WrapperModule
-from nnsight_engine.remote_backend.backend import Remote, RemoteBackend, chosen_backend
+from nnsight_engine.remote_backend.client.backend import Remote, RemoteBackend, chosen_backend
 from nnsight_engine.remote_backend.identity import name_of
 from nnsight_engine.serialization import restore_error
 from nnsight_engine.tracing.tracer import Backend, refuse_statement
@@ -31,7 +31,7 @@ from nnsight_engine.vllm_backend.traces.points import LOGITS, SAMPLES, EnginePoi
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nnsight_engine.remote_backend.transport import Transport
+    from nnsight_engine.remote_backend.client.transport import Transport
     from nnsight_engine.vllm_backend.compat import EngineLimits
     from nnsight_engine.vllm_backend.engines import AsyncEngine, SyncEngine
     from nnsight_engine.vllm_backend.request_tracer import RequestTracer
@@ -222,8 +222,8 @@ class VLLM(StandardNames):
             tracer_cls: The tracer's class.
             **kwargs: Sampling parameters for all invokes, by name or as ``sampling_params=``. Names override
                 ``sampling_params=``, and an invoke's own parameters override both. ``edits=["calm"]`` names
-                edits to run with the blocks, see ``edit``. ``validate=True`` first runs the blocks as a
-                rehearsal, on no more tokens than they need, so that errors are raised before the actual run.
+                edits to run with the blocks, see ``edit``. ``validate=True`` first runs the blocks on as few
+                tokens as they need, so that errors are raised before the actual run.
 
         Raises:
             WithBlockNotFoundError: The call is not in a ``with`` statement.
@@ -264,8 +264,8 @@ class VLLM(StandardNames):
         names: ClientNames = self.__dict__["_client_names"]
         if names.rename or names.envoys is not None:
             raise ValueError(
-                "rename= and envoys= of VLLM are not for remote traces yet: the server's workers know "
-                "vLLM's names. Use a model without them"
+                "rename= and envoys= of VLLM are not supported in remote traces yet: the server's workers "
+                "know vLLM's names only. Use a model without them"
             )
         given = self.__dict__["_engine_args"]
         return VLLMDialect(self, given["model"], given.get("revision") or "")

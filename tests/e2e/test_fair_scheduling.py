@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from typing_extensions import override
 
 from nnsight_engine import save
 from nnsight_engine.vllm_backend.request_tracer import SentTrace
@@ -30,7 +31,8 @@ NUM_PLACES = 4
 class Settled(SenderUsage):
     """Knows by itself who floods: how long steps take on a test's machine says nothing."""
 
-    def light(self) -> frozenset[str]:
+    @override
+    def light_senders(self) -> frozenset[str]:
         return frozenset({"few"})
 
 
@@ -140,7 +142,7 @@ def test_a_flood_of_traces_gets_its_turns_and_keeps_its_prompts_whole(model: VLL
         assert outcome.saves["tokens"] == list(done[f"trace-{number}"].outputs[0].token_ids)
 
 
-def test_one_tenant_alone_takes_as_many_steps_as_nobody(engine: Engine) -> None:
+def test_one_tenant_alone_takes_as_many_steps_as_none(engine: Engine) -> None:
     counts = []
     for sampling in (MANY, {}):
         pending = [engine.submit(flooding(index, sampling)) for index in range(6)]
@@ -155,7 +157,7 @@ def test_one_tenant_alone_takes_as_many_steps_as_nobody(engine: Engine) -> None:
     assert counts[0] == counts[1]
 
 
-def test_who_ends_requests_while_they_are_computed_has_had_the_steps(model: VLLM, engine: Engine) -> None:
+def test_aborted_requests_are_charged_for_their_steps(model: VLLM, engine: Engine) -> None:
     core: Any = model.engine.llm_engine.engine_core.engine_core
     settled, core.scheduler.sharing = core.scheduler.sharing, SenderUsage(3600.0, 1.25, lambda: 0.0)
     try:

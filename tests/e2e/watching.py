@@ -2,7 +2,7 @@
 
 Each tensor that a read is given, at taps, hooks, norms, attention, logits and for blocks, is compared bit
 by bit before and after. Nothing is raised where the engine would take it for a request's failure: what has
-changed is noted, for whoever watches to look at.
+changed is recorded in ``Watch.changed``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from nnsight_engine.core.trees import tensors
-from nnsight_engine.plans.logits_rows import LogitsRows
-from nnsight_engine.plans.step_plan import KernelGroup
+from nnsight_engine.plans.step.logits_rows import LogitsRows
+from nnsight_engine.plans.step.plan import KernelGroup
 from nnsight_engine.vllm_backend.families import ModelPoints
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 
@@ -39,7 +39,7 @@ class Watch:
     def over(self, values: Sequence[torch.Tensor | None], where: str) -> Iterator[None]:
         """Compare tensors before and after the block."""
         watched = [value for value in values if value is not None]
-        with _disable_current_modes():  # whoever counts operators is to see the model's alone
+        with _disable_current_modes():  # a mode that counts operators is to see the model's alone
             before = [value.clone() for value in watched]
         yield
         self.num_compared += len(watched)

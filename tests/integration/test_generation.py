@@ -66,7 +66,7 @@ async def test_operations_may_be_for_some_prompts_only(serve: Serve, error_of: E
             )
 
 
-async def test_a_text_s_tokens_are_told(serve: Serve, error_of: ErrorCheck):
+async def test_a_texts_tokens_are_returned(serve: Serve, error_of: ErrorCheck):
     async with serve() as server:
         answer = await server.client.post("/v1/tokenize", json={"prompt": "one two"})
         assert [token["text"] for token in answer.json()["tokens"]] == [" one", " two"]
@@ -156,7 +156,7 @@ async def test_a_stream_carries_each_tokens_results_with_that_token(serve: Serve
         assert ["provenance" in field for field in fields] == [False, False, True]
 
 
-async def test_the_answer_to_code_tells_how_its_steps_ran(serve: Serve):
+async def test_the_answer_to_code_has_its_tier(serve: Serve):
     code = [{"op": "trace", "code": "x = model.layers[1].output.save()"}]
     async with serve() as server:
         whole = (await server.complete(interventions=code, n=2, max_tokens=3)).json()
@@ -233,12 +233,12 @@ class LeavingClient:
         self.has_left = asyncio.Event()
         self.received: list[Message] = []
         self._body = json.dumps(body).encode()
-        self._is_sent = False
+        self.is_sent = False
         self._leaves_at_first_byte = leaves_at_first_byte
 
     async def receive(self) -> Message:
-        if not self._is_sent:
-            self._is_sent = True
+        if not self.is_sent:
+            self.is_sent = True
             return {"type": "http.request", "body": self._body, "more_body": False}
         await self.has_left.wait()
         return {"type": "http.disconnect"}
@@ -294,7 +294,7 @@ async def test_a_client_that_leaves_in_mid_stream_ends_the_engines_stream(serve:
 async def test_a_client_that_leaves_before_its_body_is_whole_costs_nothing(serve: Serve):
     async with serve() as server:
         client = LeavingClient({})
-        client._is_sent = True
+        client.is_sent = True
         client.has_left.set()
         await client.run(server)
         assert client.received == []

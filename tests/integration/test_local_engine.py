@@ -12,10 +12,12 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import torch
+from typing_extensions import override
 
 from api_schemas.errors import ErrorCode
 from app.allowance import Allowance
@@ -29,12 +31,12 @@ from nnsight_engine.core.saves import save
 from nnsight_engine.core.work_context import WorkContext
 from nnsight_engine.local_engine.process_channel import ProcessOptions
 from nnsight_engine.modeling.language import LanguageModel
-from nnsight_engine.remote_backend.backend import RemoteBackend
+from nnsight_engine.remote_backend.client.backend import RemoteBackend
+from nnsight_engine.remote_backend.client.http import HttpTransport
+from nnsight_engine.remote_backend.client.transport import Progress
 from nnsight_engine.remote_backend.errors import RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
-from nnsight_engine.remote_backend.http import HttpTransport
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE, TraceHead, TraceRequest
-from nnsight_engine.remote_backend.transport import Progress
 from nnsight_engine.serialization import encode
 from tests.fakes.engine import FakeEngineClient
 from tests.fakes.results import MODEL
@@ -172,7 +174,7 @@ def test_a_process_knows_no_secrets(served: Served) -> None:
     assert not [name for name in names if name.startswith("NNSIGHT_ENGINE")]
 
 
-def test_changed_weights_are_nobody_else_s(served: Served) -> None:
+def test_changed_weights_do_not_reach_other_traces(served: Served) -> None:
     model, transport, pid = served.model, Recording(served.url), served.pid
     with model.trace(TEXT, backend=served.remote(transport)):
         with torch.no_grad():
@@ -185,7 +187,7 @@ def test_changed_weights_are_nobody_else_s(served: Served) -> None:
 
 
 @pytest.mark.heavy
-def test_weights_written_behind_torch_s_back_and_threads_left_behind_are_nobody_else_s(
+def test_weights_written_past_torch_and_leftover_threads_do_not_reach_other_traces(
     served: Served,
 ) -> None:
     model, pid = served.model, served.pid
@@ -268,8 +270,10 @@ def test_a_trace_that_will_not_end_is_ended(served: Served, monkeypatch: pytest.
     assert served.pid == pid
 
 
-def test_who_waits_is_told_and_not_too_many_do(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served.engine, "waiting", Allowance.of("traces that wait", 1))
+def test_a_waiting_trace_is_notified_and_the_queue_is_bounded(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served.engine, "waiting", Allowance.of("queued traces", 1))
     transports = [Recording(served.url) for _ in range(2)]
 
     def run(transport: Recording, pause_s: float) -> None:
@@ -294,10 +298,23 @@ def test_who_waits_is_told_and_not_too_many_do(served: Served, monkeypatch: pyte
     assert queued == ["1 before this one"]
 
 
+class WatchedMeter(UsageMeter):
+    """Records the futures that may add usage after a request."""
+
+    def __init__(self, key_id: str) -> None:
+        super().__init__(key_id)
+        self.expected: list[asyncio.Future[Any]] = []
+
+    @override
+    def expect(self, doing: asyncio.Future[Any]) -> None:
+        self.expected.append(doing)
+        super().expect(doing)
+
+
 def test_the_time_that_a_trace_holds_the_engine_is_counted(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    meter = UsageMeter("key")
+    meter = WatchedMeter("key")
     monkeypatch.setattr(process_job, "current_work", lambda: WorkContext(meter=meter))
     model = served.model
     with model.trace(TEXT, backend=served.remote()):
@@ -305,7 +322,7 @@ def test_the_time_that_a_trace_holds_the_engine_is_counted(
         model.lm_head.output.save()
     until(lambda: meter.intervention_s > 0)
     assert 0.3 <= meter.intervention_s < 30
-    until(lambda: all(one.done() for one in meter._late))
+    until(lambda: all(one.done() for one in meter.expected))
 
 
 def capture(served: Served) -> bytes:

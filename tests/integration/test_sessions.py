@@ -21,7 +21,7 @@ from app.settings import Settings
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.core.saves import save
 from nnsight_engine.core.work_context import current_work
-from nnsight_engine.remote_backend.backend import RemoteBackend
+from nnsight_engine.remote_backend.client.backend import RemoteBackend
 from nnsight_engine.remote_backend.errors import RemoteError
 from nnsight_engine.remote_backend.frames import Frame
 from nnsight_engine.remote_backend.messages import TraceRequest
@@ -107,7 +107,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             yield Served(url, traces, sessions, collector)
 
 
-def test_its_traces_run_on_the_engine_and_tell_of_themselves(served: Served) -> None:
+def test_its_traces_run_on_the_engine_and_send_events(served: Served) -> None:
     model, transport = served.model, Recording(served.url)
     served.traces.behaviour.logs = ["from the block"]
     served.traces.behaviour.saves = {"values": torch.ones(3)}
@@ -125,7 +125,7 @@ def test_its_traces_run_on_the_engine_and_tell_of_themselves(served: Served) -> 
     served.traces.behaviour.logs, served.traces.behaviour.saves = [], {"kept": 5}
 
 
-def test_its_traces_tell_how_they_ran_and_are_in_its_span(served: Served) -> None:
+def test_its_traces_report_their_tier_and_are_in_its_span(served: Served) -> None:
     served.traces.behaviour.tier = "eager"
     before = len(served.traces.parents)
     served.check()
@@ -232,7 +232,7 @@ def test_a_session_within_a_session_s_traces_is_refused(served: Served) -> None:
     model = served.model
     with pytest.raises(RemoteError, match="and nothing else"):
         with model.session():
-            with model.session(backend=model._remote_backend()):
+            with model.session(backend=model._remote_backend()):  # noqa: SLF001 - as the session makes it
                 kept = save(1)
     with pytest.raises(NameError):
         _ = kept

@@ -194,6 +194,38 @@ def test_a_process_that_has_computed_for_long_takes_no_further_trace(bare: ForkS
     _assert_gone(process)
 
 
+@pytest.mark.parametrize(
+    ("code", "is_reusable"),
+    [
+        ("import torch\nkept = torch.zeros(2**26)\nimport builtins\nbuiltins.kept = kept", False),
+        ("half = side._out\nhalf[:] = bytes(len(half))", True),  # the memory of messages, which is released
+        ("print", True),
+    ],
+)
+def test_a_process_that_keeps_much_memory_takes_no_further_trace(
+    bare: ForkServer, code: str, is_reusable: bool
+) -> None:
+    parked = IdleProcesses(cpu_s=300)
+    sandbox = bare.take()
+    _said(sandbox, code, {}, patience_s=20)
+    parked.put("acme", sandbox)
+    found = parked.take("acme")
+    assert (found is sandbox) == is_reusable
+    sandbox.end()
+
+
+def test_memory_that_a_process_shares_or_has_swapped_counts_as_its_own(
+    bare: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sandbox = bare.take()
+    try:
+        before = sandbox.grown_bytes()
+        _said(sandbox, "half = side._out\nhalf[:] = b'1' * len(half)", {}, 20)
+        assert sandbox.grown_bytes() >= before + 2**24
+    finally:
+        sandbox.end()
+
+
 def _until_ended(sandbox: Sandbox) -> None:
     give_up = time.monotonic() + 20
     while sandbox.side.has_nothing_unread():

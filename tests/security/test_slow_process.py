@@ -101,6 +101,7 @@ def server() -> Iterator[ForkServer]:
         "sizes": sizes,
         "limits": dataclasses.asdict(_LIMITS),
         "entry": "",
+        "refused": [],
         "call_bytes": 2**20,
     }
     server = ForkServer([sys.executable, "-m", _ZYGOTE], encode(setup), _LIMITS.sandbox_message_bytes, 2)
@@ -317,6 +318,10 @@ def test_what_does_not_end_or_asks_for_too_much_ends_with_an_error_and_alone(
         ("torch.relu = print", False),
         ("torch.Tensor.mine = 1", False),
         ("torch.set_printoptions(precision=1)", False),
+        ("torch.set_default_device('meta')", False),
+        ("torch.set_autocast_enabled('cpu', True)", False),
+        ("with torch.inference_mode(), torch.device('meta'): torch.ones(1)", True),
+        ("exec('import numpy; numpy.seterr(all=\"raise\")')", False),
         ("exec('import builtins; builtins.mine = 1')", False),
         ("exec('import warnings; warnings.simplefilter(\"error\")')", False),
     ],
@@ -327,6 +332,20 @@ def test_a_process_in_which_a_block_has_left_something_is_not_used_again(
     cells, dispatcher = _opened(server)
     assert _trace(cells, dispatcher, code)["error"] is None
     assert _end_parked(cells) == is_reused
+
+
+def test_what_a_trace_saved_is_neither_counted_nor_returned_for_the_next_one_in_its_process(
+    server: ForkServer,
+) -> None:
+    cells, dispatcher = _opened(server)
+    step = "for step in tracer.iter[:3]: model.layers[0].output"
+    too_much = _trace(cells, dispatcher, f"number = save(7)\nh = torch.zeros(1).expand(2**33).save()\n{step}")
+    assert too_much["error"]["name"] == "TraceBytesError"
+    found = _trace(cells, dispatcher, f"number = 7\nseen = [1, 2].save()\n{step}", "next")
+    assert found["error"] is None, found["error"]
+    assert found["saves"] == {"seen": [1, 2]}
+    assert cells.counts["started"] == 2
+    assert _end_parked(cells)
 
 
 def test_what_a_module_is_called_with_is_looked_at_before_it_is_sent(server: ForkServer) -> None:

@@ -137,8 +137,8 @@ def _every_step(
 
     def run() -> None:
         enter()
-        SAVES.enter()  # so that values have a `save` method; the marks are dropped with the thread
-        for _ in IteratorTracer(slice(None), model.interleaver):
-            function()
+        with SAVES.outermost():  # so that values have a `save` method
+            for _ in IteratorTracer(slice(None), model.interleaver):
+                function()
 
     return run

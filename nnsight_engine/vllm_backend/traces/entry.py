@@ -6,7 +6,8 @@ first; the worker decodes it once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -92,12 +93,13 @@ class Marks:
         self.before = list(saved)
         self._kept: list[dict[int, Any]] = []
 
-    def enter(self) -> dict[int, Any]:
-        """Collect values that the calling thread saves from now on, by identity, until the thread ends."""
-        SAVES.enter()
-        SAVES.marked.update({id(value): value for value in self.before})
-        self._kept.append(SAVES.marked)
-        return SAVES.marked
+    @contextlib.contextmanager
+    def collecting(self) -> Iterator[dict[int, Any]]:
+        """Collect values that the calling thread saves within the context, by identity."""
+        with SAVES.outermost() as marked:
+            marked.update({id(value): value for value in self.before})
+            self._kept.append(marked)
+            yield marked
 
     def all(self) -> dict[int, Any]:
         """Return everything saved so far, by identity."""

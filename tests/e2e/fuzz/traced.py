@@ -8,7 +8,7 @@ import torch
 
 from nnsight_engine import save
 from nnsight_engine.core.tensor_bytes import tensor_to_bytes
-from nnsight_engine.plans.collected import CollectedCapture, CollectedResults, TensorResult
+from nnsight_engine.plans.collect.results import CollectedCapture, CollectedResults, TensorResult
 from nnsight_engine.vllm_backend.request_tracer import SentTrace
 from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError
 from nnsight_engine.vllm_backend.vllm import VLLM
@@ -52,7 +52,7 @@ def sent_trace(model: VLLM, request: dict[str, Any]) -> SentTrace:
 def traced_results(
     model: VLLM, trace: SentTrace, request: dict[str, Any], output: Any
 ) -> CollectedResults | ChunkedPromptError:
-    """Return what a block has seen, as captures; or how it was told that its prompt came in chunks."""
+    """Return what a block has seen, as captures; or the error that its prompt came in chunks."""
     outcome = collected(model, trace, [output])
     if isinstance(outcome.error, ChunkedPromptError):
         return outcome.error

@@ -69,6 +69,19 @@ assert got
     "thread": "import threading\nthreading.Thread(target=print).start()",
     "kill-parent": "import os\nos.kill(os.getppid(), 9)",
     "kill-all": "import os\nos.kill(-1, 9)",
+    "shared-mapping": "import mmap\ngot = mmap.mmap(-1, 2**20)",
+    "shared-mapping-by-number": """
+import ctypes, platform
+number = {'x86_64': 9, 'aarch64': 222}[platform.machine()]
+libc = ctypes.CDLL(None, use_errno=True)
+libc.syscall.restype = ctypes.c_long
+for flags in (0x21, 0x23):
+    got = libc.syscall(number, None, ctypes.c_long(2**20), 3, flags, -1, ctypes.c_long(0))
+    assert got == -1 and ctypes.get_errno() == 1, got
+    got = libc.syscall(number, None, ctypes.c_long(2**20), 3, ctypes.c_long(2**32 | flags), -1, ctypes.c_long(0))
+    assert got == -1 and ctypes.get_errno() == 1, got
+raise PermissionError
+""",
     "ptrace": "import ctypes, os\ngot = ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0)\nassert got >= 0",
     "process-vm": "import ctypes, os\ngot = ctypes.CDLL(None).syscall(310, os.getppid(), 0, 0, 0, 0, 0)\nassert got >= 0",
     "pidfd": "import ctypes, os\ngot = ctypes.CDLL(None).syscall(434, os.getppid(), 0)\nassert got >= 0",

@@ -11,7 +11,7 @@ from nnsight_engine.core.config import CONFIG
 from nnsight_engine.core.saves import save
 from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.modeling.language import LanguageModel
-from nnsight_engine.remote_backend.backend import RemoteBackend
+from nnsight_engine.remote_backend.client.backend import RemoteBackend
 from nnsight_engine.remote_backend.messages import TraceRequest
 from nnsight_engine.serialization import DecodeError, EncodeError, encode_trace
 from tests.transports import InProcess
@@ -129,7 +129,7 @@ def test_what_surrounds_a_trace_and_does_not_reach_it_is_refused(bench: Bench) -
     assert product.dtype is torch.bfloat16
 
 
-def test_classes_of_ones_own_are_refused(bench: Bench) -> None:
+def test_custom_classes_are_refused(bench: Bench) -> None:
     class Twice(LanguageModel):
         pass
 

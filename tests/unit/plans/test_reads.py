@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from nnsight_engine.plans.reads import GatherKernel, ProbeKernel
+from nnsight_engine.plans.step.reads import GatherKernel, ProbeKernel
 
 ROWS, WIDTH = 6, 5
 SERVED = (torch.float32, torch.bfloat16)
@@ -60,7 +60,7 @@ def test_a_probe_changes_nothing(served: torch.dtype, contiguous: bool) -> None:
 
 
 @pytest.mark.parametrize(("served", "captured"), list(itertools.product(SERVED, CAPTURED)))
-def test_a_capture_tells_which_rows_are_beyond_its_dtype(served: torch.dtype, captured: torch.dtype) -> None:
+def test_a_capture_reports_rows_beyond_its_dtype(served: torch.dtype, captured: torch.dtype) -> None:
     hidden = torch.zeros(ROWS, WIDTH, dtype=served)
     residual = torch.zeros(ROWS, WIDTH, dtype=served)
     largest = torch.finfo(served).max

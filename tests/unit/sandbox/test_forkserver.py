@@ -7,11 +7,12 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -43,25 +44,81 @@ def open_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_an_ended_sandbox_is_sent_no_signal(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[Any] = []
-    monkeypatch.setattr(os, "kill", lambda *what: sent.append(what))
+class Reaper:
+    """Stands for the zygote, as the parent of this test's processes."""
+
+    def __init__(self) -> None:
+        self.reaped: list[int] = []
+
+    def reap(self, process: int) -> None:
+        self.reaped.append(process)
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["/bin/sleep", "600"]) as process:
+        yield process
+        process.kill()
+
+
+def state_of(process: subprocess.Popen[bytes]) -> str:
+    return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_an_ended_sandbox_is_sent_no_signal(sleeper: subprocess.Popen[bytes]) -> None:
     ours, theirs = socket.socketpair()
+    before, reaper = open_descriptors(), Reaper()
     with theirs:
-
-        class Nursery:
-            def reap(self, process: int) -> None:
-                """Do nothing."""
-
-        sandbox = Sandbox(12345, side_of(ours), Nursery())  # type: ignore[arg-type] # all that is called
+        sandbox = Sandbox(sleeper.pid, os.pidfd_open(sleeper.pid), side_of(ours), cast("Any", reaper))
+        assert sandbox.cpu_s() >= 0
         sandbox.pause()
+        until(lambda: state_of(sleeper) == "T")
         sandbox.resume()
+        until(lambda: state_of(sleeper) != "T")
         sandbox.end()
         for act in (sandbox.pause, sandbox.resume, sandbox.cpu_s):
             with pytest.raises(ProcessLookupError):
                 act()
         sandbox.end()
-    assert sent == [(12345, signal.SIGSTOP), (12345, signal.SIGCONT), (12345, signal.SIGKILL)]
+    assert sleeper.wait(20) == -signal.SIGKILL
+    assert reaper.reaped == [sleeper.pid]
+    assert open_descriptors() < before
+
+
+def test_another_process_with_the_number_of_one_that_has_gone_is_left_alone(
+    sleeper: subprocess.Popen[bytes],
+) -> None:
+    """As after the end of the zygote, whose children the system reaps."""
+    ours, theirs = socket.socketpair()
+    with theirs, subprocess.Popen(["/bin/true"]) as gone:
+        handle = os.pidfd_open(gone.pid)
+        gone.wait()
+        sandbox = Sandbox(sleeper.pid, handle, side_of(ours), cast("Any", Reaper()))
+        for act in (sandbox.pause, sandbox.resume, sandbox.cpu_s, sandbox.grown_bytes):
+            with pytest.raises(ProcessLookupError):
+                act()
+        sandbox.end()
+    assert sleeper.poll() is None
+    assert state_of(sleeper) != "T"
+
+
+def test_sandboxes_start_beside_many_processes_of_their_user() -> None:
+    """As root, whose own number of processes is not limited: the new user's is."""
+    if os.geteuid() != 0:
+        pytest.skip("the user does not change")
+    code = (
+        "import resource, sys, time\n"
+        "from nnsight_engine.sandbox.forkserver import ForkServer\n"
+        "resource.setrlimit(resource.RLIMIT_NPROC, (1, resource.getrlimit(resource.RLIMIT_NPROC)[1]))\n"
+        "server = ForkServer([sys.executable, '-m', 'tests.security.bare'], b'', 2**20, 1)\n"
+        "server.start()\n"
+        "end = time.monotonic() + 120\n"
+        "while not server.is_ready and time.monotonic() < end: time.sleep(0.05)\n"
+        "server.take().end()\n"
+        "server.close()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_one_failed_fork_is_forgotten_after_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from nnsight_engine.serialization import (
     restore_error,
     unregister_by_value,
 )
-from nnsight_engine.serialization.source_cache import SHELF
+from nnsight_engine.serialization.source.source_cache import SOURCE_CACHE
 
 SCALE = 3
 NOTES: list[str] = []
@@ -151,7 +151,7 @@ def test_functions_that_call_each_other_and_share_globals_still_do() -> None:
     assert NOTES == []
 
 
-def test_lambdas_on_one_line_are_told_apart_by_position() -> None:
+def test_lambdas_on_one_line_are_distinguished_by_position() -> None:
     first, second, outer = (lambda x: x + 1), (lambda x: x + 2), (lambda: lambda y=1: y + SCALE)
     arrived = sent([second, outer, first, outer()])
     assert [arrived[0](0), arrived[1]()(2), arrived[2](0), arrived[3]()] == [2, 5, 1, 4]
@@ -213,7 +213,7 @@ def test_data_of_a_class_that_changed_travels(monkeypatch: pytest.MonkeyPatch) -
     assert sent(Derived).count == 7
 
 
-def test_dataclasses_enums_and_modules_of_ones_own() -> None:
+def test_custom_dataclasses_enums_and_modules() -> None:
     record, colour, probe = sent([Record("a"), Colour.RED, Probe()])
     assert (record.values, record < type(record)("b")) == ([3], True)
     assert colour.other() is type(colour).BLUE
@@ -272,7 +272,7 @@ def user_module(tmp_path: Path) -> Iterator[types.ModuleType]:
     del sys.modules["users_helpers"]
 
 
-def test_a_module_of_ones_own_travels_as_far_as_code_mentions_it(user_module: types.ModuleType) -> None:
+def test_a_custom_module_is_sent_as_far_as_code_mentions_it(user_module: types.ModuleType) -> None:
     def use() -> Any:
         return user_module.times(user_module.Thing().size), user_module
 
@@ -316,7 +316,7 @@ def test_code_from_a_cell_has_its_text_in_linecache() -> None:
 def test_code_without_a_text_is_refused() -> None:
     namespace: dict[str, Any] = {"__name__": "__main__"}
     exec("def lost(): pass", namespace)
-    with pytest.raises(EncodeError, match=r"\(lost\).*not to be had"):
+    with pytest.raises(EncodeError, match=r"\(lost\).*was not found"):
         encode(namespace["lost"])
 
 
@@ -375,8 +375,9 @@ def test_text_that_another_side_sent_is_not_taken_for_a_notebook_cell(
     entry = {"file": "a cell", "line": 1, "name": "f", "source": "class Config: size = print('ran')"}
     restore_error({**encode_error(ValueError("x")), "entries": [entry]})
     assert "a cell" in linecache.cache
-    with pytest.raises(EncodeError, match="source is not to be had"):
+    with pytest.raises(EncodeError, match="source was not found"):
         encode(module.Config)
-    SHELF.put("a cell", 1, "class Config: size = 1")  # code that arrived, as that of a block in a session
+    # Code that arrived, as that of a block in a session.
+    SOURCE_CACHE.put("a cell", 1, "class Config: size = 1")
     restore_error({**encode_error(ValueError("x")), "entries": [entry]})
     assert sent(module.Config).size == 1

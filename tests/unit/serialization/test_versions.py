@@ -29,8 +29,8 @@ from nnsight_engine.serialization import (
     encode,
     encode_trace,
 )
-from nnsight_engine.serialization.message import NodeTable, pack
-from nnsight_engine.serialization.node_kinds import NodeKind
+from nnsight_engine.serialization.message.node_kinds import NodeKind
+from nnsight_engine.serialization.message.table import NodeTable, pack
 from nnsight_engine.tracing.tracer import Info, Tracer
 
 HERE = sys.version_info.minor
@@ -143,7 +143,7 @@ def test_names_that_one_version_has_elsewhere_are_found() -> None:
 
 def test_a_feature_from_the_future_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     data = sent_by(OTHER, encode(largest))
-    monkeypatch.setattr("nnsight_engine.serialization.code_decoding.FUTURE_FLAGS", 0)
+    monkeypatch.setattr("nnsight_engine.serialization.decoding.definitions.FUTURE_FLAGS", 0)
     with pytest.raises(DecodeError, match=rf"largest.*__future__.*Python 3\.{HERE}"):
         decode(data, policy=TRUSTED)
 
@@ -157,7 +157,7 @@ assert (five(), six(), seven()[0], seven()[1]()) == (5, 6, 7, 8), (five(), six()
 """
 
 
-def test_lambdas_on_a_line_are_told_apart_without_positions(tmp_path: pathlib.Path) -> None:
+def test_lambdas_on_a_line_are_distinguished_without_positions(tmp_path: pathlib.Path) -> None:
     script = tmp_path / "lambdas.py"
     script.write_text(LAMBDAS)
     project = str(pathlib.Path(__file__).resolve().parents[3])

@@ -34,17 +34,17 @@ class IdleProcesses:
         """Park a process whose trace has ended, or end it if it is too large or has been used too much."""
         sandbox.num_uses += 1
         try:
-            if (
-                sandbox.num_uses >= _MAX_USES
-                or sandbox.grown_bytes() > _MAX_GROWN_BYTES
-                or sandbox.cpu_s() > self._max_cpu_s
-            ):
-                sandbox.end()
-                return
             sandbox.pause()
-            sandbox.side.forget()
+            sandbox.side.forget()  # the memory of messages is shared, and counts as the process's too
+            is_reusable = (
+                sandbox.num_uses < _MAX_USES
+                and sandbox.grown_bytes() <= _MAX_GROWN_BYTES
+                and sandbox.cpu_s() <= self._max_cpu_s
+            )
         except OSError:
-            sandbox.end()  # it has died
+            is_reusable = False  # it has died
+        if not is_reusable:
+            sandbox.end()
             return
         self._by_process[sandbox.process] = (tenant, sandbox)
         while len(self._by_process) > _MAX_PARKED:

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from nnsight_engine.sandbox.block_checker import MODULES
 
@@ -49,6 +50,20 @@ class Leftovers:
         np.random.seed()  # the state of old code, which has no generator of its own
 
 
+def thread_settings() -> tuple[Any, ...]:
+    """Return the settings that torch and numpy have for the calling thread only."""
+    return (
+        torch.get_default_device(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch._C._len_torch_function_stack(),  # noqa: SLF001 - there is no public way to count them
+        len(_get_current_dispatch_mode_stack()),
+        np.geterr(),
+        sys.gettrace(),
+        sys.getprofile(),
+    )
+
+
 def _settings() -> tuple[Any, ...]:
     return (
         torch.get_default_dtype(),
@@ -60,4 +75,4 @@ def _settings() -> tuple[Any, ...]:
     )
 
 
-__all__ = ["Leftovers"]
+__all__ = ["Leftovers", "thread_settings"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -24,12 +25,12 @@ from nnsight_engine.sandbox.channel import SandboxSide
 from nnsight_engine.serialization import decode, restore_error
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.families import ModelPoints
-from nnsight_engine.vllm_backend.traces.errors import SandboxedError
+from nnsight_engine.vllm_backend.traces.errors import SandboxedError, SpreadModuleError
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
 from nnsight_engine.vllm_backend.traces.names import Names
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
 from nnsight_engine.vllm_backend.traces.rows import plain
-from nnsight_engine.vllm_backend.traces.sandboxed.leftovers import Leftovers
+from nnsight_engine.vllm_backend.traces.sandboxed.leftovers import Leftovers, thread_settings
 from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     Argument,
     BeginRequests,
@@ -52,6 +53,8 @@ from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     slot_of,
 )
 from nnsight_engine.vllm_backend.traces.stages.row_payloads import RemoteStageValue, RowPayloads
+from nnsight_engine.vllm_backend.traces.step_facts import StepFacts
+from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 from nnsight_engine.vllm_backend.traces.trace_end import TraceEnd
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 
@@ -72,9 +75,12 @@ class WaitingThread(ThreadStack):
     """A thread that was started before the process was confined, and runs one job after the other.
 
     Its clock is the process's CPU time: on a busy machine a job is not late because other processes compute.
+
+    Attributes:
+        has_leftovers: Whether its last job has changed settings of the thread.
     """
 
-    __slots__ = ("_idle_threads",)
+    __slots__ = ("_idle_threads", "_settings", "has_leftovers")
 
     grace_s = -1
     """A job in a long call of C code is not abandoned, which takes a thread: the worker ends the process."""
@@ -82,7 +88,22 @@ class WaitingThread(ThreadStack):
     def __init__(self, budget_s: float, idle_threads: list[WaitingThread]) -> None:
         super().__init__(budget_s)
         self._idle_threads = idle_threads
+        self._settings: tuple[Any, ...] | None = None
+        self.has_leftovers = False
         self.prepare()
+
+    def start(self, job: Callable[[], Any]) -> Any:
+        """Run ``job`` until it first hands over, see ``ThreadStack``."""
+        return super().start(partial(self._watched, job))
+
+    def _watched(self, job: Callable[[], Any]) -> Any:
+        """Run ``job``; record whether it has changed settings of this thread."""
+        if self._settings is None:
+            self._settings = thread_settings()
+        try:
+            return job()
+        finally:
+            self.has_leftovers = thread_settings() != self._settings
 
     def resume(self, payload: Any) -> Any:
         """Hand ``payload`` over and return the event that comes back; after its job, repool the thread."""
@@ -121,7 +142,13 @@ class WaitingThreads(Threads):
         """Start all threads."""
         super().__init__(budget_s)
         self._idle_threads: list[WaitingThread] = []
-        self._idle_threads += [WaitingThread(budget_s, self._idle_threads) for _ in range(count)]
+        self._all_threads = [WaitingThread(budget_s, self._idle_threads) for _ in range(count)]
+        self._idle_threads += self._all_threads
+
+    @property
+    def have_leftovers(self) -> bool:
+        """Whether a job has changed settings of its thread."""
+        return any(thread.has_leftovers for thread in self._all_threads)
 
     def take(self) -> ThreadStack:
         """Return a thread without a job.
@@ -146,6 +173,20 @@ class WorkerValue(RemoteStageValue):
         return "outside of the sandbox"
 
 
+class SandboxDispatcher(TraceDispatcher):
+    """The dispatcher of a sandbox process, whose values are offered by the worker.
+
+    Attributes:
+        refused: The places whose values no block can have, because their sharding over ranks is not known.
+    """
+
+    refused: frozenset[str] = frozenset()
+
+    def refusal(self, provider: str) -> Exception | None:
+        """Return why no block can have a provider's value; None if blocks can."""
+        return SpreadModuleError.place(provider) if provider in self.refused else None
+
+
 class SandboxTraces(WorkerTraces):
     """The requests of one trace, in its sandbox process.
 
@@ -159,6 +200,8 @@ class SandboxTraces(WorkerTraces):
     """
 
     policy = CHECKED
+    dispatcher: SandboxDispatcher
+    _block_threads: WaitingThreads
 
     def __init__(
         self,
@@ -176,7 +219,7 @@ class SandboxTraces(WorkerTraces):
         self._after_model_payloads: RowPayloads | None = None
         self._is_after_model = False
         self._leftovers = Leftovers()
-        super().__init__(points, None, limits)
+        super().__init__(points, None, limits, dispatcher=SandboxDispatcher())
 
     def _new_model(self, names: Names) -> WorkerModel:
         return self._make(self, names)
@@ -191,7 +234,7 @@ class SandboxTraces(WorkerTraces):
             warm_up: Runs a trace whose results are discarded.
         """
         self._leftovers.draw_anew()
-        self._threads = WaitingThreads(self._threads.budget_s, num_blocks)
+        self._threads = self._block_threads = WaitingThreads(self._threads.budget_s, num_blocks)
         most = self._limits.sandbox_message_bytes
         self._closing = TraceEnd(self._threads, most, most)
         warm_up(self)
@@ -215,26 +258,26 @@ class SandboxTraces(WorkerTraces):
         """
         match head:
             case BeginRequests(arrived):
-                self.begin(arrived, set())
+                self.begin(StepFacts(arrived))
                 return packed(ContinueReply(self._now_wanted(), live=list(self._live)))
             case StepMessage(spans, finished, passed):
                 self._pass(passed)
-                self.begin((), set(finished))
+                self.begin(StepFacts(finished=finished))
                 return self._step(spans)
             case Offer():
                 return self._offer(head, body)
-            case InvalidValue(provider, passed, reason):
+            case InvalidValue(provider, passed, error):
                 self._pass(passed)
-                self.dispatcher.fail(provider, SandboxedError.unshared(reason))
+                self.dispatcher.fail(provider, restore_error(error))
                 return packed(self._go())
             case End(passed):
                 self._pass(passed)
                 return packed(self._leave_step())
             case Collect(key, results, finished):
-                self.begin((), set(finished))
+                self.begin(StepFacts(finished=finished))
                 pieces = self.collect(key, results)
                 self._start_over()
-                is_clean = not self._leftovers.exist()
+                is_clean = not (self._leftovers.exist() or self._block_threads.have_leftovers)
                 return packed(Collected(*self.reporting.take_remaining(key), is_clean), pieces)
         raise TypeError(f"nothing is done on {type(head).__name__}")
 

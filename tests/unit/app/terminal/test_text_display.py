@@ -126,9 +126,12 @@ def test_commands_start_without_torch_vllm_and_the_server() -> None:
         ("a\r", "a", "They differ only in whitespace"),
     ],
 )
-def test_marks_are_spoken_of_only_where_there_are_some(baseline: str, steered: str, summary: str) -> None:
+def test_marks_are_mentioned_only_where_there_are_some(baseline: str, steered: str, summary: str) -> None:
     shown = Comparison(SteeringRequest("", is_chat=True, options={}, steers=[]), "joy")
     shown.texts, shown.done = [baseline, steered], [True, True]
     assert shown.summary().startswith(summary)
-    are_marked = any(map(marked, shown._with_differences()))
+    console = Console(file=io.StringIO(), color_system="truecolor", force_terminal=True)
+    colour = console.get_style(MARK).color
+    drawn = [one.style for one in console.render(shown.draw(100)) if one.style is not None]
+    are_marked = any(style.underline and style.color == colour for style in drawn)
     assert are_marked == ("is marked" in shown.summary())

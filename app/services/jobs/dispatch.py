@@ -1,0 +1,278 @@
+"""The dispatcher of jobs: claims the next job while there is a free slot, and renews the leases of its jobs.
+
+Claims are in the database, so servers that share one never run the same job; a dead server's jobs are
+recovered when their leases expire. No job is claimed unless the engine serves, or while the server drains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from api_schemas.errors import ApiError, ErrorCode
+from app.admission.counters import Reservation
+from app.admission.estimates import Estimate
+from app.allowance import Allowance
+from app.auth.principal import ANONYMOUS, Principal
+from app.lifecycle import Lifecycle, Phase
+from app.services.jobs.callers import JobCallers, RunOver
+from app.services.jobs.runs import Ending, JobRun, JobTools, note_interrupted
+from app.services.jobs.slots import JobSlot, JobSlots
+from app.storage.jobs.leases import LEASE_S
+from app.storage.jobs.store import JobStore
+from app.storage.tables import JobRow
+from nnsight_engine.core.work_context import working_for
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S: Final = 1.0
+_RENEW_S: Final = LEASE_S / 3
+_RECOVER_S: Final = LEASE_S / 3
+_MAX_HOLD_S: Final = 5.0
+_STOP_S: Final = 15.0
+"""An engine that has not ended a job after this time is left; the next start takes the job for interrupted.
+"""
+
+
+class JobDispatcher:
+    """Claims and runs jobs.
+
+    Args:
+        tools: The services that running a job needs.
+        store: Removes jobs that were deleted while they ran.
+        lifecycle: Determines whether jobs may begin, and counts the running ones as in flight.
+        model: Returns the name of the served model.
+        allowance: The jobs that may run here, of all tenants and of one; those that wait for a busy engine do
+            not count.
+        callers: Determine whose jobs may run, and count their usage.
+    """
+
+    def __init__(
+        self,
+        tools: JobTools,
+        *,
+        store: JobStore,
+        lifecycle: Lifecycle,
+        model: Callable[[], str],
+        allowance: Allowance,
+        callers: JobCallers,
+    ) -> None:
+        self._tools = tools
+        self._store = store
+        self._lifecycle = lifecycle
+        self._model = model
+        self._slots = JobSlots(allowance.total, self.wake)
+        self._allowance = allowance
+        self._runs: dict[str, JobRun] = {}
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._served_at: dict[str, float] = {}
+        self._callers = callers
+        self._held_until: dict[str, float] = {}
+        self._wake = asyncio.Event()
+        self._is_stopping = False
+        self._loops: list[asyncio.Task[None]] = []
+
+    @property
+    def running(self) -> list[str]:
+        """The ids of the jobs running here."""
+        return list(self._running)
+
+    def num_running(self, owner: str) -> int:
+        """Return the number of an owner's jobs running here."""
+        return sum(run.owner == owner for run in self._runs.values())
+
+    def start(self) -> None:
+        """Begin to claim jobs; must be called in the running event loop."""
+        self._loops = [
+            asyncio.create_task(self._dispatch(), name="jobs-dispatch"),
+            asyncio.create_task(self._renew_leases(), name="jobs-keep"),
+        ]
+
+    def wake(self) -> None:
+        """Look for a job now, since one was queued or a slot is free."""
+        self._wake.set()
+
+    def cancel(self, job_id: str) -> None:
+        """Cancel a job that runs here; the database records the cancellation before."""
+        if job_id in self._runs:
+            self._runs[job_id].end_early(Ending.CANCELLED)
+
+    async def stop(self) -> None:
+        """Return running jobs to the queue, and claim no more."""
+        self._is_stopping = True
+        self.wake()
+        for run in list(self._runs.values()):
+            run.end_early(Ending.STOPPED)
+        ending = [*self._loops[:1], *self._running.values()]
+        if ending:
+            await asyncio.wait(ending, timeout=_STOP_S)
+        for loop in self._loops:
+            loop.cancel()
+        await asyncio.gather(*self._loops, return_exceptions=True)
+        if self._loops:
+            await self._tools.leases.give_back_all()
+
+    async def _dispatch(self) -> None:
+        while not self._is_stopping:
+            self._wake.clear()
+            try:
+                while await self._begin_next():
+                    pass
+            except Exception:
+                logger.exception("claiming a job failed; retrying")
+            # Jobs queued or lost by other servers, and an engine that becomes ready, do not set the event.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), _LOOK_S)
+
+    async def _begin_next(self) -> bool:
+        if self._slots.are_taken or not self._may_begin():
+            return False
+        slot, job = await self._slots.take(), None
+        try:
+            job = await self._tools.leases.claim(
+                self._model(),
+                self._served_at,
+                without=self._slots.waiting,
+                without_keys=self._held(),
+                without_owners=self._full(),
+            )
+        finally:
+            if job is None:
+                slot.release()
+        if job is None:
+            return False
+        is_begun = False
+        try:
+            caller = await self._callers.of(job)
+            if caller is not None and await self._put_back_over_quota(job, caller):
+                return True
+            if self._is_stopping:
+                return False  # its lease is given back by stop()
+            self._begin(job, slot, caller)
+            is_begun = True
+        finally:
+            if not is_begun:
+                slot.release()
+        return True
+
+    def _begin(self, job: JobRow, slot: JobSlot, caller: Principal | None) -> None:
+        self._served_at[job.owner] = time.monotonic()
+        sandbox_of = "" if caller is None else self._callers.sandbox_of(caller)
+        refusal = _key_ended(job) if caller is None else None
+        caller = caller or ANONYMOUS
+        reserved: list[Reservation] = []
+
+        async def set_aside(estimate: Estimate) -> None:
+            reserved.extend(await self._callers.rates.set_aside(caller, estimate))
+
+        run = JobRun(job, self._tools, slot, set_aside=set_aside, refusal=refusal, sandbox_of=sandbox_of)
+        run.context.principal = caller
+        self._runs[job.id] = run
+        with working_for(run.context):  # a task inherits it where it is created
+            self._running[job.id] = asyncio.create_task(
+                self._run(job, run, slot, caller, reserved), name=f"job-{job.id}"
+            )
+
+    def _held(self) -> list[str]:
+        """Return the keys whose jobs wait because their quota is used up."""
+        moment = time.monotonic()
+        self._held_until = {key: until for key, until in self._held_until.items() if moment < until}
+        return list(self._held_until)
+
+    def _full(self) -> list[str]:
+        """Return the tenants that use their whole share of the slots; without keys there are none."""
+        running = Counter(run.owner for run in self._runs.values())
+        return [owner for owner, num in running.items() if not self._allowance.permits(owner, num)]
+
+    async def _put_back_over_quota(self, job: JobRow, caller: Principal) -> bool:
+        """Put a job back whose key has used up its quota; return whether it was."""
+        wait_s = await self._callers.rates.wait_s(caller)
+        if wait_s:
+            # Asked again before the wait is over, since limits may change.
+            self._held_until[job.key_id] = time.monotonic() + min(wait_s, _MAX_HOLD_S)
+            await self._tools.leases.put_back(job)
+        return bool(wait_s)
+
+    def _may_begin(self) -> bool:
+        return not self._is_stopping and self._lifecycle.phase is Phase.READY
+
+    async def _run(
+        self, job: JobRow, run: JobRun, slot: JobSlot, caller: Principal, reserved: Sequence[Reservation]
+    ) -> None:
+        over: RunOver | None = None
+        try:
+            over = self._callers.watch(run.context, job.traceparent)
+            with self._lifecycle.serving():
+                await run.run()
+                gone = await self._store.remove_ended(job.id)
+                await self._tools.files.remove(gone.ids)
+                for holder, num_bytes in gone.freed:
+                    self._tools.files.space.free(num_bytes, holder)
+        except Exception:
+            # The job keeps its lease until it expires, and is then recovered as lost.
+            logger.exception("the end of job %s could not be recorded", job.id)
+        finally:
+            try:
+                # Before another job of the same key may begin.
+                await self._callers.rates.count(caller, run.context.meter, reserved)
+            except Exception:
+                logger.exception("the usage of job %s could not be counted", job.id)
+            finally:
+                del self._runs[job.id], self._running[job.id]
+                slot.release()
+                self.wake()
+                if over is not None:
+                    over(run.ended)
+
+    async def _renew_leases(self) -> None:
+        renewed_at = recovered_at = time.monotonic()
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            try:
+                if self._running:
+                    await self._check_held_jobs()
+                if self._running and time.monotonic() - renewed_at > _RENEW_S:
+                    renewed_at = time.monotonic()
+                    await self._tools.leases.renew(self.running)
+                if time.monotonic() - recovered_at > _RECOVER_S:
+                    recovered_at = time.monotonic()
+                    await self._recover()
+            except Exception:
+                logger.exception("renewing the leases of jobs failed; retrying")
+
+    async def _check_held_jobs(self) -> None:
+        """End jobs that were cancelled through other servers or taken over by them."""
+        running = self.running
+        held = await self._tools.leases.held_jobs(running)
+        for job_id in running:
+            if job_id not in self._runs:
+                continue
+            if job_id not in held:
+                self._runs[job_id].end_early(Ending.LOST)
+            elif held[job_id]:
+                self._runs[job_id].end_early(Ending.CANCELLED)
+
+    async def _recover(self) -> None:
+        lost = await self._tools.leases.recover(own=self.running)
+        note_interrupted(lost, self._tools.log)
+        await self._tools.files.remove_results([(job.id, job.attempt) for job in lost])
+        for job in lost:
+            self._tools.notify_followers(job.id)
+        if lost:
+            self.wake()
+
+
+def _key_ended(job: JobRow) -> ApiError:
+    return ApiError(
+        ErrorCode.KEY_ENDED,
+        f"The key {job.key_id!r}, which sent this job, ended before the job's turn came; run it again with "
+        f"another of the tenant's keys, POST /v1/jobs/{job.id}/rerun.",
+    )
+
+
+__all__ = ["JobDispatcher"]

@@ -1,0 +1,394 @@
+"""Jobs: traces that run independently of a connection and may outlive their client, their server, or both.
+
+An accepted job is on disk. From then on it runs once, as soon as a slot is free, even if the connection
+closes; after a crash the server finds it again at its next start. ``create_app`` owns the one service of a
+server, and the routes under ``/v1/jobs`` call it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from pathlib import Path
+from typing import Final
+
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.jobs import Job, JobEvent, JobList, JobStatus
+from app.audit.log import AuditLog
+from app.engine.served_model import ServedModel
+from app.lifecycle import Lifecycle
+from app.services.jobs.api_objects import error_frame, job_of, summary_of
+from app.services.jobs.callers import JobCallers
+from app.services.jobs.dispatch import JobDispatcher
+from app.services.jobs.feed import JobFeed
+from app.services.jobs.local_calls import LocalCalls
+from app.services.jobs.runs import JobTools, note_interrupted
+from app.services.traces.admission import check_still_allowed
+from app.services.traces.service import TraceService
+from app.settings import Settings
+from app.storage.database import Database
+from app.storage.engines import location_of
+from app.storage.jobs.files import ORPHAN_S, JobFiles
+from app.storage.jobs.leases import JobLeases
+from app.storage.jobs.quota import JOB_BYTES, JobStorageQuota
+from app.storage.jobs.store import Accepted, JobStore, NewJob, RemovedJobs
+from app.storage.open_files import OpenResult
+from app.storage.storage_usage import Holder, StoredBytes
+from app.tenant_budget import TenantBudget
+from nnsight_engine.remote_backend.messages import TraceHead
+from nnsight_engine.serialization import DecodeError
+
+logger = logging.getLogger(__name__)
+
+_ID_BYTES: Final = 24
+_MAX_SWEEP_S: Final = 60.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SubmittedJob:
+    """A job, and whether this request created it."""
+
+    job: Job
+    is_new: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JobResult:
+    """The final frames of a job: a file, or an error frame if it has no result.
+
+    Attributes:
+        tag: An ETag; changes when the job runs again.
+        file: The result's frames; the caller closes it.
+        frame: The error frame; empty where there is a file.
+    """
+
+    tag: str
+    file: OpenResult | None = None
+    frame: bytes = b""
+
+
+class JobService:
+    """The jobs of one server.
+
+    Args:
+        settings: The server's.
+        database: Stores the jobs; started before ``start``.
+        traces: Runs them.
+        lifecycle: Determines whether they may run.
+        served: Returns the served model's names.
+        callers: Determine whose jobs may run, and count their usage.
+        stored: The storage limits of tenants and keys.
+        log: Records the runs.
+
+    Attributes:
+        local_calls: Pending calls of ``tracer.local()`` in its jobs' blocks.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        database: Database,
+        traces: TraceService,
+        lifecycle: Lifecycle,
+        served: Callable[[], ServedModel],
+        callers: JobCallers,
+        stored: StoredBytes,
+        log: AuditLog,
+    ) -> None:
+        """Create the parts; nothing is opened before ``start``."""
+        self._settings = settings
+        self._traces = traces
+        self._lifecycle = lifecycle
+        self._database = database
+        self._callers = callers
+        self._budget = TenantBudget.of(settings)
+        space = JobStorageQuota(self._budget.job_bytes, stored)
+        self._files = JobFiles(folder_of(settings), space)
+        self._store = JobStore(self._database, waiting=self._budget.waiting_jobs, ttl_s=settings.job_ttl_s)
+        self._feed = JobFeed(self._store)
+        self._served = served
+        self._log = log
+        self.local_calls = LocalCalls(settings.local_block_timeout_s)
+        self._dispatcher: JobDispatcher | None = None
+        self._sweeper: asyncio.Task[None] | None = None
+
+    @property
+    def num_followers(self) -> int:
+        """The number of clients that follow a job's events."""
+        return self._feed.num_followers
+
+    @property
+    def num_running(self) -> int:
+        """The number of jobs running in this process."""
+        return len(self._dispatcher.running) if self._dispatcher is not None else 0
+
+    def num_running_of(self, owner: str) -> int:
+        """Return the number of an owner's jobs running in this process."""
+        return self._dispatcher.num_running(owner) if self._dispatcher is not None else 0
+
+    @property
+    def used_bytes(self) -> int:
+        """The bytes stored for all jobs, as far as this server knows."""
+        return self._files.space.used_bytes
+
+    async def levels(self) -> tuple[dict[str, int], float]:
+        """Return the number of this model's jobs by status, and the longest wait in seconds."""
+        counts, since = await self._store.levels(self._served().names[0])
+        return counts, 0.0 if since is None else max(0.0, time.time() - since)
+
+    def _check(self, head: TraceHead) -> None:
+        """Raise ApiError for a job that this server no longer accepts, or that is for another model."""
+        check_still_allowed(self._settings, head)
+        self._served().check(head)
+
+    async def num_waiting(self, owner: str | None = None) -> int:
+        """Return the number of jobs waiting for a server of this model, of all owners or of one."""
+        return await self._store.num_waiting(self._served().names[0], owner)
+
+    async def start(self) -> None:
+        """Recover the jobs and files of dead servers, and begin to run jobs."""
+        try:
+            own = await self._files.start()
+            leases = JobLeases(self._database, holder=own.path.name, ttl_s=self._settings.job_ttl_s)
+            lost = await leases.recover(dead=own.dead)
+            note_interrupted(lost, self._log)
+            await self._files.remove_results([(job.id, job.attempt) for job in lost])
+            await self._files.remove_others(await self._store.known())
+            self._files.space.set_stored(await self._store.used_bytes())
+        except BaseException:
+            await self.stop()
+            raise
+        tools = JobTools(
+            traces=self._traces,
+            files=self._files,
+            leases=leases,
+            check=self._check,
+            notify_followers=self._feed.notify,
+            calls=self.local_calls,
+            log=self._log,
+        )
+        self._dispatcher = JobDispatcher(
+            tools,
+            store=self._store,
+            lifecycle=self._lifecycle,
+            model=lambda: self._served().names[0],
+            allowance=self._budget.running_jobs,
+            callers=self._callers,
+        )
+        self._dispatcher.start()
+        self._sweeper = asyncio.create_task(self._sweep(), name="jobs-sweep")
+
+    async def stop(self) -> None:
+        """Return running jobs to the queue, and close; idempotent."""
+        dispatcher, self._dispatcher = self._dispatcher, None
+        if dispatcher is not None:
+            await dispatcher.stop()
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            await asyncio.gather(self._sweeper, return_exceptions=True)
+        await self._feed.close()
+        await self._files.close()
+
+    async def submit(
+        self,
+        chunks: AsyncIterator[bytes],
+        *,
+        check: Callable[[TraceHead], None],
+        key: str | None,
+        holder: Holder,
+        reruns: bool,
+        traceparent: str = "",
+    ) -> SubmittedJob:
+        """Accept a trace, or return the job that was created before with the same idempotency key.
+
+        Args:
+            chunks: The request's bytes, as they arrive.
+            check: Raises ApiError unless the server accepts a trace with this head from its sender.
+            key: The request's idempotency key.
+            holder: The tenant and key that own the job.
+            reruns: Whether the job runs again automatically if the server dies while it runs.
+            traceparent: The span of the request, which the job's spans link to; empty if there is none.
+
+        Raises:
+            ApiError: ``invalid_trace``, ``queue_full``, ``job_store_full``, ``stored_bytes_full``,
+                ``idempotency_conflict``, an error for a trace that no engine here runs, and the errors of
+                ``chunks`` and ``check``.
+        """
+        model = self._served().names[0]
+        if key is None:
+            # With a key it may repeat a queued job, which only the digest of its bytes can tell.
+            await self._store.check_room(model, holder.tenant)
+        async with self._files.received(chunks, holder) as upload:
+            try:
+                head = (await self._files.head_of(upload)).head
+            except DecodeError as error:
+                raise ApiError(ErrorCode.INVALID_TRACE, str(error)) from error
+            check(head)
+            self._traces.engine_for(head)
+            new = NewJob(
+                id=secrets.token_urlsafe(_ID_BYTES),
+                owner=holder.tenant,
+                model=model,
+                summary=summary_of(head),
+                digest=upload.digest,
+                request_bytes=upload.num_bytes,
+                idempotency_key=key,
+                reruns=reruns,
+                key_id=holder.key_id,
+                traceparent=traceparent,
+            )
+            await self._files.adopt(upload, new.id)
+        # Shielded from cancellation: the job may already be in the database, or else its files must be
+        # removed.
+        accepted = await asyncio.shield(asyncio.ensure_future(self._accept(new)))
+        return SubmittedJob(job_of(accepted.job), accepted.is_new)
+
+    async def _accept(self, new: NewJob) -> Accepted:
+        """Insert a job whose request is in its folder into the database, or remove the folder."""
+        never_was = RemovedJobs([new.id], [(new.holder, JOB_BYTES + new.request_bytes)])
+        try:
+            accepted = await self._store.accept(new)
+        except Exception:
+            await self._forget(never_was)
+            raise
+        if not accepted.is_new:
+            await self._forget(never_was)
+        self._wake()
+        return accepted
+
+    async def get(self, job_id: str, owner: str) -> Job:
+        """Return a job.
+
+        Raises:
+            ApiError: ``job_not_found``.
+        """
+        return job_of(await self._store.get(job_id, owner))
+
+    async def page(self, owner: str, *, status: JobStatus | None, after: str | None, limit: int) -> JobList:
+        """Return a page of jobs, the newest first.
+
+        Raises:
+            ApiError: ``job_not_found``: no job has the id ``after``.
+        """
+        rows, has_more = await self._store.page(owner, status=status, after=after, limit=limit)
+        jobs = [job_of(row) for row in rows]
+        ends = {"first_id": jobs[0].id, "last_id": jobs[-1].id} if jobs else {}
+        return JobList(data=jobs, has_more=has_more, **ends)
+
+    async def cancel(self, job_id: str, owner: str) -> Job:
+        """Cancel a job on whichever server it runs; a finished job stays as it is.
+
+        A running job may take a moment to end.
+
+        Raises:
+            ApiError: ``job_not_found``.
+        """
+        job = await self._store.cancel(job_id, owner)
+        self._report_cancelled(job_id)
+        return job_of(job)
+
+    async def remove(self, job_id: str, owner: str) -> None:
+        """Cancel a job and delete it with its files; it cannot be found afterwards.
+
+        Raises:
+            ApiError: ``job_not_found``.
+        """
+        gone = await self._store.remove(job_id, owner)
+        self._report_cancelled(job_id)
+        await self._forget(gone)
+
+    async def rerun(self, job_id: str, holder: Holder, traceparent: str = "") -> Job:
+        """Queue a job that failed or was cancelled again, now owned by the key of this request.
+
+        Raises:
+            ApiError: ``job_not_found``, ``job_not_rerunnable``, ``queue_full``.
+        """
+        job, (before, num_bytes) = await self._store.rerun(job_id, holder, traceparent)
+        self._files.space.free(num_bytes, before)
+        await self._files.remove_results([(job_id, job.attempt)])
+        self._feed.notify(job_id)
+        self._wake()
+        return job_of(job)
+
+    async def result(self, job_id: str, owner: str) -> JobResult:
+        """Return the final frames of a job.
+
+        Raises:
+            ApiError: ``job_not_found``, ``job_not_finished``, ``result_not_found`` (its file was deleted),
+                ``rate_limit_exceeded`` (too many results are open).
+        """
+        row = await self._store.get(job_id, owner)
+        if not JobStatus(row.status).is_final:
+            raise ApiError(
+                ErrorCode.JOB_NOT_FINISHED,
+                f"The job is {row.status} and has no result yet; GET /v1/jobs/{job_id}/events follows it.",
+            )
+        tag = f'"{job_id}.{row.attempt}.{row.num_events}"'
+        if row.result_bytes is None:
+            return JobResult(tag, frame=error_frame(row))
+        try:
+            opened = await self._files.result(job_id, row.attempt, row.result_bytes, row.holder)
+        except FileNotFoundError as error:
+            raise ApiError(
+                ErrorCode.RESULT_NOT_FOUND,
+                "The job's result was removed from the server's disk; run it again.",
+            ) from error
+        return JobResult(tag, opened)
+
+    async def follow(self, job_id: str, owner: str, after: int) -> AsyncGenerator[JobEvent, None]:
+        """Return a job's events after its event number ``after``, as they happen, up to its end.
+
+        Raises:
+            ApiError: ``job_not_found``.
+        """
+        await self._store.get(job_id, owner)
+        return self._feed.follow(job_id, owner, after)
+
+    def _wake(self) -> None:
+        if self._dispatcher is not None:
+            self._dispatcher.wake()
+
+    def _report_cancelled(self, job_id: str) -> None:
+        self._feed.notify(job_id)
+        if self._dispatcher is not None:
+            self._dispatcher.cancel(job_id)
+
+    async def _forget(self, gone: RemovedJobs) -> None:
+        await self._files.remove(gone.ids)
+        for holder, num_bytes in gone.freed:
+            self._files.space.free(num_bytes, holder)
+
+    async def _sweep(self) -> None:
+        interval_s = min(_MAX_SWEEP_S, max(0.05, self._settings.job_ttl_s / 4))
+        others_at = time.monotonic()
+        while True:
+            await asyncio.sleep(interval_s)
+            try:
+                while (gone := await self._store.remove_expired(time.time())).ids:
+                    await self._forget(gone)
+                self._files.space.set_stored(await self._store.used_bytes())
+                if time.monotonic() - others_at > ORPHAN_S:
+                    # Files of servers that died between writing a job's files and inserting its row.
+                    others_at = time.monotonic()
+                    await self._files.remove_others(await self._store.known())
+            except Exception:
+                logger.exception("removing expired jobs failed; retrying")
+
+
+def folder_of(settings: Settings) -> Path:
+    """Return the folder of the jobs' files.
+
+    Each database has a folder of its own: the files of another database's jobs would look like orphans.
+    """
+    if not settings.database_url:
+        return settings.data_dir
+    digest = hashlib.sha256(location_of(settings.database_url).encode()).hexdigest()
+    return settings.data_dir / f"database-{digest[:16]}"
+
+
+__all__ = ["JobResult", "JobService", "SubmittedJob", "folder_of"]

@@ -1,0 +1,268 @@
+"""The files of jobs: requests, which may be hundreds of megabytes, and results.
+
+The database is the authority on which files are complete: a request is on disk and synced before its job is
+in the database, and a result before its job is ``COMPLETED``. Other files are partial and are removed. A job
+has the files ``jobs/<id>/request`` and ``jobs/<id>/result.<attempt>``; a request that is being received is in
+the process's own folder, which is removed after the process has ended. All disk access runs in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import logging
+import mmap
+import os
+import secrets
+import shutil
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from app.storage.jobs.quota import JOB_BYTES, JobStorageQuota, on_disk, sync_folder
+from app.storage.jobs.result_file import ResultFile
+from app.storage.open_files import OpenFiles, OpenResult
+from app.storage.process_folders import ProcessFolder, claim_folder
+from app.storage.storage_usage import NO_HOLDER, Holder
+from nnsight_engine.remote_backend.messages import TraceRequest
+
+logger = logging.getLogger(__name__)
+
+_REQUEST: Final = "request"
+_BUFFER_BYTES: Final = 1024 * 1024
+_A_REQUEST: Final = "The request"
+ORPHAN_S: Final = 3600.0
+"""The age from which a folder without a job is removed; a younger one may belong to a server that is about to
+insert the job.
+"""
+
+
+@dataclasses.dataclass(slots=True)
+class JobUpload:
+    """A received request.
+
+    Attributes:
+        path: Its location until it is adopted.
+        num_bytes: Its size in bytes.
+        digest: Its SHA-256 in hexadecimal.
+        holder: The owner that its bytes are counted for.
+        is_adopted: Whether it belongs to a job and is counted as stored.
+    """
+
+    path: Path
+    num_bytes: int
+    digest: str
+    holder: Holder
+    is_adopted: bool = False
+
+
+class JobFiles:
+    """The folder of all jobs' files.
+
+    Args:
+        directory: The server's folder.
+        space: The quota of all jobs' files.
+    """
+
+    def __init__(self, directory: Path, space: JobStorageQuota) -> None:
+        """The disk is not accessed before ``start``."""
+        self.space = space
+        self._directory = directory
+        self._own: ProcessFolder | None = None
+        self._open = OpenFiles()
+
+    async def start(self) -> ProcessFolder:
+        """Create this process's folder, and return it; it lists the processes that have died."""
+        jobs = self._directory / "jobs"
+        await asyncio.to_thread(jobs.mkdir, mode=0o700, parents=True, exist_ok=True)
+        self._own = await asyncio.to_thread(claim_folder, self._directory / "servers")
+        return self._own
+
+    async def close(self) -> None:
+        """Remove this process's folder; idempotent."""
+        own, self._own = self._own, None
+        if own is not None:
+            await asyncio.to_thread(own.release)
+
+    @contextlib.asynccontextmanager
+    async def received(
+        self, chunks: AsyncIterator[bytes], holder: Holder = NO_HOLDER
+    ) -> AsyncIterator[JobUpload]:
+        """Receive a request's bytes; the file is removed at the end of the block unless it was adopted.
+
+        Raises:
+            ApiError: ``job_store_full``, ``stored_bytes_full``; ``internal_error``: the disk has failed.
+        """
+        if self._own is None:
+            raise RuntimeError("the files must be started before they are used; call start()")
+        path = self._own.path / secrets.token_hex(16)
+        upload = JobUpload(path, 0, "", holder)
+        self.space.take(JOB_BYTES, holder)
+        try:
+            digest = hashlib.sha256()
+            with on_disk(_A_REQUEST):
+                file = await asyncio.to_thread(path.open, "xb", buffering=0)
+            with file:
+                async for piece in _joined(chunks):
+                    self.space.take(len(piece), holder)
+                    upload.num_bytes += len(piece)
+                    with on_disk(_A_REQUEST):
+                        await asyncio.to_thread(_append, file, piece, digest)
+                with on_disk(_A_REQUEST):
+                    await asyncio.to_thread(os.fsync, file.fileno())
+            upload.digest = digest.hexdigest()
+            yield upload
+        finally:
+            if not upload.is_adopted:
+                self.space.give_up(JOB_BYTES + upload.num_bytes, holder)
+                await asyncio.to_thread(path.unlink, missing_ok=True)
+
+    async def head_of(self, upload: JobUpload) -> TraceRequest:
+        """Read the head of a received request.
+
+        Raises:
+            DecodeError: It is not a valid request.
+        """
+        return await asyncio.to_thread(_mapped, upload.path)
+
+    async def adopt(self, upload: JobUpload, job_id: str) -> None:
+        """Move a received request into a job's folder; on failure nothing is left there.
+
+        Raises:
+            ApiError: ``job_store_full``, ``internal_error``: the disk is full or has failed.
+        """
+        folder = self._folder(job_id)
+        moving = asyncio.ensure_future(asyncio.to_thread(_move, upload.path, folder))
+        try:
+            with on_disk(_A_REQUEST):
+                await asyncio.shield(moving)
+        except asyncio.CancelledError:
+            # The thread cannot be cancelled, and no job will be inserted for the moved file.
+            await asyncio.gather(moving, return_exceptions=True)
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            raise
+        upload.is_adopted = True
+        self.space.keep(JOB_BYTES + upload.num_bytes, upload.holder)
+
+    async def request(self, job_id: str) -> TraceRequest:
+        """Read a job's request; its parts are views of the memory-mapped file.
+
+        Raises:
+            FileNotFoundError: The file was removed.
+            DecodeError: The file is corrupt.
+        """
+        return await asyncio.to_thread(_mapped, self._folder(job_id) / _REQUEST)
+
+    def new_result(self, job_id: str, attempt: int, holder: Holder = NO_HOLDER) -> ResultFile:
+        """Return a writer for the result of one attempt."""
+        return ResultFile(self._result(job_id, attempt), self.space, holder)
+
+    async def result(
+        self, job_id: str, attempt: int, num_bytes: int, holder: Holder = NO_HOLDER
+    ) -> OpenResult:
+        """Open a result of ``num_bytes`` bytes, which stay counted until it is closed.
+
+        That also holds if its job is removed meanwhile.
+
+        Raises:
+            ApiError: ``rate_limit_exceeded``: the tenant has too many open downloads.
+            FileNotFoundError: The file was removed.
+        """
+        reading = self._open.begin((job_id, attempt), holder, num_bytes)
+        try:
+            return OpenResult(await asyncio.to_thread(self._result(job_id, attempt).open, "rb"), reading)
+        except BaseException:
+            reading.close()
+            raise
+
+    async def remove_results(self, attempts: Iterable[tuple[str, int]]) -> None:
+        """Remove the result files, if any, of these attempts: pairs of a job's id and an attempt's number."""
+        removed = list(attempts)
+        self._hold(lambda job_id, attempt: (job_id, attempt) in removed)
+        await asyncio.to_thread(self._remove_results, removed)
+
+    async def remove(self, ids: Iterable[str]) -> None:
+        """Remove all files of these jobs."""
+        removed = list(ids)
+        self._hold(lambda job_id, _: job_id in removed)
+        await asyncio.to_thread(self._remove_folders, removed)
+
+    def _hold(self, is_removed: Callable[[str, int], bool]) -> None:
+        """Count the bytes of files that are about to be removed but still have readers."""
+        for reading in self._open.all():
+            if is_removed(*reading.key):
+                self.space.hold(reading.num_bytes, reading.holder)
+                let_go = functools.partial(self.space.hold, -reading.num_bytes, reading.holder)
+                self._open.when_closed(reading.key, let_go)
+
+    async def remove_others(self, known: Collection[str]) -> None:
+        """Remove folders of jobs that are not in the database."""
+        await asyncio.to_thread(self._remove_orphans, frozenset(known))
+
+    def _folder(self, job_id: str) -> Path:
+        return self._directory / "jobs" / job_id
+
+    def _result(self, job_id: str, attempt: int) -> Path:
+        return self._folder(job_id) / f"result.{attempt}"
+
+    def _remove_results(self, attempts: list[tuple[str, int]]) -> None:
+        for job_id, attempt in attempts:
+            self._result(job_id, attempt).unlink(missing_ok=True)
+
+    def _remove_folders(self, ids: list[str]) -> None:
+        for job_id in ids:
+            shutil.rmtree(self._folder(job_id), ignore_errors=True)
+
+    def _remove_orphans(self, known: frozenset[str]) -> None:
+        for folder in (self._directory / "jobs").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if folder.name not in known and folder.stat().st_mtime < time.time() - ORPHAN_S:
+                    logger.info("removing files that belong to no job: %s", folder)
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _joined(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield the same bytes in pieces of about 1 MiB, since each piece costs a dispatch to a thread."""
+    waiting: list[bytes] = []
+    num_bytes = 0
+    async for chunk in chunks:
+        waiting.append(chunk)
+        num_bytes += len(chunk)
+        if num_bytes >= _BUFFER_BYTES:
+            yield b"".join(waiting)
+            waiting, num_bytes = [], 0
+    yield b"".join(waiting)
+
+
+def _append(file: BinaryIO, piece: bytes, digest: hashlib._Hash) -> None:
+    digest.update(piece)
+    rest = memoryview(piece)
+    while rest:
+        rest = rest[file.write(rest) :]
+
+
+def _mapped(path: Path) -> TraceRequest:
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size == 0:
+            return TraceRequest.from_bytes(b"")
+        # The mapping is closed with its last reference; the file may be removed meanwhile.
+        return TraceRequest.from_bytes(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
+
+
+def _move(path: Path, folder: Path) -> None:
+    """Move a file into a new folder as the job's request, durably; on failure the folder is removed."""
+    folder.mkdir(mode=0o700)
+    try:
+        path.rename(folder / _REQUEST)
+        sync_folder(folder)
+        sync_folder(folder.parent)
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+__all__ = ["ORPHAN_S", "JobFiles", "JobUpload"]

@@ -1,0 +1,118 @@
+"""The disk quota of jobs, and errors for a disk that is full or fails.
+
+Files of jobs (``files``, ``result_file``) and their printed output are reserved here before they are written,
+and then released or kept exactly once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+from api_schemas.errors import ApiError, ErrorCode
+from app.allowance import Allowance
+from app.storage.storage_usage import NO_HOLDER, Holder, StoredBytes
+
+logger = logging.getLogger(__name__)
+
+JOB_BYTES: Final = 8 * 1024
+"""The space of a job beside its files and events: a folder, disk blocks, rows."""
+
+_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class JobStorageQuota:
+    """The quota of bytes for all jobs' files together.
+
+    Bytes being written are counted as they are written, stored bytes when the database records them. Writes
+    of other processes are included at the next ``set_stored``.
+
+    Args:
+        allowance: The bytes that all jobs, and those of one tenant, may have.
+        limits: The limits of tenants and keys on storage over all stores.
+    """
+
+    def __init__(self, allowance: Allowance, limits: StoredBytes | None = None) -> None:
+        self._allowance = allowance
+        self._limits = limits or StoredBytes()
+        self._stored, self._written = self._limits.place(), self._limits.place()
+        self._held = self._limits.place()
+
+    @property
+    def used_bytes(self) -> int:
+        """The number of bytes counted now."""
+        return self._total(None)
+
+    def take(self, num_bytes: int, holder: Holder = NO_HOLDER) -> None:
+        """Reserve bytes that are about to be written.
+
+        Raises:
+            ApiError: ``job_store_full``, ``stored_bytes_full``.
+        """
+        self._allowance.check_total(self._total(None), num_bytes)
+        self._allowance.check(holder.tenant, self._total(f"tenant:{holder.tenant}"), num_bytes)
+        self._limits.check(holder, num_bytes)
+        self._written.add(holder, num_bytes)
+
+    def _total(self, name: str | None) -> int:
+        places = (self._stored, self._written, self._held)
+        return sum(place.total if name is None else place.of(name) for place in places)
+
+    def give_up(self, num_bytes: int, holder: Holder = NO_HOLDER) -> None:
+        """Release reserved bytes whose file was removed."""
+        self._written.add(holder, -num_bytes)
+
+    def keep(self, num_bytes: int, holder: Holder = NO_HOLDER) -> None:
+        """Move reserved bytes to the stored ones."""
+        self._written.add(holder, -num_bytes)
+        self._stored.add(holder, num_bytes)
+
+    def add(self, num_bytes: int, holder: Holder = NO_HOLDER) -> None:
+        """Count bytes as stored, without checking the limits."""
+        self._stored.add(holder, num_bytes)
+
+    def free(self, num_bytes: int, holder: Holder = NO_HOLDER) -> None:
+        """Release stored bytes whose file was removed."""
+        self._stored.add(holder, -num_bytes)
+
+    def hold(self, num_bytes: int, holder: Holder = NO_HOLDER) -> None:
+        """Count bytes of removed files that still have readers; negative to release them."""
+        self._held.add(holder, num_bytes)
+
+    def set_stored(self, counts: Mapping[Holder, int]) -> None:
+        """Set the stored bytes to the database's totals."""
+        self._stored.set(counts)
+
+
+@contextlib.contextmanager
+def on_disk(what: str) -> Iterator[None]:
+    """Convert OSError to ApiError, so that clients do not retry in vain."""
+    try:
+        yield
+    except OSError as error:
+        logger.exception("a file of a job could not be written")
+        if error.errno in _NO_ROOM:
+            code, advice = ErrorCode.JOB_STORE_FULL, "it has to be given room before this is tried again."
+        else:
+            code, advice = ErrorCode.INTERNAL, "the server has logged it, and its operator must see to it."
+        raise ApiError(
+            code,
+            f"{what} could not be written to the server's disk ({os.strerror(error.errno or 0)}): {advice}",
+        ) from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Sync a folder's entries to disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+__all__ = ["JOB_BYTES", "JobStorageQuota", "on_disk", "sync_folder"]

@@ -1,0 +1,122 @@
+"""State transitions of jobs: the state and its event are written together or not at all.
+
+The requests of clients (``store``) and the actions of servers (``leases``) both use ``change``, whose
+conditions ensure that only one of two concurrent changes succeeds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+from sqlalchemy import ColumnElement, insert, select, update
+from sqlalchemy.orm import Session
+
+from api_schemas.errors import ErrorCode
+from api_schemas.jobs import JobEvent, JobStatus
+from app.json_text import printable
+from app.storage.tables import EventRow, JobRow
+
+EVENT_BYTES: Final = 128
+"""The size of an event in the database, beside its message."""
+
+CANCELLED_MESSAGE: Final = "The job was cancelled."
+FINAL: Final = [status.value for status in JobStatus if status.is_final]
+MAX_MESSAGE_CHARS: Final = 64 * 1024
+_CUT: Final = "… (cut)"
+
+
+def change(
+    session: Session, number: int, *conditions: ColumnElement[bool], events: Sequence[JobEvent], **values: Any
+) -> bool:
+    """Append events to a job and set its columns; return False if it no longer meets the conditions.
+
+    The job's status becomes that of the last event that is not a ``LOG``.
+    """
+    states = [event.status for event in events if event.status is not JobStatus.LOG]
+    if states:
+        values["status"] = states[-1].value
+    changed = session.execute(
+        update(JobRow)
+        .where(JobRow.number == number, *conditions)
+        .values(
+            num_events=JobRow.num_events + len(events),
+            event_bytes=JobRow.event_bytes + size_of(events),
+            **values,
+        )
+        .returning(JobRow.num_events)
+        .execution_options(synchronize_session=False)
+    ).all()
+    if not changed:
+        return False
+    add_events(session, number, changed[0][0] - len(events), events)
+    return True
+
+
+def add_events(session: Session, number: int, num_before: int, events: Sequence[JobEvent]) -> None:
+    """Insert events; ``num_before`` is the number of events that the job already has."""
+    if events:
+        session.execute(
+            insert(EventRow),
+            [
+                {
+                    "job_number": number,
+                    "seq": num_before + count,
+                    "status": event.status.value,
+                    "time": event.time,
+                    "message": storable(event.message),
+                    "engine": event.engine,
+                }
+                for count, event in enumerate(events, 1)
+            ],
+        )
+
+
+def size_of(events: Sequence[JobEvent]) -> int:
+    """Return the size that events are counted as; the message of an end is also stored with the job."""
+    return sum(
+        EVENT_BYTES + len((storable(event.message) or "").encode()) * (2 if event.status.is_final else 1)
+        for event in events
+    )
+
+
+def ended(
+    status: JobStatus, ttl_s: float, *, code: ErrorCode | str | None = None, message: str | None = None
+) -> tuple[JobEvent, dict[str, Any]]:
+    """Return the event of a job's end, and the columns to set."""
+    event = now(status, message)
+    values: dict[str, Any] = {
+        "finished_at": event.time,
+        "expires_at": event.time + ttl_s,
+        "code": None if code is None else str(code),
+        "message": storable(message),
+        "lease_by": None,
+        "lease_until": None,
+    }
+    return event, values
+
+
+def cancelled(ttl_s: float) -> tuple[JobEvent, dict[str, Any]]:
+    """Return the event of a job's cancellation, and the columns to set."""
+    return ended(JobStatus.CANCELLED, ttl_s, code=ErrorCode.JOB_CANCELLED, message=CANCELLED_MESSAGE)
+
+
+def now(status: JobStatus, message: str | None = None) -> JobEvent:
+    """Return an event with the current time."""
+    return JobEvent(status=status, time=time.time(), message=message)
+
+
+def storable(message: str | None) -> str | None:
+    """Return a message that every database can store: no lone surrogates, no NUL, bounded length."""
+    if message is None:
+        return None
+    text = printable(message).replace("\0", "\\x00")
+    return text if len(text) <= MAX_MESSAGE_CHARS else text[: MAX_MESSAGE_CHARS - len(_CUT)] + _CUT
+
+
+def row_of(session: Session, job_id: str, owner: str) -> JobRow | None:
+    """Return a job that is visible to its owner, or None."""
+    return session.scalar(
+        select(JobRow).where(JobRow.id == job_id, JobRow.owner == owner, JobRow.removed.is_(False))
+    )
