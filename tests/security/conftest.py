@@ -12,9 +12,17 @@ import pytest
 from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.sandbox.forkserver import ForkServer
 from nnsight_engine.sandbox.seccomp import machine
+from tests.security.played_process import World
 
 SECRET = "NNSIGHT_ENGINE_TEST_SECRET"
 """The variable of the engine's environment that no process has."""
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World()
+    with made.closing:
+        yield made
 
 
 @pytest.fixture(scope="session")

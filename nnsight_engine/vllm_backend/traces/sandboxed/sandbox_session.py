@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from nnsight_engine.sandbox.forkserver import ForkServer, Sandbox
     from nnsight_engine.vllm_backend.traces.request import TraceSpan
     from nnsight_engine.vllm_backend.traces.sandboxed.module_policy import CallableModules
+    from nnsight_engine.vllm_backend.traces.sandboxed.process_source import ProcessSource
     from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 
 _MAX_SAID: Final = 2000
@@ -73,8 +74,8 @@ class SandboxSession:
     """The session of one trace's process, as registered with the dispatcher.
 
     Args:
-        board: The dispatcher of the model's calls.
-        sandbox: The process.
+        dispatcher: The dispatcher of the model's calls.
+        source: Provides the process, at once or later.
         opened: The resources with which it runs.
         order: Position of its first request in the order of arrival.
         tenant: The tenant whose code runs in it.
@@ -99,7 +100,7 @@ class SandboxSession:
     def __init__(
         self,
         dispatcher: TraceDispatcher,
-        sandbox: Sandbox,
+        source: ProcessSource,
         opened: Opened,
         order: int,
         tenant: str,
@@ -113,7 +114,7 @@ class SandboxSession:
         self.live: set[str] = set()
         self._misfits = 0
         self.connection = SandboxConnection(
-            sandbox,
+            source,
             dispatcher,
             opened.served,
             opened.max_bytes,
@@ -396,7 +397,7 @@ class SandboxSession:
         self.live.clear()
         if self._is_clean and self.error is None and not self.connection.is_unanswered:
             return self.connection.sandbox
-        self.connection.sandbox.end()
+        self.connection.end_process()
         return None
 
     def _want(self, wanted: Sequence[str]) -> None:
