@@ -1,8 +1,8 @@
 """The operations of a request's ``interventions``, one class each.
 
 They define the syntax of a request; its meaning for a model (layers, widths, positions, tokens) is checked by
-``nnsight_engine.plans.compile``. Operations apply in the given order: at the same point and position, later
-ones see the effect of earlier ones.
+``nnsight_engine.plans.compile.request``. Operations apply in the given order: at the same point and
+position, later ones see the effect of earlier ones.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ from benchmarks.traced import check_traced, submit_traced
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.token_texts import TokenTexts
 from nnsight_engine.modeling.bundled import bundled_model_path
-from nnsight_engine.plans.collector import RequestCollector
-from nnsight_engine.plans.compile import compile_request
+from nnsight_engine.plans.collect.collector import RequestCollector
+from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.request_plan import PLAN_KEY
 from nnsight_engine.vllm_backend.call import prepare_params, salted
 from nnsight_engine.vllm_backend.output_payloads import deliver_payloads

@@ -8,11 +8,11 @@ from typing import Any, Final
 
 from loadtests.run_spec import Model
 from nnsight_engine import save
-from nnsight_engine.remote_backend.backend import RemoteBackend
+from nnsight_engine.remote_backend.client.backend import RemoteBackend
+from nnsight_engine.remote_backend.client.transport import Progress
 from nnsight_engine.remote_backend.errors import RemoteError
 from nnsight_engine.remote_backend.frames import Frame
 from nnsight_engine.remote_backend.messages import TraceRequest
-from nnsight_engine.remote_backend.transport import Progress
 from nnsight_engine.vllm_backend.vllm import VLLM
 
 _MAX_TOKENS: Final = 16

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from nnsight_engine.modeling.diffusion import DiffusionModel
     from nnsight_engine.modeling.language import LanguageModel
     from nnsight_engine.modeling.vision_language import VisionLanguageModel
-    from nnsight_engine.remote_backend.backend import RemoteBackend
+    from nnsight_engine.remote_backend.client.backend import RemoteBackend
+    from nnsight_engine.remote_backend.client.status import is_model_running, ndif_status, status
     from nnsight_engine.remote_backend.errors import RemoteConnectionError, RemoteError
-    from nnsight_engine.remote_backend.status import is_model_running, ndif_status, status
-    from nnsight_engine.serialization.import_resolution import register_by_value, unregister_by_value
+    from nnsight_engine.serialization.source.import_resolution import register_by_value, unregister_by_value
 
 __version__ = "0.1.0"
 
@@ -64,19 +64,19 @@ _HOMES = {
     "Envoy": "nnsight_engine.envoys.envoy",
     "LanguageModel": "nnsight_engine.modeling.language",
     "NNsight": "nnsight_engine.modeling.base",
-    "RemoteBackend": "nnsight_engine.remote_backend.backend",
+    "RemoteBackend": "nnsight_engine.remote_backend.client.backend",
     "RemoteConnectionError": "nnsight_engine.remote_backend.errors",
     "RemoteError": "nnsight_engine.remote_backend.errors",
     "VLLM": "nnsight_engine.vllm_backend.vllm",
     "VisionLanguageModel": "nnsight_engine.modeling.vision_language",
     "bundled_model_path": "nnsight_engine.modeling.bundled",
     "eproperty": "nnsight_engine.envoys.eproperty",
-    "is_model_running": "nnsight_engine.remote_backend.status",
+    "is_model_running": "nnsight_engine.remote_backend.client.status",
     "load_ipython_extension": "nnsight_engine.envoys.completion",
-    "ndif_status": "nnsight_engine.remote_backend.status",
-    "register_by_value": "nnsight_engine.serialization.import_resolution",
-    "status": "nnsight_engine.remote_backend.status",
-    "unregister_by_value": "nnsight_engine.serialization.import_resolution",
+    "ndif_status": "nnsight_engine.remote_backend.client.status",
+    "register_by_value": "nnsight_engine.serialization.source.import_resolution",
+    "status": "nnsight_engine.remote_backend.client.status",
+    "unregister_by_value": "nnsight_engine.serialization.source.import_resolution",
 }
 # Names that old code may use; listed nowhere and never kept here, since most are those of builtins.
 _DEPRECATED = frozenset(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
+from nnsight_engine.remote_backend.client.transport import Progress
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.remote_backend.messages import TraceRequest
-from nnsight_engine.remote_backend.transport import Progress
 
 
 class InProcess:

@@ -19,7 +19,7 @@ from api_schemas.tensors import NamedTensor
 from app.settings import Settings
 from app.storage.results import ResultStore
 from nnsight_engine.core.work_context import WorkContext
-from nnsight_engine.plans.collected import (
+from nnsight_engine.plans.collect.results import (
     CollectedCapture,
     CollectedLens,
     CollectedProbe,

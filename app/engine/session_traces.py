@@ -68,12 +68,10 @@ class SessionTraces(TraceProcesses):
         self._outline = outline
         self._request_tasks: dict[ProcessJob, asyncio.Task[None]] = {}
 
-    async def run_trace(self, request: TraceRequest, job_id: str) -> AsyncGenerator[Frame, None]:
+    def run_trace(self, request: TraceRequest, job_id: str) -> AsyncGenerator[Frame, None]:
         """Run a session in a process, or a trace on the engine; see ``TraceEngine``."""
         run = super().run_trace if request.head.kind == "session" else self._engine.run_trace
-        async with contextlib.aclosing(run(request, job_id)) as frames:
-            async for frame in frames:
-                yield frame
+        return run(request, job_id)
 
     async def serve_request(self, child: TraceProcess, message: dict[str, Any], job: ProcessJob) -> None:
         """Serve a session's request in a task of its own: run a trace, or describe the model.

@@ -63,7 +63,7 @@ from app.storage.results import ResultStore
 from app.tenant_budget import TenantBudget
 from nnsight_engine.core.engine_counts import EngineCounts
 from nnsight_engine.core.token_texts import TokenTexts
-from nnsight_engine.plans.collected import CollectedResults
+from nnsight_engine.plans.collect.results import CollectedResults
 from nnsight_engine.remote_backend.identity import fingerprint_of
 from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM
 from nnsight_engine.vllm_backend.call import InterventionCall
@@ -160,11 +160,13 @@ class VLLMEngineClient:
             fair_step=self._settings.fair_step,
             taps=self._settings.taps,
         )
-        for name, value in engine_options(limits).items():
-            if name != "additional_config":
-                setattr(self._args, name, value)
-        additional = {**(self._args.additional_config or {}), **engine_options(limits)["additional_config"]}
-        self._args.additional_config = additional
+        options = engine_options(limits)
+        options["additional_config"] = {
+            **(self._args.additional_config or {}),
+            **options["additional_config"],
+        }
+        for name, value in options.items():
+            setattr(self._args, name, value)
         self._sockets = None if is_socket_folder_set() else claim_socket_folder()
         if self._sockets is not None:
             set_socket_folder(self._sockets.path)

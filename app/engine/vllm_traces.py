@@ -1,15 +1,12 @@
 """Traces on vLLM: one request for each invoke, whose blocks run in the engine's workers.
 
 The client's payload reaches the workers unread, and so do the results on the way back: no client code ever
-runs in this process, and large values are not decoded. However a trace ends, its requests are aborted
-with it, and the workers release its state.
+runs in this process, and large values are not decoded.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import functools
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
@@ -31,9 +28,9 @@ from nnsight_engine.remote_backend.frames import TIER, Frame, FrameKind, json_fr
 from nnsight_engine.remote_backend.messages import SentEdit, SentInvoke, TraceHead, TraceRequest
 from nnsight_engine.remote_backend.saved_deltas import output_data
 from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM
-from nnsight_engine.vllm_backend.running_trace import Output, RunningTrace, TraceStarted
 from nnsight_engine.vllm_backend.trace_router import TraceEvent
-from nnsight_engine.vllm_backend.traced_requests import GatheredOutput, carry, results_of, with_own_salt
+from nnsight_engine.vllm_backend.trace_run import FinishedTrace, MergedRun, Output, TraceStarted
+from nnsight_engine.vllm_backend.traced_requests import TraceRequests
 from nnsight_engine.vllm_backend.traces.entry import EditEntry, TraceEntry
 
 if TYPE_CHECKING:
@@ -74,7 +71,7 @@ class VLLMTraceEngine:
         if request.sandbox_of:
             with translating_engine_death():
                 await self._engine().prepare_sandbox()
-        trace = _Trace(request, job_id, self._settings)
+        requests = requests_of(request, job_id, self._settings)
         async with contextlib.AsyncExitStack() as stack:
             if request.sandbox_of:
                 slot = self._sandboxes.request(
@@ -83,25 +80,34 @@ class VLLMTraceEngine:
                 if not slot.is_granted:
                     yield event_frame(JobStatus.QUEUED, message=_NO_SANDBOX, engine=self.name)
                 await stack.enter_async_context(slot)
-            async with contextlib.aclosing(self._run(trace)) as frames:
-                async for frame in frames:
-                    yield frame
+            run = MergedRun(self._engine(), requests)
+            with _translating(run):
+                async with run:
+                    frames = _Frames(run, streams=request.head.streams)
+                    async for event in run:
+                        for frame in frames.of(event):
+                            yield frame
+                    for frame in frames.of_end(await run.finish()):
+                        yield frame
 
-    async def _run(self, trace: _Trace) -> AsyncGenerator[Frame, None]:
-        """Run a trace that holds its slot."""
-        run = _Run(self._engine(), trace)
-        try:
-            async with contextlib.aclosing(run.frames()) as frames:
-                async for frame in frames:
-                    yield frame
-        except SlowReaderError as error:
-            raise ApiError(ErrorCode.CAPTURE_TOO_LARGE, str(error)) from error
-        except Exception as error:
-            refusal = translated(error, run.field, run.given)
-            if refusal is None:
-                logger.exception("a trace failed")
-                raise internal_error() from error
-            raise refusal from error
+
+@contextlib.contextmanager
+def _translating(run: MergedRun) -> Iterator[None]:
+    """Raise ApiError for the exceptions of a run."""
+    try:
+        yield
+    except SlowReaderError as error:
+        raise ApiError(ErrorCode.CAPTURE_TOO_LARGE, str(error)) from error
+    except Exception as error:
+        field, given = "invokes", dict[str, Any]()
+        if run.failed is not None:
+            field = f"invokes.{run.failed}"
+            given = msgspec.structs.asdict(run.requests.params[run.failed])
+        refusal = translated(error, field, given)
+        if refusal is None:
+            logger.exception("a trace failed")
+            raise internal_error() from error
+        raise refusal from error
 
 
 def check_head(head: TraceHead) -> None:
@@ -126,127 +132,86 @@ def check_head(head: TraceHead) -> None:
         raise ApiError(ErrorCode.INVALID_TRACE, f"The trace's head is broken: {error}.") from error
 
 
-class _Trace:
-    """A client's trace as requests for vLLM.
+def requests_of(request: TraceRequest, job_id: str, settings: Settings) -> TraceRequests:
+    """Return a client's trace as requests for vLLM.
 
-    Attributes:
-        key: The trace's id in the workers.
-        streams: Whether the client receives outputs as they are produced.
-        prompts: One for each request.
-        params: The sampling parameters, one for each request.
-        held: The blocks, if they are sent to the workers ahead of several requests; None if they travel with
-            the only request.
+    Raises:
+        ApiError: vLLM cannot use one of the requests, or they exceed a limit.
     """
-
-    def __init__(self, request: TraceRequest, job_id: str, settings: Settings) -> None:
-        """Build the requests; raises ApiError for what vLLM cannot use and for exceeded limits."""
-        head = request.head
-        self.key, self.streams = job_id, head.streams
-        self.params = [
-            sampling_params(invoke.sampling, f"invokes.{index}") for index, invoke in enumerate(head.invokes)
-        ]
-        num_requests = sum(params.n for params in self.params)
-        if num_requests > settings.max_trace_requests:
-            raise ApiError(
-                ErrorCode.INVALID_VALUE,
-                f"The trace's invokes make {num_requests} requests, each as many as its `n`; one trace may "
-                f"have {settings.max_trace_requests} (max_trace_requests).",
-                "invokes",
-            )
-        edits = [[_edit(edit, request) for edit in invoke.edits] for invoke in head.invokes]
-        num_bytes = sum(
-            params.n * len(edit.data or b"")
-            for params, chosen in zip(self.params, edits, strict=True)
-            for edit in chosen
+    head = request.head
+    all_params = [
+        sampling_params(invoke.sampling, f"invokes.{index}") for index, invoke in enumerate(head.invokes)
+    ]
+    num_requests = sum(params.n for params in all_params)
+    if num_requests > settings.max_trace_requests:
+        raise ApiError(
+            ErrorCode.INVALID_VALUE,
+            f"The trace's invokes make {num_requests} requests, each as many as its `n`; one trace may "
+            f"have {settings.max_trace_requests} (max_trace_requests).",
+            "invokes",
         )
-        if num_bytes > settings.max_trace_request_bytes:
-            raise ApiError(
-                ErrorCode.BODY_TOO_LARGE,
-                f"The edits of all requests together have {num_bytes:,} bytes; they may have "
-                f"{settings.max_trace_request_bytes:,}.",
-                "invokes",
-            )
-        data = bytes(request.blocks)
-        self.held = data if num_requests > 1 else None
-        self.prompts = []
-        for index, (invoke, params) in enumerate(zip(head.invokes, self.params, strict=True)):
-            if not head.streams:
-                params.output_kind = RequestOutputKind.FINAL_ONLY
-            entry = TraceEntry(
-                self.key, index, params.n, data if self.held is None else b"", head.groups, head.streams,
-                edits[index], wanted=head.wanted, prints=True, codec=head.codec,
-                compresses=settings.compress_results and "zstd" in head.accepts,
-                sandbox_of=request.sandbox_of,
-            )  # fmt: skip
-            carry(params, entry, request.tenant)
-            self.prompts.append(with_own_salt(_prompt(invoke), entry))
+    edits = [[_edit(edit, request) for edit in invoke.edits] for invoke in head.invokes]
+    num_bytes = sum(
+        params.n * len(edit.data or b"")
+        for params, chosen in zip(all_params, edits, strict=True)
+        for edit in chosen
+    )
+    if num_bytes > settings.max_trace_request_bytes:
+        raise ApiError(
+            ErrorCode.BODY_TOO_LARGE,
+            f"The edits of all requests together have {num_bytes:,} bytes; they may have "
+            f"{settings.max_trace_request_bytes:,}.",
+            "invokes",
+        )
+    data = bytes(request.blocks)
+    requests = TraceRequests(job_id, data if num_requests > 1 else None)
+    for index, (invoke, params) in enumerate(zip(head.invokes, all_params, strict=True)):
+        if not head.streams:
+            params.output_kind = RequestOutputKind.FINAL_ONLY
+        entry = TraceEntry(
+            job_id, index, params.n, data if requests.held is None else b"", head.groups, head.streams,
+            edits[index], wanted=head.wanted, prints=True, codec=head.codec,
+            compresses=settings.compress_results and "zstd" in head.accepts,
+            sandbox_of=request.sandbox_of,
+        )  # fmt: skip
+        requests.add(_prompt(invoke), params, entry, sender=request.tenant)
+    return requests
 
-    @property
-    def request_ids(self) -> list[str]:
-        """The requests' ids in vLLM."""
-        return [f"{self.key}-{index}" for index in range(len(self.params))]
 
+class _Frames:
+    """The frames of a run for its client.
 
-class _Run:
-    """A running trace.
-
-    Attributes:
-        field: The path, in the client's message, of the request that failed.
-        given: That request's sampling parameters.
+    Args:
+        run: The run.
+        streams: Whether the client receives outputs as they are produced.
     """
 
-    def __init__(self, engine: InterventionAsyncLLM, trace: _Trace) -> None:
-        self._engine = engine
-        self._trace = trace
-        self._gathered = [
-            GatheredOutput(is_delta=params.output_kind is RequestOutputKind.DELTA) for params in trace.params
-        ]
+    def __init__(self, run: MergedRun, *, streams: bool) -> None:
+        self._run = run
+        self._streams = streams
         self._deltas: dict[int, list[tuple[int, bytes]]] = {}
-        self.field = "invokes"
-        self.given: dict[str, Any] = {}
 
-    async def frames(self) -> AsyncGenerator[Frame, None]:
-        """Run the trace and yield the frames for its client."""
-        trace, engine = self._trace, self._engine
-        starts = [functools.partial(self._request, index) for index in range(len(trace.params))]
-        is_over = False
-        try:
-            if trace.held is not None:
-                await engine.collective_rpc("hold_trace", args=(trace.key, trace.held))
-            running = RunningTrace(engine.traces, trace.key, starts)
-            async with contextlib.aclosing(running.events()) as events:
-                async for event in events:
-                    for frame in self._frames_of(event):
-                        yield frame
-            results = results_of({index: one.output for index, one in enumerate(self._gathered)})
-            finished = await engine.finish_trace(trace.key, results)
-            is_over = True
-            work = current_work()
-            if work is not None:
-                work.note_tier(finished.tier)
-            for frame in _logs(finished.printed):
-                yield frame
-            if finished.failure:
-                yield event_frame(JobStatus.ERROR, message=finished.failure)
-            yield json_frame(FrameKind.OUTPUTS, {**results, TIER: finished.tier})
-            yield Frame(FrameKind.RESULT, finished.data)
-        finally:
-            if not is_over:
-                # Also if the caller is being cancelled: the trace's requests in the engine must be aborted.
-                await asyncio.shield(asyncio.ensure_future(engine.forget_trace(trace.key, trace.request_ids)))
-
-    def _frames_of(self, event: TraceStarted | TraceEvent | Output) -> Iterator[Frame]:
-        """Yield the frames that an event makes for the client."""
+    def of(self, event: TraceStarted | TraceEvent | Output) -> Iterator[Frame]:
+        """Yield the frames for an event."""
         if isinstance(event, TraceStarted):
             yield event_frame(JobStatus.RUNNING, engine=VLLMTraceEngine.name)
         elif isinstance(event, TraceEvent):
             if event.delta is not None:
                 self._deltas.setdefault(event.block, []).append((event.choice, event.delta))
             yield from _logs(event.printed)
-        else:
-            self._gathered[event.block].add(event.output)
-            if self._trace.streams:
-                yield Frame(FrameKind.OUTPUT, self._streamed(event.block, event.output))
+        elif self._streams:
+            yield Frame(FrameKind.OUTPUT, self._streamed(event.block, event.output))
+
+    def of_end(self, finished: FinishedTrace) -> Iterator[Frame]:
+        """Yield the frames for the end of the trace."""
+        work = current_work()
+        if work is not None:
+            work.note_tier(finished.tier)
+        yield from _logs(finished.printed)
+        if finished.failure:
+            yield event_frame(JobStatus.ERROR, message=finished.failure)
+        yield json_frame(FrameKind.OUTPUTS, {**finished.results, TIER: finished.tier})
+        yield Frame(FrameKind.RESULT, finished.data)
 
     def _streamed(self, block: int, output: RequestOutput) -> bytes:
         choices = [
@@ -259,25 +224,8 @@ class _Run:
             for choice in output.outputs
         ]
         deltas = self._deltas.pop(block, [])
-        num_choices = self._trace.params[block].n
+        num_choices = self._run.requests.params[block].n
         return output_data(block, num_choices, choices, deltas, finished=output.finished)
-
-    async def _request(
-        self, index: int, on_arrival: Callable[[], None]
-    ) -> AsyncGenerator[RequestOutput, None]:
-        trace = self._trace
-        outputs = self._engine.generate_traced(
-            trace.prompts[index], trace.params[index], trace.request_ids[index], on_arrival
-        )
-        try:
-            async for output in outputs:
-                yield output
-        except Exception:
-            self.field = f"invokes.{index}"
-            self.given = msgspec.structs.asdict(trace.params[index])
-            raise
-        finally:
-            await outputs.aclose()
 
 
 def _logs(printed: str) -> Iterator[Frame]:

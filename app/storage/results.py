@@ -27,7 +27,7 @@ from app.storage.open_files import OpenFiles, OpenResult
 from app.storage.process_folders import ProcessFolder, claim_folder
 from app.storage.safetensors_file import layout, write
 from app.storage.storage_usage import Holder, StoredBytes
-from nnsight_engine.plans.collected import TensorResult
+from nnsight_engine.plans.collect.results import TensorResult
 
 logger = logging.getLogger(__name__)
 

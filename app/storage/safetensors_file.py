@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from nnsight_engine.plans.collected import TensorResult
+from nnsight_engine.plans.collect.results import TensorResult
 
 _DTYPES: Final = {
     "float64": ("F64", 8),

@@ -14,10 +14,9 @@ from typing import Any, Final, Self, TypeVar
 
 import httpx
 
-from nnsight_engine.remote_backend.address import normalized
+from nnsight_engine.remote_backend.client.address import normalized
+from nnsight_engine.remote_backend.client.retry import Retry
 from nnsight_engine.remote_backend.errors import RemoteConnectionError, RemoteError
-from nnsight_engine.remote_backend.refusals import refusal
-from nnsight_engine.remote_backend.retry import Retry
 
 T = TypeVar("T")
 
@@ -67,7 +66,7 @@ class Server:
         async def send() -> httpx.Response:
             response = await self._client.post(path, json=body)
             if response.status_code >= httpx.codes.BAD_REQUEST:
-                raise refusal(response)
+                raise RemoteError.from_response(response)
             return response
 
         return self._object((await self._patiently(send)).text)
@@ -85,7 +84,7 @@ class Server:
             if response.status_code >= httpx.codes.BAD_REQUEST:
                 async with contextlib.aclosing(response):
                     await response.aread()
-                raise refusal(response)
+                raise RemoteError.from_response(response)
             return response
 
         async with contextlib.aclosing(await self._patiently(send)) as response:

@@ -28,7 +28,7 @@ from app.storage.vector_rows import VectorRows
 from app.vectors.files import PARAM, SLACK_BYTES, Format, read_file
 from app.vectors.rows import ModelShape, rows_of
 from nnsight_engine.core.dtypes import floats_from_bytes
-from nnsight_engine.plans.tensor_input import read_tensor
+from nnsight_engine.plans.compile.tensors import read_tensor
 
 FORM_TYPE: Final = "multipart/form-data"
 

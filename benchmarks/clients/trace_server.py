@@ -23,11 +23,11 @@ from app.main import create_app, new_store
 from app.settings import Settings
 from benchmarks.clients.trace_client import LAYER, PROMPT
 from nnsight_engine import save
-from nnsight_engine.remote_backend.backend import RemoteBackend
+from nnsight_engine.remote_backend.client.backend import RemoteBackend
+from nnsight_engine.remote_backend.client.http import HttpTransport
+from nnsight_engine.remote_backend.client.transport import Progress
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
-from nnsight_engine.remote_backend.http import HttpTransport
 from nnsight_engine.remote_backend.messages import TraceRequest
-from nnsight_engine.remote_backend.transport import Progress
 from nnsight_engine.vllm_backend.vllm import VLLM
 
 T = TypeVar("T")

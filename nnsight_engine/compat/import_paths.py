@@ -18,7 +18,7 @@ _COMPAT: Final = "nnsight_engine.compat"
 PATHS: Final = {
     "backends.base": {"nnsight_engine.tracing.tracer": "Backend"},
     "backends.execution": {"nnsight_engine.tracing.tracer": "ExecutionBackend"},
-    "backends.remote": {"nnsight_engine.remote_backend.backend": "RemoteBackend"},
+    "backends.remote": {"nnsight_engine.remote_backend.client.backend": "RemoteBackend"},
     "batching": {f"{_INTERLEAVING}.batching": "Batchable Batcher"},
     "envoy": {
         "nnsight_engine.envoys.envoy": "Envoy",

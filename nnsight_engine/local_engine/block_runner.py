@@ -16,7 +16,7 @@ from nnsight_engine.core.saves import SAVES
 from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.local_engine.errors import TraceCancelledError
 from nnsight_engine.remote_backend.codecs import decode_blocks
-from nnsight_engine.remote_backend.incoming_blocks import (
+from nnsight_engine.remote_backend.values.received_blocks import (
     SAVED,
     ReceivedInvoke,
     failure_of,
@@ -29,7 +29,7 @@ from nnsight_engine.tracing.tracebacks import clean
 
 if TYPE_CHECKING:
     from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
-    from nnsight_engine.serialization.decoder import Resolve
+    from nnsight_engine.serialization.decoding.decoder import Resolve
     from nnsight_engine.tracing.tracer import Tracer
 
 

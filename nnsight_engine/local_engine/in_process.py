@@ -14,12 +14,12 @@ from api_schemas.jobs import JobStatus
 from nnsight_engine.local_engine.local_part import ClientCall
 from nnsight_engine.local_engine.runner import ModelRunner, TraceableModel
 from nnsight_engine.modeling.language import LanguageModel
-from nnsight_engine.remote_backend.backend import RemoteBackend
+from nnsight_engine.remote_backend.client.backend import RemoteBackend
+from nnsight_engine.remote_backend.client.transport import Progress
 from nnsight_engine.remote_backend.errors import RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, json_frame
 from nnsight_engine.remote_backend.messages import TraceRequest
-from nnsight_engine.remote_backend.outgoing_trace import SentRemotely
-from nnsight_engine.remote_backend.transport import Progress
+from nnsight_engine.remote_backend.sending.outgoing_trace import SentRemotely
 from nnsight_engine.serialization import DecodeError
 
 

@@ -26,16 +26,16 @@ from nnsight_engine.remote_backend.local_messages import (
     plain,
     read_part_result,
 )
-from nnsight_engine.remote_backend.object_references import ObjectReferences
-from nnsight_engine.remote_backend.object_references import place_of as place_in
-from nnsight_engine.remote_backend.outgoing_trace import refused
+from nnsight_engine.remote_backend.sending.outgoing_trace import refused
+from nnsight_engine.remote_backend.values.object_references import ObjectReferences
+from nnsight_engine.remote_backend.values.object_references import place_of as place_in
 from nnsight_engine.serialization import TRUSTED, DecodeError, decode, encode, restore_error
 from nnsight_engine.tracing.tracer import Tracer
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.envoy import Envoy
     from nnsight_engine.local_engine.serving import ServerRequests
-    from nnsight_engine.serialization.decoder import Resolve
+    from nnsight_engine.serialization.decoding.decoder import Resolve
 
 ClientCall = Callable[[bytes], bytes | bytearray | memoryview]
 """Sends a request to the client and returns the answer; raises LocalBlockError if there is none."""

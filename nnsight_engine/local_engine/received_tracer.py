@@ -15,7 +15,7 @@ from nnsight_engine.tracing.tracer import compiled
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.envoy import Envoy
-    from nnsight_engine.remote_backend.incoming_blocks import ReceivedInvoke
+    from nnsight_engine.remote_backend.values.received_blocks import ReceivedInvoke
     from nnsight_engine.tracing.tracer import Info, Tracer
 
 

@@ -23,15 +23,15 @@ from nnsight_engine.local_engine.local_part import ClientCall
 from nnsight_engine.local_engine.model_snapshot import ModelSnapshot
 from nnsight_engine.local_engine.received_tracer import ReceivedTracer
 from nnsight_engine.modeling.language import LanguageModel
-from nnsight_engine.remote_backend.added_modules import attached
 from nnsight_engine.remote_backend.errors import LocalBlockError
-from nnsight_engine.remote_backend.object_references import ObjectReferences, place_of
+from nnsight_engine.remote_backend.values.added_modules import attached
+from nnsight_engine.remote_backend.values.object_references import ObjectReferences, place_of
 from nnsight_engine.tracing.tracer import refuse_statement
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
     from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
-    from nnsight_engine.serialization.decoder import Resolve
+    from nnsight_engine.serialization.decoding.decoder import Resolve
     from nnsight_engine.tracing.tracer import Tracer
 
 

@@ -21,10 +21,10 @@ from nnsight_engine.local_engine.block_runner import BlockRunner, ReadTrace, run
 from nnsight_engine.local_engine.process_channel import OUTLINE, TRACE, ProcessOptions
 from nnsight_engine.local_engine.process_state import ProcessState
 from nnsight_engine.local_engine.serving import ServerRequests, serve
-from nnsight_engine.remote_backend.backend import RemoteBackend
+from nnsight_engine.remote_backend.client.backend import RemoteBackend
 from nnsight_engine.remote_backend.errors import RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
-from nnsight_engine.remote_backend.outgoing_trace import refused
+from nnsight_engine.remote_backend.sending.outgoing_trace import refused
 from nnsight_engine.serialization import DecodeError
 from nnsight_engine.tracing.tracer import refuse_statement
 from nnsight_engine.vllm_backend.traces.points import place_named, place_of
@@ -32,9 +32,9 @@ from nnsight_engine.vllm_backend.vllm import VLLM
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
+    from nnsight_engine.remote_backend.client.transport import Progress
     from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
-    from nnsight_engine.remote_backend.transport import Progress
-    from nnsight_engine.serialization.decoder import Resolve
+    from nnsight_engine.serialization.decoding.decoder import Resolve
     from nnsight_engine.tracing.tracer import Tracer
 
 _LAST: Final = frozenset({FrameKind.RESULT, FrameKind.ERROR})

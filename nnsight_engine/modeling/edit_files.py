@@ -15,8 +15,8 @@ import platformdirs
 
 from nnsight_engine.envoys.tracers.editing import Edit, EditingTracer
 from nnsight_engine.remote_backend.identity import fingerprint_of
-from nnsight_engine.remote_backend.object_references import ObjectReferences, reference_of
-from nnsight_engine.remote_backend.outcomes import SentPart
+from nnsight_engine.remote_backend.values.object_references import ObjectReferences, reference_of
+from nnsight_engine.remote_backend.values.outcomes import SentPart
 from nnsight_engine.serialization import DecodeError, decode, decode_trace, encode, encode_trace
 
 if TYPE_CHECKING:

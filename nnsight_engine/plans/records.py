@@ -14,6 +14,11 @@ import dataclasses
 
 import msgspec
 
+from nnsight_engine.core.dtypes import LARGEST
+from nnsight_engine.core.errors import InterventionError
+from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, PlannedSite
+
 
 class StepRecord(msgspec.Struct, array_like=True):
     """Values of one read operation from one step.
@@ -33,6 +38,42 @@ class StepRecord(msgspec.Struct, array_like=True):
     op: int
     positions: list[int]
     parts: list[bytes]
+
+
+def width_classes(op: PlannedOp, spec: ModelSpec) -> list[list[int]]:
+    """Return the indices of the op's sites, grouped by width in order of first appearance.
+
+    One buffer holds the sites of one width; the API process splits results by the same rule.
+    """
+    if op.kind is OperationKind.PROBE:
+        return [list(range(len(op.sites)))]
+    classes: dict[int, list[int]] = {}
+    for index, site in enumerate(op.sites):
+        classes.setdefault(leaf_width(site, spec), []).append(index)
+    return list(classes.values())
+
+
+def may_overflow(op: PlannedOp, spec: ModelSpec) -> bool:
+    """Return whether captured values may exceed the capture's dtype.
+
+    Each row of such a capture comes with a flag per site that says whether it does.
+    """
+    if (
+        op.kind is not OperationKind.CAPTURE
+        or op.reduce == "mean"
+        or op.captures_patterns
+        or op.dtype not in LARGEST
+    ):
+        return False
+    return LARGEST[op.dtype] < LARGEST[spec.dtype]
+
+
+def leaf_width(site: PlannedSite, spec: ModelSpec) -> int:
+    """Return the flattened width of a site's value; raise InterventionError if the model lacks the site."""
+    leaf = spec.leaf(site.leaf)
+    if leaf is None:
+        raise InterventionError("unknown_point", f"the model has no point {site}")
+    return leaf.width
 
 
 class StepInfo(msgspec.Struct, array_like=True):

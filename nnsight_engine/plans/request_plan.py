@@ -49,6 +49,10 @@ class PlannedSite(msgspec.Struct, frozen=True, array_like=True):
         return self.leaf if self.layer < 0 else f"layers.{self.layer}.{self.leaf}"
 
 
+LOGITS: Final = PlannedSite("logits")
+SAMPLES: Final = PlannedSite("samples")
+
+
 class WhereRule(msgspec.Struct, frozen=True, omit_defaults=True):
     """The absolute positions that an operation matches; all conditions must hold.
 

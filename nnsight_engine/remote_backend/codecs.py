@@ -21,8 +21,8 @@ from nnsight_engine.serialization import (
     encode_trace,
     encode_trace_pickled,
 )
-from nnsight_engine.serialization.decoder import Resolve
-from nnsight_engine.serialization.encoder import Reference
+from nnsight_engine.serialization.decoding.decoder import Resolve
+from nnsight_engine.serialization.encoding.encoder import Reference
 from nnsight_engine.serialization.values import DEFAULT_LIMITS
 
 Codec = Literal["wire", "cloudpickle"]

@@ -1,9 +1,15 @@
-"""Errors of remote execution, in addition to the errors that blocks raise themselves."""
+"""Errors of remote execution, in addition to the errors that blocks raise themselves.
+
+The module does not import torch, because terminal commands import it at startup.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import httpx
 
 
 class LostTraceError(RuntimeError):
@@ -63,6 +69,20 @@ class RemoteError(RuntimeError):
             param=None if param is None else str(param),
             retry_after_s=retry_after_s,
         )
+
+    @classmethod
+    def from_response(cls, response: httpx.Response) -> RemoteError:
+        """Return the error of an HTTP error response that has been read.
+
+        A response without the API's error object is described by its text, cut to 500 characters.
+        """
+        status, after = response.status_code, response.headers.get("retry-after", "")
+        try:
+            pause_s = float(after) if after.isdecimal() else 0.0
+            return cls.from_body(response.json(), status=status, retry_after_s=pause_s)
+        except (ValueError, KeyError, TypeError):
+            text = response.text[:500] or response.reason_phrase
+            return cls(f"{response.url} answered {status}: {text}", status=status)
 
 
 class RemoteConnectionError(RemoteError, ConnectionError):

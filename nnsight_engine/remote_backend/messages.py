@@ -214,7 +214,7 @@ class TraceRequest:
             older = "the client" if version < VERSION else "the server"
             raise DecodeError(
                 f"the trace has version {version} of the message and the server reads version {VERSION}: "
-                f"{older} is older and wants an upgrade of nnsight-engine"
+                f"{older} is older; upgrade its nnsight-engine"
             )
         if size > min(_MAX_HEAD_BYTES, len(view) - _START.size):
             raise DecodeError(f"the trace is broken: its head has {size:,} bytes, more than there are")

@@ -1,9 +1,12 @@
 """Reassembly of a block's saved values from the deltas that are sent while it runs.
 
 After each step, a worker sends a delta with the changes (``vllm_backend.traces.deltas`` defines its
-contents). The consumer of a stream of outputs accumulates the deltas here, so that each output can carry
-everything saved up to its tokens. ``output_data`` and ``OutputReader`` do the same over a connection: a
-server forwards the worker's deltas without decoding them, and the client reassembles the values.
+contents). ``DeltaReader`` merges the deltas of one choice: into everything saved so far, or into the changes
+since the last output. ``output_data`` and ``OutputReader`` do the former over a connection: a server forwards
+the worker's deltas without decoding them, and the client reassembles the values.
+
+Hazard: a delta may come from a block that runs untrusted code. A malformed one raises ``DecodeError`` and
+changes nothing.
 """
 
 from __future__ import annotations
@@ -11,55 +14,124 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
-from nnsight_engine.remote_backend.outcomes import by_name
-from nnsight_engine.serialization import DecodeError, decode, encode
+from nnsight_engine.remote_backend.values.outcomes import by_name
+from nnsight_engine.serialization import DATA_ONLY, DecodeError, MessageLimits, Policy, decode, encode
 
 logger = logging.getLogger(__name__)
 
+MALFORMED: Final = (
+    DecodeError, LookupError, TypeError, ValueError, AttributeError, RecursionError, MemoryError,
+)  # fmt: skip
+"""Exceptions that reading a malformed message may raise."""
 
-def apply_delta(saves: dict[str, Any], data: bytes) -> None:
-    """Update ``saves`` with one delta of a block; ignore a delta that cannot be decoded or applied."""
-    try:
-        message = decode(data)
-        new = _values(message["whole"], object)
-        for name, items in _values(message["grown"], list).items():
-            # A new list each time: outputs that were already delivered keep theirs.
-            new[name] = [*(new if name in new else saves).get(name, ()), *items]
-    except (DecodeError, LookupError, TypeError):
-        # From a hostile block. The result at the end of the trace has all values that can be decoded.
-        logger.debug("a saved value cannot be read", exc_info=True)
-        return
-    saves.update(new)
+_DEFAULT_LIMITS: Final = MessageLimits()
 
 
-def _values(values: Any, kind: type) -> dict[str, Any]:
+class DeltaReader:
+    """Merges the deltas of one choice of a block.
+
+    Args:
+        policy: What a delta may import.
+        limits: Limits of one delta.
+
+    Attributes:
+        whole: Values by name that are new or were replaced since the last ``take``.
+        grown: Items by name that were appended since then to lists of which earlier items were taken.
+    """
+
+    def __init__(self, policy: Policy = DATA_ONLY, limits: MessageLimits = _DEFAULT_LIMITS) -> None:
+        self._policy = policy
+        self._limits = limits
+        self._known: set[str] = set()
+        self.whole: dict[str, Any] = {}
+        self.grown: dict[str, list[Any]] = {}
+
+    def read(self, data: bytes) -> None:
+        """Merge the next delta.
+
+        Raises:
+            DecodeError: The delta is malformed; nothing has changed.
+        """
+        try:
+            message = decode(data, policy=self._policy, limits=self._limits)
+            whole = values_by_name(message["whole"])
+            grown: dict[str, list[Any]] = {}
+            for name, items in values_by_name(message["grown"]).items():
+                new = checked_list(items)
+                if name in whole:
+                    whole[name] = [*checked_list(whole[name]), *new]
+                elif name not in self._known:
+                    continue  # the items before these were dropped: the list will be sent whole again
+                elif name in self.whole:
+                    # A new list: outputs that were already delivered keep theirs.
+                    whole[name] = [*checked_list(self.whole[name]), *new]
+                else:
+                    grown[name] = [*self.grown.get(name, ()), *new]
+        except MALFORMED as error:
+            raise DecodeError(f"a delta of saved values is malformed: {error}") from error
+        self._known |= whole.keys()
+        self.whole |= whole
+        self.grown = {name: items for name, items in (self.grown | grown).items() if name not in whole}
+
+    def skip(self) -> None:
+        """Record that deltas were dropped: lists cannot grow until they have been sent whole again."""
+        self._known.clear()
+
+    def forget(self, name: str) -> None:
+        """Record that a value was dropped, see ``skip``."""
+        self._known.discard(name)
+
+    def take(self) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+        """Return ``whole`` and ``grown``, and empty them."""
+        taken = self.whole, self.grown
+        self.whole, self.grown = {}, {}
+        return taken
+
+
+def values_by_name(values: Any) -> dict[str, Any]:
     """Return a copy of values by name.
 
     Raises:
-        DecodeError: They are no dict, have other keys than strings, or are not all of the type ``kind``.
+        DecodeError: They are no dict, or have other keys than strings.
     """
     if type(values) is not dict or not all(type(name) is str for name in values):
         raise DecodeError("its values have no names")
-    if not all(isinstance(value, kind) for value in values.values()):
-        raise DecodeError(f"a value is no {kind.__name__}")
     return dict(values)
+
+
+def checked_list(values: Any) -> list[Any]:
+    """Return ``values`` if it is a list; the items of a range would take any amount of memory.
+
+    Raises:
+        DecodeError: It is of another type.
+    """
+    if type(values) is not list:
+        raise DecodeError("its values are no list")
+    return values
 
 
 class SavesSoFar:
     """The values that the blocks of one trace have saved so far, by block and choice."""
 
     def __init__(self) -> None:
-        self._saves: dict[tuple[int, int], dict[str, Any]] = {}
+        self._readers: dict[tuple[int, int], DeltaReader] = {}
 
     def add(self, index: int, choice: int, data: bytes) -> None:
-        """Apply a delta of one choice of a block."""
-        apply_delta(self._saves.setdefault((index, choice), {}), data)
+        """Merge a delta of one choice of a block; ignore a malformed one.
+
+        The result at the end of the trace has all values that can be decoded.
+        """
+        try:
+            self._readers.setdefault((index, choice), DeltaReader()).read(data)
+        except DecodeError:
+            logger.debug("a saved value cannot be read", exc_info=True)
 
     def of(self, index: int, num_choices: int) -> dict[str, Any]:
         """Return a block's saved values by name; with several choices, a list with one value per choice."""
-        return by_name([self._saves.get((index, choice), {}) for choice in range(num_choices)])
+        readers = [self._readers.get((index, choice)) for choice in range(num_choices)]
+        return by_name([{} if reader is None else reader.whole for reader in readers])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,4 +194,13 @@ class OutputReader:
             raise DecodeError(f"the message holds no output of a trace: {error!r}") from error
 
 
-__all__ = ["OutputReader", "SavesSoFar", "StreamedOutput", "apply_delta", "output_data"]
+__all__ = [
+    "MALFORMED",
+    "DeltaReader",
+    "OutputReader",
+    "SavesSoFar",
+    "StreamedOutput",
+    "checked_list",
+    "output_data",
+    "values_by_name",
+]

@@ -26,7 +26,7 @@ import msgspec
 
 from nnsight_engine.serialization.errors import DecodeError
 from nnsight_engine.serialization.server_paths import without_server_paths
-from nnsight_engine.serialization.source_cache import SHELF
+from nnsight_engine.serialization.source.source_cache import SOURCE_CACHE
 from nnsight_engine.tracing.sent_files import LinesFrom, SentFile, sent_name
 from nnsight_engine.tracing.tracebacks import is_ours
 
@@ -111,7 +111,7 @@ def _text(error: BaseException) -> str:
     try:
         return without_server_paths(str(error)[:_MAX_TEXT])
     except Exception as failed:  # noqa: BLE001 - a user's __str__ may raise anything
-        return f"<{type(error).__name__}, whose text cannot be had: {type(failed).__name__}>"
+        return f"<{type(error).__name__}, whose text is not available: {type(failed).__name__}>"
 
 
 def _plain(value: Any) -> Plain:
@@ -242,7 +242,7 @@ def _traceback_of(entries: list[_TracebackEntry]) -> TracebackType | None:
     for entry in reversed(entries):
         line = min(max(entry.line, 1), _MAX_LINE)
         if entry.source:
-            SHELF.put(entry.file, line, entry.source, is_quoted=True)
+            SOURCE_CACHE.put(entry.file, line, entry.source, is_quoted=True)
         made = _entered(_code_of(entry, line))
         result = TracebackType(result, made.tb_frame, made.tb_lasti, made.tb_lineno)
     return result

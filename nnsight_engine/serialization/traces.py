@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from nnsight_engine.serialization.block_encoding import write_sent_block
-from nnsight_engine.serialization.decoder import Resolve
-from nnsight_engine.serialization.encoder import Encoder, Reference
+from nnsight_engine.serialization.decoding.decoder import Resolve
+from nnsight_engine.serialization.encoding.blocks import write_sent_block
+from nnsight_engine.serialization.encoding.encoder import Encoder, Reference
 from nnsight_engine.serialization.errors import DecodeError
 from nnsight_engine.serialization.limits import TRUSTED, MessageLimits, Policy
-from nnsight_engine.serialization.node_kinds import NodeKind
+from nnsight_engine.serialization.message.node_kinds import NodeKind
 from nnsight_engine.serialization.values import DEFAULT_LIMITS, decode, finished, new_encoder
 from nnsight_engine.tracing.tracer import Info
 

@@ -27,16 +27,16 @@ import cloudpickle
 import torch
 
 from nnsight_engine.core.closure_cells import UNBOUND, content
-from nnsight_engine.serialization.block_decoding import block_of
-from nnsight_engine.serialization.block_encoding import written_block
-from nnsight_engine.serialization.code_encoding import bound_globals
-from nnsight_engine.serialization.decoder import Resolve
-from nnsight_engine.serialization.encoder import Reference
+from nnsight_engine.serialization.decoding.blocks import block_of
+from nnsight_engine.serialization.decoding.decoder import Resolve
+from nnsight_engine.serialization.encoding.blocks import written_block
+from nnsight_engine.serialization.encoding.encoder import Reference
+from nnsight_engine.serialization.encoding.namespaces import bound_globals
 from nnsight_engine.serialization.errors import DecodeError, EncodeError
-from nnsight_engine.serialization.import_resolution import is_importable
 from nnsight_engine.serialization.limits import MessageLimits
-from nnsight_engine.serialization.source_fragments import SourceFragment
-from nnsight_engine.serialization.tensors import unsendable
+from nnsight_engine.serialization.message.tensors import unsendable
+from nnsight_engine.serialization.source.fragments import SourceFragment
+from nnsight_engine.serialization.source.import_resolution import is_importable
 from nnsight_engine.serialization.traces import ReceivedTrace, SentBlock
 from nnsight_engine.serialization.values import DEFAULT_LIMITS, decode, encode
 from nnsight_engine.tracing.sent_files import SentFile
@@ -209,7 +209,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # untyped
             namespace = self.globals_ref.setdefault(id(globals_), {})
             if not namespace:
                 namespace.update({key: globals_[key] for key in _OF_A_NAMESPACE if key in globals_})
-        place = (written.piece, written.item, first_argument)
+        place = (written.fragment, written.item, first_argument)
         names = [name for name in written.global_names if name not in sent.left_out]
         rest = (tuple(cells.values()), _held(cells.values()), bound_globals(globals_, names))
         return _block, (module, namespace, place, cells), rest, None, None, _fill_block
@@ -222,7 +222,7 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         if self._resolve is None:
-            raise DecodeError("the message refers to something of this side, and nothing here can say what")
+            raise DecodeError("the message refers to something of this side, which it cannot resolve here")
         return self._resolve(pid)
 
 

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from nnsight_engine.serialization.block_decoding import BLOCK_MAKERS
-from nnsight_engine.serialization.code_decoding import CODE_MAKERS
-from nnsight_engine.serialization.data_decoding import DATA_MAKERS
-from nnsight_engine.serialization.decoder import Decoder, Resolve
-from nnsight_engine.serialization.encoder import Encoder, Reference
+from nnsight_engine.serialization.decoding.blocks import BLOCK_MAKERS
+from nnsight_engine.serialization.decoding.data import DATA_MAKERS
+from nnsight_engine.serialization.decoding.decoder import Decoder, Resolve
+from nnsight_engine.serialization.decoding.definitions import CODE_MAKERS
+from nnsight_engine.serialization.encoding.encoder import Encoder, Reference
+from nnsight_engine.serialization.encoding.objects import write
 from nnsight_engine.serialization.errors import EncodeError
 from nnsight_engine.serialization.limits import DATA_ONLY, MessageLimits, Policy
-from nnsight_engine.serialization.message import Piece, pack, unpack
-from nnsight_engine.serialization.object_encoding import write
+from nnsight_engine.serialization.message.table import Piece, pack, unpack
 
 DEFAULT_LIMITS = MessageLimits()
 _MAKERS = {**DATA_MAKERS, **CODE_MAKERS, **BLOCK_MAKERS}

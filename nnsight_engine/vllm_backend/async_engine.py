@@ -13,8 +13,8 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, Final
 
 import msgspec
 from vllm.config import VllmConfig
@@ -22,8 +22,6 @@ from vllm.outputs import RequestOutput
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.usage.usage_lib import UsageContext
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 
 from api_schemas.errors import ApiError, ErrorCode
@@ -43,14 +41,12 @@ from nnsight_engine.vllm_backend.metering import count_tokens, note_spent
 from nnsight_engine.vllm_backend.output_payloads import deliver_payloads
 from nnsight_engine.vllm_backend.processes import kill_engine, uninterrupted
 from nnsight_engine.vllm_backend.result_router import ResultRouter
-from nnsight_engine.vllm_backend.rpc_results import PENDING, answer
+from nnsight_engine.vllm_backend.rpc_results import answer
 from nnsight_engine.vllm_backend.sender_usage import SENDER_KEY
-from nnsight_engine.vllm_backend.shared_memory_results import SharedMemoryResults
 from nnsight_engine.vllm_backend.tensor_interning import TensorTable
-from nnsight_engine.vllm_backend.trace_call import MAX_PENDING_BYTES, TraceCall, TracedPrompt
-from nnsight_engine.vllm_backend.trace_router import TraceRouter
-from nnsight_engine.vllm_backend.traced_requests import GatheredOutput, carry, results_of, with_own_salt
+from nnsight_engine.vllm_backend.trace_call import TraceCall
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
+from nnsight_engine.vllm_backend.tracing_async_llm import TracingAsyncLLM
 
 logger = logging.getLogger(__name__)
 
@@ -58,26 +54,7 @@ AcceptGrammar = Callable[[StructuredOutputsParams, str], Awaitable[None]]
 """Checks a sender's grammar before it reaches the engine; raises ApiError for an invalid one."""
 
 _SANDBOX_S: Final = 120.0
-_SANDBOX_LOOK_S: Final = 0.1
-_COLLECT_LOOK_S: Final = 0.02
-
-
-class FinishedTrace(NamedTuple):
-    """The results of a trace that has ended.
-
-    Attributes:
-        data: The encoded values that its blocks saved and the errors they raised, see ``outcomes``.
-        printed: Printed text that has not been streamed yet.
-        failure: One line about how a block failed; empty if none did.
-        spent_s: Seconds for which the engine waited for the trace.
-        tier: How its steps ran: ``tap``, or ``eager`` if at least one of them had to run uncompiled.
-    """
-
-    data: bytes | memoryview
-    printed: str
-    failure: str
-    spent_s: float
-    tier: str
+_SANDBOX_POLL_S: Final = 0.1
 
 
 async def _check_grammar(
@@ -102,18 +79,11 @@ async def _check_grammar(
         await outputs.aclose()
 
 
-class InterventionAsyncLLM(AsyncLLM):
-    """An ``AsyncLLM`` with interventions; await ``describe`` once before the first request.
-
-    Attributes:
-        handover: Transfers large trace results from the workers through files in memory; None to use only
-            vLLM's RPC.
-    """
+class InterventionAsyncLLM(TracingAsyncLLM):
+    """An ``AsyncLLM`` with interventions; await ``describe`` once before the first request."""
 
     spec: ModelSpec
     router: ResultRouter
-    traces: TraceRouter
-    handover: SharedMemoryResults | None = None
     _accept_grammar: AcceptGrammar | None = None
 
     @classmethod
@@ -146,14 +116,11 @@ class InterventionAsyncLLM(AsyncLLM):
         (plain, *_) = await self.collective_rpc("describe_interventions")
         self.spec = ModelSpec.from_plain(plain)
         self.router = ResultRouter(self.spec)
-        self.traces = TraceRouter()
         handlers = {PLAN_KEY: self.router.deliver, TRACE_KEY: self.traces.deliver}
         deliver_payloads(self.output_processor, handlers)
         count_tokens(self.output_processor)
         self._has_sandbox = False
-        self._coming: dict[str, Callable[[], None]] = {}
         self._calls: dict[str, InterventionCall | TraceCall] = {}
-        self._left: set[asyncio.Future[None]] = set()
         self._contents = TensorTable()
         self._salt_secret = secrets.token_hex()
         return self.spec
@@ -172,25 +139,6 @@ class InterventionAsyncLLM(AsyncLLM):
         """Kill the engine's processes, whatever they are doing; the engine then counts as dead."""
         kill_engine(self)
 
-    async def collective_rpc(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a method on all workers, and fail if the engine dies meanwhile; vLLM's own would never return.
-
-        Raises:
-            EngineDeadError: The engine has died.
-        """
-        task = asyncio.ensure_future(super().collective_rpc(*args, **kwargs))
-        waited_for: set[asyncio.Future[Any]] = {task}
-        if self.output_handler is not None:
-            waited_for.add(self.output_handler)
-        try:
-            await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise EngineDeadError
-            answers: list[Any] = task.result()
-            return answers
-        finally:
-            task.cancel()
-
     async def prepare_sandbox(self) -> None:
         """Wait until sandboxes for untrusted code are available; the first call takes some seconds.
 
@@ -207,7 +155,7 @@ class InterventionAsyncLLM(AsyncLLM):
                 raise ApiError(ErrorCode.SANDBOX_MISSING, "The sandbox is still being started; try again.")
             self._has_sandbox = is_ready
             if not is_ready:
-                await asyncio.sleep(_SANDBOX_LOOK_S)
+                await asyncio.sleep(_SANDBOX_POLL_S)
 
     def open_call(self, call: InterventionCall | TraceCall) -> None:
         """Register a call under its ticket; the caller must ``close_call`` it."""
@@ -217,67 +165,15 @@ class InterventionAsyncLLM(AsyncLLM):
         """Remove a call and its prompts, including prompts that never ran because another was rejected."""
         self._calls.pop(call.ticket, None)
         if isinstance(call, TraceCall):
-            for traced in call.prompts:
-                self.traces.close(traced.key)
-                if traced.has_begun and not traced.is_over:
-                    self._leave(self._forget_prompt(traced))
-                else:
-                    traced.slot.release()
+            call.close(self.run_in_background)
             return
         note_spent(call.spent_s)
         for entry in call.entries:
             self._close_key(entry.key)
 
-    async def finish_trace(self, key: str, results: dict[str, Any]) -> FinishedTrace:
-        """End a trace whose requests have ended, and return its results.
-
-        Args:
-            key: The trace.
-            results: Results of its requests, see ``results_of``.
-        """
-        path = None if self.handover is None else self.handover.path(key)
-        arguments = (key, results, path)
-        result: Any = PENDING
-        while result == PENDING:  # its blocks are still running; the engine serves others meanwhile
-            result = answer(await self.collective_rpc("finish_trace", args=arguments))
-            await asyncio.sleep(_COLLECT_LOOK_S if result == PENDING else 0)
-        data, printed, failure, spent_s, tier = result
-        if data is None and self.handover is not None:
-            data = self.handover.take(key)
-        note_spent(spent_s)
-        return FinishedTrace(data, printed, failure, spent_s, tier)
-
     async def count_events(self) -> EngineCounts:
         """Return the engine's event counts since its start; the engine answers between two steps."""
         return EngineCounts.from_plain(answer(await self.collective_rpc("count_events")))
-
-    async def forget_trace(self, key: str, request_ids: Sequence[str]) -> None:
-        """Abort the requests of a trace and drop its state in the engine; never raises."""
-        try:
-            # When a caller is cancelled, vLLM aborts its request only if the caller was waiting for outputs.
-            await self.abort(request_ids)
-            note_spent(answer(await self.collective_rpc("drop_trace", args=(key,))))
-            if self.handover is not None:  # the file of a result that was not collected
-                self.handover.forget(key)
-        except EngineDeadError:
-            return
-        except Exception:
-            logger.exception("closing a trace in the engine failed")
-
-    async def _forget_prompt(self, traced: TracedPrompt) -> None:
-        try:
-            await self.forget_trace(traced.key, [traced.request_id])
-        finally:
-            traced.slot.release()
-
-    def _leave(self, doing: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine in the background; the request's meter waits for it."""
-        task = asyncio.ensure_future(doing)
-        work = current_work()
-        if work is not None:
-            work.meter.expect(task)
-        self._left.add(task)
-        task.add_done_callback(self._left.discard)
 
     def _close_key(self, key: str) -> None:
         self.router.close(key)
@@ -315,8 +211,7 @@ class InterventionAsyncLLM(AsyncLLM):
             sampling_params.extra_args = {**extra, SENDER_KEY: sender}
         if isinstance(call, TraceCall):
             _token_ids(prompt)  # raises for embeddings, which have no token positions
-            traced = call.begin(request_id, sampling_params.n)
-            outputs = self._generate_with_trace(call, traced, prompt, sampling_params, **kwargs)
+            outputs = call.generate(self, prompt, sampling_params, request_id, **kwargs)
         elif call is None:
             outputs = super().generate(prompt, sampling_params, request_id, **kwargs)
         else:
@@ -357,26 +252,6 @@ class InterventionAsyncLLM(AsyncLLM):
             prompt = {**prompt, "cache_salt": salt}
         return self._generate(call, entry, prompt, sampling_params, request_id, **kwargs)
 
-    async def generate_traced(
-        self, prompt: Any, sampling_params: SamplingParams, request_id: str, come: Callable[[], None]
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Generate for a request of a trace, whose entry the server has put into the parameters.
-
-        Args:
-            prompt: vLLM's prompt.
-            sampling_params: vLLM's sampling parameters.
-            request_id: A unique id.
-            come: Called once the engine has received the request.
-        """
-        self._coming[request_id] = come
-        outputs = super().generate(prompt, sampling_params, request_id)
-        try:
-            async for output in outputs:
-                yield output
-        finally:
-            self._coming.pop(request_id, None)
-            await outputs.aclose()
-
     def accept_grammars(self, accept: AcceptGrammar) -> None:
         """Check every grammar with ``accept`` before it reaches the engine, in place of vLLM's own checks."""
         self._accept_grammar = accept
@@ -386,21 +261,14 @@ class InterventionAsyncLLM(AsyncLLM):
     async def add_request(
         self, request_id: str, prompt: Any, params: SamplingParams | PoolingParams, *args: Any, **kwargs: Any
     ) -> Any:
-        """Send a request to the engine as vLLM does, with its grammar checked first.
-
-        Afterwards calls the ``come`` callback of a request made by ``generate_traced``.
-        """
+        """Send a request to the engine, with its grammar checked first."""
         structured = params.structured_outputs if isinstance(params, SamplingParams) else None
         if structured is not None and self._accept_grammar is not None:
             await self._accept_grammar(structured, tenant_served())
         work = current_work()
         if work is not None and work.trace_headers is not None:
             kwargs["trace_headers"] = work.trace_headers
-        queue = await super().add_request(request_id, prompt, params, *args, **kwargs)
-        come = self._coming.pop(request_id, None)
-        if come is not None:
-            come()
-        return queue
+        return await super().add_request(request_id, prompt, params, *args, **kwargs)
 
     async def _generate(
         self,
@@ -423,45 +291,6 @@ class InterventionAsyncLLM(AsyncLLM):
             raise
         finally:
             await outputs.aclose()
-
-    async def _generate_with_trace(
-        self,
-        call: TraceCall,
-        traced: TracedPrompt,
-        prompt: Any,
-        sampling_params: SamplingParams,
-        **kwargs: Any,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Generate for a request with a trace's block; yield the last output once the trace is collected."""
-        entry = traced.entry()
-        await traced.slot.wait_granted()
-        traced.has_begun = True
-        if not entry.data:
-            await self.collective_rpc("hold_trace", args=(traced.key, call.data))
-        carry(sampling_params, entry)
-        traced.share = self.traces.open(
-            traced.key, traced.add_event, traced.drop, max_bytes=MAX_PENDING_BYTES
-        )
-        gathered = GatheredOutput(is_delta=sampling_params.output_kind is RequestOutputKind.DELTA)
-        outputs = super().generate(with_own_salt(prompt, entry), sampling_params, traced.request_id, **kwargs)
-        try:
-            async for output in outputs:
-                gathered.add(output)
-                if output.finished:
-                    await self._collect(traced, gathered.output)
-                yield output
-        except ApiError as error:
-            call.failure = error
-            raise
-        finally:
-            await outputs.aclose()
-
-    async def _collect(self, traced: TracedPrompt, output: RequestOutput) -> None:
-        results = results_of({0: output})
-        finished = await self.finish_trace(traced.key, results)
-        traced.is_over, traced.tier = True, finished.tier
-        traced.slot.release()
-        await asyncio.to_thread(traced.finish, finished.data, finished.printed, output)
 
 
 def _token_ids(prompt: Any) -> list[int]:

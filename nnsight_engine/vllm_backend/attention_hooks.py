@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from nnsight_engine.core.errors import InterventionError
-from nnsight_engine.plans.patterns import AttentionForm
 from nnsight_engine.plans.request_plan import PlannedSite
-from nnsight_engine.plans.step_plan import StepPlan
+from nnsight_engine.plans.step.patterns import AttentionForm
+from nnsight_engine.plans.step.plan import StepPlan
 
 
 class AttentionModule(Protocol):

@@ -18,10 +18,10 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import Intervention, PromptOperations
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.core.model_spec import ModelSpec
-from nnsight_engine.plans.collected import CollectedResults
-from nnsight_engine.plans.collector import RequestCollector
-from nnsight_engine.plans.compile import compile_request
-from nnsight_engine.plans.compile_scope import TokenOf
+from nnsight_engine.plans.collect.collector import RequestCollector
+from nnsight_engine.plans.collect.results import CollectedResults
+from nnsight_engine.plans.compile.request import compile_request
+from nnsight_engine.plans.compile.scope import TokenOf
 from nnsight_engine.plans.request_plan import PLAN_KEY, CompiledRequest
 
 TICKET_KEY: Final = "nnsight_engine_ticket"

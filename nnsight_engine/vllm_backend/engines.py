@@ -18,11 +18,10 @@ from typing import Any, Final, TypeVar
 
 from vllm import LLM, AsyncEngineArgs, RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.async_llm import AsyncLLM
 
 from nnsight_engine.vllm_backend.output_payloads import deliver_payloads
-from nnsight_engine.vllm_backend.trace_router import TraceRouter
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
+from nnsight_engine.vllm_backend.tracing_async_llm import TracingAsyncLLM
 
 logger = logging.getLogger(__name__)
 
@@ -91,28 +90,26 @@ class SyncEngine:
 
 
 class AsyncEngine:
-    """``AsyncLLM`` on an event loop of its own: requests are streamed.
-
-    Attributes:
-        router: Routes the events of running blocks to their streams.
-    """
+    """``AsyncLLM`` on an event loop of its own: requests are streamed."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         """Start the engine with vLLM's engine arguments; blocks until the model is loaded."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="nnsight-engine", daemon=True)
         self._thread.start()
-        self.router = TraceRouter()
         try:
             self.inner = self._wait(self._started(arguments))
-            deliver_payloads(self.inner.output_processor, {TRACE_KEY: self.router.deliver})
+            deliver_payloads(self.inner.output_processor, {TRACE_KEY: self.inner.traces.deliver})
         except BaseException:
             self._end_loop()
             raise
 
     @staticmethod
-    async def _started(arguments: Mapping[str, Any]) -> AsyncLLM:
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**{"disable_log_stats": True, **arguments}))
+    async def _started(arguments: Mapping[str, Any]) -> TracingAsyncLLM:
+        engine_args = AsyncEngineArgs(**{"disable_log_stats": True, **arguments})
+        engine = TracingAsyncLLM.from_engine_args(engine_args)
+        assert isinstance(engine, TracingAsyncLLM)  # noqa: S101 - a classmethod that returns its own class
+        return engine
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         if threading.current_thread() is self._thread:
@@ -133,7 +130,7 @@ class AsyncEngine:
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Call a method on all workers, and return the result of each; not on the engine's own loop."""
-        return self._wait(self.call_soon(method, *args))
+        return self._wait(self.inner.collective_rpc(method, args=args))
 
     def run(self, prompts: Sequence[Any], params: Sequence[SamplingParams]) -> list[RequestOutput]:
         """Run requests, and return their outputs; not on the engine's own loop."""
@@ -157,11 +154,6 @@ class AsyncEngine:
         params.output_kind = RequestOutputKind.FINAL_ONLY
         (output,) = [output async for output in self.inner.generate(prompt, params, request_id)]
         return output
-
-    async def call_soon(self, method: str, *args: Any) -> list[Any]:
-        """Call a method on all workers; must be awaited on the engine's loop."""
-        answers: list[Any] = await self.inner.collective_rpc(method, args=args)
-        return answers
 
     async def across(self, generator: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
         """Iterate, on the caller's loop, over a generator that runs on the engine's loop."""

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nnsight_engine.core.model_spec import PATTERN_LEAF
 from nnsight_engine.plans.request_plan import PlannedSite
-from nnsight_engine.plans.step_plan import StepPlan
+from nnsight_engine.plans.step.plan import StepPlan
 from nnsight_engine.vllm_backend.attention_hooks import AttentionHook
 from nnsight_engine.vllm_backend.families import ModelPoints
 

@@ -50,12 +50,18 @@ class SaveBudget:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = self._num_bytes_left = max_bytes
-        self._num_values_left = _MAX_ALL_VALUES
+        self._num_values = self._num_before = 0
+
+    def begin_variable(self) -> None:
+        """Start to count the values of the next variable, which has a limit of its own."""
+        self._num_before = self._num_values
 
     def take_value(self) -> None:
-        """Count one value; raises _UnfitError beyond the limit."""
-        self._num_values_left -= 1
-        if self._num_values_left < 0:
+        """Count one value; raises _UnfitError beyond a limit."""
+        self._num_values += 1
+        if self._num_values - self._num_before > _MAX_VALUES:
+            raise _UnfitError(f"it holds more than {_MAX_VALUES:,} values; make a tensor of them")
+        if self._num_values > _MAX_ALL_VALUES:
             raise _UnfitError(
                 f"all variables together hold more than {_MAX_ALL_VALUES:,} values; make tensors of them"
             )
@@ -89,9 +95,11 @@ def plain_saves(
         NotPlainError: A variable has a value of another type, or is too large.
     """
     plain = {}
+    walk = _Walk(tensor, budget, known)
     for name, value in saves.items():
+        budget.begin_variable()
         try:
-            plain[name] = _Walk(tensor, budget, known).plain(value, _MAX_DEPTH)
+            plain[name] = walk.plain(value, _MAX_DEPTH)
         except _UnfitError as error:
             raise NotPlainError(
                 f"`{name}` was saved and cannot be answered with: {error}. Save tensors, numbers, strings, "
@@ -101,7 +109,7 @@ def plain_saves(
 
 
 class _Walk:
-    """Converts one variable's value, and enforces the limits on its size and depth."""
+    """Converts values, and enforces the limits on their size and depth."""
 
     def __init__(
         self, tensor: Callable[[torch.Tensor], Any], budget: SaveBudget, known: frozenset[type]
@@ -110,13 +118,9 @@ class _Walk:
         self._budget = budget
         self._known = known
         self._metaclasses = (*_METACLASSES, *map(type, known))
-        self._num_left = _MAX_VALUES
 
     def plain(self, value: Any, depth: int) -> Any:
         self._budget.take_value()
-        self._num_left -= 1
-        if self._num_left < 0:
-            raise _UnfitError(f"it holds more than {_MAX_VALUES:,} values; make a tensor of them")
         if not depth:
             raise _UnfitError(f"it is more than {_MAX_DEPTH} lists and dicts deep")
         kind = type(value)

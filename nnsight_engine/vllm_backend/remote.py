@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from nnsight_engine.interleaving.barrier import Barrier
 from nnsight_engine.remote_backend.identity import fingerprint_of_folder, name_of
 from nnsight_engine.remote_backend.messages import SentEdit, SentInvoke
-from nnsight_engine.remote_backend.outgoing_trace import Dialect, Inputs, Resolve
+from nnsight_engine.remote_backend.sending.outgoing_trace import Dialect, Inputs, Resolve
 from nnsight_engine.serialization import DATA_ONLY, EncodeError
 from nnsight_engine.vllm_backend.traces.caches import HOME_CLASSES
 from nnsight_engine.vllm_backend.traces.points import place_named
@@ -147,7 +147,7 @@ def _prompt(prompt: Mapping[str, Any]) -> str | list[int]:
     if list(known) == ["prompt_token_ids"]:
         return [int(token) for token in known["prompt_token_ids"]]
     raise EncodeError(
-        f"a prompt goes to a server as text or as token ids, and this one has {', '.join(known)}"
+        f"a prompt is sent to a server as text or as token ids, and this one has {', '.join(known)}"
     )
 
 
@@ -164,7 +164,7 @@ def _sampling(request: Request, shared: Mapping[str, Any]) -> dict[str, Any]:
         plain: dict[str, Any] = {} if params is None else msgspec.to_builtins(params)
         plain |= msgspec.to_builtins(named)
     except TypeError as error:
-        raise EncodeError(f"a sampling parameter cannot travel: {error}") from error
+        raise EncodeError(f"a sampling parameter cannot be serialized: {error}") from error
     return {name: value for name, value in plain.items() if not name.startswith("_")}
 
 

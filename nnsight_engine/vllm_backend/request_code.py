@@ -19,7 +19,7 @@ from api_schemas.request_traces import MODEL_NAME, TRACER_NAME, Trace
 from api_schemas.tensors import TensorObject
 from nnsight_engine.core.saves import save
 from nnsight_engine.core.tensor_bytes import tensor_from_bytes
-from nnsight_engine.remote_backend.incoming_blocks import SAVED
+from nnsight_engine.remote_backend.values.received_blocks import SAVED
 from nnsight_engine.serialization import EncodeError, SentBlock, encode_trace
 from nnsight_engine.tracing.text_blocks import block_of_text
 from nnsight_engine.tracing.tracer import Info

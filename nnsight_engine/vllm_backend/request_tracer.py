@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
-from nnsight_engine.remote_backend.incoming_blocks import SAVED
-from nnsight_engine.remote_backend.outcomes import (
+from nnsight_engine.remote_backend.values.outcomes import (
     Outcome,
     assign_saved,
     groups_of,
@@ -19,11 +18,12 @@ from nnsight_engine.remote_backend.outcomes import (
     saved_containers,
     wanted_of,
 )
+from nnsight_engine.remote_backend.values.received_blocks import SAVED
 from nnsight_engine.serialization import DATA_ONLY, encode_trace
 from nnsight_engine.vllm_backend.prompts import Request
 from nnsight_engine.vllm_backend.rpc_results import answer
 from nnsight_engine.vllm_backend.sampling import sampling_params
-from nnsight_engine.vllm_backend.traced_requests import carry, results_of, with_own_salt
+from nnsight_engine.vllm_backend.traced_requests import TraceRequests, results_of
 from nnsight_engine.vllm_backend.traces.caches import HOME_CLASSES
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.points import place_named
@@ -81,7 +81,7 @@ class Purpose(enum.Enum):
     SCAN = enum.auto()
 
 
-class SentTrace:
+class SentTrace(TraceRequests):
     """One trace, encoded as requests."""
 
     def __init__(
@@ -98,7 +98,7 @@ class SentTrace:
             EncodeError: A block uses a value that cannot be encoded.
             ValueError: A request selects an unknown edit.
         """
-        self.key = uuid.uuid4().hex
+        super().__init__(uuid.uuid4().hex)
         self._tracer = tracer
         self._purpose = purpose
         self._parts = parts_of(tracer)
@@ -113,23 +113,21 @@ class SentTrace:
         )
         shared = {**tracer.batcher.shared_kwargs}
         edits = shared.pop("edits", None)
-        self.params = [sampling_params(request, shared) for request in requests]
-        self.prompts: list[dict[str, Any]] = []
         wanted = wanted_of(self._parts)
         groups = groups_of(self._parts)
-        for index, params in enumerate(self.params):
+        for index, request in enumerate(requests):
+            params = sampling_params(request, shared)
             if purpose is not Purpose.RUN:
                 params.n = 1
             # With several requests a block may wait for another block's later step, so they are checked on
             # all tokens.
-            chosen = tracer.model.chosen_edits(edits if (own := requests[index].edits) is None else own)
+            chosen = tracer.model.chosen_edits(edits if request.edits is None else request.edits)
             entry = TraceEntry(
                 self.key, index, params.n, data, groups, streams, chosen,
                 is_dry_run=purpose is Purpose.CHECK and params.max_tokens != 1 and len(requests) == 1,
                 is_scan=purpose is Purpose.SCAN, wanted=wanted,
             )  # fmt: skip
-            carry(params, entry)
-            self.prompts.append(with_own_salt(requests[index].prompt, entry))
+            self.add(request.prompt, params, entry)
 
     def results(self, outputs: Outputs) -> dict[str, Any]:
         """Return the requests' outputs as plain values, for blocks that wait for them."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nnsight_engine.core.model_spec import ModelSpec
-from nnsight_engine.plans.collector import RequestCollector
+from nnsight_engine.plans.collect.collector import RequestCollector
 from nnsight_engine.plans.records import Payload
 from nnsight_engine.plans.request_plan import RequestPlan
 

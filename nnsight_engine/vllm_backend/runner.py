@@ -23,7 +23,7 @@ from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.tap_choice import NO_TAPS, chosen_taps
 from nnsight_engine.plans.records import StepResults
 from nnsight_engine.plans.request_plan import PLAN_KEY
-from nnsight_engine.plans.step_plan import StepPlan
+from nnsight_engine.plans.step.plan import StepPlan
 from nnsight_engine.vllm_backend.compat import (
     EngineLimits,
     attach_results,

@@ -22,7 +22,7 @@ from torch import nn
 from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from nnsight_engine.plans.step_plan import StepPlan
+from nnsight_engine.plans.step.plan import StepPlan
 
 if TYPE_CHECKING:
     from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher

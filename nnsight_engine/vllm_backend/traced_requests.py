@@ -1,6 +1,6 @@
-"""Conversions between traces and vLLM's requests: a request's trace entry, and its results for blocks.
+"""Conversions between traces and vLLM's requests: requests with trace entries, and results for blocks.
 
-``VLLM`` uses them on the client, the server for a client's message.
+``VLLM`` uses them on the client; the server for a client's message, and for the operation ``trace``.
 """
 
 from __future__ import annotations
@@ -16,18 +16,53 @@ if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
 
 
-def carry(params: SamplingParams, entry: TraceEntry, sender: str = "") -> None:
-    """Add a request's trace entry to its sampling parameters, and its tenant if there are several."""
-    params.extra_args = {**(params.extra_args or {}), TRACE_KEY: entry.to_plain()}
-    if sender:
-        params.extra_args[SENDER_KEY] = sender
-    # A block may read and write at any position, so the request must not share the KV cache.
-    params.skip_reading_prefix_cache = True
+class TraceRequests:
+    """The requests of one trace, one for each of its blocks.
 
+    Args:
+        key: The trace's id in the workers.
+        held: The encoded blocks, if they are sent to the workers ahead of the requests; None if each request
+            carries them.
 
-def with_own_salt(prompt: Mapping[str, Any], entry: TraceEntry) -> dict[str, Any]:
-    """Return the prompt with a cache salt of its own, so that its KV cache is not shared."""
-    return {**prompt, "cache_salt": f"{entry.key}{entry.index:x}"}
+    Attributes:
+        prompts: vLLM's prompts.
+        params: The sampling parameters.
+        ids: The requests' ids, which must be unique: aborting a shared id aborts all of its requests.
+    """
+
+    def __init__(self, key: str, held: bytes | None = None) -> None:
+        self.key = key
+        self.held = held
+        self.prompts: list[dict[str, Any]] = []
+        self.params: list[SamplingParams] = []
+        self.ids: list[str] = []
+
+    def add(
+        self,
+        prompt: Mapping[str, Any],
+        params: SamplingParams,
+        entry: TraceEntry,
+        *,
+        sender: str = "",
+        request_id: str = "",
+    ) -> None:
+        """Add the request of the next block.
+
+        Args:
+            prompt: vLLM's prompt.
+            params: The sampling parameters, which receive the entry.
+            entry: The request's part in the trace.
+            sender: Its tenant, if the engine has several.
+            request_id: Prefix of its id.
+        """
+        params.extra_args = {**(params.extra_args or {}), TRACE_KEY: entry.to_plain()}
+        if sender:
+            params.extra_args[SENDER_KEY] = sender
+        # A block may read and write at any position, so the request must not share the KV cache.
+        params.skip_reading_prefix_cache = True
+        self.params.append(params)
+        self.prompts.append({**prompt, "cache_salt": f"{self.key}{entry.index:x}"})
+        self.ids.append("-".join(filter(None, (request_id, self.key, str(entry.index)))))
 
 
 def results_of(outputs: Mapping[int, RequestOutput]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from nnsight_engine.envoys.envoy_map import EnvoyMap, check_envoys
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
 from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.modeling.wrapper import WrapperModule
-from nnsight_engine.remote_backend.backend import Remote, RemoteBackend, chosen_backend
+from nnsight_engine.remote_backend.client.backend import Remote, RemoteBackend, chosen_backend
 from nnsight_engine.remote_backend.identity import name_of
 from nnsight_engine.serialization import restore_error
 from nnsight_engine.tracing.tracer import Backend, refuse_statement
@@ -31,7 +31,7 @@ from nnsight_engine.vllm_backend.traces.points import LOGITS, SAMPLES, EnginePoi
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nnsight_engine.remote_backend.transport import Transport
+    from nnsight_engine.remote_backend.client.transport import Transport
     from nnsight_engine.vllm_backend.compat import EngineLimits
     from nnsight_engine.vllm_backend.engines import AsyncEngine, SyncEngine
     from nnsight_engine.vllm_backend.request_tracer import RequestTracer

@@ -18,16 +18,17 @@ import torch
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.tensor_bytes import DTYPES
-from nnsight_engine.plans.active import ActiveRequest, Registrar
-from nnsight_engine.plans.builder import LOGITS, StepBuilder
-from nnsight_engine.plans.host_arena import HostArena
-from nnsight_engine.plans.ledger import ByteLedger
-from nnsight_engine.plans.logits_rows import LogitsRows
 from nnsight_engine.plans.records import Failure, StepResults
-from nnsight_engine.plans.request_plan import PlannedSite
-from nnsight_engine.plans.steady_run import SteadyRun
-from nnsight_engine.plans.step_plan import Span, StepPlan
-from nnsight_engine.plans.step_results import StepResultsReader
+from nnsight_engine.plans.request_plan import LOGITS, PlannedSite
+from nnsight_engine.plans.step.active import ActiveRequest, Registrar
+from nnsight_engine.plans.step.builder import StepBuilder
+from nnsight_engine.plans.step.context import StepContext
+from nnsight_engine.plans.step.host_arena import HostArena
+from nnsight_engine.plans.step.ledger import ByteLedger
+from nnsight_engine.plans.step.logits_rows import LogitsRows
+from nnsight_engine.plans.step.plan import Span, StepPlan
+from nnsight_engine.plans.step.results_reader import StepResultsReader
+from nnsight_engine.plans.step.steady_run import SteadyRun
 from nnsight_engine.vllm_backend.attention_hooks import attention_form
 from nnsight_engine.vllm_backend.families import ModelPoints
 
@@ -58,12 +59,16 @@ class WorkerState:
     ) -> None:
         self.points = points
         self.spec = spec
-        dtype = DTYPES[spec.dtype]
         self._ledger = ByteLedger(max_request_bytes=max_request_bytes, max_engine_bytes=max_engine_bytes)
-        self._registrar = Registrar(spec, dtype, device)
-        self._builder = StepBuilder(
-            spec, dtype, device, self._ledger, lambda layer: attention_form(points.attention(layer))
+        context = StepContext(
+            spec,
+            DTYPES[spec.dtype],
+            device,
+            self._ledger,
+            form_of=lambda layer: attention_form(points.attention(layer)),
         )
+        self._registrar = Registrar(context)
+        self._builder = StepBuilder(context)
         self._results_reader = StepResultsReader(
             points.lens_logits, None if device.type == "cpu" else HostArena(device)
         )

@@ -20,7 +20,7 @@ from vllm.forward_context import get_forward_context
 from vllm.platforms import current_platform
 
 from nnsight_engine import save
-from nnsight_engine.plans.collected import CollectedCapture
+from nnsight_engine.plans.collect.results import CollectedCapture
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.check_process import REPORT
 from tests.e2e.graph_pieces import Piece
@@ -53,14 +53,14 @@ class Steps:
         self._chosen: list[tuple[str, int]] = []
         self._runner = model.engine.llm_engine.model_executor.driver_worker.worker.model_runner
         self._before = Counter(self._runner.counts.steps)
-        forward = self._runner._model_forward
+        forward = self._runner._model_forward  # noqa: SLF001 - vLLM's own, which each step calls
 
         def noting(*args: Any, **kwargs: Any) -> Any:
             num_rows = int(kwargs["input_ids"].shape[0])
             self._chosen.append((get_forward_context().cudagraph_runtime_mode.name, num_rows))
             return forward(*args, **kwargs)
 
-        self._runner._model_forward = noting
+        self._runner._model_forward = noting  # noqa: SLF001 - the same
 
     def take(self) -> dict[str, Any]:
         """Return what was noted since the last time."""

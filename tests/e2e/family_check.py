@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 
 from api_schemas.points import MODEL_POINTS
-from nnsight_engine.plans.collected import CollectedCapture, CollectedLens, CollectedToken
+from nnsight_engine.plans.collect.results import CollectedCapture, CollectedLens, CollectedToken
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.check_process import in_forks
 from tests.e2e.harness import Ask, Engine, Reply

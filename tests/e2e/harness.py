@@ -22,7 +22,8 @@ from api_schemas.limits import Limits
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.tensor_bytes import tensor_from_bytes
 from nnsight_engine.core.token_texts import TokenTexts
-from nnsight_engine.plans.collected import (
+from nnsight_engine.plans.collect.collector import RequestCollector
+from nnsight_engine.plans.collect.results import (
     CollectedCapture,
     CollectedLens,
     CollectedProbe,
@@ -30,8 +31,7 @@ from nnsight_engine.plans.collected import (
     CollectedTrace,
     TensorResult,
 )
-from nnsight_engine.plans.collector import RequestCollector
-from nnsight_engine.plans.compile import compile_request
+from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.request_plan import PLAN_KEY
 from nnsight_engine.vllm_backend.call import prepare_params, salted
 from nnsight_engine.vllm_backend.compat import EngineLimits, engine_options
@@ -103,16 +103,17 @@ class Engine:
             "disable_log_stats": True,
         }
         llm = LLM(model=str(model), **engine_options(limits or EngineLimits()), **(defaults | options))
-        self._use(llm)
+        self.use(llm)
 
     @classmethod
     def around(cls, llm: LLM) -> Engine:
         """Use an engine that has been started, and can intervene."""
         engine = cls.__new__(cls)
-        engine._use(llm)
+        engine.use(llm)
         return engine
 
-    def _use(self, llm: LLM) -> None:
+    def use(self, llm: LLM) -> None:
+        """Read what the model offers, and have results arrive here."""
         self.llm = llm
         self.core = llm.llm_engine
         self.tokenizer = self.llm.get_tokenizer()

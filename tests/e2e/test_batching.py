@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight_engine.plans.collected import CollectedProbe
+from nnsight_engine.plans.collect.results import CollectedProbe
 from tests.e2e.harness import Ask, Engine, Reply, random_vector
 from tests.e2e.neighbours import INTERVENING, INTERVENTIONS, PROMPTS, asks, assert_neighbours_notice_nothing
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from nnsight_engine.plans.collected import CollectedCapture, CollectedProbe
+from nnsight_engine.plans.collect.results import CollectedCapture, CollectedProbe
 from tests.e2e.harness import Ask, Engine, Reply, random_vector
 from tests.families.checkpoints import write_checkpoint
 

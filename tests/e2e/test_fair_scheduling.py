@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from typing_extensions import override
 
 from nnsight_engine import save
 from nnsight_engine.vllm_backend.request_tracer import SentTrace
@@ -30,7 +31,8 @@ NUM_PLACES = 4
 class Settled(SenderUsage):
     """Knows by itself who floods: how long steps take on a test's machine says nothing."""
 
-    def light(self) -> frozenset[str]:
+    @override
+    def light_senders(self) -> frozenset[str]:
         return frozenset({"few"})
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nnsight_engine import RemoteError
-from nnsight_engine.remote_backend.backend import RemoteBackend
+from nnsight_engine.remote_backend.client.backend import RemoteBackend
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.server import Server
 

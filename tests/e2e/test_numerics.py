@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight_engine.plans.collected import CollectedCapture, CollectedLens, CollectedProbe
+from nnsight_engine.plans.collect.results import CollectedCapture, CollectedLens, CollectedProbe
 from tests.e2e.harness import Ask, Engine, random_vector
 from tests.e2e.reference import Reference
 

@@ -15,7 +15,7 @@ import pytest_asyncio
 import safetensors.numpy
 
 from nnsight_engine import save
-from nnsight_engine.remote_backend.incoming_blocks import SAVED
+from nnsight_engine.remote_backend.values.received_blocks import SAVED
 from nnsight_engine.serialization import SentBlock, encode_trace
 from nnsight_engine.tracing.tracer import Tracer
 from tests.e2e.live import MODEL, Live, live_server
@@ -34,7 +34,7 @@ async def live(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Async
         yield live
         assert set((await live.held()).values()) == {0}
         assert len(live.engine.engine.traces) == 0
-        assert not live.engine.engine._left
+        assert live.engine.engine.num_background == 0
 
 
 def op(code: str, **fields: Any) -> dict[str, Any]:

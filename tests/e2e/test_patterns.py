@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight_engine.plans.collected import CollectedCapture
+from nnsight_engine.plans.collect.results import CollectedCapture
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from tests.e2e.harness import Ask, Engine, Reply
 from tests.families.checkpoints import IN_CORE, NUM_HEADS, NUM_LAYERS, write_checkpoint

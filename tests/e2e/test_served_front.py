@@ -7,7 +7,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Collection, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ import httpx
 import pytest
 import ray
 from ray import serve
+from typing_extensions import override
 from websockets.sync.client import connect
 
 from api_schemas.errors import ApiError
@@ -23,6 +24,7 @@ from app.main import create_app, new_store
 from app.replicas.application import build, front_of, routing_of, scaling_of
 from app.replicas.handles import ServedReplicas
 from app.replicas.options import ModelOptions, ReplicaOptions
+from app.replicas.replica import Replica
 from app.settings import Settings
 from nnsight_engine.core.errors import UnsupportedOptionError
 from tests.e2e import ray_ingress
@@ -38,24 +40,35 @@ LONG: Final = "once upon a time in a land far away there was a queen " * 8
 _PROJECT: Final = Path(__file__).resolve().parents[2]
 
 
-class Elsewhere:
-    """A replica whose server the test has started."""
+class StartedReplica(Replica):
+    """A replica whose server the test has started; its calls are the real ones.
 
-    def __init__(self, urls: list[str]) -> None:
+    Args:
+        urls: The servers' addresses, by the replica's rank.
+    """
+
+    async def __init__(self, urls: list[str]) -> None:  # type: ignore[misc]  # Ray Serve awaits it
         context = serve.get_replica_context()
-        self._address = context.replica_id.unique_id, urls[context.rank.rank]
+        self._started = context.replica_id.unique_id, urls[context.rank.rank]
         self._num_leases = 0
 
-    async def lease(self, **_wanted: Any) -> AsyncGenerator[tuple[str, str], None]:
+    @override
+    async def lease(
+        self, key: bytes = b"", tried: Collection[str] = ()
+    ) -> AsyncGenerator[tuple[str, str], None]:
         self._num_leases += 1
         try:
-            yield self._address
-            await asyncio.Event().wait()
+            async for address in super().lease(key, tried):
+                yield address
         finally:
             self._num_leases -= 1
 
+    @override
     async def address(self) -> tuple[str, str]:
-        return self._address
+        return self._started
+
+    @override
+    async def check_health(self) -> None: ...
 
     async def num_leases(self) -> int:
         return self._num_leases
@@ -115,7 +128,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
         stack.callback(serve.shutdown)
         options = ReplicaOptions(models=[ModelOptions(model="fake")])
-        replicas = serve.deployment(Elsewhere).options(
+        replicas = serve.deployment(StartedReplica).options(
             name="replicas",
             num_replicas=2,
             max_ongoing_requests=100,
@@ -240,7 +253,7 @@ async def test_leases_scale_replicas_and_find_those_that_are_wanted(served: Serv
         model="fake", replicas=1, max_replicas=2, target_ongoing_requests=2, upscale_delay_s=0
     )
     scaling = {**scaling_of(model)["autoscaling_config"], "metrics_interval_s": 0.5, "look_back_period_s": 1}
-    scaled = serve.deployment(Elsewhere).options(
+    scaled = serve.deployment(StartedReplica).options(
         name="scaled",
         autoscaling_config=scaling,
         max_ongoing_requests=100,

@@ -167,7 +167,7 @@ def test_who_stops_listening_ends_the_requests(model: VLLM, how: str) -> None:
     asyncio.run(leave())
     assert not model.engine.output_processor.request_states
     assert isinstance(model.host, AsyncEngine)
-    assert len(model.host.router) == 0
+    assert len(model.engine.traces) == 0
 
 
 def test_outputs_are_streamed_once(model: VLLM) -> None:

@@ -20,12 +20,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from app.observability import scrape
 from nnsight_engine import LanguageModel, save
-from nnsight_engine.remote_backend.backend import RemoteBackend
+from nnsight_engine.remote_backend.client.backend import RemoteBackend
+from nnsight_engine.remote_backend.client.transport import Progress
 from nnsight_engine.remote_backend.errors import RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, FrameReader
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE, SentInvoke, TraceHead, TraceRequest
-from nnsight_engine.remote_backend.outcomes import read_outcomes
-from nnsight_engine.remote_backend.transport import Progress
+from nnsight_engine.remote_backend.values.outcomes import read_outcomes
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.live import MODEL, Live, live_server

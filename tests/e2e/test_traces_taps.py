@@ -16,7 +16,7 @@ import torch
 
 from nnsight_engine import save
 from nnsight_engine.interleaving.events import OutOfOrderError
-from nnsight_engine.remote_backend.outcomes import Outcome
+from nnsight_engine.remote_backend.values.outcomes import Outcome
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.harness import Ask, Engine, random_vector

@@ -11,7 +11,7 @@ from typing import Any
 from vllm import RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from nnsight_engine.remote_backend.outcomes import Outcome
+from nnsight_engine.remote_backend.values.outcomes import Outcome
 from nnsight_engine.vllm_backend.request_tracer import RequestTracer, SentTrace
 from nnsight_engine.vllm_backend.rpc_results import answer
 from nnsight_engine.vllm_backend.vllm import VLLM

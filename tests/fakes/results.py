@@ -10,7 +10,7 @@ from api_schemas.capabilities import Capabilities
 from api_schemas.interventions import Intervention, Operation
 from api_schemas.operations import Capture, LogitLens, Probe
 from api_schemas.request_traces import Trace
-from nnsight_engine.plans.collected import (
+from nnsight_engine.plans.collect.results import (
     CollectedCapture,
     CollectedLens,
     CollectedProbe,

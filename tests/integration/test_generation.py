@@ -233,12 +233,12 @@ class LeavingClient:
         self.has_left = asyncio.Event()
         self.received: list[Message] = []
         self._body = json.dumps(body).encode()
-        self._is_sent = False
+        self.is_sent = False
         self._leaves_at_first_byte = leaves_at_first_byte
 
     async def receive(self) -> Message:
-        if not self._is_sent:
-            self._is_sent = True
+        if not self.is_sent:
+            self.is_sent = True
             return {"type": "http.request", "body": self._body, "more_body": False}
         await self.has_left.wait()
         return {"type": "http.disconnect"}
@@ -294,7 +294,7 @@ async def test_a_client_that_leaves_in_mid_stream_ends_the_engines_stream(serve:
 async def test_a_client_that_leaves_before_its_body_is_whole_costs_nothing(serve: Serve):
     async with serve() as server:
         client = LeavingClient({})
-        client._is_sent = True
+        client.is_sent = True
         client.has_left.set()
         await client.run(server)
         assert client.received == []

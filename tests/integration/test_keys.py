@@ -13,7 +13,6 @@ from sqlalchemy import select
 
 from api_schemas.keys import Scope, Tier
 from app.storage.tables import Base
-from tests.fakes.traces import FakeTraceEngine
 from tests.integration.conftest import ErrorCheck, Serve
 from tests.integration.served_routes import ROUTES
 from tests.integration.tenants import Tenants
@@ -71,8 +70,7 @@ async def test_operations_within_a_request_have_scopes_too(tenants: Tenants, err
 
 
 async def test_the_tier_of_a_key_says_where_its_code_runs(tenants: Tenants) -> None:
-    engine = tenants.server.context.traces._engines["vllm"]._engine  # type: ignore[attr-defined]
-    assert isinstance(engine, FakeTraceEngine)
+    engine = tenants.server.engine.fake_traces
     for tier, runs_in in ((Tier.SANDBOXED, "acme"), (Tier.TRUSTED, "")):
         headers = {**await tenants.headers("acme", Scope.CODE, tier=tier), **HEADERS}
         assert (await tenants.send("POST", "/v1/traces", headers, content=message())).status_code == 200
@@ -128,8 +126,17 @@ async def test_keys_are_made_listed_replaced_and_ended_over_http(
         return (await tenants.send("GET", "/v1/models", {"authorization": f"bearer {text}"})).status_code
 
     assert await models(key["key"]) == 200
-    await asyncio.gather(*tenants.server.context.keys._notes)  # its use is written down
-    (listed,) = (await tenants.send("GET", "/v1/admin/keys", admin, params={"tenant": "acme"})).json()["data"]
+
+    async def listed_keys() -> list[dict[str, Any]]:
+        answer = await tenants.send("GET", "/v1/admin/keys", admin, params={"tenant": "acme"})
+        found: list[dict[str, Any]] = answer.json()["data"]
+        return found
+
+    async def is_use_noted() -> bool:
+        return (await listed_keys())[0]["last_used_at"] is not None
+
+    await until_async(is_use_noted)
+    (listed,) = await listed_keys()
     assert {**listed, "last_used_at": None} == {name: value for name, value in key.items() if name != "key"}
     assert listed["last_used_at"] >= listed["created_at"]
     path = f"/v1/admin/keys/{key['id']}"

@@ -82,7 +82,7 @@ async def test_no_more_run_at_once_than_may_and_each_gives_its_place_back(
         assert (await complete(limited, model="none")).status_code == 404
         traced = await tenants.send("POST", "/v1/traces", {**limited, **HEADERS}, content=message())
         assert traced.status_code == 200
-    assert not tenants.server.context.rates._running
+    assert tenants.server.context.rates.num_running("acme") == 0
 
 
 async def test_what_one_group_refuses_is_counted_by_none(tenants: Tenants) -> None:

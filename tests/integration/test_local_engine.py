@@ -12,10 +12,12 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import torch
+from typing_extensions import override
 
 from api_schemas.errors import ErrorCode
 from app.allowance import Allowance
@@ -29,12 +31,12 @@ from nnsight_engine.core.saves import save
 from nnsight_engine.core.work_context import WorkContext
 from nnsight_engine.local_engine.process_channel import ProcessOptions
 from nnsight_engine.modeling.language import LanguageModel
-from nnsight_engine.remote_backend.backend import RemoteBackend
+from nnsight_engine.remote_backend.client.backend import RemoteBackend
+from nnsight_engine.remote_backend.client.http import HttpTransport
+from nnsight_engine.remote_backend.client.transport import Progress
 from nnsight_engine.remote_backend.errors import RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
-from nnsight_engine.remote_backend.http import HttpTransport
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE, TraceHead, TraceRequest
-from nnsight_engine.remote_backend.transport import Progress
 from nnsight_engine.serialization import encode
 from tests.fakes.engine import FakeEngineClient
 from tests.fakes.results import MODEL
@@ -294,10 +296,23 @@ def test_who_waits_is_told_and_not_too_many_do(served: Served, monkeypatch: pyte
     assert queued == ["1 before this one"]
 
 
+class WatchedMeter(UsageMeter):
+    """Records the futures that may add usage after a request."""
+
+    def __init__(self, key_id: str) -> None:
+        super().__init__(key_id)
+        self.expected: list[asyncio.Future[Any]] = []
+
+    @override
+    def expect(self, doing: asyncio.Future[Any]) -> None:
+        self.expected.append(doing)
+        super().expect(doing)
+
+
 def test_the_time_that_a_trace_holds_the_engine_is_counted(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    meter = UsageMeter("key")
+    meter = WatchedMeter("key")
     monkeypatch.setattr(process_job, "current_work", lambda: WorkContext(meter=meter))
     model = served.model
     with model.trace(TEXT, backend=served.remote()):
@@ -305,7 +320,7 @@ def test_the_time_that_a_trace_holds_the_engine_is_counted(
         model.lm_head.output.save()
     until(lambda: meter.intervention_s > 0)
     assert 0.3 <= meter.intervention_s < 30
-    until(lambda: all(one.done() for one in meter._late))
+    until(lambda: all(one.done() for one in meter.expected))
 
 
 def capture(served: Served) -> bytes:

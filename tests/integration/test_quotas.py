@@ -41,8 +41,7 @@ class Client:
 
     async def counted(self) -> None:
         """Wait until what has ended is counted, as nobody else does."""
-        rates = self.tenants.server.context.rates
-        await asyncio.gather(*rates._settling)
+        await self.tenants.server.context.rates.close()  # which waits, and closes nothing
 
 
 async def client(tenants: Tenants, **limits: float) -> Client:

@@ -21,7 +21,7 @@ from app.settings import Settings
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.core.saves import save
 from nnsight_engine.core.work_context import current_work
-from nnsight_engine.remote_backend.backend import RemoteBackend
+from nnsight_engine.remote_backend.client.backend import RemoteBackend
 from nnsight_engine.remote_backend.errors import RemoteError
 from nnsight_engine.remote_backend.frames import Frame
 from nnsight_engine.remote_backend.messages import TraceRequest
@@ -232,7 +232,7 @@ def test_a_session_within_a_session_s_traces_is_refused(served: Served) -> None:
     model = served.model
     with pytest.raises(RemoteError, match="and nothing else"):
         with model.session():
-            with model.session(backend=model._remote_backend()):
+            with model.session(backend=model._remote_backend()):  # noqa: SLF001 - as the session makes it
                 kept = save(1)
     with pytest.raises(NameError):
         _ = kept

@@ -12,7 +12,7 @@ import torch
 from api_schemas.errors import ApiError, ErrorCode
 from nnsight_engine.remote_backend.frames import MEDIA_TYPE, FrameKind, tier_of
 from nnsight_engine.remote_backend.messages import TraceRequest
-from nnsight_engine.remote_backend.outcomes import read_outcomes
+from nnsight_engine.remote_backend.values.outcomes import read_outcomes
 from tests.fakes.engine import FakeBehaviour
 from tests.fakes.results import FINGERPRINT, MODEL
 from tests.integration.conftest import ErrorCheck, Serve, Server

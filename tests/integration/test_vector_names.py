@@ -11,7 +11,7 @@ import pytest
 from api_schemas.interventions import parse_interventions, tensor_of
 from api_schemas.keys import Scope
 from app.storage.vectors import VectorStore
-from nnsight_engine.plans.tensor_input import read_tensor
+from nnsight_engine.plans.compile.tensors import read_tensor
 from tests.integration.conftest import ErrorCheck, Serve, Server
 from tests.integration.tenants import Tenants
 from tests.integration.test_vectors import make

@@ -11,7 +11,7 @@ import torch
 from nnsight_engine import NNsight
 from nnsight_engine.sandbox.block_checker import CHECKED
 from nnsight_engine.serialization import DecodeError, SandboxError, decode, encode
-from nnsight_engine.serialization.node_kinds import NodeKind
+from nnsight_engine.serialization.message.node_kinds import NodeKind
 from tests.security.host import Small, message_of, run
 from tests.unit.serialization.test_hostile import message
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -128,3 +129,12 @@ def test_commits_that_follow_each_other_run_every_slice(tmp_path: Path) -> None:
         chosen.append(Slice.parse(slice_.removeprefix("SLICE=")))
     assert sorted(one.number for one in chosen) == [1, 2, 3, 4]
     assert {one.count for one in chosen} == {4}
+
+
+def test_every_file_with_tests_is_collected() -> None:
+    with_tests = {
+        str(path.relative_to(PROJECT))
+        for path in (PROJECT / "tests").rglob("*.py")
+        if re.search(r"^(async )?def test_", path.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    assert {name for name in with_tests if not Path(name).name.startswith("test_")} == set()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from nnsight_engine.interleaving.shared_variables import exchanges
 from nnsight_engine.interleaving.threads import ThreadMediator, Threads
 from nnsight_engine.remote_backend.codecs import decode_blocks
-from nnsight_engine.remote_backend.incoming_blocks import SAVED, ReceivedInvoke, invokes_of
+from nnsight_engine.remote_backend.values.received_blocks import SAVED, ReceivedInvoke, invokes_of
 from nnsight_engine.serialization import TRUSTED, Policy
 from nnsight_engine.tracing.tracer import compiled
 from nnsight_engine.vllm_backend.traces.entry import Marks, TraceEntry

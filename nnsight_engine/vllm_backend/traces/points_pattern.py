@@ -16,8 +16,7 @@ import torch
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.envoys.architectures.errors import PatternError
 from nnsight_engine.interleaving.mediator import Mediator
-from nnsight_engine.plans.key_store import AttentionKeyStore
-from nnsight_engine.plans.patterns import ComputePattern
+from nnsight_engine.plans.step.patterns import AttentionKeyStore, ComputePattern
 from nnsight_engine.vllm_backend.attention_hooks import attention_form
 
 if TYPE_CHECKING:

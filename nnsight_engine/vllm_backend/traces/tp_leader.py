@@ -19,7 +19,7 @@ import torch
 
 from nnsight_engine.core.trees import map_tensors, tensors
 from nnsight_engine.interleaving.threads import ThreadMediator
-from nnsight_engine.serialization.message import Piece
+from nnsight_engine.serialization.message.table import Piece
 from nnsight_engine.vllm_backend.traces.errors import SandboxedError, SpreadModuleError
 from nnsight_engine.vllm_backend.traces.ranks import (
     CallMessage,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, Final
 
-from nnsight_engine.remote_backend.incoming_blocks import outcome_of, outcome_pieces
+from nnsight_engine.remote_backend.values.received_blocks import outcome_of, outcome_pieces
 from nnsight_engine.serialization import encode, encode_error
 from nnsight_engine.serialization.limits import MessageLimits
-from nnsight_engine.serialization.message import Piece
+from nnsight_engine.serialization.message.table import Piece
 from nnsight_engine.vllm_backend.traces.errors import TraceBytesError
 from nnsight_engine.vllm_backend.traces.results import Result, checked, client_reference
 from nnsight_engine.vllm_backend.traces.scans import first_values

@@ -21,9 +21,9 @@ import torch
 from nnsight_engine.core.sandbox_choice import PROCESS
 from nnsight_engine.envoys.architectures.named_points import EMBED
 from nnsight_engine.interleaving.threads import Threads
-from nnsight_engine.remote_backend.incoming_blocks import failure_of
+from nnsight_engine.remote_backend.values.received_blocks import failure_of
 from nnsight_engine.serialization import TRUSTED, Policy, encode
-from nnsight_engine.serialization.message import Piece
+from nnsight_engine.serialization.message.table import Piece
 from nnsight_engine.vllm_backend.model_outline import OutlineEntry, outline_of
 from nnsight_engine.vllm_backend.traces.context import TraceContext
 from nnsight_engine.vllm_backend.traces.edits import EditStore

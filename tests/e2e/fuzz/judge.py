@@ -14,7 +14,7 @@ from typing import Final
 
 import torch
 
-from nnsight_engine.plans.collected import (
+from nnsight_engine.plans.collect.results import (
     CollectedCapture,
     CollectedLens,
     CollectedProbe,

@@ -13,8 +13,10 @@ import torch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from nnsight_engine.core.dtypes import ITEM_BYTES
-from nnsight_engine.plans import builder, collector, pattern_results, reads, where, writes
-from nnsight_engine.plans.lens import LensReader
+from nnsight_engine.plans import where
+from nnsight_engine.plans.collect import assembly
+from nnsight_engine.plans.step import builder, operation_rows, reads, writes
+from nnsight_engine.plans.step.lens import LensReader
 from nnsight_engine.vllm_backend import call
 from tests.e2e import harness
 
@@ -111,7 +113,7 @@ def _late_phase(patch: Patch) -> None:
     def evaluate(rule: Any, positions: Any, token_ids: Any, prompt_len: int) -> Any:
         return right(rule, positions, token_ids, prompt_len - 1)
 
-    patch.setattr(builder, "evaluate", evaluate)
+    patch.setattr(operation_rows, "evaluate", evaluate)
 
 
 def _no_exclude(patch: Patch) -> None:
@@ -121,7 +123,7 @@ def _no_exclude(patch: Patch) -> None:
     def evaluate(rule: Any, positions: Any, token_ids: Any, prompt_len: int) -> Any:
         return right(msgspec.structs.replace(rule, exclude=None), positions, token_ids, prompt_len)
 
-    patch.setattr(builder, "evaluate", evaluate)
+    patch.setattr(operation_rows, "evaluate", evaluate)
 
 
 def _no_salt(patch: Patch) -> None:
@@ -137,7 +139,7 @@ def _clients_share_a_salt(patch: Patch) -> None:
 
 def _narrow_patterns(patch: Patch) -> None:
     """A part's patterns lack what its last position attends to itself."""
-    right = pattern_results.captured_patterns
+    right = assembly.captured_patterns
 
     def captured(op: Any, records: Any, **options: Any) -> Any:
         points = right(op, records, **options)
@@ -147,12 +149,12 @@ def _narrow_patterns(patch: Patch) -> None:
             points[point] = dataclasses.replace(result, data=values.tobytes())
         return points
 
-    patch.setattr(collector, "captured_patterns", captured)
+    patch.setattr(assembly, "captured_patterns", captured)
 
 
 def _prompt_logprobs_of_the_row_before(patch: Patch) -> None:
     """The log-probabilities of a prompt's token are computed one position too early."""
-    right = GPUModelRunner._get_prompt_logprobs_dict
+    right = GPUModelRunner._get_prompt_logprobs_dict  # noqa: SLF001 - a mutant replaces it
 
     def prompt_logprobs(self: Any, hidden_states: torch.Tensor, num_scheduled: Any) -> Any:
         return right(self, hidden_states.roll(1, 0), num_scheduled)
@@ -172,7 +174,7 @@ def _readers_use_the_cache(patch: Patch) -> None:
 
 def _delivered_again(patch: Patch) -> None:
     """What is computed again after a preemption is read again."""
-    right = builder._named_offsets
+    right = operation_rows.named_offsets
 
     def named(span: Any, active: Any) -> Any:
         end, span.request.end_position = span.request.end_position, 0
@@ -181,7 +183,7 @@ def _delivered_again(patch: Patch) -> None:
         finally:
             span.request.end_position = end
 
-    patch.setattr(builder, "_named_offsets", named)
+    patch.setattr(builder, "named_offsets", named)
 
 
 def _other_logprobs(patch: Patch) -> None:

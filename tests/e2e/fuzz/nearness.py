@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nnsight_engine.plans.collected import CollectedToken
+from nnsight_engine.plans.collect.results import CollectedToken
 
 
 def reduced(rows: torch.Tensor, reduce: str) -> torch.Tensor:

@@ -10,7 +10,8 @@ from vllm.sampling_params import RequestOutputKind
 
 from api_schemas.errors import ApiError
 from nnsight_engine.core.dtypes import ITEM_BYTES
-from nnsight_engine.plans.collected import (
+from nnsight_engine.plans.collect.collector import RequestCollector
+from nnsight_engine.plans.collect.results import (
     CollectedCapture,
     CollectedLens,
     CollectedProbe,
@@ -18,7 +19,6 @@ from nnsight_engine.plans.collected import (
     CollectedTrace,
     TensorResult,
 )
-from nnsight_engine.plans.collector import RequestCollector
 from nnsight_engine.vllm_backend.request_tracer import SentTrace
 from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError
 from nnsight_engine.vllm_backend.vllm import VLLM

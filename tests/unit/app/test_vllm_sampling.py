@@ -31,7 +31,7 @@ def test_what_is_derived_from_others_is_made_anew() -> None:
     given = {"skip_clone": True, "_eos_token_id": 3, "output_text_buffer_length": 10**9}
     params = sampling_params({**given, "structured_outputs": {"regex": "a", "_backend": "x"}}, "invokes.0")
     assert (params.skip_clone, params.output_text_buffer_length) == (False, 0)
-    assert params.structured_outputs._backend is None
+    assert params.structured_outputs._backend is None  # noqa: SLF001 - vLLM has no public name for it
 
 
 def test_what_vllm_refuses_has_a_value_and_a_step() -> None:

@@ -25,11 +25,10 @@ def _as_a_script_of_nnsight() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", params=["gpt2", "llama"])
-def block(request: pytest.FixtureRequest) -> Any:
-    """The second block of a model, whose root is ``block._root``."""
+def model(request: pytest.FixtureRequest) -> Any:
     if request.param == "gpt2":
         gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=16, n_positions=8))
-        return NNsight(gpt2.eval()).transformer.h[1]
+        return NNsight(gpt2.eval())
     config = LlamaConfig(
         num_hidden_layers=2,
         num_attention_heads=2,
@@ -38,7 +37,13 @@ def block(request: pytest.FixtureRequest) -> Any:
         intermediate_size=16,
         vocab_size=16,
     )
-    return NNsight(LlamaForCausalLM(config).eval()).model.layers[1]
+    return NNsight(LlamaForCausalLM(config).eval())
+
+
+@pytest.fixture(scope="module")
+def block(model: Any) -> Any:
+    """The second block of the model."""
+    return model.transformer.h[1] if hasattr(model, "transformer") else model.model.layers[1]
 
 
 def indexed(block: Any) -> None:
@@ -112,11 +117,11 @@ def attention(block: Any) -> None:
     save((block.attn if hasattr(block, "attn") else block.self_attn).output[0])
 
 
-def traced(block: Any, script: Callable[[Any], None]) -> list[warnings.WarningMessage]:
+def traced(model: Any, block: Any, script: Callable[[Any], None]) -> list[warnings.WarningMessage]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         for _ in range(2):
-            with block._root.trace(TOKENS):
+            with model.trace(TOKENS):
                 script(block)
     return caught
 
@@ -126,10 +131,10 @@ def traced(block: Any, script: Callable[[Any], None]) -> list[warnings.WarningMe
     [indexed, saved, saved_before, sliced_further, zeroed, added, assigned, named, named_and_saved, unpacked],
 )
 def test_the_first_item_of_a_blocks_output_is_warned_about_once(
-    block: Any, script: Callable[[Any], None]
+    model: Any, block: Any, script: Callable[[Any], None]
 ) -> None:
     script.__globals__.pop("__warningregistry__", None)
-    (warning,) = traced(block, script)
+    (warning,) = traced(model, block, script)
     assert f"`output[0]` of {block.path} is its first row" in str(warning.message)
     assert "Write `output`" in str(warning.message)
     assert warning.filename == __file__
@@ -139,25 +144,25 @@ def test_the_first_item_of_a_blocks_output_is_warned_about_once(
 @pytest.mark.parametrize(
     "script", [whole, last_token, other_row, first_row_kept_apart, first_of_something_else, attention]
 )
-def test_anything_else_is_not(block: Any, script: Callable[[Any], None]) -> None:
-    assert traced(block, script) == []
+def test_anything_else_is_not(model: Any, block: Any, script: Callable[[Any], None]) -> None:
+    assert traced(model, block, script) == []
 
 
-def test_blocks_of_traces_are_looked_at_as_functions_are(block: Any) -> None:
+def test_blocks_of_traces_are_looked_at_as_functions_are(model: Any, block: Any) -> None:
     globals().pop("__warningregistry__", None)
-    with pytest.warns(UserWarning, match="is its first row"), block._root.trace(TOKENS):
+    with pytest.warns(UserWarning, match="is its first row"), model.trace(TOKENS):
         first = block.output[0].save()
     assert first.shape == (3, 8)  # the plain meaning
 
 
-def test_what_is_indexed_after_the_trace_is_warned_about_there(block: Any) -> None:
+def test_what_is_indexed_after_the_trace_is_warned_about_there(model: Any, block: Any) -> None:
     globals().pop("__warningregistry__", None)
-    with pytest.warns(UserWarning, match="is its first row") as caught, block._root.trace(TOKENS):
+    with pytest.warns(UserWarning, match="is its first row") as caught, model.trace(TOKENS):
         outcome = block.output.save()
     assert outcome[0].shape == (3, 8)  # here
     assert linecache.getline(__file__, caught[0].lineno).rstrip().endswith("# here")
 
 
-def test_nothing_is_said_outside_of_compat(block: Any) -> None:
+def test_nothing_is_said_outside_of_compat(model: Any, block: Any) -> None:
     uninstall()
-    assert traced(block, indexed) == []
+    assert traced(model, block, indexed) == []

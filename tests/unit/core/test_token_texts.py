@@ -17,8 +17,8 @@ from api_schemas.interventions import Limits, parse_interventions
 from nnsight_engine import bundled_model_path
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.core.token_texts import NoSuchTokenError, TokenTexts
-from nnsight_engine.plans.compile import compile_request
-from nnsight_engine.plans.compile_scope import CompileScope
+from nnsight_engine.plans.compile.request import compile_request
+from nnsight_engine.plans.compile.scope import CompileScope
 
 BYTES = {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
 WORDS = [

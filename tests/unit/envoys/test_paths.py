@@ -107,7 +107,8 @@ def test_a_cache_leads_on_from_every_place_to_what_is_below_it() -> None:
     for path, view in views:
         envoy = model.get(path)
         assert torch.equal(view.output, cache[path].output)
-        for name, child in zip(envoy._names, envoy._children, strict=True):
+        for name, _ in envoy._module.named_children():
+            child = getattr(envoy, name) if not name.isdecimal() else envoy[int(name)]
             if child.path in cache:
                 assert view[int(name) if name.isdecimal() else name] == cache[child.path]
     assert torch.equal(cache["model.model"].emb.output, cache.model.model.emb.output)

@@ -8,7 +8,7 @@ from typing import Any
 
 from nnsight_engine.local_engine.runner import TraceRunner
 from nnsight_engine.modeling.language import LanguageModel
-from nnsight_engine.remote_backend.backend import RemoteBackend
+from nnsight_engine.remote_backend.client.backend import RemoteBackend
 from nnsight_engine.remote_backend.messages import TraceRequest
 from tests.transports import InProcess
 

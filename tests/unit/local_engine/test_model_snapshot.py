@@ -126,7 +126,7 @@ def state(model: LanguageModel) -> Any:
         module.config._attn_implementation,
         module.generation_config.to_dict(),
         module.model.layers[0].self_attn.scaling,
-        [(str(one.path), sorted(set(vars(one)) - {"_probes"}), type(one)) for one in model._walk()],
+        [(str(one.path), sorted(set(vars(one)) - {"_probes"}), type(one)) for one in model.modules()],
         (torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype(), torch.get_num_threads()),
         (os.environ.get("TEXT_OF_SOMEBODY"), os.getcwd(), model.tokenizer.padding_side),
     )
@@ -216,7 +216,7 @@ def test_what_cannot_be_undone_wears_the_model_out(bench: Bench) -> None:
     module: Any = model._module
     weight = module.lm_head.weight.requires_grad_(requires_grad=False)
     weight.mul_(torch.ones((), requires_grad=True))  # no leaf any more: its flag cannot be set
-    runner._clean_up()
+    runner.recover()
     assert not runner.settle()
 
 

@@ -13,11 +13,11 @@ from nnsight_engine.core.saves import save
 from nnsight_engine.interleaving.events import MissedProviderError
 from nnsight_engine.local_engine.runner import TraceableModel, TraceRunner
 from nnsight_engine.modeling.language import LanguageModel
-from nnsight_engine.remote_backend.backend import RemoteBackend
+from nnsight_engine.remote_backend.client.backend import RemoteBackend
 from nnsight_engine.remote_backend.errors import LocalBlockError, RemoteError
 from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
-from nnsight_engine.remote_backend.outgoing_trace import Inputs
-from nnsight_engine.remote_backend.transformers_dialect import TransformersDialect
+from nnsight_engine.remote_backend.sending.outgoing_trace import Inputs
+from nnsight_engine.remote_backend.sending.transformers_dialect import TransformersDialect
 from nnsight_engine.serialization import DecodeError, EncodeError, encode, encode_trace
 from nnsight_engine.vllm_backend.traces.tracer import BlockTracer
 from tests.transports import InProcess
@@ -138,7 +138,7 @@ def test_calls_inside_a_forward(bench: Bench) -> None:
             value = model.model.layers[0].mlp.source.self_down_proj_0.output.save()
         found.append(value)
     assert torch.equal(*found)
-    assert not bench.engine._sources
+    assert not bench.engine._sources  # noqa: SLF001 - what is left is seen nowhere else
 
 
 def test_caches_come_home(bench: Bench) -> None:

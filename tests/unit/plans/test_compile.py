@@ -15,7 +15,7 @@ from api_schemas.interventions import PromptOperations, parse_interventions
 from api_schemas.tensors import TensorObject
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.core.token_texts import NoSuchTokenError
-from nnsight_engine.plans.compile import compile_request
+from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.request_plan import (
     CompiledRequest,
     OperationKind,
@@ -275,7 +275,7 @@ def test_a_vector_of_real_size_compiles_in_well_under_two_milliseconds() -> None
 
 def test_compiling_loads_neither_torch_nor_vllm() -> None:
     code = (
-        "import sys, nnsight_engine.plans.compile, nnsight_engine.plans.where; "
+        "import sys, nnsight_engine.plans.compile.request, nnsight_engine.plans.where; "
         "sys.exit(bool({'torch', 'vllm', 'fastapi'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -12,7 +12,7 @@ from api_schemas.interventions import parse_interventions
 from api_schemas.tensors import TensorObject
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.core.token_texts import NoSuchTokenError
-from nnsight_engine.plans.compile import compile_request
+from nnsight_engine.plans.compile.request import compile_request
 
 VALUES = ("steer", "ablate", "patch", "capture", "probe")
 SPEC = ModelSpec(

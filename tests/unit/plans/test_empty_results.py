@@ -9,9 +9,14 @@ import pytest
 
 from api_schemas.interventions import parse_interventions
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
-from nnsight_engine.plans.collected import CollectedCapture, CollectedLens, CollectedProbe, CollectedTrace
-from nnsight_engine.plans.collector import RequestCollector
-from nnsight_engine.plans.compile import compile_request
+from nnsight_engine.plans.collect.collector import RequestCollector
+from nnsight_engine.plans.collect.results import (
+    CollectedCapture,
+    CollectedLens,
+    CollectedProbe,
+    CollectedTrace,
+)
+from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.records import Payload, StepInfo
 
 VALUES = ("steer", "ablate", "patch", "capture", "probe")

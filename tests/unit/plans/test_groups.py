@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from nnsight_engine.core.errors import InterventionError
-from nnsight_engine.plans.active import ActiveOp, ActiveRequest
-from nnsight_engine.plans.groups import KernelFactory, KernelMember
 from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, PlannedSite, RequestPlan
-from nnsight_engine.plans.step_plan import KernelGroup, StepPlan
+from nnsight_engine.plans.step.active import ActiveOp, ActiveRequest
+from nnsight_engine.plans.step.kernel_factory import KernelFactory, KernelMember
+from nnsight_engine.plans.step.plan import KernelGroup, StepPlan
 
 
 @dataclasses.dataclass

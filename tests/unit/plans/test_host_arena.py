@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nnsight_engine.plans.host_arena import HostArena, to_device
+from nnsight_engine.plans.step.host_arena import HostArena, to_device
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from nnsight_engine.plans.logits_rows import LogitsRows
+from nnsight_engine.plans.step.logits_rows import LogitsRows
 
 HIDDEN = torch.arange(12.0).reshape(6, 2)
 CPU = torch.device("cpu")

@@ -15,18 +15,19 @@ from nnsight_engine.core.dtypes import LARGEST
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.core.tensor_bytes import DTYPES, tensor_from_bytes
-from nnsight_engine.plans.active import Registrar
-from nnsight_engine.plans.builder import StepBuilder
-from nnsight_engine.plans.collected import CollectedCapture
-from nnsight_engine.plans.collector import RequestCollector
-from nnsight_engine.plans.compile import compile_request
-from nnsight_engine.plans.ledger import ByteLedger
-from nnsight_engine.plans.outbox import PendingResults
-from nnsight_engine.plans.patterns import AttentionForm
+from nnsight_engine.plans.collect.collector import RequestCollector
+from nnsight_engine.plans.collect.outbox import PendingResults
+from nnsight_engine.plans.collect.results import CollectedCapture
+from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.records import Payload
-from nnsight_engine.plans.step_plan import Span
-from nnsight_engine.plans.step_results import StepResultsReader
-from nnsight_engine.plans.writes import NormMatch, Project
+from nnsight_engine.plans.step.active import Registrar
+from nnsight_engine.plans.step.builder import StepBuilder
+from nnsight_engine.plans.step.context import StepContext
+from nnsight_engine.plans.step.ledger import ByteLedger
+from nnsight_engine.plans.step.patterns import AttentionForm
+from nnsight_engine.plans.step.plan import Span
+from nnsight_engine.plans.step.results_reader import StepResultsReader
+from nnsight_engine.plans.step.writes import NormMatch, Project
 
 WIDTH, PROMPT = 4, [7, 8, 9]
 VALUES = ("steer", "ablate", "patch", "capture", "probe")
@@ -67,8 +68,9 @@ def collector_of(
     request = compiled(served, {"op": "capture", "at": POINTS, "name": "c"} | capture, stream=stream)
     dtype, device = DTYPES[served], torch.device("cpu")
     ledger = ByteLedger(max_request_bytes=1 << 20, max_engine_bytes=1 << 20)
-    active = Registrar(spec(served), dtype, device).register("r", request.plan, {})
-    builder = StepBuilder(spec(served), dtype, device, ledger, lambda _: AttentionForm(1.0))
+    context = StepContext(spec(served), dtype, device, ledger, lambda _: AttentionForm(1.0))
+    active = Registrar(context).register("r", request.plan, {})
+    builder = StepBuilder(context)
     plan = builder.plan([Span(active, 0, len(PROMPT), 0, np.array(PROMPT, np.int32))])
     for tap in (1, 2):
         plan.run(tap, values.to(dtype), torch.zeros_like(values).to(dtype))

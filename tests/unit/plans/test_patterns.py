@@ -12,20 +12,20 @@ import torch
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import parse_interventions
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
-from nnsight_engine.plans.active import ActiveRequest, Registrar
-from nnsight_engine.plans.builder import StepBuilder
-from nnsight_engine.plans.collected import CollectedCapture
-from nnsight_engine.plans.collector import RequestCollector
-from nnsight_engine.plans.compile import compile_request
-from nnsight_engine.plans.host_arena import HostArena
-from nnsight_engine.plans.key_store import AttentionKeyStore
-from nnsight_engine.plans.ledger import ByteLedger
-from nnsight_engine.plans.outbox import PendingResults
-from nnsight_engine.plans.patterns import AttentionForm, ComputePattern
+from nnsight_engine.plans.collect.collector import RequestCollector
+from nnsight_engine.plans.collect.outbox import PendingResults
+from nnsight_engine.plans.collect.results import CollectedCapture
+from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.records import Payload
 from nnsight_engine.plans.request_plan import CompiledRequest, PlannedSite
-from nnsight_engine.plans.step_plan import Span
-from nnsight_engine.plans.step_results import StepResultsReader
+from nnsight_engine.plans.step.active import ActiveRequest, Registrar
+from nnsight_engine.plans.step.builder import StepBuilder
+from nnsight_engine.plans.step.context import StepContext
+from nnsight_engine.plans.step.host_arena import HostArena
+from nnsight_engine.plans.step.ledger import ByteLedger
+from nnsight_engine.plans.step.patterns import AttentionForm, AttentionKeyStore, ComputePattern
+from nnsight_engine.plans.step.plan import Span
+from nnsight_engine.plans.step.results_reader import StepResultsReader
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 3
 VALUES = ("steer", "ablate", "patch", "capture", "probe")
@@ -154,8 +154,9 @@ class Worker:
         device = torch.device("cpu")
         self.compiled = request
         self.ledger = ByteLedger(max_request_bytes=max_bytes, max_engine_bytes=1 << 20)
-        self.builder = StepBuilder(SPEC, torch.float32, device, self.ledger, lambda _layer: FORM)
-        self.request: ActiveRequest = Registrar(SPEC, torch.float32, device).register("r", request.plan, {})
+        context = StepContext(SPEC, torch.float32, device, self.ledger, lambda _layer: FORM)
+        self.builder = StepBuilder(context)
+        self.request: ActiveRequest = Registrar(context).register("r", request.plan, {})
         self.results_reader = StepResultsReader(lambda rows: rows, HostArena(device))
         self.pending = PendingResults(request.plan, stops_outside=False)
         self.queries, self.keys = torch.randn(64, HEADS, HEAD_DIM), torch.randn(64, KV_HEADS, HEAD_DIM)

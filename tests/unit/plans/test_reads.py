@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from nnsight_engine.plans.reads import GatherKernel, ProbeKernel
+from nnsight_engine.plans.step.reads import GatherKernel, ProbeKernel
 
 ROWS, WIDTH = 6, 5
 SERVED = (torch.float32, torch.bfloat16)

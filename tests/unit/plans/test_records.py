@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from nnsight_engine.plans.outbox import PendingResults
+from nnsight_engine.plans.collect.outbox import PendingResults
 from nnsight_engine.plans.records import Payload, StepInfo, StepRecord
 from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, PlannedSite, RequestPlan
 

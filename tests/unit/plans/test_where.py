@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.where import Where
 from nnsight_engine.core.model_spec import ModelSpec
-from nnsight_engine.plans.compile_scope import CompileScope
-from nnsight_engine.plans.compile_where import Named, compile_where
+from nnsight_engine.plans.compile.scope import CompileScope
+from nnsight_engine.plans.compile.where_clause import Named, compile_where
 from nnsight_engine.plans.request_plan import WhereRule
 from nnsight_engine.plans.where import evaluate, generated_is_constant
 

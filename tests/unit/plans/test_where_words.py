@@ -11,8 +11,8 @@ import pytest
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.where import Where
 from nnsight_engine.core.model_spec import ModelSpec
-from nnsight_engine.plans.compile_scope import CompileScope
-from nnsight_engine.plans.compile_where import compile_where
+from nnsight_engine.plans.compile.scope import CompileScope
+from nnsight_engine.plans.compile.where_clause import compile_where
 from nnsight_engine.plans.request_plan import WhereRule
 from nnsight_engine.plans.where import evaluate, generated_is_constant, last_position
 from tests.e2e.fuzz import wording

@@ -7,14 +7,14 @@ import time
 import pytest
 
 from nnsight_engine.core.config import CONFIG
-from nnsight_engine.remote_backend.display import Display
+from nnsight_engine.remote_backend.client.display import Display
 
 
 @pytest.fixture(autouse=True)
 def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setattr("nnsight_engine.remote_backend.display._QUIET_S", 0.01)
+    monkeypatch.setattr("nnsight_engine.remote_backend.client.display._QUIET_S", 0.01)
 
 
 def shown_until(capsys: pytest.CaptureFixture[str], *texts: str) -> str:
@@ -50,7 +50,7 @@ def test_output_that_goes_to_a_file_has_a_line_for_each_status(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("FORCE_COLOR")
-    monkeypatch.setattr("nnsight_engine.remote_backend.display._QUIET_S", 0.3)
+    monkeypatch.setattr("nnsight_engine.remote_backend.client.display._QUIET_S", 0.3)
     with Display() as display:
         display.event({"status": "RECEIVED", "job": "trace-1"})
         display.event({"status": "QUEUED", "message": "3 before this one", "job": "trace-1"})
@@ -88,7 +88,7 @@ def test_prints_are_printed_and_can_be_turned_off(
 def test_a_short_trace_shows_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nnsight_engine.remote_backend.display._QUIET_S", 60.0)
+    monkeypatch.setattr("nnsight_engine.remote_backend.client.display._QUIET_S", 60.0)
     with Display() as display:
         display.event({"status": "RUNNING", "job": "j"})
         display.progress("upload", 1, 2)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nnsight_engine.remote_backend.outcomes import read_outcomes
+from nnsight_engine.remote_backend.values.outcomes import read_outcomes
 from nnsight_engine.serialization import DecodeError, encode, encode_error
 
 BLOCK: dict[str, Any] = {

@@ -11,10 +11,10 @@ import torch
 from nnsight_engine.core.saves import save
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
 from nnsight_engine.modeling.base import NNsight
-from nnsight_engine.remote_backend.local_parts import LocalParts, local_parts
-from nnsight_engine.remote_backend.object_references import reference_of
-from nnsight_engine.remote_backend.outcomes import parts_of
-from nnsight_engine.remote_backend.outgoing_trace import Dialect
+from nnsight_engine.remote_backend.sending.local_parts import LocalParts, local_parts
+from nnsight_engine.remote_backend.sending.outgoing_trace import Dialect
+from nnsight_engine.remote_backend.values.object_references import reference_of
+from nnsight_engine.remote_backend.values.outcomes import parts_of
 from nnsight_engine.serialization import decode_trace, encode_trace
 from nnsight_engine.tracing.tracer import Backend, Tracer
 

@@ -10,7 +10,7 @@ import torch
 
 from nnsight_engine.interleaving.barrier import Barrier
 from nnsight_engine.modeling.language import LanguageModel
-from nnsight_engine.remote_backend.object_references import ObjectReferences, place_of, reference_of
+from nnsight_engine.remote_backend.values.object_references import ObjectReferences, place_of, reference_of
 from nnsight_engine.serialization import EncodeError, decode, encode
 from nnsight_engine.tracing.tracer import Tracer
 from tests.families.checkpoints import write_checkpoint

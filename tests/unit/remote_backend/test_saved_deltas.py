@@ -1,4 +1,4 @@
-"""Streamed outputs over a wire: each has everything saved so far, and a server reads none of it."""
+"""Saved values reassembled from deltas: all so far, or the changes since the last output."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nnsight_engine.remote_backend.saved_deltas import OutputReader, apply_delta, output_data
+from nnsight_engine.remote_backend.saved_deltas import DeltaReader, OutputReader, output_data
 from nnsight_engine.serialization import DecodeError, encode
 
 
@@ -51,10 +51,30 @@ def test_news_that_a_hostile_block_broke_change_nothing() -> None:
         {"grown": {"y": "ab"}}, {"grown": {"z": [1]}}, {"whole": {"y": 0}, "grown": {"y": [1]}},
     ],
 )  # fmt: skip
-def test_news_of_other_types_are_ignored_as_a_whole(changes: dict[str, Any]) -> None:
-    saves: dict[str, Any] = {"y": [1], "z": 5}
-    apply_delta(saves, news(**{"whole": {"x": 1}, **changes}))
-    assert saves == {"y": [1], "z": 5}
+def test_a_malformed_delta_raises_and_changes_nothing(changes: dict[str, Any]) -> None:
+    reader = DeltaReader()
+    reader.read(news(whole={"y": [1], "z": 5}))
+    with pytest.raises(DecodeError):
+        reader.read(news(**{"whole": {"x": 1}, **changes}))
+    assert reader.take() == ({"y": [1], "z": 5}, {})
+
+
+def test_changes_are_taken_once_and_items_never_follow_dropped_ones() -> None:
+    reader = DeltaReader()
+    reader.read(news(whole={"rows": [1], "other": [1]}))
+    reader.read(news(grown={"rows": [2]}))
+    assert reader.take() == ({"rows": [1, 2], "other": [1]}, {})
+    reader.read(news(grown={"rows": [3], "unknown": [1]}))
+    reader.read(news(grown={"rows": [4]}))
+    reader.forget("other")
+    reader.read(news(grown={"other": [2]}))
+    assert reader.take() == ({}, {"rows": [3, 4]})
+    reader.read(news(grown={"rows": [5]}))
+    reader.read(news(whole={"rows": [1, 2]}))
+    assert reader.take() == ({"rows": [1, 2]}, {})
+    reader.skip()
+    reader.read(news(grown={"rows": [3]}))
+    assert reader.take() == ({}, {})
 
 
 @pytest.mark.parametrize("data", [b"", b"garbage", encode(3), encode({"invoke": 0, "news": [1]})])

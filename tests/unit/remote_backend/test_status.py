@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoTokenizer, LlamaConfig
 
 from nnsight_engine import LanguageModel, bundled_model_path
 from nnsight_engine.modeling.bundled import BUNDLED_MODEL_NAME
+from nnsight_engine.remote_backend.client.status import ModelStatus
 from nnsight_engine.remote_backend.identity import fingerprint_of
-from nnsight_engine.remote_backend.status import ModelStatus
 
 
 @pytest.fixture

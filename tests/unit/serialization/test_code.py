@@ -28,7 +28,7 @@ from nnsight_engine.serialization import (
     restore_error,
     unregister_by_value,
 )
-from nnsight_engine.serialization.source_cache import SHELF
+from nnsight_engine.serialization.source.source_cache import SOURCE_CACHE
 
 SCALE = 3
 NOTES: list[str] = []
@@ -316,7 +316,7 @@ def test_code_from_a_cell_has_its_text_in_linecache() -> None:
 def test_code_without_a_text_is_refused() -> None:
     namespace: dict[str, Any] = {"__name__": "__main__"}
     exec("def lost(): pass", namespace)
-    with pytest.raises(EncodeError, match=r"\(lost\).*not to be had"):
+    with pytest.raises(EncodeError, match=r"\(lost\).*was not found"):
         encode(namespace["lost"])
 
 
@@ -375,8 +375,9 @@ def test_text_that_another_side_sent_is_not_taken_for_a_notebook_cell(
     entry = {"file": "a cell", "line": 1, "name": "f", "source": "class Config: size = print('ran')"}
     restore_error({**encode_error(ValueError("x")), "entries": [entry]})
     assert "a cell" in linecache.cache
-    with pytest.raises(EncodeError, match="source is not to be had"):
+    with pytest.raises(EncodeError, match="source was not found"):
         encode(module.Config)
-    SHELF.put("a cell", 1, "class Config: size = 1")  # code that arrived, as that of a block in a session
+    # Code that arrived, as that of a block in a session.
+    SOURCE_CACHE.put("a cell", 1, "class Config: size = 1")
     restore_error({**encode_error(ValueError("x")), "entries": [entry]})
     assert sent(module.Config).size == 1

@@ -29,8 +29,8 @@ from nnsight_engine.serialization import (
     decode,
     encode,
 )
-from nnsight_engine.serialization.message import MAGIC, VERSION, NodeTable, pack
-from nnsight_engine.serialization.node_kinds import NodeKind
+from nnsight_engine.serialization.message.node_kinds import NodeKind
+from nnsight_engine.serialization.message.table import MAGIC, VERSION, NodeTable, pack
 
 HEAD = struct.Struct("<4sBBBxIIIIIIQQ")
 

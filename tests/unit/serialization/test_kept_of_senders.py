@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from nnsight_engine.serialization import TRUSTED, DecodeError, decode
-from nnsight_engine.serialization.code_cache import CodeCache
-from nnsight_engine.serialization.node_kinds import NodeKind
-from nnsight_engine.serialization.source_cache import SourceCache
+from nnsight_engine.serialization.message.node_kinds import NodeKind
+from nnsight_engine.serialization.source.received_code import CodeCache
+from nnsight_engine.serialization.source.source_cache import SourceCache
 from tests.unit.serialization.test_hostile import message
 
 Node = tuple[NodeKind, list[int], Any]

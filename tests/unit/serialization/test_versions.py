@@ -29,8 +29,8 @@ from nnsight_engine.serialization import (
     encode,
     encode_trace,
 )
-from nnsight_engine.serialization.message import NodeTable, pack
-from nnsight_engine.serialization.node_kinds import NodeKind
+from nnsight_engine.serialization.message.node_kinds import NodeKind
+from nnsight_engine.serialization.message.table import NodeTable, pack
 from nnsight_engine.tracing.tracer import Info, Tracer
 
 HERE = sys.version_info.minor
@@ -143,7 +143,7 @@ def test_names_that_one_version_has_elsewhere_are_found() -> None:
 
 def test_a_feature_from_the_future_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     data = sent_by(OTHER, encode(largest))
-    monkeypatch.setattr("nnsight_engine.serialization.code_decoding.FUTURE_FLAGS", 0)
+    monkeypatch.setattr("nnsight_engine.serialization.decoding.definitions.FUTURE_FLAGS", 0)
     with pytest.raises(DecodeError, match=rf"largest.*__future__.*Python 3\.{HERE}"):
         decode(data, policy=TRUSTED)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import linecache
 import sys
@@ -96,19 +97,28 @@ def test_each_run_of_a_site_starts_anew() -> None:
     assert results == [0, 2, 4]
 
 
-def test_a_site_is_compiled_once() -> None:
+def test_a_site_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, real = list[Any](), compile
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        compiled.append(args)
+        return real(*args, **kwargs)
+
     def site() -> list[int]:
         with Tracer():
             value = save([1])
         return value
 
+    monkeypatch.setattr(builtins, "compile", counted)
     site()
-    before = len(SITES._sites.own)
+    before = len(compiled)
+    assert before > 0
     for _ in range(5):
         site()
-    assert len(SITES._sites.own) == before
+    assert len(compiled) == before
     SITES.clear()
     assert site() == [1]
+    assert len(compiled) > before
 
 
 def test_global_and_nonlocal_are_bound_where_they_are_declared() -> None:

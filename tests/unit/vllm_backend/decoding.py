@@ -12,11 +12,11 @@ from torch import nn
 
 from api_schemas.interventions import parse_interventions
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
-from nnsight_engine.plans.compile import compile_request
-from nnsight_engine.plans.outbox import Outbox
+from nnsight_engine.plans.collect.outbox import Outbox
+from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.records import Payload, StepResults
 from nnsight_engine.plans.request_plan import CompiledRequest
-from nnsight_engine.plans.step_plan import StepPlan
+from nnsight_engine.plans.step.plan import StepPlan
 from nnsight_engine.vllm_backend.families import FAMILIES, ModelPoints
 from nnsight_engine.vllm_backend.worker_state import WorkerState
 

@@ -9,45 +9,45 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nnsight_engine.remote_backend.saved_deltas import apply_delta
+from nnsight_engine.remote_backend.saved_deltas import DeltaReader
 from nnsight_engine.serialization import EncodeError, encode
 from nnsight_engine.vllm_backend.traces.deltas import Deltas
 
 
-def told(news: Deltas, saves: dict[str, Any], known: dict[str, Any]) -> int:
+def told(news: Deltas, saves: dict[str, Any], known: DeltaReader) -> int:
     """Tell what is new of ``saves``, and return its size."""
     data = news.of(saves)
     if data is not None:
-        apply_delta(known, data)
+        known.read(data)
     return len(data or b"")
 
 
 def test_lists_grow_and_outputs_that_have_left_keep_theirs() -> None:
-    news, known = Deltas(), dict[str, Any]()
+    news, known = Deltas(), DeltaReader()
     rows: list[torch.Tensor] = []
     seen, sizes = [], []
     for step in range(6):
         rows.append(torch.full((200,), float(step)))
         sizes.append(told(news, {"rows": rows, "last": float(rows[-1][0])}, known))
-        seen.append(dict(known))
+        seen.append(dict(known.whole))
     assert [len(one["rows"]) for one in seen] == [1, 2, 3, 4, 5, 6]
     assert [one["last"] for one in seen] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-    assert torch.equal(torch.stack(known["rows"]), torch.stack(rows))
+    assert torch.equal(torch.stack(known.whole["rows"]), torch.stack(rows))
     assert max(sizes[1:]) <= sizes[0] * 1.1, "each step tells of one row"
     assert news.of({"rows": rows, "last": float(rows[-1][0])}) is None
 
 
 def test_what_was_edited_or_replaced_is_told_again() -> None:
-    news, known = Deltas(), dict[str, Any]()
+    news, known = Deltas(), DeltaReader()
     value, table = torch.zeros(2), {"a": 1}
     told(news, {"value": value, "table": table}, known)
     value += 1
     table["a"] = 2
     told(news, {"value": value, "table": table}, known)
-    assert known["value"].tolist() == [1.0, 1.0]
-    assert known["table"] == {"a": 2}
+    assert known.whole["value"].tolist() == [1.0, 1.0]
+    assert known.whole["table"] == {"a": 2}
     told(news, {"value": [3]}, known)
-    assert known["value"] == [3]
+    assert known.whole["value"] == [3]
 
 
 ITEMS = st.one_of(st.integers(-2, 1000), st.sampled_from(["a", "b", None, 1.5, True]))
@@ -56,26 +56,26 @@ CONTAINERS = st.one_of(st.dictionaries(ITEMS, ITEMS, max_size=4), st.sets(ITEMS,
 
 @given(st.lists(CONTAINERS, min_size=2, max_size=5))
 def test_a_dict_and_a_set_are_told_whatever_was_done_to_them(states: list[Any]) -> None:
-    news, known = Deltas(), dict[str, Any]()
+    news, known = Deltas(), DeltaReader()
     saves: dict[str, Any] = {"dict": {}, "set": set()}
     for state in states:
         value = saves["dict" if type(state) is dict else "set"]
         value.clear()
         value.update(state)
         told(news, saves, known)
-        assert known == saves
-        assert [*known["dict"]] == [*saves["dict"]], "the order of its keys is part of a dict"
+        assert known.whole == saves
+        assert [*known.whole["dict"]] == [*saves["dict"]], "the order of its keys is part of a dict"
         assert news.of(saves) is None
 
 
 def test_the_id_of_a_freed_value_says_nothing() -> None:
-    news, known = Deltas(), dict[str, Any]()
+    news, known = Deltas(), DeltaReader()
     table: dict[str, Any] = {}
     for step in range(50):
         table["a"] = None  # frees the tensor, whose id the next one may have
         table["a"] = torch.full((1,), float(step))
         told(news, {"table": table}, known)
-        assert known["table"]["a"].item() == step
+        assert known.whole["table"]["a"].item() == step
 
 
 def test_objects_of_own_classes_wait_for_the_end_and_run_nothing() -> None:
@@ -86,9 +86,9 @@ def test_objects_of_own_classes_wait_for_the_end_and_run_nothing() -> None:
     class Text(str):
         """A string that is more than one."""
 
-    news, known = Deltas(), dict[str, Any]()
+    news, known = Deltas(), DeltaReader()
     told(news, {"loud": Loud(), "deep": [[Loud()]], "text": Text("x"), "plain": (1, None)}, known)
-    assert known == {"plain": (1, None)}
+    assert known.whole == {"plain": (1, None)}
 
 
 def test_what_could_not_be_sent_comes_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,23 +99,23 @@ def test_what_could_not_be_sent_comes_whole_or_not_at_all(monkeypatch: pytest.Mo
         return data
 
     monkeypatch.setattr("nnsight_engine.vllm_backend.traces.deltas.encode", limited)
-    news, known = Deltas(), dict[str, Any]()
+    news, known = Deltas(), DeltaReader()
     rows: list[Any] = [1]
     later: list[list[Any]] = [[2], [torch.zeros(1000)], [3], [4]]
     for step, new in enumerate(later):
         told(news, {"rows": rows, "step": step}, known)
         rows.extend(new)
-    assert known == {"rows": [1, 2], "step": 3}, "and neither 3 nor 4 without what is between"
+    assert known.whole == {"rows": [1, 2], "step": 3}, "and neither 3 nor 4 without what is between"
     rows[2] = "short"
     rows = [*rows]
     told(news, {"rows": rows, "step": 4}, known)
-    assert known == {"rows": [1, 2, "short", 3, 4], "step": 4}
+    assert known.whole == {"rows": [1, 2, "short", 3, 4], "step": 4}
 
 
 def test_inference_tensors_are_told_once() -> None:
-    news, known = Deltas(), dict[str, Any]()
+    news, known = Deltas(), DeltaReader()
     with torch.inference_mode():
         value = torch.ones(2)
     assert told(news, {"value": value}, known)
-    assert known["value"].tolist() == [1.0, 1.0]
+    assert known.whole["value"].tolist() == [1.0, 1.0]
     assert news.of({"value": value}) is None

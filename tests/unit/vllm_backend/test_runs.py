@@ -14,7 +14,7 @@ import pytest
 
 from nnsight_engine.plans.records import Failure, Payload, StepResults
 from nnsight_engine.plans.request_plan import CompiledRequest
-from nnsight_engine.plans.step_plan import StepPlan
+from nnsight_engine.plans.step.plan import StepPlan
 from tests.unit.vllm_backend.decoding import HIDDEN, Rows, Worker, compiled, ends_of, hidden_of
 
 OPERATIONS: list[dict[str, Any]] = [

@@ -1,41 +1,65 @@
-"""What chunks of a stream with a trace carry: every print, and values that never miss their middle."""
+"""Chunks of a stream with a trace: every print, and lists whose items are complete; hostile data."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers.modeling_outputs import BaseModelOutput
+from vllm import SamplingParams
 
 from api_schemas.errors import ApiError, ErrorCode
-from nnsight_engine.plans.collected import CollectedTrace
+from nnsight_engine.plans.collect.results import CollectedTrace
 from nnsight_engine.remote_backend.backpressure import Backpressure
 from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.serialization import encode
 from nnsight_engine.serialization.failures import encode_error
-from nnsight_engine.vllm_backend.trace_call import TraceCall
+from nnsight_engine.vllm_backend.trace_call import TraceCall, TracedPrompt
+from nnsight_engine.vllm_backend.trace_results import BlockError
 from nnsight_engine.vllm_backend.trace_router import TraceRouter
+from nnsight_engine.vllm_backend.trace_run import FinishedTrace
+from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
+from tests.unit.vllm_backend.scripted_engine import Engine
+
+
+def new_call(*, streams: bool = False, max_requests: int = 1, max_bytes: int = 2**30) -> TraceCall:
+    return TraceCall(
+        b"", name="t", param="p", filename="f", streams=streams, max_requests=max_requests,
+        max_bytes=max_bytes,
+    )  # fmt: skip
+
+
+def begun(call: TraceCall, request_id: str = "request") -> TracedPrompt:
+    """Return a prompt of a call; no engine runs it."""
+    engine: Any = None
+    return call.begin(engine, {"prompt_token_ids": [1]}, SamplingParams(), request_id)
+
+
+def finished(data: bytes) -> FinishedTrace:
+    return FinishedTrace(data, "", "", 0.0, "tap", {})
 
 
 class Stream:
     """A streamed call whose block tells what a test says."""
 
     def __init__(self, max_bytes: int = 2**20) -> None:
-        self.call = TraceCall(b"", name="t", param="p", filename="f", streams=True, max_requests=1)
-        self.router = TraceRouter(Backpressure(max_bytes))
-        self.traced = self.call.begin("request", 1)
-        traced = self.traced
-        traced.share = self.router.open(traced.key, traced.add_event, traced.drop, max_bytes=max_bytes)
+        self.call = new_call(streams=True)
+        self.unread = Backpressure(max_bytes)
+        self.router = TraceRouter(self.unread)
+        self.traced = begun(self.call)
+        self.key = self.traced.requests.key
+        self.traced.share = self.router.open(self.key, self.traced, max_bytes=max_bytes)
 
     def tell_bytes(self, news: bytes) -> None:
-        self.router.deliver([(self.traced.key, 0, news, "")], 0)
+        self.router.deliver([(self.key, 0, news, "")], 0)
 
     def report(self, printed: str = "", whole: dict[str, Any] | None = None, **grown: list[Any]) -> None:
         news = encode({"whole": whole or {}, "grown": grown}) if whole or grown else None
-        self.router.deliver([(self.traced.key, 0, news, printed)], 0)
+        self.router.deliver([(self.key, 0, news, printed)], 0)
 
     async def chunk(self) -> tuple[dict[str, Any], dict[str, Any], str]:
         collected = await self.call.take_part(0, 1)
@@ -83,8 +107,8 @@ async def test_after_too_much_waited_only_whole_values_come() -> None:
     assert await stream.chunk() == ({"other": [1, 2, 5]}, {}, "first second")
     stream.report("", rows=[6], other=[6])
     assert await stream.chunk() == ({}, {"other": [6]}, "")
-    stream.router.close(stream.traced.key)
-    assert stream.router._unread.num_bytes == 0
+    stream.router.close(stream.key)
+    assert stream.unread.num_bytes == 0
 
 
 async def test_large_news_are_read_beside_what_is_told_meanwhile() -> None:
@@ -96,7 +120,7 @@ async def test_large_news_are_read_beside_what_is_told_meanwhile() -> None:
     saves, grown, _ = await reading
     assert (len(saves["rows"]), grown) == (1, {})
     assert await stream.chunk() == ({}, {"rows": [2]}, "")
-    assert stream.router._unread.num_bytes == 0
+    assert stream.unread.num_bytes == 0
 
 
 _DEEP: list[Any] = []
@@ -126,7 +150,7 @@ async def test_news_that_cannot_be_read_fail_their_own_request(case: str) -> Non
     with pytest.raises(ApiError) as caught:
         await stream.chunk()
     assert (caught.value.code, caught.value.status, caught.value.param) == ("trace_failed", 400, "p")
-    assert stream.router._unread.num_bytes == 0
+    assert stream.unread.num_bytes == 0
     assert await other.chunk() == ({"a": 1}, {}, "")
 
 
@@ -144,12 +168,11 @@ async def test_news_that_cannot_be_read_fail_their_own_request(case: str) -> Non
     ],
 )
 async def test_results_that_cannot_be_read_fail_their_own_request(data: bytes) -> None:
-    output: Any = SimpleNamespace(outputs=[], prompt="", prompt_token_ids=[])
     with pytest.raises(ApiError) as caught:
-        Stream().traced.finish(data, "", output)
+        Stream().traced.read_results(finished(data))
     assert (caught.value.code, caught.value.status) == ("trace_failed", 400)
     traced = Stream().traced
-    traced.finish(encode({"blocks": [{"error": None, "choice": 0, "saves": {"a": 1}}]}), "", output)
+    traced.read_results(finished(encode({"blocks": [{"error": None, "choice": 0, "saves": {"a": 1}}]})))
     assert traced.choices[0].saves == {"a": 1}
 
 
@@ -166,14 +189,14 @@ async def test_an_error_is_text_of_some_length(part: str, evil: Any) -> None:
     error = {"name": "n", "message": "m", "module": "", "notes": [], "entries": []}
     data = encode({"blocks": [{"error": {**error, part: evil}, "choice": 0, "saves": {}}]})
     with pytest.raises(ApiError) as caught:
-        Stream().traced.finish(data, "", SimpleNamespace(outputs=[], prompt="", prompt_token_ids=[]))
+        Stream().traced.read_results(finished(data))
     assert caught.value.code == "trace_failed"
     assert len(caught.value.message) < 1000
 
 
 async def test_a_long_error_is_cut() -> None:
     error = {"name": "n" * 10**6, "message": "m" * 10**6, "module": "", "notes": ["o" * 10**6] * 1000}
-    assert len(Stream().call.failed(error).message) < 200_000
+    assert len(Stream().call.failed(BlockError.of(error)).message) < 200_000
 
 
 @pytest.mark.parametrize("evil", [range(10**12), "a" * 100, {"a": 1}, b"bytes", 3])
@@ -194,31 +217,91 @@ async def test_a_list_grows_by_the_items_of_a_list(evil: Any) -> None:
 async def test_a_trace_has_no_more_blocks_than_choices() -> None:
     block = {"error": None, "choice": 0, "saves": {"a": 1}}
     with pytest.raises(ApiError, match="more blocks than choices"):
-        Stream().traced.finish(
-            encode({"blocks": [block, block]}),
-            "",
-            SimpleNamespace(outputs=[], prompt="", prompt_token_ids=[]),
-        )
+        Stream().traced.read_results(finished(encode({"blocks": [block, block]})))
 
 
 async def test_what_is_saved_many_times_is_not_made_many_times() -> None:
-    call = TraceCall(b"", name="t", param="p", filename="f", streams=False, max_requests=1, max_bytes=2**20)
-    traced = call.begin("request", 1)
+    traced = begun(new_call(max_bytes=2**20))
     saves = {"x": [torch.zeros(2**10)] * 1000}
     data = encode({"blocks": [{"error": None, "choice": 0, "saves": saves}]})
     with pytest.raises(ApiError, match="counting an object each time") as caught:
-        traced.finish(data, "", SimpleNamespace(outputs=[], prompt="", prompt_token_ids=[]))
+        traced.read_results(finished(data))
     assert caught.value.code == "trace_failed"
 
 
 def test_a_block_for_which_there_was_no_process_may_be_sent_again() -> None:
     call = Stream().call
-    refused = call.failed(encode_error(SandboxUnavailableError("16 sandboxes are at work")))
+    refused = call.failed(BlockError.of(encode_error(SandboxUnavailableError("16 sandboxes are at work"))))
     assert (refused.code, refused.status) == (ErrorCode.QUEUE_FULL, 429)
     assert "16 sandboxes" in refused.message
-    assert call.failed(encode_error(RuntimeError("mine"))).code is ErrorCode.TRACE_FAILED
+    assert call.failed(BlockError.of(encode_error(RuntimeError("mine")))).code is ErrorCode.TRACE_FAILED
 
 
 def test_clients_do_not_choose_the_names_by_which_requests_are_ended() -> None:
-    call = TraceCall(b"", name="t", param="p", filename="f", streams=False, max_requests=2)
-    assert len({"cmpl-7-0", call.begin("cmpl-7-0", 1).request_id, call.begin("cmpl-7-0", 1).request_id}) == 3
+    call = new_call(max_requests=2)
+    ids = [begun(call, "cmpl-7-0").requests.ids[0] for _ in range(2)]
+    assert len({"cmpl-7-0", *ids}) == 3
+    assert all(one.startswith("cmpl-7-0-") for one in ids)
+
+
+class Slot:
+    """A slot that is granted at once."""
+
+    is_released = False
+
+    async def wait_granted(self) -> None:
+        pass
+
+    def release(self) -> None:
+        self.is_released = True
+
+
+def prompt_of(
+    call: TraceCall, engine: Engine, steps: Sequence[Any], **sampling: Any
+) -> tuple[TracedPrompt, Slot]:
+    """Return the call's next prompt, and the slot that it waits for."""
+    slot = Slot()
+    call.slot = lambda: slot
+    return call.begin(engine, {"steps": steps}, SamplingParams(**sampling), "request"), slot
+
+
+async def test_the_last_output_follows_the_results_of_the_block() -> None:
+    engine = Engine(result=encode({"blocks": [{"error": None, "choice": 0, "saves": {"a": 1}}]}))
+    call = new_call()
+    prompt, slot = prompt_of(call, engine, [1, 2])
+    seen = []
+    async for output in prompt.outputs():
+        assert slot.is_released == output.finished, "the next prompt may start when this one is collected"
+        seen.append(output.finished)
+    (result,) = call.take_final(0, 1).results
+    call.close(pytest.fail)
+    assert isinstance(result, CollectedTrace)
+    assert (seen, result.saves) == ([False, True], {"a": 1})
+    assert (engine.forgotten, len(engine.traces)) == ([], 0)
+
+
+async def test_the_slot_of_an_abandoned_prompt_is_released_when_the_engine_has_dropped_it() -> None:
+    engine, call = Engine(), new_call(max_requests=2)
+    prompt, slot = prompt_of(call, engine, range(1, 1000))
+    unstarted, free = prompt_of(call, engine, [1])
+    outputs = prompt.outputs()
+    await anext(outputs)
+    await outputs.aclose()
+    ends: list[Any] = []
+    call.close(ends.append)
+    assert (len(ends), slot.is_released, free.is_released) == (1, False, True)
+    await ends[0]
+    assert slot.is_released
+    assert (engine.forgotten, engine.aborted) == ([prompt.requests.key], prompt.requests.ids)
+    assert (engine.num_running, len(engine.traces), unstarted.is_running) == (0, 0, False)
+
+
+async def test_the_block_of_several_choices_is_sent_once() -> None:
+    engine = Engine()
+    call = TraceCall(b"block", name="t", param="p", filename="f", streams=False, max_requests=2)
+    prompt, _ = prompt_of(call, engine, [1], n=2)
+    with pytest.raises(ApiError, match="cannot be read"):  # the engine has no results
+        _ = [output async for output in prompt.outputs()]
+    assert engine.held == {prompt.requests.key: b"block"}
+    assert prompt.requests.params[0].extra_args[TRACE_KEY]["data"] == b""  # type: ignore[index]
+    assert call.failure is not None

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.sandbox.errors import SandboxEndedError
 from nnsight_engine.serialization import encode_error
-from nnsight_engine.serialization.message import Piece
+from nnsight_engine.serialization.message.table import Piece
 from nnsight_engine.serialization.values import encode_pieces
 from nnsight_engine.vllm_backend.traces.errors import SandboxedError
 from nnsight_engine.vllm_backend.traces.rows import plain

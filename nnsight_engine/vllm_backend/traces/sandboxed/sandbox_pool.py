@@ -10,7 +10,7 @@ import msgspec
 
 from nnsight_engine.core.engine_counts import SANDBOX_EVENTS
 from nnsight_engine.sandbox.errors import SandboxUnavailableError
-from nnsight_engine.serialization.message import Piece
+from nnsight_engine.serialization.message.table import Piece
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.reporting import Report
 from nnsight_engine.vllm_backend.traces.sandboxed.idle_processes import IdleProcesses

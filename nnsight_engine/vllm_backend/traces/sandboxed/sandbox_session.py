@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from nnsight_engine.core.trees import tensors
-from nnsight_engine.remote_backend.incoming_blocks import failure_of, outcome_of
 from nnsight_engine.remote_backend.prints import MAX_BYTES
+from nnsight_engine.remote_backend.values.received_blocks import failure_of, outcome_of
 from nnsight_engine.sandbox.errors import SandboxEndedError
 from nnsight_engine.serialization import encode, encode_error
-from nnsight_engine.serialization.message import Piece
+from nnsight_engine.serialization.message.table import Piece
 from nnsight_engine.serialization.values import encode_pieces
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.reporting import Report

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator
+from typing import ClassVar
 
 import pytest
 from limits import RateLimitItemPerMinute
@@ -31,6 +32,30 @@ class Clock:
         return self.now
 
 
+class Later:
+    """The time, and a monotonic clock that a test sets forward."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def time(self) -> float:
+        return time.time()
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+    def end_pause(self) -> None:
+        """Let the pause pass after which a storage that failed is asked again."""
+        self.ahead_s += 60
+
+
+@pytest.fixture
+def later(monkeypatch: pytest.MonkeyPatch) -> Later:
+    later = Later()
+    monkeypatch.setattr(counts_module, "time", later)
+    return later
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
@@ -42,10 +67,12 @@ class RemoteStorage(MemoryStorage):
     """Asks a server over a socket before each answer, like a client of Redis, and waits for it as long."""
 
     STORAGE_SCHEME = ["async+remote"]  # noqa: RUF012 - limits' own
+    opened: ClassVar[list[RemoteStorage]] = []
 
     def __init__(self, uri: str, **_: str) -> None:
         super().__init__(uri)
         self.port = int(uri.rpartition(":")[2])
+        self.opened.append(self)
 
     async def ask(self) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
@@ -97,7 +124,7 @@ async def storage(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Answering]:
 
 
 async def test_a_storage_that_is_away_costs_one_wait_and_limits_hold_meanwhile(
-    storage: Answering, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    storage: Answering, later: Later, caplog: pytest.LogCaptureFixture
 ) -> None:
     counts = Counts(storage.url)
     assert await counts.hit(THREE, "a")
@@ -110,13 +137,15 @@ async def test_a_storage_that_is_away_costs_one_wait_and_limits_hold_meanwhile(
     assert "TimeoutError" in caplog.text
     assert "secret" not in caplog.text
     # It is asked again after a pause, by one.
-    counts._again_at = time.monotonic()
+    later.end_pause()
     await asyncio.gather(*[counts.used("a") for _ in range(20)])
     assert (counts.num_failures, storage.num_asked) == (2, num_asked + 2)
     storage.answers = True
-    counts._again_at = time.monotonic()
+    later.end_pause()
     assert (await counts.used("a")).amount == 0  # there nobody was told
-    assert not counts._again_at
+    num_asked = storage.num_asked
+    await asyncio.gather(*[counts.used("a") for _ in range(3)])
+    assert storage.num_asked >= num_asked + 3  # each asks, without a pause
 
 
 async def test_a_storage_that_is_gone_is_no_error(storage: Answering) -> None:
@@ -163,13 +192,13 @@ async def test_what_exceeds_a_minute_is_carried_into_the_next_ones(clock: Clock)
 
 
 async def test_a_storage_that_comes_back_is_given_nothing_that_it_never_had(
-    storage: Answering, monkeypatch: pytest.MonkeyPatch
+    storage: Answering, later: Later
 ) -> None:
     counts = Counts(storage.url)
     storage.answers = False
     alone, _ = await counts.take("a", 1000)
     storage.answers = True
-    counts._again_at = time.monotonic()
+    later.end_pause()
     await counts.give_back(alone, 990)
     assert (await counts.take("a", 5))[1].amount == 5
     shared, _ = await counts.take("a", 100)
@@ -177,9 +206,9 @@ async def test_a_storage_that_comes_back_is_given_nothing_that_it_never_had(
     await counts.give_back(shared, 100)  # which is noticed only now
     assert (await counts.used("a")).amount == 10
     storage.answers = True
-    counts._again_at = time.monotonic()
+    later.end_pause()
     assert (await counts.used("a")).amount == 105
-    await counts._shared.storage.reset()  # type: ignore[union-attr]
+    await RemoteStorage.opened[-1].reset()  # as where it was started again
     await counts.give_back(shared, 100)
     assert (await counts.take("a", 5))[1].amount == 5
 

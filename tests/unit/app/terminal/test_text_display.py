@@ -130,5 +130,8 @@ def test_marks_are_spoken_of_only_where_there_are_some(baseline: str, steered: s
     shown = Comparison(SteeringRequest("", is_chat=True, options={}, steers=[]), "joy")
     shown.texts, shown.done = [baseline, steered], [True, True]
     assert shown.summary().startswith(summary)
-    are_marked = any(map(marked, shown._with_differences()))
+    console = Console(file=io.StringIO(), color_system="truecolor", force_terminal=True)
+    colour = console.get_style(MARK).color
+    drawn = [one.style for one in console.render(shown.draw(100)) if one.style is not None]
+    are_marked = any(style.underline and style.color == colour for style in drawn)
     assert are_marked == ("is marked" in shown.summary())

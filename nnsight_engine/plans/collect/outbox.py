@@ -1,0 +1,207 @@
+"""Queue of results between the worker and the request outputs, in the scheduler's process.
+
+The scheduler adds the results of each step, and takes a request's results when an output is sent for it. A
+step of a run (``shared_run``) costs the same for any number of requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from nnsight_engine.plans.collect.shared_run import RunSlot, SharedRun
+from nnsight_engine.plans.records import Failure, Payload, RunStep, StepInfo, StepRecord, StepResults
+from nnsight_engine.plans.request_plan import PlannedOp, RequestPlan
+
+
+class PendingResults:
+    """One request's records between the worker and the next output that is sent for it.
+
+    Reductions are folded here, so that a long generation holds one row, not one per token.
+
+    Args:
+        plan: The request's plan.
+        stops_outside: Whether the API process may end the request by itself, at a stop string:
+            no output is then known to be the last, so each carries all that is known.
+    """
+
+    def __init__(self, plan: RequestPlan, *, stops_outside: bool) -> None:
+        self._plan = plan
+        self._stops_outside = stops_outside
+        self._records: list[StepRecord] = []
+        self._reduced: dict[int, StepRecord] = {}
+        self._info: StepInfo | None = None
+        self._failure: Failure | None = None
+        self._run: SharedRun | None = None
+        self._places: list[RunSlot] = []
+        self._num_met = 0
+        self._met_s = 0.0
+
+    @property
+    def sends_each_time(self) -> bool:
+        """Whether outputs before the last may carry results."""
+        return self._stops_outside or self._plan.stream
+
+    def absorb(self, records: Sequence[StepRecord], info: StepInfo | None, failure: Failure | None) -> None:
+        """Add the records of one step."""
+        for record in records:
+            op = self._plan.ops[record.op]
+            if op.reduce == "none":
+                self._records.append(record)
+            else:
+                self._fold(op, record)
+        self._info = info or self._info
+        self._failure = failure or self._failure
+
+    def _fold(self, op: PlannedOp, record: StepRecord) -> None:
+        held = self._reduced.get(record.op)
+        if held is None or op.reduce == "last":
+            self._reduced[record.op] = record
+            return
+        held.parts = [
+            (np.frombuffer(total, np.float32) + np.frombuffer(part, np.float32)).tobytes()
+            for total, part in zip(held.parts, record.parts, strict=True)
+        ]
+        held.positions.extend(record.positions)
+
+    def reduction(self, op: int) -> list[bytes] | None:
+        """Return the current value of an operation's reduction, or None if there is none."""
+        held = self._reduced.get(op)
+        return None if held is None else held.parts
+
+    def join(self, run: SharedRun, places: list[RunSlot]) -> None:
+        """Collect results from a run from now on.
+
+        Args:
+            run: The run.
+            places: Location of the request's values in it.
+        """
+        self._run, self._places = run, places
+        self._num_met, self._met_s = 0, 0.0
+
+    def leave(self) -> None:
+        """Collect the remaining results of the run and drop the reference to it."""
+        self._catch_up()
+        self._run, self._places = None, []
+
+    def _catch_up(self) -> None:
+        """Collect the run's results since the last call."""
+        run, info = self._run, self._info
+        if run is None or info is None or run.num_steps == self._num_met:
+            return
+        end_position = info.end_position + run.num_steps - self._num_met
+        positions = list(range(info.end_position, end_position))
+        for place in self._places:
+            self._take_over(place.op, positions, place.rows.of(place.row, self._num_met))
+        spent_s = info.spent_s + self._plan.num_points * (run.point_s - self._met_s)
+        self._info = StepInfo(info.first_position, end_position, info.recomputed_tokens, info.tier, spent_s)
+        self._num_met, self._met_s = run.num_steps, run.point_s
+
+    def _take_over(self, op: int, positions: list[int], parts: list[bytes]) -> None:
+        match self._plan.ops[op].reduce:
+            case "none":
+                self._records.append(StepRecord(op, positions, parts))
+            case "last":
+                self._reduced[op] = StepRecord(op, positions[-1:], parts)
+            case _:
+                # The run's total includes the value held before the run.
+                held = self._reduced.setdefault(op, StepRecord(op, [], []))
+                held.positions.extend(positions)
+                held.parts = parts
+
+    def take(self, *, final: bool) -> Payload | None:
+        """Return and remove the results to send with this output; None if there are none.
+
+        A request that does not stream sends everything with its last output. A streaming request sends
+        its records with each output, its reductions with the last.
+        """
+        complete = final or self._stops_outside
+        if not complete and not self._plan.stream:
+            return None
+        self._catch_up()
+        if not complete and not self._records:
+            return None
+        records, self._records = self._records, []
+        if complete:
+            # Reductions stay: a later output carries all of them again.
+            records.extend(self._reduced.values())
+        return Payload(records=records, info=self._info, failure=self._failure)
+
+
+class Outbox:
+    """Results that wait for outputs, by vLLM's request id."""
+
+    def __init__(self) -> None:
+        self._pending: dict[str, PendingResults] = {}
+        self._each_time: set[str] = set()
+        self._run: SharedRun | None = None
+
+    def __len__(self) -> int:
+        """Return the number of registered requests."""
+        return len(self._pending)
+
+    def __contains__(self, request_id: str) -> bool:
+        """Return whether a request is registered."""
+        return request_id in self._pending
+
+    @property
+    def sends_each_time(self) -> bool:
+        """Whether any request's outputs before the last may carry results."""
+        return bool(self._each_time)
+
+    def open(self, request_id: str, plan: RequestPlan, *, stops_outside: bool) -> None:
+        """Register a request, see ``PendingResults``."""
+        pending = self._pending[request_id] = PendingResults(plan, stops_outside=stops_outside)
+        if pending.sends_each_time:
+            self._each_time.add(request_id)
+
+    def close(self, request_id: str) -> bool:
+        """Drop the results of a request; return whether it was registered."""
+        self._each_time.discard(request_id)
+        is_expected = self._pending.pop(request_id, None) is not None
+        if not self._pending:
+            self._run = None  # no next step would end the run of an idle engine
+        return is_expected
+
+    def absorb(self, results: StepResults | None) -> None:
+        """Add the results of a step, or None for a step without interventions."""
+        step = None if results is None else results.run_step
+        if step is None or step.opening is not None:
+            self._end_run()
+        if step is not None:
+            self._go_on(step)
+        if results is None:
+            return
+        for request_id, info in results.infos.items():
+            pending = self._pending.get(request_id)
+            if pending is not None:
+                pending.absorb(results.records.get(request_id, ()), info, None)
+        for request_id, failure in results.failures.items():
+            pending = self._pending.get(request_id)
+            if pending is not None:
+                pending.absorb((), None, failure)
+
+    def take(self, request_id: str, *, final: bool) -> Payload | None:
+        """Return the payload for an output of a registered request, None if there is none."""
+        return self._pending[request_id].take(final=final)
+
+    def _go_on(self, step: RunStep) -> None:
+        if step.opening is not None:
+            run = self._run = SharedRun(step.opening, self._reduction)
+            for request_id, places in run.places.items():
+                if request_id in self._pending:
+                    self._pending[request_id].join(run, places)
+        # If the opening was missed, the requests lack positions, and the collector fails them.
+        if self._run is not None:
+            self._run.add(step)
+
+    def _reduction(self, request_id: str, op: int) -> list[bytes] | None:
+        pending = self._pending.get(request_id)
+        return None if pending is None else pending.reduction(op)
+
+    def _end_run(self) -> None:
+        run, self._run = self._run, None
+        for request_id in () if run is None else run.places:
+            if request_id in self._pending:
+                self._pending[request_id].leave()

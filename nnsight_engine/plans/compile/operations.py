@@ -1,0 +1,286 @@
+"""Compiles one operation of a request into one planned operation.
+
+Checks that concern a single operation are made here; those over several operations (names,
+total size) are made in ``request``. Tensors are collected in ``OperationCompiler.tensors``,
+each content once.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.excerpt import excerpt
+from api_schemas.interventions import Operation
+from api_schemas.operations import Ablate, Capture, LogitLens, Patch, Probe, Steer
+from nnsight_engine.core.dtypes import LARGEST
+from nnsight_engine.core.model_spec import PATTERN_LEAF, ModelSpec
+from nnsight_engine.plans.compile.scope import CompileScope
+from nnsight_engine.plans.compile.sites import leaf_of, resolve_lens_sites, resolve_sites
+from nnsight_engine.plans.compile.tensors import (
+    check_directions,
+    check_patch,
+    check_range,
+    check_rows,
+    read_tensor,
+    reorder_rows,
+)
+from nnsight_engine.plans.compile.where_clause import Named, compile_where, resolve_positions
+from nnsight_engine.plans.request_plan import (
+    SAMPLES,
+    OperationKind,
+    PlannedOp,
+    PlannedSite,
+    TensorData,
+    WhereRule,
+)
+from nnsight_engine.plans.where import may_generate
+
+_NEEDS_DIRECTION: Final = frozenset({"norm_match", "project_out", "clamp"})
+_SCALED: Final = frozenset({OperationKind.ADD, OperationKind.REPLACE})
+_ABLATIONS: Final = {"zero": OperationKind.ZERO, "mean": OperationKind.MEAN, "vector": OperationKind.REPLACE}
+
+
+class OperationCompiler:
+    """Compiles the operations of one request, one after the other.
+
+    Args:
+        scope: The request.
+
+    Attributes:
+        tensors: The tensors of the operations compiled so far, by hash of their content.
+    """
+
+    def __init__(self, scope: CompileScope) -> None:
+        self.tensors: dict[str, TensorData] = {}
+        self._scope = scope
+        self._spec: ModelSpec = scope.spec
+
+    def compile(self, op: Operation, name: str, param: str) -> tuple[PlannedOp, Named]:
+        """Return the planned operation and the prompt positions that its rule matches.
+
+        Args:
+            op: The operation.
+            name: Key of its result, if it has one.
+            param: Path of the operation in the request, for errors.
+
+        Raises:
+            ApiError: The operation is invalid for this model or prompt.
+        """
+        named = compile_where(op.where, self._scope, f"{param}.where")
+        match op:
+            case Steer():
+                planned = self._steer(op, named, param)
+            case Ablate():
+                planned = self._ablate(op, named, param)
+            case Patch():
+                planned = self._patch(op, param)
+            case Capture():
+                planned = self._capture(op, named, name, param)
+            case Probe():
+                planned = self._probe(op, named, name, param)
+            case LogitLens():
+                planned = self._lens(op, named, name, param)
+        return planned, named
+
+    def _steer(self, op: Steer, named: Named, param: str) -> PlannedOp:
+        sites = resolve_sites(op.at, op.op, self._spec, f"{param}.at")
+        tensor = read_tensor(op.vector, f"{param}.vector")
+        check_rows(tensor, self._widths(sites), f"{param}.vector")
+        if op.mode in _NEEDS_DIRECTION:
+            check_directions(tensor, op.mode, f"{param}.vector")
+        scale = _float32(op.scale, f"{param}.scale")
+        kind = OperationKind(op.mode)
+        if kind in _SCALED:
+            check_range(
+                tensor, scale, self._spec.dtype, f"{param}.{'vector' if abs(scale) <= 1 else 'scale'}"
+            )
+        elif kind is OperationKind.CLAMP:
+            _within(scale, self._spec.dtype, f"{param}.scale")
+        return PlannedOp(kind, sites, named.rule, scale=scale, tensor=self._keep(tensor))
+
+    def _ablate(self, op: Ablate, named: Named, param: str) -> PlannedOp:
+        sites = resolve_sites(op.at, op.op, self._spec, f"{param}.at")
+        widths = self._widths(sites)
+        kind = _ABLATIONS[op.method]
+        key = ""
+        if op.vector is not None:
+            tensor = read_tensor(op.vector, f"{param}.vector")
+            check_rows(tensor, widths, f"{param}.vector")
+            check_range(tensor, 1.0, self._spec.dtype, f"{param}.vector")
+            key = self._keep(tensor)
+        units = None if op.units is None else _units(op.units, min(widths), f"{param}.units")
+        if kind is OperationKind.MEAN:
+            self._check_mean(named, param)
+        return PlannedOp(kind, sites, named.rule, tensor=key, units=units)
+
+    def _check_mean(self, named: Named, param: str) -> None:
+        limit = self._spec.max_num_batched_tokens
+        if self._scope.prompt_len > limit:
+            raise ApiError(
+                ErrorCode.UNSUPPORTED_COMBINATION,
+                f"`ablate` by mean needs the whole prompt in one step, of at most {limit} tokens; this "
+                f"prompt has {self._scope.prompt_len}. Shorten it, or capture the mean and ablate by "
+                "`vector`.",
+                f"{param}.method",
+            )
+        if named.num_prompt == 0:
+            raise ApiError(
+                ErrorCode.CONTRADICTORY_WHERE,
+                "`ablate` by mean takes the mean over the prompt positions that `where` names, and it names "
+                "none; name some, or ablate by `vector`.",
+                f"{param}.where",
+            )
+
+    def _patch(self, op: Patch, param: str) -> PlannedOp:
+        where, path = op.where, f"{param}.where"
+        if where.range is not None or where.tokens is not None or where.exclude is not None:
+            raise ApiError(
+                ErrorCode.INVALID_VALUE,
+                "`patch` has one row of `values` per position, so its `where` takes `positions` and "
+                "`phase` only.",
+                path,
+            )
+        positions = resolve_positions(where.positions or [], where.phase, self._scope, f"{path}.positions")
+        if len(set(positions)) < len(positions):
+            raise ApiError(
+                ErrorCode.INVALID_VALUE,
+                f"`patch` may name a position once; {excerpt(positions)} has one twice (negatives resolved).",
+                f"{path}.positions",
+            )
+        if where.phase == "generated" and min(positions) < self._scope.prompt_len:
+            raise ApiError(
+                ErrorCode.CONTRADICTORY_WHERE,
+                f"With `phase` generated a patch's positions must all be {self._scope.prompt_len} or more, "
+                f"the prompt's length; got {min(positions)}.",
+                f"{path}.positions",
+            )
+        sites = resolve_sites(op.at, op.op, self._spec, f"{param}.at")
+        tensor = read_tensor(op.values, f"{param}.values")
+        check_patch(tensor, self._widths(sites), len(positions), f"{param}.values")
+        check_range(tensor, 1.0, self._spec.dtype, f"{param}.values")
+        order = sorted(range(len(positions)), key=positions.__getitem__)
+        rule = WhereRule(positions=tuple(positions[index] for index in order))
+        return PlannedOp(OperationKind.PATCH, sites, rule, tensor=self._keep(reorder_rows(tensor, order)))
+
+    def _capture(self, op: Capture, named: Named, name: str, param: str) -> PlannedOp:
+        sites = resolve_sites(op.at, op.op, self._spec, f"{param}.at")
+        dtype = op.dtype or self._spec.dtype
+        if any(site == SAMPLES for site in sites):
+            if len(sites) > 1 or op.dtype is not None or op.reduce == "mean":
+                raise ApiError(
+                    ErrorCode.UNSUPPORTED_COMBINATION,
+                    f"`{SAMPLES}` are token ids: capture them in an operation of their own, without `dtype` "
+                    "and without `reduce` mean.",
+                    f"{param}.at",
+                )
+            self._check_sampled(named, param)
+            dtype = "int64"
+        pattern = [site.leaf == PATTERN_LEAF for site in sites]
+        if any(pattern) and not all(pattern):
+            raise ApiError(
+                ErrorCode.UNSUPPORTED_COMBINATION,
+                "Attention patterns grow with the position and other points do not; capture "
+                f"{PATTERN_LEAF} in an operation of its own.",
+                f"{param}.at",
+            )
+        if op.reduce == "mean" and any(pattern):
+            raise ApiError(
+                ErrorCode.UNSUPPORTED_COMBINATION,
+                "`reduce` mean needs rows of one length, and attention patterns grow with the position; "
+                "capture them with `reduce` none or last.",
+                f"{param}.reduce",
+            )
+        return PlannedOp(OperationKind.CAPTURE, sites, named.rule, name, reduce=op.reduce, dtype=dtype)
+
+    def _check_sampled(self, named: Named, param: str) -> None:
+        """Raise if ``samples`` is captured before the prompt's last position, where no token is sampled."""
+        first = self._scope.prompt_len - 1
+        early = [position for position in named.rule.positions or () if position < first]
+        if early or (
+            named.last_prompt < first
+            and not may_generate(named.rule, self._scope.prompt_len, self._scope.num_positions)
+        ):
+            raise ApiError(
+                ErrorCode.POSITION_OUT_OF_RANGE,
+                f"Tokens are sampled from the prompt's last position, {first}, on, and none is at "
+                f"{early[0] if early else named.last_prompt}; name -1 or `phase` generated, or leave out "
+                "`where`.",
+                f"{param}.where",
+            )
+
+    def _probe(self, op: Probe, named: Named, name: str, param: str) -> PlannedOp:
+        sites = resolve_sites(op.at, op.op, self._spec, f"{param}.at")
+        tensor = read_tensor(op.weights, f"{param}.weights")
+        check_rows(tensor, self._widths(sites), f"{param}.weights")
+        bias = _float32(op.bias, f"{param}.bias")
+        return PlannedOp(OperationKind.PROBE, sites, named.rule, name, tensor=self._keep(tensor), bias=bias)
+
+    def _lens(self, op: LogitLens, named: Named, name: str, param: str) -> PlannedOp:
+        sites = resolve_lens_sites(op.layers, self._spec, f"{param}.layers")
+        if op.top_k > self._spec.vocab_size:
+            raise ApiError(
+                ErrorCode.INVALID_VALUE,
+                f"`top_k` must not exceed the vocabulary's {self._spec.vocab_size} tokens, got {op.top_k}.",
+                f"{param}.top_k",
+            )
+        targets: list[int] = []
+        for index, token in enumerate(op.targets or ()):
+            path = f"{param}.targets.{index}"
+            token_id = self._scope.token_id(token, path)
+            if token_id in targets:
+                raise ApiError(
+                    ErrorCode.INVALID_VALUE,
+                    f"A target may be named once; {excerpt(token)} is the second.",
+                    path,
+                )
+            targets.append(token_id)
+        return PlannedOp(OperationKind.LENS, sites, named.rule, name, top_k=op.top_k, targets=tuple(targets))
+
+    def _widths(self, sites: tuple[PlannedSite, ...]) -> list[int]:
+        by_leaf = {
+            leaf: leaf_of(PlannedSite(leaf), self._spec).width for leaf in {site.leaf for site in sites}
+        }
+        return [by_leaf[site.leaf] for site in sites]
+
+    def _keep(self, tensor: TensorData) -> str:
+        key = tensor.key()
+        self.tensors[key] = tensor
+        return key
+
+
+def _units(units: list[int], width: int, param: str) -> tuple[int, ...]:
+    if not units:
+        raise ApiError(
+            ErrorCode.INVALID_VALUE, "An empty `units` selects nothing; leave it out for all units.", param
+        )
+    for index, unit in enumerate(units):
+        if not 0 <= unit < width:
+            raise ApiError(
+                ErrorCode.INVALID_VALUE,
+                f"A unit must lie between 0 and {width - 1}, the point's width less one; got "
+                f"{excerpt(unit)}.",
+                f"{param}.{index}",
+            )
+    ordered = tuple(sorted(set(units)))
+    if len(ordered) < len(units):
+        raise ApiError(
+            ErrorCode.INVALID_VALUE,
+            f"A unit may be named once; {len(units)} are named, {len(ordered)} of them different.",
+            param,
+        )
+    return ordered
+
+
+def _float32(number: float, param: str) -> float:
+    return _within(number, "float32", param)
+
+
+def _within(number: float, dtype: str, param: str) -> float:
+    if abs(number) > LARGEST[dtype]:
+        raise ApiError(
+            ErrorCode.NOT_FINITE,
+            f"A number must be finite in {dtype}, whose largest is {LARGEST[dtype]:g}; got {number:g}.",
+            param,
+        )
+    return number

@@ -1,0 +1,205 @@
+"""Compiles a request's operations into the plan that the worker runs; the only module that builds one.
+
+Admission calls ``compile_request`` once per prompt, with the model's description and the prompt's
+tokens. Every error that can be detected before the first step is raised here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.excerpt import clip
+from api_schemas.interventions import FIELD, Intervention, Operation
+from api_schemas.request_traces import Trace
+from nnsight_engine.core.dtypes import ITEM_BYTES
+from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.plans.compile.operations import OperationCompiler
+from nnsight_engine.plans.compile.scope import CompileScope, TokenOf
+from nnsight_engine.plans.compile.sites import leaf_of
+from nnsight_engine.plans.compile.where_clause import Named
+from nnsight_engine.plans.request_plan import (
+    LOGITS,
+    CompiledRequest,
+    OperationKind,
+    PlannedOp,
+    RequestPlan,
+    WhereRule,
+)
+from nnsight_engine.plans.where import last_position
+
+_READING_OPERATIONS: Final = frozenset({"capture", "probe", "logit_lens"})
+_PAIR_BYTES: Final = 8
+"""Bytes of a token in a lens result: an id or a rank, and a log-probability, four bytes each."""
+
+
+def compile_request(
+    ops: Sequence[Intervention],
+    *,
+    spec: ModelSpec,
+    prompt_token_ids: Sequence[int],
+    max_tokens: int,
+    token_of: TokenOf,
+    stream: bool,
+    prompt_logprobs: bool = False,
+    indexes: Sequence[int] | None = None,
+) -> CompiledRequest:
+    """Resolve a request's operations against the model and one prompt.
+
+    Args:
+        ops: The operations, as returned by ``parse_interventions``.
+        spec: The model's description.
+        prompt_token_ids: The prompt.
+        max_tokens: Maximum number of generated tokens.
+        token_of: Maps a string to its token id, see ``core.token_texts``.
+        stream: Whether results are sent with each token.
+        prompt_logprobs: Whether the request also asks for log-probabilities of the prompt.
+        indexes: Indices of the operations in the request, if it has others for other prompts.
+
+    Returns:
+        The plan and its tensors.
+
+    Raises:
+        ApiError: An operation is invalid; ``param`` holds the field's path.
+        TypeError: An operation is a trace.
+    """
+    if any(isinstance(op, Trace) for op in ops):
+        raise TypeError("a trace has no plan: its request brings it as code")
+    places = range(len(ops)) if indexes is None else indexes
+    declared = {index: op for index, op in zip(places, ops, strict=True) if not isinstance(op, Trace)}
+    scope = CompileScope(spec, prompt_token_ids, max_tokens, token_of)
+    names = _names(declared)
+    compiler = OperationCompiler(scope)
+    planned: list[PlannedOp] = []
+    needs_prompt = False
+    num_bytes = 0
+    for index, op in declared.items():
+        param = f"{FIELD}.{index}"
+        plan_op, named = compiler.compile(op, names[index], param)
+        if prompt_logprobs and not plan_op.reads and LOGITS in plan_op.sites:
+            raise ApiError(
+                ErrorCode.UNSUPPORTED_COMBINATION,
+                f"`{op.op}` at {LOGITS} changes what is sampled, not the prompt's log-probabilities; ask "
+                "for one of the two.",
+                param,
+            )
+        planned.append(plan_op)
+        # A mean is taken over prompt rows, which would not be computed on a prefix cache hit.
+        needs_prompt |= named.num_prompt > 0 and (plan_op.reads or plan_op.kind is OperationKind.MEAN)
+        # Generated positions attend to the prompt, whose keys are seen only when they are computed.
+        needs_prompt |= plan_op.captures_patterns
+        num_bytes += _prompt_bytes(plan_op, named, spec)
+    num_bytes += _key_bytes(planned, scope.prompt_len, spec)
+    if num_bytes > spec.max_capture_bytes:
+        raise ApiError(
+            ErrorCode.CAPTURE_TOO_LARGE,
+            f"One request may capture {spec.max_capture_bytes} bytes, the prompt alone asks for {num_bytes}; "
+            "capture fewer points or positions, or use `reduce`.",
+            FIELD,
+        )
+    plan = RequestPlan(
+        prompt_len=scope.prompt_len,
+        ops=tuple(planned),
+        stream=stream,
+        fingerprint=_fingerprint(planned, scope),
+    )
+    return CompiledRequest(plan, compiler.tensors, needs_prompt, num_bytes)
+
+
+def _names(ops: Mapping[int, Operation]) -> dict[int, str]:
+    """Return the key of each operation's result by its index, checking that names are unique.
+
+    A write has no result; its name takes part in the check only if the request gave one.
+    """
+    names: dict[int, str] = {}
+    taken: set[str] = set()
+    for index, op in ops.items():
+        name = op.name if op.name is not None else f"{op.op}_{index}"
+        has_result = op.op in _READING_OPERATIONS
+        if has_result or op.name is not None:
+            if name in taken:
+                raise ApiError(
+                    ErrorCode.DUPLICATE_NAME,
+                    f"Names must differ within a request, {clip(name)!r} is used twice; give one of them "
+                    "another `name` (by default the operation and its index, capture_2).",
+                    f"{FIELD}.{index}.name",
+                )
+            taken.add(name)
+        names[index] = name
+    return names
+
+
+def _prompt_bytes(op: PlannedOp, named: Named, spec: ModelSpec) -> int:
+    """Return the bytes of the operation's results over the prompt.
+
+    Args:
+        op: The operation; writes need none.
+        named: The prompt positions that its rule matches.
+        spec: The model's description.
+    """
+    num_prompt = named.num_prompt
+    match op.kind:
+        case OperationKind.CAPTURE:
+            # A mean is kept in float32; a reduced capture is one row for any number of positions.
+            num_rows = num_prompt if op.reduce == "none" else min(num_prompt, 1)
+            item_bytes = ITEM_BYTES["float32" if op.reduce == "mean" else op.dtype]
+            width = sum(leaf_of(site, spec).width for site in op.sites)
+            if op.captures_patterns:
+                # Every row is padded to the length of the last, with one number per key.
+                width *= named.last_prompt + 1
+            return num_rows * width * item_bytes
+        case OperationKind.PROBE:
+            return num_prompt * len(op.sites) * ITEM_BYTES["float32"]
+        case OperationKind.LENS:
+            return num_prompt * len(op.sites) * (op.top_k + len(op.targets)) * _PAIR_BYTES
+        case _:
+            return 0
+
+
+def _key_bytes(ops: Sequence[PlannedOp], prompt_len: int, spec: ModelSpec) -> int:
+    """Return the bytes of the prompt's keys that the worker stores for attention pattern captures.
+
+    Args:
+        ops: All operations of the request; those at one layer share its keys.
+        prompt_len: Tokens of the prompt.
+        spec: The model's description.
+    """
+    leaf = spec.leaf("attn.k")
+    if leaf is None:
+        return 0
+    num_keys: dict[int, int] = {}
+    for op in ops:
+        if not op.captures_patterns:
+            continue
+        last = last_position(op.where, prompt_len)
+        needed = prompt_len if last is None else min(prompt_len, last + 1)
+        for site in op.sites:
+            num_keys[site.layer] = max(num_keys.get(site.layer, 0), needed)
+    return sum(num_keys.values()) * leaf.width * ITEM_BYTES[spec.dtype]
+
+
+def _fingerprint(planned: list[PlannedOp], scope: CompileScope) -> str:
+    """Return the hash that separates prefix cache entries with different writes.
+
+    Two requests with the same fingerprint must write the same values at every position up to which
+    their tokens agree. So the prompt's length is hashed if a rule has a phase, and the prompt itself
+    if a mean makes early positions depend on later ones.
+    """
+    writes = tuple(op for op in planned if not op.reads)
+    if not writes:
+        return ""
+    digest = hashlib.sha256(msgspec.msgpack.encode(writes))
+    if any(_has_phase(op.where) for op in writes):
+        digest.update(f"prompt_len:{scope.prompt_len}".encode())
+    if any(op.kind is OperationKind.MEAN for op in writes):
+        digest.update(b"prompt:")
+        digest.update(scope.prompt_ids.tobytes())
+    return digest.hexdigest()
+
+
+def _has_phase(rule: WhereRule) -> bool:
+    return rule.phase != "all" or (rule.exclude is not None and _has_phase(rule.exclude))

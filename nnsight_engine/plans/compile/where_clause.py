@@ -1,0 +1,166 @@
+"""Resolves a request's ``where`` to a rule with absolute positions and token ids.
+
+A clause that cannot match any position of this request is rejected here: otherwise it would
+silently do nothing, and an unsteered completion would be taken for a steered one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.excerpt import excerpt
+from api_schemas.where import Where, WhereClause
+from nnsight_engine.plans.compile.scope import CompileScope
+from nnsight_engine.plans.request_plan import WhereRule
+from nnsight_engine.plans.where import Positions, evaluate, may_generate
+
+_EVERYWHERE = WhereRule()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Named:
+    """A rule and the prompt positions that it matches.
+
+    Attributes:
+        rule: The rule.
+        num_prompt: Exact number of matching prompt positions.
+        last_prompt: The last of them, -1 if there is none.
+    """
+
+    rule: WhereRule
+    num_prompt: int
+    last_prompt: int
+
+
+def compile_where(where: Where, scope: CompileScope, param: str) -> Named:
+    """Resolve the clause.
+
+    Args:
+        where: The clause, as given in the request.
+        scope: The request.
+        param: Path of the clause in the request, for errors.
+
+    Raises:
+        ApiError: ``empty_where``, ``contradictory_where``, ``position_out_of_range``,
+            ``unknown_token`` or ``invalid_value``.
+    """
+    rule = _clause(where, scope, param)
+    if where.exclude is not None:
+        exclude = _clause(where.exclude, scope, f"{param}.exclude")
+        rule = WhereRule(rule.phase, rule.positions, rule.start, rule.stop, rule.tokens, exclude)
+    if rule == _EVERYWHERE:
+        return Named(rule, scope.prompt_len, scope.prompt_len - 1)
+    named = _named_prompt(rule, scope)
+    if not len(named) and not may_generate(rule, scope.prompt_len, scope.num_positions):
+        raise ApiError(ErrorCode.CONTRADICTORY_WHERE, _contradiction(rule, scope), param)
+    return Named(rule, len(named), int(named[-1]) if len(named) else -1)
+
+
+def resolve_positions(positions: list[int], phase: str, scope: CompileScope, param: str) -> list[int]:
+    """Return absolute positions, in the order given; raise ApiError ``position_out_of_range``."""
+    resolved = []
+    for index, position in enumerate(positions):
+        absolute = position + scope.prompt_len if position < 0 else position
+        if absolute < 0 or absolute >= scope.num_positions:
+            raise _out_of_range(position, scope, f"{param}.{index}")
+        if phase == "prompt" and absolute >= scope.prompt_len:
+            raise ApiError(
+                ErrorCode.POSITION_OUT_OF_RANGE,
+                f"With `phase` prompt a position must be below the prompt's {scope.prompt_len} tokens, "
+                f"got {position}.",
+                f"{param}.{index}",
+            )
+        resolved.append(absolute)
+    return resolved
+
+
+def _clause(clause: WhereClause, scope: CompileScope, param: str) -> WhereRule:
+    positions = tokens = None
+    if clause.positions is not None:
+        _refuse_empty(clause.positions, f"{param}.positions")
+        resolved = resolve_positions(clause.positions, clause.phase, scope, f"{param}.positions")
+        positions = tuple(sorted(set(resolved)))
+    start, stop = (0, None) if clause.range is None else _range(clause.range, scope, f"{param}.range")
+    if clause.tokens is not None:
+        _refuse_empty(clause.tokens, f"{param}.tokens")
+        ids = {scope.token_id(token, f"{param}.tokens.{index}") for index, token in enumerate(clause.tokens)}
+        tokens = tuple(sorted(ids))
+    return WhereRule(clause.phase, positions, start, stop, tokens)
+
+
+def _refuse_empty(items: list[int] | list[str | int], param: str) -> None:
+    if not items:
+        raise ApiError(
+            ErrorCode.EMPTY_WHERE,
+            "An empty list names no position; leave the field out to name every position.",
+            param,
+        )
+
+
+def _range(bounds: tuple[int, int | None], scope: CompileScope, param: str) -> tuple[int, int | None]:
+    start, stop = bounds
+    first = _bound(start, scope, f"{param}.0")
+    if first >= scope.num_positions:
+        raise _out_of_range(start, scope, f"{param}.0")
+    if stop is None:
+        return first, None
+    end = _bound(stop, scope, f"{param}.1")
+    if first >= end:
+        raise ApiError(
+            ErrorCode.EMPTY_WHERE,
+            f"A range [start, stop] ends before its stop and must name a position; [{start}, "
+            f"{excerpt(stop)}] is {first} up to and without {excerpt(end)}, the prompt has "
+            f"{scope.prompt_len} tokens.",
+            param,
+        )
+    # No position lies beyond the model's length; an open end can be decided once for all steps.
+    return first, None if end >= scope.spec.max_model_len else end
+
+
+def _bound(bound: int, scope: CompileScope, param: str) -> int:
+    resolved = bound + scope.prompt_len if bound < 0 else bound
+    if resolved < 0:
+        raise _out_of_range(bound, scope, param)
+    return resolved
+
+
+def _out_of_range(position: int, scope: CompileScope, param: str) -> ApiError:
+    return ApiError(
+        ErrorCode.POSITION_OUT_OF_RANGE,
+        f"Positions of this request run from 0 (or {-scope.prompt_len}, counted from the prompt's end) to "
+        f"{scope.num_positions - 1}, got {excerpt(position)}: {scope.prompt_len} prompt tokens and those "
+        "generated by `max_tokens`, but for the last, which is never fed back to the model.",
+        param,
+    )
+
+
+def _named_prompt(rule: WhereRule, scope: CompileScope) -> Positions:
+    if rule.phase == "generated":
+        return np.empty(0, np.int64)
+    positions = scope.prompt_positions
+    uses_tokens = rule.tokens is not None or (rule.exclude is not None and rule.exclude.tokens is not None)
+    token_ids = scope.prompt_ids if uses_tokens else positions
+    return positions[evaluate(rule, positions, token_ids, scope.prompt_len)]
+
+
+def _contradiction(rule: WhereRule, scope: CompileScope) -> str:
+    num_generated = scope.num_positions - scope.prompt_len
+    if rule.phase == "generated" and num_generated == 0:
+        return (
+            "With `max_tokens` 1 no generated position is ever computed, so `phase` generated names nothing; "
+            "raise `max_tokens`, or name the prompt's last position, -1, which the first token comes from."
+        )
+    bare = WhereRule(rule.phase, rule.positions, rule.start, rule.stop, None, rule.exclude)
+    if rule.tokens is not None and len(_named_prompt(bare, scope)):
+        return (
+            "None of these tokens stands at the prompt positions that the other conditions name; "
+            "check the tokens against the prompt's (spaces count), or widen the conditions."
+        )
+    return (
+        f"All conditions must hold together, and none of the request's {scope.prompt_len} prompt and "
+        f"{num_generated} generated positions meets these; drop or widen one of phase, positions, range, "
+        "tokens, exclude."
+    )

@@ -1,0 +1,1 @@
+"""The steps of live requests, in the worker: kernels batched over requests, and their results."""

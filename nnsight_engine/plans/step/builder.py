@@ -1,0 +1,261 @@
+"""Builds the plan of a step from the row spans of its requests.
+
+Stages keep the order of a request's operations at a site. Rows that a request has already
+delivered are not read again, while writes apply to every row, so that KV rebuilt after a
+preemption contains them. A steady decode step (one row per request, no dependence on token or
+position) reuses the plan of the previous step unchanged.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from nnsight_engine.core.errors import InterventionError
+from nnsight_engine.plans.records import leaf_width, may_overflow, width_classes
+from nnsight_engine.plans.request_plan import SAMPLES, OperationKind
+from nnsight_engine.plans.step.active import ActiveOp, ActiveRequest, SiteKey
+from nnsight_engine.plans.step.context import StepContext
+from nnsight_engine.plans.step.kernel_factory import (
+    GroupKey,
+    KernelFactory,
+    KernelMember,
+    RowArray,
+    group_key,
+)
+from nnsight_engine.plans.step.ledger import StepBytes
+from nnsight_engine.plans.step.operation_rows import (
+    OperationRows,
+    mean_rows,
+    named_offsets,
+    number_logits_rows,
+)
+from nnsight_engine.plans.step.pattern_planner import PatternPlanner
+from nnsight_engine.plans.step.plan import KernelGroup, ReadGroup, ReadSlice, Span, StepPlan
+from nnsight_engine.plans.step.writes import Kernel
+
+
+class StepBuilder:
+    """Builds the step plans for one model.
+
+    Args:
+        context: The model, and the count of captured bytes.
+    """
+
+    def __init__(self, context: StepContext) -> None:
+        self._context = context
+        self._patterns = PatternPlanner(context)
+        self._last: StepPlan | None = None
+
+    def forget(self) -> None:
+        """Drop the cached plan, with its buffers and its references to requests."""
+        self._last = None
+
+    def plan(self, spans: list[Span]) -> StepPlan:
+        """Return the plan of a step, reusing the last one if only the positions changed."""
+        signature = _signature(spans)
+        last = self._last
+        if last is not None and signature is not None and last.signature == signature:
+            last.begin_again()
+            last.spans = {span.request.request_id: span for span in spans}
+            for span in spans:
+                self._reserve(span, last.reserved[span.request.request_id])
+            return last
+        by_id = {span.request.request_id: span for span in spans}
+        plan = StepPlan(by_id, KernelFactory(self._context.device))
+        self._last = None
+        try:
+            work = [rows for span in spans for rows in self._rows_of(span, plan)]
+            number_logits_rows(plan, work)
+            self._plan_writes_and_reads(plan, work)
+        except BaseException:
+            self.give_back(plan, kept=True)
+            raise
+        plan.signature = signature
+        self._last = plan
+        return plan
+
+    def _rows_of(self, span: Span, plan: StepPlan) -> list[OperationRows]:
+        if span.request.failure is not None:
+            return []
+        work: list[OperationRows] = []
+        stages: dict[SiteKey, int] = defaultdict(int)
+        reserved = StepBytes()
+        patterns: list[tuple[ActiveOp, RowArray]] = []
+        for active in span.request.ops:
+            offsets = named_offsets(span, active)
+            if active.op.captures_patterns:
+                # Planned even if no row is captured: the keys of every step must be stored.
+                patterns.append((active, offsets))
+                continue
+            if not len(offsets):
+                continue
+            if active.keys[0] == SAMPLES:
+                # Sampled ids exist only after the forward pass; no other point shares their operation.
+                if offsets[-1] == span.num_rows - 1:
+                    plan.samples.append((span.request, active))
+                continue
+            numbers = tuple(stages[key] for key in active.keys)
+            for key in active.keys:
+                stages[key] += 1
+            work.append(OperationRows(span, active, offsets, numbers, offsets + span.row))
+            self._context.count_rows(reserved, active.op, len(offsets))
+        new = self._new_reductions(span.request, work)
+        is_planned = not patterns or self._patterns.plan(plan, span, patterns)
+        if is_planned and self._reserve(span, reserved, sum(new.values())):
+            span.request.reductions.update(new)
+            plan.reserved[span.request.request_id] = reserved
+            return work
+        plan.reserved[span.request.request_id] = StepBytes()
+        # Its writes go on: others may already share the keys and values of this very step.
+        return [item for item in work if not item.active.op.reads]
+
+    def _reserve(self, span: Span, reserved: StepBytes, once: int = 0) -> bool:
+        """Count a step's bytes; over a limit the request fails and nothing is allocated for it.
+
+        Args:
+            span: The request.
+            reserved: What every step like this one needs.
+            once: What the request holds from this step on, however many follow.
+        """
+        try:
+            self._context.ledger.reserve(span.request.request_id, reserved.kept + reserved.scratch + once)
+        except InterventionError as error:
+            span.request.fail(error.code, error.message)
+            # Nothing was reserved, so nothing may be released later.
+            reserved.kept = reserved.scratch = 0
+            return False
+        return True
+
+    def give_back(self, plan: StepPlan, *, kept: bool = False) -> None:
+        """Release the bytes needed only during the step; with ``kept`` (the step never ran) all of them."""
+        for request_id, reserved in plan.reserved.items():
+            self._context.ledger.give_back(request_id, reserved.scratch + (reserved.kept if kept else 0))
+
+    def _new_reductions(self, request: ActiveRequest, work: list[OperationRows]) -> dict[int, int]:
+        """Return the bytes of the one row that each reduction holds, of those that begin in this step."""
+        return {
+            item.active.index: self._context.row_bytes(item.active.op)
+            for item in work
+            if item.active.op.kind is OperationKind.CAPTURE
+            and item.active.op.reduce != "none"
+            and item.active.index not in request.reductions
+        }
+
+    def _plan_writes_and_reads(self, plan: StepPlan, work: list[OperationRows]) -> None:
+        slots: dict[SiteKey, dict[tuple[int, GroupKey], list[KernelMember]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
+        read_groups: dict[GroupKey, list[OperationRows]] = defaultdict(list)
+        for item in work:
+            if item.active.op.reads:
+                read_groups[_read_key(item)].append(item)
+                continue
+            for site_index, key in enumerate(item.active.keys):
+                member = _write_member(item, site_index, key)
+                if len(member.rows):
+                    slots[key][item.stages[site_index], group_key(member)].append(member)
+        staged: dict[SiteKey, list[tuple[int, KernelGroup]]] = defaultdict(list)
+        for key, groups in slots.items():
+            for (stage, _), members in groups.items():
+                rebuild = _write_rebuild(plan.factory)
+                staged[key].append((stage, KernelGroup(plan.factory.build(members), members, rebuild)))
+        for items in read_groups.values():
+            self._plan_read(plan, items, staged)
+        for key, entries in staged.items():
+            entries.sort(key=lambda entry: entry[0])
+            plan.groups[key] = [group for _, group in entries]
+
+    def _plan_read(
+        self, plan: StepPlan, items: list[OperationRows], staged: dict[SiteKey, list[tuple[int, KernelGroup]]]
+    ) -> None:
+        op = items[0].active.op
+        num_rows = sum(len(item.offsets) for item in items)
+        group = ReadGroup([], [])
+        start = 0
+        for item in items:
+            stop = start + len(item.offsets)
+            group.slices.append(ReadSlice(item.span.request, item.active, start, stop, item.offsets))
+            start = stop
+        overflows = None
+        if may_overflow(op, self._context.spec):
+            overflows = torch.empty(num_rows, len(op.sites), dtype=torch.bool, device=self._context.device)
+        for indices in width_classes(op, self._context.spec):
+            width = leaf_width(op.sites[indices[0]], self._context.spec)
+            shape = (
+                (num_rows, len(indices))
+                if op.kind is OperationKind.PROBE
+                else (num_rows, len(indices), width)
+            )
+            buffer = torch.empty(shape, dtype=self._context.buffer_dtype(op), device=self._context.device)
+            group.buffers.append(buffer)
+            for place, site_index in enumerate(indices):
+                key = items[0].active.keys[site_index]
+                members = [
+                    KernelMember(item.span.request, item.active, site_index, item.rows_at(key))
+                    for item in items
+                ]
+                overflow_column = None if overflows is None else overflows[:, site_index]
+                rebuild = _read_rebuild(plan.factory, members, buffer[:, place], overflow_column)
+                kernel = plan.factory.read(members, buffer[:, place], overflow_column)
+                staged[key].append((items[0].stages[site_index], KernelGroup(kernel, members, rebuild)))
+        if overflows is not None:
+            group.buffers.append(overflows)
+        plan.reads.append(group)
+
+
+def _signature(spans: list[Span]) -> tuple[object, ...] | None:
+    """Return the key that identifies a steady decode step, or None if the step is not steady."""
+    entries: list[object] = []
+    for span in spans:
+        request = span.request
+        fresh = span.start >= request.plan.prompt_len and span.start >= request.end_position
+        if not (request.steady and fresh and span.num_rows == 1 and request.failure is None):
+            return None
+        entries.append((request.request_id, span.row))
+    return tuple(entries)
+
+
+def _read_key(item: OperationRows) -> GroupKey:
+    op = item.active.op
+    if op.kind is OperationKind.LENS:
+        return (op.kind, item.active.keys, item.stages, op.top_k, op.targets)
+    if op.kind is OperationKind.PROBE:
+        return (op.kind, item.active.keys, item.stages)
+    # A run stores every step of an unreduced read and a single row of a reduced one.
+    return (op.kind, item.active.keys, item.stages, op.dtype, op.reduce)
+
+
+def _write_member(item: OperationRows, site_index: int, key: SiteKey) -> KernelMember:
+    op = item.active.op
+    member = KernelMember(item.span.request, item.active, site_index, item.rows_at(key))
+    if op.kind is OperationKind.PATCH:
+        absolute = item.offsets_at(key) + item.span.start
+        positions = np.asarray(op.where.positions, np.int64)
+        member.patch_rows = np.searchsorted(positions, absolute).astype(np.int64)
+    if op.kind is OperationKind.MEAN:
+        member.source_rows = mean_rows(item, key)
+    return member
+
+
+def _write_rebuild(factory: KernelFactory) -> Callable[[KernelMember], Kernel]:
+    return lambda member: factory.build([member])
+
+
+def _read_rebuild(
+    factory: KernelFactory, members: list[KernelMember], out: torch.Tensor, overflows: torch.Tensor | None
+) -> Callable[[KernelMember], Kernel]:
+    starts: dict[int, int] = {}
+    start = 0
+    for member in members:
+        starts[id(member)] = start
+        start += len(member.rows)
+
+    def rebuild(member: KernelMember) -> Kernel:
+        own = slice(starts[id(member)], starts[id(member)] + len(member.rows))
+        return factory.read([member], out[own], None if overflows is None else overflows[own])
+
+    return rebuild

@@ -1,0 +1,71 @@
+"""The model on which steps run, and the memory that reads of its values take."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.core.tensor_bytes import DTYPES
+from nnsight_engine.plans.records import leaf_width
+from nnsight_engine.plans.request_plan import LOGITS, OperationKind, PlannedOp
+from nnsight_engine.plans.step.ledger import ByteLedger, StepBytes
+from nnsight_engine.plans.step.patterns import FormOf
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepContext:
+    """The model of a worker.
+
+    Attributes:
+        spec: The model's description.
+        dtype: The model's dtype, also that of its keys and of captures without a dtype.
+        device: The model's device.
+        ledger: Counts captured bytes before they are allocated.
+        form_of: Returns a layer's form of attention, for patterns.
+    """
+
+    spec: ModelSpec
+    dtype: torch.dtype
+    device: torch.device
+    ledger: ByteLedger
+    form_of: FormOf
+
+    def row_bytes(self, op: PlannedOp) -> int:
+        """Return the bytes of one row of a capture, at all its sites."""
+        width = sum(leaf_width(site, self.spec) for site in op.sites)
+        return width * self.capture_dtype(op).itemsize
+
+    def capture_dtype(self, op: PlannedOp) -> torch.dtype:
+        """Return the dtype in which the worker stores a capture."""
+        # A mean is summed in float32, whatever dtype it is returned in.
+        if op.reduce == "mean":
+            return torch.float32
+        return DTYPES[op.dtype] if op.dtype else self.dtype
+
+    def buffer_dtype(self, op: PlannedOp) -> torch.dtype:
+        """Return the dtype of the buffer that a read's kernels write into."""
+        if op.kind is OperationKind.PROBE:
+            return torch.float32
+        return self.capture_dtype(op) if op.kind is OperationKind.CAPTURE else self.dtype
+
+    def count_rows(self, reserved: StepBytes, op: PlannedOp, num_rows: int) -> None:
+        """Add the bytes of an operation on ``num_rows`` rows to a step's; writes need some at logits only."""
+        if LOGITS in op.sites:
+            # The full logits rows, of which a probe keeps one number each.
+            reserved.scratch += num_rows * self.spec.vocab_size * self.dtype.itemsize
+        match op.kind:
+            case OperationKind.CAPTURE:
+                if op.reduce == "none":
+                    reserved.kept += num_rows * self.row_bytes(op)
+                else:
+                    reserved.scratch += num_rows * self.row_bytes(op)
+            case OperationKind.PROBE:
+                reserved.kept += num_rows * len(op.sites) * torch.float32.itemsize
+            case OperationKind.LENS:
+                rows = num_rows * len(op.sites)
+                reserved.scratch += rows * self.spec.hidden_size * self.dtype.itemsize
+                reserved.kept += rows * 8 * (op.top_k + len(op.targets))
+            case _:
+                pass

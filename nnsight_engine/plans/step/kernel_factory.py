@@ -1,0 +1,183 @@
+"""Batches operations on rows into a few kernels per site.
+
+The stage keeps the order of one request's operations at one site: its first operation there
+is in stage 0, the next in stage 1. Within a stage, operations of the same form over all
+requests become one kernel; their rows are disjoint, since each request owns its rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nnsight_engine.plans.request_plan import OperationKind
+from nnsight_engine.plans.step import reads, writes
+from nnsight_engine.plans.step.active import ActiveOp, ActiveRequest
+from nnsight_engine.plans.step.host_arena import to_device
+
+RowArray = npt.NDArray[np.int64]
+GroupKey = tuple[object, ...]
+
+
+@dataclasses.dataclass(slots=True)
+class KernelMember:
+    """One operation of one request at one site in one step.
+
+    Attributes:
+        request: The request.
+        active: The operation.
+        site_index: Index of the site among the operation's sites.
+        rows: Rows of the step's tensor at this site, ascending.
+        patch_rows: PATCH: row of the values for each of ``rows``.
+        source_rows: MEAN: rows to average, or None if this step does not have all of them.
+    """
+
+    request: ActiveRequest
+    active: ActiveOp
+    site_index: int
+    rows: RowArray
+    patch_rows: RowArray | None = None
+    source_rows: RowArray | None = None
+
+
+def group_key(member: KernelMember) -> GroupKey:
+    """Return the key shared by writing members that one kernel can serve."""
+    op = member.active.op
+    match op.kind:
+        case OperationKind.ADD | OperationKind.NORM_MATCH:
+            return (op.kind,)
+        case OperationKind.PROJECT_OUT | OperationKind.CLAMP:
+            return (OperationKind.PROJECT_OUT,)
+        case OperationKind.REPLACE | OperationKind.ZERO | OperationKind.PATCH:
+            return (OperationKind.REPLACE, op.units)
+        case _:
+            return (op.kind, id(member.request), member.active.index)
+
+
+class KernelFactory:
+    """Builds the kernels of one step; index tensors and stacked vectors are shared between sites.
+
+    Args:
+        device: The model's device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._rows: dict[tuple[int, ...], torch.Tensor] = {}
+        self._spans: dict[tuple[int, ...], tuple[int, int] | None] = {}
+        self._stacks: dict[tuple[tuple[int, int, int], ...], torch.Tensor] = {}
+        self._builders: dict[OperationKind, Callable[[list[KernelMember]], writes.Kernel]] = {
+            OperationKind.ADD: self._add,
+            OperationKind.NORM_MATCH: self._norm_match,
+            OperationKind.PROJECT_OUT: self._project,
+            OperationKind.CLAMP: self._project,
+            OperationKind.REPLACE: self._set,
+            OperationKind.ZERO: self._set,
+            OperationKind.PATCH: self._set,
+            OperationKind.MEAN: self._set_mean,
+        }
+
+    def build(self, members: list[KernelMember]) -> writes.Kernel:
+        """Return one kernel for writing members that share a group key."""
+        return self._builders[members[0].active.op.kind](members)
+
+    def read(
+        self, members: list[KernelMember], out: torch.Tensor, overflows: torch.Tensor | None = None
+    ) -> writes.Kernel:
+        """Return one kernel that writes the rows of all members, in order, into ``out``.
+
+        ``out`` is ``[rows, width]``, or ``[rows]`` for probes; ``overflows`` is as in ``GatherKernel``.
+        """
+        index = self.row_index(members)
+        if members[0].active.op.kind is OperationKind.PROBE:
+            bias = [m.active.op.bias for m in members for _ in range(len(m.rows))]
+            return reads.ProbeKernel(index, self._stack(members), self._column(bias).squeeze(1), out)
+        return reads.GatherKernel(index, self._span(members), out, overflows)
+
+    def row_index(self, members: list[KernelMember]) -> torch.Tensor:
+        """Return the members' rows, concatenated, as an index tensor."""
+        key = tuple(id(member.rows) for member in members)
+        index = self._rows.get(key)
+        if index is None:
+            rows = np.concatenate([member.rows for member in members])
+            index = self._rows[key] = to_device(rows, self._device)
+        return index
+
+    def _span(self, members: list[KernelMember]) -> tuple[int, int] | None:
+        """Return the members' rows as ``(start, stop)`` if they are contiguous, else None."""
+        key = tuple(id(member.rows) for member in members)
+        if key not in self._spans:
+            rows = [row for member in members for row in member.rows.tolist()]
+            self._spans[key] = contiguous_span(rows)
+        return self._spans[key]
+
+    def _stack(self, members: list[KernelMember]) -> torch.Tensor:
+        """Return each member's vector repeated once per row, ``[rows, width]``."""
+        key = tuple((id(m.active.tensor), _stack_index(m), len(m.rows)) for m in members)
+        stack = self._stacks.get(key)
+        if stack is None:
+            vectors = [m.active.tensor_at(m.site_index) for m in members]
+            if all(len(m.rows) == 1 for m in members):
+                stack = torch.stack(vectors)
+            else:
+                stack = torch.cat([v.expand(len(m.rows), -1) for v, m in zip(vectors, members, strict=True)])
+            self._stacks[key] = stack
+        return stack
+
+    def _add(self, members: list[KernelMember]) -> writes.Kernel:
+        return writes.Add(self.row_index(members), self._span(members), self._stack(members))
+
+    def _norm_match(self, members: list[KernelMember]) -> writes.Kernel:
+        return writes.NormMatch(self.row_index(members), self._stack(members))
+
+    def _project(self, members: list[KernelMember]) -> writes.Kernel:
+        target: list[float] = []
+        keep: list[float] = []
+        for member in members:
+            op = member.active.op
+            clamps = op.kind is OperationKind.CLAMP
+            target += [op.scale if clamps else 0.0] * len(member.rows)
+            keep += [1.0 if clamps else op.scale] * len(member.rows)
+        return writes.Project(
+            self.row_index(members), self._stack(members), self._column(target), self._column(keep)
+        )
+
+    def _set(self, members: list[KernelMember]) -> writes.Kernel:
+        values = torch.cat([self._values(member) for member in members])
+        return writes.Set(self.row_index(members), values, members[0].active.units)
+
+    def _values(self, member: KernelMember) -> torch.Tensor:
+        tensor = member.active.tensor_at(member.site_index)
+        if member.patch_rows is not None:
+            return tensor[to_device(member.patch_rows, self._device)]
+        return tensor.expand(len(member.rows), -1)
+
+    def _set_mean(self, members: list[KernelMember]) -> writes.Kernel:
+        (member,) = members
+        source = member.source_rows
+        return writes.SetMean(
+            self.row_index(members),
+            member.active.units,
+            None if source is None else to_device(source, self._device),
+            member.request.means,
+            (member.active.index, member.site_index),
+        )
+
+    def _column(self, values: list[float]) -> torch.Tensor:
+        return to_device(np.asarray(values, np.float32), self._device).unsqueeze(1)
+
+
+def _stack_index(member: KernelMember) -> int:
+    tensor = member.active.tensor
+    return member.site_index if tensor is not None and len(tensor) > 1 else 0
+
+
+def contiguous_span(rows: list[int]) -> tuple[int, int] | None:
+    """Return ``(start, stop)`` if ``rows`` ascend without a gap, else None."""
+    if rows == list(range(rows[0], rows[0] + len(rows))):
+        return rows[0], rows[0] + len(rows)
+    return None

@@ -1,0 +1,103 @@
+"""The rows of a step on which each operation acts, and those of them that need logits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+
+import numpy as np
+
+from nnsight_engine.plans.request_plan import LOGITS, OperationKind
+from nnsight_engine.plans.step.active import ActiveOp, SiteKey
+from nnsight_engine.plans.step.kernel_factory import RowArray
+from nnsight_engine.plans.step.plan import Span, StepPlan
+from nnsight_engine.plans.where import evaluate
+
+
+@dataclasses.dataclass(slots=True)
+class OperationRows:
+    """The rows on which one operation acts in this step.
+
+    Attributes:
+        span: The request's rows in the step.
+        active: The operation.
+        offsets: Offsets of the rows in the span, ascending.
+        stages: Stage of the operation at each of its sites.
+        rows: The same rows as indices into the step's tensors.
+        logits_rows: Those rows that need logits, as indices into the plan's ``logits_rows``.
+        logits_offsets: Offsets in the span of ``logits_rows``.
+    """
+
+    span: Span
+    active: ActiveOp
+    offsets: RowArray
+    stages: tuple[int, ...] = ()
+    rows: RowArray = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
+    logits_rows: RowArray = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
+    logits_offsets: RowArray = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
+
+    def rows_at(self, key: SiteKey) -> RowArray:
+        """Return row indices into the site's tensor; at ``logits`` they index the plan's ``logits_rows``."""
+        return self.logits_rows if key == LOGITS else self.rows
+
+    def offsets_at(self, key: SiteKey) -> RowArray:
+        """Return the offsets in the span that belong to ``rows_at``."""
+        return self.logits_offsets if key == LOGITS else self.offsets
+
+
+def named_offsets(span: Span, active: ActiveOp) -> RowArray:
+    """Return the rows of the span on which the operation acts, as offsets from the span's first row."""
+    plan = span.request.plan
+    # Positions delivered before a preemption are not delivered again.
+    first = max(span.start, span.request.end_position) if active.op.reads else span.start
+    if first >= span.stop:
+        return np.empty(0, np.int64)
+    if active.constant is not None and first >= plan.prompt_len:
+        named = np.full(span.stop - first, active.constant)
+    else:
+        positions = np.arange(first, span.stop, dtype=np.int64)
+        token_ids = span.token_ids[first : span.stop].astype(np.int64)
+        named = evaluate(active.op.where, positions, token_ids, plan.prompt_len)
+    offsets: RowArray = np.flatnonzero(named) + (first - span.start)
+    # A `last` reduction keeps the last named row only.
+    return offsets[-1:] if active.op.reduce == "last" else offsets
+
+
+def number_logits_rows(plan: StepPlan, work: list[OperationRows]) -> None:
+    """Determine which rows need logits, and map each operation's rows to indices among those.
+
+    A write matters only where a token is sampled or where the same request reads, so that
+    steering the logits of a long prompt does not compute all of them.
+    """
+    at_logits = [item for item in work if LOGITS in item.active.keys]
+    if not at_logits:
+        return
+    needed: dict[str, list[RowArray]] = defaultdict(list)
+    for item in at_logits:
+        if item.active.op.reads:
+            needed[item.span.request.request_id].append(item.rows)
+        elif item.active.op.kind is OperationKind.MEAN and _has_whole_prompt(item.span):
+            # A mean is taken over all named rows, including those where no token is sampled.
+            needed[item.span.request.request_id].append(item.rows)
+    for item in at_logits:
+        wanted = [np.array([item.span.row + item.span.num_rows - 1], np.int64)]
+        wanted += needed[item.span.request.request_id]
+        kept = np.isin(item.rows, np.concatenate(wanted))
+        item.logits_rows, item.logits_offsets = item.rows[kept], item.offsets[kept]
+        plan.writes_logits |= not item.active.op.reads
+    plan.logits_rows = np.unique(np.concatenate([item.logits_rows for item in at_logits]))
+    for item in at_logits:
+        item.logits_rows = np.searchsorted(plan.logits_rows, item.logits_rows).astype(np.int64)
+
+
+def mean_rows(item: OperationRows, key: SiteKey) -> RowArray | None:
+    """Return the rows over which a mean is taken at a site, or None if this step lacks some of them."""
+    if not _has_whole_prompt(item.span):
+        return None
+    # The span begins at position 0, so offsets are positions.
+    rows: RowArray = item.rows_at(key)[item.offsets_at(key) < item.span.request.plan.prompt_len]
+    return rows
+
+
+def _has_whole_prompt(span: Span) -> bool:
+    return span.start == 0 and span.stop >= span.request.plan.prompt_len

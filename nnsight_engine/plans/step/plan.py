@@ -1,0 +1,263 @@
+"""The interventions of one step, batched over the requests of the step.
+
+A plan is built before the forward pass from the requests' row spans, run by taps and hooks as the
+forward pass reaches their sites, and harvested after sampling. It records the sites that were reached,
+so that a site which was not (for example in a graph replayed without its taps) fails
+its requests instead of returning an unsteered completion.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nnsight_engine.core.errors import InterventionError
+from nnsight_engine.plans.request_plan import PlannedSite
+from nnsight_engine.plans.step.active import ActiveOp, ActiveRequest, SiteKey
+from nnsight_engine.plans.step.kernel_factory import KernelFactory, KernelMember
+from nnsight_engine.plans.step.ledger import StepBytes
+from nnsight_engine.plans.step.logits_rows import LogitsRows
+from nnsight_engine.plans.step.writes import Kernel
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(slots=True)
+class Span:
+    """A request's rows in one step.
+
+    Attributes:
+        request: The request.
+        row: First row in the step's tensors.
+        num_rows: Number of rows.
+        start: Absolute position of the first row.
+        token_ids: Ids of the request's tokens by absolute position, at least up to the span's end.
+    """
+
+    request: ActiveRequest
+    row: int
+    num_rows: int
+    start: int
+    token_ids: npt.NDArray[np.int32]
+
+    @property
+    def stop(self) -> int:
+        """One past the absolute position of the last row."""
+        return self.start + self.num_rows
+
+
+@dataclasses.dataclass(slots=True)
+class KernelGroup:
+    """One kernel and the members that it serves.
+
+    Attributes:
+        kernel: The kernel over all members.
+        members: The operations that it runs.
+        rebuild: Builds a kernel for one member alone.
+    """
+
+    kernel: Kernel
+    members: list[KernelMember]
+    rebuild: Callable[[KernelMember], Kernel]
+
+    def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Run the batched kernel; if it raises, run each member alone and fail those that raise.
+
+        A kernel that raises has changed nothing, so running the others again is safe.
+        """
+        try:
+            self.kernel.run(hidden, residual)
+        except Exception as error:  # noqa: BLE001 - whatever was raised, it concerns these members alone
+            if len(self.members) == 1:
+                self._fail(self.members[0], error)
+                return
+            for member in self.members:
+                try:
+                    self.rebuild(member).run(hidden, residual)
+                except Exception as own_error:  # noqa: BLE001 - as above
+                    self._fail(member, own_error)
+
+    def fail(self, error: Exception) -> None:
+        """Fail the requests of all members."""
+        for member in self.members:
+            self._fail(member, error)
+
+    @staticmethod
+    def _fail(member: KernelMember, error: Exception) -> None:
+        site = member.active.op.sites[member.site_index]
+        if isinstance(error, InterventionError):
+            member.request.fail(error.code, error.message)
+        else:
+            member.request.fail("intervention_failed", f"{member.active.op.kind} at {site} failed: {error}")
+
+
+@dataclasses.dataclass(slots=True)
+class ReadSlice:
+    """One request's rows in a read group's buffers, from ``start`` to ``stop``.
+
+    ``offsets`` are the offsets of the rows in the request's span.
+    """
+
+    request: ActiveRequest
+    active: ActiveOp
+    start: int
+    stop: int
+    offsets: npt.NDArray[np.int64]
+
+
+@dataclasses.dataclass(slots=True)
+class ReadGroup:
+    """Reads of the same form over many requests: one buffer ``[rows, sites, width]`` per width.
+
+    Attributes:
+        buffers: One per width class of the sites, in order; probes have one ``[rows, sites]``. Captures
+            that may overflow have one more, ``[rows, sites]``, see ``may_overflow``.
+        slices: Assignment of rows to requests.
+        parts: The contents of the step's records for all rows, on their way to the host; None before.
+    """
+
+    buffers: list[torch.Tensor]
+    slices: list[ReadSlice]
+    parts: list[torch.Tensor] | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class PatternRead:
+    """One capture's attention patterns: ``out`` is ``[sites, rows, heads, last position + 1]``.
+
+    ``part`` is the copy on its way to the host; None before.
+    """
+
+    request: ActiveRequest
+    active: ActiveOp
+    positions: list[int]
+    out: torch.Tensor
+    part: torch.Tensor | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class StepPlan:
+    """The batched interventions of one step, complete before the step runs.
+
+    Attributes:
+        spans: Rows of the participating requests, by request id.
+        factory: Builds the kernels.
+        groups: Kernels by site, in the order in which they run.
+        reads: Buffers to harvest.
+        patterns: Attention patterns to harvest.
+        samples: Captures of sampled ids: request and operation.
+        logits_rows: Batch rows whose logits the ``logits`` site needs, ascending.
+        logits_from: Source of those logits, once known.
+        writes_logits: Whether any operation changes logits.
+        reserved: Bytes that each request needs in every step that runs this plan.
+        signature: Key that the next step must match to reuse this plan; None forbids reuse.
+        ran: Sites reached so far.
+        spent_s: Seconds that interventions have taken in this step so far.
+        is_uncompiled: Whether any step of this plan ran uncompiled.
+        is_untold: Whether the requests' infos have changes other than positions and times that were not
+            reported yet.
+    """
+
+    spans: dict[str, Span]
+    factory: KernelFactory
+    groups: dict[SiteKey, list[KernelGroup]] = dataclasses.field(default_factory=dict)
+    reads: list[ReadGroup] = dataclasses.field(default_factory=list)
+    patterns: list[PatternRead] = dataclasses.field(default_factory=list)
+    samples: list[tuple[ActiveRequest, ActiveOp]] = dataclasses.field(default_factory=list)
+    logits_rows: npt.NDArray[np.int64] = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
+    logits_from: LogitsRows | None = None
+    writes_logits: bool = False
+    reserved: dict[str, StepBytes] = dataclasses.field(default_factory=dict)
+    signature: tuple[object, ...] | None = None
+    ran: set[SiteKey] = dataclasses.field(default_factory=set)
+    spent_s: float = 0.0
+    is_uncompiled: bool = False
+    is_untold: bool = False
+    _hook_sites: tuple[PlannedSite, ...] | None = None
+    _taps: frozenset[int] | None = None
+
+    def run(self, key: SiteKey, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Run the kernels of a site; ``hidden`` and ``residual`` are ``[tokens, width]``."""
+        groups = self.groups.get(key)
+        if groups is None:
+            return
+        self.ran.add(key)
+        begin = time.monotonic()
+        for group in groups:
+            group.run(hidden, residual)
+        self.spent_s += time.monotonic() - begin
+
+    def hook_sites(self) -> Sequence[PlannedSite]:
+        """Return the sites that only an uncompiled step with hooks reaches."""
+        if self._hook_sites is None:
+            sites = (key for key in self.groups if isinstance(key, PlannedSite) and key.layer >= 0)
+            self._hook_sites = tuple(sites)
+        return self._hook_sites
+
+    def taps(self) -> frozenset[int]:
+        """Return the numbers of the taps that have kernels."""
+        if self._taps is None:
+            self._taps = frozenset(key for key in self.groups if isinstance(key, int))
+        return self._taps
+
+    def writes_at(self, key: SiteKey) -> bool:
+        """Return whether any operation changes the site's value."""
+        groups = self.groups.get(key, [])
+        return any(not member.active.op.reads for group in groups for member in group.members)
+
+    @contextlib.contextmanager
+    def containing(self, key: SiteKey) -> Iterator[None]:
+        """Contain exceptions raised in the block: they fail only the requests of that site."""
+        try:
+            yield
+        except Exception as error:
+            logger.exception("a point could not be served")
+            self.ran.add(key)
+            for group in self.groups.get(key, ()):
+                group.fail(error)
+
+    def fail_unreached(self) -> None:
+        """Fail the requests of every site that the forward pass did not reach."""
+        for key, groups in self.groups.items():
+            if key in self.ran:
+                continue
+            for group in groups:
+                for member in group.members:
+                    site = member.active.op.sites[member.site_index]
+                    member.request.fail(
+                        "intervention_failed",
+                        f"the forward pass never reached {site}, so nothing was applied there; this is a "
+                        "defect of the server, please report it with the model's name",
+                    )
+
+    def note_uncompiled(self) -> None:
+        """Record, for all participating requests, that a step of this plan ran uncompiled."""
+        if not self.is_uncompiled:
+            self.is_uncompiled = self.is_untold = True
+            for span in self.spans.values():
+                span.request.tier = "eager"
+
+    def take_time(self, seconds: float) -> float:
+        """Return the step's time plus ``seconds``, and reset it."""
+        seconds, self.spent_s = seconds + self.spent_s, 0.0
+        return seconds
+
+    def share_time(self, seconds: float) -> None:
+        """Distribute the step's time plus ``seconds`` over its requests, weighted by rows times points."""
+        works = [span.num_rows * span.request.plan.num_points for span in self.spans.values()]
+        a_part = self.take_time(seconds) / max(1, sum(works))
+        for span, work in zip(self.spans.values(), works, strict=True):
+            span.request.spent_s += work * a_part
+
+    def begin_again(self) -> None:
+        """Reset the plan for the next step, whose rows are the same."""
+        self.ran.clear()
+        for group in self.reads:
+            group.parts = None

@@ -1,0 +1,1 @@
+"""The client: backends, connections, jobs and their display."""

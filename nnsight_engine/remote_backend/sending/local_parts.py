@@ -1,0 +1,285 @@
+"""Client side of ``with tracer.local():``, parts of a block that run here while the rest runs on a server.
+
+The statements are found in the blocks before the blocks are sent. Variables that nothing else mentions stay
+here, so they may hold values that cannot be serialized. The engine can request only these statements and no
+other code. A body runs on variables of its own, which last for the trace, with the values that the engine
+sent.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence, Set
+from types import CellType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from nnsight_engine.core.closure_cells import UNBOUND, Assignments, content, copied
+from nnsight_engine.core.saves import SAVES
+from nnsight_engine.core.trees import map_tensors
+from nnsight_engine.interleaving.shared_variables import exchanges
+from nnsight_engine.remote_backend.errors import LocalBlockError
+from nnsight_engine.remote_backend.local_messages import (
+    GIVEN,
+    PartRequest,
+    PartResult,
+    Place,
+    place_of,
+    plain,
+    read_part_request,
+)
+from nnsight_engine.serialization import DecodeError, decode, encode, encode_error
+from nnsight_engine.tracing.block_names import mangled, names_in
+from nnsight_engine.tracing.blocks import Block, Nested, compile_block
+from nnsight_engine.tracing.tracer import Info, Tracer, compiled
+
+if TYPE_CHECKING:
+    from nnsight_engine.remote_backend.sending.outgoing_trace import Dialect
+    from nnsight_engine.remote_backend.values.outcomes import Outcome, SentPart
+
+_Found = Mapping[Place, Nested]
+
+
+def local_parts(parts: Sequence[SentPart], tracer: Tracer, dialect: Dialect) -> LocalParts | None:
+    """Return the parts of a trace's blocks that run here; None if there are none."""
+    found = [_statements(part, tracer) for part in parts]
+    return LocalParts(parts, found, dialect) if any(found) else None
+
+
+class LocalParts:
+    """The parts of one trace that run here.
+
+    Args:
+        parts: The trace's blocks.
+        found: For each block, the statements whose bodies run here.
+        dialect: Dialect for encoding and decoding values.
+
+    Attributes:
+        own: Names that only these bodies mention.
+    """
+
+    def __init__(self, parts: Sequence[SentPart], found: Sequence[_Found], dialect: Dialect) -> None:
+        """Copy the blocks' variables, and determine which names stay here."""
+        self._found = found
+        self._dialect = dialect
+        self._infos = [part.info for part in parts]
+        inside, outside = set[str](), set[str]()
+        for part, statements in zip(parts, found, strict=True):
+            class_name = part.info.block.context.class_name
+            inside |= mangled(names_in([one for it in statements.values() for one in it.body]), class_name)
+            outside |= mangled(names_in(_without(part.info.block.origin.body, statements)), class_name)
+        self.own = frozenset(inside - outside)
+        self._cells = [copied(part.own) for part in parts]
+        self._assignments = [Assignments(cells) for cells in self._cells]
+        self._exchanges = exchanges(
+            [_LocalVariables(part, one, self.own) for part, one in zip(parts, self._assignments, strict=True)]
+        )
+        self._blocks: dict[tuple[int, Place, frozenset[str]], Block] = {}
+        self._saved: list[dict[str, Any]] = [{} for _ in parts]
+        self._flows: list[dict[str, Any]] = [{} for _ in parts]
+        self._error: BaseException | None = None
+        self._last: tuple[str, int, bytes] | None = None
+
+    def run(self, data: bytes | bytearray | memoryview) -> bytes:
+        """Run the part that the engine requests, and return the response, which reports any error."""
+        SAVES.enter()
+        try:
+            return self._run(data)
+        except Exception as error:  # noqa: BLE001 - the engine raises it in the block, then the client here
+            self._error = error
+            answer = encode(plain(PartResult(error=encode_error(error))))
+            if self._last is not None:
+                self._last = (*self._last[:2], answer)
+            return answer
+        finally:
+            SAVES.exit()
+
+    def completed(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """Return the blocks' outcomes, supplemented with values saved here and the original error."""
+        return [
+            dataclasses.replace(
+                outcome,
+                saves={**outcome.saves, **self._saved[outcome.index]},
+                flows={**outcome.flows, **self._flows[outcome.index]},
+                error=self._error if self._is_own(outcome.error) else outcome.error,
+            )
+            if outcome.index < len(self._infos)
+            else outcome
+            for outcome in outcomes
+        ]
+
+    def _is_own(self, error: BaseException | None) -> bool:
+        mine = self._error
+        if mine is None or error is None:
+            return False
+        return (type(mine).__qualname__, str(mine)) == (type(error).__qualname__, str(error))
+
+    def _run(self, data: bytes | bytearray | memoryview) -> bytes:
+        dialect = self._dialect
+        part_request = read_part_request(decode(data, resolve=dialect.resolver({}), policy=dialect.policy))
+        if self._last is not None and self._last[:2] == (part_request.attempt, part_request.turn):
+            return self._last[2]  # the earlier response was lost with its connection
+        if (self._last is None) != (part_request.turn == 0):
+            raise LocalBlockError.repeated()
+        if self._last is not None and self._last[0] != part_request.attempt:
+            raise LocalBlockError.repeated()
+        self._last = (part_request.attempt, part_request.turn, b"")
+        block, cells = self._block(part_request), self._cells[part_request.block]
+        for name in block.stored:
+            cells.setdefault(name, CellType())
+        for name, value in part_request.values.items():
+            cells.setdefault(name, CellType()).cell_contents = value
+        before = {name: self._state(value) for name, value in part_request.values.items()}
+        assignments = self._assignments[part_request.block]
+        info = Info(block, cells, None, self._infos[part_request.block].globals_)
+        counts = {name: assignments[name] for name in block.stored}
+        run = compiled(info, cells, assignments=assignments)
+        with _Values():
+            run()
+        for name, value in part_request.values.items():
+            if self._state(value) != before[name]:
+                raise LocalBlockError.changed(name)
+        self._exchanges[part_request.block].publish()
+        assigned = {name for name, count in counts.items() if assignments[name] != count}
+        answer = self._answer(part_request, assigned, cells)
+        self._last = (part_request.attempt, part_request.turn, answer)
+        return answer
+
+    def _block(self, part_request: PartRequest) -> Block:
+        """Return the compiled body that was requested.
+
+        Raises:
+            DecodeError: The body does not exist, or does not have these variables.
+        """
+        if (
+            not 0 <= part_request.block < len(self._found)
+            or part_request.place not in self._found[part_request.block]
+        ):
+            raise DecodeError("the server asks for a part under tracer.local() that the trace does not have")
+        nested, info = self._found[part_request.block][part_request.place], self._infos[part_request.block]
+        mentioned = mangled(names_in(nested.body), info.block.context.class_name)
+        if not mentioned >= {*part_request.values, *part_request.names}:
+            raise DecodeError("the server sends variables that the part under tracer.local() does not have")
+        shared = mentioned.intersection(self._cells[part_request.block]).union(part_request.names)
+        key = (part_request.block, part_request.place, shared)
+        if key not in self._blocks:
+            self._blocks[key] = compile_block(nested, info.block.source, shared, info.block.context)
+        return self._blocks[key]
+
+    def _answer(self, part_request: PartRequest, assigned: Set[str], cells: Mapping[str, CellType]) -> bytes:
+        """Store the assigned values that stay here, and return the others as a message."""
+        wanted = self._infos[part_request.block].wanted
+        saved, flows = self._saved[part_request.block], self._flows[part_request.block]
+        done = PartResult()
+        for name in sorted(assigned):
+            value = content(cells[name])
+            if name in self.own:
+                saved.pop(name, None)
+                flows.pop(name, None)
+                if value is not UNBOUND and SAVES.keeps(value):
+                    saved[name] = value
+                elif value is not UNBOUND and name in wanted:
+                    flows[name] = value
+            elif value is UNBOUND:
+                done.deleted.append(name)
+            else:
+                done.values[name] = value
+        done.saved = [name for name, value in done.values.items() if SAVES.keeps(value)]
+        done.computed = [name for name, value in done.values.items() if _is_computed(value)]
+        given = {id(value): name for name, value in part_request.values.items()}
+        return encode(plain(done), reference=lambda value: self._reference(value, given))
+
+    def _reference(self, value: Any, given: Mapping[int, str]) -> tuple[str, ...] | None:
+        name = given.get(id(value))
+        return (GIVEN, name) if name is not None else self._dialect.reference(value, [])
+
+    def _state(self, value: Any) -> bytes:
+        """Return bytes that change if a value is modified in place; tensors are represented by version."""
+
+        def reference(one: Any) -> tuple[str, ...] | None:
+            if isinstance(one, torch.Tensor):
+                return ("tensor", str(id(one)), str(one._version))  # noqa: SLF001 - torch has no public version counter
+            return self._dialect.reference(one, [])
+
+        return encode(value, reference=reference)
+
+
+class _LocalVariables:
+    """The variables of one block that stay here; invokes share them as they share other variables."""
+
+    def __init__(self, part: SentPart, assignments: Assignments, names: frozenset[str]) -> None:
+        self.identities = {name: one for name, one in part.identities.items() if name in names}
+        self.own = {name: cell for name, cell in assignments.cells.items() if name in self.identities}
+        self.stored = [name for name in part.info.block.stored if name in self.identities]
+        self.assignments = assignments
+
+
+def _statements(part: SentPart, tracer: Tracer) -> _Found:
+    """Return the ``with`` statements of a block that call ``local`` of this tracer."""
+    info = part.info
+    names = {name for name, cell in part.own.items() if content(cell) is tracer}
+    found = {}
+    for nested in info.block.nested:
+        match nested.node.items[nested.item].context_expr:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="local")) if name in names or (
+                name not in part.own and info.globals_.get(name) is tracer
+            ):
+                found[place_of(nested)] = nested
+    return found
+
+
+class _Stripper(ast.NodeTransformer):
+    """Removes the bodies of statements."""
+
+    def __init__(self, places: Mapping[tuple[int, int], int]) -> None:
+        self._places = places
+
+    def visit_With(self, node: ast.With) -> ast.AST:
+        num_left = self._places.get((node.lineno, node.col_offset))
+        if num_left is not None and num_left <= len(node.items):
+            node.items = node.items[: len(node.items) - num_left + 1]
+            node.body = [ast.Pass()]
+        return self.generic_visit(node)
+
+
+def _without(body: Sequence[ast.stmt], statements: _Found) -> list[ast.stmt]:
+    """Return a block's statements without the bodies that run here."""
+    if not statements:
+        return list(body)
+    places: dict[tuple[int, int], int] = {}
+    for line, column, num_left in statements:
+        places[(line, column)] = max(num_left, places.get((line, column), 0))
+    stripper = _Stripper(places)
+    return [stripper.visit(copy.deepcopy(statement)) for statement in body]
+
+
+def _is_computed(value: Any) -> bool:
+    found: list[bool] = []
+
+    def look(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor.grad_fn is not None)
+        return tensor
+
+    map_tensors(value, look)
+    return any(found)
+
+
+class _Values(TorchFunctionMode):
+    """Refuses to mix meta tensors with real ones, since torch may then return arbitrary values."""
+
+    def __torch_function__(
+        self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a torch function, unless its arguments mix tensors with and without values."""
+        given = [*args, *(kwargs or {}).values()]
+        found = {one.is_meta for one in given if isinstance(one, torch.Tensor)}
+        if len(found) > 1:
+            raise LocalBlockError.without_values()
+        return func(*args, **(kwargs or {}))
+
+
+__all__ = ["LocalParts", "local_parts"]

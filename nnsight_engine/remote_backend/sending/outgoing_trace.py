@@ -1,0 +1,245 @@
+"""Encoding of one trace for a server, and decoding of the server's response.
+
+Differences between classes of models are defined by a ``Dialect``: ``LanguageModel`` sends its invokes'
+inputs beside the blocks, ``VLLM`` turns each invoke into a request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import nnsight_engine
+from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
+from nnsight_engine.envoys.tracers.session import Session
+from nnsight_engine.interleaving.barrier import Barrier
+from nnsight_engine.remote_backend.codecs import Codec, encode_blocks
+from nnsight_engine.remote_backend.errors import RemoteError
+from nnsight_engine.remote_backend.frames import Frame, FrameKind
+from nnsight_engine.remote_backend.messages import SentInvoke, TraceHead, TraceRequest
+from nnsight_engine.remote_backend.sending.local_parts import local_parts
+from nnsight_engine.remote_backend.values.outcomes import (
+    Outcome,
+    SentPart,
+    assign_saved,
+    groups_of,
+    parts_of,
+    read_outcomes,
+    saved_containers,
+    wanted_of,
+)
+from nnsight_engine.remote_backend.values.received_blocks import SAVED
+from nnsight_engine.serialization import DATA_ONLY, DecodeError, EncodeError, Policy
+from nnsight_engine.tracing.tracer import Tracer
+
+Resolve = Callable[[tuple[str, ...]], Any]
+
+
+class Inputs(NamedTuple):
+    """Data that a dialect sends in addition to a trace's blocks.
+
+    Attributes:
+        shared: Values beside the blocks, by name.
+        invokes: Requests, for an engine that takes its inputs as requests.
+        method: The traced method of the module.
+        edits: Blocks that run beside the trace's own, sent with them.
+        parts: Edits that are sent as separate messages.
+    """
+
+    shared: Mapping[str, Any] = {}
+    invokes: Sequence[SentInvoke] = ()
+    method: str = ""
+    edits: Sequence[SentPart] = ()
+    parts: Sequence[bytes] = ()
+
+
+class Dialect(ABC):
+    """How one class of models sends its traces.
+
+    Attributes:
+        name: Module names that the blocks use.
+        model: The server's name for the model.
+        revision: Revision of its repository, if the client asked for one.
+        fingerprint: Fingerprint of its shape, see ``identity``; empty if unknown.
+        policy: Policy for decoding results.
+    """
+
+    name: Literal["vllm", "transformers"]
+    model: str
+    revision: str = ""
+    fingerprint: str = ""
+    policy: Policy
+
+    @abstractmethod
+    def inputs(self, tracer: InterleavingTracer) -> Inputs:
+        """Return the inputs of a trace.
+
+        Raises:
+            EncodeError: The inputs cannot be sent to a server.
+        """
+
+    def session(self, session: Session) -> Inputs:
+        """Return the data that a session needs in addition to its block.
+
+        Raises:
+            EncodeError: The data cannot be sent to a server.
+        """
+        del session
+        return Inputs()
+
+    def parts(self, codec: Codec) -> list[bytes]:
+        """Return messages that the engine must decode before the blocks, in addition to ``inputs``.
+
+        Raises:
+            EncodeError: Something in them cannot be serialized.
+        """
+        del codec
+        return []
+
+    @abstractmethod
+    def reference(self, value: Any, barriers: list[Barrier]) -> tuple[str, ...] | None:
+        """Return the reference of an object that the server has itself; None if it must be sent."""
+
+    @abstractmethod
+    def resolver(self, outputs: Mapping[str, Any]) -> Resolve:
+        """Return a function that resolves the references in results.
+
+        Args:
+            outputs: What the trace's requests returned, as sent by the server.
+        """
+
+
+class SentRemotely:
+    """An encoded trace or session.
+
+    Attributes:
+        request: The request to the server.
+        local: The parts of the blocks that run here, or None.
+    """
+
+    def __init__(
+        self,
+        tracer: InterleavingTracer | Session,
+        dialect: Dialect,
+        *,
+        engine: Literal["auto", "vllm", "local"],
+        codec: Codec,
+        model: str,
+        streams: bool,
+        accepts: Sequence[str],
+    ) -> None:
+        """Encode a trace or session.
+
+        Raises:
+            EncodeError: A block uses something that cannot be serialized, or the server cannot run it.
+        """
+        self._dialect = dialect
+        is_session = isinstance(tracer, Session)
+        if isinstance(tracer, Session):
+            self._parts = [SentPart.alone(tracer.info)]
+            inputs, barriers = dialect.session(tracer), list[Barrier]()
+        else:
+            self._parts = parts_of(tracer)
+            inputs, barriers = dialect.inputs(tracer), tracer.barriers
+        self.local = (
+            None if is_session or dialect.name == "vllm" else local_parts(self._parts, tracer, dialect)
+        )
+        own = frozenset[str]() if self.local is None else self.local.own
+        self._saved = saved_containers([part.as_sent(own).cells for part in self._parts])
+        sent = [*self._parts, *inputs.edits]
+        blocks = encode_blocks(
+            codec,
+            [*(part.as_sent(own) for part in self._parts), *(edit.as_sent() for edit in inputs.edits)],
+            shared={SAVED: self._saved, **inputs.shared},
+            reference=lambda value: dialect.reference(value, barriers),
+        )
+        head = TraceHead(
+            model=model,
+            revision=dialect.revision,
+            fingerprint=dialect.fingerprint,
+            dialect=dialect.name,
+            engine=engine,
+            kind="session" if is_session else "trace",
+            codec=codec,
+            groups=groups_of(sent),
+            invokes=list(inputs.invokes),
+            method=inputs.method,
+            num_edits=len(inputs.edits),
+            wanted=wanted_of(self._parts),
+            streams=streams,
+            local_parts=self.local is not None,
+            accepts=list(accepts),
+            client=nnsight_engine.__version__,
+        )
+        self.request = TraceRequest(head, [blocks, *inputs.parts, *dialect.parts(codec)])
+
+    def read(self, frames: Sequence[Frame]) -> list[Outcome]:
+        """Return the outcomes of the blocks; see ``read_frames``."""
+        outcomes = read_frames(frames, self._saved, self._dialect)
+        return outcomes if self.local is None else self.local.completed(outcomes)
+
+    def assign_saved(self, outcomes: Sequence[Outcome]) -> None:
+        """Assign the saved values to the user's variables; raise the error of a block."""
+        assign_saved(self._parts, outcomes)
+
+
+def read_frames(
+    frames: Sequence[Frame], saved: Sequence[Any] = (), dialect: Dialect | None = None
+) -> list[Outcome]:
+    """Return the outcomes of blocks from a server's response.
+
+    Args:
+        frames: The response; events and outputs may be missing.
+        saved: Containers that were saved before the blocks ran, to be updated.
+        dialect: Dialect for decoding the results; without one they may hold data only.
+
+    Raises:
+        RemoteError: The server did not run the blocks.
+        DecodeError: The response is malformed.
+    """
+    outputs: Mapping[str, Any] = {}
+    for frame in frames:
+        if frame.kind is FrameKind.OUTPUTS:
+            outputs = frame.json()
+        elif frame.kind is FrameKind.ERROR:
+            raise refused(frame)
+        elif frame.kind is FrameKind.RESULT:
+            resolve = None if dialect is None else dialect.resolver(outputs)
+            policy = DATA_ONLY if dialect is None else dialect.policy
+            return read_outcomes(frame.data, saved, resolve=resolve, policy=policy, fills=dialect is not None)
+    raise RemoteError("the server's answer ended without a result; its log says why")
+
+
+def refused(frame: Frame) -> RemoteError:
+    """Return the error in an ``ERROR`` frame.
+
+    Raises:
+        DecodeError: The frame holds no error.
+    """
+    try:
+        return RemoteError.from_body(frame.json())
+    except (KeyError, TypeError) as problem:
+        raise DecodeError(f"an ERROR frame holds no error: {problem!r}") from problem
+
+
+@contextlib.contextmanager
+def gathered(tracer: Tracer, function: Callable[[], Any]) -> Iterator[InterleavingTracer | Session]:
+    """Collect the blocks and inputs of a trace for the duration of the context; a session is one block.
+
+    Raises:
+        EncodeError: This kind of trace cannot run on a server.
+    """
+    if isinstance(tracer, InterleavingTracer):
+        with tracer.collected(function):
+            yield tracer
+    elif isinstance(tracer, Session):
+        yield tracer
+    else:
+        raise EncodeError(
+            f"a server runs traces and sessions, and this is a {type(tracer).__name__}: leave `remote=` out"
+        )
+
+
+__all__ = ["Dialect", "Inputs", "SentRemotely", "gathered", "read_frames", "refused"]

@@ -1,0 +1,1 @@
+"""Values, code and blocks to nodes."""

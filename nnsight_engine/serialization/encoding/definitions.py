@@ -1,0 +1,253 @@
+"""Writers of code: by name if the other side has it, otherwise as source.
+
+A function sent as source consists of its text, its defaults, the closure cells it shares with other
+functions, and the globals that its code uses (``namespaces``).
+"""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+
+from nnsight_engine.core.closure_cells import content
+from nnsight_engine.serialization.encoding.data import write_attributes
+from nnsight_engine.serialization.encoding.encoder import Encoder, IdentityCache, Writer
+from nnsight_engine.serialization.encoding.namespaces import (
+    MODULE_ATTRIBUTES,
+    bindings,
+    write_cell,
+    write_cells,
+    write_module,
+    write_namespace,
+)
+from nnsight_engine.serialization.message.node_kinds import NodeKind
+from nnsight_engine.serialization.source.code_names import global_names, mentioned_in, nested_code
+from nnsight_engine.serialization.source.fragments import (
+    SourceFragment,
+    compile_class,
+    compile_function,
+    named_bases,
+    type_parameters,
+)
+from nnsight_engine.serialization.source.import_resolution import lookup, name_of
+from nnsight_engine.serialization.source.loaded_source import (
+    NoSourceError,
+    fragment_of_class,
+    fragment_of_function,
+    functions_of,
+)
+
+_OF_A_BODY = frozenset({"__class__", "__classdict__"})
+_OVERLAID = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    list,
+    dict,
+    set,
+    tuple,
+    frozenset,
+    torch.Tensor,
+    type(None),
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _WrittenFunction:
+    """The parts of an encoded function that depend only on its code, so they can be cached.
+
+    Attributes:
+        fragment: Its source.
+        global_names: Names of module globals that its code uses.
+        mentioned: All names and strings in its code.
+    """
+
+    fragment: SourceFragment
+    global_names: tuple[str, ...]
+    mentioned: frozenset[str]
+
+
+_WRITTEN: IdentityCache[CodeType, _WrittenFunction] = IdentityCache()
+"""Recently written functions, by their code."""
+
+
+def write_function(encoder: Encoder, index: int, value: FunctionType) -> None:
+    """Write a function by name, as a member of a class that is sent itself, or as source."""
+    name = name_of(value)
+    if name is not None:
+        encoder.emit(index, NodeKind.NAME, payload=":".join(name))
+        return
+    owner = _owner_of(value)
+    if owner is not None:
+        _write_member(encoder, index, owner, value.__name__)
+        return
+    try:
+        written = _written_function(value.__code__, value.__globals__)
+    except (NoSourceError, SyntaxError) as error:
+        encoder.refuse(index, value, str(error))
+    cells = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))
+    attributes = {key: item for key, item in vars(value).items() if key != "__signature__"}
+    children = [
+        *_source(encoder, index, value.__globals__, written.fragment, cells),
+        encoder.node((value.__name__, value.__qualname__, value.__module__), index, ""),
+        encoder.node(value.__defaults__, index, "its defaults"),
+        encoder.node(value.__kwdefaults__, index, "its defaults"),
+        encoder.node(attributes or None, index, "", writer=write_attributes if attributes else None),
+    ]
+    encoder.mentioned |= written.mentioned
+    encoder.emit(
+        index, NodeKind.FUNCTION, children + bindings(encoder, index, value.__globals__, written.global_names)
+    )
+
+
+def _written_function(code: CodeType, globals_: dict[str, Any]) -> _WrittenFunction:
+    known = _WRITTEN.get(code)
+    if known is not None:
+        return known
+    fragment = fragment_of_function(code, globals_)
+    made = compile_function(fragment, code.co_freevars)
+    return _WRITTEN.put(
+        code, _WrittenFunction(fragment, tuple(global_names(made)), frozenset(mentioned_in(made)))
+    )
+
+
+def write_class(encoder: Encoder, index: int, value: type) -> None:
+    """Write a class by name, as a member of its enclosing class, or as source."""
+    name = name_of(value)
+    if name is not None:
+        encoder.emit(index, NodeKind.NAME, payload=":".join(name))
+        return
+    parent, _, last = value.__qualname__.rpartition(".")
+    owner = lookup(value.__module__, parent) if parent else None
+    if isinstance(owner, type) and vars(owner).get(last) is value:
+        _write_member(encoder, index, owner, last)
+        return
+    try:
+        fragment, body, globals_ = fragment_of_class(value)
+        cells = _cells_of_class(encoder, index, value, fragment, body, globals_)
+        maker = compile_class(fragment, list(cells))
+    except (NoSourceError, SyntaxError) as error:
+        encoder.refuse(index, value, str(error))
+    at_once = dict.fromkeys(global_names(maker, at_once=True))
+    at_once |= dict.fromkeys(global_names(nested_code(maker, fragment.name), at_once=True))
+    later = [name for name in global_names(maker) if name not in at_once]
+    needed = {name: globals_[name] for name in at_once if name in globals_ and name not in MODULE_ATTRIBUTES}
+    needed = {name: item for name, item in needed.items() if item is not value}
+    changed = _changeable(value)
+    children = [
+        *_source(encoder, index, globals_, fragment, cells),
+        encoder.node(tuple(needed), index, ""),
+        encoder.node(tuple(needed.values()), index, "what its body uses"),
+        encoder.node(changed or None, index, "", writer=write_attributes if changed else None),
+    ]
+    encoder.mentioned |= mentioned_in(maker)
+    encoder.emit(index, NodeKind.CLASS, children + bindings(encoder, index, globals_, later))
+
+
+def _source(
+    encoder: Encoder,
+    index: int,
+    globals_: dict[str, Any],
+    fragment: SourceFragment,
+    cells: dict[str, CellType],
+) -> list[int]:
+    """Return the nodes that every source fragment has."""
+    if len(fragment.text) > encoder.limits.max_text_bytes:
+        raise NoSourceError("its source is too long")
+    return [
+        encoder.node(globals_, index, "", writer=write_namespace),
+        encoder.node(fragment.parts(), index, ""),
+        encoder.node(tuple(cells), index, ""),
+        encoder.node(cells, index, "", writer=write_cells),
+    ]
+
+
+def _write_method(encoder: Encoder, index: int, value: MethodType) -> None:
+    name = getattr(value.__func__, "__name__", "")
+    if getattr(type(value.__self__), name, None) is value.__func__:
+        _write_member(encoder, index, value.__self__, name)
+    else:
+        parts = [
+            encoder.node(value.__func__, index, ""),
+            encoder.node(value.__self__, index, "what it is bound to"),
+        ]
+        encoder.emit(index, NodeKind.METHOD, parts)
+
+
+def _write_member(encoder: Encoder, index: int, owner: Any, name: str) -> None:
+    encoder.emit(index, NodeKind.MEMBER, [encoder.node(owner, index, ""), encoder.node(name, index, "")])
+
+
+def _owner_of(function: FunctionType) -> type | None:
+    """Return the class that the function is a member of, which is sent instead; None if there is none."""
+    name = function.__name__
+    parent = function.__qualname__.rpartition(".")[0]
+    candidates = [lookup(function.__module__, parent)] if parent and "<" not in parent else []
+    for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        if variable == "__class__":
+            candidates.append(content(cell))
+    for candidate in candidates:
+        if (
+            isinstance(candidate, type)
+            and getattr(vars(candidate).get(name), "__func__", vars(candidate).get(name)) is function
+        ):
+            return candidate
+    return None
+
+
+def _cells_of_class(
+    encoder: Encoder,
+    index: int,
+    kind: type,
+    fragment: SourceFragment,
+    body: CodeType,
+    globals_: dict[str, Any],
+) -> dict[str, CellType]:
+    """Return the cells of the class's free variables, recovered from its methods and its bases."""
+    found: dict[str, CellType] = {}
+    for function in functions_of(kind):
+        found.update(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    own = type_parameters(fragment)
+    # For generic classes, Python adds internal variables whose names are not identifiers.
+    wanted = [name for name in body.co_freevars if name.isidentifier() and name not in own | _OF_A_BODY]
+    if "<locals>" in fragment.qualname:
+        bases = named_bases(fragment)
+        header = global_names(compile_class(fragment, wanted), at_once=True)
+        known = (globals_.keys() | vars(builtins).keys()) - found.keys() - bases.keys()
+        wanted += [name for name in header if name not in wanted and name not in known]
+        for name, at in bases.items():
+            found.setdefault(name, CellType(vars(kind).get("__orig_bases__", kind.__bases__)[at]))
+        found.setdefault(kind.__name__, CellType(kind))
+    for name in wanted:
+        if name not in found:
+            encoder.refuse(
+                index, kind, f"it uses `{name}` of the function around it, which is gone; use it in a method"
+            )
+    return {name: found[name] for name in wanted}
+
+
+def _changeable(kind: type) -> dict[str, Any]:
+    """Return the class's data attributes, which may have changed since its body ran."""
+    if hasattr(kind, "__members__") or hasattr(kind, "__dataclass_fields__"):
+        return {}
+    return {
+        name: value
+        for name, value in vars(kind).items()
+        if not name.startswith("__") and not name.startswith("_abc_") and type(value) in _OVERLAID
+    }
+
+
+CODE_WRITERS: dict[type, Writer] = {
+    FunctionType: write_function,
+    MethodType: _write_method,
+    ModuleType: write_module,
+    CellType: write_cell,
+}
+"""The writer for objects of exactly this type. A class has its metaclass's type, see ``objects``."""

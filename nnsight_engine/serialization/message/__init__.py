@@ -1,0 +1,1 @@
+"""The bytes of a message: nodes, their scalars and tensors."""

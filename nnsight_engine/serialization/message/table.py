@@ -1,0 +1,235 @@
+"""The byte layout of a message: a table of nodes, their scalars, and the tensors as one safetensors file.
+
+The table is flat, so reading it needs no recursion. Every number in it is validated here before any object is
+built from it. ``encoder`` fills a ``NodeTable`` and ``decoder`` reads one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+import zstandard
+
+from nnsight_engine.serialization.errors import DecodeError, EncodeError
+from nnsight_engine.serialization.limits import MessageLimits
+from nnsight_engine.serialization.message.node_kinds import PAYLOADS, NodeKind
+from nnsight_engine.serialization.message.tensor_segments import read_segments, write_segments
+
+Piece = bytes | memoryview
+"""A part of a message that has not been concatenated yet."""
+MAGIC = b"NNSW"
+VERSION = 1
+_NO_CODEC, _ZSTD = 0, 1
+_LEVEL = 1
+"""Compression level of zstd. Activations compress poorly, and most networks are faster than the next
+level."""
+_MAX_WINDOW_BYTES = 128 * 2**20
+"""Memory that decompression may use in addition to its output."""
+_HEAD = struct.Struct("<4sBBBBIIIIIIQQ")
+"""Magic, version, flags, codec, minor version of the sender's Python; numbers of nodes, root node, edges,
+integers, floats and texts; bytes of texts and of tensors."""
+PYTHON_MINOR = sys.version_info.minor
+"""Minor version of this process's Python 3."""
+_INTS, _FLOATS = (NodeKind.INT,), (NodeKind.FLOAT,)
+_TEXTS = tuple(kind for kind in PAYLOADS if kind not in {NodeKind.INT, NodeKind.FLOAT})
+_GROUPS = (_INTS, _FLOATS, _TEXTS)
+_GROUP_OF = np.array(
+    [
+        next((number for number, group in enumerate(_GROUPS) if kind in group), len(_GROUPS))
+        for kind in NodeKind
+    ]
+)
+"""For each kind, the index of its scalar group; kinds without a scalar have an index past the last group."""
+
+
+@dataclasses.dataclass(slots=True)
+class NodeTable:
+    """The nodes of one message.
+
+    Attributes:
+        kinds: The kind of each node.
+        children: For each node, the nodes that it refers to.
+        payloads: For each node its scalar, of the type given by ``PAYLOADS``; None for kinds without one.
+        tensors: Contiguous tensors in host memory, by the name that nodes use for them.
+        root: The index of the root node.
+        python: Minor version of the sender's Python 3; 0 if unknown.
+    """
+
+    kinds: list[int]
+    children: list[list[int]]
+    payloads: list[Any]
+    tensors: dict[str, torch.Tensor]
+    root: int = 0
+    python: int = PYTHON_MINOR
+
+
+def pack(table: NodeTable, limits: MessageLimits, *, compress: bool = False) -> list[Piece]:
+    """Return the table as pieces of a message; tensor pieces share the tensors' memory.
+
+    Args:
+        table: The table to write.
+        limits: Limits of the uncompressed message.
+        compress: Whether everything after the head is compressed.
+
+    Raises:
+        EncodeError: A string or the whole message exceeds the limits.
+    """
+    parts: list[Piece] = [bytes(table.kinds)]
+    arities = np.fromiter(map(len, table.children), "<u4", len(table.children))
+    edges = np.fromiter(
+        (child for children in table.children for child in children), "<u4", int(arities.sum())
+    )
+    parts += [arities.tobytes(), edges.tobytes()]
+    ints = np.array(_payloads(table, _INTS), "<i8")
+    floats = np.array(_payloads(table, _FLOATS), "<f8")
+    texts = [text.encode() if isinstance(text, str) else text for text in _payloads(table, _TEXTS)]
+    if max(map(len, texts), default=0) > limits.max_text_bytes:
+        raise EncodeError(f"a string has more than the {limits.max_text_bytes:,} bytes that one may have")
+    lengths = np.fromiter(map(len, texts), "<u4", len(texts))
+    parts += [ints.tobytes(), floats.tobytes(), lengths.tobytes(), *texts]
+    tensors = write_segments(table.tensors, _HEAD.size + sum(map(len, parts)))
+    counts = (len(edges), len(ints), len(floats), len(texts), sum(map(len, texts)), sum(map(len, tensors)))
+    parts += tensors
+    codec = _ZSTD if compress else _NO_CODEC
+    head = _HEAD.pack(MAGIC, VERSION, 0, codec, table.python, len(table.kinds), table.root, *counts)
+    num_bytes = sum(map(len, parts)) + len(head)
+    if num_bytes > limits.max_bytes:
+        raise EncodeError(
+            f"the message would have {num_bytes:,} bytes and may have {limits.max_bytes:,}; send less at once"
+        )
+    if compress:
+        return [head, zstandard.ZstdCompressor(level=_LEVEL).compress(b"".join(parts))]
+    return [head, *parts]
+
+
+def _payloads(table: NodeTable, kinds: tuple[NodeKind, ...]) -> list[Any]:
+    return [payload for kind, payload in zip(table.kinds, table.payloads, strict=True) if kind in kinds]
+
+
+class _Cursor:
+    """Reads consecutive parts of a message; their total size was checked against its length beforehand."""
+
+    def __init__(self, view: memoryview, at: int) -> None:
+        self.view = view
+        self.at = at
+
+    def array(self, dtype: str, count: int) -> np.ndarray[Any, Any]:
+        found = np.frombuffer(self.view, dtype, count, self.at)
+        self.at += found.nbytes
+        return found
+
+    def bytes(self, count: int) -> bytes:
+        self.at += count
+        return bytes(self.view[self.at - count : self.at])
+
+
+def unpack(data: bytes | bytearray | memoryview, limits: MessageLimits) -> NodeTable:
+    """Return the table from the bytes that ``pack`` wrote.
+
+    Raises:
+        DecodeError: The bytes are not a message, are malformed, or exceed the limits.
+    """
+    view = memoryview(data).cast("B")
+    if len(view) > limits.max_bytes:
+        raise DecodeError(f"the message has {len(view):,} bytes and may have {limits.max_bytes:,}")
+    head, view = _opened(view, limits)
+    python, num_nodes, root, num_edges, *num_scalars, num_text_bytes, _ = head
+    cursor = _Cursor(view, 0)
+    kinds = cursor.array("u1", num_nodes)
+    arities = cursor.array("<u4", num_nodes).astype(np.int64)
+    edges = cursor.array("<u4", num_edges)
+    if int(arities.sum()) != num_edges or (num_edges and int(edges.max()) >= num_nodes):
+        raise DecodeError("the message is broken: its nodes refer to nodes that are not there")
+    if int(kinds.max()) >= len(NodeKind):
+        raise DecodeError("the message holds a kind of node that this version does not know")
+    payloads = _read_payloads(cursor, kinds, num_scalars, num_text_bytes, limits)
+    ends = np.cumsum(arities).tolist()
+    flat = edges.tolist()
+    return NodeTable(
+        kinds=kinds.tolist(),
+        children=[flat[end - size : end] for end, size in zip(ends, arities.tolist(), strict=True)],
+        payloads=payloads,
+        tensors=read_segments(view[cursor.at :]),
+        root=root,
+        python=python,
+    )
+
+
+def _opened(view: memoryview, limits: MessageLimits) -> tuple[tuple[int, ...], memoryview]:
+    """Return the head's fields and the decompressed body, whose length was checked against the head."""
+    if len(view) < _HEAD.size or bytes(view[:4]) != MAGIC:
+        raise DecodeError(f"these {len(view):,} bytes are no message: one begins with {MAGIC!r}")
+    _, version, flags, codec, python, *counts = _HEAD.unpack_from(view)
+    if version != VERSION:
+        older = "the sender" if version < VERSION else "this side"
+        raise DecodeError(
+            f"the message has version {version} of the format and this side reads version {VERSION}: {older} "
+            "is older; upgrade its nnsight-engine"
+        )
+    if flags or codec not in {_NO_CODEC, _ZSTD}:
+        raise DecodeError(
+            f"the message asks for flags {flags:#x} and codec {codec}, which this version lacks"
+        )
+    if codec == _ZSTD and not limits.compressed:
+        raise DecodeError("the message is compressed, which was not requested")
+    num_nodes, root, num_edges, num_ints, num_floats, num_texts, num_text_bytes, num_tensor_bytes = counts
+    num_bytes = 5 * num_nodes + 4 * num_edges + 8 * (num_ints + num_floats) + 4 * num_texts
+    num_bytes += num_text_bytes + num_tensor_bytes
+    body = view[_HEAD.size :]
+    if codec == _ZSTD:
+        if num_bytes > limits.max_bytes:
+            raise DecodeError(f"the message unpacks to {num_bytes:,} bytes and may to {limits.max_bytes:,}")
+        body = memoryview(_decompressed(body, num_bytes))
+    if num_bytes != len(body):
+        raise DecodeError("the message is broken: its parts have other sizes than it says")
+    if not root < num_nodes <= limits.max_nodes:
+        raise DecodeError(f"the message has {num_nodes:,} objects and may have 1 to {limits.max_nodes:,}")
+    return (python, *counts), body
+
+
+def _decompressed(body: memoryview, num_bytes: int) -> bytes:
+    """Decompress the body into at most the ``num_bytes`` that the head declares."""
+    try:
+        size = zstandard.frame_content_size(body)
+        if size not in {num_bytes, -1}:
+            raise DecodeError("the message is broken: it unpacks to another size than it says")
+        opener = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
+        return opener.decompress(body, max_output_size=num_bytes, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise DecodeError(f"the message is broken: it cannot be unpacked ({error})") from error
+
+
+def _read_payloads(
+    cursor: _Cursor,
+    kinds: np.ndarray[Any, Any],
+    counts: list[int],
+    num_text_bytes: int,
+    limits: MessageLimits,
+) -> list[Any]:
+    payloads: list[Any] = [None] * len(kinds)
+    groups = _GROUP_OF[kinds]
+    places = [np.flatnonzero(groups == group).tolist() for group in range(len(_GROUPS))]
+    if [len(group) for group in places] != counts:
+        raise DecodeError(
+            "the message is broken: it has another number of scalars than of nodes that want one"
+        )
+    for group, dtype in zip(places[:2], ("<i8", "<f8"), strict=True):
+        for place, value in zip(group, cursor.array(dtype, len(group)).tolist(), strict=True):
+            payloads[place] = value
+    lengths = cursor.array("<u4", len(places[2]))
+    if int(lengths.astype(np.int64).sum()) != num_text_bytes:
+        raise DecodeError("the message is broken: its texts have other sizes than it says")
+    if len(lengths) and int(lengths.max()) > limits.max_text_bytes:
+        raise DecodeError(f"a string has more than {limits.max_text_bytes:,} bytes")
+    for place, length in zip(places[2], lengths.tolist(), strict=True):
+        text = cursor.bytes(length)
+        try:
+            payloads[place] = text.decode() if PAYLOADS[NodeKind(int(kinds[place]))] is str else text
+        except UnicodeDecodeError as error:
+            raise DecodeError(f"the message is broken: a text is not UTF-8 ({error})") from error
+    return payloads

@@ -1,0 +1,1 @@
+"""The source of loaded and of received code."""

@@ -1,0 +1,300 @@
+"""Source fragments: the text of one function, class or ``with`` statement, and its position in its file.
+
+Python versions differ in byte code and syntax trees but not in the meaning of source, so text is what is
+sent. Both sides compile a fragment here, under its file's name and at its own lines and columns, so
+tracebacks, debuggers and ``inspect.getsource`` show the sender's file. The sender compiles too, to find the
+variables that the text uses and to compare the result with the loaded code.
+"""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import dataclasses
+from collections.abc import Sequence
+from types import CodeType
+from typing import Any
+
+from nnsight_engine.serialization.limits import Check
+from nnsight_engine.serialization.source.code_names import nested_code
+from nnsight_engine.tracing.parsing import parse
+from nnsight_engine.tracing.sent_files import sent_name
+
+FUTURE_FLAGS = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
+OURS = "__nnsight_"
+"""Prefix of the names of the wrappers that are put around a text to compile it."""
+_OWNER = f"{OURS}owner__"
+_MAKER = f"{OURS}maker__"
+WHOLE_LINES = -1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SourceFragment:
+    """The source of one definition.
+
+    Attributes:
+        filename: The file that contains it, as its code objects name it.
+        text: The lines, or for a lambda only the expression.
+        line: Line number of the text's beginning, from 1.
+        column: Column of a lambda in its first line, in bytes; ``WHOLE_LINES`` for anything else.
+        name: The name it defines; ``<lambda>`` for a lambda.
+        qualname: The qualified name.
+        class_name: The enclosing class, which determines how ``self.__x`` is mangled, or None.
+        flags: Compiler flags of the file's ``from __future__`` features.
+    """
+
+    filename: str
+    text: str
+    line: int
+    column: int
+    name: str
+    qualname: str
+    class_name: str | None
+    flags: int
+
+    def parts(self) -> tuple[Any, ...]:
+        """Return the fields in order, the form in which a fragment is sent."""
+        return tuple([getattr(self, name) for name in self.__slots__])
+
+    @property
+    def num_characters(self) -> int:
+        """Total length of text and names in characters."""
+        return sum(map(len, (self.text, self.filename, self.name, self.qualname, self.class_name or "")))
+
+
+def statement_at(text: str, line: int, filename: str) -> ast.stmt:
+    """Return the single statement in these whole lines, at its own lines and columns.
+
+    Raises:
+        SyntaxError: The lines hold no statement, or more than one.
+    """
+    indented = text[:1] in {" ", "\t", "\f"}
+    try:
+        tree = parse("if 1:\n" + text if indented else text, filename)
+    except SyntaxError as error:
+        _move(error, line - (2 if indented else 1))
+        raise
+    body = tree.body
+    if indented and len(body) == 1 and isinstance(body[0], ast.If):
+        body = body[0].body
+    if len(body) != 1:
+        raise SyntaxError(f"one statement is wanted, not {len(body)}")
+    moved = ast.increment_lineno(body[0], line - (2 if indented else 1))
+    if isinstance(moved, ast.stmt):
+        return moved
+    raise AssertionError("a statement that was moved is still one")
+
+
+def compile_function(
+    fragment: SourceFragment, variables: Sequence[str], check: Check | None = None
+) -> CodeType:
+    """Return the code of a function or lambda whose free variables are among ``variables``.
+
+    Args:
+        fragment: Its source.
+        variables: The variables of the enclosing functions.
+        check: Reads its tree before it is compiled.
+
+    Raises:
+        SyntaxError: The text does not define a function or lambda.
+    """
+    node = definition_of(fragment)
+    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+        raise SyntaxError(f"a function is wanted, not {type(node).__name__}")  # noqa: TRY004 - the text is wrong, not an argument
+    first = first_line(node)
+    _prepare(node, fragment, check)
+    body: list[ast.stmt] = [ast.Expr(value=node)] if isinstance(node, ast.Lambda) else [node]
+    if not isinstance(node, ast.Lambda) and node.name not in variables:
+        # The function's own name, used inside it, is a global and not a variable of the wrapper.
+        body.insert(0, ast.Global(names=[node.name]))
+    code = _only(_compiled(body, fragment, variables), fragment.name)
+    return _renamed(code, code.co_qualname, fragment.qualname).replace(co_firstlineno=first)
+
+
+def compile_class(fragment: SourceFragment, variables: Sequence[str], check: Check | None = None) -> CodeType:
+    """Return the code of a function that defines a class and returns it.
+
+    Args:
+        fragment: Its source.
+        variables: The variables of the enclosing functions.
+        check: Reads its tree before it is compiled.
+
+    Raises:
+        SyntaxError: The text does not define a class.
+    """
+    node = statement_at(fragment.text, fragment.line, fragment.filename)
+    if not isinstance(node, ast.ClassDef):
+        raise SyntaxError(f"a class is wanted, not {type(node).__name__}")  # noqa: TRY004 - the text is wrong, not an argument
+    _prepare(node, fragment, check)
+    body: list[ast.stmt] = [node, ast.Return(value=ast.Name(id=node.name, ctx=ast.Load()))]
+    if node.name in variables:
+        body.insert(0, ast.Nonlocal(names=[node.name]))
+    elif "<locals>" not in fragment.qualname:
+        body.insert(0, ast.Global(names=[node.name]))
+    maker = ast.FunctionDef(name=_MAKER, args=_arguments([]), body=body, decorator_list=[])
+    code = _only(_compiled([maker], fragment, variables), _MAKER)
+    return _renamed(code, nested_code(code, node.name).co_qualname, fragment.qualname)
+
+
+def tree_of(fragment: SourceFragment) -> ast.Module:
+    """Return the syntax tree of a definition."""
+    node = definition_of(fragment)
+    body: ast.stmt = ast.Expr(value=node) if isinstance(node, ast.Lambda) else node
+    return ast.Module(body=[ast.copy_location(body, node)], type_ignores=[])
+
+
+def definition_of(fragment: SourceFragment) -> ast.stmt | ast.Lambda:
+    """Return the definition in a fragment, at its own lines and columns.
+
+    Raises:
+        SyntaxError: The text is not a single statement, or not a lambda where one is expected.
+    """
+    if fragment.column != WHOLE_LINES:
+        return _lambda_at(fragment)
+    return statement_at(fragment.text, fragment.line, fragment.filename)
+
+
+def named_bases(fragment: SourceFragment) -> dict[str, int]:
+    """Return the bases that a class statement gives as plain names, with their index among the bases.
+
+    The result is empty if a base is starred, since the indices are then unknown.
+    """
+    node = statement_at(fragment.text, fragment.line, fragment.filename)
+    bases = node.bases if isinstance(node, ast.ClassDef) else []
+    if any(isinstance(base, ast.Starred) for base in bases):
+        return {}
+    return {base.id: at for at, base in enumerate(bases) if isinstance(base, ast.Name)}
+
+
+def first_line(node: ast.stmt | ast.expr) -> int:
+    """Return the first line of a definition, decorators included."""
+    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
+    return min([node.lineno, *(decorator.lineno for decorator in decorators)])
+
+
+def _move(error: SyntaxError, num_lines: int) -> None:
+    """Shift the line numbers of a syntax error from the text's to the file's."""
+    if error.lineno is not None:
+        error.lineno += num_lines
+    if error.end_lineno is not None:
+        error.end_lineno += num_lines
+
+
+def type_parameters(fragment: SourceFragment) -> frozenset[str]:
+    """Return the names of a generic class's type parameters, which are not variables around it."""
+    node = statement_at(fragment.text, fragment.line, fragment.filename)
+    return frozenset(one.name for one in getattr(node, "type_params", ()))
+
+
+def _lambda_at(fragment: SourceFragment) -> ast.Lambda:
+    try:
+        body = parse(f"({fragment.text}\n)", fragment.filename).body
+    except SyntaxError as error:
+        _move(error, fragment.line - 1)
+        raise
+    node = body[0].value if len(body) == 1 and isinstance(body[0], ast.Expr) else None
+    if not isinstance(node, ast.Lambda):
+        raise SyntaxError("a lambda is wanted")  # noqa: TRY004 - the text is wrong, not an argument
+    for child in ast.walk(node):
+        if isinstance(child, (ast.expr, ast.arg, ast.keyword)):
+            if child.end_lineno == 1:
+                child.end_col_offset = (child.end_col_offset or 0) + fragment.column - 1
+            if child.lineno == 1:
+                child.col_offset += fragment.column - 1
+    ast.increment_lineno(node, fragment.line - 1)
+    return node
+
+
+def _prepare(
+    node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef,
+    fragment: SourceFragment,
+    check: Check | None,
+) -> None:
+    """Modify a definition in place into the form that is compiled.
+
+    Raises:
+        SyntaxError: The text defines a name other than the fragment's.
+    """
+    name = "<lambda>" if isinstance(node, ast.Lambda) else node.name
+    if name != fragment.name:
+        raise SyntaxError(f"the text defines {name}, not {fragment.name}")
+    if not isinstance(node, ast.ClassDef):
+        _leave_values_out(node)
+    if check is not None:
+        check(node, sent_name(fragment.filename))
+
+
+def _leave_values_out(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> None:
+    """Remove the parts evaluated at definition time: the sender has evaluated them and sends their values."""
+    arguments = node.args
+    arguments.defaults, arguments.kw_defaults = [], [None] * len(arguments.kwonlyargs)
+    every = [
+        *arguments.posonlyargs,
+        *arguments.args,
+        *arguments.kwonlyargs,
+        arguments.vararg,
+        arguments.kwarg,
+    ]
+    for one in every:
+        if one is not None:
+            one.annotation = None
+    if not isinstance(node, ast.Lambda):
+        node.decorator_list, node.returns = [], None
+        if hasattr(node, "type_params"):  # from Python 3.12 on
+            node.type_params = []
+
+
+def _compiled(body: list[ast.stmt], fragment: SourceFragment, variables: Sequence[str]) -> CodeType:
+    """Return the code of a wrapper function around the statements, which owns the variables."""
+    owner = ast.FunctionDef(name=_OWNER, args=_arguments(variables), body=body, decorator_list=[])
+    top: ast.stmt = owner
+    if fragment.class_name is not None:
+        top = ast.ClassDef(name=fragment.class_name, bases=[], keywords=[], body=[owner], decorator_list=[])
+    tree = ast.Module(body=[top], type_ignores=[])
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.stmt, ast.expr, ast.arg)) and not hasattr(node, "lineno"):
+            node.lineno = node.end_lineno = fragment.line
+            node.col_offset = node.end_col_offset = 0
+    code: CodeType = compile(
+        tree, fragment.filename, "exec", flags=fragment.flags & FUTURE_FLAGS, dont_inherit=True
+    )
+    return _only(code if fragment.class_name is None else _only(code, fragment.class_name), _OWNER)
+
+
+def _arguments(names: Sequence[str]) -> ast.arguments:
+    arguments = [ast.arg(arg=name) for name in names]
+    return ast.arguments(posonlyargs=[], args=arguments, kwonlyargs=[], kw_defaults=[], defaults=[])
+
+
+def _only(code: CodeType, name: str) -> CodeType:
+    """Return the only code object directly inside another, which must have this name.
+
+    Code nested deeper is not searched. The code of comprehensions and class bodies must not be returned: it
+    relies on arguments and a namespace that a function call does not supply.
+    """
+    found = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    if len(found) != 1 or found[0].co_name != name:
+        raise SyntaxError(f"the text does not define {name}, and nothing else")
+    return found[0]
+
+
+def _renamed(code: CodeType, before: str, after: str) -> CodeType:
+    """Return the code, and nested code, with qualified names as if the text had no wrappers around it."""
+    constants = tuple(
+        _renamed(constant, before, after)
+        if isinstance(constant, CodeType)
+        else (
+            after + constant[len(before) :]
+            if isinstance(constant, str) and _within(constant, before)
+            else constant
+        )
+        for constant in code.co_consts
+    )
+    name = code.co_qualname
+    return code.replace(
+        co_consts=constants, co_qualname=after + name[len(before) :] if _within(name, before) else name
+    )
+
+
+def _within(name: str, around: str) -> bool:
+    return name == around or name.startswith(f"{around}.")

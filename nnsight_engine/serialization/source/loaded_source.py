@@ -1,0 +1,283 @@
+"""Lookup of the source text of a function or class that is loaded in this process.
+
+A code object knows its file, its first line and the positions of its instructions, which distinguish even
+several lambdas on one line. A class knows less: it is located by its methods' code, or else in its module's
+file and in notebook cells. A function's text is compiled and compared with the loaded code, so that the text
+of a file that was edited since it was loaded is not sent. Of a class's text, the declared names are compared.
+"""
+
+from __future__ import annotations
+
+import abc
+import ast
+import functools
+import itertools
+import linecache
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from types import CodeType, FunctionType
+from typing import Any
+
+from nnsight_engine.serialization.source.code_names import nested_codes
+from nnsight_engine.serialization.source.fragments import (
+    FUTURE_FLAGS,
+    WHOLE_LINES,
+    SourceFragment,
+    compile_function,
+    first_line,
+)
+from nnsight_engine.tracing.block_names import mangled
+from nnsight_engine.tracing.errors import ChangedSourceError
+from nnsight_engine.tracing.loaded_code import defines
+from nnsight_engine.tracing.parsing import parse
+from nnsight_engine.tracing.sent_files import sent_name
+from nnsight_engine.tracing.source_text import SourceText
+from nnsight_engine.tracing.tracer import SITES
+
+_Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
+_Found = tuple[_Definition, str | None, str]
+"""A definition, the name of its enclosing class, and its qualified name."""
+_Named = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_DECLARING = (ast.AnnAssign, ast.Assign, ast.Expr, ast.Pass, *_Named)
+"""Statements of a class body whose effect on the class can be told from the text."""
+_ALLOWS_AWAIT = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+
+
+class NoSourceError(Exception):
+    """No source text is available for a function or class; the message gives the reason."""
+
+
+def fragment_of_function(code: CodeType, globals_: dict[str, Any]) -> SourceFragment:
+    """Return the source of the function that ``code`` belongs to.
+
+    Raises:
+        NoSourceError: The source is not available, or has changed.
+    """
+    try:
+        source = SITES.reader.read(
+            code, globals_, lambda text: _fragment_in(text, code, globals_) is not None
+        )
+    except ChangedSourceError as error:
+        raise NoSourceError(f"its source was not found: {error}") from None
+    fragment = None if source is None else _fragment_in(source, code, globals_)
+    if fragment is None:
+        raise NoSourceError(f"its source, {code.co_filename!r}, was not found; define it in a file or a cell")
+    return fragment
+
+
+def _fragment_in(source: SourceText, code: CodeType, globals_: dict[str, Any]) -> SourceFragment | None:
+    """Return the function's fragment of its file's text; None if the text is not that of the loaded code."""
+    if code.co_name == "<lambda>":
+        near = [one for one in _beginning_at(source, code) if isinstance(one[0], ast.Lambda)]
+        # Python 3.12 records no position for returned constants.
+        found = [one for one in near if _is_body_of(one[0], code)] or near
+    else:
+        found = [one for one in _beginning_at(source, code) if _is_def_of(one[0], code)]
+    for node, class_name, _ in sorted(found, key=lambda one: _size(one[0])):
+        fragment = _fragment(source, node, code.co_name, code.co_qualname, class_name, code.co_flags)
+        if _defines(fragment, code, exactly=len(found) > 1) and defines(source.tree, code, globals_, node):
+            return fragment
+    return None
+
+
+def fragment_of_class(kind: type) -> tuple[SourceFragment, CodeType, dict[str, Any]]:
+    """Return the source of a class, the code of its body, and the globals in which it was defined.
+
+    Raises:
+        NoSourceError: The source is not available.
+    """
+    for source, globals_ in _sources_of(kind):
+        every = itertools.chain.from_iterable(_by_first_line(source.tree).values())
+        nodes = [
+            node for node, _, name in every if name == kind.__qualname__ and isinstance(node, ast.ClassDef)
+        ]
+        if not nodes:
+            continue
+        node = _chosen(nodes, kind, source.filename)
+        if not _declares(node, kind):
+            raise NoSourceError(
+                f"the text of {source.filename!r} has changed since it was loaded; start again"
+            )
+        body = _body_of(source, kind.__qualname__, first_line(node))
+        fragment = _fragment(source, node, node.name, kind.__qualname__, None, body.co_flags)
+        return fragment, body, globals_
+    raise NoSourceError(
+        "its source was not found; define the class with a `class` statement in a file or a cell, or send "
+        "its data in a dict"
+    )
+
+
+def functions_of(kind: type) -> Iterator[FunctionType]:
+    """Yield the functions among a class's own attributes, unwrapping properties, methods and decorators."""
+    for value in vars(kind).values():
+        parts = (value.fget, value.fset, value.fdel) if isinstance(value, property) else (value,)
+        for part in parts:
+            inner: Any = getattr(part, "__func__", getattr(part, "func", part))
+            while isinstance(getattr(inner, "__wrapped__", None), FunctionType):
+                inner = inner.__wrapped__
+            if isinstance(inner, FunctionType):
+                yield inner
+
+
+def _beginning_at(source: SourceText, code: CodeType) -> Sequence[_Found]:
+    return _by_first_line(source.tree).get(code.co_firstlineno, ())
+
+
+@functools.lru_cache(maxsize=64)
+def _by_first_line(tree: ast.Module) -> Mapping[int, Sequence[_Found]]:
+    """Return the definitions of a file by first line; cached, as files are large and searched many times."""
+    found: dict[int, list[_Found]] = {}
+    for one in _definitions(tree):
+        found.setdefault(first_line(one[0]), []).append(one)
+    return found
+
+
+def _definitions(tree: ast.Module) -> Iterator[_Found]:
+    """Yield every definition with its enclosing class and its qualified name."""
+    waiting: list[tuple[ast.AST, str | None, str]] = [(tree, None, "")]
+    while waiting:
+        node, class_name, prefix = waiting.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
+            name = "<lambda>" if isinstance(node, ast.Lambda) else node.name
+            yield node, class_name, prefix + name
+            if isinstance(node, ast.ClassDef):
+                class_name, prefix = node.name, f"{prefix}{name}."
+            else:
+                prefix = f"{prefix}{name}.<locals>."
+        waiting.extend((child, class_name, prefix) for child in ast.iter_child_nodes(node))
+
+
+def _is_def_of(node: _Definition, code: CodeType) -> bool:
+    return isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == code.co_name
+
+
+def _is_body_of(node: _Definition, code: CodeType) -> bool:
+    """Return whether the position of one of the code's instructions spans the whole lambda body."""
+    body = node.body
+    if not isinstance(body, ast.expr):
+        return False
+    whole = (body.lineno, body.end_lineno, body.col_offset, body.end_col_offset)
+    return whole in list(code.co_positions())
+
+
+def _size(node: _Definition) -> tuple[int, int]:
+    return ((node.end_lineno or 0) - node.lineno, (node.end_col_offset or 0) - node.col_offset)
+
+
+def _defines(fragment: SourceFragment, code: CodeType, *, exactly: bool) -> bool:
+    """Return whether the text compiles to this code.
+
+    A tool may have rewritten the loaded code, so only signature and free variables are compared unless
+    ``exactly`` is set.
+    """
+    try:
+        made = compile_function(fragment, code.co_freevars)
+    except SyntaxError:
+        return False
+    signature = code.co_argcount + code.co_kwonlyargcount
+    return (
+        made.co_varnames[:signature] == code.co_varnames[:signature]
+        and made.co_argcount == code.co_argcount
+        and set(made.co_freevars) == set(code.co_freevars)
+        and (not exactly or _parts(made) == _parts(code))
+    )
+
+
+def _parts(code: CodeType) -> tuple[Any, ...]:
+    """Return the parts of a code object that are equal for equal text, independent of its position."""
+    constants = [
+        _parts(one) if isinstance(one, CodeType) else (type(one), repr(one)) for one in code.co_consts
+    ]
+    return code.co_code, code.co_names, constants
+
+
+def _fragment(
+    source: SourceText, node: _Definition, name: str, qualname: str, class_name: str | None, flags: int
+) -> SourceFragment:
+    first, column = first_line(node), WHOLE_LINES
+    lines = list(source.lines[first - 1 : node.end_lineno])
+    if isinstance(node, ast.Lambda):
+        column = node.col_offset
+        lines[-1] = lines[-1].encode()[: node.end_col_offset].decode()
+        lines[0] = lines[0].encode()[column:].decode()
+    return SourceFragment(
+        filename=sent_name(source.filename), text="".join(lines), line=first, column=column, name=name,
+        qualname=qualname, class_name=class_name, flags=flags & FUTURE_FLAGS,
+    )  # fmt: skip
+
+
+def _sources_of(kind: type) -> Iterator[tuple[SourceText, dict[str, Any]]]:
+    """Yield the texts that may contain a class, the most likely first."""
+    for function in functions_of(kind):
+        code = function.__code__
+        # The attributes of an enum include methods of its bases.
+        is_own = function.__module__ == kind.__module__
+        if is_own and code.co_qualname.startswith(f"{kind.__qualname__}."):
+            source = SITES.reader.read(code, function.__globals__)
+            if source is not None:
+                yield source, function.__globals__
+                break
+    module = sys.modules.get(kind.__module__)
+    if module is None:
+        return
+    names = [getattr(module, "__file__", None)]
+    # Notebook cells are not files; the newest one that defines the class is used. Text that an error of
+    # another side quotes is none of them: it would be sent on as the user's own code.
+    names += [
+        name
+        for name, entry in reversed(linecache.cache.items())
+        if len(entry) > 2 and entry[1] is None and not getattr(entry[2], "is_quoted", False)
+    ]
+    for name in names:
+        lines = linecache.getlines(name, vars(module)) if name else []
+        if lines:
+            try:
+                yield SourceText(str(name), tuple(lines), parse("".join(lines), str(name))), vars(module)
+            except (SyntaxError, ValueError):
+                continue
+
+
+def _chosen(nodes: list[ast.ClassDef], kind: type, filename: str) -> ast.ClassDef:
+    """Return the last definition that contains one of the class's methods; the last of all if none does."""
+    codes = [function.__code__ for function in functions_of(kind)]
+    lines = {code.co_firstlineno for code in codes if code.co_filename == filename}
+    holding = [node for node in nodes if any(node.lineno <= line <= (node.end_lineno or 0) for line in lines)]
+    return max(holding or nodes, key=lambda node: node.lineno)
+
+
+def _declares(node: ast.ClassDef, kind: type) -> bool:
+    """Return whether a definition declares the variables of a class, as far as the loaded class shows them.
+
+    A decorator, a metaclass or a statement such as ``if`` or ``del`` may declare others, so classes with one
+    are not compared. The values of variables are not compared either: they are sent as they are now.
+    """
+    if type(kind) not in {type, abc.ABCMeta} or not all(isinstance(one, _DECLARING) for one in node.body):
+        return True
+    annotated = {
+        _mangled(one.target.id, node.name): None
+        for one in node.body
+        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name) and one.simple
+    }
+    known = vars(kind).get("__annotations__", {} if sys.version_info < (3, 14) else annotated)
+    if list(known) != list(annotated):
+        return False
+    assigned = [target for one in node.body if isinstance(one, ast.Assign) for target in one.targets]
+    names = [_mangled(one.id, node.name) for one in assigned if isinstance(one, ast.Name)]
+    names += [_mangled(one.name, node.name) for one in node.body if isinstance(one, _Named)]
+    return bool(node.decorator_list) or all(name in vars(kind) for name in names)
+
+
+def _mangled(name: str, class_name: str) -> str:
+    (mangled_name,) = mangled(frozenset({name}), class_name)
+    return mangled_name
+
+
+def _body_of(source: SourceText, qualname: str, line: int) -> CodeType:
+    try:
+        module = compile(source.tree, source.filename, "exec", flags=_ALLOWS_AWAIT, dont_inherit=True)
+    except SyntaxError as error:
+        raise NoSourceError(f"its source does not compile: {error}") from error
+    for code in nested_codes(module):
+        if code.co_qualname == qualname and code.co_firstlineno == line:
+            return code
+    raise NoSourceError("its source has changed; start again")

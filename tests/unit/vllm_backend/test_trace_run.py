@@ -1,0 +1,136 @@
+"""A trace's requests together: one stream, an orderly end however it comes, slow readers."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from nnsight_engine.remote_backend.backpressure import SlowReaderError
+from nnsight_engine.vllm_backend.trace_router import TraceEvent
+from nnsight_engine.vllm_backend.trace_run import MergedRun, Output, TraceRun, TraceStarted
+from nnsight_engine.vllm_backend.traced_requests import TraceRequests
+from tests.unit.vllm_backend.scripted_engine import Engine
+
+
+async def events(run: MergedRun) -> list[Any]:
+    async with run:
+        return [event async for event in run]
+
+
+async def turns(number: int = 100) -> None:
+    """Let other tasks run until they wait."""
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
+async def test_all_outputs_arrive_and_events_before_the_output_of_their_step() -> None:
+    engine = Engine()
+    seen = await events(engine.run([b"one", 1, b"two", 2], [1]))
+    assert [type(event) for event in seen[:1]] == [TraceStarted]
+    assert sorted(event.block for event in seen if isinstance(event, Output)) == [0, 0, 1]
+    first = [event for event in seen if not isinstance(event, TraceStarted) and event.block == 0]
+    assert [event.delta if isinstance(event, TraceEvent) else "output" for event in first] == [
+        *(b"one", "output"),
+        *(b"two", "output"),
+    ]
+    assert len(engine.traces) == 0
+    assert engine.forgotten == ["key"], "its results were not collected"
+
+
+async def test_a_finished_trace_has_the_last_outputs_as_results_and_is_not_aborted() -> None:
+    engine = Engine()
+    async with engine.run([1, 2], [1]) as run:
+        _ = [event async for event in run]
+        finished = await run.finish()
+    assert {name: one["token_ids"] for name, one in finished.results.items()} == {"0/0": [0, 1], "1/0": [0]}
+    assert (len(engine.traces), engine.forgotten) == (0, [])
+
+
+async def test_an_error_of_one_request_ends_all() -> None:
+    engine = Engine()
+    run = engine.run(range(1, 10_000), [1, ValueError("no")])
+    with pytest.raises(ValueError, match="no"):
+        await events(run)
+    assert (engine.num_running, len(engine.traces), engine.forgotten) == (0, 0, ["key"])
+    assert run.failed == 1
+    assert set(engine.aborted) == {"key-0", "key-1"}
+
+
+async def test_a_reader_that_leaves_ends_the_requests() -> None:
+    engine = Engine()
+    async with engine.run(*[range(1, 10_000)] * 3) as run:
+        async for event in run:
+            if isinstance(event, Output):
+                break
+    assert (engine.num_running, len(engine.traces), engine.forgotten) == (0, 0, ["key"])
+
+
+@pytest.mark.parametrize("phase", ["hold", "read"])
+async def test_a_cancelled_reader_ends_the_requests(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine()
+
+    async def never(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    run = engine.run(range(1, 10_000))
+    if phase == "hold":
+        run.requests.held = b"block"
+        monkeypatch.setattr(engine, "hold_trace", never)
+    task = asyncio.create_task(events(run))
+    await turns(20)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (engine.num_running, len(engine.traces), engine.forgotten) == (0, 0, ["key"])
+
+
+async def test_a_slow_reader_delays_its_own_requests_and_has_a_limit() -> None:
+    engine = Engine()
+    steps = [step for number in range(1, 50) for step in (b"x" * 100, number)]
+    async with engine.run(steps, max_pending_bytes=150) as run:
+        seen = [await anext(run) for _ in range(3)]
+        await turns()  # the request is at its next output and goes no further
+        assert isinstance(seen[-1], Output)
+        rest = [event async for event in run]
+    assert len([event for event in rest if isinstance(event, Output)]) == 48
+    async with engine.run([*[b"x" * 100] * 5, 1], max_pending_bytes=150) as run:
+        await anext(run)
+        await turns()
+        with pytest.raises(SlowReaderError, match="150 bytes"):
+            _ = [event async for event in run]
+
+
+async def test_the_slowest_of_many_readers_ends_when_all_together_exceed_the_limit() -> None:
+    engine = Engine(max_bytes=1000)
+    much = engine.run([*[b"x" * 100] * 6, *range(1, 9)], key="much")
+    less = engine.run([*[b"x" * 100] * 3, *range(1, 9)], key="less")
+    async with much, less:
+        for run in (much, less):
+            await anext(run)
+            await turns(50)
+        assert engine.unread.num_bytes == 900
+        seen = await events(engine.run([b"y" * 300, 1, b"y" * 300, 2], key="quick"))
+        assert [event.delta for event in seen if isinstance(event, TraceEvent)] == [b"y" * 300] * 2
+        assert engine.num_running == 1, "the request with the most unread bytes has ended"
+        with pytest.raises(SlowReaderError, match="of all traces"):
+            await anext(much)
+        rest = [event async for event in less]
+        assert len([event for event in rest if isinstance(event, TraceEvent)]) == 3
+    assert (engine.num_running, len(engine.traces), engine.unread.num_bytes) == (0, 0, 0)
+
+
+async def test_events_of_other_traces_and_faults_of_a_listener_are_ignored() -> None:
+    class Broken(TraceRun):
+        """A listener with a fault."""
+
+        def add_event(self, event: TraceEvent) -> None:
+            raise RuntimeError("a listener's fault")
+
+        def drop_events(self, error: SlowReaderError) -> None:
+            raise NotImplementedError
+
+    engine = Engine()
+    await Broken(engine, TraceRequests("mine")).begin()
+    engine.traces.deliver([("mine", 0, b"x", ""), ("another's", 0, b"x", "")], 0)
