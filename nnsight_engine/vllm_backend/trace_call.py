@@ -265,7 +265,7 @@ class TraceCall:
         streams: Whether the answer is streamed.
         max_requests: Limit on the number of requests (choices of all prompts).
         max_bytes: Limit on the saved values of one choice.
-        sandbox_of: The tenant in whose sandbox the block runs; empty to run it in the worker as trusted code.
+        sandbox_of: The tenant in whose sandbox the block runs; None to run it in the worker, as trusted code.
 
     Attributes:
         slot: Requests a slot for one prompt; raises ApiError if too many are waiting. The default does not
@@ -283,8 +283,8 @@ class TraceCall:
         filename: str,
         streams: bool,
         max_requests: int,
+        sandbox_of: str | None,
         max_bytes: int = _MAX_BYTES,
-        sandbox_of: str = "",
     ) -> None:
         self.ticket = uuid.uuid4().hex
         self.max_bytes = max_bytes

@@ -157,7 +157,9 @@ class World:
         threading.Thread(target=_played, args=(script, inside, descriptor), daemon=True).start()
 
     def step(self) -> None:
-        self.session.begin([("own", TraceEntry("key", 0, 1, b"", [{}], streams=True, prints=True))])
+        self.session.begin(
+            [("own", TraceEntry("key", 0, 1, b"", [{}], streams=True, prints=True, sandbox_of=None))]
+        )
         self.go([TraceSpan("own", 0, 0, NUM_OWN, 0, complete=True)])
 
     def go(

@@ -70,7 +70,7 @@ def _deferred(world: World, offered: list[str], names: Sequence[str] = ("own",))
     """Run a step that goes on without the process from its second place on; returns what it waits for."""
     may_answer = threading.Event()
     world.begin(_in_its_time(offered, may_answer))
-    world.session.begin([(name, TraceEntry("key", 0, 1, b"", [{}] * 2)) for name in names])
+    world.session.begin([(name, TraceEntry("key", 0, 1, b"", [{}] * 2, sandbox_of=None)) for name in names])
     world.listen()  # it has read its blocks
     world.waiting = WaitBudget(60, 60)
     world.go(_spans(names), is_bound=False)
@@ -160,7 +160,7 @@ def test_requests_that_arrive_while_a_trace_is_deferred_are_told_of_before_their
     offered: list[str] = []
     may_answer = _deferred(world, offered)
     world.end()
-    world.session.begin([("later", TraceEntry("key", 1, 1, b"", [{}] * 2))])
+    world.session.begin([("later", TraceEntry("key", 1, 1, b"", [{}] * 2, sandbox_of=None))])
     may_answer.set()
     world.listen()
     world.go(_spans(["own"]), is_bound=False)

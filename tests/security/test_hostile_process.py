@@ -165,7 +165,7 @@ def test_reports_that_nobody_asked_for_are_not_passed_on(world: World, reply: Sa
             side.send(packed(ContinueReply(reports=[reply])))
 
     world.begin(lie)
-    world.session.begin([("own", TraceEntry("key", 0, 1, b"", [{}]))])
+    world.session.begin([("own", TraceEntry("key", 0, 1, b"", [{}], sandbox_of=None))])
     world.go([TraceSpan("own", 0, 0, NUM_OWN, 0, complete=True)])
     world.dispatcher.provide(LAYER, torch.zeros(NUM_ROWS, 4))
     world.session.finish()
@@ -192,7 +192,7 @@ def test_what_it_says_last_is_no_longer_than_an_honest_one_s(world: World) -> No
         side.send(packed(Collected("p" * (MAX_BYTES + 1), "f" * 10_000), [b"saved"]))
 
     world.begin(lie)
-    world.session.begin([("own", TraceEntry("key", 0, 1, b"", [{}]))])
+    world.session.begin([("own", TraceEntry("key", 0, 1, b"", [{}], sandbox_of=None))])
     while not world.session.has_collected:
         world.session.request_saved("key", {})
         world.waiting.wait_for_any([world.session], 1.0)

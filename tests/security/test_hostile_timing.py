@@ -120,7 +120,7 @@ def test_a_call_is_made_of_parts_between_which_others_are_served(world: World) -
     world.served.lasts_s = BUDGET_S / 30
     world.waiting = WaitBudget(BUDGET_S / 60, 5 * BUDGET_S)
     world.begin(lie)
-    world.session.begin([("own", TraceEntry("key", 0, 1, b"", [{}]))])
+    world.session.begin([("own", TraceEntry("key", 0, 1, b"", [{}], sandbox_of=None))])
     world.listen()
     counts = [0]
     give_up = time.monotonic() + 60
@@ -149,7 +149,7 @@ def test_a_tenant_rests_whose_trace_has_held_others_up(
             side.send(packed(ContinueReply([])))
 
     world.begin(slow)
-    world.session.begin([("own", TraceEntry("key", 0, 1, b"", [{}]))])
+    world.session.begin([("own", TraceEntry("key", 0, 1, b"", [{}], sandbox_of=None))])
     world.listen()
     world.waiting = WaitBudget(SHORT_S, 60)
     assert world.waiting.throttled == frozenset()
@@ -179,7 +179,7 @@ def test_requests_that_arrive_together_share_one_step(world: World) -> None:
 
     world.begin(slow)
     for number in range(20):
-        world.session.begin([(f"own{number}", TraceEntry("key", number, 1, b"", [{}] * 20))])
+        world.session.begin([(f"own{number}", TraceEntry("key", number, 1, b"", [{}] * 20, sandbox_of=None))])
     world.go([TraceSpan("own0", 0, 0, NUM_OWN, 0, complete=True)])
     assert told == [1, 19]
     assert world.end() == ([], {})
@@ -216,7 +216,7 @@ def test_a_block_that_calls_a_module_behind_its_last_step_is_collected(world: Wo
     world.waiting = WaitBudget(SHORT_S, 5 * BUDGET_S)
     world.begin(lie)
     world.waiting.begin()
-    world.session.begin([("own", TraceEntry("key", 0, 1, b"", [{}]))])
+    world.session.begin([("own", TraceEntry("key", 0, 1, b"", [{}], sandbox_of=None))])
     give_up = time.monotonic() + LATEST_S
     while not world.session.has_collected and time.monotonic() < give_up:
         world.session.request_saved("key", {})
@@ -239,7 +239,7 @@ def _answered(world: World, count: int, tenant: str) -> list[SandboxSession]:
     sessions = []
     for _ in range(count):
         world.begin(_answers_at_once, tenant=tenant)
-        world.session.begin([("own", TraceEntry("key", 0, 1, b"", [{}]))])
+        world.session.begin([("own", TraceEntry("key", 0, 1, b"", [{}], sandbox_of=None))])
         assert select.select([world.session.connection], [], [], 60)[0]
         sessions.append(world.session)
     return sessions
@@ -304,7 +304,7 @@ def test_a_request_waits_for_a_process_and_the_step_does_not(world: World) -> No
         wanting(LAYER, then=lambda _: packed(ContinueReply(changes=[slot]), [content])), is_ready=False
     )
     world.waiting = WaitBudget(600, 600)
-    world.session.begin([("own", TraceEntry("key", 0, 1, b"", [{}]))])
+    world.session.begin([("own", TraceEntry("key", 0, 1, b"", [{}], sandbox_of=None))])
     span = TraceSpan("own", 0, 0, NUM_OWN, 0, complete=True)
     for _ in range(3):
         world.go([span], is_bound=False)

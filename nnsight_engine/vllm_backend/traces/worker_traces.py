@@ -159,8 +159,8 @@ class WorkerTraces:
         try:
             member.choice = entry.choice_of(request_id)
             self._num_arrived += 1
-            if entry.sandbox_of:  # untrusted code never runs in this process, whatever the limits say
-                self._arrive_in_sandbox(request_id, entry)
+            if entry.sandbox_of is not None:  # untrusted code never runs here, whatever the limits say
+                self._arrive_in_sandbox(request_id, entry, entry.sandbox_of)
                 return
             member.context, member.error = self._context(entry, member.choice)
             if member.context is None:
@@ -186,7 +186,7 @@ class WorkerTraces:
             member.error = error
             self._ended.append(request_id)
 
-    def _arrive_in_sandbox(self, request_id: str, entry: TraceEntry) -> None:
+    def _arrive_in_sandbox(self, request_id: str, entry: TraceEntry, tenant: str) -> None:
         """Start a request's blocks in a sandbox process.
 
         Raises:
@@ -194,7 +194,7 @@ class WorkerTraces:
         """
         if not entry.data:
             entry = msgspec.structs.replace(entry, data=self._held.get(entry.key, b""))
-        self.sandboxes.arrive(request_id, self.edits.filled_in(entry), self._num_arrived)
+        self.sandboxes.arrive(request_id, self.edits.filled_in(entry), self._num_arrived, tenant)
 
     def prepare_sandbox(self) -> bool:
         """Start the sandbox processes if untrusted blocks run in them; return whether one is ready.

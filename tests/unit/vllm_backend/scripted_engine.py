@@ -71,5 +71,5 @@ class Engine:
         sent = TraceRequests(key)
         for index, steps in enumerate(requests):
             prompt = {"steps": steps}
-            sent.add(prompt, SamplingParams(), TraceEntry(key, index, 1, b"", []))
+            sent.add(prompt, SamplingParams(), TraceEntry(key, index, 1, b"", [], sandbox_of=None))
         return MergedRun(self, sent, max_pending_bytes=max_pending_bytes)

@@ -29,7 +29,7 @@ from tests.unit.vllm_backend.scripted_engine import Engine
 def new_call(*, streams: bool = False, max_requests: int = 1, max_bytes: int = 2**30) -> TraceCall:
     return TraceCall(
         b"", name="t", param="p", filename="f", streams=streams, max_requests=max_requests,
-        max_bytes=max_bytes,
+        max_bytes=max_bytes, sandbox_of=None,
     )  # fmt: skip
 
 
@@ -298,7 +298,9 @@ async def test_the_slot_of_an_abandoned_prompt_is_released_when_the_engine_has_d
 
 async def test_the_block_of_several_choices_is_sent_once() -> None:
     engine = Engine()
-    call = TraceCall(b"block", name="t", param="p", filename="f", streams=False, max_requests=2)
+    call = TraceCall(
+        b"block", name="t", param="p", filename="f", streams=False, max_requests=2, sandbox_of=None
+    )
     prompt, _ = prompt_of(call, engine, [1], n=2)
     with pytest.raises(ApiError, match="cannot be read"):  # the engine has no results
         _ = [output async for output in prompt.outputs()]

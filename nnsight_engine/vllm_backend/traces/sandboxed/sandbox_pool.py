@@ -91,7 +91,7 @@ class SandboxPool:
         """Whether no request is running."""
         return all(session.is_idle for session in self._by_key.values())
 
-    def arrive(self, request_id: str, entry: TraceEntry, order: int) -> None:
+    def arrive(self, request_id: str, entry: TraceEntry, order: int, tenant: str) -> None:
         """Start a request's blocks, as soon as there is a process for them.
 
         Raises:
@@ -100,12 +100,12 @@ class SandboxPool:
         session = self._by_key.get(entry.key)
         if session is None:
             try:
-                session = self._by_key[entry.key] = self._opened(entry.sandbox_of, order)
+                session = self._by_key[entry.key] = self._opened(tenant, order)
             except SandboxUnavailableError:
                 self.counts["refused"] += 1
                 raise
         self._by_request[request_id] = session
-        session.begin([(request_id, msgspec.structs.replace(entry, sandbox_of=""))])
+        session.begin([(request_id, msgspec.structs.replace(entry, sandbox_of=None))])
 
     def _opened(self, tenant: str, order: int) -> SandboxSession:
         if len(self._by_key) >= self._limits.max_sandboxes:
