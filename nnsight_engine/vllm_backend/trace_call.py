@@ -234,7 +234,7 @@ class TracedPrompt(TraceRun):
             blocks = read_results(finished.data, finished.results, len(self.choices))
         for block in blocks:
             if block.error is not None:
-                raise self._call.failed(block.error)
+                raise self._call.failed(block.error, has_begun=finished.has_begun)
             choice = self.choices[block.choice]
             choice.warnings = block.warnings
             self._keep(choice, block.saves)
@@ -363,9 +363,9 @@ class TraceCall:
         result = CollectedTrace(self._name, found.saves or {}, {}, found.take_printed(), found.warnings)
         return CollectedResults([result], is_code=True, tier=prompt.tier)
 
-    def failed(self, error: BlockError) -> ApiError:
-        """Return the API error for a block's error."""
-        if error.is_unavailable_sandbox:  # not an error of the block
+    def failed(self, error: BlockError, *, has_begun: bool) -> ApiError:
+        """Return the API error for a block's error, or for the reason why the trace has not begun."""
+        if not has_begun:
             return ApiError(ErrorCode.QUEUE_FULL, f"The trace did not begin: {error.text()}", self.param)
         return ApiError(
             ErrorCode.TRACE_FAILED, f"The trace failed{error.description(self._filename)}", self.param

@@ -35,6 +35,8 @@ class FinishedTrace(NamedTuple):
         failure: One line about how a block failed; empty if none did.
         spent_s: Seconds for which the engine waited for the trace.
         tier: How its steps ran: ``tap``, or ``eager`` if at least one of them had to run uncompiled.
+        has_begun: Whether it has begun, by the worker's own knowledge: false if there was no sandbox process
+            for it, and ``data`` has the reason.
         results: The results of its requests, see ``results_of``.
     """
 
@@ -43,6 +45,7 @@ class FinishedTrace(NamedTuple):
     failure: str
     spent_s: float
     tier: str
+    has_begun: bool
     results: dict[str, Any]
 
 

@@ -22,6 +22,7 @@ from nnsight_engine.core.sandbox_choice import PROCESS
 from nnsight_engine.envoys.architectures.named_points import EMBED
 from nnsight_engine.interleaving.threads import Threads
 from nnsight_engine.remote_backend.values.received_blocks import failure_of
+from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.serialization import TRUSTED, Policy, encode
 from nnsight_engine.serialization.message.table import Piece
 from nnsight_engine.vllm_backend.model_outline import OutlineEntry, outline_of
@@ -69,6 +70,7 @@ class WorkerTraces:
         last_spent_s: Seconds that the engine has waited for the trace closed last: for its blocks, decoding
             them and encoding their saved values.
         last_tier: How the steps of the trace closed last ran, see ``TracedRequest``.
+        last_has_begun: Whether the trace closed last has begun: false if there was no sandbox process for it.
         last_step_s: Seconds that the engine has waited for blocks in the step that ended last.
         cells: The traces that run in sandbox processes.
         policy: The policy for blocks inside a sandbox process; None in the worker, whose senders are trusted.
@@ -107,6 +109,7 @@ class WorkerTraces:
         self.sandboxes = SandboxPool(self.dispatcher, limits)
         self.last_spent_s = 0.0
         self.last_tier = "tap"
+        self.last_has_begun = True
         self.last_step_s = self._began_s = 0.0
         self._tiers = TierPredictor()
         self._spent_s: defaultdict[str, float] = defaultdict(float)
@@ -445,6 +448,7 @@ class WorkerTraces:
         if index is not None:
             self._by_key[key] = [one for one in every if one not in request_ids]
         members = [self._members.pop(request_id) for request_id in request_ids]
+        self.last_has_begun = not any(isinstance(one.error, SandboxUnavailableError) for one in members)
         for request_id in request_ids:
             self._live.pop(request_id, None)
         in_order = sorted(members, key=lambda one: (one.entry.index, one.choice))
@@ -470,9 +474,11 @@ class WorkerTraces:
 
     def _collected_of_sandbox(self, key: str) -> list[Piece]:
         self.last_tier = self.sandboxes.tier(key)
+        has_begun = self.sandboxes.has_begun(key)
         pieces, spent_s = self.sandboxes.collect(key)
         self._spent_s[key] += spent_s
         members = [self._members.pop(request_id) for request_id in self._by_key.pop(key)]
+        self.last_has_begun = has_begun
         outside = next((member.error for member in members if member.error is not None), None)
         return pieces if outside is None else [self._closing.failed(members, outside)]
 

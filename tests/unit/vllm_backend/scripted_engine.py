@@ -60,7 +60,7 @@ class Engine:
         raise NotImplementedError
 
     async def finish_trace(self, key: str, results: dict[str, Any]) -> FinishedTrace:
-        return FinishedTrace(self.result, "", "", 0.0, "tap", results)
+        return FinishedTrace(self.result, "", "", 0.0, "tap", has_begun=True, results=results)
 
     async def forget_trace(self, key: str, request_ids: Sequence[str]) -> None:
         self.forgotten.append(key)

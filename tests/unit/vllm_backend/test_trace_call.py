@@ -40,7 +40,7 @@ def begun(call: TraceCall, request_id: str = "request") -> TracedPrompt:
 
 
 def finished(data: bytes) -> FinishedTrace:
-    return FinishedTrace(data, "", "", 0.0, "tap", {})
+    return FinishedTrace(data, "", "", 0.0, "tap", has_begun=True, results={})
 
 
 class Stream:
@@ -196,7 +196,7 @@ async def test_an_error_is_text_of_some_length(part: str, evil: Any) -> None:
 
 async def test_a_long_error_is_cut() -> None:
     error = {"name": "n" * 10**6, "message": "m" * 10**6, "module": "", "notes": ["o" * 10**6] * 1000}
-    assert len(Stream().call.failed(BlockError.of(error)).message) < 200_000
+    assert len(Stream().call.failed(BlockError.of(error), has_begun=True).message) < 200_000
 
 
 @pytest.mark.parametrize("evil", [range(10**12), "a" * 100, {"a": 1}, b"bytes", 3])
@@ -231,10 +231,12 @@ async def test_what_is_saved_many_times_is_not_made_many_times() -> None:
 
 def test_a_block_for_which_there_was_no_process_may_be_sent_again() -> None:
     call = Stream().call
-    refused = call.failed(BlockError.of(encode_error(SandboxUnavailableError("16 sandboxes are at work"))))
+    error = BlockError.of(encode_error(SandboxUnavailableError("16 sandboxes are at work")))
+    refused = call.failed(error, has_begun=False)
     assert (refused.code, refused.status) == (ErrorCode.QUEUE_FULL, 429)
     assert "16 sandboxes" in refused.message
-    assert call.failed(BlockError.of(encode_error(RuntimeError("mine")))).code is ErrorCode.TRACE_FAILED
+    # A block that raises such an error itself has begun.
+    assert call.failed(error, has_begun=True).code is ErrorCode.TRACE_FAILED
 
 
 def test_clients_do_not_choose_the_names_by_which_requests_are_ended() -> None:

@@ -224,6 +224,10 @@ class SandboxPool:
         """Return how the steps of a trace ran, see ``TracedRequest``."""
         return self._by_key[key].tier
 
+    def has_begun(self, key: str) -> bool:
+        """Return whether a trace has got a process."""
+        return self._by_key[key].connection.has_process
+
     def has_collected(self, key: str, results: Mapping[str, Any], wait_s: float) -> bool:
         """Request the saved values of a trace; return whether they arrive within ``wait_s``."""
         session = self._by_key[key]
