@@ -87,6 +87,7 @@ class InterventionRunnerMixin:
 
     execute_model_state: Any
     intermediate_tensors: Any
+    num_prompt_logprobs: dict[str, int]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, then install taps in it, before anything is compiled."""
@@ -265,9 +266,10 @@ class InterventionRunnerMixin:
                 )
         tokens = input_ids if input_ids is not None else kwargs["inputs_embeds"]
         if isinstance(self.traces, WorkerTraces):
-            # A step cannot be undone for requests whose prompt logprobs vLLM returns only once, or whose
-            # values operations have already read.
-            self.traces.sandboxes.bound = {*self.num_prompt_logprobs, *self.interventions.live}  # type: ignore[attr-defined]
+            # A step cannot be undone for requests whose values operations have already read, and for those
+            # whose prompt logprobs vLLM returns only once, unless it is undone before they are computed.
+            self.traces.sandboxes.bound = set(self.interventions.live)
+            self.traces.sandboxes.bound_once_begun = set(self.num_prompt_logprobs)
         return self.traces.step(spans, int(tokens.shape[0]))
 
     def _timed_plan(self) -> StepPlan | None:
@@ -365,6 +367,16 @@ class InterventionRunnerMixin:
             results.waiting = self._reported_waiting = waiting
             results.throttled = self._reported_throttled = throttled
         return results
+
+    def _get_prompt_logprobs_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the prompt logprobs without those of requests whose rows are computed again."""
+        undone = self.traces.sandboxes.undone if isinstance(self.traces, WorkerTraces) else ()
+        due = self.num_prompt_logprobs
+        later = {request_id: due.pop(request_id) for request_id in undone if request_id in due}
+        try:
+            return super()._get_prompt_logprobs_dict(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            due.update(later)
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
         traces = self.traces

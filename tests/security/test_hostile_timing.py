@@ -303,14 +303,15 @@ def test_the_time_to_read_the_messages_of_a_process_is_its_own(
     assert "longer than" in world.error()
 
 
-def test_a_request_waits_for_a_process_and_the_step_does_not(world: World) -> None:
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_request_waits_for_a_process_and_the_step_does_not(world: World, complete: bool) -> None:
     slot, content = slot_of(torch.ones(NUM_OWN, 4))
     world.begin(
         wanting(LAYER, then=lambda _: packed(ContinueReply(changes=[slot]), [content])), is_ready=False
     )
     world.waiting = WaitBudget(600, 600)
     world.session.begin([("own", TraceEntry("key", 0, 1, b"", [{}], sandbox_of=None))])
-    span = TraceSpan("own", 0, 0, NUM_OWN, 0, complete=True)
+    span = TraceSpan("own", 0, 0, NUM_OWN, 0, complete=complete)
     for _ in range(3):
         world.go([span], is_bound=False)
         assert (world.session.undone, world.session.waiting) == (["own"], {"own"})

@@ -38,6 +38,7 @@ class SandboxPool:
         last_step_s: Seconds that the worker has waited for the processes in the step that ended last.
         is_single_tenant: Whether the engine has requests of one tenant only.
         bound: Requests whose rows of a step cannot be computed again.
+        bound_once_begun: Requests for which this holds once their trace has a process.
         undone: Requests whose rows of the running step are discarded: the step runs without their blocks.
     """
 
@@ -55,6 +56,7 @@ class SandboxPool:
         self.last_step_s = 0.0
         self.undone: list[str] = []
         self.bound: Collection[str] = ()
+        self.bound_once_begun: Collection[str] = ()
         self.is_single_tenant = False
         self._waiting = WaitBudget(limits.sandbox_wait_s, limits.sandbox_step_s)
 
@@ -166,7 +168,8 @@ class SandboxPool:
             by_cell.setdefault(self._by_request[span.request_id], []).append(span)
         self._active = list(by_cell)
         for session, own in by_cell.items():
-            session.prepare(own, is_bound=any(span.request_id in self.bound for span in own))
+            bound = {*self.bound, *(self.bound_once_begun if session.connection.has_process else ())}
+            session.prepare(own, is_bound=any(span.request_id in bound for span in own))
         self._waiting.wait(self._active)
         for session, own in by_cell.items():
             session.step(own, num_rows)

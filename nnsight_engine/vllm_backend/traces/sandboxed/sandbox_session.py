@@ -189,7 +189,8 @@ class SandboxSession:
     def prepare(self, spans: Sequence[TraceSpan], *, is_bound: bool) -> None:
         """Prepare for the step that is about to begin; see ``step``."""
         self._send_arrived()
-        self.can_be_deferred = not is_bound and all(span.complete for span in spans)
+        is_begun = self.connection.has_process  # otherwise no block has seen a part of a chunked prompt
+        self.can_be_deferred = not (is_bound or (is_begun and not all(span.complete for span in spans)))
         self.undone = []
         self._takes_part = False
 
