@@ -11,28 +11,29 @@ class AuditEntry(BaseModel):
     """One recorded action. It contains no prompts, answers or code.
 
     Attributes:
-        number: Counts up; the order in which entries were written.
-        time: When it began, in seconds since 1970.
-        tenant: Who did it; empty for a command on the server's machine.
-        key_id: With which key; empty for a command.
+        number: The entry's number in the log; entries are numbered in the order in which they were written.
+        time: The start of the action, in seconds since 1970.
+        tenant: The caller's tenant; empty for a command on the server's machine.
+        key_id: The caller's key; empty for a command.
         request_id: The value of the response header `x-request-id`.
-        method: Of the request; `RUN` for a job that was run, `CLI` for a command.
-        route: Of the request, like `/v1/jobs/{job_id}`; or the command.
-        subject: The job, key or tenant that it was about.
-        model: As the request named it.
+        method: The method of the request; `RUN` for a job that was run, `CLI` for a command.
+        route: The route of the request, such as `/v1/jobs/{job_id}`, or the command.
+        subject: The id of the affected job or key, or the name of the tenant.
+        model: The model, as named in the request.
         operations: The request's operations, in order; or the kind of a trace.
-        code_sha256: Of code, as it was sent: a trace's message of its blocks, or an operation's text.
-        code_bytes: Its size.
-        status: The answer's; null if there was none.
-        error: Its code, also where it came after the status; `client_left` where nobody waited for the end,
-            `under_way` until there is one.
-        tokens: Of prompts, and generated; null where the request generates none.
-        captured_bytes: Of captures and saves; null likewise.
-        intervention_s: How long its operations and blocks had the engine to themselves; null likewise.
-        request_bytes: Of the request's body, as far as it was read.
-        response_bytes: Of the answer's.
-        duration_s: From the request to the last byte of its answer.
-        details: The changed properties, for keys.
+        code_sha256: SHA-256 of the code as sent: the message of a trace, or the text of an operation.
+        code_bytes: The size of that code.
+        status: The HTTP status of the response; null if there was none.
+        error: The error code, also of an error after the status was sent; `client_left` if the client
+            disconnected before the end, `under_way` while the request runs.
+        tokens: The number of prompt tokens and generated tokens; null if the request generates none.
+        captured_bytes: The bytes of captured and saved values; null if the request generates no tokens.
+        intervention_s: The seconds during which its operations and blocks had the engine to themselves; null
+            if the request generates no tokens.
+        request_bytes: The number of bytes that were read of the request's body.
+        response_bytes: The number of bytes of the response's body.
+        duration_s: The time from the request to the last byte of the response.
+        details: The changed properties, for changes of keys and tenants.
     """
 
     model_config = ConfigDict(from_attributes=True)
@@ -66,7 +67,7 @@ class AuditPage(BaseModel):
     Attributes:
         object: Always ``list``.
         data: The entries.
-        last_number: The last one's: the next page comes ``after`` it.
+        last_number: The number of the last entry; pass it as ``after`` for the next page.
         has_more: Whether there is a next page.
     """
 

@@ -8,9 +8,9 @@ from pydantic import BaseModel, Field
 class PointCapability(BaseModel):
     """One kind of point."""
 
-    name: str = Field(description="Such as logits, or layers.*.attn.q for that leaf of every layer.")
-    shape: list[int] = Field(description="Of one position's value; empty for a single token id.")
-    width: int = Field(description="Numbers in one position's value; a vector must have as many.")
+    name: str = Field(description="A point such as logits, or layers.*.attn.q for that leaf of every layer.")
+    shape: list[int] = Field(description="Shape of one position's value; empty for a single token id.")
+    width: int = Field(description="Number of elements of one position's value, and of a vector for it.")
     tier: str = Field(description="`tap` runs in the compiled step, `eager` makes steps run uncompiled.")
     operations: list[str] = Field(description="Operations that may name the point.")
 
@@ -21,20 +21,20 @@ class ModelSizes(BaseModel):
     num_layers: int
     hidden_size: int
     vocab_size: int
-    max_model_len: int = Field(description="Most tokens of prompt and answer together.")
+    max_model_len: int = Field(description="Maximum number of tokens of prompt and answer together.")
 
 
 class CapabilityLimits(BaseModel):
-    """Limits of one request, unless it says otherwise."""
+    """Limits of one request, except where a field names another scope."""
 
-    max_operations: int = Field(description="Operations that one prompt has.")
-    max_tensor_bytes: int = Field(description="Bytes of one tensor sent.")
+    max_operations: int = Field(description="Operations for one prompt.")
+    max_tensor_bytes: int = Field(description="Bytes of one tensor in a request, decoded.")
     max_capture_bytes: int = Field(description="Bytes that one request may capture.")
     max_num_batched_tokens: int = Field(
-        description="Tokens of one step; `ablate` by mean needs the prompt within it."
+        description="Tokens of one step; `ablate` by mean needs the whole prompt in one step."
     )
     max_body_bytes: int | None = Field(default=None, description="Bytes of a request's body.")
-    max_json_depth: int | None = Field(default=None, description="Nesting of a request's JSON.")
+    max_json_depth: int | None = Field(default=None, description="Nesting depth of a request's JSON.")
 
 
 class Capabilities(BaseModel):
@@ -42,7 +42,7 @@ class Capabilities(BaseModel):
 
     model: str
     architecture: str
-    dtype: str = Field(description="Of the model's values, and of captures that name none.")
+    dtype: str = Field(description="Dtype of the model's values, and by default of captures.")
     points: list[PointCapability]
     operations: list[str]
     limits: CapabilityLimits

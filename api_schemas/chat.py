@@ -28,7 +28,7 @@ class ChatCompletionRequest(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    model: str | None = Field(default=None, description="As GET /v1/models lists it.")
+    model: str | None = Field(default=None, description="A name that GET /v1/models lists.")
     messages: list[ChatMessage]
     max_completion_tokens: int | None = Field(default=None, description="Most tokens to generate.")
     max_tokens: int | None = Field(default=None, description="The older name of max_completion_tokens.")

@@ -19,7 +19,7 @@ class CompletionRequest(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    model: str | None = Field(default=None, description="As GET /v1/models lists it.")
+    model: str | None = Field(default=None, description="A name that GET /v1/models lists.")
     prompt: str | list[str] | list[int] | list[list[int]]
     max_tokens: int | None = Field(default=16, description="Most tokens to generate.")
     temperature: float | None = None

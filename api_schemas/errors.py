@@ -159,7 +159,7 @@ _TYPES: Final = {
 
 
 class ErrorInfo(BaseModel):
-    """The inside of OpenAI's error object."""
+    """The content of OpenAI's error object."""
 
     message: str
     type: str
@@ -183,7 +183,6 @@ class ApiError(Exception):
     """
 
     def __init__(self, code: ErrorCode, message: str, param: str | None = None) -> None:
-        """Keep the three parts; ``str()`` gives the message."""
         super().__init__(message)
         self.code = code
         self.message = message
@@ -195,7 +194,7 @@ class ApiError(Exception):
         return STATUS.get(self.code, 400)
 
     def body(self) -> ErrorResponse:
-        """Return the error in OpenAI's shape."""
+        """Return the error in OpenAI's format."""
         kind = _TYPES.get(self.status, "invalid_request_error")
         return ErrorResponse(
             error=ErrorInfo(message=self.message, type=kind, param=self.param, code=self.code)

@@ -28,12 +28,12 @@ class _Repr(reprlib.Repr):
 
 
 def excerpt(value: object) -> str:
-    """Return the value as Python writes it, its long parts cut."""
+    """Return the ``repr`` of a value, with long parts shortened."""
     return _encodable(_Repr().repr(value))
 
 
 def clip(text: str) -> str:
-    """Return the text without quotes, cut where it is long."""
+    """Return the text without quotes, shortened if it is long."""
     return _encodable(text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}…")
 
 

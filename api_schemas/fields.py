@@ -15,10 +15,10 @@ from api_schemas.errors import ErrorCode
 from api_schemas.excerpt import clip
 
 Integer = Annotated[int, Field(strict=True)]
-"""An integer; booleans and 1.0 are none."""
+"""An integer; booleans and 1.0 are rejected."""
 
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-"""A finite number; booleans are none, integers are."""
+"""A finite number; integers are accepted, booleans are rejected."""
 
 # A length limit makes pydantic check that the string is valid Unicode: lone surrogates cannot be encoded.
 ShortText = Annotated[str, Field(strict=True, max_length=256)]
@@ -29,7 +29,7 @@ Name = Annotated[str, Field(strict=True, min_length=1, max_length=128)]
 
 Item = TypeVar("Item")
 Items = Annotated[list[Item], Field(fail_fast=True)]
-"""A list whose first bad item ends its validation."""
+"""A list whose validation ends at the first invalid item."""
 
 
 def _is_list(value: Any) -> str:

@@ -85,18 +85,18 @@ _FORMS: Final = {
 """The expected form of fields with more than one number or word, for error messages."""
 
 _LITERAL_CODES: Final = {"dtype": ErrorCode.WRONG_DTYPE, "encoding": ErrorCode.WRONG_ENCODING}
-"""Our code for a value outside a field's list of words, where the field has one of its own."""
+"""Our code for a value outside a field's list of words, for fields with a code of their own."""
 
 
 def parse_interventions(
     raw: object, limits: Limits = DEFAULT_LIMITS, num_prompts: int | None = None
 ) -> tuple[Intervention, ...]:
-    """Read the value of the field ``interventions``.
+    """Parse the value of the field ``interventions``.
 
     Args:
-        raw: As ``json.loads`` gave it; None counts as an empty list.
-        limits: How much is accepted.
-        num_prompts: How many prompts the request has, where that is known.
+        raw: The result of ``json.loads``; None counts as an empty list.
+        limits: The limits of the request.
+        num_prompts: The number of prompts of the request, if known.
 
     Returns:
         The operations, in order.
@@ -121,14 +121,13 @@ def parse_interventions(
 
 
 class PromptOperations:
-    """A request's operations by the prompts that they are for, found once.
+    """A request's operations, grouped by prompt once.
 
     Args:
-        operations: All of them, in order.
+        operations: All operations, in order.
     """
 
     def __init__(self, operations: Sequence[Intervention]) -> None:
-        """Sort them."""
         self._shared: list[tuple[int, Intervention]] = []
         self._own: defaultdict[int, list[tuple[int, Intervention]]] = defaultdict(list)
         for index, op in enumerate(operations):
@@ -139,13 +138,13 @@ class PromptOperations:
                 self._own[prompt].append((index, op))
 
     def of(self, prompt: int) -> list[tuple[int, Intervention]]:
-        """Return the operations of one prompt, each with its place in the request, in order."""
+        """Return the operations of one prompt in order, each with its index in the request."""
         own = self._own.get(prompt)
         return sorted([*self._shared, *own], key=itemgetter(0)) if own else self._shared
 
 
 def tensor_of(op: Intervention) -> TensorInput | None:
-    """Return the tensor that an operation came with."""
+    """Return the tensor of an operation, or None."""
     if isinstance(op, Steer | Ablate):
         return op.vector
     if isinstance(op, Probe):
@@ -154,7 +153,7 @@ def tensor_of(op: Intervention) -> TensorInput | None:
 
 
 def _check_number(raw: list[object], limits: Limits, num_prompts: int | None) -> None:
-    """Bound the operations of a prompt and of the request, and their points, before any is read."""
+    """Check the numbers of operations and points, of a prompt and of the request, before parsing any."""
     num_points = sum(len(at) if isinstance(at := _field(item, "at"), list) else 1 for item in raw)
     if num_points > limits.max_request_points:
         raise ApiError(
@@ -191,7 +190,7 @@ def _field(item: object, name: str) -> object:
 
 
 def _check_prompts(operations: Sequence[Intervention], num_prompts: int) -> None:
-    """Refuse an operation for a prompt that the request does not have, or twice for one."""
+    """Reject an operation that names a prompt twice, or one that the request does not have."""
     for index, operation in enumerate(operations):
         prompts = () if isinstance(operation, Trace) else operation.prompts or ()
         beyond = [prompt for prompt in prompts if prompt >= num_prompts]
@@ -206,7 +205,7 @@ def _check_prompts(operations: Sequence[Intervention], num_prompts: int) -> None
 
 
 def _check_alone(operations: Sequence[Intervention]) -> None:
-    """Refuse a trace together with another operation: their order could not be guaranteed."""
+    """Reject a trace together with another operation: their order could not be guaranteed."""
     for index, operation in enumerate(operations):
         if isinstance(operation, Trace) and len(operations) > 1:
             raise ApiError(
@@ -244,7 +243,7 @@ def _parse_one(item: object, param: str, limits: Limits) -> Intervention:
 
 
 def _check_lengths(item: dict[str, Any], param: str, limits: Limits) -> None:
-    """Bound what validation would otherwise walk, or list as errors, at full length."""
+    """Check the lengths of texts and lists, which validation would traverse and list errors for in full."""
     _check_fields(item, param)
     for field, value in item.items():
         if isinstance(value, dict):
@@ -278,7 +277,7 @@ def _check_list(value: object, param: str, max_items: int) -> None:
 
 
 def _translate(error: ValidationError, item: dict[str, Any], param: str) -> ApiError:
-    """Return the first of pydantic's errors as ours; the others would say little more."""
+    """Return the first of pydantic's errors as an ApiError; further ones would add little."""
     first = error.errors(include_url=False)[0]
     kind, location = first["type"], first["loc"]
     path = path_in(item, location, keep_last=kind == "missing")

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 
 
 class JobStatus(enum.StrEnum):
-    """Where a job is; ``LOG`` is an event and not a state."""
+    """The status of a job; ``LOG`` is an event and not a status."""
 
     RECEIVED = "RECEIVED"
     QUEUED = "QUEUED"
@@ -22,7 +22,7 @@ class JobStatus(enum.StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Whether it is the last event of a job."""
+        """Whether a job with this status has ended."""
         return self in _FINAL
 
 
@@ -36,7 +36,7 @@ class JobEvent(BaseModel):
         id: Its number within the job, from 1; a client that reconnects sends the last one it received.
         job: The job.
         status: The new status, or ``LOG``.
-        time: When, in seconds since 1970.
+        time: The time of the event, in seconds since 1970.
         message: Printed text, or the reason of a failure.
         engine: The engine that runs it, ``vllm`` or ``local``, once known.
     """
@@ -53,10 +53,10 @@ class JobSummary(BaseModel):
     """Properties of a job's request.
 
     Attributes:
-        model: The model, as the client calls it.
+        model: The client's name of the model.
         dialect: The module names that the blocks use, of ``vllm`` or ``transformers``.
         kind: ``trace`` or ``session``.
-        num_blocks: How many blocks it has.
+        num_blocks: The number of its blocks.
         python: The client's version of Python.
         client: The client's version of this package.
     """
@@ -70,7 +70,7 @@ class JobSummary(BaseModel):
 
 
 class JobError(BaseModel):
-    """Why a job failed: for people, and as one of the error codes."""
+    """The reason why a job failed: a message for people, and an error code."""
 
     message: str
     code: str
@@ -82,22 +82,22 @@ class Job(BaseModel):
     Attributes:
         id: Its id; on a server without keys, any client that knows it may read and end the job.
         object: Always ``job``.
-        status: Where it is.
+        status: Its status.
         model: The server's name of the model that runs it.
         engine: The engine that runs it, ``vllm`` or ``local``, once known.
         request: Properties of its request.
-        error: Why it ended without having completed.
-        created_at: When it was accepted.
-        started_at: When its blocks began to run.
-        finished_at: When it ended.
-        expires_at: When it and its result go; None until it has ended.
-        idempotency_key: The client's own name for it.
+        error: The reason why it ended without having completed.
+        created_at: The time at which it was accepted.
+        started_at: The time at which its blocks began to run.
+        finished_at: The time at which it ended.
+        expires_at: The time at which it and its result are deleted; None until it has ended.
+        idempotency_key: The idempotency key chosen by the client.
         request_bytes: Size of the request.
-        result_bytes: Size of the result; None where there is none.
-        attempt: How often it was begun.
-        num_events: How many events it has; the id of the last one.
-        reruns: Whether it runs again by itself where the server dies while it runs.
-        cancel_requested: Whether it is being ended.
+        result_bytes: Size of the result; None if there is none.
+        attempt: The number of runs so far.
+        num_events: The number of its events, which is the id of the last one.
+        reruns: Whether it is run again automatically if its server fails while it runs.
+        cancel_requested: Whether its cancellation was requested.
     """
 
     id: str
@@ -121,13 +121,13 @@ class Job(BaseModel):
 
 
 class JobList(BaseModel):
-    """A page of jobs, the newest first, in the shape of OpenAI's lists.
+    """A page of jobs, the newest first, in the format of OpenAI's lists.
 
     Attributes:
         object: Always ``list``.
         data: The jobs.
-        first_id: The first one's id.
-        last_id: The last one's id: the next page comes ``after`` it.
+        first_id: The id of the first job.
+        last_id: The id of the last job; pass it as ``after`` for the next page.
         has_more: Whether there is a next page.
     """
 

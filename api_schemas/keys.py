@@ -16,7 +16,7 @@ _NAME: Final = r"^[a-z0-9]([a-z0-9._-]*[a-z0-9])?$"
 
 
 def _number(value: object) -> object:
-    """Refuse values that pydantic would convert to a number: true, and numbers in quotes."""
+    """Reject values that pydantic would convert to a number: true, and numbers in quotes."""
     if isinstance(value, (bool, str)):
         raise ValueError("must be a number")  # noqa: TRY004 - what pydantic reports
     return value
@@ -38,7 +38,7 @@ class Scope(enum.StrEnum):
 
 
 class Tier(enum.StrEnum):
-    """Where the code of a key runs."""
+    """How the code of a key runs."""
 
     SANDBOXED = "sandboxed"
     """In a sandbox process that can only compute."""
@@ -51,11 +51,12 @@ class Limits(BaseModel):
 
     Attributes:
         requests_per_minute: Requests of any kind.
-        concurrency: Completions, chats, traces and trainings that run at once; jobs are none of them.
-        tokens_per_minute: Tokens of prompts and generated ones, those of jobs included; so are the next two.
-        captured_bytes_per_minute: Bytes that captures, lenses, probes and saves bring out of the engine.
-        intervention_seconds_per_minute: Seconds that operations and blocks have the engine to themselves.
-        stored_bytes: Bytes stored at a time: jobs with their requests and results, result files, vectors.
+        concurrency: Completions, chats, traces and trainings that run at once; jobs are not counted.
+        tokens_per_minute: Tokens of prompts and generated tokens. This limit and the next two include jobs.
+        captured_bytes_per_minute: Bytes of the results of captures, lenses, probes and saves.
+        intervention_seconds_per_minute: Seconds during which operations and blocks have the engine to
+            themselves.
+        stored_bytes: Bytes stored at one time: jobs with their requests and results, result files, vectors.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -71,16 +72,16 @@ class Limits(BaseModel):
 
 
 class NewKey(BaseModel):
-    """A key to be made.
+    """A key to be created.
 
     Attributes:
-        tenant: Its owner: a team or a customer, by a short name, who owns all that its keys create.
+        tenant: Its owner, a team or a customer: a short name. The tenant owns all data that its keys create.
         scopes: Its permissions.
         name: Its purpose, for people.
-        tier: Where its code runs.
-        limits: Its own; those of its tenant apply as well.
-        expires_in_s: When it ends, in seconds from now.
-        trusted_codecs: Whether its blocks may come as pickles, where the server takes such.
+        tier: How its code runs.
+        limits: Its own limits; those of its tenant apply as well.
+        expires_in_s: Its lifetime, in seconds from now.
+        trusted_codecs: Whether it may send blocks as pickles, if the server accepts them.
     """
 
     model_config = ConfigDict(
@@ -124,18 +125,18 @@ class Key(BaseModel):
     """A key, without its secret.
 
     Attributes:
-        id: Names it; the second part of the key itself.
+        id: Its id, the second part of the key itself.
         tenant: Its owner.
         name: Its purpose.
         scopes: Its permissions.
-        tier: Where its code runs.
-        limits: Its own.
-        created_at: When it was made, in seconds since 1970; so are the others.
-        expires_at: When it ends by itself.
-        revoked_at: When it was ended.
-        last_used_at: When a request came with it last, to the minute.
-        replaces: The key that it was made from.
-        trusted_codecs: Whether its blocks may come as pickles.
+        tier: How its code runs.
+        limits: Its own limits.
+        created_at: The time of its creation. All times are seconds since 1970.
+        expires_at: The time at which it expires.
+        revoked_at: The time at which it was revoked.
+        last_used_at: The time of the last request with it, to the minute.
+        replaces: The key that it replaced, by rotation.
+        trusted_codecs: Whether it may send blocks as pickles.
     """
 
     id: str
@@ -153,7 +154,7 @@ class Key(BaseModel):
 
 
 class CreatedKey(Key):
-    """A key that was just made; ``key`` is not kept and never shown again."""
+    """A key that was just created; ``key`` is not stored and never shown again."""
 
     key: str
 
@@ -169,8 +170,8 @@ class Tenant(BaseModel):
 
     Attributes:
         name: Its name.
-        limits: For all of its keys together.
-        created_at: When its first key was made, in seconds since 1970.
+        limits: The limits of all its keys together.
+        created_at: The time at which its first key was created, in seconds since 1970.
     """
 
     name: str
@@ -185,7 +186,7 @@ class TenantList(BaseModel):
 
 
 class Rotation(BaseModel):
-    """How a key is replaced by another of the same rights.
+    """The replacement of a key by a new one with the same rights.
 
     Attributes:
         grace_s: How long the old key remains valid, in seconds.

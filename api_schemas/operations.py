@@ -23,14 +23,14 @@ InputDtype = Literal["float32", "float16", "bfloat16"]
 class _Operation(Strict):
     """Fields of all operations."""
 
-    where: Where = Field(default=Where(), description="Which positions; all by default.")
+    where: Where = Field(default=Where(), description="The positions at which it acts; all by default.")
     name: Name | None = Field(
         default=None, description="Key of the result; by default the operation and its index, `capture_2`."
     )
     prompts: Items[Annotated[Integer, Field(ge=0)]] | None = Field(
         default=None,
         min_length=1,
-        description="Which of the request's prompts it is for, counted from 0; all by default.",
+        description="The prompts of the request that it applies to, counted from 0; all by default.",
     )
 
 
@@ -55,7 +55,7 @@ class Steer(_PointOperation):
 
 
 class Ablate(_PointOperation):
-    """Take the value away: zero, its mean over the prompt positions named, or a given vector."""
+    """Replace the value by zero, by its mean over the given prompt positions, or by a given vector."""
 
     op: Literal["ablate"] = "ablate"
     method: Literal["zero", "mean", "vector"] = "zero"
@@ -78,13 +78,13 @@ class Ablate(_PointOperation):
 
 
 class Patch(_PointOperation):
-    """Put given values in place, one row per position, in the order of ``where.positions``."""
+    """Replace the value by given ones, one row per position, in the order of ``where.positions``."""
 
     op: Literal["patch"] = "patch"
     values: TensorInput = Field(
         description="[positions, width] for all points, or [points, positions, width]."
     )
-    where: Where = Field(description="Must have `positions`, whose order is that of the rows.")
+    where: Where = Field(description="It must have `positions`, in the order of the rows.")
 
     @model_validator(mode="after")
     def _needs_positions(self) -> Self:
@@ -104,7 +104,7 @@ class Capture(_PointOperation):
     reduce: Literal["none", "mean", "last"] = Field(
         default="none", description="Every row, their mean, or the row of the last position."
     )
-    dtype: InputDtype | None = Field(default=None, description="Of the result; null for the model's.")
+    dtype: InputDtype | None = Field(default=None, description="Dtype of the result; null for the model's.")
 
 
 class Probe(_PointOperation):
@@ -116,9 +116,10 @@ class Probe(_PointOperation):
 
 
 class LogitLens(_Operation):
-    """Read the residual stream after chosen layers as the model's last layers would.
+    """Return the tokens that the residual stream after chosen layers predicts.
 
-    Final norm, then unembedding; the idea is nostalgebraist's, "interpreting GPT: the logit lens" (2020).
+    The final norm and the unembedding are applied to it, a method from nostalgebraist, "interpreting GPT: the
+    logit lens" (2020).
     """
 
     op: Literal["logit_lens"] = "logit_lens"

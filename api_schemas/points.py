@@ -26,7 +26,7 @@ _SELECTION: Final = re.compile(rf"\*|(?P<index>{_INDEX})|(?P<start>{_INDEX})?:(?
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Point:
-    """One place: a leaf such as ``attn.q`` and its layer, or a point of the whole model and -1."""
+    """A leaf such as ``attn.q`` with its layer, or a point of the whole model with the layer -1."""
 
     leaf: str
     layer: int = -1
@@ -42,9 +42,9 @@ class LayerSelection:
 
     Attributes:
         text: The string form.
-        index: The one layer, or None for a range.
-        start: First layer of a range, None for the first of all.
-        stop: End of the half-open range, None for the last of all.
+        index: The single layer, or None for a range.
+        start: The first layer of a range, None for the model's first.
+        stop: The end of the half-open range, None for the number of layers.
     """
 
     text: str
@@ -54,7 +54,7 @@ class LayerSelection:
 
     @classmethod
     def parse(cls, text: str, param: str | None = None) -> LayerSelection:
-        """Read the string form; raises ApiError ``unknown_layer`` on anything else."""
+        """Parse the string form; raises ApiError ``unknown_layer`` for any other text."""
         match = _SELECTION.fullmatch(text)
         if match is None:
             raise ApiError(
@@ -101,22 +101,22 @@ class LayerSelection:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PointPattern:
-    """A point as a request writes it: one leaf, and which layers' where it belongs to layers."""
+    """A point in a request's notation: one leaf and, for a leaf of layers, the selected layers."""
 
     leaf: str
     layers: LayerSelection | None = None
 
     @classmethod
     def parse(cls, text: str, param: str | None = None) -> PointPattern:
-        """Read the string form.
+        """Parse the string form.
 
         Args:
-            text: Such as ``logits`` or ``layers.3:9.output``.
+            text: The text, such as ``logits`` or ``layers.3:9.output``.
             param: The request's field, for the error.
 
         Raises:
-            ApiError: ``unknown_point`` for what is no point's form, ``unknown_layer`` for a
-                selection of layers that is none.
+            ApiError: ``unknown_point`` if the text is not a point, ``unknown_layer`` if its selection of
+                layers is invalid.
         """
         if len(text) > _MAX_LENGTH:
             raise _unknown_point(text, param)
@@ -146,7 +146,7 @@ def resolve_layer(layer: int, num_layers: int, param: str | None = None) -> int:
     """Return the layer's number from 0 on, negatives counted from the end.
 
     Raises:
-        ApiError: ``unknown_layer`` where the model has no such layer.
+        ApiError: ``unknown_layer`` if the model has no such layer.
     """
     resolved = layer + num_layers if layer < 0 else layer
     if not 0 <= resolved < num_layers:

@@ -55,14 +55,14 @@ class Trace(Strict):
     )
     block: str | None = Field(
         default=None,
-        description="Instead of `code`: a message of one block, in base64, as the library makes it.",
+        description="Instead of `code`: the library's message of one block, in base64.",
     )
 
     _data: bytes = PrivateAttr(default=b"")
 
     @property
     def data(self) -> bytes:
-        """The message of ``block``."""
+        """The decoded message of ``block``."""
         return self._data
 
     @field_validator("variables")

@@ -14,27 +14,29 @@ from api_schemas.tensors import Dtype, TensorObject, VectorUsed
 
 
 class TensorLink(BaseModel):
-    """A tensor that waits in a file on the server, until it expires."""
+    """A tensor in a file on the server, which is deleted when it expires."""
 
-    url: str = Field(description="Path on this server, such as /v1/results/<id>; one file has many tensors.")
+    url: str = Field(
+        description="Path on this server, such as /v1/results/<id>; a file may contain several tensors."
+    )
     format: Literal["safetensors"]
     key: str = Field(description="The tensor's name in the file.")
     dtype: Dtype
     shape: list[int]
-    expires_at: int = Field(description="Seconds since 1970 (UTC); the file is gone after it.")
+    expires_at: int = Field(description="Time at which the file is deleted, in seconds since 1970 (UTC).")
 
 
 class CaptureResult(BaseModel):
     """Captured values: ``[positions, *shape of the point]``, or the point's shape when reduced."""
 
     type: Literal["capture"] = "capture"
-    positions: list[int] = Field(description="Absolute positions that the values are of, ascending.")
+    positions: list[int] = Field(description="Absolute positions of the values, ascending.")
     points: dict[str, TensorObject | TensorLink]
     reduce: Literal["none", "mean", "last"] = "none"
 
 
 class ProbeResult(BaseModel):
-    """One number per position at each point; null where it overflowed."""
+    """One number per position at each point; null if it overflowed."""
 
     type: Literal["probe"] = "probe"
     positions: list[int]
@@ -42,7 +44,7 @@ class ProbeResult(BaseModel):
 
 
 class LensToken(BaseModel):
-    """A token and its log-probability; null where the model's logits were not numbers."""
+    """A token and its log-probability; null if the model's logits were not finite."""
 
     token: str
     id: int
@@ -50,7 +52,7 @@ class LensToken(BaseModel):
 
 
 class LensTarget(LensToken):
-    """A token asked for, with its rank: 1 is the most likely."""
+    """A token of ``targets`` with its rank: 1 is the most likely."""
 
     rank: int
 
@@ -109,12 +111,12 @@ class Provenance(BaseModel):
         default=None, description="Hash of all operations that write (hex); empty without writes."
     )
     cached_tokens: int | None = Field(
-        default=None, description="Prompt tokens whose keys and values came from the prefix cache."
+        default=None, description="Number of prompt tokens whose keys and values came from the prefix cache."
     )
     recomputed_tokens: int | None = Field(
-        default=None, description="Tokens computed again after a preemption."
+        default=None, description="Number of tokens that were recomputed after a preemption."
     )
-    tier: str = Field(description="`tap` where every step ran as usual, `eager` where some ran uncompiled.")
+    tier: str = Field(description="`tap` if every step ran compiled, `eager` if some ran uncompiled.")
 
 
 class ChoiceInterventions(BaseModel):

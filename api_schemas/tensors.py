@@ -28,7 +28,7 @@ from api_schemas.fields import Integer, Items, Name, Number, Strict
 from api_schemas.limits import DEFAULT_LIMITS, Limits
 
 DTYPE_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
-"""Bytes of one item of each dtype that travels."""
+"""Bytes of one item of each dtype in requests and responses."""
 
 INPUT_DTYPES: Final = ("float32", "float16", "bfloat16")
 """Dtypes that a request may send; ``int64`` is for captured token ids."""
@@ -66,7 +66,7 @@ class TensorObject(Strict):
 
     @model_validator(mode="after")
     def _decode(self, info: ValidationInfo) -> Self:
-        """Count, then decode, then compare with the shape."""
+        """Check the size, decode, and compare with the shape."""
         expected = math.prod(self.shape) * DTYPE_BYTES[self.dtype]
         claimed = max(expected, len(self.data) // 4 * 3 - 2)
         _check_size(claimed, info)
@@ -90,7 +90,7 @@ class TensorObject(Strict):
 
 
 class VectorName(Strict):
-    """A vector that the server keeps: the newest version of a name, ``joy``, or a certain one, ``joy@2``.
+    """A vector stored on the server: the newest version of a name, ``joy``, or a specific one, ``joy@2``.
 
     Each point gets the vector's row for its own layer; with ``layer``, all get the row for that one.
     """
@@ -108,7 +108,7 @@ class VectorUsed(BaseModel):
 
 
 class NamedTensor(TensorObject):
-    """The numbers that stood for a name; no request can send one."""
+    """The numbers of a named vector; made by the server only."""
 
     _used: VectorUsed | None = PrivateAttr(default=None)
 
@@ -122,7 +122,7 @@ class NamedTensor(TensorObject):
 
     @property
     def used(self) -> VectorUsed | None:
-        """The vector that the name resolved to."""
+        """The vector that the name was resolved to."""
         return self._used
 
 

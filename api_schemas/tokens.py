@@ -19,10 +19,10 @@ def _form(value: Any) -> str:
 
 
 class TokenizePrompt(Strict):
-    """A text, or tokens' ids, as ``/v1/completions`` takes them.
+    """A text or token ids, in the form of a prompt of ``/v1/completions``.
 
     Attributes:
-        model: As ``GET /v1/models`` lists it.
+        model: A name that ``GET /v1/models`` lists.
         prompt: The text, or the ids.
     """
 
@@ -35,16 +35,16 @@ class TokenizePrompt(Strict):
 
 
 class TokenizeMessages(Strict):
-    """A conversation, as ``/v1/chat/completions`` takes it.
+    """A conversation, in the form of ``/v1/chat/completions``.
 
     Attributes:
-        model: As ``GET /v1/models`` lists it.
+        model: A name that ``GET /v1/models`` lists.
         messages: The conversation; rendered up to the beginning of the answer.
         tools: Functions that the answer may call, for the chat template.
         documents: Documents that the answer may quote, for templates that support them.
-        chat_template_kwargs: More of the template's own variables.
-        add_generation_prompt: Whether the answer's beginning is rendered; true where absent.
-        continue_final_message: Whether the last message is left open, for the answer to go on with.
+        chat_template_kwargs: Further variables of the template.
+        add_generation_prompt: Whether the beginning of the answer is rendered; true by default.
+        continue_final_message: Whether the last message is left open, so that the answer continues it.
     """
 
     model: str | None = None
@@ -77,8 +77,8 @@ class Token(BaseModel):
 
     Attributes:
         id: Its number in the vocabulary.
-        text: What names it, and no other: its text, its blank included, with bytes that are no whole
-            character as ``<0xE2>``.
+        text: The text that names this token and no other: its own text with its blank, and with bytes that
+            form no whole character as ``<0xE2>``.
     """
 
     id: int

@@ -8,13 +8,14 @@ from pydantic import BaseModel, WithJsonSchema
 
 
 class ModelStatus(BaseModel):
-    """A model that a server has.
+    """A model of a server.
 
     Attributes:
         name: Its name.
         names: All names by which traces may request it: those under which it is served, and the one it was
             loaded by.
-        fingerprint: Of its shape, by which traces ask for it that name a folder; empty until it is loaded.
+        fingerprint: Fingerprint of its shape, which identifies it for traces that name a folder; empty until
+            it is loaded.
         running: Whether it answers requests now.
         engines: The engines that run its traces, ``vllm`` and ``local``.
     """
@@ -27,16 +28,16 @@ class ModelStatus(BaseModel):
 
 
 class ServerStatus(BaseModel):
-    """How a server is.
+    """The state of a server.
 
     Attributes:
         phase: ``starting``, ``ready``, ``draining`` or ``dead``.
-        version: Of this package.
-        python: Of the interpreter in which blocks run.
+        version: Version of this package.
+        python: Python version of the interpreter in which blocks run.
         models: Its models.
-        in_flight: Requests that are being answered, and jobs that run: everybody's, or, for a key without the
-            scope ``admin``, its tenant's completions, chats, traces and jobs.
-        queued: Jobs and traces that wait for their turn, likewise.
+        in_flight: Number of requests being answered and of running jobs. For a key without the scope
+            ``admin``, only completions, chats, traces and jobs of its own tenant.
+        queued: Number of queued jobs and traces, of the same callers.
     """
 
     phase: str
@@ -58,12 +59,12 @@ class TraceOutline(BaseModel):
     Attributes:
         model: The model's name.
         names: All names under which it is served.
-        fingerprint: Of its shape, see ``fingerprint_of``.
+        fingerprint: Fingerprint of its shape, see ``fingerprint_of``.
         engines: The engines that run its traces.
-        class_name: vLLM's class of it.
+        class_name: The name of its class in vLLM.
         outline: vLLM's modules, parents first: path, class, description, and the path of the same module if
-            it was listed before, or nothing.
-        spec: Sizes, and the standard points.
+            it was listed before, or an empty string.
+        spec: Its sizes and standard points.
     """
 
     model: str

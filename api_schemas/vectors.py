@@ -23,7 +23,7 @@ VectorNameText = Annotated[
     Field(
         strict=True,
         pattern=rf"^{NAME_PATTERN}$",
-        description="Lower-case letters, digits and . _ - behind the first of them, at most 64.",
+        description="At most 64 lower-case letters, digits and . _ -; the first is a letter or a digit.",
     ),
 ]
 
@@ -34,7 +34,7 @@ class NewVector(Strict):
     Attributes:
         name: Its name in operations; an existing name gets a new version.
         vectors: One row for each layer (``"10"``) or point (``"layers.10.output"``).
-        at: The points that ``values`` are of, all of one kind, instead of ``vectors``.
+        at: The points of ``values``, all of one kind; instead of ``vectors``.
         values: ``[width]`` for all points, or ``[points, width]``.
         shared: Whether every tenant may use it; for keys with the scope ``admin``.
     """
@@ -59,7 +59,7 @@ class VectorUpload(BaseModel):
     Attributes:
         name: Its name in operations.
         file: Its content: safetensors, ``.npz``, a GGUF control vector, or JSON.
-        at: The points that a file with a single tensor is of.
+        at: The points of a file with a single tensor.
         shared: Whether every tenant may use it.
     """
 
@@ -84,9 +84,9 @@ class TrainingRequest(Strict):
         positive: Prompts that show what the vector steers towards.
         negative: Prompts that show what it steers away from; for ``pca`` as many, in the same order.
         layers: Layers after which to read the residual stream; each gets a row.
-        position: Which position of each prompt is read; ``mean``: the mean of all but the first.
-        holdout: The part of the prompts of each side that is kept back, to score the layers with.
-        seed: Decides which prompts are kept back.
+        position: The position of each prompt that is read; ``mean``: the mean of all but the first.
+        holdout: The fraction of each side's prompts that is held out, to score the layers.
+        seed: The random seed by which the held-out prompts are selected.
         shared: Whether every tenant may use it; for keys with the scope ``admin``.
         stream: Whether progress is sent, as server-sent events.
     """
@@ -117,13 +117,13 @@ class LayerScore(BaseModel):
 
     Attributes:
         layer: The layer.
-        auroc: The chance that a positive prompt lies further along the row than a negative one; 0.5 is
-            guessing.
-        accuracy: The part of the prompts on the right side of ``bias``.
+        auroc: The probability that a positive prompt lies further along the row than a negative one; 0.5 is
+            chance.
+        accuracy: The fraction of the prompts on the right side of ``bias``.
         separation: The distance of the two sides' means along the row, in standard deviations within a side.
         bias: The bias with which ``probe`` is positive for the positive side: minus the middle between the
             training sides, or the logistic probe's own.
-        norm: Of the row.
+        norm: The norm of the row.
     """
 
     layer: int
@@ -138,15 +138,15 @@ class Training(BaseModel):
     """How a vector was trained, and how well.
 
     Attributes:
-        method: As asked; so are the others up to ``seed``.
-        position: Which position of each prompt was read.
-        holdout: The part that was asked to be kept back.
-        seed: Decided which.
-        num_positive: Prompts trained on.
-        num_negative: Likewise.
-        num_held_out: Prompts kept back, of both sides together.
+        method: The requested method.
+        position: The requested position.
+        holdout: The requested fraction of held-out prompts.
+        seed: The requested random seed.
+        num_positive: The number of positive prompts in the training data.
+        num_negative: The number of negative prompts in the training data.
+        num_held_out: The number of held-out prompts, of both sides together.
         best_layer: The layer with the best score: by ``auroc``, then ``accuracy``, then ``separation``.
-        layers: Every layer's score.
+        layers: The scores of all layers.
     """
 
     method: Literal["mean_difference", "pca", "logistic"]
@@ -161,25 +161,25 @@ class Training(BaseModel):
 
 
 class Vector(BaseModel):
-    """A vector that the server keeps.
+    """A stored vector.
 
     Attributes:
         id: Its id.
         object: Always ``vector``.
         name: Its name in operations.
-        version: Counts up under a name; ``name@version`` is this one for ever.
-        model: The model that it is of, as the server calls it.
-        at: The kind of points that it belongs to.
-        layers: The layers that it has rows for, ascending.
-        width: Numbers in a row.
+        version: Its version; ``name@version`` always refers to this vector.
+        model: The server's name of its model.
+        at: The kind of its points.
+        layers: The layers of its rows, ascending.
+        width: The number of elements of a row.
         shared: Whether every tenant may use it.
-        own: Whether it is of the tenant who asks.
-        format: The format of its upload; ``trained`` here.
-        source_sha256: Of the file that it came in, hexadecimal.
-        sha256: Of its numbers, rows by layer, float32 and little-endian.
-        bytes: Size of its numbers.
-        created_at: When it was made, in seconds since 1970.
-        training: How it was trained.
+        own: Whether it belongs to the caller's tenant.
+        format: The format of its upload; ``trained`` if the server trained it.
+        source_sha256: SHA-256 of the uploaded file, hexadecimal.
+        sha256: SHA-256 of its numbers: rows by layer, float32, little-endian.
+        bytes: The size of its numbers in bytes.
+        created_at: The time of its creation, in seconds since 1970.
+        training: Its training data, method and scores; null if it was uploaded.
     """
 
     id: str
@@ -201,13 +201,13 @@ class Vector(BaseModel):
 
 
 class VectorList(BaseModel):
-    """A page of vectors, the newest first, in the shape of OpenAI's lists.
+    """A page of vectors, the newest first, in the format of OpenAI's lists.
 
     Attributes:
         object: Always ``list``.
         data: The vectors.
-        first_id: The first one's id.
-        last_id: The last one's id: the next page comes ``after`` it.
+        first_id: The id of the first vector.
+        last_id: The id of the last vector; pass it as ``after`` for the next page.
         has_more: Whether there is a next page.
     """
 
@@ -224,9 +224,9 @@ class TrainingEvent(BaseModel):
     Attributes:
         type: ``progress`` or ``vector``.
         stage: The current stage: prompts are read (``capture``) or layers fitted (``fit``).
-        done: How many of them are done.
-        total: Of how many.
-        vector: The vector.
+        done: The number of completed prompts or layers.
+        total: Their total number.
+        vector: The vector; null while the training runs.
     """
 
     type: Literal["progress", "vector"]

@@ -15,7 +15,7 @@ from api_schemas.fields import Integer, Items, Strict, Token
 
 
 class WhereClause(Strict):
-    """Conditions on a position; an absent one, or null, is no condition."""
+    """Conditions on a position; absent conditions, or null, match every position."""
 
     phase: Literal["prompt", "generated", "all"] = Field(
         default="all", description="Positions of the prompt, of generated tokens, or both."
@@ -29,11 +29,11 @@ class WhereClause(Strict):
     )
     tokens: Items[Token] | None = Field(
         default=None,
-        description="The input token at the position is one of these ids, or texts as /v1/tokenize has them.",
+        description="The input token at the position is one of these ids, or texts from /v1/tokenize.",
     )
 
 
 class Where(WhereClause):
-    """Positions that meet every condition and that ``exclude`` does not name; by default all."""
+    """Positions that meet every condition and are not matched by ``exclude``; by default all."""
 
     exclude: WhereClause | None = Field(default=None, description="Positions to take out.")

@@ -1,9 +1,9 @@
-"""What one tenant may have of a finite resource, and the error beyond it.
+"""The limit of a finite resource, for one tenant and for all of them, and the error beyond it.
 
-One rule for all resources: of N units, all tenants together may have N, and one tenant a share of N, rounded
-up. The share does not grow while other tenants are idle, so that a tenant that comes later finds room. On a
-server without keys there is one tenant, with the empty name, which may have everything. Resources are counted
-where they are used; only what may be had is computed here.
+One rule for all resources: of N units, all tenants together may use N, and one tenant a share of N, rounded
+up. The share does not grow while other tenants are idle, so that a later tenant still gets its own. On a
+server without keys there is one tenant, with the empty name, which may use everything. Usage is counted where
+the resource is used; this module only computes limits.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _SEND_AGAIN: Final = "send this one again later"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Allowance:
-    """What may be had of one resource.
+    """The limits of one resource.
 
     Attributes:
-        what: The units, for messages: ``jobs that wait``, ``bytes of vectors``.
-        total: The number that all tenants together may have.
-        each: The number that one tenant may have.
+        what: The units, for messages: ``queued jobs``, ``bytes of vectors``.
+        total: The number of units that all tenants together may use.
+        each: The number of units that one tenant may use.
         code: The code of the error beyond that.
-        then: What the client can do about it, for messages.
+        then: The client's next step, for messages.
     """
 
     what: str
@@ -48,54 +48,54 @@ class Allowance:
         code: ErrorCode = ErrorCode.QUEUE_FULL,
         then: str = _SEND_AGAIN,
     ) -> Self:
-        """Return the allowance of a resource with ``total`` units, of which a tenant may have a share."""
+        """Return the allowance of a resource with ``total`` units, of which a tenant may use a share."""
         return cls(what, total, part_of(total, share), code, then)
 
     def most(self, tenant: str) -> int:
-        """Return the number that a tenant may have."""
+        """Return the number of units that a tenant may use."""
         return self.each if tenant else self.total
 
     def permits(self, tenant: str, own: int, more: int = 1) -> bool:
-        """Return whether a tenant that has ``own`` units may have ``more`` of them, as to its own part."""
+        """Return whether a tenant's share permits ``more`` units in addition to the ``own`` ones it uses."""
         return not tenant or own + more <= self.each
 
     def check(self, tenant: str, own: int, more: int = 1) -> None:
-        """Check the same; raises ApiError with ``code``."""
+        """Raise ApiError with ``code`` unless ``permits`` is true."""
         if not self.permits(tenant, own, more):
             raise self._exceeded(f"The tenant {tenant!r}", self.each, own, more)
 
     def has_room(self, used: int, more: int = 1) -> bool:
-        """Return whether there is room for ``more`` units beside the ``used`` ones of all tenants."""
+        """Return whether the total permits ``more`` units in addition to the ``used`` ones of all tenants."""
         return used + more <= self.total
 
     def check_total(self, used: int, more: int = 1) -> None:
-        """Check the same; raises ApiError with ``code``."""
+        """Raise ApiError with ``code`` unless ``has_room`` is true."""
         if not self.has_room(used, more):
             raise self._exceeded("This server", self.total, used, more)
 
     def _exceeded(self, who: str, most: int, used: int, more: int) -> ApiError:
-        return ApiError(self.code, said_exceeded(who, most, self.what, used, more, self.then))
+        return ApiError(self.code, limit_message(who, most, self.what, used, more, self.then))
 
 
-def said_exceeded(who: str, most: int, what: str, used: int, more: int, then: str) -> str:
-    """Return the message of every limit on what may be had at a time.
+def limit_message(who: str, most: int, what: str, used: int, more: int, then: str) -> str:
+    """Return the message for an exceeded limit on concurrent use; all such limits share it.
 
     Args:
-        who: Whose limit it is: ``The tenant 'acme'``.
+        who: The holder of the limit: ``The tenant 'acme'``.
         most: The limit.
         what: Its units.
-        used: How many are in use.
-        more: How many more were asked for.
-        then: What the client can do.
+        used: The number of units in use.
+        more: The number of further units requested.
+        then: The client's next step.
     """
     asked = "" if more == 1 else f", and this asks for {more} more"
     return f"{who} may have {most} {what} and has {used}{asked}; {then}."
 
 
 def part_of(total: int, share: float) -> int:
-    """Return the part of ``total`` units that a share is: as many as its decimal number says, rounded up."""
+    """Return a share of ``total`` units, rounded up; the share counts as its decimal notation says."""
     # In floating point 0.07 * 100 is more than 7.
     return math.ceil(Fraction(str(share)) * total)
 
 
-__all__ = ["UNBOUNDED", "Allowance", "part_of", "said_exceeded"]
+__all__ = ["UNBOUNDED", "Allowance", "limit_message", "part_of"]

@@ -20,7 +20,7 @@ import msgspec
 from api_schemas.errors import ApiError, ErrorCode
 from app.body_fields import FieldLimits, checked
 from app.body_json import check_depth, parse_object
-from app.large_bodies import ANSWERED, ASKED
+from app.large_bodies import REQUEST_HEADER, RESPONSE_HEADER
 from nnsight_engine.core.process_memory import address_space_bytes, end_before_server
 
 _NICENESS: Final = 5
@@ -56,13 +56,13 @@ def serve(requests: BinaryIO, responses: BinaryIO) -> None:
     os.nice(_NICENESS)
     end_before_server()
     own_bytes = address_space_bytes() + _SPARE_BYTES
-    while head := requests.read(ASKED.size):
-        num_limits, num_bytes = ASKED.unpack(head)
+    while head := requests.read(REQUEST_HEADER.size):
+        num_limits, num_bytes = REQUEST_HEADER.unpack(head)
         most = own_bytes + _BYTES_PER_BYTE * num_bytes
         resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
         limits = msgspec.json.decode(requests.read(num_limits), type=FieldLimits)
         is_body, data = _answer(limits, requests.read(num_bytes))
-        responses.write(ANSWERED.pack(is_body, len(data)))
+        responses.write(RESPONSE_HEADER.pack(is_body, len(data)))
         responses.write(data)
         responses.flush()
 

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from app.command_error import CommandError
 from app.terminal.commands import COMMANDS as TERMINAL
+from app.terminal.commands import given_options
 from nnsight_engine.core.garbage_collection import uncollected
 
 _FAILED: Final = 1
@@ -74,9 +75,9 @@ def _root(
 
 
 def _value(value: Any) -> Any:
-    """Refuse the name of the next option as a value."""
+    """Reject a value that looks like an option: the real value is missing."""
     if isinstance(value, str) and value.startswith("-"):
-        raise typer.BadParameter(f"it takes a value, got {value}")
+        raise typer.BadParameter(f"it needs a value, got the option {value}")
     return value
 
 
@@ -101,7 +102,8 @@ def serve(  # noqa: PLR0913 - one argument for each option
     compiles: Annotated[
         bool,
         typer.Option(
-            "--compile", help="CPU: compile the model. Decoding is faster; each start takes a minute longer."
+            "--compile",
+            help="CPU: compile the model. Decoding is faster, but each start takes a minute longer.",
         ),
     ] = False,
     sandbox: Annotated[
@@ -137,9 +139,9 @@ def serve(  # noqa: PLR0913 - one argument for each option
 ) -> None:
     """Serve MODEL (a Hugging Face name or a folder), by default the bundled SmolLM2-135M-Instruct.
 
-    MODEL comes before the options. vLLM's own options are passed on, see vllm serve --help=all. Settings of
-    the server itself are environment variables, NNSIGHT_ENGINE_…, see docs/settings.md. A server without keys
-    serves this machine alone, see nnsight-engine keys --help.
+    MODEL comes before the options. vLLM's own options are passed on, see vllm serve --help=all. The server's
+    own settings are environment variables, NNSIGHT_ENGINE_…, see docs/settings.md. A server without keys
+    serves this machine only, see nnsight-engine keys --help.
     """
     with uncollected():
         command = importlib.import_module("app.serve_command")
@@ -147,7 +149,7 @@ def serve(  # noqa: PLR0913 - one argument for each option
         command.ServeOptions(
             arguments=context.args,
             compiles=compiles,
-            settings=_given(
+            settings=given_options(
                 host=host,
                 port=port,
                 sandbox=sandbox,
@@ -156,7 +158,7 @@ def serve(  # noqa: PLR0913 - one argument for each option
                 local_engine_device=local_engine_device,
                 local_engine_dtype=local_engine_dtype,
             ),
-            replicas=_given(
+            replicas=given_options(
                 replicas=replicas,
                 max_replicas=max_replicas,
                 target_ongoing_requests=target_ongoing_requests,
@@ -165,10 +167,6 @@ def serve(  # noqa: PLR0913 - one argument for each option
             ),
         )
     )
-
-
-def _given(**options: Any) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
 
 
 @_COMMANDS.command(context_settings=_PASSED_ON, add_help_option=False, options_metavar="COMMAND [OPTIONS]")

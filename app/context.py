@@ -28,9 +28,9 @@ from app.observability.scrape import Scrape
 from app.observability.tracing import Tracing
 from app.received_bytes import ReceivedBytes
 from app.request_context import RequestContext, context_of
-from app.services.job_callers import set_limits
-from app.services.jobs import JobService
-from app.services.traces import TraceService
+from app.services.jobs.callers import set_limits
+from app.services.jobs.service import JobService
+from app.services.traces.service import TraceService
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.results import ResultStore
@@ -118,7 +118,7 @@ Served = Annotated[Context, Depends(_context_of)]
 """A route's parameter that receives the server's components."""
 Asked = Annotated[RequestContext, Depends(_request_of)]
 """A route's parameter that receives the request's context."""
-ANYBODY: Final = Security(_caller_of)
+ANY_CALLER: Final = Security(_caller_of)
 """A route's dependency: a key with any scope, if the server has keys. The following ones require scopes."""
 COMPLETER: Final = Security(_caller_of, scopes=[Scope.COMPLETIONS])
 INTERVENER: Final = Security(_caller_of, scopes=[Scope.INTERVENTIONS])
@@ -126,7 +126,7 @@ TRAINER: Final = Security(_caller_of, scopes=[Scope.INTERVENTIONS, Scope.COMPLET
 CODER: Final = Security(_caller_of, scopes=[Scope.CODE])
 MONITOR: Final = Security(_caller_of, scopes=[Scope.METRICS])
 ADMIN: Final = Security(_caller_of, scopes=[Scope.ADMIN])
-Caller = Annotated[Principal, ANYBODY]
+Caller = Annotated[Principal, ANY_CALLER]
 """A route's parameter that receives the caller, as do the following ones."""
 Completer = Annotated[Principal, COMPLETER]
 Intervener = Annotated[Principal, INTERVENER]

@@ -18,8 +18,8 @@ from typing import Final, Protocol
 
 logger = logging.getLogger(__name__)
 
-_BEAT_S: Final = 0.05
-_STALL_S: Final = 1.0
+_HEARTBEAT_S: Final = 0.05
+_MIN_STALL_S: Final = 1.0
 """Pauses of at least this length are counted and logged."""
 _MAX_FRAMES: Final = 12
 
@@ -35,7 +35,7 @@ class EventLoopWatchdog:
     """Watches the event loop of the thread that constructs it.
 
     Args:
-        counted: The counter to report stalls to, or None.
+        counted: The counter of stalls, or None.
     """
 
     def __init__(self, counted: StallCounter | None) -> None:
@@ -48,7 +48,7 @@ class EventLoopWatchdog:
     @property
     def lag_s(self) -> float:
         """How long the loop is overdue, in seconds beyond its interval."""
-        return max(0.0, time.monotonic() - self._beat - _BEAT_S)
+        return max(0.0, time.monotonic() - self._beat - _HEARTBEAT_S)
 
     async def beat(self) -> None:
         """Record heartbeats until cancelled; runs in the watched loop."""
@@ -56,18 +56,18 @@ class EventLoopWatchdog:
             with self._lock:
                 lag_s, reported_s = self.lag_s, self._reported_s
                 self._beat, self._reported_s = time.monotonic(), 0.0
-            if lag_s >= _STALL_S:
+            if lag_s >= _MIN_STALL_S:
                 self._count(lag_s - reported_s, is_new=not reported_s)
                 logger.warning("the event loop continues after a stall of %.1f s", lag_s)
-            await asyncio.sleep(_BEAT_S)
+            await asyncio.sleep(_HEARTBEAT_S)
 
     async def watch(self) -> None:
         """Check the heartbeats until cancelled; runs in another loop, on another thread."""
         while True:
-            await asyncio.sleep(_BEAT_S)
+            await asyncio.sleep(_HEARTBEAT_S)
             with self._lock:
                 lag_s, reported_s = self.lag_s, self._reported_s
-                if lag_s < _STALL_S:
+                if lag_s < _MIN_STALL_S:
                     continue
                 self._reported_s = lag_s
             self._count(lag_s - reported_s, is_new=not reported_s)

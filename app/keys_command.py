@@ -35,7 +35,9 @@ Changed = TypeVar("Changed", bound=Key | Tenant)
 
 _LIMITS_HELP: Final = "Like `requests_per_minute=60,concurrency=4`."
 _COMMANDS: Final = typer.Typer(
-    add_completion=False, no_args_is_help=True, help="Keys of this server: who may use it, and for what."
+    add_completion=False,
+    no_args_is_help=True,
+    help="Manage the keys of this server: who may use it, and for what purpose.",
 )
 
 Work = Callable[[Keys], Awaitable[T]]
@@ -100,13 +102,14 @@ def _change(settings: Settings, command: str, subject: str, work: Work[Changed])
 @_COMMANDS.command()
 def create(
     context: typer.Context,
-    tenant: Annotated[str, typer.Option(help="Whose it is: a team or a customer.")],
-    scopes: Annotated[str, typer.Option(help="What it opens, with commas between.")] = "completions",
-    name: Annotated[str, typer.Option(help="What it is for.")] = "",
-    tier: Annotated[Tier, typer.Option(help="Where its code runs.")] = Tier.SANDBOXED,
+    tenant: Annotated[str, typer.Option(help="The owner: a team or a customer.")],
+    scopes: Annotated[str, typer.Option(help="Its permissions, separated by commas.")] = "completions",
+    name: Annotated[str, typer.Option(help="A description.")] = "",
+    tier: Annotated[Tier, typer.Option(help="How its code runs.")] = Tier.SANDBOXED,
     limits: Annotated[str, typer.Option(help=_LIMITS_HELP)] = "",
     trusted_codecs: Annotated[  # noqa: FBT002 - a flag
-        bool, typer.Option("--trusted-codecs", help="Take its blocks as pickles too, which are code.")
+        bool,
+        typer.Option("--trusted-codecs", help="Also accept its blocks as pickles, which can run any code."),
     ] = False,
     expires: Annotated[float | None, typer.Option(help="Days until it ends.")] = None,
 ) -> None:
@@ -126,10 +129,10 @@ def create(
 @_COMMANDS.command()
 def adopt(
     context: typer.Context,
-    file: Annotated[Path, typer.Argument(help="Has the key, `nns_…`, and nothing else.")],
-    tenant: Annotated[str, typer.Option(help="Whose it is: a team or a customer.")],
-    scopes: Annotated[str, typer.Option(help="What it opens, with commas between.")] = "completions",
-    name: Annotated[str, typer.Option(help="What it is for.")] = "",
+    file: Annotated[Path, typer.Argument(help="A file that contains only the key, `nns_…`.")],
+    tenant: Annotated[str, typer.Option(help="The owner: a team or a customer.")],
+    scopes: Annotated[str, typer.Option(help="Its permissions, separated by commas.")] = "completions",
+    name: Annotated[str, typer.Option(help="A description.")] = "",
 ) -> None:
     """Register the key that a file contains, such as an orchestrator's secret, unless it is registered."""
     new = NewKey(tenant=tenant, scopes=_scopes(scopes), name=name)
@@ -139,7 +142,9 @@ def adopt(
         raise typer.BadParameter(f"{file} cannot be read: {error}") from error
     secret = parsed(text)
     if secret is None:
-        raise typer.BadParameter(f"{file} has no key: nns_, 16 of 0-9a-f, _, 43 of 0-9A-Za-z-_")
+        raise typer.BadParameter(
+            f"{file} must contain a key: nns_, 16 characters of 0-9a-f, _, 43 characters of 0-9A-Za-z-_"
+        )
 
     def recognized() -> Key | None:
         return asyncio.run(_on_keys(context.obj, lambda keys: keys.recognized(secret)))
@@ -152,14 +157,14 @@ def adopt(
             known = recognized()
             if known is None:
                 raise
-    typer.echo(f"The key {known.id} of {known.tenant} is known here.", err=True)
+    typer.echo(f"The key {known.id} of {known.tenant} is registered.", err=True)
 
 
 @_COMMANDS.command("list")
 def list_keys(
     context: typer.Context,
-    tenant: Annotated[str | None, typer.Option(help="Only this tenant's.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,  # noqa: FBT002 - a flag
+    tenant: Annotated[str | None, typer.Option(help="Only keys of this tenant.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,  # noqa: FBT002 - a flag
 ) -> None:
     """List keys, newest first, including those that have ended."""
     keys = asyncio.run(_on_keys(context.obj, lambda keys: keys.page(tenant)))
@@ -167,7 +172,7 @@ def list_keys(
         typer.echo(json.dumps([key.model_dump(mode="json") for key in keys], indent=2))
         return
     table = Table(
-        Column("id", no_wrap=True), "tenant", "name", "scopes", "tier", "limits", "made", "used", "ends"
+        Column("id", no_wrap=True), "tenant", "name", "scopes", "tier", "limits", "created", "used", "ends"
     )
     for key in keys:
         table.add_row(
@@ -195,7 +200,7 @@ def limit(
 def rotate(
     context: typer.Context,
     key_id: Annotated[str, typer.Argument(help="The key's id.")],
-    grace: Annotated[float, typer.Option(help="Hours for which the old one still works.")] = 0.0,
+    grace: Annotated[float, typer.Option(help="Hours for which the old key remains valid.")] = 0.0,
 ) -> None:
     """Replace a key by a new one with the same rights, and print it."""
     rotation = Rotation(grace_s=grace * 3600)
@@ -211,7 +216,7 @@ def revoke(context: typer.Context, key_id: Annotated[str, typer.Argument(help="T
 
 def _show(created: CreatedKey) -> None:
     typer.echo(
-        f"A key of {created.tenant} for {', '.join(created.scopes)}, id {created.id}. It is shown this once:",
+        f"A key of {created.tenant} for {', '.join(created.scopes)}, id {created.id}; not shown again:",
         err=True,
     )
     typer.echo(created.key)
@@ -235,7 +240,7 @@ def _limits(text: str) -> Limits:
 
 
 def _number(text: str) -> float | str:
-    """Return the text as a number, or unchanged if it is none; validation of the limits then reports it."""
+    """Return the text as a number, or unchanged if it is not one; validation of the limits reports that."""
     try:
         return int(text) if text.isdecimal() else float(text)
     except ValueError:

@@ -22,19 +22,19 @@ from app.admission.slot_pool import SlotPool
 from app.allowance import Allowance
 from app.body_fields import FieldLimits
 
-ASKED: Final = struct.Struct("<QQ")
+REQUEST_HEADER: Final = struct.Struct("<QQ")
 """The request header: sizes in bytes of the limits and of the body, which follow."""
-ANSWERED: Final = struct.Struct("<?Q")
+RESPONSE_HEADER: Final = struct.Struct("<?Q")
 """The response header: whether a body follows (else an error's code, message and field), and its size in
 bytes.
 """
 
-_WAITING: Final = Allowance.of("large bodies that wait", 0)
-"""Bodies wait in any number: ``received_bytes`` bounds their bytes."""
+_WAITING: Final = Allowance.of("queued large bodies", 0)
+"""The number of waiting bodies is not limited here: ``received_bytes`` limits their bytes."""
 _MODULE: Final = "app.body_process"
 _CHUNK_BYTES: Final = 2**20
 _LIMIT_S: Final = 60.0
-_KEPT_BYTES: Final = 16 * 2**20
+_MAX_REUSE_BYTES: Final = 16 * 2**20
 """A process that has parsed a body of at least this size is ended, since it may retain the memory."""
 
 
@@ -44,7 +44,7 @@ class LargeBodyReader:
     Args:
         limits: Limits of one body.
         environment: The environment of the processes.
-        processes: The processes that there are, and that one tenant may occupy.
+        processes: The number of processes, in total and for one tenant.
     """
 
     def __init__(self, limits: FieldLimits, environment: Mapping[str, str], processes: Allowance) -> None:
@@ -66,7 +66,7 @@ class LargeBodyReader:
         async with self._slots.request(tenant, object(), may_exceed_queue=True):
             try:
                 async with asyncio.timeout(_LIMIT_S):
-                    is_body, data = await self._answered(body)
+                    is_body, data = await self._response(body)
             except (OSError, asyncio.IncompleteReadError) as error:  # TimeoutError is an OSError
                 raise ApiError(
                     ErrorCode.RATE_LIMITED,
@@ -83,14 +83,14 @@ class LargeBodyReader:
         while self._idle:
             await _end(self._idle.pop())
 
-    async def _answered(self, body: bytes | bytearray) -> tuple[bool, bytes]:
+    async def _response(self, body: bytes | bytearray) -> tuple[bool, bytes]:
         """Return the response of an idle process, or of a new one if none is idle or it has died."""
         if self._idle:
             with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-                return await self._answered_by(self._idle.pop(), body)
-        return await self._answered_by(await self._start(), body)
+                return await self._response_of(self._idle.pop(), body)
+        return await self._response_of(await self._start(), body)
 
-    async def _answered_by(
+    async def _response_of(
         self, process: asyncio.subprocess.Process, body: bytes | bytearray
     ) -> tuple[bool, bytes]:
         is_done = False
@@ -98,7 +98,7 @@ class LargeBodyReader:
             answer = await self._exchange(process, body)
             is_done = True
         finally:
-            if is_done and len(body) < _KEPT_BYTES:
+            if is_done and len(body) < _MAX_REUSE_BYTES:
                 self._idle.append(process)
             else:
                 await _end(process)
@@ -115,14 +115,14 @@ class LargeBodyReader:
         self, process: asyncio.subprocess.Process, body: bytes | bytearray
     ) -> tuple[bool, bytes]:
         if process.stdin is None or process.stdout is None:
-            raise RuntimeError("the process has pipes")
+            raise RuntimeError("the process was started without pipes")
         limits = msgspec.json.encode(self.limits)
-        process.stdin.write(ASKED.pack(len(limits), len(body)) + limits)
+        process.stdin.write(REQUEST_HEADER.pack(len(limits), len(body)) + limits)
         with memoryview(body) as view:
             for start in range(0, len(body), _CHUNK_BYTES):
                 process.stdin.write(bytes(view[start : start + _CHUNK_BYTES]))
                 await process.stdin.drain()
-        is_body, num_bytes = ANSWERED.unpack(await process.stdout.readexactly(ANSWERED.size))
+        is_body, num_bytes = RESPONSE_HEADER.unpack(await process.stdout.readexactly(RESPONSE_HEADER.size))
         return is_body, await process.stdout.readexactly(num_bytes)
 
 

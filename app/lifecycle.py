@@ -23,7 +23,7 @@ from app.request_deadline import RequestDeadline
 logger = logging.getLogger(__name__)
 
 _MAX_DELAY_S: Final = 60.0
-_LAST_WORDS_S: Final = 3.0
+_ERROR_DELIVERY_S: Final = 3.0
 """Time for requests that were ended to report that to their clients."""
 
 
@@ -199,8 +199,8 @@ class Lifecycle:
             return
         logger.warning("closing with %d requests in flight after %s s", self.num_in_flight, drain_timeout_s)
         for deadline in self._deadlines:
-            deadline.end(ApiError(*_CUT_SHORT))
-        end = time.monotonic() + _LAST_WORDS_S
+            deadline.end(ApiError(*_DRAIN_TIMED_OUT))
+        end = time.monotonic() + _ERROR_DELIVERY_S
         while self._deadlines and time.monotonic() < end:  # noqa: ASYNC110 - the only waiter
             await asyncio.sleep(0.01)
 
@@ -270,7 +270,7 @@ class Lifecycle:
         return True
 
 
-_CUT_SHORT: Final = (
+_DRAIN_TIMED_OUT: Final = (
     ErrorCode.DRAINING,
     (
         "The server is shutting down and could not wait for the request's end (drain_timeout_s); send it to "

@@ -36,9 +36,9 @@ _HEADERS: Final = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
-ASK_AGAIN: Final = "no-cache"
+REVALIDATE: Final = "no-cache"
 """Cache-Control for files whose name stays the same when their content changes."""
-FOR_EVER: Final = "public, max-age=31536000, immutable"
+IMMUTABLE: Final = "public, max-age=31536000, immutable"
 """Cache-Control for files whose name contains a hash of their content."""
 _NOT_MODIFIED: Final = 304
 
@@ -81,4 +81,4 @@ def answer(found: Asset, cache: str, held: str, **directives: str) -> Response:
     return Response(found.content, media_type=found.media_type, headers=headers)
 
 
-__all__ = ["ASK_AGAIN", "FOR_EVER", "Asset", "answer", "asset"]
+__all__ = ["IMMUTABLE", "REVALIDATE", "Asset", "answer", "asset"]

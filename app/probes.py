@@ -39,14 +39,13 @@ METRICS: Final = "/metrics"
 _FIRST_BYTES: Final = (b"GET /health/", b"GET /metrics", b"HEAD /health/", b"HEAD /metrics")
 _STALLED_S: Final = 0.2
 """How long the main loop may be blocked before a probe is answered on this thread."""
-_LOOK_S: Final = 0.05
-_PAUSE_S: Final = 1.0
-_MAX_KNOWN: Final = 256
-_KNOWN_S: Final = 60.0
-"""How long an admitted caller of metrics is remembered; only the main loop can tell whether a key has ended.
-"""
+_POLL_S: Final = 0.05
+_ACCEPT_RETRY_S: Final = 1.0
+_MAX_CALLERS: Final = 256
+_CALLER_TTL_S: Final = 60.0
+"""How long an admitted caller of metrics is cached; only the main loop can check whether a key has ended."""
 _CLOSE_S: Final = 5.0
-_NO_ROOM: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_NO_RESOURCES: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _CALLER: Final = {b"authorization", b"host", b"origin"}
 """Headers that identify an admitted caller of metrics."""
 
@@ -81,7 +80,6 @@ class ProbeServer:
         head_s: float,
         default_headers: Callable[[], list[tuple[bytes, bytes]]],
     ) -> None:
-        """Start listening, and start the thread."""
         sock.listen(config.backlog)
         sock.setblocking(False)  # noqa: FBT003 - the library's
         self.sockets = (sock,)
@@ -120,14 +118,14 @@ class ProbeServer:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._begin(self._accept())
-        self._begin(self._watch.watch())
+        self._start_task(self._accept())
+        self._start_task(self._watch.watch())
         try:
             self._loop.run_forever()
         finally:
             self._loop.close()
 
-    def _begin(self, work: Any) -> None:
+    def _start_task(self, work: Any) -> None:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -137,26 +135,26 @@ class ProbeServer:
             task.cancel()
         for connection in list(self._state.connections):
             connection.shutdown()
-        self._loop.call_later(2 * _LOOK_S, self._loop.stop)
+        self._loop.call_later(2 * _POLL_S, self._loop.stop)
 
     async def _accept(self) -> None:
         while True:
             try:
                 connection, _ = await self._loop.sock_accept(self._sock)
             except OSError as error:
-                if error.errno not in _NO_ROOM:
+                if error.errno not in _NO_RESOURCES:
                     continue  # the client has disconnected already
                 logger.warning("a connection could not be accepted: %s", error.strerror)
-                await asyncio.sleep(_PAUSE_S)
+                await asyncio.sleep(_ACCEPT_RETRY_S)
                 continue
             except Exception:
                 logger.exception("a connection could not be accepted")
-                await asyncio.sleep(_PAUSE_S)
+                await asyncio.sleep(_ACCEPT_RETRY_S)
                 continue
             connection.setblocking(False)  # noqa: FBT003 - the library's
-            self._begin(self._sort(connection))
+            self._start_task(self._route(connection))
 
-    async def _sort(self, connection: socket.socket) -> None:
+    async def _route(self, connection: socket.socket) -> None:
         """Assign a connection to the probes or to the main loop, once its first bytes arrive."""
         try:
             async with asyncio.timeout(self._head_s):
@@ -241,7 +239,7 @@ class _Answers:
         answering = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answered(), self._main))
         try:
             while not answering.done():
-                await asyncio.wait({answering}, timeout=_LOOK_S)
+                await asyncio.wait({answering}, timeout=_POLL_S)
                 if is_probe and not answering.done() and self._watch.lag_s > _STALLED_S:
                     own = await self._own_answer(scope)
                     if own is not None:
@@ -260,7 +258,7 @@ class _Answers:
         if scope["path"] == METRICS:
             if (
                 self._metrics is None
-                or self._admitted_at.get(_caller(scope), -math.inf) < time.monotonic() - _KNOWN_S
+                or self._admitted_at.get(_caller(scope), -math.inf) < time.monotonic() - _CALLER_TTL_S
             ):
                 return None
             return Response(await self._metrics.exposition(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
@@ -277,7 +275,7 @@ class _Answers:
         self._admitted_at.pop(caller, None)
         if start["status"] == 200:
             self._admitted_at[caller] = time.monotonic()
-            while len(self._admitted_at) > _MAX_KNOWN:
+            while len(self._admitted_at) > _MAX_CALLERS:
                 del self._admitted_at[next(iter(self._admitted_at))]
 
 

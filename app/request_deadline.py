@@ -22,7 +22,7 @@ class RequestDeadline:
     """
 
     def __init__(self) -> None:
-        """Must be called inside the running event loop."""
+        """Create the deadline; must be called inside the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._pause: asyncio.Timeout | None = None
@@ -68,8 +68,8 @@ class RequestDeadline:
 def _timed_out(limit_s: float) -> ApiError:
     return ApiError(
         ErrorCode.REQUEST_TIMED_OUT,
-        f"The request took more than {limit_s:g} s, which is all that one may (request_timeout_s), and was "
-        "ended; ask for less at once, or send a trace as a job.",
+        f"A request may take {limit_s:g} s (request_timeout_s), and this one was ended then; request less at "
+        "once, or send a trace as a job.",
     )
 
 

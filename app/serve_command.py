@@ -178,9 +178,9 @@ def _check_callers(settings: Settings) -> bool:
         raise CommandError(str(error)) from error
     if not with_keys and not is_loopback(settings.host):
         raise CommandError(
-            f"there are no keys, so the server listens to this machine alone and not on {settings.host}: "
-            "make one with `nnsight-engine keys create --tenant NAME --scopes completions,interventions`, "
-            "or leave --host out"
+            f"without keys the server serves this machine only and cannot listen on {settings.host}: create "
+            "a key with `nnsight-engine keys create --tenant NAME --scopes completions,interventions`, or "
+            "omit --host"
         )
     return with_keys
 
@@ -196,9 +196,9 @@ def _check_sandbox(settings: Settings) -> None:
     missing = missing_namespaces()
     if missing:
         raise CommandError(
-            f"sandboxes would have no {', '.join(missing)} namespace of their own here, and "
-            "sandbox_needs_namespaces asks for them: allow `unshare` in the container's seccomp profile and "
-            "users' namespaces in the kernel, see docs/deploying.md, or leave the setting out"
+            f"sandboxes cannot have their own {', '.join(missing)} namespace here, and "
+            "sandbox_needs_namespaces requires it: allow `unshare` in the container's seccomp profile and "
+            "user namespaces in the kernel, see docs/deploying.md, or omit the setting"
         )
 
 
@@ -266,8 +266,8 @@ async def _announce(engine: Any, url: str, console: Console, *, with_keys: bool,
         progress.add_task("Loading the engine", total=None)
         await engine.started.wait()
     spec = engine.engine.spec
-    who = "holders of a key" if with_keys else "this machine alone, there are no keys"
-    page = f", a page to try it on at {url}/playground" if with_page else ""
+    who = "holders of a key" if with_keys else "this machine only, because there are no keys"
+    page = f", playground at {url}/playground" if with_page else ""
     console.print(
         f"Ready for {who}: {spec.name} at {url}, docs at {url}/docs{page}.", markup=False, soft_wrap=True
     )
@@ -296,7 +296,9 @@ def _split_model(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     if arguments and not arguments[0].startswith("-"):
         return arguments[0], [*arguments[1:]]
     if "--model" in arguments:
-        raise CommandError("MODEL is given by its place: nnsight-engine serve MODEL [options]")
+        raise CommandError(
+            "MODEL is the first argument, without --model: nnsight-engine serve MODEL [options]"
+        )
     return None, [*arguments]
 
 

@@ -42,17 +42,47 @@ class Settings(BaseSettings):
         env_prefix="NNSIGHT_ENGINE_", frozen=True, extra="forbid", validate_by_name=True
     )
 
+    # The address
+
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
+    allowed_hosts: str = Field(
+        default="",
+        description="Host names that a server without keys accepts besides localhost and loopback "
+        "addresses, separated by commas, such as the name of a proxy on its machine.",
+    )
+    trusted_proxies: str = Field(
+        default="127.0.0.1",
+        description="Addresses and networks of proxies, separated by commas. The client's address, and "
+        "whether it uses TLS, are taken from the headers of these proxies only. Empty for "
+        "none.",
+    )
+    proxy_header: Literal["x-forwarded-for", "forwarded"] = Field(
+        default="x-forwarded-for",
+        description="The header that these proxies set: `x-forwarded-for`, with `x-forwarded-proto`, or "
+        "`forwarded`.",
+    )
+    replica: str = Field(
+        default="",
+        pattern=r"^[\w-]*$",
+        description="Name of this server among the replicas behind one address; empty if it is the only "
+        "server.",
+    )
+    playground: bool = Field(default=True, description="Whether the page /playground is served.")
+
+    # Request bodies
+
     max_body_bytes: int = Field(
         default=128 * MIB,
         ge=1024,
-        description="Largest request body, counted while it is read. Base64 adds a third to a tensor's size.",
+        description="Largest request body, counted while it is read. Base64 increases a tensor's size by "
+        "a third.",
     )
     max_received_bytes: int = Field(
         default=4 * GIB,
         ge=1024,
-        description="Most bytes of bodies that the server holds: of requests being sent or answered.",
+        description="Most bytes of bodies that the server holds in memory, of all requests being received "
+        "or answered.",
     )
     max_json_depth: int = Field(
         default=64, ge=4, le=256, description="Deepest nesting of arrays and objects in a request's JSON."
@@ -60,18 +90,30 @@ class Settings(BaseSettings):
     max_field_objects: int = Field(
         default=10_000,
         ge=1,
-        description="Most objects and lists in one field of a request, `messages` or `tools`.",
+        description="Most objects and lists in one field of a request, such as `messages` or `tools`.",
     )
     max_field_values: int = Field(
-        default=500_000, ge=1, description="Most values in one field of a request; a tensor object is one."
+        default=500_000,
+        ge=1,
+        description="Most values in one field of a request; a tensor object is one value.",
     )
     max_prompt_ids: int = Field(
         default=1_000_000, ge=1, description="Most token ids of all prompts of a request together."
     )
+    max_tensor_bytes: int = Field(default=64 * MIB, ge=1, description="Largest tensor in a request, decoded.")
+    max_operations: int = Field(default=64, ge=1, description="Most operations for one prompt of a request.")
+    max_choices: int = Field(
+        default=1024,
+        ge=1,
+        description="Most choices of one completion or chat, `n` for each of its prompts.",
+    )
+
+    # Grammars
+
     max_grammar_bytes: int = Field(
         default=64 * KIB,
         ge=1,
-        description="Longest grammar of a request: of `structured_outputs`, `response_format` or `tools`.",
+        description="Largest grammar of a request, from `structured_outputs`, `response_format` or `tools`.",
     )
     max_grammar_repeats: int = Field(
         default=1000, ge=1, description="Highest count of a repetition in a grammar's patterns, `{1,1000}`."
@@ -80,48 +122,51 @@ class Settings(BaseSettings):
         default=1000, ge=1, description="Most alternatives of a pattern, a choice, an `enum` or an `anyOf`."
     )
     max_grammar_nesting: int = Field(
-        default=32, ge=1, description="Deepest nesting of a grammar's groups or of its schema."
+        default=32, ge=1, description="Deepest nesting of a grammar's groups, or of its schema."
     )
     grammar_compile_s: int = Field(
-        default=3, ge=1, description="How long a grammar may compute while it is compiled."
+        default=3, ge=1, description="Most CPU seconds for the compilation of a grammar."
     )
     grammar_compile_bytes: int = Field(
-        default=512 * MIB, ge=MIB, description="Most memory that compiling a grammar may take."
+        default=512 * MIB, ge=MIB, description="Most memory for the compilation of a grammar."
     )
-    max_tensor_bytes: int = Field(default=64 * MIB, ge=1, description="Largest tensor in a request, decoded.")
-    max_operations: int = Field(
-        default=64, ge=1, description="Most operations that one prompt of a request has."
-    )
-    max_choices: int = Field(
-        default=1024,
-        ge=1,
-        description="Most choices of one completion or chat, `n` for each of its prompts.",
-    )
+
+    # Results
+
     inline_tensor_bytes: int = Field(
         default=MIB,
         ge=0,
-        description="A choice whose captured tensors exceed this gets a file behind /v1/results/{id}.",
+        description="If the captured tensors of a choice exceed this, they are returned as a file at "
+        "/v1/results/{id}.",
     )
     result_ttl_s: float = Field(
-        default=600.0, gt=0, description="How long a file behind /v1/results/{id} is kept."
+        default=600.0, gt=0, description="How long a file at /v1/results/{id} is stored."
     )
     result_store_bytes: int = Field(
         default=2 * GIB,
         ge=0,
-        description="Most bytes of result files; beyond it the oldest go before they expire.",
-    )
-    bundled_model_dir: Path | None = Field(
-        default=None,
-        description="Where the bundled model lies, or is converted to; unset, the user's cache.",
-    )
-    replica: str = Field(
-        default="",
-        pattern=r"^[\w-]*$",
-        description="What this server is called among replicas behind one address; empty for one alone.",
+        description="Most bytes of result files; beyond it the oldest are evicted before they expire.",
     )
     result_dir: Path = Field(
         default_factory=_default_result_dir,
-        description="Where result files lie; each server process makes a folder of its own in it.",
+        description="Folder of result files; each server process creates its own folder in it.",
+    )
+    compress_results: bool = Field(
+        default=True,
+        description="Whether saved values of traces are compressed for clients that request it; clients "
+        "on other machines do.",
+    )
+
+    # The engine
+
+    bundled_model_dir: Path | None = Field(
+        default=None,
+        description="Folder of the converted bundled model; if not set, the user's cache folder.",
+    )
+    taps: str = Field(
+        default=ALL_TAPS,
+        description="Points of the residual stream with taps in the compiled model: `all`, `off`, or "
+        "points such as `layers.4:20.output`.",
     )
     max_capture_bytes_per_request: int = Field(
         default=256 * MIB, ge=0, description="Most captured bytes that one request may hold in the engine."
@@ -131,19 +176,37 @@ class Settings(BaseSettings):
         ge=0,
         description="Most captured bytes that all requests together may hold in the engine.",
     )
-    allow_cloudpickle: bool = Field(
-        default=False,
-        description="Whether traces may come as pickles, which run any code, from keys that may send them.",
+    max_engine_restarts: int = Field(
+        default=5,
+        ge=0,
+        description="Most restarts of an engine that has died, within `engine_restart_window_s`.",
     )
+    engine_restart_window_s: float = Field(
+        default=900.0, gt=0, description="Time after which the death of an engine is no longer counted."
+    )
+    engine_restart_delay_s: float = Field(
+        default=1.0,
+        ge=0,
+        description="Delay before an engine that has died is restarted; doubled for each further death.",
+    )
+    engine_stall_timeout_s: float = Field(
+        default=300.0,
+        ge=0,
+        description="Longest step before the engine counts as hung and is restarted; the time limits of "
+        "blocks are added to it. 0 for no limit.",
+    )
+
+    # Traces
+
     allow_code: bool | None = Field(
         default=None,
-        description="Whether clients may send traces, which are code; unset, those whose key says so, or, "
-        "without keys, those of this machine.",
+        description="Whether clients may send traces, which are code. If not set, clients whose key "
+        "allows it may or, without keys, clients on this machine.",
     )
-    allowed_hosts: str = Field(
-        default="",
-        description="Names that a server without keys answers to beside localhost and loopback addresses, "
-        "separated by commas, such as that of a proxy on its machine.",
+    allow_cloudpickle: bool = Field(
+        default=False,
+        description="Whether traces may be sent as pickles, which run arbitrary code, with keys that "
+        "permit it.",
     )
     max_trace_request_bytes: int = Field(
         default=GIB, ge=1024, description="Largest trace that a client may send, with its tensors."
@@ -151,7 +214,7 @@ class Settings(BaseSettings):
     max_trace_requests: int = Field(
         default=256,
         ge=1,
-        description="Most requests that one trace may make on vLLM, each invoke's `n` counted.",
+        description="Most vLLM requests of one trace, counting each invoke's `n`.",
     )
     max_trace_bytes: int = Field(
         default=4 * GIB, ge=0, description="Most bytes that one traced request may hold in the engine."
@@ -159,50 +222,10 @@ class Settings(BaseSettings):
     trace_step_s: float = Field(
         default=10.0, gt=0, description="How long a block may compute within one step of the engine."
     )
-    taps: str = Field(
-        default=ALL_TAPS,
-        description="Where the residual stream is tapped: `all`, `off` or points, `layers.4:20.output`.",
-    )
-    sandbox: Literal["process", "off"] = Field(
-        default="process", description="How code of keys of the tier `sandboxed` runs: `process` or `off`."
-    )
-    sandbox_bytes: int = Field(
-        default=GIB, ge=64 * MIB, description="Most memory that one sandboxed process may take."
-    )
-    sandbox_step_s: float = Field(
-        default=1.0, gt=0, description="How long a sandboxed trace may compute within one step of the engine."
-    )
-    sandbox_wait_s: float = Field(
-        default=0.03,
-        gt=0,
-        description="How long one step of the engine waits for the sandboxes of one tenant, all together.",
-    )
-    sandbox_cpu_s: int = Field(
-        default=300, ge=1, description="How long a sandboxed process may compute in its life."
-    )
-    sandbox_needs_namespaces: bool = Field(
-        default=False,
-        description="Whether the server refuses to start where sandboxes have no namespaces of their own.",
-    )
-    max_sandboxes: int = Field(default=16, ge=1, description="Most sandboxed traces that run at once.")
-    compress_results: bool = Field(
-        default=True,
-        description="Whether what traces save is compressed for clients that ask for it: those far away do.",
-    )
-    local_engine: bool = Field(
-        default=False,
-        description="Whether a second copy of the model runs traces of `LanguageModel`, gradients included.",
-    )
-    local_engine_device: str = Field(
-        default="cpu", description="Where that copy lies: `cpu`, `cuda`, `cuda:1`, …"
-    )
-    local_engine_dtype: str = Field(
-        default="", description="Its type of weights, `float32` or `bfloat16`; empty for the checkpoint's."
-    )
     max_queued_traces: int = Field(
         default=64,
         ge=0,
-        description="Most traces that wait for the local engine, and most sessions that wait for vLLM.",
+        description="Most traces queued for the local engine, and most sessions queued for vLLM.",
     )
     trace_time_limit_s: float = Field(
         default=600.0, gt=0, description="How long a trace on the local engine, or a session, may run."
@@ -213,21 +236,97 @@ class Settings(BaseSettings):
         description="How long a block waits for its client to run a part of it, `tracer.local()`.",
     )
     session_processes: int = Field(
-        default=2, ge=1, description="Most sessions on vLLM that run at once, each in a process."
+        default=2, ge=1, description="Most sessions on vLLM that run at once, each in its own process."
     )
+    local_engine: bool = Field(
+        default=False,
+        description="Whether a second copy of the model runs traces of `LanguageModel`, gradients included.",
+    )
+    local_engine_device: str = Field(
+        default="cpu", description="Device of that copy: `cpu`, `cuda`, `cuda:1`, …"
+    )
+    local_engine_dtype: str = Field(
+        default="",
+        description="Dtype of that copy's weights, `float32` or `bfloat16`; empty for the checkpoint's.",
+    )
+
+    # The sandbox
+
+    sandbox: Literal["process", "off"] = Field(
+        default="process", description="How code of keys of the tier `sandboxed` runs: `process` or `off`."
+    )
+    max_sandboxes: int = Field(default=16, ge=1, description="Most sandboxed traces that run at once.")
+    sandbox_bytes: int = Field(default=GIB, ge=64 * MIB, description="Most memory of one sandbox process.")
+    sandbox_step_s: float = Field(
+        default=1.0, gt=0, description="How long a sandboxed trace may compute within one step of the engine."
+    )
+    sandbox_wait_s: float = Field(
+        default=0.03,
+        gt=0,
+        description="How long one step of the engine waits for all sandboxes of one tenant together.",
+    )
+    sandbox_cpu_s: int = Field(
+        default=300, ge=1, description="Most CPU seconds of a sandbox process in its lifetime."
+    )
+    sandbox_needs_namespaces: bool = Field(
+        default=False,
+        description="Whether the server refuses to start if sandboxes cannot have their own namespaces.",
+    )
+
+    # Stored data: jobs, vectors, the audit log
+
     data_dir: Path = Field(
         default_factory=_default_data_dir,
-        description="Where jobs lie, and the database; what is in it survives the server.",
+        description="Folder of jobs and the database; its content persists across restarts.",
     )
     database_url: str = Field(
         default="",
         repr=False,  # may contain a password
-        description="SQLAlchemy's URL of the database; empty for SQLite in `data_dir`.",
+        description="SQLAlchemy URL of the database; empty for SQLite in `data_dir`.",
+    )
+    audit_days: float = Field(
+        default=90.0,
+        ge=0,
+        description="How many days audit records are retained on a server with keys; 0 disables the audit "
+        "log.",
+    )
+    max_running_jobs: int = Field(default=16, ge=1, description="Most jobs that run at once.")
+    max_queued_jobs: int = Field(default=1000, ge=0, description="Most queued jobs.")
+    job_ttl_s: float = Field(
+        default=86400.0, gt=0, description="How long a job and its result are stored after its end."
+    )
+    job_store_bytes: int = Field(
+        default=20 * GIB, ge=0, description="Most bytes of all jobs: requests, results, printed text."
+    )
+    vector_store_bytes: int = Field(default=4 * GIB, ge=0, description="Most bytes of all stored vectors.")
+    vector_cache_bytes: int = Field(
+        default=256 * MIB,
+        ge=0,
+        description="Most bytes of vectors in memory; the least recently used are evicted.",
+    )
+    max_training_prompts: int = Field(
+        default=512, ge=4, description="Most prompts of the training of a vector, both sides together."
+    )
+    max_training_bytes: int = Field(
+        default=512 * MIB, ge=1, description="Most bytes of the values that a vector is trained on."
+    )
+    max_queued_trainings: int = Field(
+        default=16, ge=0, description="Most queued trainings of vectors; one runs at a time."
+    )
+
+    # Shares of tenants
+
+    tenant_share: float = Field(
+        default=0.5,
+        gt=0,
+        le=1,
+        description="The part of each limited resource that one tenant may use: queued jobs, and bytes of "
+        "jobs, result files, vectors and bodies.",
     )
     limits_url: str = Field(
         default="memory://",
         repr=False,  # may contain a password
-        description="Where requests of keys are counted, `redis://…` for several servers together.",
+        description="Storage of the request counts of keys; `redis://…` shares them between servers.",
     )
     fair_window_s: float = Field(
         default=5.0,
@@ -237,111 +336,54 @@ class Settings(BaseSettings):
     fair_step: float = Field(
         default=1.25,
         ge=1,
-        description="How much longer than the shortest a step of the engine may take while a tenant has more "
-        "than their share and others are there.",
+        description="Longest step of the engine, as a multiple of the shortest, while a tenant exceeds "
+        "its share and other tenants have requests.",
     )
-    audit_days: float = Field(
-        default=90.0,
-        ge=0,
-        description="How many days is kept who ran what, where there are keys; 0 if it is not written down.",
-    )
-    max_running_jobs: int = Field(default=16, ge=1, description="Most jobs that run at once.")
-    max_queued_jobs: int = Field(default=1000, ge=0, description="Most jobs that wait to run.")
-    job_ttl_s: float = Field(
-        default=86400.0, gt=0, description="How long a job is kept after its end, with its result."
-    )
-    job_store_bytes: int = Field(
-        default=20 * GIB, ge=0, description="Most bytes of all jobs: requests, results, what they printed."
-    )
-    vector_store_bytes: int = Field(
-        default=4 * GIB, ge=0, description="Most bytes of all vectors that the server keeps."
-    )
-    vector_cache_bytes: int = Field(
-        default=256 * MIB, ge=0, description="Most bytes of vectors held in memory, those used last."
-    )
-    max_training_prompts: int = Field(
-        default=512, ge=4, description="Most prompts, of both sides together, that a vector is trained from."
-    )
-    max_training_bytes: int = Field(
-        default=512 * MIB, ge=1, description="Most bytes of the values that a vector is trained from."
-    )
-    max_queued_trainings: int = Field(
-        default=16, ge=0, description="Most trainings of vectors that wait; one runs at a time."
-    )
-    tenant_share: float = Field(
-        default=0.5,
-        gt=0,
-        le=1,
-        description="The part of the jobs that wait, and of the bytes of jobs, result files, vectors and "
-        "bodies, that one tenant may have.",
-    )
-    log_format: Literal["json", "text"] | None = Field(
-        default=None, description="How the log is written; unset, `text` on a terminal, else `json`."
-    )
-    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
-        default="WARNING", description="From which level on the server logs; requests are at `INFO`."
-    )
-    metrics_dir: Path | None = Field(
-        default=None,
-        validation_alias="PROMETHEUS_MULTIPROC_DIR",
-        description="Where several processes behind one port keep their metrics together; unset for one.",
-    )
-    otlp_endpoint: str = Field(
-        default="",
-        validation_alias="OTEL_EXPORTER_OTLP_ENDPOINT",
-        description="Collector of OpenTelemetry traces; empty for none.",
-    )
-    otlp_protocol: Literal["http/protobuf", "grpc"] = Field(
-        default="http/protobuf",
-        validation_alias="OTEL_EXPORTER_OTLP_PROTOCOL",
-        description="How the collector is spoken to.",
-    )
-    trusted_proxies: str = Field(
-        default="127.0.0.1",
-        description="Addresses and networks of proxies, separated by commas: who a client is, and whether it "
-        "speaks TLS, is taken from their headers alone. Empty for none.",
-    )
-    proxy_header: Literal["x-forwarded-for", "forwarded"] = Field(
-        default="x-forwarded-for",
-        description="Where they say it: `x-forwarded-for`, with `x-forwarded-proto`, or `forwarded`.",
-    )
-    playground: bool = Field(default=True, description="Whether the page at /playground is served.")
+
+    # Time limits of requests
+
     upload_idle_timeout_s: float = Field(
-        default=30.0, gt=0, description="How long a request's body may pause while it is sent."
+        default=30.0, gt=0, description="Longest pause while a request's body is sent."
     )
     request_timeout_s: float = Field(
         default=3600.0,
         gt=0,
-        description="How long a request may take from its head to the last byte of its answer.",
+        description="Longest duration of a request, from its head to the last byte of its answer.",
     )
     client_stall_timeout_s: float = Field(
         default=60.0,
         gt=0,
-        description="How long a client may take nothing of its answer before it counts as gone.",
-    )
-    max_engine_restarts: int = Field(
-        default=5,
-        ge=0,
-        description="How often an engine that died is started again within `engine_restart_window_s`.",
-    )
-    engine_restart_window_s: float = Field(
-        default=900.0, gt=0, description="After so long without another the death of an engine is forgotten."
-    )
-    engine_restart_delay_s: float = Field(
-        default=1.0,
-        ge=0,
-        description="How long after its death an engine is started again; twice as long each further time.",
-    )
-    engine_stall_timeout_s: float = Field(
-        default=300.0,
-        ge=0,
-        description="How long a step may take before the engine counts as hung and is started again; "
-        "what blocks may take of it comes on top. 0: as long as it likes.",
+        description="How long a client may receive nothing of its answer before it counts as disconnected.",
     )
     drain_timeout_s: float = Field(
         default=30.0,
         ge=0,
         description="How long shutdown waits for requests and jobs that are already running.",
+    )
+
+    # Logs, metrics, OpenTelemetry
+
+    log_format: Literal["json", "text"] | None = Field(
+        default=None, description="Format of the log; if not set, `text` on a terminal, else `json`."
+    )
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
+        default="WARNING", description="Lowest level that the server logs; requests are logged at `INFO`."
+    )
+    metrics_dir: Path | None = Field(
+        default=None,
+        validation_alias="PROMETHEUS_MULTIPROC_DIR",
+        description="Folder in which several processes behind one port share their metrics; not set for "
+        "one process.",
+    )
+    otlp_endpoint: str = Field(
+        default="",
+        validation_alias="OTEL_EXPORTER_OTLP_ENDPOINT",
+        description="Collector of OpenTelemetry spans; empty for none.",
+    )
+    otlp_protocol: Literal["http/protobuf", "grpc"] = Field(
+        default="http/protobuf",
+        validation_alias="OTEL_EXPORTER_OTLP_PROTOCOL",
+        description="Protocol of the collector.",
     )
 
     @field_validator("trusted_proxies")
@@ -373,7 +415,7 @@ class ClientSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="NNSIGHT_ENGINE_", frozen=True, extra="ignore")
 
-    url: str | None = Field(default=None, description="Its address; CONFIG.API.HOST without one.")
+    url: str | None = Field(default=None, description="Address of the server; by default CONFIG.API.HOST.")
     key: SecretStr | None = Field(
-        default=None, description="What it knows us by; CONFIG.API.KEY without one."
+        default=None, description="API key for the server; by default CONFIG.API.KEY."
     )

@@ -1,9 +1,8 @@
-"""The budget of a tenant: its part of each of the server's finite resources, as the settings describe them.
+"""The budget of a tenant: its share of each of the server's finite resources, computed from the settings.
 
-Every resource of which tenants have a share, ``tenant_share``, is here and nowhere else. Limits that an
-operator sets for a key or a tenant are another matter, since they are changed at any time and counted over
-time: requests, tokens and seconds per minute (``admission.quotas``) and stored bytes
-(``storage.storage_usage``).
+All resources with a share per tenant (``tenant_share``) are listed here. Limits that an operator sets for a
+key or a tenant are separate, because they may change at any time: requests, tokens and seconds per minute
+(``admission.quotas``), and stored bytes (``storage.storage_usage``).
 """
 
 from __future__ import annotations
@@ -61,23 +60,23 @@ class TenantBudget:
         share, queued = settings.tenant_share, settings.max_queued_traces
         return cls(
             received_bytes=Allowance.of(
-                "bytes of requests that are being sent or answered",
+                "bytes of requests being sent or answered",
                 settings.max_received_bytes,
                 share,
                 ErrorCode.RATE_LIMITED,
                 "send this one again when some have ended",
             ),
-            body_processes=Allowance.of("large bodies that are read", _BODY_PROCESSES, share),
-            grammar_processes=Allowance.of("grammars that are compiled", _GRAMMAR_PROCESSES, share),
-            waiting_grammars=Allowance.of("grammars that wait", queued, share),
+            body_processes=Allowance.of("large bodies being read", _BODY_PROCESSES, share),
+            grammar_processes=Allowance.of("grammars being compiled", _GRAMMAR_PROCESSES, share),
+            waiting_grammars=Allowance.of("queued grammars", queued, share),
             sandboxes=Allowance.of("sandboxes", settings.max_sandboxes, share),
-            waiting_sandboxed=Allowance.of("requests with sandboxed code that wait", queued, share),
-            waiting_traces=Allowance.of("traces that wait (max_queued_traces)", queued, share),
-            trainings=Allowance.of("trainings that run", 1, share),
-            waiting_trainings=Allowance.of("trainings that wait", settings.max_queued_trainings, share),
-            running_jobs=Allowance.of("jobs that run", settings.max_running_jobs, share),
+            waiting_sandboxed=Allowance.of("queued requests with sandboxed code", queued, share),
+            waiting_traces=Allowance.of("queued traces (max_queued_traces)", queued, share),
+            trainings=Allowance.of("running trainings", 1, share),
+            waiting_trainings=Allowance.of("queued trainings", settings.max_queued_trainings, share),
+            running_jobs=Allowance.of("running jobs", settings.max_running_jobs, share),
             waiting_jobs=Allowance.of(
-                "jobs that wait", settings.max_queued_jobs, share, then="send the trace again later"
+                "queued jobs", settings.max_queued_jobs, share, then="send the trace again later"
             ),
             job_bytes=Allowance.of(
                 "bytes of jobs",

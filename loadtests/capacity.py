@@ -46,7 +46,7 @@ def main() -> int:
         with server_at(args.url, args.admin_key or "", args.serve) as server:
             for load, concurrency in itertools.product(args.loads, args.concurrency):
                 if load != "plain" and concurrency == 1:
-                    continue  # there is no neighbour
+                    continue  # the load needs a second user
                 point = _measured(server, load, concurrency, args, machine)
                 points = [one for one in points if (one.load, one.concurrency) != (load, concurrency)]
                 points = sorted([*points, point], key=lambda one: (LOADS.index(one.load), one.concurrency))

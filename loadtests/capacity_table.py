@@ -136,11 +136,11 @@ def cells(point: CapacityPoint) -> list[str]:
 
 
 _METHOD: Final = """\
-Made by `python -m loadtests.capacity`: the server with its defaults, one process that sends on the same
-cores. Prompts of 32 tokens, answers of 16 to 48; as many users as are concurrent, each with one request after
-another and no pause; rates and times are of requests that began after the first quarter of a run. Under the
-mixed load half of the users are plain, and times are theirs; the others steer (by one vector, by a new one
-each), read the lens of all layers, and capture the prompt."""
+Created by `python -m loadtests.capacity`: the server with its defaults, and one sending process on the same
+cores. Prompts have 32 tokens, answers 16 to 48. Each concurrent user sends one request after another without
+a pause; rates and times are of requests that began after the first quarter of a run. Under the mixed load
+half of the users are plain, and the times are of their requests; the others steer (by one vector, or by a new
+one each), read the lens of all layers, and capture the prompt."""
 
 __all__ = [
     "LOADS",

@@ -10,14 +10,16 @@ from pathlib import Path
 def add_server_options(parser: argparse.ArgumentParser) -> None:
     """Add ``--url`` and ``--admin-key-file``; the file's content becomes ``admin_key``."""
     parser.add_argument(
-        "--url", default="", help="the server; it is started where nobody listens, or without this"
+        "--url",
+        default="",
+        help="address of the server; one is started if none is listening there, or without this option",
     )
     parser.add_argument(
         "--admin-key-file",
         dest="admin_key",
         type=_content,
         default=None,  # argparse would parse a text default as a path
-        help="a file with a key of the scope `admin`, of a server that has keys",
+        help="file that contains a key with the scope `admin`, for a running server with keys",
     )
 
 

@@ -55,8 +55,8 @@ class TestedServer:
         has_hostile = bool(kinds & set(HOSTILE))
         if has_hostile and not self.admin_key:
             raise LoadTestError(
-                f"the scenario {scenario} has a hostile tenant, so the server needs keys, and this run one "
-                "of the scope `admin` that makes them: --admin-key-file FILE. Without --url one is started"
+                f"the scenario {scenario} has a hostile tenant, so the run creates keys and needs one with "
+                "the scope `admin`: --admin-key-file FILE; or omit --url, which starts a server with keys"
             )
         with contextlib.ExitStack() as stack:
             client = stack.enter_context(httpx.Client(base_url=self.url, timeout=_TIMEOUT_S))
@@ -106,7 +106,9 @@ def server_at(url: str, admin_key: str, options: Sequence[str]) -> Iterator[Test
         yield TestedServer(url.rstrip("/"), admin_key)
         return
     if url and not is_loopback(urlsplit(url).hostname or ""):
-        raise LoadTestError(f"nobody listens at {url}, and a server can be started on this machine alone")
+        raise LoadTestError(
+            f"no server listens at {url}, and one can be started on this machine only; start it there"
+        )
     with tempfile.TemporaryDirectory() as folder:
         variables = own_folders(folder)
         operator = created_key("operator", variables, "--scopes", "admin")
@@ -122,7 +124,7 @@ def _listens(url: str) -> bool:
     except httpx.ConnectError:
         return False
     except (httpx.TransportError, httpx.InvalidURL) as error:
-        raise LoadTestError(f"{url} does not answer as a server does: {error}") from error
+        raise LoadTestError(f"{url} answers, but not as an NNsight Engine: {error}") from error
     return True
 
 

@@ -85,7 +85,7 @@ class Stream:
         if self.error:
             return self.error
         if not self.is_done:
-            return "the stream broke off"
+            return "the stream ended early"
         return "" if self.first_s is not None and self.num_tokens else "the stream had no token"
 
 

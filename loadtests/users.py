@@ -146,7 +146,7 @@ class UserRequest:
             self._report(
                 self.outcome,
                 time.perf_counter() - self.began,
-                RequestFailedError("it had no end with the run"),
+                RequestFailedError("it had not ended when the run ended"),
             )
             raise
         self._report(self.outcome, time.perf_counter() - self.began, failure)

@@ -56,7 +56,7 @@ __all__ = [
     "unregister_by_value",
 ]
 
-_HOMES = {
+_DEFINED_IN = {
     "BUNDLED_MODEL_NAME": "nnsight_engine.modeling.bundled",
     "BundledModelError": "nnsight_engine.modeling.bundled",
     "CONFIG": "nnsight_engine.core.config",
@@ -78,7 +78,7 @@ _HOMES = {
     "status": "nnsight_engine.remote_backend.client.status",
     "unregister_by_value": "nnsight_engine.serialization.source.import_resolution",
 }
-# Names that old code may use; listed nowhere and never kept here, since most are those of builtins.
+# Names for old code; not listed and not stored in this module, since most of them are names of builtins.
 _DEPRECATED = frozenset(
     ("apply", "bool", "bytes", "dict", "float", "int", "list", "local", "set", "str", "trace", "tuple")
 )
@@ -88,17 +88,17 @@ _PACKAGES = frozenset({"intervention", "modeling", "util"})
 if not TYPE_CHECKING:  # a type checker would take any name for one of ours
 
     def __getattr__(name: str) -> Any:
-        """Load a public name from the module it lives in, and keep it."""
+        """Load a public name from the module that defines it, and store it here."""
         if name in _PACKAGES:
             return importlib.import_module(f"{__name__}.{name}")
         if name in _DEPRECATED:
             return getattr(importlib.import_module("nnsight_engine.compat.deprecated"), name)
-        home = _HOMES.get(name)
-        if home is None:
+        module = _DEFINED_IN.get(name)
+        if module is None:
             raise AttributeError(
                 f"module {__name__!r} has no attribute {name!r}; it offers {', '.join(__all__)}"
             )
-        value = getattr(importlib.import_module(home), name)
+        value = getattr(importlib.import_module(module), name)
         globals()[name] = value
         return value
 

@@ -29,14 +29,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MINUTE_S: Final = 60
-_KEPT_S: Final = 3 * _MINUTE_S
-_PATIENCE_S: Final = 0.5
+_RETENTION_S: Final = 3 * _MINUTE_S
+_TIMEOUT_S: Final = 0.5
 """How long a request waits for the shared storage."""
-_PAUSE_S: Final = 5.0
+_RETRY_DELAY_S: Final = 5.0
 """How long a storage that failed is not used; then one request tries it again."""
 _MEMORY: Final = "memory://"
 MAX_CARRIED_MINUTES: Final = 60
-"""Usage beyond so many minutes is dropped, so that one accident does not lock a key out for days."""
+"""Usage beyond this number of minutes is dropped, so that one accident does not lock a key out for days."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Used:
         return max(1, math.ceil((minutes - (1 - self.left)) * _MINUTE_S))
 
 
-class _Side:
+class _Backend:
     """A storage and its rate limiter."""
 
     def __init__(self, storage: Storage) -> None:
@@ -83,7 +83,7 @@ class _Side:
         self.limiter = SlidingWindowCounterRateLimiter(storage)
 
 
-_Query = Callable[[_Side], Awaitable[T]]
+_Query = Callable[[_Backend], Awaitable[T]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Reservation:
     name: str
     amount: int
     minute: int
-    side: _Side
+    side: _Backend
 
 
 class Counts:
@@ -120,8 +120,8 @@ class Counts:
             UnsupportedOptionError: The URL's scheme is unknown, or its client library is not installed.
         """
         self.num_failures = 0
-        self._own = _Side(MemoryStorage())
-        self._shared = None if url == _MEMORY else _Side(_opened(url))
+        self._own = _Backend(MemoryStorage())
+        self._shared = None if url == _MEMORY else _Backend(_opened(url))
         self._again_at = 0.0
 
     async def hit(self, item: RateLimitItem, name: str) -> bool:
@@ -152,9 +152,9 @@ class Counts:
     async def take(self, name: str, amount: int) -> tuple[Reservation, Used]:
         """Reserve an amount regardless of limits; return the reservation and the resulting usage."""
 
-        async def query(side: _Side) -> tuple[Reservation, Used]:
+        async def query(side: _Backend) -> tuple[Reservation, Used]:
             minute = this_minute()
-            await side.storage.incr(_bucket(name, minute), _KEPT_S, amount)
+            await side.storage.incr(_bucket(name, minute), _RETENTION_S, amount)
             return Reservation(name, amount, minute, side), await _used(side.storage, name)
 
         return await self._query(query)
@@ -169,9 +169,9 @@ class Counts:
         storage, bucket = taken.side.storage, _bucket(taken.name, taken.minute)
 
         async def query() -> None:
-            left = await storage.incr(bucket, _KEPT_S, -amount)
+            left = await storage.incr(bucket, _RETENTION_S, -amount)
             if left < 0:  # the storage has lost the reservation
-                await storage.incr(bucket, _KEPT_S, -left)
+                await storage.incr(bucket, _RETENTION_S, -left)
 
         if taken.side is self._own:
             await query()
@@ -183,21 +183,21 @@ class Counts:
         if shared is None or time.monotonic() < self._again_at:
             return await query(self._own)
         if self._again_at:  # while one request retries a failed storage, others do not wait for it
-            self._again_at = time.monotonic() + _PAUSE_S
+            self._again_at = time.monotonic() + _RETRY_DELAY_S
         try:
-            async with asyncio.timeout(_PATIENCE_S):
+            async with asyncio.timeout(_TIMEOUT_S):
                 answer = await query(shared)
         except Exception as error:  # noqa: BLE001 - whatever clients of storages raise
-            self._again_at = time.monotonic() + _PAUSE_S
+            self._again_at = time.monotonic() + _RETRY_DELAY_S
             self.num_failures += 1
             # Its message may contain the URL's password.
             logger.warning(
-                "limits are counted by this server alone for now, where NNSIGHT_ENGINE_LIMITS_URL leads does "
-                "not answer (%s, %d times so far)", type(error).__name__, self.num_failures,
+                "the storage at NNSIGHT_ENGINE_LIMITS_URL does not answer (%s, %d failures so far); this "
+                "server counts its limits alone for now", type(error).__name__, self.num_failures,
             )  # fmt: skip
             return await query(self._own)
         if self._again_at:
-            logger.warning("limits are counted together again")
+            logger.warning("the storage at NNSIGHT_ENGINE_LIMITS_URL answers again; limits are shared")
             self._again_at = 0.0
         return answer
 
@@ -223,11 +223,11 @@ async def _used(storage: Storage, name: str, *, ahead: bool = False) -> Used:
 async def _add(storage: Storage, name: str, amount: int, most: int) -> None:
     minute = this_minute()
     for later in range(MAX_CARRIED_MINUTES + 1):
-        bucket, kept_s = _bucket(name, minute + later), _KEPT_S + later * _MINUTE_S
-        beyond = min(amount, await storage.incr(bucket, kept_s, amount) - most)
+        bucket, retention_s = _bucket(name, minute + later), _RETENTION_S + later * _MINUTE_S
+        beyond = min(amount, await storage.incr(bucket, retention_s, amount) - most)
         if beyond <= 0:
             return
-        await storage.incr(bucket, kept_s, -beyond)
+        await storage.incr(bucket, retention_s, -beyond)
         amount = beyond
 
 
@@ -247,8 +247,9 @@ def _opened(url: str) -> Storage:
     except ConfigurationError as error:
         # Its message may contain the URL's password.
         raise UnsupportedOptionError(
-            f"NNSIGHT_ENGINE_LIMITS_URL begins with {url.partition(':')[0]!r}, where counts cannot be "
-            f"kept ({type(error).__name__}): memory:// will do, and redis://… with the package redis"
+            "NNSIGHT_ENGINE_LIMITS_URL must name a storage for counts, got the scheme "
+            f"{url.partition(':')[0]!r} ({type(error).__name__}); use memory://, or redis://… with the "
+            "package redis"
         ) from None
     assert isinstance(storage, Storage)  # noqa: S101 - of an asynchronous URL
     return storage

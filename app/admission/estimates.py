@@ -15,9 +15,9 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.vectors import TrainingRequest
 from nnsight_engine.remote_backend.messages import TraceHead
 
-_BYTES_A_TOKEN: Final = 4
-_MOST: Final = 2**31
-_WHOLE: Final = TypeAdapter(int)
+_BYTES_PER_TOKEN: Final = 4
+_MAX_COUNT: Final = 2**31
+_INTEGER: Final = TypeAdapter(int)
 """Parses integers as the engine does, which accepts 7.0 and "7" for 7."""
 
 
@@ -43,7 +43,7 @@ def of_body(body: Mapping[str, Any]) -> Estimate:
 
 def num_choices(body: Mapping[str, Any]) -> int:
     """Return the number of choices of a completion or a chat, over all its prompts."""
-    return min(num_prompts(body) * max(1, _number(body.get("n"))), _MOST)
+    return min(num_prompts(body) * max(1, _number(body.get("n"))), _MAX_COUNT)
 
 
 def num_prompts(body: Mapping[str, Any]) -> int:
@@ -90,7 +90,7 @@ def of_training(wanted: TrainingRequest) -> Estimate:
 
 def _together(prompts: list[Estimate], generated: int) -> Estimate:
     stated = generated + sum(prompt.stated for prompt in prompts)
-    return Estimate(min(stated, _MOST), min(sum(prompt.guessed for prompt in prompts), _MOST))
+    return Estimate(min(stated, _MAX_COUNT), min(sum(prompt.guessed for prompt in prompts), _MAX_COUNT))
 
 
 def _prompts(given: Any) -> list[Estimate]:
@@ -120,12 +120,12 @@ def _chat(messages: Any) -> Estimate:
 
 
 def _guessed(text: Any) -> int:
-    return len(text) // _BYTES_A_TOKEN + 1 if isinstance(text, str) else 0
+    return len(text) // _BYTES_PER_TOKEN + 1 if isinstance(text, str) else 0
 
 
 def _number(given: Any) -> int:
     try:
-        return min(max(0, _WHOLE.validate_python(given)), _MOST)
+        return min(max(0, _INTEGER.validate_python(given)), _MAX_COUNT)
     except ValidationError:
         return 0
 

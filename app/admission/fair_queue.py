@@ -56,7 +56,7 @@ class FairQueue(Generic[T]):
         """Remove and return the next item among the allowed senders; None if there is none.
 
         Args:
-            may: Whether a sender may have an item now.
+            may: Returns whether an item of this sender may be taken now.
         """
         sender = next(filter(may, self._senders), None)
         if sender is None:

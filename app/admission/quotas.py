@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from api_schemas.errors import ApiError, ErrorCode
@@ -92,30 +92,22 @@ class Quotas:
             ThrottledError: A quota is used up.
         """
         header_sets: list[dict[str, str]] = []
-        for quota in quotas:
-            for group in groups:
-                most = quota.limit(group.limits)
-                if most is None:
-                    continue
-                used = await self._counts.used(_name(group, quota))
-                if used.amount >= most:
-                    raise await self._used_up(group, quota, most)
-                if quota is Quota.TOKENS:
-                    header_sets.append(_headers(most, used))
+        for group, quota, most in _limited(groups, quotas):
+            used = await self._counts.used(_name(group, quota))
+            if used.amount >= most:
+                raise await self._used_up(group, quota, most)
+            if quota is Quota.TOKENS:
+                header_sets.append(_headers(most, used))
         return _least(header_sets)
 
     async def wait_s(self, groups: Sequence[QuotaGroup]) -> int:
         """Return the seconds until all groups have some of each quota left; 0 if they have now."""
         wait = 0
-        for quota in Quota:
-            for group in groups:
-                most = quota.limit(group.limits)
-                if most is None:
-                    continue
-                used = await self._counts.used(_name(group, quota))
-                if used.amount >= most:
-                    used = await self._counts.used(_name(group, quota), ahead=True)
-                    wait = max(wait, used.wait_s(most - 1))
+        for group, quota, most in _limited(groups, Quota):
+            used = await self._counts.used(_name(group, quota))
+            if used.amount >= most:
+                ahead = await self._counts.used(_name(group, quota), ahead=True)
+                wait = max(wait, ahead.wait_s(most - 1))
         return wait
 
     async def reserve(
@@ -133,10 +125,8 @@ class Quotas:
         reserved: list[Reservation] = []
         header_sets: list[dict[str, str]] = []
         try:
-            for group in groups:
-                most = Quota.TOKENS.limit(group.limits)
-                if most is not None:
-                    header_sets.append(await self._reserve(group, most, estimate, reserved))
+            for group, _, most in _limited(groups, [Quota.TOKENS]):
+                header_sets.append(await self._reserve(group, most, estimate, reserved))
         except BaseException:
             await self._give_back(reserved)
             raise
@@ -168,11 +158,9 @@ class Quotas:
             The reservations, to be passed to ``settle``.
         """
         requested = estimate.stated + estimate.guessed
-        limits = [(group, Quota.TOKENS.limit(group.limits)) for group in groups]
         return [
-            (await self._counts.take(_name(group, Quota.TOKENS), min(requested, most)))[0]
-            for group, most in limits
-            if most is not None
+            (await self._counts.take(_name(group, quota), min(requested, most)))[0]
+            for group, quota, most in _limited(groups, [Quota.TOKENS])
         ]
 
     async def _give_back(self, reserved: Sequence[Reservation]) -> None:
@@ -185,19 +173,14 @@ class Quotas:
         """Count the usage of a request that is over, and release what it reserved and did not use."""
         await meter.settled()
         aside = {one.name: one for one in reserved}
-        for quota in Quota:
-            used = quota.used(meter)
-            for group in groups:
-                most = quota.limit(group.limits)
-                if most is None:
-                    continue
-                name = _name(group, quota)
-                taken = aside.get(name)
-                if taken is not None:
-                    await self._counts.give_back(taken, taken.amount - used)
-                beyond = used - (0 if taken is None else taken.amount)
-                if beyond > 0:
-                    await self._counts.add(name, beyond, most)
+        for group, quota, most in _limited(groups, Quota):
+            name, used = _name(group, quota), quota.used(meter)
+            taken = aside.get(name)
+            if taken is not None:
+                await self._counts.give_back(taken, taken.amount - used)
+            beyond = used - (0 if taken is None else taken.amount)
+            if beyond > 0:
+                await self._counts.add(name, beyond, most)
 
     async def _used_up(
         self, group: QuotaGroup, quota: Quota, most: int, taken: Reservation | None = None
@@ -229,6 +212,17 @@ def _headers(most: int, used: Used) -> dict[str, str]:
 
 def _least(header_sets: list[dict[str, str]]) -> dict[str, str]:
     return min(header_sets, key=lambda headers: int(headers[_REMAINING]), default={})
+
+
+def _limited(
+    groups: Sequence[QuotaGroup], quotas: Iterable[Quota]
+) -> Iterator[tuple[QuotaGroup, Quota, int]]:
+    """Yield each quota that a group has a limit for, with the limit."""
+    for quota in quotas:
+        for group in groups:
+            most = quota.limit(group.limits)
+            if most is not None:
+                yield group, quota, most
 
 
 def _name(group: QuotaGroup, quota: Quota) -> str:

@@ -19,12 +19,12 @@ from limits import RateLimitItemPerMinute
 from app.admission.counters import Counts, Reservation
 from app.admission.estimates import Estimate
 from app.admission.quotas import Quota, QuotaGroup, Quotas
-from app.allowance import said_exceeded
+from app.allowance import limit_message
 from app.auth.principal import Principal
 from app.refusals import ThrottledError
 from nnsight_engine.core.metering import UsageMeter
 
-_SOON_S: Final = 1
+_MIN_RETRY_S: Final = 1
 _REMAINING: Final = "x-ratelimit-remaining-requests"
 
 
@@ -182,8 +182,8 @@ class Rates:
             if most is not None and self._running[group.name] >= most:
                 who = f"{group.text[0].upper()}{group.text[1:]}"
                 then = "send this one again when one of them has ended"
-                message = said_exceeded(who, most, "requests that run", self._running[group.name], 1, then)
-                raise ThrottledError(message, {"Retry-After": str(_SOON_S)})
+                message = limit_message(who, most, "running requests", self._running[group.name], 1, then)
+                raise ThrottledError(message, {"Retry-After": str(_MIN_RETRY_S)})
 
     def _end(self, names: list[str]) -> None:
         self._running.subtract(names)
@@ -219,7 +219,7 @@ class Rates:
         return {
             "x-ratelimit-limit-requests": str(most),
             _REMAINING: str(max(0, stats.remaining)),
-            "x-ratelimit-reset-requests": f"{max(_SOON_S, math.ceil(stats.reset_time - time.time()))}s",
+            "x-ratelimit-reset-requests": f"{max(_MIN_RETRY_S, math.ceil(stats.reset_time - time.time()))}s",
         }
 
 

@@ -38,7 +38,7 @@ class SlotPool:
         return sum(map(len, self._groups.values()))
 
     def request(self, tenant: str, group: Hashable, *, may_exceed_queue: bool = False) -> Slot:
-        """Request a slot; the caller awaits it, and must always leave it.
+        """Request a slot; the caller awaits it, and must release it in any case.
 
         Args:
             tenant: The tenant whose share it counts against; no share applies if empty.

@@ -85,7 +85,9 @@ class AuditLog:
         if not self.is_on:
             return
         entry = self._running.pop(record.request_id, None) or _AuditEntry(record)
-        if len(self._pending) >= _MAX_PENDING and entry.known is None:  # else a row would stay under way
+        if (
+            len(self._pending) >= _MAX_PENDING and entry.known is None
+        ):  # otherwise the row would remain marked as unfinished
             self._num_lost += 1
             return
         entry.row = record.row()

@@ -31,19 +31,22 @@ def check_codec(head: TraceHead, caller: Principal, settings: Settings) -> None:
     if head.codec == "wire":
         return
     if not settings.allow_cloudpickle:
-        raise _refused("this server does not take them from anybody (NNSIGHT_ENGINE_ALLOW_CLOUDPICKLE)")
+        raise _refused("this server accepts them from no client (NNSIGHT_ENGINE_ALLOW_CLOUDPICKLE)")
     if not caller.has_key:
-        raise _refused("this server has no keys: its operator makes one that may, `--trusted-codecs`")
+        raise _refused(
+            "this server has no keys: its operator can create one that may send them, `keys create "
+            "--tier trusted --trusted-codecs`"
+        )
     if not caller.trusted_codecs:
         raise _refused(
-            f"the key {caller.key_id!r} may not: its operator makes one that may, `keys create "
-            "--tier trusted --trusted-codecs`"
+            f"the key {caller.key_id!r} may not send them: the server's operator can create one that may, "
+            "`keys create --tier trusted --trusted-codecs`"
         )
 
 
 def _refused(why: str) -> ApiError:
     return ApiError(
         ErrorCode.CODEC_NOT_ALLOWED,
-        f"Blocks written in 'cloudpickle' run any code of their sender's, and {why}. Send them in 'wire'.",
+        f"Blocks in the codec 'cloudpickle' can run any code, and {why}. Send them in the codec 'wire'.",
         "codec",
     )

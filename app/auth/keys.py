@@ -22,7 +22,7 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.keys import CreatedKey, Key, Limits, NewKey, Scope, Tenant, Tier
 from app.auth.login_throttle import LoginThrottle
 from app.auth.lookups import Lookups
-from app.auth.principal import EVERYBODY, Principal
+from app.auth.principal import ANONYMOUS, Principal
 from app.auth.secrets import Secret, bearer, hashed, is_slow, matches, new_secret, parsed
 from app.refusals import ThrottledError
 from app.storage.keys import KeyStore, is_open, key_from_row
@@ -30,9 +30,9 @@ from app.storage.tables import KeyRow
 
 logger = logging.getLogger(__name__)
 
-_HOLDS_S: Final = 10.0
+_CACHE_TTL_S: Final = 10.0
 _MAX_KNOWN: Final = 10_000
-_MAX_AT_ONCE: Final = 2
+_MAX_CONCURRENT_HASHES: Final = 2
 _MAX_WAITING: Final = 200
 _USE_RESOLUTION_S: Final = 60.0
 
@@ -72,7 +72,7 @@ class Keys:
         self._guesses = LoginThrottle()
         # For keys stored with a slow hash. A dedicated pool, since hashing continues after its request is
         # cancelled.
-        self._hashing = ThreadPoolExecutor(_MAX_AT_ONCE, thread_name_prefix="keys")
+        self._hashing = ThreadPoolExecutor(_MAX_CONCURRENT_HASHES, thread_name_prefix="keys")
         self._num_waiting = 0
         # The hash that nonexistent keys are compared with, for equal timing.
         self._dummy_hash = hashed(new_secret())
@@ -85,7 +85,7 @@ class Keys:
         moment = time.monotonic()
         if not self._has_keys and moment >= self._looked_until:
             self._has_keys = await self._store.is_used()
-            self._looked_until = moment + _HOLDS_S
+            self._looked_until = moment + _CACHE_TTL_S
         return self._has_keys
 
     async def need_sandbox(self) -> bool:
@@ -105,17 +105,20 @@ class Keys:
                 address.
         """
         if not await self.are_required():
-            return EVERYBODY
+            return ANONYMOUS
         text = bearer(authorization)
         if not text:
             raise ApiError(
                 ErrorCode.NO_KEY,
-                "This server asks for a key: send it as `Authorization: Bearer nns_…`. Whoever runs it makes "
-                "one with `nnsight-engine keys create`.",
+                "This server requires a key: send it as `Authorization: Bearer nns_…`. The server's operator "
+                "creates keys with `nnsight-engine keys create`.",
             )
         known = await self._looked_up(text, address)
         if known.principal is None:
-            raise ApiError(ErrorCode.INVALID_KEY, "The key of this request is not known here, or has ended.")
+            raise ApiError(
+                ErrorCode.INVALID_KEY,
+                "The key of this request is unknown or has ended; ask the server's operator for another one.",
+            )
         return known.principal
 
     async def _looked_up(self, text: str, address: str) -> _CachedCheck:
@@ -142,7 +145,7 @@ class Keys:
         self._known[digest] = known
 
     async def _checked(self, secret: Secret, before: _CachedCheck | None) -> _CachedCheck:
-        until = time.monotonic() + _HOLDS_S
+        until = time.monotonic() + _CACHE_TTL_S
         found = await self._lookups.find(secret.id)
         kept = self._dummy_hash if found is None else found[0].hash
         is_right = (before is not None and before.kept == kept) or await self._matches(secret, kept)
@@ -167,7 +170,7 @@ class Keys:
             key_id: The key; empty for work begun without one.
         """
         if not key_id:
-            return EVERYBODY
+            return ANONYMOUS
         found = await self._store.valid_successor(key_id)
         return None if found is None else _principal(*found)
 
@@ -183,7 +186,7 @@ class Keys:
     async def _matches_slowly(self, secret: Secret, kept: str) -> bool:
         if self._num_waiting >= _MAX_WAITING:
             raise ThrottledError(
-                "Too many keys that are not known wait to be looked at: send this one again.",
+                "Too many unknown keys are waiting to be checked; send this request again.",
                 {"Retry-After": "1"},
             )
         self._num_waiting += 1
@@ -197,7 +200,7 @@ class Keys:
         try:
             await self._store.note_use(key_id, kept)
         except Exception:
-            logger.exception("it could not be written down that the key %s was used", key_id)
+            logger.exception("recording the use of key %s in the database failed", key_id)
 
     async def close(self) -> None:
         """Finish pending writes; the database must still be open."""
@@ -210,7 +213,7 @@ class Keys:
         """Create a key; the returned object is the only copy of its secret."""
         secret = new_secret()
         key = await self._store.add(new, secret.id, hashed(secret))
-        logger.info("key %s was made for tenant %s", key.id, key.tenant)
+        logger.info("key %s was created for tenant %s", key.id, key.tenant)
         self._has_keys = True
         return CreatedKey(**key.model_dump(), key=secret.text)
 
@@ -236,7 +239,8 @@ class Keys:
             return None
         if not await self._matches(secret, found[0].hash):
             raise ApiError(
-                ErrorCode.INVALID_KEY, f"The id {secret.id} is that of another key: make this one anew."
+                ErrorCode.INVALID_KEY,
+                f"The id {secret.id} belongs to a key with another secret; generate a new key.",
             )
         return key_from_row(found[0])
 
@@ -248,7 +252,7 @@ class Keys:
         """
         secret = new_secret()
         key = await self._store.replace(key_id, secret.id, hashed(secret), grace_s)
-        self._forget(key_id)
+        self._expire_cached(key_id)
         logger.info("key %s replaces %s", key.id, key_id)
         return CreatedKey(**key.model_dump(), key=secret.text)
 
@@ -259,7 +263,7 @@ class Keys:
             ApiError: ``key_not_found``.
         """
         key = await self._store.revoke(key_id)
-        self._forget(key_id)
+        self._expire_cached(key_id)
         logger.info("key %s was revoked", key_id)
         return key
 
@@ -283,7 +287,7 @@ class Keys:
         self._known = {digest: dataclasses.replace(one, until=0.0) for digest, one in self._known.items()}
         return changed
 
-    def _forget(self, key_id: str) -> None:
+    def _expire_cached(self, key_id: str) -> None:
         self._generation += 1
         self._known = {
             digest: known

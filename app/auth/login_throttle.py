@@ -15,12 +15,12 @@ from typing import Final
 
 from app.refusals import ThrottledError
 
-_MOST: Final = 200.0
+_BURST: Final = 200.0
 _PER_S: Final = 1.0
-_MAX_PLACES: Final = 10_000
+_MAX_ENTRIES: Final = 10_000
 _IPV6_NETWORK: Final = 64
 
-_Place = tuple[str, str]
+_Source = tuple[str, str]
 
 
 class LoginThrottle:
@@ -32,7 +32,7 @@ class LoginThrottle:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._left: dict[_Place, tuple[float, float]] = {}
+        self._allowances: dict[_Source, tuple[float, float]] = {}
 
     def count(self, key_id: str, address: str) -> None:
         """Count an invalid key with this id from an address.
@@ -40,29 +40,31 @@ class LoginThrottle:
         Raises:
             ThrottledError: There were too many.
         """
-        place = key_id, _place_of(address)
-        left, moment = self._now(place), self._clock()
-        if left < 1:
+        source = key_id, _network_of(address)
+        remaining, moment = self._remaining(source), self._clock()
+        if remaining < 1:
             raise ThrottledError(
-                "Too many wrong keys of this id have come from this address: send a right one, or wait.",
-                {"Retry-After": str(math.ceil((1 - left) / _PER_S))},
+                "Too many wrong keys with this id came from this address: send a valid one, or wait.",
+                {"Retry-After": str(math.ceil((1 - remaining) / _PER_S))},
             )
-        if place not in self._left and len(self._left) >= _MAX_PLACES:
-            self._forget()
-        self._left[place] = left - 1, moment
+        if source not in self._allowances and len(self._allowances) >= _MAX_ENTRIES:
+            self._evict()
+        self._allowances[source] = remaining - 1, moment
 
-    def _now(self, place: _Place) -> float:
-        left, moment = self._left.get(place, (_MOST, self._clock()))
-        return min(_MOST, left + (self._clock() - moment) * _PER_S)
+    def _remaining(self, source: _Source) -> float:
+        remaining, moment = self._allowances.get(source, (_BURST, self._clock()))
+        return min(_BURST, remaining + (self._clock() - moment) * _PER_S)
 
-    def _forget(self) -> None:
-        """Drop entries whose allowance is full again, or all if too many are left."""
-        self._left = {place: one for place, one in self._left.items() if self._now(place) < _MOST}
-        if len(self._left) >= _MAX_PLACES:
-            self._left.clear()
+    def _evict(self) -> None:
+        """Drop entries whose allowance is full again, or all if too many are remaining."""
+        self._allowances = {
+            source: one for source, one in self._allowances.items() if self._remaining(source) < _BURST
+        }
+        if len(self._allowances) >= _MAX_ENTRIES:
+            self._allowances.clear()
 
 
-def _place_of(address: str) -> str:
+def _network_of(address: str) -> str:
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:

@@ -46,19 +46,20 @@ class Principal:
         if missing and not self.has_key:
             raise ApiError(
                 ErrorCode.NO_KEY,
-                "Keys are looked after with a key, and this server has none yet: whoever runs it makes the "
-                "first with `nnsight-engine keys create --tenant NAME --scopes admin`.",
+                "Administration of keys requires a key, and this server has none yet: its operator creates "
+                "the first one with `nnsight-engine keys create --tenant NAME --scopes admin`.",
             )
         if missing:
             requested = ",".join(one for one in Scope if one in self.scopes or one in missing)
             raise ApiError(
                 ErrorCode.MISSING_SCOPE,
-                f"The key {self.key_id!r} lacks the scope {', '.join(missing)}: whoever runs this server "
-                f"makes one with `nnsight-engine keys create --tenant {self.tenant} --scopes {requested}`.",
+                f"The key {self.key_id!r} lacks the scope {', '.join(missing)}: the server's operator "
+                f"creates one with it by `nnsight-engine keys create --tenant {self.tenant} "
+                f"--scopes {requested}`.",
             )
 
 
-EVERYBODY: Final = Principal(
+ANONYMOUS: Final = Principal(
     "", "", frozenset(Scope) - {Scope.ADMIN}, Tier.TRUSTED, limits=Limits(), tenant_limits=Limits()
 )
 """The caller on a server without keys, which listens to this machine alone.
@@ -67,4 +68,4 @@ Not an administrator: otherwise a page in a browser on this machine, or a proxy,
 itself.
 """
 
-__all__ = ["EVERYBODY", "Principal"]
+__all__ = ["ANONYMOUS", "Principal"]

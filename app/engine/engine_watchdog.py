@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
-_LOOKS: Final = 20
+_NUM_INTERVALS: Final = 20
 """The number of intervals into which the time limit is divided."""
 
 
@@ -34,13 +34,13 @@ async def stalled(probe: Callable[[], Awaitable[Any]], limit_s: Callable[[], flo
                 limit = limit_s()
                 if waited_s >= limit:
                     return
-                await asyncio.wait({task}, timeout=limit / _LOOKS)
-                waited_s += limit / _LOOKS
+                await asyncio.wait({task}, timeout=limit / _NUM_INTERVALS)
+                waited_s += limit / _NUM_INTERVALS
             if not task.cancelled():
                 task.exception()  # marks the exception as retrieved
         finally:
             task.cancel()
-        await asyncio.sleep(limit_s() / _LOOKS)
+        await asyncio.sleep(limit_s() / _NUM_INTERVALS)
 
 
 __all__ = ["stalled"]

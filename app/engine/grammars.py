@@ -147,9 +147,9 @@ class Grammars:
         compiling = self._compiling.get(key)
         if compiling is None:
             job = GrammarJob(given, self._backend, self._cpu_s, self._memory)
-            slot = self._slots.request(sender, key)  # a refusal is of this tenant, and nobody else's
+            slot = self._slots.request(sender, key)  # refused by this tenant's share only
             task = asyncio.create_task(self._compiled(job, key, slot), name="grammar")
-            task.add_done_callback(lambda _: slot.release())  # also of one that never began
+            task.add_done_callback(lambda _: slot.release())  # also if the task never started
             compiling = self._compiling[key] = _Compiling(task)
         compiling.num_waiting += 1
         try:
@@ -165,7 +165,7 @@ class Grammars:
         try:
             verdict = await self._compile(job)
         except OSError:
-            await self.close()  # whatever ended it, another one is started
+            await self.close()  # a new process is started for the second attempt
             try:
                 verdict = await self._compile(job)
             except OSError as error:
@@ -212,7 +212,7 @@ class Grammars:
             writer.close()
             raise ConnectionResetError("the process that compiles grammars has ended") from error
         except BaseException:
-            writer.close()  # the child takes this for the end
+            writer.close()  # closing the socket ends the child
             raise
 
     async def _started(self) -> socket.socket:

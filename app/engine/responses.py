@@ -37,7 +37,7 @@ _NUMBER_BYTES: Final = 4
 """Size of a single number, as the engine stores it."""
 
 _GROWN: Final = "~grown"
-"""Where what lists grew by stands in a file: beside what was saved, whose places have no such name."""
+"""The first part of a file's keys for items that lists grew by; no key of a saved value begins with it."""
 
 Decode = Callable[[int], str]
 _Result = CollectedCapture | CollectedProbe | CollectedLens | CollectedTrace
@@ -62,7 +62,8 @@ async def choice_json(
         work: The request's: its tenant owns the tensors, its meter counts them.
         settings: The limit on inline tensors.
         decode: Returns the text of a token id.
-        operations: The request's operations, in its order; the answer says which vector each named one used.
+        operations: The request's operations, in its order; for those with named vectors, the answer says
+            which version was used.
         inline: Whether tensors stay in the answer, however large.
         base_path: The prefix of ``/v1`` in the server's URLs (ASGI's ``root_path``).
 
@@ -70,7 +71,7 @@ async def choice_json(
         ``results`` by name; in the final part also ``provenance`` and, except for code, ``applied``.
 
     Raises:
-        ApiError: The store refuses the tensors; ``trace_failed``: two have one place.
+        ApiError: The store refuses the tensors; ``trace_failed``: two tensors have the same path.
     """
     tensors = _Inline()
     large = _by_key(collected.results)
@@ -156,7 +157,7 @@ def _by_key(results: Sequence[_Result]) -> dict[str, TensorResult]:
     """Return all tensors by their keys in a file.
 
     Raises:
-        ApiError: Two have the same.
+        ApiError: Two tensors have the same key.
     """
     found: dict[str, TensorResult] = {}
     for result in results:
@@ -165,8 +166,8 @@ def _by_key(results: Sequence[_Result]) -> dict[str, TensorResult]:
             if key in found:
                 raise ApiError(
                     ErrorCode.TRACE_FAILED,
-                    f"Two saved tensors have one place in the answer, {clip(key)!r}: a number and its digits "
-                    "are one key in JSON. Give each a key of its own.",
+                    f"Each saved tensor needs a path of its own in the answer, and two have {clip(key)!r}: a "
+                    "number and its digits are the same key in JSON. Use different keys.",
                 )
             found[key] = tensor
     return found
@@ -196,7 +197,7 @@ def _tensors_in(value: Any, place: str) -> Iterator[tuple[str, TensorResult]]:
 
 
 def _below(place: str, key: object) -> str:
-    """Return the place of an item, as JSON pointers spell it: no two are alike, whatever the keys."""
+    """Return the path of an item, escaped as in JSON pointers, so that paths of different keys differ."""
     return f"{place}/{_escaped(str(key))}"
 
 

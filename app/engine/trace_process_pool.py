@@ -41,13 +41,13 @@ _PAUSE_S: Final = 30.0
 """After a failed start of a process, how long traces are refused before the next attempt."""
 
 _RETRY_S: Final = 1.0
-"""After a fault that no trace is to blame for."""
+"""The delay after a fault that no trace has caused."""
 
 _MAX_EVENT_BYTES: Final = 2**21
 _MAX_ALL_UNREAD_BYTES: Final = 256 * 2**20
 """Unread events of all traces."""
 
-_MAX_TOLD: Final = 20_000
+_MAX_PRINTS: Final = 20_000
 """Prints of one trace; the process itself limits their bytes."""
 
 
@@ -218,12 +218,12 @@ class _ProcessSlot:
         while True:
             try:
                 await self._run_next()
-            except Exception:  # who waits in the queue is served by nobody else
+            except Exception:  # must go on: nothing else serves the queue
                 logger.exception("%s failed between two traces", self._traces.purpose)
                 await asyncio.sleep(_RETRY_S)
 
     async def _run_next(self) -> None:
-        """Run the trace whose turn it is; what goes wrong with it is its client's to know."""
+        """Run the next trace of the queue; errors are sent to its client."""
         if self._traces.starts_ahead:
             with contextlib.suppress(ApiError):
                 await self._ready()
@@ -291,8 +291,8 @@ class _ProcessSlot:
     def _refusal(self) -> ApiError:
         return ApiError(
             ErrorCode.LOCAL_ENGINE_FAILED,
-            f"The server could not start {self._traces.purpose}: {self._failure}. Its log says more; other "
-            "requests are served.",
+            f"The server could not start {self._traces.purpose}: {self._failure}. Its log has the details; "
+            "other requests are served.",
         )
 
     async def drop(self) -> None:
@@ -316,7 +316,9 @@ class _ProcessSlot:
             if job.has_begun or job.cancelled.is_set():
                 raise self._ended(job, error) from error
             try:
-                await self._serve_in(await self._ready(), job)  # the first process had ended before the trace
+                await self._serve_in(
+                    await self._ready(), job
+                )  # the first process ended before the trace began
             except ProcessEndedError as again:
                 await self.drop()
                 raise self._ended(job, again) from again
@@ -393,7 +395,7 @@ class _ProcessSlot:
             job.has_begun = True
         elif status in {JobStatus.LOG, JobStatus.ERROR}:
             job.num_prints += 1
-            if job.num_prints > _MAX_TOLD:
+            if job.num_prints > _MAX_PRINTS:
                 raise DecodeError("a trace sends events faster than its client reads them")
             job.notify(JobStatus(status), str(event.get("message", "")))
         else:
@@ -411,24 +413,24 @@ class _ProcessSlot:
             return self._time_out()
         return ApiError(
             ErrorCode.TRACE_PROCESS_ENDED,
-            f"The process that ran the trace has ended: {error}. A block can do that by running out of "
-            "memory or by ending it on purpose; the server has started another one.",
+            f"The process that ran the trace has ended: {error}. Possible causes are a block that runs out "
+            "of memory or ends its process; the server has started another one.",
         )
 
     def _time_out(self) -> ApiError:
         return ApiError(
             ErrorCode.TRACE_TIMED_OUT,
-            f"The trace ran for {self._traces.time_limit_s:g} s, which is all that one may "
-            "(trace_time_limit_s).",
+            f"A trace may run for {self._traces.time_limit_s:g} s (trace_time_limit_s), and this one was "
+            "ended then; split it, or shorten it.",
         )
 
 
 async def _receive_status(child: TraceProcess) -> dict[str, Any]:
-    """Return what a process says of itself.
+    """Receive a process's message about its own state.
 
     Raises:
-        DecodeError: It is no object.
-        ProcessEndedError: It says nothing more.
+        DecodeError: The message is not an object.
+        ProcessEndedError: The process has ended.
     """
     message = (await child.frame()).json()
     if not isinstance(message, dict):

@@ -93,7 +93,6 @@ class VLLMEngineClient:
     """
 
     def __init__(self, args: argparse.Namespace, settings: Settings, store: ResultStore) -> None:
-        """Store the configuration; ``start`` loads the model."""
         self._args = args
         self._settings = settings
         self._store = store
@@ -206,12 +205,14 @@ class VLLMEngineClient:
         if not timeout_s:
             return
         try:
-            # Blocks have limits of their own on the time that they add to a step.
+            # The time of blocks in a step has its own limits, which are added to the timeout.
             await stalled(engine.is_sleeping, lambda: timeout_s + step_s * engine.num_other_requests)
-            logger.error("a step takes more than engine_stall_timeout_s, %g s: ending the engine", timeout_s)
+            logger.error(
+                "a step takes longer than engine_stall_timeout_s, %g s: killing the engine", timeout_s
+            )
             engine.kill()
         except Exception:
-            logger.exception("nobody looks any more whether the engine hangs")
+            logger.exception("the engine watchdog has failed: a hanging engine is no longer detected")
 
     async def _generate_one(self) -> None:
         """Generate a token, so that the engine is reported ready only after it has worked."""

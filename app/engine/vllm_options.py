@@ -238,7 +238,7 @@ TO_ENGINE: Final = frozenset(
 )
 """Arguments of the engine: ``AsyncEngineArgs`` takes them; ``check_supported`` refuses some of them."""
 
-DONE: Final = frozenset(
+HANDLED_HERE: Final = frozenset(
     [
         "chat_template",
         "chat_template_content_format",
@@ -268,11 +268,11 @@ DONE: Final = frozenset(
         "trust_request_mm_kwargs",
     ]
 )
-"""Options handled by the parser, the command line and vLLM's serving classes, which answer here too."""
+"""Options handled in this process: by the parser, the command line and vLLM's serving classes."""
 
-_PROXY: Final = "put a proxy in front that does it (docs/deploying.md)"
-_NO_ROUTE: Final = "the routes that it is for are not served here"
-_REPLICAS: Final = "serve several with --replicas N"
+_PROXY: Final = "use a proxy in front of the server for it (docs/deploying.md)"
+_NO_ROUTE: Final = "its routes are not served here"
+_REPLICAS: Final = "run several servers with --replicas N"
 _LORA: Final = (
     "lenses and calls of the unembedding would go through other requests' adapters; serve a checkpoint into "
     "which the adapter is merged"
@@ -385,7 +385,7 @@ REFUSED: Final[Mapping[str, str]] = types.MappingProxyType(
 """The alternative to each refused option, by the argument's name."""
 
 
-_MAY_ASK_FOR_NOTHING: Final = frozenset(
+_MAY_HAVE_NO_EFFECT: Final = frozenset(
     {"api_server_count", "data_parallel_size", "data_parallel_size_local", "nnodes", "node_rank"}
 )
 """Numeric options with a value that has no effect; the value, not only the name, decides."""
@@ -400,7 +400,7 @@ def refuse_named(options: Sequence[str]) -> None:
     for option in options:
         flag = option.partition("=")[0].replace("_", "-")
         name = flag.removeprefix("--").replace("-", "_")
-        if flag.startswith("--") and name in REFUSED and name not in _MAY_ASK_FOR_NOTHING:
+        if flag.startswith("--") and name in REFUSED and name not in _MAY_HAVE_NO_EFFECT:
             raise UnsupportedOptionError(f"{flag} is not supported: {REFUSED[name]}")
     if has_vllm_key():
         raise UnsupportedOptionError(
@@ -422,16 +422,16 @@ def refuse_ignored(args: argparse.Namespace, parser: argparse.ArgumentParser) ->
     for action in parser._actions:  # noqa: SLF001 - has no public name
         name = action.dest
         value = getattr(args, name, None)
-        if name in TO_ENGINE or name in DONE or not _is_given(value, action):
+        if name in TO_ENGINE or name in HANDLED_HERE or not _is_given(value, action):
             continue
-        if name in _MAY_ASK_FOR_NOTHING - {"node_rank"} and value == 1:
+        if name in _MAY_HAVE_NO_EFFECT - {"node_rank"} and value == 1:
             continue
         instead = REFUSED.get(name, "this version does not know it; leave it out")
         raise UnsupportedOptionError(f"{_flag(action)} is not supported: {instead}")
 
 
 def _is_given(value: Any, action: argparse.Action) -> bool:
-    """Return whether a value asks for anything; ``--no-enable-lora``, whose default is None, does not."""
+    """Return whether a value has an effect; ``--no-enable-lora``, whose default is None, has none."""
     return value != action.default and bool(value or action.default)
 
 
@@ -439,4 +439,4 @@ def _flag(action: argparse.Action) -> str:
     return next((option for option in action.option_strings if option.startswith("--")), action.dest)
 
 
-__all__ = ["DONE", "REFUSED", "TO_ENGINE", "refuse_ignored", "refuse_named"]
+__all__ = ["HANDLED_HERE", "REFUSED", "TO_ENGINE", "refuse_ignored", "refuse_named"]

@@ -124,10 +124,10 @@ class RefusedError(Exception):
 
 
 class Refusals:
-    """Errors of this server for vLLM's refusals of one body.
+    """Converts vLLM's refusals of one body to errors of this server.
 
-    A context manager, which may be entered repeatedly: it raises ApiError for
-    a ``RefusedError`` of its block.
+    A context manager, which may be entered repeatedly: it raises ApiError for a ``RefusedError`` of its
+    block.
 
     Args:
         body: The request's JSON.

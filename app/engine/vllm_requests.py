@@ -24,7 +24,7 @@ _TRANSFERS: Final = {"kv_transfer_params", "ec_transfer_params"}
 
 
 async def read_request(model: type[BaseModel], body: JsonObject, *, in_thread: bool = False) -> Any:
-    """Return a body as vLLM's request.
+    """Validate a body, and return it as an instance of vLLM's request model.
 
     Args:
         model: vLLM's request model.

@@ -26,7 +26,7 @@ from nnsight_engine.core.work_context import current_work
 _requests = logging.getLogger("app.requests")
 
 _FIELDS: Final = ("request_id", "tenant", "trace_id")
-_CHATTY: Final = ("app", "nnsight_engine", "uvicorn")
+_VERBOSE_LOGGERS: Final = ("app", "nnsight_engine", "uvicorn")
 """Loggers whose level is the setting ``log_level``."""
 _EXTRAS: Final = (
     *_FIELDS, "method", "route", "status", "outcome", "error", "operations", "duration_s", "request_bytes",
@@ -51,7 +51,7 @@ def start_logs(settings: Settings) -> None:
     root.setLevel(logging.WARNING)
     # Not for all loggers: some libraries log their arguments at these levels, such as SQL statements with
     # values.
-    for name in _CHATTY:
+    for name in _VERBOSE_LOGGERS:
         logging.getLogger(name).setLevel(settings.log_level)
     # At DEBUG uvicorn logs the headers of WebSockets, which include keys.
     uvicorns = logging.getLogger("uvicorn")

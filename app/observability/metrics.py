@@ -84,7 +84,7 @@ class _TalliedHistogram(Histogram):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Levels:
+class GaugeValues:
     """The current values of everything that goes up and down.
 
     Attributes:
@@ -124,46 +124,46 @@ class Metrics:
         self._num_restarts = 0
         self._requests = Counter(
             "nnsight_engine_requests",
-            "Requests that were answered, by how that ended.",
+            "Answered requests, by outcome.",
             ["route", "method", "model", "tenant_class", "outcome"],
             registry=own,
         )
         self._rejected = Counter(
             "nnsight_engine_rejected",
-            "Requests that were refused or failed with one of the server's error codes.",
+            "Requests that were refused or failed, by error code.",
             ["reason"],
             registry=own,
         )
         self._request_s = Histogram(
             "nnsight_engine_request_seconds",
-            "From a request's last byte to its answer's, of completions, chats and traces that succeeded.",
+            "From a request's last byte to its answer's, for successful completions, chats and traces.",
             ["route", "kind"],
             buckets=_REQUEST_BUCKETS_S,
             registry=own,
         )
         self.first_token_s = Histogram(
             "nnsight_engine_time_to_first_token_seconds",
-            "From a request's last byte to the first event of its stream that has text.",
+            "Time from a request's last byte to the first event of its stream with text.",
             ["route", "kind"],
             buckets=_FIRST_BUCKETS_S,
             registry=own,
         )
         self.between_tokens_s = Histogram(
             "nnsight_engine_inter_token_seconds",
-            "Between events with tokens, of streams of one choice.",
+            "Time between events with tokens, for streams of one choice.",
             ["route", "kind"],
             buckets=_BETWEEN_BUCKETS_S,
             registry=own,
         )
         self._interventions = Counter(
             "nnsight_engine_interventions",
-            "Operations of requests and jobs that ran, by kind of point and by how their steps ran.",
+            "Operations of completed requests and jobs, by kind of point and by tier of the steps.",
             ["op", "tier", "point"],
             registry=own,
         )
         self._prompts = Counter(
             "nnsight_engine_cache_salted_requests",
-            "Completions and chats by what isolates their prefix cache from other tenants.",
+            "Completions and chats, by the isolation of their prefix cache.",
             ["salt"],
             registry=own,
         )
@@ -188,26 +188,26 @@ class Metrics:
             "Seconds that the event loop was blocked in these stalls.",
             registry=own,
         )
-        self._make_engines(own)
-        self._make_levels(own)
+        self._make_engine_metrics(own)
+        self._make_gauges(own)
 
-    def _make_engines(self, own: CollectorRegistry) -> None:
-        """Create the metrics of what engines count."""
+    def _make_engine_metrics(self, own: CollectorRegistry) -> None:
+        """Create the metrics of the engine's counters."""
         self._steps = Counter(
             "nnsight_engine_steps",
-            "Steps of the engine: plain, with interventions in the compiled model, or with it uncompiled.",
+            "Steps of the engine: plain, with interventions in the compiled model, or uncompiled.",
             ["tier"],
             registry=own,
         )
         self._step_s = _TalliedHistogram(
             "nnsight_engine_step_intervention_seconds",
-            "Seconds that interventions took of one step, for steps with interventions.",
+            "Seconds of interventions in one step, for steps with interventions.",
             buckets=STEP_BUCKETS_S,
             registry=own,
         )
         self._sandboxes = Counter(
             "nnsight_engine_sandboxes",
-            "Sandboxes given to traces, ended before their time, and traces for which there was none.",
+            "Sandboxes that were assigned to traces, killed early, or not available.",
             ["event"],
             registry=own,
         )
@@ -220,23 +220,21 @@ class Metrics:
             if status.is_final:
                 self._job_ends.labels(status.value.lower())
 
-    def _make_levels(self, own: CollectorRegistry) -> None:
+    def _make_gauges(self, own: CollectorRegistry) -> None:
         """Create the gauges; over several processes they are summed, or equal if shared."""
 
         def gauge(name: str, about: str, labels: Iterable[str] = (), *, is_shared: bool = False) -> Gauge:
             mode: Literal["livemax", "livesum"] = "livemax" if is_shared else "livesum"
             return Gauge(f"nnsight_engine_{name}", about, labels, registry=own, multiprocess_mode=mode)
 
-        self._phase = gauge("phase", "How many server processes are in this phase.", ["phase"])
-        self._in_flight = gauge("in_flight", "Requests being answered, and jobs being run.")
-        self._waiting = gauge(
-            "waiting", "Requests that wait before the engine, by the resource they wait for.", ["queue"]
-        )
+        self._phase = gauge("phase", "Number of server processes in this phase.", ["phase"])
+        self._in_flight = gauge("in_flight", "Requests being answered and jobs being run.")
+        self._waiting = gauge("waiting", "Requests waiting before the engine, by resource.", ["queue"])
         self._jobs = gauge("jobs", "Jobs in the database.", ["status"], is_shared=True)
         self._oldest_job_s = gauge(
-            "oldest_waiting_job_seconds", "How long a job has waited, of those that wait.", is_shared=True
+            "oldest_waiting_job_seconds", "Waiting time of the job that has waited longest.", is_shared=True
         )
-        self._stored = gauge("stored_bytes", "Bytes kept.", ["store"], is_shared=True)
+        self._stored = gauge("stored_bytes", "Stored bytes.", ["store"], is_shared=True)
         self._max_stored = gauge(
             "stored_bytes_limit", "Limit on the stored bytes.", ["store"], is_shared=True
         )
@@ -285,8 +283,8 @@ class Metrics:
             self._stalls.inc()
         self._stalled_s.inc(seconds)
 
-    def set_levels(self, levels: Levels) -> None:
-        """Set all gauges."""
+    def update_gauges(self, levels: GaugeValues) -> None:
+        """Set all gauges from a snapshot."""
         for phase in Phase:
             self._phase.labels(phase.value).set(phase is levels.phase)
         self._in_flight.set(levels.in_flight)
@@ -373,4 +371,4 @@ def _grown(before: float, now: float) -> float:
     return now - before if now >= before else now
 
 
-__all__ = ["OTHER", "Levels", "Metrics", "kind_of", "outcome_of"]
+__all__ = ["OTHER", "GaugeValues", "Metrics", "kind_of", "outcome_of"]

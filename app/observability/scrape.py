@@ -14,14 +14,14 @@ from typing import Any, Final, Protocol
 
 from app.engine.client import EngineClient
 from app.lifecycle import Lifecycle
-from app.observability.metrics import Levels, Metrics
+from app.observability.metrics import GaugeValues, Metrics
 
 logger = logging.getLogger(__name__)
 
 _PAUSE_S: Final = 1.0
 """The pause between a response and the next query."""
 
-_PATIENCE_S: Final = 2.0
+_TIMEOUT_S: Final = 2.0
 """How long a scrape waits for a response before it uses the last known values."""
 
 
@@ -49,7 +49,7 @@ class _Query:
         if self._task is None and time.monotonic() - self._answered_at >= _PAUSE_S:
             self._task = asyncio.create_task(self._run(), name="metrics")
         if self._task is not None:
-            await asyncio.wait({self._task}, timeout=_PATIENCE_S)
+            await asyncio.wait({self._task}, timeout=_TIMEOUT_S)
 
     async def close(self) -> None:
         """Cancel the running query."""
@@ -102,7 +102,7 @@ class Scrape:
         """Return all metrics in Prometheus' text format."""
         await asyncio.gather(*(question.answered() for question in self._queries))
         jobs, oldest_s = self._known_jobs
-        levels = Levels(
+        levels = GaugeValues(
             self._lifecycle.phase,
             self._lifecycle.num_in_flight,
             {**self._waiting(), "jobs": jobs.get("QUEUED", 0)},
@@ -110,7 +110,7 @@ class Scrape:
             oldest_s,
             self._stored(),
         )
-        self._metrics.set_levels(levels)
+        self._metrics.update_gauges(levels)
         self._metrics.count_restarts(self._restarts())
         return await self._metrics.exposition()
 

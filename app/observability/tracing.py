@@ -39,7 +39,7 @@ from nnsight_engine import __version__
 
 _GRPC: Final = "grpc"
 _SERVER_ERROR: Final = 500
-_LAST_S: Final = 3.0
+_SHUTDOWN_TIMEOUT_S: Final = 3.0
 _TRACEPARENT: Final = "traceparent"
 
 
@@ -138,7 +138,7 @@ class Tracing:
         """Begin the span of a request, and propagate it to the work on the request's behalf."""
         parent = self._propagator.extract(Headers(scope=scope), context=Context())
         span = self._tracer.start_span("request", parent, SpanKind.SERVER)
-        return RequestSpan(span, self._hand_on(span, request))
+        return RequestSpan(span, self._propagate(span, request))
 
     def begin_job(self, run: RequestContext, traceparent: str) -> JobSpan:
         """Begin the span of a job's run, and propagate it to the run's work.
@@ -151,10 +151,10 @@ class Tracing:
         parent_context = get_current_span(parent).get_span_context()
         links = [Link(parent_context)] if parent_context.is_valid else []
         span = self._tracer.start_span("job", Context(), SpanKind.CONSUMER, links=links)
-        self._hand_on(span, run)
+        self._propagate(span, run)
         return JobSpan(span)
 
-    def _hand_on(self, span: Span, context: RequestContext) -> dict[str, str]:
+    def _propagate(self, span: Span, context: RequestContext) -> dict[str, str]:
         headers: dict[str, str] = {}
         self._propagator.inject(headers, set_span_in_context(span, Context()))
         context.record.trace_id = format_trace_id(span.get_span_context().trace_id)
@@ -165,7 +165,7 @@ class Tracing:
         """Export the remaining spans, waiting for the collector a few seconds at most."""
         ending = threading.Thread(target=self._provider.shutdown, name="last-spans", daemon=True)
         ending.start()
-        ending.join(_LAST_S)
+        ending.join(_SHUTDOWN_TIMEOUT_S)
 
 
 def tracing_of(settings: Settings) -> Tracing | None:

@@ -1,1 +1,1 @@
-"""The page at ``/playground``: its sources in ``src/``, what is built of them in ``static/``."""
+"""The page at ``/playground``: its sources are in ``src/``, the built files in ``static/``."""

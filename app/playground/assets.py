@@ -1,7 +1,7 @@
-"""The built page, read once: what a browser asks for by name, and nothing else.
+"""The built files of the playground, read once: the page and its assets.
 
-Names of assets carry a hash of their content, so a browser may keep them for ever; the page itself, which
-names them, is asked for anew each time. ``routes/playground.py`` serves both.
+Names of assets contain a hash of their content, so browsers may cache them indefinitely; the page itself,
+which refers to them, is revalidated each time. ``routes/playground.py`` serves both.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def page() -> Asset:
 
 @functools.cache
 def assets() -> dict[str, Asset]:
-    """Return what the page loads, by name."""
+    """Return the scripts and stylesheets of the page, by name."""
     return {path.name: _read(path) for path in sorted((STATIC / "assets").iterdir())}
 
 

@@ -33,13 +33,13 @@ from nnsight_engine.core.errors import UnsupportedOptionError
 logger = logging.getLogger(__name__)
 
 _ROUTER: Final = "app.replicas.router.PrefixRouter"
-_MARGIN_S: Final = 15.0
+_SHUTDOWN_MARGIN_S: Final = 15.0
 """Seconds that a replica's shutdown takes beyond its drain."""
-_HEALTH_S: Final = 5.0
+_HEALTH_PERIOD_S: Final = 5.0
 _HEALTH_TIMEOUT_S: Final = 30.0
 _RETRIES: Final = 2
-_SMALLEST_CPU: Final = 0.1
-_QUIET: Final = {"enable_access_log": False}
+_MIN_CPUS: Final = 0.1
+_NO_ACCESS_LOG: Final = {"enable_access_log": False}
 _NOT_A_NAME: Final = re.compile(r"[^\w.-]+")
 
 
@@ -56,8 +56,8 @@ def build(args: dict[str, Any]) -> Application:
     options, settings = ReplicaOptions.model_validate(args), Settings()
     if not asyncio.run(has_keys(settings)):
         raise no_keys(
-            "Ray Serve's proxies listen to other machines; it belongs in the database that the application's "
-            "runtime_env names"
+            "Ray Serve's proxies accept connections from other machines; create it in the database that the "
+            "application's runtime_env names"
         )
     deployments = [replicas_of(index, options, settings) for index in range(len(options.models))]
     return front_of(options, settings, deployments)
@@ -66,8 +66,8 @@ def build(args: dict[str, Any]) -> Application:
 def no_keys(why: str) -> UnsupportedOptionError:
     """Return the error for a server that needs a key and has none."""
     return UnsupportedOptionError(
-        "there are no keys: make one with `nnsight-engine keys create --tenant NAME --scopes "
-        f"completions,interventions`, for {why}"
+        "there are no keys: create one with `nnsight-engine keys create --tenant NAME --scopes "
+        f"completions,interventions`, because {why}"
     )
 
 
@@ -75,17 +75,17 @@ def front_of(options: ReplicaOptions, settings: Settings, deployments: Sequence[
     """Return the front as an application that Ray Serve listens for.
 
     Args:
-        options: Of the replicas.
-        settings: The front's.
+        options: The options of the replicas.
+        settings: The front's settings.
         deployments: The replicas of each model.
     """
     front = serve.deployment(serve.ingress()(ServedFront))
     return front.options(
         name="front",
         max_ongoing_requests=options.max_ongoing_requests * 8,
-        graceful_shutdown_timeout_s=settings.drain_timeout_s + _MARGIN_S,
+        graceful_shutdown_timeout_s=settings.drain_timeout_s + _SHUTDOWN_MARGIN_S,
         ray_actor_options={"num_cpus": 0},
-        logging_config=_QUIET,
+        logging_config=_NO_ACCESS_LOG,
     ).bind(options, settings, *deployments)
 
 
@@ -98,25 +98,26 @@ def replicas_of(index: int, options: ReplicaOptions, settings: Settings) -> Appl
         settings: The front's settings; replicas read their own from their environment.
 
     Raises:
-        UnsupportedOptionError: The cluster has several nodes, and replicas would listen on theirs only.
+        UnsupportedOptionError: The cluster has several nodes, and replicas would accept connections from
+            their own node only.
     """
     nodes = nodes_of_cluster()
     if len(nodes) > 1 and is_loopback(options.host):
         raise UnsupportedOptionError(
-            f"the cluster has {len(nodes)} nodes, and replicas that listen on {options.host} are reached "
-            "from their own alone: set `host: 0.0.0.0`, for which there must be keys"
+            f"the cluster has {len(nodes)} nodes, and replicas that listen on {options.host} are reachable "
+            "from their own node only: set `host: 0.0.0.0`, which requires keys"
         )
     shared = [resources_of(one, options.models, nodes) for one in options.models]
     model, resources = options.models[index], shared[index]
     if model.num_devices > 1 and not resources["num_gpus"]:
         logger.warning(
-            "the engine of %s is to spread over %d GPUs, and Ray knows of none: it is started on cores; "
-            "where GPUs come later, say how many with num_gpus or --replica-gpus",
+            "the engine of %s needs %d GPUs, and the Ray cluster has none: it is started on CPU cores; if "
+            "GPUs are added later, set their number with num_gpus or --replica-gpus",
             model.names[0],
             model.num_devices,
         )
     before = zip(options.models[:index], shared[:index], strict=True)
-    stop_s = settings.drain_timeout_s + _MARGIN_S
+    stop_s = settings.drain_timeout_s + _SHUTDOWN_MARGIN_S
     server = ServerOptions(
         arguments=[*([] if model.model is None else [model.model]), *model.arguments],
         environment={**environment_for_replicas(), **options.environment, **model.environment},
@@ -133,11 +134,11 @@ def replicas_of(index: int, options: ReplicaOptions, settings: Settings) -> Appl
             max_ongoing_requests=options.max_ongoing_requests,
             ray_actor_options=resources,
             request_router_config=routing_of(options),
-            health_check_period_s=_HEALTH_S,
+            health_check_period_s=_HEALTH_PERIOD_S,
             health_check_timeout_s=_HEALTH_TIMEOUT_S,
-            graceful_shutdown_timeout_s=settings.drain_timeout_s + stop_s + _MARGIN_S,
+            graceful_shutdown_timeout_s=settings.drain_timeout_s + stop_s + _SHUTDOWN_MARGIN_S,
             max_constructor_retry_count=_RETRIES,
-            logging_config=_QUIET,
+            logging_config=_NO_ACCESS_LOG,
         )
         .bind(server)
     )
@@ -194,7 +195,7 @@ def resources_of(
             taken += one.max_replica_count * (1.0 if one.num_cpus is None else one.num_cpus)
     left = min(sizes) - taken / len(sizes)
     share = left / max(1, math.ceil(sharing / len(sizes)))
-    return {"num_cpus": float(int(share)) if share >= 1 else _SMALLEST_CPU, "num_gpus": num_gpus}
+    return {"num_cpus": float(int(share)) if share >= 1 else _MIN_CPUS, "num_gpus": num_gpus}
 
 
 def _num_gpus(model: ModelOptions, *, has_gpus: bool) -> float:
@@ -237,7 +238,7 @@ class _ExternalReplicas:
         """Do nothing: Ray Serve starts the replicas."""
 
     async def died(self) -> None:
-        """Wait for ever."""
+        """Never return: Ray Serve restarts replicas."""
         await asyncio.Event().wait()
 
     async def close(self) -> None:

@@ -38,8 +38,8 @@ from nnsight_engine.core.errors import UnsupportedOptionError
 logger = logging.getLogger(__name__)
 
 _APPLICATION: Final = "nnsight-engine"
-_ANY_HOST: Final = "0.0.0.0"  # noqa: S104  # nosec B104 # replicas on several machines, with keys
-_LOOK_S: Final = 10.0
+_ALL_INTERFACES: Final = "0.0.0.0"  # noqa: S104  # nosec B104 # replicas on several machines, with keys
+_POLL_S: Final = 10.0
 _OBJECT_STORE_BYTES: Final = 100_000_000
 """Object store size: no large objects pass through Ray."""
 
@@ -53,7 +53,6 @@ class RayReplicas:
     """
 
     def __init__(self, options: ReplicaOptions, settings: Settings) -> None:
-        """Start nothing yet; Ray runs already."""
         self._options = options
         self._settings = settings
         self.replicas: list[Replicas] = []
@@ -61,14 +60,14 @@ class RayReplicas:
         self._application = ""
 
     def connect(self, port: int, *, with_keys: bool) -> None:
-        """Start Ray, or join the existing cluster.
+        """Start Ray, or join a running cluster.
 
         Args:
             port: The front's port, which distinguishes its applications from those of other fronts.
             with_keys: Whether there are keys.
 
         Raises:
-            UnsupportedOptionError: There are no keys, and replicas would listen to other machines.
+            UnsupportedOptionError: There are no keys, and replicas would be reachable from other machines.
         """
         address = cluster_address()
         own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
@@ -76,8 +75,8 @@ class RayReplicas:
         self._application = f"{_APPLICATION}-{socket.gethostname()}-{port}"
         if len(nodes_of_cluster()) > 1:
             if not with_keys:
-                raise no_keys("the cluster has several nodes, on which replicas listen to other machines")
-            self._options = self._options.model_copy(update={"host": _ANY_HOST})
+                raise no_keys("replicas on the cluster's nodes accept connections from other machines")
+            self._options = self._options.model_copy(update={"host": _ALL_INTERFACES})
 
     @property
     def ready(self) -> bool:
@@ -103,22 +102,22 @@ class RayReplicas:
         self.replicas = [ServedReplicas(one, self._options.wait_s) for one in handles]
 
     async def died(self) -> None:
-        """Wait for ever."""
+        """Never return: Ray Serve restarts replicas."""
         await asyncio.Event().wait()
 
     async def close(self) -> None:
         """Stop the replicas, each after its drain, and Ray if it was started for them."""
         self.replicas = []
-        await asyncio.to_thread(self._end)
+        await asyncio.to_thread(self._shut_down)
 
     def _deploy(self) -> list[DeploymentHandle]:
         serve.start(proxy_location="Disabled")
-        there = serve.status().applications
+        existing = serve.status().applications
         for index in range(len(self._options.models)):
-            if self._name(index) in there:
+            if self._name(index) in existing:
                 logger.warning(
-                    "the application %s already exists in the cluster and is replaced: a front that failed "
-                    "left it, or another machine of the same name has one on the same port",
+                    "the application %s already exists in the cluster and is replaced: it was left by a "
+                    "front that failed, or belongs to another machine with the same name and port",
                     self._name(index),
                 )
         targets = [
@@ -136,7 +135,7 @@ class RayReplicas:
         """Log Ray Serve's reasons for replicas that do not start, such as missing resources."""
         logged: set[str] = set()
         while True:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
             try:
                 applications = (await asyncio.to_thread(serve.status)).applications
             except (RayError, RayServeException) as error:
@@ -148,18 +147,18 @@ class RayReplicas:
                 logger.warning("replicas are not ready yet: %s", message)
             logged |= found
 
-    def _end(self) -> None:
+    def _shut_down(self) -> None:
         if not ray.is_initialized():
             return
         for index in range(len(self._options.models)):
-            with contextlib.suppress(Exception):  # it was not there yet
+            with contextlib.suppress(Exception):  # it may not exist yet
                 serve.delete(self._name(index))
         if self._is_own:
             serve.shutdown()
         ray.shutdown()
 
     def _name(self, index: int) -> str:
-        # As others of the cluster have theirs; one that was left behind by a front that died is replaced.
+        # Names are shared by the whole cluster; an application left by a front that died is replaced.
         return f"{self._application}-{index}"
 
 
@@ -182,7 +181,7 @@ def run(options: dict[str, Any], settings: Settings, console: Console, *, with_k
     failures: list[str] = []
 
     def stop() -> None:
-        failures.append("the replicas did not start; their errors are above, or in Ray's log")
+        failures.append("the replicas did not start; see their errors above, or in Ray's log")
         server.should_exit = True
 
     started = RayReplicas(checked, settings)
@@ -196,12 +195,12 @@ def run(options: dict[str, Any], settings: Settings, console: Console, *, with_k
     )
     config = server_config(app, settings)
     server = DrainingServer(config)
-    # Bound before the models are loaded: a port that is taken is known at once.
+    # The socket is bound before the models are loaded, so that a port in use is reported at once.
     sock = listening_socket(config, stall_s=settings.client_stall_timeout_s)
     port = sock.getsockname()[1]
     url = f"http://{settings.host}:{port}"
     started.connect(port, with_keys=with_keys)
-    # Ray has taken the signal, and uvicorn gives it back in the end to whoever had it.
+    # Ray has installed a handler, which uvicorn would restore and call at the end.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     async def serve_front() -> None:
@@ -227,7 +226,7 @@ async def _announce(
     *,
     with_keys: bool,
 ) -> None:
-    """Print that the replicas serve."""
+    """Print the address of the front once the replicas serve."""
     while not started.ready:  # noqa: ASYNC110 - models take seconds to load
         await asyncio.sleep(0.2)
     names: Sequence[str] = [one.names[0] for one in options.models]
@@ -235,7 +234,7 @@ async def _announce(
         logger.setLevel(logging.INFO)
         logger.info("ready", extra={"models": names, "url": url})
         return
-    who = "holders of a key" if with_keys else "this machine alone, there are no keys"
+    who = "holders of a key" if with_keys else "this machine only, because there are no keys"
     console.print(f"Ready for {who}: {', '.join(names)} at {url}.", markup=False, soft_wrap=True)
 
 

@@ -32,7 +32,7 @@ from app.observability.metrics import Metrics
 from app.received_bytes import ReceivedBytes
 from app.replicas.options import ReplicaOptions
 from app.replicas.protocol import ReplicaAddress, Replicas, none_ready
-from app.replicas.relay import ForwardedRequest, NotTakenError, Relay, is_buffered
+from app.replicas.relay import ForwardedRequest, NotAcceptedError, Relay, is_buffered
 from app.replicas.replica_queries import ReplicaQueries
 from app.replicas.request_route import RequestRoute, of_body, owner_of, split_path
 from app.replicas.websocket_relay import reject, relay_socket
@@ -40,10 +40,10 @@ from app.request_context import RequestContextMiddleware, context_of
 from app.settings import Settings
 from app.tenant_budget import TenantBudget
 
-_UNASKED_BYTES: Final = 1024 * 1024
+_UNVERIFIED_BYTES: Final = 1024 * 1024
 """Size of the part of a body that is buffered before a replica has accepted its sender."""
 _EVENTS: Final = "/events"
-_YES: Final = {"1", "on", "t", "true", "y", "yes"}
+_TRUE: Final = {"1", "on", "t", "true", "y", "yes"}
 """Values that pydantic parses as true in a query."""
 
 
@@ -69,7 +69,6 @@ class Front:
     def __init__(
         self, settings: Settings, options: ReplicaOptions, replicas: Callable[[], list[Replicas]]
     ) -> None:
-        """Know the models; nothing is asked yet."""
         self._settings = settings
         self._options = options
         self._replicas = replicas
@@ -125,7 +124,7 @@ class Front:
         """
         name = "" if request.client is None else request.client.host
         declared = request.headers.get("content-length", "")
-        if not declared.isdecimal() or int(declared[:20]) > _UNASKED_BYTES:
+        if not declared.isdecimal() or int(declared[:20]) > _UNVERIFIED_BYTES:
             refusal = await self._queries.refusal(request)
             if refusal is not None:
                 return refusal
@@ -163,7 +162,7 @@ class Front:
         if address is not None:
             try:
                 answer = await self._relay.answer(sent, address)
-            except NotTakenError as refusal:
+            except NotAcceptedError as refusal:
                 answer = refusal.answer
         if answer is None:
             raise _no_result()
@@ -186,7 +185,7 @@ class Front:
                     reply = await self._relay.answer(sent, address)
                     await reply(scope, sent.receive, send)
                     return
-            except NotTakenError as refusal:
+            except NotAcceptedError as refusal:
                 answer = refusal.answer or answer
         if answer is None:
             raise none_ready()
@@ -208,7 +207,7 @@ class Front:
     async def _forward_socket(self, websocket: WebSocket, path: str) -> None:
         """Forward a WebSocket to a replica, or to the next one if it did not accept it."""
         replicas = self._of(context_of(websocket.scope).record.model)
-        is_local = websocket.query_params.get("local", "").lower() in _YES and path.endswith(_EVENTS)
+        is_local = websocket.query_params.get("local", "").lower() in _TRUE and path.endswith(_EVENTS)
         tried: set[str] = set()
         answer: Response | None = None
         while True:
@@ -220,7 +219,7 @@ class Front:
                 others = [one for one in addresses if one.name != address.name]
                 try:
                     await relay_socket(websocket, path, address, others)
-                except NotTakenError as refusal:
+                except NotAcceptedError as refusal:
                     answer = refusal.answer or answer
                 else:
                     return

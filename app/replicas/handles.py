@@ -20,8 +20,8 @@ from app.replicas.protocol import ReplicaAddress, none_ready
 
 logger = logging.getLogger(__name__)
 
-_PLACES_S: Final = 2.0
-_PAUSE_S: Final = 0.1
+_ADDRESSES_TIMEOUT_S: Final = 2.0
+_RETRY_DELAY_S: Final = 0.1
 
 
 class ServedReplicas:
@@ -33,7 +33,6 @@ class ServedReplicas:
     """
 
     def __init__(self, handle: DeploymentHandle, wait_s: float) -> None:
-        """Ask nothing yet."""
         self._handle = handle
         self._leases = handle.options(method_name="lease", stream=True)
         self._wait_s = wait_s
@@ -60,13 +59,13 @@ class ServedReplicas:
             yield ReplicaAddress(name, url)
         finally:
             for lease in leases:
-                _end(lease)
+                _cancel(lease)
 
     async def addresses(self) -> list[ReplicaAddress]:
         """Return the addresses of all replicas; the last known ones if a replica does not answer in time."""
         try:
             found = await self._handle.broadcast("address").results_async(
-                timeout_s=_PLACES_S, return_exceptions=True
+                timeout_s=_ADDRESSES_TIMEOUT_S, return_exceptions=True
             )
         except TimeoutError:
             return self._last
@@ -83,12 +82,12 @@ class ServedReplicas:
                 address: tuple[str, str] = await anext(leases[-1])
             except (RayError, StopAsyncIteration) as error:
                 logger.info("the chosen replica has stopped: %r", error)
-                await asyncio.sleep(_PAUSE_S)
+                await asyncio.sleep(_RETRY_DELAY_S)
             else:
                 return address
 
 
-def _end(lease: Any) -> None:
+def _cancel(lease: Any) -> None:
     try:
         lease.cancel()
     except Exception as error:  # noqa: BLE001 - it has ended by itself, or its replica has

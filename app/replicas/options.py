@@ -20,26 +20,34 @@ class ModelOptions(BaseModel):
     model_config = _STRICT
 
     model: str | None = Field(
-        default=None, description="A Hugging Face name or a folder; else the bundled one."
+        default=None, description="A Hugging Face name or a folder; by default the bundled model."
     )
     arguments: list[str] = Field(
         default=[],
-        description="What `nnsight-engine serve` takes after the model: vLLM's arguments, our own.",
+        description="Further arguments of `nnsight-engine serve`: vLLM's options and its own.",
     )
-    replicas: int = Field(default=1, ge=0, description="How many there are; with `max_replicas` the fewest.")
+    replicas: int = Field(default=1, ge=0, description="Number of replicas; with `max_replicas` the minimum.")
     max_replicas: int | None = Field(
-        default=None, ge=1, description="Up to how many more are started under load."
+        default=None, ge=1, description="Maximum number of replicas, reached under load."
     )
     target_ongoing_requests: float = Field(
-        default=32.0, gt=0, description="Requests under way in a replica beyond which there are to be more."
+        default=32.0, gt=0, description="Running requests per replica above which replicas are added."
     )
-    upscale_delay_s: float = Field(default=30.0, ge=0, description="How long it must be so.")
-    downscale_delay_s: float = Field(default=600.0, ge=0, description="How long there must be fewer.")
-    num_cpus: float | None = Field(default=None, ge=0, description="Cores of a replica; else shared out.")
+    upscale_delay_s: float = Field(
+        default=30.0, ge=0, description="Time above the target before a replica is added."
+    )
+    downscale_delay_s: float = Field(
+        default=600.0, ge=0, description="Time below the target before a replica is removed."
+    )
+    num_cpus: float | None = Field(
+        default=None, ge=0, description="Cores of a replica; by default an equal share of the node's."
+    )
     num_gpus: float | None = Field(
-        default=None, ge=0, description="GPUs of a replica; else as many as its engine spreads over."
+        default=None, ge=0, description="GPUs of a replica; by default the number that its engine uses."
     )
-    environment: dict[str, str] = Field(default={}, description="Variables of this model's replicas.")
+    environment: dict[str, str] = Field(
+        default={}, description="Environment variables of this model's replicas."
+    )
 
     @model_validator(mode="after")
     def _check_range(self) -> ModelOptions:
@@ -50,14 +58,14 @@ class ModelOptions(BaseModel):
             raise ValueError(str(error)) from error
         if options.config is not None:
             raise ValueError(
-                f"--config {options.config}: what a file says of names and GPUs would not be known to Ray; "
-                "say it in the arguments"
+                f"--config {options.config} is not supported with replicas: Ray needs to know the names and "
+                "GPUs; give them as arguments"
             )
         if self.max_replicas is None and not self.replicas:
-            raise ValueError("replicas may be 0 only where max_replicas lets them be started")
+            raise ValueError("replicas may be 0 only if max_replicas is set")
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise ValueError(
-                f"max_replicas is {self.max_replicas} and must not be below {self.replicas} replicas"
+                f"max_replicas must be at least replicas, {self.replicas}, got {self.max_replicas}"
             )
         return self
 
@@ -88,25 +96,29 @@ class ReplicaOptions(BaseModel):
     model_config = _STRICT
 
     models: list[ModelOptions] = Field(min_length=1)
-    environment: dict[str, str] = Field(default={}, description="Variables of all replicas.")
+    environment: dict[str, str] = Field(default={}, description="Environment variables of all replicas.")
     host: str = Field(
         default="127.0.0.1",
-        description="Where replicas listen; `0.0.0.0` where they and the front are on several machines.",
+        description="Address on which replicas listen; `0.0.0.0` if they run on several machines.",
     )
     wait_s: float = Field(
         default=10.0,
         gt=0,
-        description="How long a request waits for a replica; longer to start one from none.",
+        description="How long a request waits for a replica; starting the first one needs a longer wait.",
     )
     prefix_bytes: int = Field(
         default=256,
         ge=0,
-        description="Prompts that agree in so many bytes go to one replica; 0 for no such rule.",
+        description="Prompts that share this many first bytes go to one replica; 0 disables the rule.",
     )
     slack: int = Field(
-        default=8, ge=0, description="Unless it has so many more requests than the one with the fewest."
+        default=8,
+        ge=0,
+        description="How many more requests than the least loaded replica that replica may have.",
     )
-    max_ongoing_requests: int = Field(default=1024, ge=1, description="Most requests under way in a replica.")
+    max_ongoing_requests: int = Field(
+        default=1024, ge=1, description="Maximum number of running requests of a replica."
+    )
 
     @model_validator(mode="after")
     def _check_names(self) -> ReplicaOptions:
@@ -114,7 +126,7 @@ class ReplicaOptions(BaseModel):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(
-                f"each model needs names of its own, `--served-model-name`; of several models are: {twice}"
+                f"each model needs its own names, and several models have {twice}; set `--served-model-name`"
             )
         return self
 

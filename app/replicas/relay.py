@@ -42,20 +42,20 @@ _PIECE_BYTES: Final = 64 * 1024
 _REFUSALS: Final = {ErrorCode.STARTING.value, ErrorCode.DRAINING.value, ErrorCode.ENGINE_RESTARTING.value}
 """Error codes after which another replica may run the request, since this one has done no work for it."""
 _UNAVAILABLE: Final = 503
-_SAFE: Final = {"GET", "HEAD", "OPTIONS"}
-_OF_CONNECTIONS: Final = {
+_SAFE_METHODS: Final = {"GET", "HEAD", "OPTIONS"}
+_HOP_BY_HOP_HEADERS: Final = {
     "connection", "date", "expect", "forwarded", "keep-alive", "proxy-authenticate", "proxy-authorization",
     "server", "te", "trailer", "transfer-encoding", "upgrade", "x-forwarded-for", "x-forwarded-host",
     "x-forwarded-proto", REPLICA_HEADER,
 }  # fmt: skip
 """Hop-by-hop headers, and headers that only the front may set."""
-_OF_CALLERS: Final = {"authorization", "host"}
+_CREDENTIAL_HEADERS: Final = {"authorization", "host"}
 """Headers that identify the caller."""
-_OF_REFUSALS: Final = {"retry-after", "www-authenticate"}
+_REFUSAL_HEADERS: Final = {"retry-after", "www-authenticate"}
 _JSON: Final = "application/json"
 
 
-class NotTakenError(Exception):
+class NotAcceptedError(Exception):
     """The replica did not accept the request, which may be sent to another one.
 
     Attributes:
@@ -63,7 +63,7 @@ class NotTakenError(Exception):
     """
 
     def __init__(self, answer: Response | None = None) -> None:
-        """Keep its answer, for the case that no other replica takes it either."""
+        """Store the answer, which the client receives if no other replica accepts the request."""
         super().__init__()
         self.answer = answer
 
@@ -85,7 +85,7 @@ class ReplicaAnswer:
     headers: Mapping[str, str]
 
     def response(self) -> Response:
-        """Return it as a response to a client."""
+        """Return the answer as a response to the front's client."""
         headers = {**self.headers, REPLICA_HEADER: self.address.name}
         return Response(self.text, self.status, headers, media_type=_JSON)
 
@@ -103,7 +103,6 @@ class ForwardedRequest:
     """
 
     def __init__(self, request: Request, path: str, body: bytearray | None) -> None:
-        """Send nothing yet."""
         self.request = request
         self.path = path
         self.body = body
@@ -115,7 +114,7 @@ class ForwardedRequest:
     async def receive(self) -> Message:
         """Receive the client's messages after the body."""
         await self._is_read.wait()
-        if self.error is not None:  # whoever sends the body tells
+        if self.error is not None:  # reported by the code that sends the body
             await asyncio.Event().wait()
         return await self.request.receive()
 
@@ -138,11 +137,11 @@ class ForwardedRequest:
 
     def headers(self) -> CIMultiDict[str]:
         """Return the headers for the replica: the client's host, and the client's address."""
-        found = [(name, one) for name, one in self.request.headers.items() if name not in _OF_CONNECTIONS]
+        found = [(name, one) for name, one in self.request.headers.items() if name not in _HOP_BY_HOP_HEADERS]
         headers = CIMultiDict(found)
         if self.body is not None:
             headers.popall("content-length", None)
-            if self.body or self.request.method not in _SAFE:
+            if self.body or self.request.method not in _SAFE_METHODS:
                 headers["content-length"] = str(len(self.body))
         headers.update(forwarded_headers(self.request))
         return headers
@@ -156,10 +155,10 @@ class Relay:
     """
 
     def __init__(self, settings: Settings) -> None:
-        """Open nothing yet; called inside the running event loop."""
+        """Create the session, without connections; called inside the running event loop."""
         self._settings = settings
         self._session = aiohttp.ClientSession(
-            # A connection each: nothing of one request can be taken for the beginning of the next one.
+            # One connection per request: no part of a request can be mistaken for the next one's beginning.
             connector=aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_socket),
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
@@ -178,7 +177,7 @@ class Relay:
         Raises:
             ApiError: See ``body.read_bytes``.
         """
-        if request.method in _SAFE:
+        if request.method in _SAFE_METHODS:
             return ForwardedRequest(request, path, bytearray())
         if not is_buffered(request):
             return ForwardedRequest(request, path, None)
@@ -190,7 +189,7 @@ class Relay:
         """Send a request to a replica, and return its response.
 
         Raises:
-            NotTakenError: The request may be sent to another replica.
+            NotAcceptedError: The request may be sent to another replica.
             ApiError: ``replica_lost``, or the error that ended the request.
             ClientDisconnect: The client has disconnected.
         """
@@ -198,12 +197,12 @@ class Relay:
         try:
             response = await while_connected(sent.receive, self._request(sent, address), deadline)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise NotTakenError from error
+            raise NotAcceptedError from error
         except (aiohttp.ClientError, OSError) as error:
             if sent.error is not None:
                 raise sent.error from error
-            if sent.request.method in _SAFE:
-                raise NotTakenError from error
+            if sent.request.method in _SAFE_METHODS:
+                raise NotAcceptedError from error
             raise replica_lost(address.name) from error
         is_event_stream = sent.path in _STREAMS and response.headers.get("content-type", "").startswith(
             _EVENTS
@@ -213,7 +212,7 @@ class Relay:
             body = await _read(response, address)
             source = _single_piece(body)
             if is_refusal(response.status, body):
-                raise NotTakenError(self._stream(response, source, address, is_event_stream=False))
+                raise NotAcceptedError(self._stream(response, source, address, is_event_stream=False))
         return self._stream(response, source, address, is_event_stream=is_event_stream)
 
     async def get(self, address: ReplicaAddress, path: str, request: Request) -> ReplicaAnswer | None:
@@ -221,12 +220,12 @@ class Relay:
 
         Of the request, only the caller's credentials and address are forwarded.
         """
-        headers = {name: value for name, value in request.headers.items() if name in _OF_CALLERS}
+        headers = {name: value for name, value in request.headers.items() if name in _CREDENTIAL_HEADERS}
         headers.update(forwarded_headers(request))
         try:
             async with self._session.get(f"{address.url}{path}", headers=headers) as response:
                 response_headers = {
-                    name: one for name, one in response.headers.items() if name.lower() in _OF_REFUSALS
+                    name: one for name, one in response.headers.items() if name.lower() in _REFUSAL_HEADERS
                 }
                 return ReplicaAnswer(address, response.status, await response.text(), response_headers)
         except (aiohttp.ClientError, OSError):
@@ -267,7 +266,7 @@ class Relay:
         answer.raw_headers = [
             (name.lower(), value)
             for name, value in response.raw_headers
-            if name.decode("latin-1").lower() not in _OF_CONNECTIONS
+            if name.decode("latin-1").lower() not in _HOP_BY_HOP_HEADERS
         ]
         answer.headers[REPLICA_HEADER] = address.name
         return answer
@@ -276,7 +275,7 @@ class Relay:
 def is_buffered(request: Request) -> bool:
     """Return whether a request's body is buffered, because its route depends on it."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    return request.method not in _SAFE and kind == _JSON
+    return request.method not in _SAFE_METHODS and kind == _JSON
 
 
 def is_refusal(status: int, body: bytes) -> bool:
@@ -350,7 +349,7 @@ class _ErrorBody(msgspec.Struct):
 __all__ = [
     "REPLICA_HEADER",
     "ForwardedRequest",
-    "NotTakenError",
+    "NotAcceptedError",
     "Relay",
     "ReplicaAnswer",
     "forwarded_headers",

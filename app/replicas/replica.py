@@ -26,8 +26,8 @@ from app.process_environment import environment_of_replica
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S: Final = 0.25
-_ANSWER_S: Final = 5.0
+_POLL_S: Final = 0.25
+_HTTP_TIMEOUT_S: Final = 5.0
 _LOOPBACK: Final = "127.0.0.1"
 
 
@@ -71,7 +71,7 @@ class Replica:
         address = ray.util.get_node_ip_address() if options.host != _LOOPBACK else _LOOPBACK
         port = _free_port(options.host)
         self._url = f"http://{address}:{port}"
-        self._http = httpx.AsyncClient(base_url=self._url, timeout=_ANSWER_S, trust_env=False)
+        self._http = httpx.AsyncClient(base_url=self._url, timeout=_HTTP_TIMEOUT_S, trust_env=False)
         environment = environment_of_replica(
             {**options.environment, **_cluster(options)},
             self._name,
@@ -86,7 +86,7 @@ class Replica:
                 *(sys.executable, "-m", "app.replicas.process_guard", "serve", *options.arguments),
                 *("--host", options.host, "--port", str(port)),
             ],
-            stdin=subprocess.PIPE,  # never written to; its end is ours
+            stdin=subprocess.PIPE,  # never written to; closed when this process ends
             start_new_session=True,
             env=environment,
         )
@@ -128,12 +128,12 @@ class Replica:
             with contextlib.suppress(httpx.TransportError):
                 if (await self._http.get("/health/ready")).is_success:
                     return
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
 
     async def _end_with_server(self) -> None:
         await self._ended()
         logger.error("the server of the replica %s has ended", self._name)
-        with contextlib.suppress(ProcessLookupError):  # where the guard alone has died, the others live
+        with contextlib.suppress(ProcessLookupError):  # the guard may have died alone
             os.killpg(self._process.pid, signal.SIGKILL)
         os._exit(1)  # Ray notices that at once, and starts another
 
@@ -149,8 +149,8 @@ class Replica:
         await self._http.aclose()
 
     async def _ended(self) -> None:
-        while self._process.poll() is None:  # noqa: ASYNC110 - processes of another loop's thread tell nobody
-            await asyncio.sleep(_LOOK_S)
+        while self._process.poll() is None:  # noqa: ASYNC110 - asyncio cannot wait for it
+            await asyncio.sleep(_POLL_S)
 
 
 def cores_of(first: int, num_cores: int, cores: Sequence[int]) -> str:
@@ -173,7 +173,7 @@ def _cluster(options: ServerOptions) -> dict[str, str]:
         addresses |= {str(node["NodeManagerAddress"]) for node in nodes if node["Alive"]}
     return {
         "RAY_ADDRESS": str(ray.get_runtime_context().gcs_address),  # for engines whose workers are Ray's
-        # The front's, whatever proxies there are before it.
+        # The front's header, whatever proxies are in front of it.
         "NNSIGHT_ENGINE_TRUSTED_PROXIES": ",".join(sorted(addresses)),
         "NNSIGHT_ENGINE_PROXY_HEADER": "x-forwarded-for",
     }

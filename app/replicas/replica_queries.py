@@ -42,7 +42,6 @@ class ReplicaQueries:
         replicas: Callable[[], list[Replicas]],
         relay: Callable[[], Relay],
     ) -> None:
-        """Ask nothing yet."""
         self._models = models
         self._replicas = replicas
         self._relay = relay
@@ -88,7 +87,7 @@ class ReplicaQueries:
                 raise none_ready()
             if one.status != _OK:
                 return one.response()
-        first = next(iter(found), None)  # none where all models may have no replicas
+        first = next(iter(found), None)  # empty if no model needs replicas
         return JSONResponse({"status": "ready"}) if first is None else first.response()
 
     async def refusal(self, request: Request) -> Response | None:

@@ -18,7 +18,7 @@ class PrefixRouter(RequestRouter):
     _slack = 8
 
     def initialize_state(self, **kwargs: Any) -> None:
-        """Take the deployment's ``request_router_kwargs``: ``slack``, see ``choosing.ranked``."""
+        """Store the deployment's ``request_router_kwargs``: ``slack``, see ``replica_ranking.ranked``."""
         self._slack = int(kwargs.get("slack", self._slack))
 
     async def choose_replicas(
@@ -27,7 +27,7 @@ class PrefixRouter(RequestRouter):
         """Return the replicas in the order of offers to them, each in a group of its own to fix the order."""
         given: dict[str, Any] = {}
         if pending_request is not None:
-            pending_request.routing_context.should_backoff = True  # where none of them has room
+            pending_request.routing_context.should_backoff = True  # if none of them has room
             given = pending_request.kwargs
         replicas = {one.replica_id.unique_id: one for one in candidate_replicas}
         cache = self.replica_queue_len_cache

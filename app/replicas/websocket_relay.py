@@ -21,16 +21,16 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketExce
 
 from app.listen_socket import detect_lost_peer
 from app.replicas.protocol import ReplicaAddress
-from app.replicas.relay import REPLICA_HEADER, NotTakenError, forwarded_headers, is_refusal
+from app.replicas.relay import REPLICA_HEADER, NotAcceptedError, forwarded_headers, is_refusal
 
-_OPEN_S: Final = 10.0
-_OTHERS_S: Final = 2.0
+_CONNECT_TIMEOUT_S: Final = 10.0
+_OTHERS_CONNECT_TIMEOUT_S: Final = 2.0
 """Time limit for connecting to the other replicas; the client waits meanwhile."""
 _GOING_AWAY, _TRY_AGAIN_LATER = 1001, 1013
-_NOT_SENT: Final = {1005, 1006, 1015}
+_NO_CODE: Final = {1005, 1006, 1015}
 """Close codes that mean that no code was received."""
-_OF_HANDSHAKES: Final = {"connection", "host", "upgrade", "x-forwarded-for", "x-forwarded-proto"}
-_DROPPED: Final = {"connection", "content-length", "date", "server", "transfer-encoding"}
+_HANDSHAKE_HEADERS: Final = {"connection", "host", "upgrade", "x-forwarded-for", "x-forwarded-proto"}
+_DROPPED_HEADERS: Final = {"connection", "content-length", "date", "server", "transfer-encoding"}
 
 
 async def relay_socket(
@@ -45,7 +45,7 @@ async def relay_socket(
         others: Further replicas to connect to, see above.
 
     Raises:
-        NotTakenError: The replica did not accept it; nothing was sent to the client.
+        NotAcceptedError: The replica did not accept it; nothing was sent to the client.
     """
     async with contextlib.AsyncExitStack() as stack:
         try:
@@ -53,16 +53,16 @@ async def relay_socket(
         except InvalidStatus as error:
             denial = _denial(error)
             if is_refusal(denial.status_code, bytes(denial.body)):
-                raise NotTakenError(denial) from error
+                raise NotAcceptedError(denial) from error
             await reject(websocket, denial)
             return
         except (OSError, TimeoutError, WebSocketException) as error:
-            raise NotTakenError from error
+            raise NotAcceptedError from error
         detect_lost_peer(first.transport.get_extra_info("socket"))
 
         async def join(one: ReplicaAddress) -> ClientConnection | None:
             try:
-                connection = _connection(websocket, path, one, open_s=_OTHERS_S)
+                connection = _connection(websocket, path, one, timeout_s=_OTHERS_CONNECT_TIMEOUT_S)
                 joined = await stack.enter_async_context(connection)
             except (OSError, TimeoutError, WebSocketException):
                 return None
@@ -73,8 +73,10 @@ async def relay_socket(
         await websocket.accept(first.subprotocol, [(REPLICA_HEADER.encode(), address.name.encode())])
         code = await _pump(websocket, first, further)
         if code is not None:
-            with contextlib.suppress(WebSocketDisconnect, RuntimeError, OSError):  # it has left meanwhile
-                await websocket.close(_GOING_AWAY if code in _NOT_SENT else code)
+            with contextlib.suppress(
+                WebSocketDisconnect, RuntimeError, OSError
+            ):  # the client has disconnected
+                await websocket.close(_GOING_AWAY if code in _NO_CODE else code)
 
 
 async def reject(websocket: WebSocket, response: Response) -> None:
@@ -86,13 +88,13 @@ async def reject(websocket: WebSocket, response: Response) -> None:
 
 
 def _connection(
-    websocket: WebSocket, path: str, address: ReplicaAddress, *, open_s: float = _OPEN_S
+    websocket: WebSocket, path: str, address: ReplicaAddress, *, timeout_s: float = _CONNECT_TIMEOUT_S
 ) -> connect:
-    # The replica is to see the host that the client named, and looks at it.
+    # The replica checks the host name that the client used.
     host = websocket.headers.get("host", "localhost")
     query = websocket.url.query
     target = urlsplit(address.url)
-    dropped = (*_OF_HANDSHAKES, REPLICA_HEADER)
+    dropped = (*_HANDSHAKE_HEADERS, REPLICA_HEADER)
     headers = [
         (name, value)
         for name, value in websocket.headers.items()
@@ -106,9 +108,9 @@ def _connection(
         additional_headers=headers,
         user_agent_header=None,
         compression=None,
-        max_size=None,  # the replica has its limits, and says them
-        ping_interval=None,  # as both ends have it; the system asks whether the replica's machine is there
-        open_timeout=open_s,
+        max_size=None,  # limited by the replica
+        ping_interval=None,  # the client and the replica ping each other; TCP keep-alive detects a lost host
+        open_timeout=timeout_s,
         proxy=None,
     )
 
@@ -117,30 +119,32 @@ async def _pump(
     websocket: WebSocket, first: ClientConnection, further: Sequence[ClientConnection]
 ) -> int | None:
     """Forward messages; return the replica's close code, or None if the client closed."""
-    listening = asyncio.create_task(_up(websocket, first, further))
-    sending = asyncio.create_task(_down(websocket, first))
+    listening = asyncio.create_task(_forward_to_replicas(websocket, first, further))
+    sending = asyncio.create_task(_forward_to_client(websocket, first))
     receiving_others = [asyncio.create_task(_send_calls(websocket, one)) for one in further]
     try:
         done, _ = await asyncio.wait([listening, sending], return_when=asyncio.FIRST_COMPLETED)
         return sending.result() if sending in done and listening not in done else None
     except WebSocketDisconnect:
-        return None  # noticed by whoever sent something
+        return None  # raised by a send
     finally:
         for task in (listening, sending, *receiving_others):
             task.cancel()
         await asyncio.gather(listening, sending, *receiving_others, return_exceptions=True)
 
 
-async def _up(websocket: WebSocket, first: ClientConnection, further: Sequence[ClientConnection]) -> None:
+async def _forward_to_replicas(
+    websocket: WebSocket, first: ClientConnection, further: Sequence[ClientConnection]
+) -> None:
     while (message := await websocket.receive())["type"] != "websocket.disconnect":
         text, data = message.get("text"), message.get("bytes")
         targets = (first,) if data is None else (first, *further)
         for one in targets:
-            with contextlib.suppress(ConnectionClosed):  # who reads from it knows
+            with contextlib.suppress(ConnectionClosed):  # handled by its reader
                 await one.send(text or "" if data is None else data)
 
 
-async def _down(websocket: WebSocket, source: ClientConnection) -> int:
+async def _forward_to_client(websocket: WebSocket, source: ClientConnection) -> int:
     with contextlib.suppress(ConnectionClosed):
         async for message in source:
             if isinstance(message, str):
@@ -153,13 +157,15 @@ async def _down(websocket: WebSocket, source: ClientConnection) -> int:
 async def _send_calls(websocket: WebSocket, source: ClientConnection) -> None:
     with contextlib.suppress(ConnectionClosed):
         async for message in source:
-            if isinstance(message, bytes):  # what happens to the job the first one tells
+            if isinstance(message, bytes):  # the first replica sends the job's events
                 await websocket.send_bytes(message)
 
 
 def _denial(error: InvalidStatus) -> Response:
     found = error.response
-    headers = {name: value for name, value in found.headers.raw_items() if name.lower() not in _DROPPED}
+    headers = {
+        name: value for name, value in found.headers.raw_items() if name.lower() not in _DROPPED_HEADERS
+    }
     return Response(bytes(found.body or b""), found.status_code, headers)
 
 

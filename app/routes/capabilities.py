@@ -5,10 +5,10 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from api_schemas.capabilities import Capabilities
-from app.context import ANYBODY, Served
+from app.context import ANY_CALLER, Served
 from app.openapi import error_responses
 
-router = APIRouter(tags=["interventions"], dependencies=[ANYBODY])
+router = APIRouter(tags=["interventions"], dependencies=[ANY_CALLER])
 
 
 @router.get(

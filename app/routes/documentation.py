@@ -14,7 +14,7 @@ from fastapi import APIRouter, Header
 from starlette.responses import Response
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.pages import ASK_AGAIN, Asset, answer, asset
+from app.pages import REVALIDATE, Asset, answer, asset
 
 router = APIRouter(include_in_schema=False)
 
@@ -49,14 +49,14 @@ _REDOC: Final = asset(
 @router.get("/docs")
 async def get_swagger_ui(if_none_match: Annotated[str, Header()] = "") -> Response:
     """The API's documentation, with forms to send requests."""
-    return answer(_SWAGGER_UI, ASK_AGAIN, if_none_match)
+    return answer(_SWAGGER_UI, REVALIDATE, if_none_match)
 
 
 @router.get("/redoc")
 async def get_redoc(if_none_match: Annotated[str, Header()] = "") -> Response:
     """The API's documentation, for reading."""
     # Redoc inserts inline styles
-    return answer(_REDOC, ASK_AGAIN, if_none_match, style_src="'self' 'unsafe-inline'")
+    return answer(_REDOC, REVALIDATE, if_none_match, style_src="'self' 'unsafe-inline'")
 
 
 @router.get("/docs/assets/{name}")
@@ -65,7 +65,7 @@ async def get_asset(name: str, if_none_match: Annotated[str, Header()] = "") -> 
     found = _assets().get(name)
     if found is None:
         raise ApiError(ErrorCode.NOT_FOUND, f"The documentation has no file {name!r}; load the page again.")
-    return answer(found, ASK_AGAIN, if_none_match)
+    return answer(found, REVALIDATE, if_none_match)
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from app.auth.principal import Principal
 from app.context import Coder, Context, Served
 from app.errors import error_response
 from app.openapi import EVENTS_TYPE, JOB_EVENTS, error_responses
-from app.services.local_call_uploads import LocalAnswers
+from app.services.jobs.local_answers import LocalAnswers
 from nnsight_engine.remote_backend.frames import Frame
 from nnsight_engine.serialization import DecodeError
 
@@ -107,25 +107,27 @@ async def _follow(
     local: bool,
 ) -> None:
     await websocket.accept()
-    sending = asyncio.create_task(_send_events(websocket, events), name=f"tell-{job_id}")
+    sending = asyncio.create_task(_send_events(websocket, events), name=f"job-events-{job_id}")
     calls = context.jobs.local_calls
     intake = context.receiving.intake(caller.tenant)
     answers = LocalAnswers(calls, job_id, intake, context.settings.max_trace_request_bytes)
     listening = asyncio.create_task(_listen(websocket, answers if local else None))
     tasks = [sending, listening]
     if local:
-        tasks.append(asyncio.create_task(_send_calls(websocket, calls.frames(job_id)), name=f"ask-{job_id}"))
+        tasks.append(
+            asyncio.create_task(_send_calls(websocket, calls.frames(job_id)), name=f"job-calls-{job_id}")
+        )
     code: int | None = None
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if listening in done:  # also where the job ends now: who is gone can be told nothing more
+        if listening in done:  # also if the job ends now: the client is gone
             code = listening.result()
         else:
             for task in done:
                 task.result()
             code = _NORMAL if await _is_over(context, job_id, caller.tenant) else _GOING_AWAY
     except WebSocketDisconnect:
-        pass  # noticed by whoever sent something
+        pass  # raised by a send
     finally:
         for task in tasks:
             task.cancel()
@@ -134,7 +136,7 @@ async def _follow(
         finally:
             answers.close()
     if code is not None:
-        with contextlib.suppress(WebSocketDisconnect, RuntimeError):  # it has left meanwhile
+        with contextlib.suppress(WebSocketDisconnect, RuntimeError):  # the client has disconnected
             await websocket.close(code)
 
 

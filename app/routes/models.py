@@ -6,10 +6,10 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from app.context import ANYBODY, Served
+from app.context import ANY_CALLER, Served
 from app.openapi import error_responses
 
-router = APIRouter(tags=["openai"], dependencies=[ANYBODY])
+router = APIRouter(tags=["openai"], dependencies=[ANY_CALLER])
 
 
 @router.get("/v1/models", summary="List the models served", responses=error_responses(503))

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Header
 from starlette.responses import Response
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.pages import ASK_AGAIN, FOR_EVER, answer
+from app.pages import IMMUTABLE, REVALIDATE, answer
 from app.playground.assets import assets, page
 
 router = APIRouter(prefix="/playground", include_in_schema=False)
@@ -20,7 +20,7 @@ router = APIRouter(prefix="/playground", include_in_schema=False)
 @router.get("")
 async def get_page(if_none_match: Annotated[str, Header()] = "") -> Response:
     """The page."""
-    return answer(page(), ASK_AGAIN, if_none_match)
+    return answer(page(), REVALIDATE, if_none_match)
 
 
 @router.get("/assets/{name}")
@@ -29,4 +29,4 @@ async def get_asset(name: str, if_none_match: Annotated[str, Header()] = "") -> 
     found = assets().get(name)
     if found is None:
         raise ApiError(ErrorCode.NOT_FOUND, f"The playground has no file {name!r}; load the page again.")
-    return answer(found, FOR_EVER, if_none_match)
+    return answer(found, IMMUTABLE, if_none_match)

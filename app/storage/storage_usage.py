@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.allowance import said_exceeded
+from app.allowance import limit_message
 
 _MAKE_ROOM: Final = (
     "remove jobs (GET /v1/jobs lists them, DELETE /v1/jobs/{id}) or vectors (likewise /v1/vectors), or wait "
@@ -116,7 +116,7 @@ class StoredBytes:
         kind, _, who = name.partition(":")
         return ApiError(
             ErrorCode.STORED_BYTES_FULL,
-            said_exceeded(
+            limit_message(
                 f"The {kind} {who!r}",
                 self._limits.get(name, 0),
                 "stored bytes",

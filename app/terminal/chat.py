@@ -20,8 +20,8 @@ from nnsight_engine.remote_backend.errors import RemoteError
 
 HELP: Final = """\
 /help   this list
-/reset  forget the conversation
-Ctrl-C  end the answer that is being written; what there is of it stays in the conversation
+/reset  start a new conversation
+Ctrl-C  cancel the current answer; its text so far stays in the conversation
 Ctrl-D  end the conversation"""
 
 
@@ -44,7 +44,7 @@ class Chat:
     def run(self) -> None:
         """Read and answer messages until the end of input."""
         if sys.stdin.isatty():
-            self._notes.print("/help lists what there is beside talking; Ctrl-D ends.", style="dim")
+            self._notes.print("/help lists the commands; Ctrl-D ends the conversation.", style="dim")
             with contextlib.suppress(ImportError):  # enables line editing and history
                 importlib.import_module("readline")
         while True:
@@ -60,11 +60,11 @@ class Chat:
     def _send_message(self, text: str) -> None:
         if text == "/reset":
             self.messages.clear()
-            self._notes.print("The conversation is forgotten.", style="dim")
+            self._notes.print("A new conversation begins.", style="dim")
         elif text == "/help":
             self._notes.print(HELP, markup=False)
         elif text.startswith("/"):
-            self._notes.print(f"There is no {plain(text)}.\n{HELP}", markup=False)
+            self._notes.print(f"There is no command {plain(text)}.\n{HELP}", markup=False)
         elif text:
             self._answer(text)
 

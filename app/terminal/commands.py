@@ -28,7 +28,7 @@ _NO_KEY: Final = frozenset({"missing_api_key", "invalid_api_key"})
 COMMANDS: Final = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
-    help="Talk to a server that runs. NNSIGHT_ENGINE_KEY is the key for one with keys.",
+    help="Use a running server. If it requires a key, set NNSIGHT_ENGINE_KEY.",
 )
 
 
@@ -42,19 +42,20 @@ class Mode(StrEnum):
     REPLACE = "replace"
 
 
-_Prompt = Annotated[str, typer.Argument(help="The text that the model goes on from.")]
+_Prompt = Annotated[str, typer.Argument(help="The text that the model continues.")]
 _Url = Annotated[str | None, typer.Option(help="The server's address, like http://127.0.0.1:8000.")]
-_Vector = Annotated[str, typer.Option(help="A vector that the server keeps, `joy` or `joy@2`.")]
-_OptionalVector = Annotated[str | None, typer.Option(help="Steer with a vector that the server keeps.")]
-_Layers = Annotated[list[str], typer.Option("--layer", help="12, 8:20 or *; may be given several times.")]
-_OptionalLayers = Annotated[
-    list[str] | None, typer.Option("--layer", help="12, 8:20 or *; may be given several times.")
-]
+_Vector = Annotated[str, typer.Option(help="A vector stored on the server, `joy` or `joy@2`.")]
+_OptionalVector = Annotated[str | None, typer.Option(help="Steer with a vector stored on the server.")]
+_LAYER: Final = typer.Option("--layer", help="12, 8:20 or *; may be given several times.")
+_Layers = Annotated[list[str], _LAYER]
+_OptionalLayers = Annotated[list[str] | None, _LAYER]
 _Scale = Annotated[float, typer.Option(help="The strength.")]
-_Mode = Annotated[Mode, typer.Option(help="What the vector does to the value.")]
-_MaxTokens = Annotated[int, typer.Option(help="Most tokens that the model writes.")]
-_OptionalMaxTokens = Annotated[int | None, typer.Option(help="Most tokens of an answer.")]
-_OptionalTemperature = Annotated[float | None, typer.Option(help="0 takes the most likely token each time.")]
+_Mode = Annotated[Mode, typer.Option(help="The effect of the vector on the value.")]
+_MaxTokens = Annotated[int, typer.Option(help="The maximum number of generated tokens.")]
+_OptionalMaxTokens = Annotated[int | None, typer.Option(help="The maximum number of tokens of an answer.")]
+_OptionalTemperature = Annotated[
+    float | None, typer.Option(help="0 selects the most likely token each time.")
+]
 
 
 @contextlib.contextmanager
@@ -71,7 +72,7 @@ def _reported() -> Iterator[None]:
 def _message(error: Exception) -> str:
     message = plain(str(error))
     if isinstance(error, RemoteError) and error.code in _NO_KEY:
-        message += " The key is taken from NNSIGHT_ENGINE_KEY, or from CONFIG.API.KEY."
+        message += " Set the key as NNSIGHT_ENGINE_KEY, or as CONFIG.API.KEY."
     return message
 
 
@@ -91,7 +92,8 @@ def _steer(vector: str, layers: list[str], scale: float, mode: Mode) -> JsonObje
     return {"op": "steer", "at": points, "vector": {"name": vector}, "scale": scale, "mode": mode.value}
 
 
-def _given(**options: Any) -> JsonObject:
+def given_options(**options: Any) -> dict[str, Any]:
+    """Return the options that were given on the command line: those that are not None."""
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -116,10 +118,10 @@ def chat(
     temperature: _OptionalTemperature = None,
     url: _Url = None,
 ) -> None:
-    """Talk with the model, steered or not; /help lists the commands."""
+    """Chat with the model, steered or not; /help lists the commands."""
     if (vector is None) != (not layer):
-        raise typer.BadParameter("--vector and --layer are given together")
-    options = _given(max_tokens=max_tokens, temperature=temperature)
+        raise typer.BadParameter("--vector and --layer must be given together")
+    options = given_options(max_tokens=max_tokens, temperature=temperature)
     if vector is not None and layer:
         options["interventions"] = [_steer(vector, layer, scale, mode)]
     _server(url)  # reports an invalid address before the first question
@@ -150,7 +152,7 @@ def steer(
     mode: _Mode = Mode.ADD,
     max_tokens: _MaxTokens = 60,
     is_chat: Annotated[  # noqa: FBT002 - a flag
-        bool, typer.Option("--chat", help="PROMPT is what a person says, and not a text to go on from.")
+        bool, typer.Option("--chat", help="PROMPT is a user's message, not a text to continue.")
     ] = False,
     url: _Url = None,
 ) -> None:
@@ -163,4 +165,4 @@ def steer(
     _wait(server, show_steered(server, request, title, Console(highlight=False)))
 
 
-__all__ = ["COMMANDS"]
+__all__ = ["COMMANDS", "given_options"]

@@ -42,7 +42,7 @@ async def lens(server: Server, prompt: str, layers: str, console: Console, *, sh
         try:
             tokens, result = await _tokens(server, prompt), await _lens(server, prompt, layers)
         except (KeyError, IndexError, TypeError, ValidationError) as error:
-            raise RemoteError(f"{server.url} answered with no lens; is it an NNsight Engine?") from error
+            raise RemoteError(f"{server.url} answered without a lens; is it an NNsight Engine?") from error
     print_lens(result, tokens, console, show_all=show_all)
 
 
@@ -72,7 +72,7 @@ def print_lens(result: LogitLensResult, tokens: list[str], console: Console, *, 
 
     Args:
         result: By layer, a row for each position.
-        tokens: The prompt's.
+        tokens: The tokens of the prompt.
         console: The output.
         show_all: Whether tokens beyond the width follow in further tables.
     """

@@ -24,9 +24,9 @@ JsonObject = dict[str, Any]
 
 _CONNECT_S: Final = 5.0
 _READ_S: Final = 600.0
-"""Until the next byte: the prefill of a long prompt takes long."""
-_MAX_SAID: Final = 500
-"""Characters quoted of an answer that is not an NNsight Engine's."""
+"""The longest wait for the next byte; the prefill of a long prompt is slow."""
+_MAX_QUOTED: Final = 500
+"""The number of characters that are quoted of an unexpected answer."""
 
 
 class Server:
@@ -41,7 +41,6 @@ class Server:
     """
 
     def __init__(self, url: str, key: str = "") -> None:
-        """Create the client; it connects at the first request."""
         self.url = normalized(url)
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._client = httpx.AsyncClient(
@@ -69,7 +68,7 @@ class Server:
                 raise RemoteError.from_response(response)
             return response
 
-        return self._object((await self._patiently(send)).text)
+        return self._object((await self._with_retries(send)).text)
 
     async def texts(self, path: str, body: JsonObject) -> AsyncGenerator[str, None]:
         """Yield the text of a completion or of a chat's answer, piece by piece.
@@ -87,7 +86,7 @@ class Server:
                 raise RemoteError.from_response(response)
             return response
 
-        async with contextlib.aclosing(await self._patiently(send)) as response:
+        async with contextlib.aclosing(await self._with_retries(send)) as response:
             try:
                 async for line in response.aiter_lines():
                     data = line.removeprefix("data: ")
@@ -96,29 +95,31 @@ class Server:
                     if data != line and (text := _text(self._object(data))):
                         yield text
             except httpx.TransportError as error:
-                raise RemoteConnectionError(f"{self.url} {_broke_off(error)}") from error
-        raise RemoteConnectionError(f"{self.url} broke off before the answer's end; is it still running?")
+                raise RemoteConnectionError(f"{self.url} {_interruption(error)}") from error
+        raise RemoteConnectionError(
+            f"{self.url} closed the connection before the end of the answer; is it still running?"
+        )
 
-    async def _patiently(self, send: Callable[[], Awaitable[T]]) -> T:
+    async def _with_retries(self, send: Callable[[], Awaitable[T]]) -> T:
         """Send, and retry while the server starts or its queue is full."""
-        tries = Retry(self.url, is_repeatable=False)
+        retry = Retry(self.url, is_repeatable=False)
         while True:
             try:
                 return await send()
             except (httpx.TransportError, RemoteError) as error:
-                await asyncio.sleep(self._pause_s(tries, error))
+                await asyncio.sleep(self._pause_s(retry, error))
 
-    def _pause_s(self, tries: Retry, error: httpx.TransportError | RemoteError) -> float:
+    def _pause_s(self, retry: Retry, error: httpx.TransportError | RemoteError) -> float:
         try:
-            return tries.pause_s(error)
+            return retry.pause_s(error)
         except RemoteConnectionError as ended:
             if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
                 raise RemoteConnectionError(
                     f"no server answers at {self.url}. Start one with `nnsight-engine serve`, or `make "
-                    "serve` in a checkout, or say where it is with --url or NNSIGHT_ENGINE_URL"
+                    "serve` in a checkout, or set its address with --url or NNSIGHT_ENGINE_URL"
                 ) from ended
             if isinstance(error, httpx.TransportError):
-                raise RemoteConnectionError(f"{self.url} {_broke_off(error)}") from ended
+                raise RemoteConnectionError(f"{self.url} {_interruption(error)}") from ended
             raise
 
     def _object(self, text: str) -> JsonObject:
@@ -128,7 +129,7 @@ class Server:
             value = None
         if not isinstance(value, dict):
             raise RemoteError(
-                f"{self.url} answered with something that is no JSON object: {text[:_MAX_SAID]!r}. "
+                f"{self.url} answered with text that is not a JSON object: {text[:_MAX_QUOTED]!r}. "
                 "Is it an NNsight Engine?"
             )
         if "error" in value:
@@ -136,10 +137,10 @@ class Server:
         return value
 
 
-def _broke_off(error: httpx.TransportError) -> str:
+def _interruption(error: httpx.TransportError) -> str:
     if isinstance(error, httpx.TimeoutException):
-        return f"has not said anything for {_READ_S:.0f} seconds"
-    return f"broke off: {str(error) or type(error).__name__}"
+        return f"has sent nothing for {_READ_S:.0f} seconds"
+    return f"closed the connection: {str(error) or type(error).__name__}"
 
 
 def _text(event: JsonObject) -> str:

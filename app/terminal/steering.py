@@ -71,7 +71,7 @@ class Comparison:
         return grid
 
     def summary(self) -> str:
-        """Say in a sentence how the texts differ, once they are complete."""
+        """Describe in a sentence how the texts differ, once they are complete."""
         if self.texts[0] == self.texts[1]:
             return "Both are the same."
         if any(span.style == MARK for text in self._with_differences() for span in text.spans):
@@ -98,7 +98,7 @@ async def steer(server: Server, request: SteeringRequest, title: str, console: C
     """Request both texts at the same time, and show them as they arrive.
 
     Raises:
-        RemoteError: The server refuses a request, or breaks off.
+        RemoteError: The server refuses a request, or closes the connection early.
     """
     shown = Comparison(request, title)
 

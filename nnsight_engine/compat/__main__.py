@@ -38,10 +38,10 @@ def main(arguments: list[str]) -> int:
         parser.error(f"{error} (--force)")
     name, sys.argv = options.program[0], options.program
     if options.is_module:
-        return _shown(lambda: runpy.run_module(name, run_name="__main__", alter_sys=True))
+        return _run_and_report(lambda: runpy.run_module(name, run_name="__main__", alter_sys=True))
     if not os.path.isfile(name):
         parser.error(f"there is no script {name!r}")
-    return _shown(lambda: _run_script(name))
+    return _run_and_report(lambda: _run_script(name))
 
 
 def _run_script(name: str) -> None:
@@ -56,7 +56,7 @@ def _run_script(name: str) -> None:
     exec(code, script.__dict__)  # noqa: S102 - running the script is the purpose
 
 
-def _shown(run: Callable[[], object]) -> int:
+def _run_and_report(run: Callable[[], object]) -> int:
     """Run the program and show its error, without our frames unless ``CONFIG.APP.DEBUG`` is on."""
     try:
         run()

@@ -14,7 +14,7 @@ def dumps(value: Any, path: str | os.PathLike[str] | None = None) -> bytes | Non
     """Return a value as bytes, or write it to ``path``: data, tensors, modules, functions, own classes.
 
     Raises:
-        EncodeError: Something in it cannot travel; says where it is and why.
+        EncodeError: A part of the value cannot be encoded; the message names the part and the reason.
     """
     data = encode(value)
     if path is None:
@@ -24,14 +24,14 @@ def dumps(value: Any, path: str | os.PathLike[str] | None = None) -> bytes | Non
 
 
 def loads(data: bytes | str | os.PathLike[str], *, trusted: bool = False) -> Any:
-    """Return the value that ``dumps`` made bytes of, or wrote to the file of this path.
+    """Decode a value that ``dumps`` returned as bytes, or wrote to a file.
 
     Args:
-        data: The bytes, or a path.
+        data: The bytes, or the path of the file.
         trusted: Allow functions and classes, whose code then runs here. Data and tensors need no trust.
 
     Raises:
-        DecodeError: The bytes are no value, or have code in them without ``trusted``.
+        DecodeError: The bytes are not a value, or contain code and ``trusted`` is False.
     """
     if not isinstance(data, bytes | bytearray | memoryview):
         data = Path(data).read_bytes()

@@ -1,4 +1,4 @@
-"""What a backend of one's own raises."""
+"""Errors for custom backends, under nnsight's names."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ ErrorT = TypeVar("ErrorT", bound=BaseException)
 
 
 class ExceptionWrapper(Exception):  # noqa: N818 - the documented name
-    """An error with the blocks that it went through, for scripts that make or look for one.
+    """An error with the blocks that it passed through, for scripts that create or catch one.
 
-    Nothing here raises it: errors of blocks keep their own type and the line of their author, so
-    ``isinstance(error, ExceptionWrapper)`` is false, and the error is what ``.original`` is there.
+    This library never raises it: errors of blocks keep their own type and the user's line. So
+    ``isinstance(error, ExceptionWrapper)`` is False, and the error itself takes the place of ``.original``.
 
     Attributes:
         original: The error.
-        infos: The blocks, the innermost first.
+        infos: The blocks, innermost first.
     """
 
     def __init__(self, info: Info, original: Exception) -> None:
-        """Wrap an error of a block."""
         super().__init__(*original.args)
         self.original = original
         self.infos = [info]
 
     def set_info(self, info: Info) -> None:
-        """Add the block around those."""
+        """Append the next enclosing block."""
         self.infos.append(info)
 
     def __str__(self) -> str:
@@ -38,11 +37,11 @@ class ExceptionWrapper(Exception):  # noqa: N818 - the documented name
 
 
 def wrap_exception(exception: ErrorT, info: Info) -> ErrorT:  # noqa: ARG001 - blocks keep their own lines
-    """Make an error of a block look as its author should see it.
+    """Return a block's error with a traceback that ends at the user's line.
 
-    A backend writes ``raise wrap_exception(error, tracer.info) from None``. What it raises is the same error,
-    so that every ``except`` still fits; its traceback leads to the author's line and leaves this package's
-    frames out, unless ``CONFIG.APP.DEBUG`` is on.
+    A backend calls ``raise wrap_exception(error, tracer.info) from None``. The result is the same error
+    object, so every ``except`` clause still matches. This package's frames are removed from its traceback,
+    unless ``CONFIG.APP.DEBUG`` is on.
     """
     if not CONFIG.APP.DEBUG:
         exception.__traceback__ = hide_our_frames(exception.__traceback__)

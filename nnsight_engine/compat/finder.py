@@ -126,7 +126,7 @@ def _unknown(ours: str) -> ModuleNotFoundError:
     offered = sorted({*getattr(package, "__all__", ()), *modules})
     shown = OLD + parent.removeprefix(OURS)
     return ModuleNotFoundError(
-        f"{shown} has no {name!r} in {OURS}, which stands for it here; it has {', '.join(offered)}",
+        f"{shown} has no {name!r} in {OURS}, which replaces it here; it has {', '.join(offered)}",
         name=f"{shown}.{name}",
     )
 

@@ -21,10 +21,10 @@ _BLOCK: Final = "GradientCheckpointingLayer"
 """The base class of all blocks of transformers."""
 
 _NUM_DIMENSIONS: Final = 3
-_FILLING: Final = frozenset({"CACHE", "PRECALL", "COPY", "SWAP", "RESUME", "NOP", "EXTENDED_ARG"})
+_IGNORED_OPERATIONS: Final = frozenset({"CACHE", "PRECALL", "COPY", "SWAP", "RESUME", "NOP", "EXTENDED_ARG"})
 _INDEXES: Final = frozenset({"BINARY_SUBSCR", "STORE_SUBSCR", "DELETE_SUBSCR"})
 _UNPACKS: Final = frozenset({"UNPACK_SEQUENCE", "UNPACK_EX"})
-_THE_SAME: Final = frozenset({"save", "clone", "detach", "cpu"})
+_VALUE_PRESERVING: Final = frozenset({"save", "clone", "detach", "cpu"})
 """Methods whose result is indexed as the value itself would be."""
 
 
@@ -98,12 +98,12 @@ def indexed_by_name(code: CodeType, name: str) -> int | None:
 
 
 def _steps(code: CodeType) -> list[dis.Instruction]:
-    return [one for one in dis.get_instructions(code) if one.opname not in _FILLING]
+    return [one for one in dis.get_instructions(code) if one.opname not in _IGNORED_OPERATIONS]
 
 
 def _past_methods(steps: list[dis.Instruction], at: int) -> int:
     """Skip calls without arguments of methods that return an equal value."""
-    while at + 1 < len(steps) and steps[at].argval in _THE_SAME and steps[at + 1].opname == "CALL":
+    while at + 1 < len(steps) and steps[at].argval in _VALUE_PRESERVING and steps[at + 1].opname == "CALL":
         at += 2
     return at
 

@@ -1,7 +1,7 @@
-"""``Globals``: what a custom backend enters before it runs a block, and exits afterwards.
+"""``Globals``: the state that a custom backend enters before it runs a block, and exits afterwards.
 
-It stands for the marks of the calling thread (see ``core.saves``) and for the process's trace sites (see
-``tracing.sites``); both are where they are, and this only gives them the documented names.
+It gives nnsight's documented names to the marks of the calling thread (``core.saves``) and to the process's
+trace sites (``tracing.trace_sites``), and has no state of its own.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from nnsight_engine.tracing.tracer import SITES
 
 
 class SavedIds(MutableSet[int]):
-    """The ``id`` of every value that is saved now, in this thread's traces."""
+    """The ``id`` of every value that is currently saved in this thread's traces."""
 
     def __contains__(self, identity: object) -> bool:
-        """Tell whether the value of this ``id`` is saved."""
+        """Return whether the value with this ``id`` is saved."""
         return identity in SAVES.marked
 
     def __iter__(self) -> Iterator[int]:
@@ -25,16 +25,16 @@ class SavedIds(MutableSet[int]):
         return iter(SAVES.marked)
 
     def __len__(self) -> int:
-        """Return how many values are saved."""
+        """Return the number of saved values."""
         return len(SAVES.marked)
 
     def add(self, identity: int) -> None:
-        """Save the value of this ``id``, which the caller keeps alive; outside a trace nothing happens."""
+        """Save the value with this ``id``, which the caller must keep alive; no effect outside a trace."""
         if SAVES.depth:
             SAVES.marked.setdefault(identity, None)
 
     def discard(self, identity: int) -> None:
-        """Save the value of this ``id`` no longer."""
+        """Remove the mark of the value with this ``id``."""
         SAVES.marked.pop(identity, None)
 
     @classmethod
@@ -43,36 +43,35 @@ class SavedIds(MutableSet[int]):
 
 
 class _Globals:
-    """The state that traces share; there is one, ``Globals``.
+    """The state shared by all traces; its only instance is ``Globals``.
 
     Attributes:
         saves: The ids of the saved values.
-        cache: The compiled trace sites; ``cache.clear()`` has each found and compiled anew.
+        cache: The compiled trace sites; after ``cache.clear()`` each is found and compiled again.
     """
 
     saves: SavedIds
     cache: TraceSites
 
     def __init__(self) -> None:
-        """Look at the thread's marks and the process's sites."""
         self.saves = SavedIds()
         self.cache = SITES
 
     def __reduce__(self) -> str:
-        """Travel by name: a block that runs elsewhere means that process's traces."""
+        """Serialize as a name: in another process, a block refers to that process's traces."""
         return "Globals"
 
     @property
     def stack(self) -> int:
-        """How many traces of this thread are open, one within the other."""
+        """The nesting depth of this thread's open traces."""
         return SAVES.depth
 
     def enter(self) -> None:
-        """Let values be saved from here on."""
+        """Begin a trace: values can be saved from now on."""
         SAVES.enter()
 
     def exit(self) -> None:
-        """End what ``enter`` began; the outermost one forgets what was saved."""
+        """End the trace that ``enter`` began; the end of the outermost one drops the marks."""
         SAVES.exit()
 
 

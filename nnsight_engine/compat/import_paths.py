@@ -59,21 +59,21 @@ PATHS: Final = {
 
 
 class _Path(ModuleType):
-    """A module whose names are loaded from elsewhere when they are first asked for."""
+    """A module whose names are loaded from other modules on first access."""
 
-    def __init__(self, name: str, homes: dict[str, str]) -> None:
+    def __init__(self, name: str, sources: dict[str, str]) -> None:
         super().__init__(name, f"Names of nnsight's ``{name.partition('.')[2]}``, defined elsewhere.")
         self.__path__: list[str] = []
         self.__spec__ = ModuleSpec(name, None, is_package=True)
-        self.__all__ = sorted(homes)
-        self._homes = homes
+        self.__all__ = sorted(sources)
+        self._sources = sources
 
     def __getattr__(self, name: str) -> Any:
-        if name not in self._homes:
+        if name not in self._sources:
             raise AttributeError(
                 f"module {self.__name__!r} has no attribute {name!r}; it offers {', '.join(self.__all__)}"
             )
-        value = getattr(importlib.import_module(self._homes[name]), name)
+        value = getattr(importlib.import_module(self._sources[name]), name)
         setattr(self, name, value)
         return value
 
@@ -84,15 +84,15 @@ class _Path(ModuleType):
 def add_paths(root: str) -> None:
     """Register the modules of all paths below ``root``."""
     for path, names in PATHS.items():
-        homes = {name: home for home, listed in names.items() for name in listed.split()}
-        _add(f"{root}.{path}", homes)
+        sources = {name: source for source, listed in names.items() for name in listed.split()}
+        _add(f"{root}.{path}", sources)
 
 
-def _add(name: str, homes: dict[str, str]) -> None:
+def _add(name: str, sources: dict[str, str]) -> None:
     parent, _, last = name.rpartition(".")
     if parent not in sys.modules:
         _add(parent, {})
-    module = sys.modules.setdefault(name, _Path(name, homes))
+    module = sys.modules.setdefault(name, _Path(name, sources))
     above = sys.modules[parent]
     setattr(above, last, module)
     above.__all__ = sorted({*getattr(above, "__all__", ()), last})  # type: ignore[attr-defined] # a module's

@@ -28,8 +28,8 @@ def narrowed(value: torch.Tensor, dtype: torch.dtype, *, what: str) -> torch.Ten
         beyond = narrow.isinf() & value.isfinite()
         if bool(beyond.any()):
             raise ValueError(
-                f"{what}, whose largest number is {largest:g}, and a number of the value is beyond that; use "
-                "bfloat16 or float32, or smaller numbers"
+                f"{what}, whose largest number is {largest:g}, and the value has a larger one; use bfloat16 "
+                "or float32, or smaller numbers"
             )
     return narrow
 
@@ -40,7 +40,7 @@ def fitted(value: torch.Tensor, current: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: A finite number would become infinite.
     """
-    return narrowed(value, current.dtype, what=f"the model goes on in {current.dtype}").to(current)
+    return narrowed(value, current.dtype, what=f"the model continues in {current.dtype}").to(current)
 
 
 def _has_range(dtype: torch.dtype) -> bool:

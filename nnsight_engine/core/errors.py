@@ -12,7 +12,6 @@ class InterventionError(Exception):
     """
 
     def __init__(self, code: str, message: str) -> None:
-        """Keep both parts; ``str()`` returns the message."""
         super().__init__(message)
         self.code = code
         self.message = message

@@ -14,12 +14,12 @@ _ON_VLLM: Final = (
     "vLLM keeps no graph of the model's run: use LanguageModel, here or on a server with --local-engine"
 )
 _ASK: Final = (
-    "say hidden.requires_grad_(True) of a value when you read it, before the model goes on with it, and not "
+    "call hidden.requires_grad_(True) when you read a value, before the model continues with it, and not "
     "inside torch.no_grad()"
 )
 _TORCH_SAYS: Final = {
     "you can only change requires_grad flags of leaf variables": (
-        "say tensor.requires_grad_(True) to ask for them, tensor.detach() to cut them off"
+        "call tensor.requires_grad_(True) to request them, tensor.detach() to stop them"
     ),
     "Setting requires_grad=True on inference tensor": _ON_VLLM,
     "does not require grad and does not have a grad_fn": f"{_ASK}; {_ON_VLLM}",

@@ -99,7 +99,9 @@ def mount(name: str, function: Method, *, when: Condition = always) -> None:
     _set(object, name, _Mounted(name, function, when))
     if getattr(getattr(_Probe(), name, None), "__func__", None) is not function:
         unmount(name)
-        raise MountError(f"{_interpreter()} did not take {name!r} as a method of every object; {_NEXT_STEP}")
+        raise MountError(
+            f"{_interpreter()} does not accept {name!r} as a method of every object; {_NEXT_STEP}"
+        )
 
 
 def unmount(name: str) -> None:

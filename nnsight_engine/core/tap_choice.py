@@ -69,6 +69,6 @@ def _patterns(text: str) -> list[PointPattern]:
         if pattern.leaf not in (_OFFSETS if pattern.layers is not None else {_EMBED}):
             raise UnsupportedOptionError(
                 f"--taps {text}: taps lie in the residual stream, at `embed.output`, `layers.3.output` or "
-                f"`layers.4:20.output`, not at `{pattern.leaf}`; or say `{ALL_TAPS}` or `{NO_TAPS}`"
+                f"`layers.4:20.output`, not at `{pattern.leaf}`; or use `{ALL_TAPS}` or `{NO_TAPS}`"
             )
     return patterns

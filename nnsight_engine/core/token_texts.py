@@ -125,7 +125,10 @@ class TokenTexts:
         ids = self._tokenizer.encode(known, add_special_tokens=False)
         shown = ", ".join(repr(self.text(token_id)) for token_id in ids[:_MAX_SHOWN])
         more = ", …" if len(ids) > _MAX_SHOWN else ""
-        return f"is {len(ids)} for the tokenizer: {shown}{more}" if ids else "is none for the tokenizer"
+        if not ids:
+            return "is no token for the tokenizer"
+        number = "1 token" if len(ids) == 1 else f"{len(ids)} tokens"
+        return f"is {number} for the tokenizer: {shown}{more}"
 
     @functools.cached_property
     def _vocabulary(self) -> Mapping[str, int]:

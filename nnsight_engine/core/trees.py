@@ -47,7 +47,6 @@ class TreeMismatchError(ValueError):
     """
 
     def __init__(self, path: str, reason: str) -> None:
-        """Keep both parts; ``str()`` returns the sentence."""
         super().__init__(f"{path or 'the value'}: {reason}")
         self.path = path
         self.reason = reason

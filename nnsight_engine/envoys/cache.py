@@ -85,20 +85,20 @@ class Entry:
         return one
 
     def _indexed(self) -> _Index:
-        """Return where each call's values are, which is found out once for many calls."""
+        """Return the index of the values by call, which is computed once for many look-ups."""
         if self._index is None:
             self._index = _Index(self.numbers)
         return self._index
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is kept, without the index of it."""
+        """Return the values without their index, which can be computed again."""
         return {"values": self.values, "numbers": self.numbers}
 
     def _get(self, key: str) -> list[Any]:
         if key not in self.values:
             raise AttributeError(
-                f"the cache has no {key} here; keep {key}s with tracer.cache({_OPTIONS[key]}=True), and make "
-                "the cache before the module runs"
+                f"the cache has no {key} here; store {key}s with tracer.cache({_OPTIONS[key]}=True), and "
+                "create the cache before the module runs"
             )
         return self.values[key]
 
@@ -132,7 +132,6 @@ class _Index:
     """
 
     def __init__(self, numbers: Mapping[str, Sequence[Any]]) -> None:
-        """Go through the lists once."""
         self.places: dict[Any, dict[str, int]] = {}
         for key, calls in numbers.items():
             for place, call in enumerate(calls):
@@ -270,8 +269,8 @@ class CacheView(Mapping[str, "CacheView"]):
         entry = self._cache.entries.get(self._path)
         if entry is None:
             raise AttributeError(
-                f"the cache has no value for {self._path or 'its root'}: the module was not asked for, or "
-                "was not called after the cache was made"
+                f"the cache has no value for {self._path or 'its root'}: the module was not requested, or "
+                "was not called after the cache was created"
             )
         return entry if self._call is None else entry._at(self._call)
 
@@ -310,14 +309,14 @@ class CacheView(Mapping[str, "CacheView"]):
         return here
 
     def _part(self, name: str) -> Any:
-        """Return what one component of a path leads to from here."""
+        """Return the object that one component of a path refers to."""
         if not name.isdecimal():
             return getattr(self, name)
         is_child = isinstance(self._envoy, EnvoyTree) and name in self._envoy._names
         return self[name if is_child else int(name)]
 
     def _found(self, path: str) -> Any:
-        """Return what stands at a path of the model, here or below; None for what is no module of it."""
+        """Return the object at a path of the model, here or below; None if the path does not exist."""
         tree = self._tree()
         try:
             return None if tree is None else at_path(tree, path)
@@ -325,7 +324,7 @@ class CacheView(Mapping[str, "CacheView"]):
             return None
 
     def _tree(self) -> EnvoyTree | None:
-        """Return an envoy below which everything is that is below this place."""
+        """Return the envoy of this place, from which paths below it are resolved; None if unknown."""
         return self._envoy if isinstance(self._envoy, EnvoyTree) else None
 
     def __getattr__(self, name: str) -> Any:

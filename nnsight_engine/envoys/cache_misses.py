@@ -75,9 +75,9 @@ class CacheMisses:
             if around is not None:
                 yield f"{path}.{key}, which is inside {around}, {_COMPILED}"
             elif (path, key) in self._early:
-                yield f"{path}.{key}, which had run before the cache was made: make it first"
+                yield f"{path}.{key}, which had run before the cache was created: create it first"
             elif self._has_run(path, key):
-                yield f"{path}.{key}, which did not run after the cache was made"
+                yield f"{path}.{key}, which did not run after the cache was created"
             else:
                 yield (
                     f"{path}.{key}, which did not run: the model does not use it, or computes it inside a "

@@ -246,7 +246,9 @@ class Envoy(CallValues, EnvoyTree, Batchable):
         refuse_statement(sys._getframe(1), "edit")
         self._root._check_runs("edit")
         if not self._is_root:
-            raise ValueError(f"edits are kept on the model: call edit() on its root, not on {self.path}")
+            raise ValueError(
+                f"edits are stored on the whole model: call edit() on its root, not on {self.path}"
+            )
         return EditingTracer(self, inplace=inplace, backend=backend)
 
     def clear_edits(self) -> None:

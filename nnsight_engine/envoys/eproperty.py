@@ -48,7 +48,6 @@ class eproperty:  # noqa: N801 - it is used like property
     """
 
     def __init__(self, key: str | None = None, description: str | None = None, iterate: bool = True) -> None:  # noqa: FBT001, FBT002 - the documented signature
-        """Store the options; ``__call__`` receives the stub."""
         self.key = key
         self.description = description
         self.iterate = iterate

@@ -32,7 +32,6 @@ class OperationEnvoy(CallValues):
     path: str | None
 
     def __init__(self, operation: Operation, holder: SourceEnvoy) -> None:
-        """Create the envoy of ``operation`` in ``holder``'s function."""
         self.operation = operation
         self.holder = holder
         self.path = f"{holder.path}.{operation.name}"

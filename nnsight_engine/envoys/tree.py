@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from nnsight_engine.envoys.envoy import Envoy
 
 NOT_THERE: Final = (AttributeError, LookupError, TypeError)
-"""What looking for a path raises where nothing is: a number in it may meet an object without items."""
+"""The errors of looking up a path that does not exist; a number may refer to an object without items."""
 
 
 class EnvoyTree:
@@ -82,7 +82,7 @@ class EnvoyTree:
                 yield from child._walk(seen)
 
     def get(self, path: str) -> Any:
-        """Return the envoy, or whatever attribute, at a path.
+        """Return the envoy, or another attribute, at a path.
 
         The path may be as it is printed, ``get("model.layers.3.mlp")``, or begin below this module,
         ``get("layers.3.mlp")``. One that can be read both ways is taken as printed.

@@ -54,5 +54,5 @@ class Barrier:
         """Return the error message for a mediator that still waits at the barrier when the run is over."""
         return (
             f"Execution complete but a barrier for {self.participants} participants was reached by "
-            f"{len(self.arrived)} only: call it in as many invokes as it was made for."
+            f"{len(self.arrived)} only: call it in {self.participants} invokes."
         )

@@ -115,8 +115,8 @@ class Batcher:
         if given[1] not in mask.sum(-1).tolist():
             return ""
         return (
-            f"; shorter texts are filled up to the {mask.shape[1]} positions of the longest one, and "
-            "tracer.attention_mask, tracer.lengths and tracer.first_positions tell where their tokens are"
+            f"; shorter texts are padded to the {mask.shape[1]} positions of the longest one, and "
+            "tracer.attention_mask, tracer.lengths and tracer.first_positions locate their tokens"
         )
 
     def forget(self) -> None:
@@ -202,9 +202,9 @@ class Batcher:
         for tensor, version in loans.shared:
             if tensor._version != version:  # noqa: SLF001
                 raise ValueError(
-                    f"a tensor of shape {tuple(tensor.shape)} has no rows of single invokes, it belongs to "
-                    "all together, and was edited in place in one; only an empty one, tracer.invoke(), "
-                    "can edit it"
+                    f"a tensor of shape {tuple(tensor.shape)} is shared by all invokes and has no rows of "
+                    "single ones, and an invoke edited it in place; only an empty invoke, "
+                    "tracer.invoke(), can edit it"
                 )
         for part, _, held in loans.states:
             if list(map(id, state_tensors(part))) != list(map(id, held)):

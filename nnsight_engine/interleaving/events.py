@@ -33,7 +33,6 @@ class SkipException(Exception):  # noqa: N818 - the documented name
     """A module's run is replaced by a value."""
 
     def __init__(self, value: Any) -> None:
-        """Keep the value that replaces the module's output."""
         super().__init__("the module is skipped")
         self.value = value
 

@@ -44,7 +44,6 @@ class GradientSession:
     """
 
     def __init__(self, interleaver: Interleaver, mediator: Mediator) -> None:
-        """Let the block of ``mediator`` request gradients from ``interleaver``."""
         self.interleaver = interleaver
         self.mediator = mediator
         self._hooks: dict[int, tuple[torch.Tensor, Any]] = {}
@@ -59,7 +58,7 @@ class GradientSession:
         if id(tensor) not in self._hooks:
             why = why_no_graph(tensor)
             if why is not None:
-                raise RuntimeError(f"no gradient comes to this tensor: {why}")
+                raise RuntimeError(f"this tensor gets no gradient: {why}")
 
             def provide(gradient: torch.Tensor) -> torch.Tensor:
                 value: torch.Tensor = self.interleaver.handle(key, gradient)

@@ -166,7 +166,7 @@ class Interleaver(ModuleUse):
             self.error = error
 
     def warn(self, error: StepNotReachedError) -> None:
-        """Warn of a block that ended because it asked for a step that did not come."""
+        """Warn that a block ended because it requested a step that was not reached."""
         warn(error)
 
     def _settle(self) -> None:
@@ -418,14 +418,14 @@ class Interleaver(ModuleUse):
         if iteration is not None and iteration < calls:
             return OutOfOrderError(
                 f"Value was missed for {requester}. Did you call an Envoy out of order? The model has "
-                "passed this place: ask for values in the order in which it reaches them, or in separate "
-                "invokes."
+                "passed this point: request values in the order in which the model computes them, or in "
+                "separate invokes."
             )
         if provider.endswith(".grad"):
             return MissedProviderError(
                 f"Execution complete but `{requester}` was not provided. Did you call an Envoy out of "
-                "order? Gradients come in the reverse order of the forward pass, and only to tensors that "
-                "the loss was computed from."
+                "order? Gradients are computed in the reverse order of the forward pass, and only for "
+                "tensors that the loss was computed from."
             )
         if iteration is not None and calls:
             error_type = StepNotReachedError if mediator.moved_on else MissedProviderError
@@ -442,9 +442,9 @@ def _ended(requester: str, calls: int) -> str:
     times = "once" if calls == 1 else f"{calls} times"
     return (
         f"Execution complete but `{requester}` was not provided. It was reached {times}, and the run, or its "
-        "generation, has ended: no further step comes. Read a step's values inside the loop (`if step == "
-        f"{calls - 1}:`), or in an invoke of their own (`with tracer.invoke():`), and what the whole run "
-        "returns with `tracer.result`."
+        "generation, has ended: there are no further steps. Read a step's values inside the loop (`if step "
+        f"== {calls - 1}:`), or in an invoke of their own (`with tracer.invoke():`), and the result of the "
+        "whole run with `tracer.result`."
     )
 
 

@@ -50,9 +50,9 @@ class IteratorTracer:
                     if self.open_ended:
                         return
                     raise MissedProviderError(
-                        f"Execution complete but step {step} did not come: generation ended after "
+                        f"Execution complete but step {step} was not reached: generation ended after "
                         f"{self.interleaver.step + 1} steps. Use a slice, tracer.iter[{step}:], for steps "
-                        "that may not come."
+                        "that may not be reached."
                     )
                 mediator.iteration, mediator.moved_on = step, False
                 yield step
@@ -91,5 +91,5 @@ def _numbers(steps: Steps) -> Iterable[int]:
     if numbers is None:
         raise TypeError(f"tracer.iter takes a number, a slice or a list of numbers, got {steps!r}")
     if any(number < 0 for number in numbers) or numbers != sorted(set(numbers)):
-        raise ValueError(f"steps count from 0 and are given in the order in which they come, got {steps!r}")
+        raise ValueError(f"steps count from 0 and must be given in increasing order, got {steps!r}")
     return numbers

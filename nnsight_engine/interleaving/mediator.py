@@ -48,7 +48,7 @@ _STOPPED = "the trace was stopped by its block"
 _MAX_REFUSED = 500
 """Maximum number of consecutive requests that are answered with an error; beyond it the block has failed."""
 
-_PATIENCE = 16
+_MAX_CLEANUP_REQUESTS = 16
 """Number of requests that a cancelled block may make while it cleans up, before ``GreenletExit`` is raised.
 """
 
@@ -201,10 +201,10 @@ class Mediator:
         First ``Cancelation`` is raised, then ``GreenletExit``, which ``except Exception`` does not catch. A
         block that keeps swallowing even that is abandoned, because a stack cannot be unwound from outside.
         """
-        for patience in range(2 * _PATIENCE):
+        for num_requests in range(2 * _MAX_CLEANUP_REQUESTS):
             if self.worker is None:
                 return
-            error = Cancelation if patience < _PATIENCE else GreenletExit
+            error = Cancelation if num_requests < _MAX_CLEANUP_REQUESTS else GreenletExit
             self.fail(error("the trace ended while this block waited"))
         self.worker = None
 
@@ -316,12 +316,12 @@ class Mediator:
 
 def warn(error: StepNotReachedError) -> None:
     """Warn at the line of the block that made the request; the rest of the block does not run."""
-    places = [
+    user_lines = [
         (frame, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
         if not str(frame.f_globals.get("__name__")).startswith("nnsight_engine.")
     ]
-    frame, line = places[-1]
+    frame, line = user_lines[-1]
     warnings.warn_explicit(f"{error} The block ends here.", UserWarning, frame.f_code.co_filename, line)
 
 

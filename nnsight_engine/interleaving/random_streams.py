@@ -24,7 +24,6 @@ class RandomStreams:
     __slots__ = ("_cpu", "_devices", "_numpy", "_seed")
 
     def __init__(self, seed: int) -> None:
-        """Start with the block's states."""
         self._seed = seed
         self._cpu = torch.Generator().manual_seed(seed).get_state()
         self._numpy: np.random.BitGenerator = np.random.MT19937(seed)

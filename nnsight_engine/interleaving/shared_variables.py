@@ -154,7 +154,6 @@ class Exchange:
     """
 
     def __init__(self, order: int, sharer: Sharer, variables: Mapping[Hashable, _Variable]) -> None:
-        """Watch the variables that the invoke may assign and others mention."""
         self.order = order
         self._total = 0
         self._assignments = sharer.assignments
@@ -219,10 +218,10 @@ def explain(error: NameError, stored: Iterable[Collection[str]]) -> None:
     name = error.name or (found.group(1) if found is not None else "")
     if not hasattr(error, "__notes__") and any(name in names for names in stored):
         error.add_note(
-            f"`{name}` is assigned in another invoke, which had not come that far; a value from before the "
-            "trace is not taken instead. If both ask for values of the same place, let them wait for each "
-            "other: barrier = tracer.barrier(2) before the invokes, and barrier() in each, after it is "
-            "assigned and before it is used."
+            f"`{name}` is assigned in another invoke, which had not reached that line yet; a value from "
+            "before the trace is not used instead. If both read the same point, let them wait for each "
+            "other: barrier = tracer.barrier(2) before the invokes, and barrier() in each, after the "
+            "assignment and before the use."
         )
 
 

@@ -36,7 +36,7 @@ from nnsight_engine.interleaving.random_streams import RandomStreams
 _GRACE_S = 0.5
 """Seconds that an interrupted block has for cleaning up."""
 
-_LONG_ENOUGH = 1000
+_CLEAR_ITERATIONS = 1000
 
 _NUM_SPARE = 4
 """Number of idle threads that are kept ready."""
@@ -209,7 +209,7 @@ def _take_back(thread: threading.Thread) -> None:
 def _clear_stop_flag() -> None:
     try:
         _raise_in(threading.current_thread(), TimeBudgetError)
-        for _ in range(_LONG_ENOUGH):  # it is raised at an iteration of a loop
+        for _ in range(_CLEAR_ITERATIONS):  # it is raised at an iteration of a loop
             pass
     except TimeBudgetError:
         return
@@ -283,11 +283,11 @@ def _keep_spare(budget_s: float, spare: deque[ThreadStack], wanted: SimpleQueue[
 
 
 def _do_nothing() -> None:
-    """Be the job that ends an idle thread."""
+    """End an idle thread: the job of threads that are no longer needed."""
 
 
 def _after_calls(stack: ThreadStack, event: Any) -> Any:
-    """Run a job's errands on the calling thread, within the job's time; return its next payload."""
+    """Make the calls that a job requests of the calling thread, within its time; return its next payload."""
     while type(event) is _ModelThreadCall:
         begin = stack.clock()
         answer = event.answer()

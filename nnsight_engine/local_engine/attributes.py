@@ -40,7 +40,6 @@ class AttributeSnapshot:
     """
 
     def __init__(self, root: Any) -> None:
-        """Snapshot everything that is reachable from ``root``."""
         self.objects: list[Any] = []
         self.tensors: list[torch.Tensor] = []
         self._held: list[_Dict | _List | _Set] = []
@@ -92,7 +91,6 @@ class Definitions:
     """
 
     def __init__(self, classes: Iterable[type], modules: Iterable[ModuleType] = ()) -> None:
-        """Snapshot the definitions."""
         found = {base for one in classes for base in one.__mro__ if base is not object}
         self._classes = [(one, dict(vars(one))) for one in found]
         # Found through a function that the class defines itself, so that no module has to be looked up by

@@ -55,8 +55,8 @@ class ReadTrace:
         num_own = len(received.blocks) - head.num_edits
         if num_own < 1 or (head.kind == "session" and num_own != 1):
             raise DecodeError(
-                f"the trace is broken: it has {len(received.blocks)} blocks, and says that "
-                f"{head.num_edits} of them are edits of a {head.kind}"
+                f"the trace is invalid: it has {len(received.blocks)} blocks, and its header names "
+                f"{head.num_edits} of them as edits of a {head.kind}"
             )
         self.invokes: Sequence[ReceivedInvoke] = invokes_of(received.blocks[:num_own], head.groups[:num_own])
         self.edits = received.blocks[num_own:]
@@ -74,7 +74,7 @@ def _inputs(shared: Mapping[str, Any], num_invokes: int) -> list[tuple[tuple[Any
         or not all(isinstance(one, tuple) and len(one) == 2 for one in given)
         or not all(isinstance(args, tuple) and isinstance(kwargs, dict) for args, kwargs in given)
     ):
-        raise DecodeError(f"the trace is broken: it needs inputs for its {num_invokes} invokes")
+        raise DecodeError(f"the trace is invalid: it needs inputs for its {num_invokes} invokes")
     return given
 
 

@@ -34,7 +34,6 @@ class ThisProcess:
     name = "this process"
 
     def __init__(self, model: LanguageModel) -> None:
-        """Run traces on ``model``."""
         self._model = model
         self.call_client: ClientCall | None = None
 
@@ -77,7 +76,6 @@ class InProcessBackend(RemoteBackend):
     """
 
     def __init__(self, model: LanguageModel, *, blocking: bool = True) -> None:
-        """Load the model's weights."""
         if type(model) is not LanguageModel:
             name = type(model).__name__
             raise TypeError(

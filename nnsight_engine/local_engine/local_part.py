@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 ClientCall = Callable[[bytes], bytes | bytearray | memoryview]
 """Sends a request to the client and returns the answer; raises LocalBlockError if there is none."""
 
-_OF_THE_CLIENT: Final = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, type, Tracer)
+_KNOWN_TO_CLIENT: Final = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, type, Tracer)
 """Kinds of values that the client has itself, and no block changes."""
-_AS_IT_WAS: Final = (str, int, float, complex, bytes, type(None))
+_IMMUTABLE: Final = (str, int, float, complex, bytes, type(None))
 
 
 def call_client_through_server(
@@ -147,7 +147,7 @@ class LocalPart(Tracer):
 
     def _may_differ(self, name: str, value: Any) -> bool:
         return name not in self._kept or not (
-            isinstance(value, (*_OF_THE_CLIENT, *_AS_IT_WAS)) or self._reference(value) is not None
+            isinstance(value, (*_KNOWN_TO_CLIENT, *_IMMUTABLE)) or self._reference(value) is not None
         )
 
     def _reference(self, value: Any) -> tuple[str, ...] | None:

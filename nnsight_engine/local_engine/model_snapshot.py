@@ -35,7 +35,6 @@ class ModelSnapshot:
     """
 
     def __init__(self, model: LanguageModel) -> None:
-        """Take the snapshot."""
         self._model = model
         vars(model)[_PROBES] = None
         global_hooks = [value for name, value in vars(torch_modules).items() if name.startswith("_global_")]

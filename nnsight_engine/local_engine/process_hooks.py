@@ -34,7 +34,6 @@ class ProcessHooks:
     """Snapshot of a process's streams, hooks, warnings, logging and signal handlers."""
 
     def __init__(self) -> None:
-        """Take the snapshot."""
         self._attributes = [getattr(owner, name) for owner, name in _ATTRIBUTES]
         self._filters = list(warnings.filters)
         self._disabled = logging.root.manager.disable

@@ -51,9 +51,8 @@ class ProcessState:
     """Snapshot of a process's settings."""
 
     def __init__(self) -> None:
-        """Take the snapshot."""
         self._known = [get() for get, _ in _SETTINGS]
-        self._threads = _running()
+        self._threads = _thread_ids()
 
     def restore(self) -> bool:
         """Restore the settings.
@@ -69,17 +68,17 @@ class ProcessState:
                     put(known)
             except (OSError, RecursionError):
                 is_complete = False
-        return not self._left() and is_complete
+        return not self._remaining_threads() and is_complete
 
-    def _left(self) -> set[int]:
-        left = _running() - self._threads
+    def _remaining_threads(self) -> set[int]:
+        left = _thread_ids() - self._threads
         for thread in threading.enumerate() if left else ():
             if thread.ident in left:
                 thread.join(_JOIN_S)
-        return _running() - self._threads if left else left
+        return _thread_ids() - self._threads if left else left
 
 
-def _running() -> set[int]:
+def _thread_ids() -> set[int]:
     return set(sys._current_frames())  # noqa: SLF001 - with threads unknown to threading
 
 

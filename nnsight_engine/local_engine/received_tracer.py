@@ -32,7 +32,6 @@ class ReceivedTracer(InterleavingTracer):
     """
 
     def __init__(self, model: Envoy, call_client: ClientCall | None = None) -> None:
-        """Create the substitute of the client's tracer."""
         super().__init__(model._run_module, model)  # noqa: SLF001 - an envoy of ours
         self._call_client = call_client
         self._attempt = secrets.token_hex(16)

@@ -118,7 +118,6 @@ class TraceRunner(ModelRunner):
     """
 
     def __init__(self, model: LanguageModel, call_client: ClientCall | None = None, **options: Any) -> None:
-        """Take the snapshot of the model."""
         super().__init__(model, call_client, **options)
         self._pristine = ModelSnapshot(model)
         self._needs_replacement = False

@@ -90,7 +90,6 @@ class SessionModel(VLLM):
     """
 
     def __init__(self, transport: PipeTransport, folder: str, *, trust_remote_code: bool) -> None:
-        """Create the envoys of the server's model."""
         outline = transport.outline()
         super().__init__(str(outline["model"]), remote=True)
         self.__dict__["_transport"] = transport

@@ -27,7 +27,6 @@ class TensorChecksums:
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Compute the checksums and copies."""
         self._tensors = [_TensorState(one) for one in tensors]
         self._summed = [one for one in self._tensors if one.kept is None]
         self._sums = self._now()

@@ -37,9 +37,8 @@ class ProcessEndedError(Exception):
     """
 
     def __init__(self, status: int | None) -> None:
-        """Describe how the process ended."""
         if status is None:
-            how = "it broke off the connection with the server"
+            how = "it closed the connection to the server"
         elif status < 0:
             how = f"signal {signal.Signals(-status).name}"
         else:

@@ -28,7 +28,7 @@ def diffusers() -> ModuleType:
         return importlib.import_module("diffusers")
     except ImportError as error:
         raise ImportError(
-            f"diffusion models need the package diffusers, and importing it says: {error}. "
+            f"diffusion models need the package diffusers, and its import failed: {error}. "
             "Run `pip install nnsight-engine[diffusion]`."
         ) from error
 
@@ -37,7 +37,6 @@ class Diffuser(torch.nn.Module):
     """The models of a pipeline; a forward call runs the denoiser."""
 
     def __init__(self, pipeline: Any) -> None:
-        """Register the pipeline's models as modules under their names."""
         super().__init__()
         self.pipeline = pipeline
         for name, component in pipeline.components.items():

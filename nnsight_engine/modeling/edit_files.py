@@ -81,7 +81,7 @@ def read_edits(model: HuggingFaceModel, path: Path) -> list[Edit]:
         raise ValueError(f"{path} has no edits: write them again with export_edits()") from error
     if shape != _shape_of(model):
         raise ValueError(
-            f"the edits at {path} are of a model of another shape: import them into one like theirs"
+            f"the edits at {path} are for a model of another shape: import them into a model of that shape"
         )
     try:
         infos = decode_trace(data, resolve=ObjectReferences(model)).blocks

@@ -83,7 +83,7 @@ class HuggingFaceModel(RemoteableMixin):
 
     def _edits_name(self) -> str:
         if not self.repo_id:
-            raise ValueError("this model was made from a module and has no name: say one with name=")
+            raise ValueError("this model was created from a module and has no name: pass one as name=")
         return self.repo_id.strip(os.sep)
 
     def _hub_options(self, kwargs: dict[str, Any]) -> dict[str, Any]:

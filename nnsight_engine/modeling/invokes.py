@@ -25,8 +25,8 @@ def join_shared(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]
         if name not in first or not _same(first[name], value):
             so_far = repr(first[name]) if name in first else "not given"
             raise InvokesDifferError(
-                f"{name} is for all invokes together, which share one run: it was {so_far}, and this "
-                f"invoke says {value!r}. Give it to the trace, or to the first invoke alone, or trace apart."
+                f"{name} applies to all invokes together, which share one run: it was {so_far}, and this "
+                f"invoke has {value!r}. Pass it to the trace, or to the first invoke only, or use two traces."
             )
     return first
 

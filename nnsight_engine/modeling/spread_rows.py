@@ -187,4 +187,4 @@ class SpreadBatcher(Batcher):
 
 def _version(tensor: torch.Tensor) -> int | None:
     """Return a number that changes with each in-place write to the tensor; None if not tracked."""
-    return None if tensor.is_inference() else tensor._version  # noqa: SLF001 - torch has no other way to ask
+    return None if tensor.is_inference() else tensor._version  # noqa: SLF001 - torch has no public name for it

@@ -1,7 +1,7 @@
 """Names that the statements of a block mention and assign, and statements that would leave the block.
 
-``blocks`` compiles with this information, and a client that sends a block to a server selects the variables
-to send with it.
+The compiler of blocks (``blocks``) uses this information, and a client that sends a block to a server uses it
+to select the variables to send.
 """
 
 from __future__ import annotations

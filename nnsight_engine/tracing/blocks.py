@@ -439,8 +439,8 @@ def _refuse_leaving(body: Sequence[ast.stmt], source: SourceText) -> None:
         line = getattr(node, "lineno", 1)
         text = source.lines[line - 1] if line <= len(source.lines) else ""
         raise TraceSyntaxError(
-            f"`{what}` cannot stand in a traced block, which runs as a function of its own while the model "
-            "does; save the value in the block and use it after",
+            f"`{what}` is not allowed in a traced block, which runs as a separate function while the model "
+            "runs; save the value in the block and use it afterwards",
             (sent_name(source.filename), line, getattr(node, "col_offset", 0) + 1, text),
         )
 
@@ -451,8 +451,8 @@ def _about_loop(error: SyntaxError, source: SourceText) -> TraceSyntaxError:
     line = error.lineno or 1
     text = source.lines[line - 1] if line <= len(source.lines) else ""
     return TraceSyntaxError(
-        f"`{what}` cannot belong to a loop around a traced block, which runs as a function of its own while "
-        f"the model does. Save a flag in the block and look at it after: `done = save(True)` in the block, "
+        f"`{what}` cannot refer to a loop around a traced block, which runs as a separate function while the "
+        f"model runs. Save a flag in the block and check it afterwards: `done = save(True)` in the block, "
         f"`if done: {what}` below it",
         (sent_name(source.filename), line, error.offset, text),
     )

@@ -104,11 +104,11 @@ class SourceReader:
                 return text
         if num_read:
             raise ChangedSourceError(
-                f"{name!r} has changed since the code that runs was loaded: what it says now, from line "
-                f"{code.co_firstlineno} on, is not that code. Start again, or import it anew (run the cell "
-                "again) and use what that defines. If it was not edited, a tool has rewritten the code on "
-                "its way (typeguard's @typechecked, Streamlit's magic): move the trace into a function, or a "
-                "module, that the tool leaves alone."
+                f"{name!r} has changed since the running code was loaded: its text from line "
+                f"{code.co_firstlineno} on is not that code. Restart, or import it again (run the cell "
+                "again) and use the new definitions. If it was not edited, a tool has rewritten the code "
+                "(typeguard's @typechecked, Streamlit's magic): move the trace into a function or a module "
+                "that the tool does not rewrite."
             )
         return None
 

@@ -33,12 +33,11 @@ from nnsight_engine.tracing.sent_files import SentFile, sent_name
 from nnsight_engine.tracing.source_text import SourceReader, SourceText
 
 _ENTERS = frozenset({"BEFORE_WITH", "SETUP_WITH"})
-_FRAMES_LOOKED_AT = 8
-"""Number of frames that are searched for a ``with``: subclasses may wrap ``__enter__``.
-"""
+_MAX_FRAMES = 8
+"""Number of frames that are searched for a ``with``: subclasses may wrap ``__enter__``."""
 
 _MAX_RECEIVED: Final = 256
-_LONGEST_RECEIVED: Final = 16 * 1024
+_MAX_RECEIVED_CHARACTERS: Final = 16 * 1024
 """Maximum number of characters of received code that is cached."""
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -85,7 +84,7 @@ class _OfCode(Generic[Key, Value]):
     def put(self, key: Key, code: CodeType, value: Value) -> None:
         table, most, file = self.own, self._max_entries, code.co_filename
         if isinstance(file, SentFile):
-            if file.lines.num_characters > _LONGEST_RECEIVED:
+            if file.lines.num_characters > _MAX_RECEIVED_CHARACTERS:
                 return
             table, most = self.received, _MAX_RECEIVED
         table[key] = value
@@ -133,7 +132,7 @@ class TraceSites:
     def entering(self, frame: FrameType | None) -> FrameType:
         """Return the frame that is at a ``with`` statement right now: this one, or one of its callers."""
         looked_at = frame
-        for _ in range(_FRAMES_LOOKED_AT):
+        for _ in range(_MAX_FRAMES):
             if looked_at is None:
                 break
             if self.layout(looked_at.f_code).enters(looked_at.f_lasti):
@@ -172,7 +171,7 @@ class TraceSites:
             ) from None
         if source is None:
             raise WithBlockNotFoundError(
-                f"The source of {sent_name(code.co_filename)!r} is not to be had, so the block under the "
+                f"The source of {sent_name(code.co_filename)!r} is not available, so the block under the "
                 f"`with` at line {frame.f_lineno} cannot be read. For code made at run time, register its "
                 "text: linecache.cache[filename] = (len(text), None, text.splitlines(True), filename) "
                 "before exec"

@@ -58,15 +58,15 @@ def attention_maps(
     rows = [names[query] if query < num_keys else str(query) for query in queries]
     chosen = _chosen(heads, num_heads)
     if ax is not None and len(chosen) != 1:
-        raise VizError(f"`ax` has room for one head, heads=[{chosen[0]}] for one; got {len(chosen)}")
-    places = [ax] if ax is not None else _grid(len(chosen), num_keys)
-    for head, where in zip(chosen, places, strict=True):
-        image = draw_cells(where, values[head], rows=rows, columns=names, limits=(0, 1), cmap="Blues")
-        where.set_title(f"head {head}", fontsize=9)
-        where.set_xlabel("looked at", fontsize=8)
-        where.set_ylabel("looks", fontsize=8)
-    figure = figure_of(places[0])
-    figure.colorbar(image, ax=places, label="attention probability")
+        raise VizError(f"`ax` is for a single head, such as heads=[{chosen[0]}]; got {len(chosen)} heads")
+    axes = [ax] if ax is not None else _grid(len(chosen), num_keys)
+    for head, one in zip(chosen, axes, strict=True):
+        image = draw_cells(one, values[head], rows=rows, columns=names, limits=(0, 1), cmap="Blues")
+        one.set_title(f"head {head}", fontsize=9)
+        one.set_xlabel("key", fontsize=8)
+        one.set_ylabel("query", fontsize=8)
+    figure = figure_of(axes[0])
+    figure.colorbar(image, ax=axes, label="attention probability")
     return figure
 
 
@@ -75,9 +75,7 @@ def _of_capture(result: Any, point: str | None) -> tuple[Array, list[int]]:
     points: dict[str, Any] = result.get("points") or {}
     found = [point] if point is not None else [name for name in points if name.endswith(_SUFFIX)]
     if len(found) != 1 or found[0] not in points:
-        raise VizError(
-            f"one attn.pattern is drawn: `point` says which, of {', '.join(points) or 'none'}; got {point!r}"
-        )
+        raise VizError(f"`point` must name one attn.pattern of {', '.join(points) or 'none'}; got {point!r}")
     values = numbers(points[found[0]], dimensions=3, shape="[positions, heads, keys]")
     positions = [int(one) for one in result.get("positions") or ()]
     if len(positions) != values.shape[0]:

@@ -18,7 +18,7 @@ from nnsight_engine.core.dtypes import floats_from_bytes
 
 Array = npt.NDArray[np.float64]
 
-_MAX_SAID: Final = 60
+_MAX_QUOTED: Final = 60
 
 
 class VizError(ValueError):
@@ -103,8 +103,8 @@ def _array(value: Any) -> Array:
 def _decoded(value: Mapping[str, Any]) -> Array:
     if "url" in value:
         raise VizError(
-            f"this tensor waits in a file on the server: get {value['url']}, read it with "
-            f"safetensors and give its tensor {value.get('key')!r}"
+            f"this tensor is in a file on the server: download {value['url']}, read it with safetensors "
+            f"and pass its tensor {value.get('key')!r}"
         )
     try:
         found = TensorObject.model_validate(dict(value))
@@ -120,4 +120,4 @@ def _decoded(value: Mapping[str, Any]) -> Array:
 
 def _short(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= _MAX_SAID else f"{text[:_MAX_SAID]}…"
+    return text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}…"

@@ -16,7 +16,6 @@ class ResultsTable:
     """Rows of text; a notebook shows them as a table, a terminal as lines."""
 
     def __init__(self, rows: list[tuple[str, str, str, str]]) -> None:
-        """Keep the rows: name, kind, where, content."""
         self.rows = rows
 
     def __repr__(self) -> str:

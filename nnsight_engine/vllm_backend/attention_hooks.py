@@ -43,7 +43,6 @@ class AttentionHook:
     def __init__(
         self, module: nn.Module, plan: StepPlan, site: PlannedSite, is_models_own: Callable[[], bool]
     ) -> None:
-        """Replace the instance's ``forward``."""
         attention = cast("AttentionModule", module)
         self._attention = attention
         self._replaced = vars(module).get("forward")
@@ -82,7 +81,7 @@ def attention_form(module: object) -> AttentionForm:
     attention = cast("AttentionModule", module)
     impl = attention.impl
     if not (hasattr(impl, "scale") and hasattr(impl, "logits_soft_cap")):
-        raise _not_computable(f"{type(impl).__name__} does not tell its scale and soft cap")
+        raise _not_computable(f"{type(impl).__name__} does not expose its scale and soft cap")
     if getattr(impl, "alibi_slopes", None) is not None or getattr(attention, "has_sink", False):
         raise _not_computable("the model's attention has position biases or sinks")
     return AttentionForm(

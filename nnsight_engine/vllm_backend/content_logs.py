@@ -38,7 +38,6 @@ class _WithoutContent:
     """A log record factory that removes quoted data from arguments and errors."""
 
     def __init__(self, make: _Factory) -> None:
-        """Wrap the factory ``make``."""
         self._make = make
 
     def __call__(self, *args: Any, **kwargs: Any) -> logging.LogRecord:

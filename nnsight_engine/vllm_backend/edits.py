@@ -140,8 +140,8 @@ class Edits:
         for edit in self.always:
             if edit.is_resident and self.book[edit.name].digest != edit.digest:
                 raise ValueError(
-                    f"another edit took the name {edit.name!r} of one that takes part in all traces of this "
-                    "model; clear_edits() forgets the one that is gone"
+                    f"the edit {edit.name!r}, which takes part in all traces of this model, was replaced by "
+                    "another one of that name; call clear_edits() to drop it"
                 )
         edits = [*self.always, *(self.book[name] for name in given)]
         return list({edit.digest: edit for edit in edits}.values())

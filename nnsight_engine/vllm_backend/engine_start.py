@@ -50,7 +50,7 @@ def start(
     if has_envoys and config.parallel_config.world_size > 1:
         raise UnsupportedOptionError(
             "envoys= is not supported with tensor_parallel_size or pipeline_parallel_size above 1 "
-            "yet: our own classes know where the parts of modules are; use one rank"
+            "yet: only the standard classes can combine the parts of modules; use one rank"
         )
     return _HOSTS[mode]({**arguments, **ours})
 

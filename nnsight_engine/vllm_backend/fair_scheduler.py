@@ -31,8 +31,8 @@ from vllm.v1.request import Request, RequestStatus
 from nnsight_engine.vllm_backend.compat import EngineLimits, entry_of
 from nnsight_engine.vllm_backend.sender_usage import SENDER_KEY, SenderUsage
 
-_MAY_BEGIN: Final = {RequestStatus.WAITING, RequestStatus.PREEMPTED}
-_LOOK_S: Final = 0.5
+_STARTABLE: Final = {RequestStatus.WAITING, RequestStatus.PREEMPTED}
+_SENDER_CHECK_S: Final = 0.5
 
 
 class _StartedStep(NamedTuple):
@@ -83,7 +83,7 @@ class FairScheduler(Scheduler):
         if len(self.sharing) == 1 and len(self.running) <= self.max_num_running_reqs:
             output = self.schedule_all(*args, **kwargs)
         else:
-            with self._turn():
+            with self._limited_queues():
                 output = self.schedule_all(*args, **kwargs)
         scheduled = output.num_scheduled_tokens
         # The tenants are recorded now: a request that is aborted while the step runs is still charged for it.
@@ -136,9 +136,9 @@ class FairScheduler(Scheduler):
         return tokens
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _limited_queues(self) -> Iterator[None]:
         """Reduce the queues, for one step, to the requests whose turn it is."""
-        self._look()
+        self._drop_idle_senders()
         light_senders = self.sharing.light_senders()
         first = [request for request in self.running if _sender(request) in light_senders]
         rest = [request for request in self.running if _sender(request) not in light_senders]
@@ -149,7 +149,7 @@ class FairScheduler(Scheduler):
         )
         if self._is_exclusive(first, waiting):
             self._make_room(waiting, rest)
-            with self._alone(first, rest, light_senders):
+            with self._only_light(first, rest, light_senders):
                 yield
                 # If light requests could not start for lack of blocks, the next step is for all again.
                 self._was_empty = not any(one.num_in_flight_tokens for one in self.running)
@@ -167,9 +167,9 @@ class FairScheduler(Scheduler):
             self.max_num_scheduled_tokens = before
             self.running = [*self.running, *held]
 
-    def _look(self) -> None:
+    def _drop_idle_senders(self) -> None:
         moment = time.monotonic()
-        if moment - self._checked_at > _LOOK_S:
+        if moment - self._checked_at > _SENDER_CHECK_S:
             self._checked_at = moment
             self.sharing.keep({_sender(request) for request in self.requests.values()})
 
@@ -177,12 +177,12 @@ class FairScheduler(Scheduler):
         """Return whether the step is for light requests alone: one is about to start, or in its prefill."""
         if self._was_empty:
             return False
-        return any(request.status in _MAY_BEGIN for request in waiting) or any(
+        return any(request.status in _STARTABLE for request in waiting) or any(
             request.is_prefill_chunk for request in running
         )
 
     @contextlib.contextmanager
-    def _alone(
+    def _only_light(
         self, first: list[Request], rest: list[Request], light_senders: frozenset[str]
     ) -> Iterator[None]:
         before = list(self.waiting)
@@ -200,8 +200,8 @@ class FairScheduler(Scheduler):
         """Preempt the last of the heavy requests until the first waiting request has the blocks it needs."""
         pool = self.kv_cache_manager.block_pool
         num_groups = len(self.kv_cache_config.kv_cache_groups)
-        coming = waiting[0].num_tokens // self.block_size + 2 if waiting else 0
-        needed = num_groups * (coming + len(self.running) - len(rest))
+        needed_by_first = waiting[0].num_tokens // self.block_size + 2 if waiting else 0
+        needed = num_groups * (needed_by_first + len(self.running) - len(rest))
         while rest and pool.get_num_free_blocks() < needed:
             request = rest.pop()
             self.running.remove(request)

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-_AS_THEY_ARE: Final = frozenset({type(None), bool})
+_PASSED_THROUGH: Final = frozenset({type(None), bool})
 _LISTS: Final = frozenset({list, tuple, set, frozenset, torch.Size})
 _TENSORS: Final = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _NAMES: Final = frozenset({torch.dtype, torch.device})
@@ -184,7 +184,7 @@ def _key(key: Any) -> str:
 
 def _scalar(value: Any, known: frozenset[type]) -> Any:
     kind = type(value)
-    if kind in _AS_THEY_ARE or kind in known:
+    if kind in _PASSED_THROUGH or kind in known:
         return value
     if kind is str:
         return _text(value)

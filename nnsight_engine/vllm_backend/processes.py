@@ -59,7 +59,7 @@ def kill_engine(engine: Any) -> None:
     manager = engine.engine_core.resources.engine_manager
     processes = getattr(manager, "processes", ())
     if not processes:
-        logger.error("the engine's processes are not known, %s has started them: end them by hand", manager)
+        logger.error("the engine's processes, started by %s, are not known here: end them by hand", manager)
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             top = psutil.Process(process.pid)

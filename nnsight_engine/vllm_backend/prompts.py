@@ -58,8 +58,8 @@ class Request:
         if self.params is not None:
             if trace:
                 raise TypeError(
-                    "an invoke's sampling_params= says all parameters, so those of the trace would have no "
-                    f"effect: {', '.join(sorted(trace))}. Give the invoke's by name, or the trace none"
+                    "an invoke's sampling_params= sets all parameters, so those of the trace would have no "
+                    f"effect: {', '.join(sorted(trace))}. Pass the invoke's by name, or none to the trace"
                 )
             return self.params, own
         if params is None:
@@ -114,7 +114,9 @@ def _by_name(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return sampling parameters by vLLM's names."""
     private = [name for name in given if name.startswith("_")]
     if private:
-        raise TypeError(f"{private[0]} is not for callers: vLLM works it out from other sampling parameters")
+        raise TypeError(
+            f"{private[0]} is private: vLLM derives it from other sampling parameters; leave it out"
+        )
     for other, name in _OTHER_NAMES.items():
         if other in given and name in given:
             raise TypeError(f"{other} and {name} are the same parameter, got both; give one of them")

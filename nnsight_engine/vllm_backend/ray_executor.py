@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
 from vllm.v1.executor.ray_utils import assert_ray_available, ray
 
-from nnsight_engine.vllm_backend.ray_plugin import ASKED_FOR, DEVICE
+from nnsight_engine.vllm_backend.ray_plugin import DEVICE, ENABLED_BY
 
 _OBJECT_STORE_BYTES: Final = 128 * 1024 * 1024
 """Memory for the objects with which workers are started; computed values do not use Ray's object store."""
@@ -77,7 +77,7 @@ class ClusterExecutor(RayExecutorV2):
         """Return the workers' runtime environment; on CPUs, with the variable that enables the plugin."""
         runtime_env: dict[str, Any] = super()._build_runtime_env()
         if current_platform.is_cpu():
-            runtime_env.setdefault("env_vars", {})[ASKED_FOR] = "1"
+            runtime_env.setdefault("env_vars", {})[ENABLED_BY] = "1"
         return runtime_env
 
     def shutdown(self) -> None:

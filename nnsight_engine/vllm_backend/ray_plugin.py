@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from typing import Final
 
-ASKED_FOR: Final = "NNSIGHT_ENGINE_RAY_ON_CPU"
+ENABLED_BY: Final = "NNSIGHT_ENGINE_RAY_ON_CPU"
 """Set to 1 in processes that are to use the platform."""
 
 DEVICE: Final = "GPU"
@@ -23,4 +23,4 @@ _PLATFORM: Final = "nnsight_engine.vllm_backend.ray_platform.RayCpuPlatform"
 
 def plugin() -> str | None:
     """Return the platform's class name if it is requested, else None; called by vLLM."""
-    return _PLATFORM if os.environ.get(ASKED_FOR) == "1" else None
+    return _PLATFORM if os.environ.get(ENABLED_BY) == "1" else None

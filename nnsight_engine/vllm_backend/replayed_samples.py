@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 
-class _Kept(NamedTuple):
+class _StoredSample(NamedTuple):
     tokens: torch.Tensor
     logprobs: list[torch.Tensor]
 
@@ -23,7 +23,7 @@ class ReplayedSamples:
     """Stored samples of requests whose step is to be computed again."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, _Kept] = {}
+        self._stored: dict[str, _StoredSample] = {}
 
     @staticmethod
     def states(batch: Any) -> dict[int, tuple[torch.Generator, torch.Tensor]]:
@@ -52,7 +52,7 @@ class ReplayedSamples:
             states: The generators' states before sampling, see ``states``.
         """
         logprobs = [part[row].clone() for part in _parts(output)]
-        self._kept[request_id] = _Kept(tokens[row].clone(), logprobs)
+        self._stored[request_id] = _StoredSample(tokens[row].clone(), logprobs)
         if row in states:
             generator, state = states[row]
             generator.set_state(state)
@@ -65,8 +65,8 @@ class ReplayedSamples:
             rows: The requests' rows of the batch.
             undone: Requests whose step is to be computed yet again; their samples stay stored.
         """
-        for request_id in [one for one in self._kept if one in rows and one not in undone]:
-            kept, row = self._kept.pop(request_id), rows[request_id]
+        for request_id in [one for one in self._stored if one in rows and one not in undone]:
+            kept, row = self._stored.pop(request_id), rows[request_id]
             output.sampled_token_ids[row] = kept.tokens
             for part, own in zip(_parts(output), kept.logprobs, strict=False):
                 if own.ndim:  # width: the most logprobs that any request of the batch asks for
@@ -78,7 +78,7 @@ class ReplayedSamples:
     def forget(self, finished: Collection[str]) -> None:
         """Drop the samples of requests that have ended."""
         for request_id in finished:
-            self._kept.pop(request_id, None)
+            self._stored.pop(request_id, None)
 
 
 def _parts(output: Any) -> list[torch.Tensor]:

@@ -29,13 +29,13 @@ _MAX_S: Final = 1.0
 """Upper limit of a level: a sender that stops flooding an engine is light again soon."""
 
 _FEW_TOKENS: Final = 4
-"""Lower limit of a short step: a step of so few tokens counts as short whatever it takes."""
-_FIRST_GUESS: Final = 8
-_KNOWN_FROM: Final = 16
+"""Lower limit of a short step: a step of so few tokens counts as short, however long it takes."""
+_DEFAULT_TOKENS: Final = 8
+_MAX_SHORTEST_TOKENS: Final = 16
 """The shortest step's duration is measured only on steps of at most this many tokens."""
-_KEPT: Final = 9
-_ENOUGH: Final = 3
-_LOOK_AGAIN: Final = 32
+_MAX_SAMPLES: Final = 9
+_MIN_SAMPLES: Final = 3
+_STEPS_PER_ESTIMATE: Final = 32
 
 
 class StepTimes:
@@ -48,22 +48,22 @@ class StepTimes:
     def __init__(self, factor: float) -> None:
         self._factor = factor
         self._seen: dict[int, deque[tuple[float, int]]] = {}
-        self._short = _FIRST_GUESS
-        self._left = 0
+        self._short = _DEFAULT_TOKENS
+        self._steps_until_estimate = 0
 
     def add(self, num_tokens: int, seconds: float) -> None:
         """Record a step."""
         size = num_tokens.bit_length()
         if size not in self._seen:
-            self._seen[size] = deque(maxlen=_KEPT)
+            self._seen[size] = deque(maxlen=_MAX_SAMPLES)
         self._seen[size].append((seconds, num_tokens))
-        self._left -= 1
+        self._steps_until_estimate -= 1
 
     @property
     def short(self) -> int:
-        """The number of tokens of a short step; estimated again after every ``_LOOK_AGAIN`` steps."""
-        if self._left <= 0:
-            self._short, self._left = self._estimate(), _LOOK_AGAIN
+        """The number of tokens of a short step; estimated again after every ``_STEPS_PER_ESTIMATE`` steps."""
+        if self._steps_until_estimate <= 0:
+            self._short, self._steps_until_estimate = self._estimate(), _STEPS_PER_ESTIMATE
         return self._short
 
     def _estimate(self) -> int:
@@ -71,14 +71,14 @@ class StepTimes:
             # The second-shortest time: other load on the machine makes steps longer, never shorter.
             (statistics.median(num for _, num in seen), sorted(took for took, _ in seen)[1])
             for _, seen in sorted(self._seen.items())
-            if len(seen) >= _ENOUGH
+            if len(seen) >= _MIN_SAMPLES
         ]
-        if not known or known[0][0] > _KNOWN_FROM:
-            return _FIRST_GUESS
+        if not known or known[0][0] > _MAX_SHORTEST_TOKENS:
+            return _DEFAULT_TOKENS
         limit = known[0][1] * self._factor
         fits = bisect.bisect_left(known, 1, key=lambda one: int(one[1] > limit))
         if fits == len(known):
-            return max(_FIRST_GUESS, int(2 * known[-1][0]))  # no step was too long: try a larger one
+            return max(_DEFAULT_TOKENS, int(2 * known[-1][0]))  # no step was too long: try a larger one
         (before, quick), (after, slow) = known[max(fits - 1, 0)], known[fits]
         between = before + (after - before) * (limit - quick) / (slow - quick) if slow > quick else before
         return max(_FEW_TOKENS, int(between))

@@ -76,4 +76,8 @@ def leave(pieces: Sequence[bytes | memoryview], path: str) -> bool:
 
 
 def _log_failure(num_bytes: int, error: OSError) -> None:
-    logger.warning("a result of %d bytes goes to the server over a socket: %s", num_bytes, error)
+    logger.warning(
+        "a result of %d bytes is sent to the server over a socket instead of shared memory: %s",
+        num_bytes,
+        error,
+    )

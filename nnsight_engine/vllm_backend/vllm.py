@@ -222,8 +222,8 @@ class VLLM(StandardNames):
             tracer_cls: The tracer's class.
             **kwargs: Sampling parameters for all invokes, by name or as ``sampling_params=``. Names override
                 ``sampling_params=``, and an invoke's own parameters override both. ``edits=["calm"]`` names
-                edits to run with the blocks, see ``edit``. ``validate=True`` first runs the blocks as a
-                rehearsal, on no more tokens than they need, so that errors are raised before the actual run.
+                edits to run with the blocks, see ``edit``. ``validate=True`` first runs the blocks on as few
+                tokens as they need, so that errors are raised before the actual run.
 
         Raises:
             WithBlockNotFoundError: The call is not in a ``with`` statement.
@@ -264,8 +264,8 @@ class VLLM(StandardNames):
         names: ClientNames = self.__dict__["_client_names"]
         if names.rename or names.envoys is not None:
             raise ValueError(
-                "rename= and envoys= of VLLM are not for remote traces yet: the server's workers know "
-                "vLLM's names. Use a model without them"
+                "rename= and envoys= of VLLM are not supported in remote traces yet: the server's workers "
+                "know vLLM's names only. Use a model without them"
             )
         given = self.__dict__["_engine_args"]
         return VLLMDialect(self, given["model"], given.get("revision") or "")

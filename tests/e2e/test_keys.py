@@ -54,7 +54,7 @@ def keyed(keyed_server: KeyedServer) -> Keyed:
 
 
 def test_openais_client_sends_them(keyed: Keyed) -> None:
-    with pytest.raises(openai.AuthenticationError, match="not known here"):
+    with pytest.raises(openai.AuthenticationError, match="is unknown"):
         openai.OpenAI(base_url=f"{keyed.url}/v1", api_key="nns_wrong").models.list()
     client = openai.OpenAI(base_url=f"{keyed.url}/v1", api_key=keyed.ours)
     (model,) = client.models.list()

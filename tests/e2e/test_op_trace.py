@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import safetensors.numpy
+from typing_extensions import override
 
 from nnsight_engine import save
 from nnsight_engine.remote_backend.values.received_blocks import SAVED
@@ -112,7 +113,7 @@ async def test_what_a_cache_missed_is_among_the_warnings(live: Live) -> None:
     code = "h = model.layers[5].output[-1].float().save()\ntracer.cache(modules=[model.layers[2]])"
     result = (await traced(live, code, max_tokens=1))["interventions"]["results"]["t"]
     (said,) = result["warnings"]
-    assert "model.model.layers.2.output, which had run before the cache was made" in said
+    assert "model.model.layers.2.output, which had run before the cache was created" in said
     result = (await traced(live, HIDDEN, max_tokens=1))["interventions"]["results"]["t"]
     assert "warnings" not in result
 
@@ -184,6 +185,7 @@ class Recorder(Tracer):
 
     kept: SentBlock
 
+    @override
     def execute(self, function: Any) -> None:
         self.kept = SentBlock(self.info, dict(self.info.variables))
 

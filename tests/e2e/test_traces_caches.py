@@ -117,7 +117,7 @@ def test_a_cache_says_what_it_missed_and_why(model: VLLM) -> None:
     late = [model.layers[1], model.model.layers[0].mlp.down_proj, model.layers[3]]
     cache, said = cached(model, late)
     assert list(cache) == ["model.model.layers.3"]
-    assert said.count("model.model.layers.1.output, which had run before the cache was made") == 1
+    assert said.count("model.model.layers.1.output, which had run before the cache was created") == 1
     assert "model.model.layers.0.mlp.down_proj.output, which had run before" in said
     assert "layers.3" not in said
     every = [str(envoy.path) for envoy in model.modules()]

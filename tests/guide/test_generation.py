@@ -104,7 +104,7 @@ def test_next_beyond_the_last_step_is_a_warning_that_names_the_value(gpt2: Langu
     if where == "local":  # elsewhere it is printed there, as LOG
         ((message, filename, line),) = [(str(one.message), one.filename, one.lineno) for one in caught]
         assert "`model.lm_head.output.i3` was not provided. It was reached 3 times" in message
-        assert "no further step comes" in message
+        assert "there are no further steps" in message
         assert filename == __file__
         assert linecache.getline(filename, line).endswith("# the line\n")
 

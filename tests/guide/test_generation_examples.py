@@ -193,7 +193,7 @@ def test_a_loop_with_bounds_goes_on_below_before_generation_is_over(gpt2: Langua
 
 def test_a_step_that_was_named_and_does_not_come_is_an_error(gpt2: LanguageModel) -> None:
     with (
-        pytest.raises(MissedProviderError, match="step 5 did not come"),
+        pytest.raises(MissedProviderError, match="step 5 was not reached"),
         gpt2.generate(TEXT, **exactly(3)) as tracer,
     ):
         for _step in tracer.iter[5]:

@@ -215,7 +215,7 @@ def test_without_a_graph_the_error_says_what_is_needed(gpt2: LanguageModel, mode
 
 
 def test_a_tensor_without_gradients_says_how_to_have_them(gpt2: LanguageModel) -> None:
-    with pytest.raises(RuntimeError, match=r"no gradient comes to this tensor.*requires_grad_\(True\)"):
+    with pytest.raises(RuntimeError, match=r"this tensor gets no gradient.*requires_grad_\(True\)"):
         with gpt2.trace(TEXT):
             hs = gpt2.transformer.h[1].output.detach()
             with gpt2.lm_head.output.sum().backward():

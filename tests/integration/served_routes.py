@@ -15,7 +15,7 @@ from fastapi.routing import APIRoute, APIWebSocketRoute
 from starlette.routing import Route
 
 from api_schemas.keys import Scope
-from app.context import ANYBODY
+from app.context import ANY_CALLER
 from app.main import create_app, new_store
 from app.settings import Settings
 from tests.fakes.engine import FakeEngineClient
@@ -37,7 +37,7 @@ class Served:
 
 def _scopes_of(dependant: Dependant) -> list[str] | None:
     found = [scopes for one in dependant.dependencies if (scopes := _scopes_of(one)) is not None]
-    if dependant.call is ANYBODY.dependency:
+    if dependant.call is ANY_CALLER.dependency:
         found.append(dependant.oauth_scopes or [])
     return found[0] if found else None
 

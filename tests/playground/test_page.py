@@ -119,12 +119,12 @@ def test_it_can_be_switched_off(serve: Serve) -> None:
 def test_a_key_is_asked_for_and_kept_nowhere(playground: Playground, open_page: Open) -> None:
     key = playground.key(Scope.COMPLETIONS, Scope.INTERVENTIONS)
     page = open_page(f"{playground.url}/playground", waits=False)
-    expect(page.get_by_role("alert")).to_contain_text("This server asks for a key")
+    expect(page.get_by_role("alert")).to_contain_text("This server requires a key")
     field = page.get_by_label("API key")
     expect(field).to_have_attribute("type", "password")
     field.fill("nns_0123456789abcdef_" + "x" * 43)
     page.get_by_role("button", name="Use").click()
-    expect(page.get_by_role("alert")).to_contain_text("not known here")
+    expect(page.get_by_role("alert")).to_contain_text("is unknown")
     field.fill(key)
     field.press("Enter")
     page.get_by_role("navigation", name="Views").wait_for()
@@ -140,7 +140,7 @@ def test_a_key_is_asked_for_and_kept_nowhere(playground: Playground, open_page: 
         assert key not in told
         assert name == "link" or "NNSIGHT_ENGINE_KEY" in told
     page.reload()
-    expect(page.get_by_role("alert")).to_contain_text("This server asks for a key")
+    expect(page.get_by_role("alert")).to_contain_text("This server requires a key")
 
 
 def test_a_key_that_is_none_is_said_so_and_trying_keys_asks_no_more_often(

@@ -148,9 +148,9 @@ def missing_for(module: torch.nn.Module) -> str:
     model_type = getattr(getattr(module, "config", None), "model_type", None)
     known = ", ".join(FAMILIES)
     if not _is_from_transformers(module):
-        return f"it is no model of the transformers library, whose {known} are known"
+        return f"it is not a model of the transformers library of the type {known}"
     if model_type in FAMILIES:
-        return f"its modules do not lie where those of {model_type} do"
+        return f"its modules are not at the paths of {model_type}"
     return f"its config's model_type must be one of {known}, got {model_type!r}"
 
 

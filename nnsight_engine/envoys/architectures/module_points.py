@@ -178,8 +178,9 @@ class FlattenedPoint:
         shape = self.tokens.shape
         if shape is None or whole.shape[0] != shape[0] * shape[1]:
             raise PointValueError(
-                f"{self.name} is for traces of the whole model: {self.envoy.path} works on the tokens of all "
-                f"rows in one axis, here {whole.shape[0]}, and only the layer around it shows whose they are"
+                f"{self.name} is available in traces of the whole model only: {self.envoy.path} has the "
+                f"tokens of all rows in one axis, here {whole.shape[0]}, and only the layer around it "
+                "determines their rows"
             )
         rows: torch.Tensor = whole.unflatten(0, shape)
         batcher = self.envoy.interleaver.batcher

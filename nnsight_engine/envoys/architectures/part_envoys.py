@@ -71,9 +71,7 @@ class UpEnvoy(Envoy):
 class MlpEnvoy(UpEnvoy):
     """Envoy of an MLP without a gate."""
 
-    act = point(
-        "mlp.act", "What the down projection is called with, ``[batch, tokens, inner]``: the neurons."
-    )
+    act = point("mlp.act", "The input of the down projection, ``[batch, tokens, inner]``: the neurons.")
 
 
 class GatedMlpEnvoy(MlpEnvoy):

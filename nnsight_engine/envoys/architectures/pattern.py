@@ -150,8 +150,8 @@ class PatternPoint:
         result = self._eager(module, *args, **kwargs)
         if self._num_softmax != 1:
             raise PatternError(
-                f"{self.name} is what the softmax of {_EAGER_FUNCTION} gives, and it called "
-                f"{self._num_softmax} instead of one; load the model with attn_implementation={_SDPA!r}"
+                f"{self.name} is the result of the softmax in {_EAGER_FUNCTION}, which must be called once "
+                f"and was called {self._num_softmax} times; load the model with attn_implementation={_SDPA!r}"
             )
         return result
 
@@ -195,14 +195,14 @@ class PatternPoint:
         """Return the model family's eager attention, rewritten to offer the output of its softmax."""
         if getattr(module, "reorder_and_upcast_attn", False):
             raise PatternError(
-                f"{self.name} is not to be had with reorder_and_upcast_attn, which has attention of its own; "
-                "switch it off in the config"
+                f"{self.name} is not available with reorder_and_upcast_attn, which uses another attention "
+                "function; switch it off in the config"
             )
         for base in type(module).__mro__:
             function = vars(sys.modules[base.__module__]).get(_EAGER_FUNCTION)
             if function is not None:
                 return rewrite(function, self._call, f"{self.path}.{_EAGER_FUNCTION}").function
-        raise PatternError(f"{self.name}: there is no {_EAGER_FUNCTION} beside {type(module).__name__}")
+        raise PatternError(f"{self.name}: the module of {type(module).__name__} has no {_EAGER_FUNCTION}")
 
     def _call(
         self, _name: str, callee: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

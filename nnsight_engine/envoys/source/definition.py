@@ -85,8 +85,8 @@ def find_definition(function: FunctionType, name: str) -> Definition:
     if not _compiles_to(definition, code):
         raise SourceNotAvailableError(
             name,
-            f"the code that runs is not what line {code.co_firstlineno} of {code.co_filename!r} says",
-            "import the module anew if the file was edited, or switch off the import hook that changes it",
+            f"the running code differs from line {code.co_firstlineno} of {code.co_filename!r}",
+            "import the module again if the file was edited, or switch off the import hook that changes it",
         )
     return definition
 

@@ -45,7 +45,7 @@ def plain_function(function: Callable[..., Any], name: str) -> FunctionType:
         raise SourceNotAvailableError(
             name,
             f"it is a module, {type(found).__name__}",
-            "ask for the source at the module's own place in the model",
+            "use `.source` of the module's own envoy",
         )
     if isinstance(found, _COMPILED):
         raise SourceNotAvailableError(

@@ -96,8 +96,8 @@ class RemoteableMixin(MetaMixin):
         source = self.__dict__.get("repo_id")
         if not source:
             raise ValueError(
-                "a server finds a model by its name, and this one was made from a module that has none: load "
-                "it by name"
+                "a server finds a model by its name, and this one was created from a module without a name: "
+                "load it by name"
             )
         return name_of(source)
 
@@ -112,8 +112,8 @@ class RemoteableMixin(MetaMixin):
         if own:
             names = ", ".join(sorted(one.__name__ for one in own))
             raise ValueError(
-                f"a server has our own classes for modules and models, and this model has {names}: use one "
-                "without it, LanguageModel itself and no envoys="
+                f"a server has only this library's classes of models and envoys, and this model has {names}: "
+                "use LanguageModel itself, without envoys="
             )
         mine = self.__dict__
         return TransformersDialect(self, mine.get("repo_id") or "", mine.get("revision"), mine["_own_names"])

@@ -55,8 +55,8 @@ def test_replicas_are_asked_for_before_anything_is_loaded(
     monkeypatch.setenv("NNSIGHT_ENGINE_DATA_DIR", str(tmp_path))
     for arguments, status, expected in (
         (["--replicas", "two"], 2, "'--replicas'"),
-        (["--replicas", "2", "--host", "0.0.0.0"], 1, "there are no keys"),
-        (["--replicas", "0", "--port", "0"], 1, "replicas may be 0 only where max_replicas"),
+        (["--replicas", "2", "--host", "0.0.0.0"], 1, "without keys"),
+        (["--replicas", "0", "--port", "0"], 1, "replicas may be 0 only if max_replicas"),
     ):
         assert main(["serve", "model", *arguments]) == status
         message = capsys.readouterr().err
@@ -116,7 +116,7 @@ def test_a_key_that_a_file_has_is_made_once_and_stays_ended(
     for text in ("", "nns_0123_short", "\x00"):
         file.write_text(text)
         assert main(adopt) == 2
-        assert "has no key" in capsys.readouterr().err
+        assert "must contain a key" in capsys.readouterr().err
     file.write_text(f"nns_{key_id}_{'a' * 43}\n")
     assert main(adopt) == 0
     assert main(["keys", "revoke", key_id]) == 0
@@ -128,7 +128,7 @@ def test_a_key_that_a_file_has_is_made_once_and_stays_ended(
     assert made["revoked_at"] is not None
     file.write_text(f"nns_{key_id}_{'b' * 43}")
     assert main(adopt) == 1
-    assert "another key" in capsys.readouterr().err
+    assert "another secret" in capsys.readouterr().err
 
 
 @pytest.mark.both_databases
@@ -152,7 +152,7 @@ def test_a_key_that_several_adopt_at_once_is_made_once(
     adopt = ["keys", "adopt", str(file), "--tenant", "operators", "--scopes", "admin"]
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(main, [adopt] * 3)) == [0, 0, 0]
-    assert capsys.readouterr().err.count("The key 0123456789abcdef of operators is known here.") == 3
+    assert capsys.readouterr().err.count("The key 0123456789abcdef of operators is registered.") == 3
     assert main(["keys", "list", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 1
     assert asyncio.run(_num_audited(Settings())) == 1
@@ -249,7 +249,9 @@ def test_a_sandbox_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[st
     assert "the sandbox is 'process' or 'off', got 'proces'" in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_model_given_as_an_option_is_told_where_it_goes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_given_as_an_option_is_refused_with_the_right_form(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["serve", "--model", "gpt2"]) == 1
     assert "serve MODEL [options]" in capsys.readouterr().err
 

@@ -39,7 +39,7 @@ class Slow(LargeBodyReader):
         self.reading: Counter[bytes] = Counter()
         self.may_end = asyncio.Event()
 
-    async def _answered(self, body: bytes | bytearray) -> tuple[bool, bytes]:
+    async def _response(self, body: bytes | bytearray) -> tuple[bool, bytes]:
         self.reading[bytes(body)] += 1
         await self.may_end.wait()
         return True, b"{}"

@@ -12,7 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 import app
 import nnsight_engine
 from api_schemas.errors import ApiError, ErrorCode
-from app.auth.principal import EVERYBODY
+from app.auth.principal import ANONYMOUS
 from app.errors import error_response
 from app.request_context import RequestContext, RequestContextMiddleware, begin_context, context_of
 from nnsight_engine.core.work_context import current_work, tenant_served, working_for
@@ -72,8 +72,8 @@ async def test_nothing_is_served_before_the_caller_is_known() -> None:
     context = begin_context({"type": "http", "method": "POST"})
     with pytest.raises(RuntimeError, match="authenticated"):
         _ = context.caller
-    context.principal = EVERYBODY
-    assert context.caller is EVERYBODY
+    context.principal = ANONYMOUS
+    assert context.caller is ANONYMOUS
 
 
 async def test_a_tenant_is_that_of_the_work_at_hand() -> None:

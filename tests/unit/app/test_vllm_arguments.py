@@ -13,7 +13,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from app.engine.vllm_arguments import parse
-from app.engine.vllm_options import DONE, REFUSED, TO_ENGINE, refuse_ignored
+from app.engine.vllm_options import HANDLED_HERE, REFUSED, TO_ENGINE, refuse_ignored
 from nnsight_engine.core.errors import UnsupportedOptionError
 
 
@@ -43,7 +43,7 @@ def parser() -> FlexibleArgumentParser:
 def test_every_option_of_vllm_is_passed_on_done_or_refused(parser: FlexibleArgumentParser) -> None:
     # A new version's new option is in none of the tables: decide what becomes of it, and put it into one.
     named = {action.dest for action in parser._actions}
-    tables = (TO_ENGINE, DONE, frozenset(REFUSED))
+    tables = (TO_ENGINE, HANDLED_HERE, frozenset(REFUSED))
     assert named == frozenset.union(*tables)
     assert sum(map(len, tables)) == len(named)
     assert {field.name for field in dataclasses.fields(AsyncEngineArgs)} >= TO_ENGINE

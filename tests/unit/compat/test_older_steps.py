@@ -110,7 +110,7 @@ def test_loops_may_stand_in_loops_and_in_functions(model: NNsight, start: torch.
 @OLDER
 def test_a_named_step_that_does_not_come_is_an_error(model: NNsight, start: torch.Tensor) -> None:
     with (
-        pytest.raises(MissedProviderError, match="step 7 did not come"),
+        pytest.raises(MissedProviderError, match="step 7 was not reached"),
         model.trace(start) as tracer,
         tracer.iter[7],
     ):
@@ -131,7 +131,7 @@ class Twice(torch.nn.Module):
 
 
 @OLDER
-def test_the_loop_ends_where_steps_cannot_be_told_apart(start: torch.Tensor) -> None:
+def test_the_loop_ends_where_steps_cannot_be_distinguished(start: torch.Tensor) -> None:
     model = NNsight(Twice())
     with model.trace(start) as tracer:
         older = save([])

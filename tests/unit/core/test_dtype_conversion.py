@@ -63,7 +63,7 @@ def test_rows_that_take_the_place_of_the_models_fit_their_dtype(kind: type[Batch
     batcher = FlatBatcher(RowSpan()) if kind is FlatBatcher else kind()
     batcher.groups, batcher.total_batch_size = [(1, 1)], 3
     batcher.current_value = torch.ones(3, 2, dtype=torch.float16)
-    with pytest.raises(ValueError, match="beyond that"):
+    with pytest.raises(ValueError, match="has a larger one"):
         batcher.swap((1, 1), torch.full((1, 2), 1e5))
     assert torch.equal(batcher.current_value, torch.ones(3, 2, dtype=torch.float16))
     batcher.swap((1, 1), torch.full((1, 2), float("inf")))

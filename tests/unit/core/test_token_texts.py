@@ -131,7 +131,7 @@ def test_blanks_are_part_of_a_text() -> None:
     assert texts.token("Par") == vocabulary["Par"], "what the tokenizer itself never makes of it at a start"
     assert texts.token(" X") == vocabulary[" X"], "an added token comes first"
     assert texts.text(vocabulary["▁X"]) == "▁X"
-    with pytest.raises(NoSuchTokenError, match=r"is 1 for the tokenizer: ' Paris'"):
+    with pytest.raises(NoSuchTokenError, match=r"is 1 token for the tokenizer: ' Paris'"):
         texts.token("Paris")
 
 

@@ -59,7 +59,7 @@ def test_a_module_that_had_run_is_named(*, by_path: bool) -> None:
     model = NNsight(Inner())
     modules = ["model.first", "model.second"] if by_path else [model.first, model.second]
     said = warned(model, after=True, modules=modules)
-    assert "model.first.output, which had run before the cache was made" in said
+    assert "model.first.output, which had run before the cache was created" in said
     assert "second" not in said
     assert not warned(model, after=False, modules=modules)
 

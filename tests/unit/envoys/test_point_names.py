@@ -49,7 +49,7 @@ class MyAttention(Envoy):
 
 def test_a_module_of_an_unknown_kind_says_what_is_missing() -> None:
     model = NNsight(torch.nn.Sequential(torch.nn.Linear(2, 2)))
-    with pytest.raises(NoStandardPointsError, match="no model of the transformers library"):
+    with pytest.raises(NoStandardPointsError, match="not a model of the transformers library"):
         model.points()
     with pytest.raises(NoStandardPointsError, match="llama"):
         model.points["layers.0.output"]

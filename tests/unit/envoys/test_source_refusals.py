@@ -29,7 +29,7 @@ def double(x: Any) -> Any:
         (torch.relu, "not written in Python"),
         (torch.Tensor.view, "not written in Python"),
         (int, "type type"),
-        (torch.nn.Linear(1, 1), "is a module, Linear; ask for the source at the module's own place"),
+        (torch.nn.Linear(1, 1), "is a module, Linear; use `.source` of the module's own envoy"),
         (functools.partial(double), "functools.partial of"),
         (lambda x: double(x) + 1, "def statement"),
     ],
@@ -70,7 +70,7 @@ def test_file_edited_since_it_was_loaded_is_refused(tmp_path: pathlib.Path) -> N
         text.replace("x", "y"),
     ):
         path.write_text(edited + "# changed\n")
-        with pytest.raises(SourceNotAvailableError, match=r"is not what line 3|cannot be read"):
+        with pytest.raises(SourceNotAvailableError, match=r"differs from line 3|cannot be read"):
             rewrite(function, just_call, "f")
 
 

@@ -148,7 +148,7 @@ def test_leaving_a_loop_around_the_block_says_what_to_write(linear: Batching, ar
     name = f"<{what} {around}>"
     text = f"{around}\n    with linear.trace(X):\n        linear.output\n        {what}\n"
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-    with pytest.raises(TraceSyntaxError, match=f"`{what}` cannot belong to a loop around") as caught:
+    with pytest.raises(TraceSyntaxError, match=f"`{what}` cannot refer to a loop around") as caught:
         exec(compile(text, name, "exec"), namespace)
     assert f"if done: {what}" in str(caught.value)
     assert (caught.value.filename, caught.value.lineno) == (name, 4)

@@ -184,7 +184,7 @@ def test_a_gradient_survives_a_neighbours_assignment() -> None:
 def test_an_edit_of_what_belongs_to_all_is_an_error() -> None:
     batcher = batcher_of(torch.zeros(99, 1), FIRST, SECOND)
     batcher.narrow(FIRST)[0] = 1
-    with pytest.raises(ValueError, match="belongs to all together"):
+    with pytest.raises(ValueError, match="is shared by all invokes"):
         batcher.reclaim()
 
 

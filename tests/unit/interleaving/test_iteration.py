@@ -89,7 +89,7 @@ def test_step_that_is_named_must_come(scene: Scene) -> None:
         for step in Iter(scene.interleaver)[[1, 5]]:
             scene.log.append(step)
 
-    with pytest.raises(MissedProviderError, match=r"step 5 did not come: generation ended after 3 steps"):
+    with pytest.raises(MissedProviderError, match=r"step 5 was not reached: generation ended after 3 steps"):
         steps_of(scene, 3)
     assert scene.log == [1]
 
@@ -219,7 +219,7 @@ def test_steps_outside_a_block_are_refused(scene: Scene) -> None:
         next(iter(IteratorTracer(slice(None), scene.interleaver)))
 
 
-def test_clock_tells_which_calls_are_steps(scene: Scene) -> None:
+def test_the_clock_determines_which_calls_are_steps(scene: Scene) -> None:
     """A part that is called many times in a step does not make steps of its own."""
     interleaver = scene.interleaver
 

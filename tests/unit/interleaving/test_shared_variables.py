@@ -112,7 +112,7 @@ def test_a_running_value_is_passed_on(model: Batching) -> None:
     assert total == 4
 
 
-def test_too_early_is_a_name_error_that_tells_of_barriers(model: Batching) -> None:
+def test_a_variable_read_too_early_is_a_name_error_that_mentions_barriers(model: Batching) -> None:
     with pytest.raises(NameError, match="later_on") as caught, model.trace() as tracer:
         with tracer.invoke(X):
             later_on = model[0].output
@@ -208,7 +208,7 @@ def test_a_value_left_over_is_never_taken_for_one_that_comes_later(model: Batchi
             clean = model[0].output
         with tracer.invoke(X):
             model[0].output = clean
-    assert "a value from before the trace is not taken instead" in caught.value.__notes__[0]
+    assert "a value from before the trace is not used instead" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["assigned in the first", "assigned in the second"])

@@ -41,7 +41,7 @@ def test_the_first_token_is_the_first_text_and_not_the_first_byte() -> None:
 
 
 def test_a_stream_that_breaks_off_is_a_failure() -> None:
-    assert read((11, event(" a")), (11, usage(1))).failure() == "the stream broke off"
+    assert read((11, event(" a")), (11, usage(1))).failure() == "the stream ended early"
 
 
 def test_a_stream_that_ends_with_an_error_is_a_failure_by_its_code() -> None:

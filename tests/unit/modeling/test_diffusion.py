@@ -298,7 +298,7 @@ def test_each_image_has_a_generator_of_its_own() -> None:
 
 def test_what_does_not_go_together_is_refused(painting: Painting) -> None:
     with (  # noqa: PT012 - a trace fails where its block ends
-        pytest.raises(InvokesDifferError, match="num_inference_steps is for all invokes"),
+        pytest.raises(InvokesDifferError, match="num_inference_steps applies to all invokes"),
         painting.model.generate() as tracer,
     ):
         with tracer.invoke(CAT, num_inference_steps=1):

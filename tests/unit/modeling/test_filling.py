@@ -46,7 +46,7 @@ def test_the_tokens_of_each_row_are_found(model: LanguageModel) -> None:
             torch.testing.assert_close(mean, row.mean(0), rtol=1e-4, atol=1e-5)
 
 
-def test_an_error_about_a_short_texts_own_shape_tells_of_filling(model: LanguageModel) -> None:
+def test_a_shape_error_of_a_short_text_mentions_padding(model: LanguageModel) -> None:
     own = alone(model, SHORT)[None]
 
     def run(value: torch.Tensor) -> None:
@@ -56,11 +56,11 @@ def test_an_error_about_a_short_texts_own_shape_tells_of_filling(model: Language
             with tracer.invoke(LONG):
                 _ = model.output
 
-    with pytest.raises(ValueError, match=r"filled up to the .* positions .* tracer\.first_positions"):
+    with pytest.raises(ValueError, match=r"padded to the .* positions .* tracer\.first_positions"):
         run(own)
     with pytest.raises(ValueError, match="must be of shape") as caught:
         run(own[..., :3].repeat(1, 9, 1))
-    assert "filled up" not in str(caught.value)
+    assert "padded to" not in str(caught.value)
 
 
 def test_generation_that_moves_filling_is_refused(model: LanguageModel) -> None:

@@ -77,7 +77,7 @@ def test_every_form_of_input_gives_the_same(gpt2: Pair, form: str) -> None:
     assert_near(logits[0], gpt2.logits(SHORT))
 
 
-def test_positions_are_told_only_where_rows_are_filled(gpt2: Pair) -> None:
+def test_positions_are_passed_only_where_rows_are_padded(gpt2: Pair) -> None:
     model = gpt2.model
     with model.trace(SHORT):
         alone = model.inputs[1].save()
@@ -129,7 +129,7 @@ def test_an_invoke_gives_its_own_input_as_the_model_takes_it(gpt2: Pair) -> None
 
 def test_invokes_that_ask_for_different_things_are_refused(gpt2: Pair) -> None:
     with (  # noqa: PT012 - a trace fails where its block ends
-        pytest.raises(InvokesDifferError, match="max_new_tokens is for all invokes"),
+        pytest.raises(InvokesDifferError, match="max_new_tokens applies to all invokes"),
         gpt2.model.generate() as tracer,
     ):
         with tracer.invoke(SHORT, max_new_tokens=2):
@@ -154,7 +154,7 @@ def test_two_inputs_are_refused(gpt2: Pair) -> None:
         pass
 
 
-def test_a_trace_told_how_many_new_tokens_generates(gpt2: Pair) -> None:
+def test_a_trace_with_max_new_tokens_generates(gpt2: Pair) -> None:
     with gpt2.model.trace(SHORT, max_new_tokens=3, do_sample=False) as tracer:
         logits = save([])
         for _ in tracer.iter[:]:
@@ -194,7 +194,7 @@ def test_a_tokenizer_that_is_passed_is_left_as_it_is(gpt2: Pair) -> None:
     assert tokenizer.padding_side == "right"
 
 
-def test_a_tokenizer_that_is_loaded_fills_on_the_left_and_can_be_told_otherwise(gpt2: Pair) -> None:
+def test_a_loaded_tokenizer_pads_on_the_left_by_default(gpt2: Pair) -> None:
     assert gpt2.model.tokenizer.padding_side == "left"
     assert (
         LanguageModel(gpt2.path, tokenizer_kwargs={"padding_side": "right"}).tokenizer.padding_side == "right"

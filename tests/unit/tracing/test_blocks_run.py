@@ -304,7 +304,7 @@ def test_statements_that_would_leave_the_block_are_refused(statement: str) -> No
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
     namespace: dict[str, Any] = {}
     exec(compile(text, filename, "exec"), namespace)
-    with pytest.raises(TraceSyntaxError, match="cannot stand in a traced block"):
+    with pytest.raises(TraceSyntaxError, match="is not allowed in a traced block"):
         running = namespace["f"](Tracer, None)
         if hasattr(running, "send"):
             running.send(None)

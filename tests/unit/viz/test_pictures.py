@@ -95,7 +95,7 @@ def test_logits_of_a_trace_give_the_same_lens(dtype: torch.dtype) -> None:
     np.testing.assert_allclose(drawn, [[0.4, 0.7], [0.8, 0.9]], atol=0.02)
 
 
-def test_a_tokenizers_tokens_are_written_as_a_server_tells_them() -> None:
+def test_a_tokenizers_tokens_are_written_as_a_server_returns_them() -> None:
     tokenizer = AutoTokenizer.from_pretrained(bundled_model_path())
     ids = [7042, tokenizer.convert_tokens_to_ids("âĢ")]
     logits = torch.zeros(1, len(ids), len(tokenizer))
@@ -151,7 +151,7 @@ def test_attention_has_a_map_for_each_head_from_a_server_s_capture_and_from_a_tr
     figure = attention_maps(pattern, tokens=["The", " sky"])
     first, second, bar = figure.axes
     assert [ax.get_title() for ax in (first, second)] == ["head 0", "head 1"]
-    assert (first.get_xlabel(), first.get_ylabel()) == ("looked at", "looks")
+    assert (first.get_xlabel(), first.get_ylabel()) == ("key", "query")
     assert ticks(first.yaxis) == ticks(first.xaxis) == ["The", "·sky"]
     np.testing.assert_array_equal(np.asarray(second.images[0].get_array()), HEADS[1])
     assert shades(first)[1, 1] < shades(first)[1, 0] < shades(first)[0, 1], "the more attention, the darker"
@@ -164,7 +164,7 @@ def test_of_fewer_queries_than_keys_the_last_tokens_look() -> None:
     assert ticks(figure.axes[0].yaxis) == ["c"]
 
 
-def test_draws_where_it_is_told_to() -> None:
+def test_draws_on_the_given_axes() -> None:
     figure = Figure()
     left, right = figure.subplots(1, 2)
     assert lens_map(LENS, ax=left) is figure
@@ -188,9 +188,9 @@ def test_draws_where_it_is_told_to() -> None:
         (lambda: patching_map(torch.zeros(2, 2), layers=[1]), "layers must be a list of 2"),
         (lambda: attention_maps(torch.zeros(2, 3)), r"shape \[heads, queries, keys\]"),
         (lambda: attention_maps(HEADS, heads=[2]), r"some of 0 to 1, got \[2\]"),
-        (lambda: attention_maps(HEADS, ax=Figure().add_subplot()), "room for one head"),
+        (lambda: attention_maps(HEADS, ax=Figure().add_subplot()), "is for a single head"),
         (lambda: attention_maps(CAPTURED, point="layers.4.attn.pattern"), "of layers.3.attn.pattern"),
-        (lambda: patching_map({"url": "/v1/results/1", "key": "lens/x"}), "waits in a file on the server"),
+        (lambda: patching_map({"url": "/v1/results/1", "key": "lens/x"}), "is in a file on the server"),
         (lambda: patching_map({"dtype": "float32", "shape": [1, 2], "data": "AA=="}), "a tensor object has"),
         (lambda: results_table([1, 2]), "results by name"),
     ],

@@ -73,5 +73,5 @@ def test_a_name_that_means_another_block_now_is_not_taken_for_the_first() -> Non
     with pytest.raises(ValueError, match="no edits"):
         copied.chosen(None)
     book.add(workers, edit("calm", b"another"))  # type: ignore[arg-type] # the same
-    with pytest.raises(ValueError, match="took the name"):
+    with pytest.raises(ValueError, match="was replaced by another one of that name"):
         copied.chosen(None)

@@ -38,7 +38,7 @@ def test_code_sees_the_model_torch_save_and_its_variables() -> None:
     ("code", "told"),
     [
         ("x = 1\nfor", "invalid syntax, in line 2: `for`"),
-        ("x = 1\n\nreturn x", "`return` cannot stand in a traced block"),
+        ("x = 1\n\nreturn x", "`return` is not allowed in a traced block"),
         ("", "statements"),
     ],
 )

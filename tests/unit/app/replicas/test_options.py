@@ -93,7 +93,7 @@ def test_models_have_names_of_their_own() -> None:
     assert named.names == ("x", "y")
     assert ModelOptions(model="a/b", arguments=["--served_model_name=z"]).names == ("z",)
     assert deployment_name(1, ModelOptions(model="/models/Qwen 3")) == "1-models-Qwen-3"
-    with pytest.raises(ValidationError, match="names of its own"):
+    with pytest.raises(ValidationError, match="each model needs its own names"):
         ReplicaOptions(models=[ModelOptions(model="a"), ModelOptions(model="a")])
 
 
