@@ -7,12 +7,16 @@ import shutil
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.databases import KINDS, Postgres, programs
 from tests.memory import ProcessMemory
 from tests.parallel import WORKER, Scheduling, make_scheduler, take_one_core
 from tests.sharing import lacking
 from tests.slices import HEAVY_GROUPS, Slice, heavy_groups, keep_slice
+
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")  # no verdict depends on how fast examples are made
 
 if WORKER in os.environ:
     take_one_core(os.environ)  # before torch is imported
