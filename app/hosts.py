@@ -78,16 +78,16 @@ class HostMiddleware:
         if self._checks_name and "host" in connection.headers and not self._is_own(host_of(connection)):
             return ApiError(
                 ErrorCode.HOST_NOT_ALLOWED,
-                "A server without keys answers requests to its own machine's names alone, and this one has "
-                f"the Host {excerpt(connection.headers.get('host'))}: use http://localhost, or have the "
-                "operator name it in allowed_hosts (NNSIGHT_ENGINE_ALLOWED_HOSTS) or make keys.",
+                "A server without keys accepts only host names of its own machine, and this request has the "
+                f"Host {excerpt(connection.headers.get('host'))}: use http://localhost, or ask the operator "
+                "to add it to allowed_hosts (NNSIGHT_ENGINE_ALLOWED_HOSTS) or to create keys.",
             )
         if is_cross_origin(connection):
             return ApiError(
                 ErrorCode.ORIGIN_NOT_ALLOWED,
-                "This server has no keys and answers no page of another origin, and this request has the "
-                f"Origin {excerpt(connection.headers.get('origin'))}: open the page from this server, "
-                "call it from outside a browser, or have the operator make keys.",
+                "A server without keys rejects requests from pages of other origins, and this request has "
+                f"the Origin {excerpt(connection.headers.get('origin'))}: open the page from this server, "
+                "call it from outside a browser, or ask the operator to create keys.",
             )
         return None
 

@@ -71,6 +71,11 @@ class QuotaGroup:
     text: str
     limits: Limits
 
+    @property
+    def subject(self) -> str:
+        """The group as the subject of a sentence."""
+        return self.text[0].upper() + self.text[1:]
+
 
 class Quotas:
     """The quotas' usage, by group.
@@ -138,12 +143,12 @@ class Quotas:
         if estimate.stated > most:
             raise ApiError(
                 ErrorCode.BEYOND_LIMIT,
-                f"{_capital(group.text)} may use {most} tokens a minute, and this request asks for "
+                f"{group.subject} may use {most} tokens a minute, and this request asks for "
                 f"{estimate.stated} by itself: its prompts' and the most that it may generate. Send it with "
                 "fewer, or in parts.",
                 "max_tokens",
             )
-        # Guesses may be wrong, so they never exceed the quota of an unused minute.
+        # Estimates may be wrong, so they never exceed the quota of an unused minute.
         amount = min(estimate.stated + estimate.guessed, most)
         reservation, used = await self._counts.reserve(_name(group, Quota.TOKENS), amount)
         reserved.append(reservation)
@@ -196,7 +201,7 @@ class Quotas:
         if quota is Quota.TOKENS:
             headers |= _headers(most, used)
         return ThrottledError(
-            f"{_capital(group.text)} may use {quota.text(most)} a minute and has used "
+            f"{group.subject} may use {quota.text(most)} a minute and has used "
             f"{quota.text(used.amount)}{more}: send this one again in {wait} s.",
             headers,
         )
@@ -227,10 +232,6 @@ def _limited(
 
 def _name(group: QuotaGroup, quota: Quota) -> str:
     return f"{group.name}/{quota.value}"
-
-
-def _capital(text: str) -> str:
-    return text[0].upper() + text[1:]
 
 
 __all__ = ["INTERVENING", "Quota", "QuotaGroup", "Quotas"]
