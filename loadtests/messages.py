@@ -6,7 +6,7 @@ import base64
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, Final
 
-from nnsight_engine.remote_backend.client.recorder import Progress
+from nnsight_engine.remote_backend.client.transport import Progress
 
 from loadtests.run_spec import Model
 from nnsight_engine import save
@@ -67,7 +67,7 @@ def messages_of(model: Model, outline: dict[str, Any], prompts: Sequence[list[in
 
 def _trace(client: VLLM, recorder: _TraceRecorder, prompt: list[int], layer: int) -> None:
     options: dict[str, Any] = {"max_tokens": _MAX_TOKENS, "temperature": 0.0, "ignore_eos": True}
-    with client.trace(prompt, backend=RemoteBackend(recorder=recorder), **options) as tracer:
+    with client.trace(prompt, backend=RemoteBackend(transport=recorder), **options) as tracer:
         norms = save([])
         for _ in tracer.iter[:]:
             norms.append(client.layers[layer].output[-1].norm())

@@ -196,7 +196,7 @@ def test_chat_keeps_the_conversation_and_forgets_it_when_told(terminal: Terminal
     assert [line.strip() for line in out.splitlines()] == ["one two", "three three", "four four"]
     assert terminal.engine.heard == [["one two"], ["one two", "one two", "three"], ["four"]]
     assert "Ctrl-D  end the conversation" in err
-    assert "forgotten" in err
+    assert "A new conversation begins." in err
     assert "There is no /nothing" in err
 
 
