@@ -28,9 +28,9 @@ from app.observability.scrape import Scrape
 from app.observability.tracing import Tracing
 from app.received_bytes import ReceivedBytes
 from app.request_context import RequestContext, context_of
-from app.services.job_callers import set_limits
-from app.services.jobs import JobService
-from app.services.traces import TraceService
+from app.services.jobs.callers import set_limits
+from app.services.jobs.service import JobService
+from app.services.traces.service import TraceService
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.results import ResultStore

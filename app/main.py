@@ -52,11 +52,10 @@ from app.routes import (
     traces,
     vectors,
 )
-from app.services.job_callers import JobCallers, RunOver
-from app.services.jobs import JobService
-from app.services.model_outline import model_outline
-from app.services.sandbox_start import start_sandbox
-from app.services.traces import TraceService
+from app.services.jobs.callers import JobCallers, RunOver
+from app.services.jobs.service import JobService
+from app.services.traces.sandbox_start import start_sandbox
+from app.services.traces.service import TraceService, model_outline
 from app.settings import Settings
 from app.storage.audit import AuditStore
 from app.storage.database import Database

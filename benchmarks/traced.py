@@ -12,6 +12,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from nnsight_engine import save
 from nnsight_engine.vllm_backend.request_tracer import RequestTracer, SentTrace
+from nnsight_engine.vllm_backend.traced_requests import results_of
 from nnsight_engine.vllm_backend.vllm import VLLM
 
 
@@ -45,7 +46,7 @@ def submit_traced(model: VLLM, prompt: Sequence[int], max_tokens: int, layers: S
 
 def check_traced(model: VLLM, trace: SentTrace, output: Any, num_layers: int) -> None:
     """Collect what a trace saved; raises its error, and TraceCheckError where a step is missing."""
-    (data,) = model.host.call("collect_trace", trace.key, trace.results([output]))
+    (data,) = model.host.call("collect_trace", trace.key, results_of({0: output}))
     (outcome,) = trace.read(data, [output])
     if outcome.error is not None:
         raise outcome.error

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.databases import KINDS, Postgres, programs
+from tests.memory import release_unused_memory
 from tests.parallel import WORKER, Scheduling, make_scheduler, take_one_core
 from tests.sharing import lacking
 from tests.slices import HEAVY_GROUPS, Slice, heavy_groups, keep_slice
@@ -51,6 +52,13 @@ def data_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data_home")))
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unused_memory() -> Iterator[None]:
+    """Free the memory of a module's engines after its other fixtures have ended."""
+    yield
+    release_unused_memory()
 
 
 @pytest.fixture(scope="session")

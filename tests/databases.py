@@ -25,7 +25,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from app.storage.database import Database
 
 KINDS: Final = ("sqlite", "postgresql")
-_INSTALLED: Final = "/usr/lib/postgresql"  # where Debian keeps what is not for everybody's PATH
+_INSTALLED: Final = "/usr/lib/postgresql"  # where Debian keeps programs that are not on PATH
 _USER: Final = "engine"
 _TEMPLATE: Final = "migrated"
 _OPTIONS: Final = {
@@ -40,7 +40,7 @@ _OPTIONS: Final = {
 
 
 class Postgres:
-    """A server; it is reached by a socket in its folder, and by nobody else on the network.
+    """A server; it is reached by a socket in its folder, and not over the network.
 
     Args:
         programs: Where ``initdb`` and ``postgres`` are.

@@ -1,6 +1,6 @@
 """Whether others notice what one client sends: `/health/live` and another tenant's first tokens, meanwhile.
 
-They ask from a process of their own, ``python -m``, since whoever sends a large request is busy with that.
+They ask from a process of their own, ``python -m``, since a process that sends a large request is busy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BURST_S: Final = 0.005
 
 
 class Bystanders:
-    """Somebody who asks for the server's health, and a tenant who waits for first tokens.
+    """A client that asks for the server's health, and a tenant that waits for first tokens.
 
     Args:
         port: The server's.
@@ -35,19 +35,18 @@ class Bystanders:
     """
 
     def __init__(self, port: int, key: str = "") -> None:
-        """Know whom to ask."""
+        """Ask the server at a port."""
         self._command = [sys.executable, "-m", __name__, str(port), key]
 
     def unharmed(self, send: Callable[[int], None]) -> None:
-        """Assert that they are served as ever while something is sent.
+        """Assert that they are served as usual while something is sent.
 
-        What a request does to a server it does each time, and other programs of the machine do not: it is
-        sent up to four times, and has harmed nobody if once nobody was. What is usual is measured before and
-        after, and what a processor was waited for meanwhile is allowed for: a server that holds somebody up
-        while others could compute is found on a busy machine too.
+        A request that blocks a server does so each time, unlike other programs of the machine: it is sent up
+        to four times, and one try without harm suffices. The baseline is measured before and after, and the
+        time for which a processor was awaited is subtracted, so that the verdict holds on a busy machine too.
 
         Args:
-            send: Gets the number of the try.
+            send: Sends it; receives the number of the try.
         """
         for number in range(_NUM_TRIES):
             with subprocess.Popen(
@@ -59,14 +58,14 @@ class Bystanders:
                 send(number)
                 asking.stdin.close()
                 health_s, token_s, alone_s, slower, stall_s = json.loads(asking.stdout.readline())
-            told = (
+            measured = (
                 f"health {health_s:.2f} s, first token {token_s:.2f} s, alone {alone_s:.2f} s, the machine "
                 f"{slower:.1f} times as slow, and for {stall_s:.2f} s at once"
             )
             is_alive = health_s < MAX_HEALTH_S + stall_s
             if is_alive and token_s < FIRST_TOKEN_FACTOR * alone_s * slower + _GRACE_S:
                 return
-        raise AssertionError(told)
+        raise AssertionError(measured)
 
 
 class _Processors:
@@ -129,7 +128,7 @@ def _alone(port: int, key: str, processors: _Processors) -> float:
 
 
 def _main(port: int, key: str) -> None:
-    """Tell that something may be sent; when standard input ends, what was slowest, and what is usual."""
+    """Announce that something may be sent; when standard input ends, what was slowest, and what is usual."""
     over = threading.Event()
     usually, meanwhile = _Processors(), _Processors()
     health: list[float] = []
@@ -158,8 +157,8 @@ def _main(port: int, key: str) -> None:
         one.join()
     alone_s = max(alone_s, _alone(port, key, usually))
     slower = max(1.0, meanwhile.slowness / usually.slowness)
-    told = [max(health), statistics.median(tokens), alone_s, slower, meanwhile.stall_s]
-    print(json.dumps(told), flush=True)  # noqa: T201 - likewise
+    measured = [max(health), statistics.median(tokens), alone_s, slower, meanwhile.stall_s]
+    print(json.dumps(measured), flush=True)  # noqa: T201 - likewise
 
 
 if __name__ == "__main__":

@@ -21,11 +21,11 @@ _PARTS: Final = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket"
 
 
 class Exposition:
-    """What a server tells."""
+    """The metrics of a server."""
 
     def __init__(self, text: str) -> None:
         self.text = text
-        # ``_created`` families are told in the text format apart.
+        # ``_created`` families are separate in the text format.
         self.families: dict[str, Metric] = {
             family.name: family
             for family in text_string_to_metric_families(text)

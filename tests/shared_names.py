@@ -145,7 +145,7 @@ class Program:
         return [f"def add{number}(call):", *self._indented(1, lines), *calls]
 
     def _variable(self, name: str) -> str:
-        """Return what tells a variable from others of its name, as a part of an f-string."""
+        """Return the text that identifies a variable among others of its name, as a part of an f-string."""
         return f"{name}@{self._function_name}:{{call}}" if name in self._own else name
 
     def _statement(self) -> list[str]:
@@ -168,7 +168,7 @@ class Program:
         return [f"_ = {self._places[self._at]}.output"]
 
     def _loop(self) -> list[str]:
-        """Return the loop that everybody writes, over modules."""
+        """Return the usual loop over modules."""
         name, first, self._at = self._name(), self._at + 1, self._at + 2
         if self._at >= len(self._places):
             return ["pass"]

@@ -1,4 +1,4 @@
-"""What several modules of tests share and nobody needs for longer: brought together, ended in time."""
+"""Servers and engines that several modules of tests share: their tests run together, and they end in time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def fixtures_of(item: pytest.Item) -> Sequence[str]:
 
 
 def uses(fixture: str) -> Callable[[pytest.Item], bool]:
-    """Return what tells whether a test uses a fixture."""
+    """Return a function that tests whether a test uses a fixture."""
     return lambda item: fixture in fixtures_of(item)
 
 
@@ -41,7 +41,7 @@ def bring_together(items: list[pytest.Item], is_one: Callable[[pytest.Item], boo
 
 
 def is_last(item: pytest.Item, is_one: Callable[[pytest.Item], bool]) -> bool:
-    """Tell whether a test is the last such one of the run."""
+    """Return whether a test is the last such one of the run."""
     items = item.session.items
     return is_one(item) and not any(map(is_one, items[items.index(item) + 1 :]))
 

@@ -79,7 +79,7 @@ def slices_of(groups: Iterable[str], count: int) -> list[list[str]]:
 
 
 def is_heavy(item: pytest.Item) -> bool:
-    """Tell whether a test, its module or its parameter has the marker."""
+    """Return whether a test, its module or its parameter has the marker."""
     return item.get_closest_marker("heavy") is not None
 
 

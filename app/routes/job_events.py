@@ -20,7 +20,7 @@ from app.auth.principal import Principal
 from app.context import Coder, Context, Served
 from app.errors import error_response
 from app.openapi import EVENTS_TYPE, JOB_EVENTS, error_responses
-from app.services.local_call_uploads import LocalAnswers
+from app.services.jobs.local_answers import LocalAnswers
 from nnsight_engine.remote_backend.frames import Frame
 from nnsight_engine.serialization import DecodeError
 

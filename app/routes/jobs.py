@@ -19,7 +19,7 @@ from app.errors import RETRY_AFTER_S, error_response
 from app.openapi import BINARY, TRACE_BODY, error_responses
 from app.request_context import RequestContext
 from app.services.downloads import download
-from app.services.trace_admission import check_head, check_sender
+from app.services.traces.admission import check_head, check_sender
 from app.storage.storage_usage import Holder
 from nnsight_engine.remote_backend.frames import MEDIA_TYPE as FRAMES_TYPE
 

@@ -9,8 +9,8 @@ from starlette.responses import Response
 from api_schemas.traces import TraceOutline
 from app.context import CODER, Coder, Served
 from app.openapi import TRACE_ANSWERS, TRACE_BODY, error_responses
-from app.services.model_outline import model_outline
-from app.services.trace_answers import answer_trace
+from app.services.traces.answers import answer_trace
+from app.services.traces.service import model_outline
 
 router = APIRouter(prefix="/v1/traces", tags=["traces"])
 

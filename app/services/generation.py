@@ -9,7 +9,7 @@ import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable
 from difflib import get_close_matches
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Final
 
 from starlette.requests import Request
@@ -32,7 +32,6 @@ from app.engine.client import EngineReply, JsonObject
 from app.json_text import JsonAnswer
 from app.observability.token_times import TokenTimes
 from app.request_context import context_of
-from app.services.prompts import check_prompts
 from app.services.streaming import ClosingStream, close_stream, events, first_event, last_events
 from app.settings import Settings
 from app.vectors.names import names_vectors
@@ -46,6 +45,11 @@ _CLOSE: Final = 0.8
 """Minimum similarity (1: equal) of a field's name to ours for it to count as a misspelling."""
 _MAX_NAMES: Final = 256
 _MAX_EXTRA_CHARACTERS: Final = 4
+
+_PROMPT: Final = "prompt"
+_TRUNCATE: Final = "truncate_prompt_tokens"
+_FORMS: Final = ({int}, {str}, {list})
+"""Types of a prompt's items; those of lists are checked separately."""
 
 Generate = Callable[[JsonObject, tuple[Intervention, ...], Request], Awaitable[EngineReply]]
 """``EngineClient.completions`` or ``EngineClient.chat``."""
@@ -72,7 +76,7 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
     raw = body.pop(FIELD, None)
     _check_spelling(body)
     check_choices(body, settings.max_choices)
-    check_prompts(body, context.engine.capabilities().sizes.max_model_len)
+    _check_prompts(body, context.engine.capabilities().sizes.max_model_len)
     admitted = asked.admitted
     if raw:
         # Checked before parsing, whose duration is up to the sender.
@@ -134,6 +138,35 @@ def _check_spelling(body: JsonObject) -> None:
             f"`extra_body` is an argument of OpenAI's client, which sends what is in it beside the other "
             f"fields; send `{FIELD}` so.",
             "extra_body",
+        )
+
+
+def _check_prompts(body: JsonObject, max_model_len: int) -> None:
+    """Check the type and the length of a completion's prompts.
+
+    vLLM checks both too, but id by id, and reports each one that is wrong.
+
+    Raises:
+        ApiError: ``invalid_value``.
+    """
+    prompt = body.get(_PROMPT)
+    if not isinstance(prompt, list) or not prompt:
+        return
+    kinds = set(map(type, prompt))
+    inner = set(map(type, chain.from_iterable(prompt))) if kinds == {list} else {int}
+    if kinds not in _FORMS or not inner <= {int}:
+        raise ApiError(
+            ErrorCode.INVALID_VALUE,
+            "`prompt` must be a text, a list of texts, a list of token ids, or a list of such lists.",
+            _PROMPT,
+        )
+    longest = len(prompt) if kinds == {int} else max(map(len, prompt)) if kinds == {list} else 0
+    if longest > max_model_len and body.get(_TRUNCATE) is None:
+        raise ApiError(
+            ErrorCode.INVALID_VALUE,
+            f"A prompt may have {max_model_len} tokens with its answer, got {longest}; send a shorter one, "
+            f"or {_TRUNCATE}.",
+            _PROMPT,
         )
 
 

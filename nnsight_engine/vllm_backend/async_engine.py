@@ -211,7 +211,7 @@ class InterventionAsyncLLM(TracingAsyncLLM):
             sampling_params.extra_args = {**extra, SENDER_KEY: sender}
         if isinstance(call, TraceCall):
             _token_ids(prompt)  # raises for embeddings, which have no token positions
-            outputs = call.generate(self, prompt, sampling_params, request_id, **kwargs)
+            outputs = call.begin(self, prompt, sampling_params, request_id).outputs(**kwargs)
         elif call is None:
             outputs = super().generate(prompt, sampling_params, request_id, **kwargs)
         else:

@@ -12,7 +12,6 @@ import asyncio
 import concurrent.futures
 import logging
 import threading
-import uuid
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
@@ -20,6 +19,9 @@ from vllm import LLM, AsyncEngineArgs, RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from nnsight_engine.vllm_backend.output_payloads import deliver_payloads
+from nnsight_engine.vllm_backend.rpc_results import answer
+from nnsight_engine.vllm_backend.trace_run import MergedRun
+from nnsight_engine.vllm_backend.traced_requests import TraceRequests, results_of
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
 from nnsight_engine.vllm_backend.tracing_async_llm import TracingAsyncLLM
 
@@ -52,6 +54,16 @@ class SyncEngine:
         with self._turn:
             answers: list[Any] = self.inner.collective_rpc(method, args=args)
         return answers
+
+    def run_trace(self, requests: TraceRequests) -> tuple[bytes | memoryview, list[RequestOutput]]:
+        """Run a trace, and return its encoded results and its requests' outputs."""
+        try:
+            outputs = self.run(requests.prompts, requests.params)
+            results = results_of(dict(enumerate(outputs)))
+            return answer(self.call("collect_trace", requests.key, results)), outputs
+        except BaseException:
+            self.call("drop_trace", requests.key)
+            raise
 
     def run(self, prompts: Sequence[Any], params: Sequence[SamplingParams]) -> list[RequestOutput]:
         """Run requests, and return the output of each; abort them if one fails or the run is interrupted."""
@@ -131,28 +143,18 @@ class AsyncEngine:
         """Call a method on all workers, and return the result of each; not on the engine's own loop."""
         return self._wait(self.inner.collective_rpc(method, args=args))
 
-    def run(self, prompts: Sequence[Any], params: Sequence[SamplingParams]) -> list[RequestOutput]:
-        """Run requests, and return their outputs; not on the engine's own loop."""
-        return self._wait(self._ran(prompts, params))
+    def run_trace(self, requests: TraceRequests) -> tuple[bytes | memoryview, list[RequestOutput]]:
+        """Run a trace, and return its encoded results and its requests' outputs; not on the engine's loop."""
+        return self._wait(self._ran(requests))
 
-    async def _ran(self, prompts: Sequence[Any], params: Sequence[SamplingParams]) -> list[RequestOutput]:
-        key = uuid.uuid4().hex
-        one_each = enumerate(zip(prompts, params, strict=True))
-        tasks = [
-            asyncio.ensure_future(self._last_output(prompt, one, f"{key}-{index}"))
-            for index, (prompt, one) in one_each
-        ]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:  # if one was rejected, abort the others
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _last_output(self, prompt: Any, params: SamplingParams, request_id: str) -> RequestOutput:
-        params.output_kind = RequestOutputKind.FINAL_ONLY
-        (output,) = [output async for output in self.inner.generate(prompt, params, request_id)]
-        return output
+    async def _ran(self, requests: TraceRequests) -> tuple[bytes | memoryview, list[RequestOutput]]:
+        for params in requests.params:
+            params.output_kind = RequestOutputKind.FINAL_ONLY
+        async with MergedRun(self.inner, requests) as run:
+            async for _ in run:
+                pass
+            finished = await run.finish()
+        return finished.data, [one.output for one in run.gathered]
 
     async def across(self, generator: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
         """Iterate, on the caller's loop, over a generator that runs on the engine's loop."""

@@ -21,9 +21,8 @@ from nnsight_engine.remote_backend.values.outcomes import (
 from nnsight_engine.remote_backend.values.received_blocks import SAVED
 from nnsight_engine.serialization import DATA_ONLY, encode_trace
 from nnsight_engine.vllm_backend.prompts import Request
-from nnsight_engine.vllm_backend.rpc_results import answer
 from nnsight_engine.vllm_backend.sampling import sampling_params
-from nnsight_engine.vllm_backend.traced_requests import TraceRequests, results_of
+from nnsight_engine.vllm_backend.traced_requests import TraceRequests
 from nnsight_engine.vllm_backend.traces.caches import HOME_CLASSES
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.points import place_named
@@ -54,13 +53,7 @@ class RequestTracer(InterleavingTracer):
 
     def _send(self, trace: SentTrace) -> tuple[list[Outcome], list[RequestOutput]]:
         """Run a trace's requests; return the outcomes of its blocks, and the requests' outputs."""
-        host = self.model.host
-        try:
-            outputs = host.run(trace.prompts, trace.params)
-            data = answer(host.call("collect_trace", trace.key, trace.results(outputs)))
-        except BaseException:
-            host.call("drop_trace", trace.key)
-            raise
+        data, outputs = self.model.host.run_trace(trace)
         return trace.read(data, outputs), outputs
 
     def _validate(self) -> None:
@@ -129,11 +122,7 @@ class SentTrace(TraceRequests):
             )  # fmt: skip
             self.add(request.prompt, params, entry)
 
-    def results(self, outputs: Outputs) -> dict[str, Any]:
-        """Return the requests' outputs as plain values, for blocks that wait for them."""
-        return results_of(outputs if isinstance(outputs, Mapping) else dict(enumerate(outputs)))
-
-    def read(self, data: bytes, outputs: Outputs) -> list[Outcome]:
+    def read(self, data: bytes | memoryview, outputs: Outputs) -> list[Outcome]:
         """Decode the outcome of each block, and fill the containers that were saved before the blocks ran.
 
         Args:

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,11 +39,11 @@ from nnsight_engine.vllm_backend.replayed_samples import ReplayedSamples
 from nnsight_engine.vllm_backend.taps import CONTEXT_KEY, TapStep, install_taps, untapped
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
 from nnsight_engine.vllm_backend.traces.module_order import UntappedError
+from nnsight_engine.vllm_backend.traces.peer_traces import PeerTraces
 from nnsight_engine.vllm_backend.traces.placement import traces_of_worker
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
-from nnsight_engine.vllm_backend.traces.stages.early_stage import EarlyStageTraces
-from nnsight_engine.vllm_backend.traces.stages.last_stage import LastStageTraces
 from nnsight_engine.vllm_backend.traces.stages.links import own_stage
+from nnsight_engine.vllm_backend.traces.step_facts import StepFacts
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 from nnsight_engine.vllm_backend.worker_state import WorkerState
 
@@ -64,7 +64,7 @@ class InterventionRunnerMixin:
     """Mixin that ``worker.py`` puts in front of vLLM's runner class."""
 
     interventions: WorkerState
-    traces: WorkerTraces | EarlyStageTraces
+    traces: WorkerTraces | PeerTraces
     taps: frozenset[int] = frozenset()
     """The numbers of the taps that are installed."""
 
@@ -132,16 +132,29 @@ class InterventionRunnerMixin:
     @property
     def is_last_stage(self) -> bool:
         """Whether this is the last stage of the pipeline, or the only one."""
-        return isinstance(self.traces, WorkerTraces)
+        return self.traces.is_last_stage
 
     def serve_stages(self, scheduler_output: Any) -> None:
         """Serve values of earlier stages to blocks, if this is the last of several pipeline stages."""
-        if isinstance(self.traces, LastStageTraces):
-            self.traces.before(
-                scheduler_output.num_scheduled_tokens,
-                _arrived(scheduler_output, TRACE_KEY),
-                scheduler_output.finished_req_ids,
-            )
+        if self.traces.serves_stages:
+            self.traces.before(self._facts(scheduler_output, _arrived(scheduler_output, TRACE_KEY)))
+
+    def _facts(self, scheduler_output: Any, traced: Sequence[tuple[str, Any]]) -> StepFacts:
+        """Return the facts about a step, given its new traced requests."""
+        # A step cannot be undone for requests whose prompt logprobs vLLM returns only once, or whose values
+        # operations have already read.
+        new = [
+            request.req_id
+            for request in scheduler_output.scheduled_new_reqs
+            if request.sampling_params is not None and request.sampling_params.prompt_logprobs is not None
+        ]
+        return StepFacts(
+            traced,
+            scheduler_output.finished_req_ids,
+            scheduler_output.num_scheduled_tokens,
+            is_single_tenant(scheduler_output),
+            {*self.num_prompt_logprobs, *new, *self.interventions.live},  # type: ignore[attr-defined]
+        )
 
     @property
     def model_spec(self) -> ModelSpec:
@@ -162,10 +175,8 @@ class InterventionRunnerMixin:
         self._step = None
         self._scheduled = scheduler_output.num_scheduled_tokens
         self._num_rows = scheduler_output.total_num_scheduled_tokens
-        if isinstance(self.traces, WorkerTraces):
-            self.traces.sandboxes.is_single_tenant = is_single_tenant(scheduler_output)
-        if traced or not self.traces.idle:
-            self.traces.begin(traced, finished)
+        if traced or not self.traces.idle or self._reported_throttled:
+            self.traces.begin(self._facts(scheduler_output, traced))
         self._samples.forget(finished)
         self.graphs.begin((name for name, _ in (*planned, *traced)), finished, self._scheduled)
         try:
@@ -182,9 +193,9 @@ class InterventionRunnerMixin:
 
     def _idle(self, output: Any) -> Any:
         """Wait briefly for blocks in a step without tokens, and return the output with their results."""
-        if not isinstance(self.traces, WorkerTraces) or (self.traces.idle and not self._reported_throttled):
+        if self.traces.idle and not self._reported_throttled:
             return output
-        self.traces.sandboxes.wait_for_any(_IDLE_S)
+        self.traces.wait_for_any(_IDLE_S)
         results = self._with_blocks(self.traces, None)
         return output if results is None else attach_results(output, results)
 
@@ -264,10 +275,6 @@ class InterventionRunnerMixin:
                     TraceSpan(request_id, index, row, num_rows, start, complete=start + num_rows >= known)
                 )
         tokens = input_ids if input_ids is not None else kwargs["inputs_embeds"]
-        if isinstance(self.traces, WorkerTraces):
-            # A step cannot be undone for requests whose prompt logprobs vLLM returns only once, or whose
-            # values operations have already read.
-            self.traces.sandboxes.bound = {*self.num_prompt_logprobs, *self.interventions.live}  # type: ignore[attr-defined]
         return self.traces.step(spans, int(tokens.shape[0]))
 
     def _timed_plan(self) -> StepPlan | None:
@@ -329,7 +336,7 @@ class InterventionRunnerMixin:
             )
         if step is not None:
             self.interventions.collect(step.plan)
-        if isinstance(self.traces, WorkerTraces) and self.traces.in_step and _has_logits(state):
+        if self.traces.in_step and _has_logits(state):
             self.execute_model_state = state._replace(logits=self.traces.on_logits(state.logits))
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
         sampled_at = time.monotonic()
@@ -341,7 +348,7 @@ class InterventionRunnerMixin:
             getattr(output, "req_id_to_index", None) or {},
         )
         spent_s += time.monotonic() - sampled_at
-        served = self.traces if isinstance(self.traces, WorkerTraces) and self.traces.in_step else None
+        served = self.traces if self.traces.in_step else None
         if not self.traces.idle or self._reported_throttled:
             results = self._with_blocks(self.traces, results)
         if step is not None or served is not None:
@@ -349,13 +356,12 @@ class InterventionRunnerMixin:
         return output if results is None else attach_results(output, results)
 
     def _with_blocks(
-        self, traces: WorkerTraces | EarlyStageTraces, results: StepResults | None
+        self, traces: WorkerTraces | PeerTraces, results: StepResults | None
     ) -> StepResults | None:
         """End the step for traces, and return the step's results with those of the blocks added."""
-        undone = list(traces.sandboxes.undone) if isinstance(traces, WorkerTraces) else []
+        undone = list(traces.undone)
         ended, reports = traces.end(), traces.reports()
-        waiting = traces.sandboxes.waiting if isinstance(traces, WorkerTraces) else frozenset()
-        throttled = traces.sandboxes.throttled if isinstance(traces, WorkerTraces) else frozenset()
+        waiting, throttled = traces.waiting, traces.throttled
         is_reported = waiting == self._reported_waiting and throttled == self._reported_throttled
         if ended or reports or undone or not is_reported:
             results = results or StepResults({}, {}, {})
@@ -368,17 +374,17 @@ class InterventionRunnerMixin:
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
         traces = self.traces
-        if not (isinstance(traces, WorkerTraces) and traces.in_step):
+        if not traces.in_step:
             return super()._sample(*args, **kwargs)  # type: ignore[misc]
         batch, mask = self.input_batch, self.discard_request_mask.np  # type: ignore[attr-defined]
-        undone = {batch.req_id_to_index[request_id] for request_id in traces.sandboxes.undone}
+        undone = {batch.req_id_to_index[request_id] for request_id in traces.undone}
         mask[list(undone)] = True
-        before = self._samples.states(batch) if traces.sandboxes.in_step else {}
+        before = self._samples.states(batch) if traces.defers else {}
         output = super()._sample(*args, **kwargs)  # type: ignore[misc]
-        self._samples.put_back(output, batch.req_id_to_index, traces.sandboxes.undone)
+        self._samples.put_back(output, batch.req_id_to_index, traces.undone)
         sampled = output.sampled_token_ids
         output.sampled_token_ids = traces.on_samples(sampled)
-        for request_id in traces.sandboxes.undone:
+        for request_id in traces.undone:
             index = batch.req_id_to_index[request_id]
             if index not in undone:
                 mask[index] = True

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from api_schemas.errors import ApiError, ErrorCode
 from nnsight_engine.plans.collect.results import CollectedResults, CollectedTrace
-from nnsight_engine.remote_backend.saved_deltas import MALFORMED, DeltaReader
-from nnsight_engine.vllm_backend.json_values import NotPlainError, SaveBudget, plain_saves
+from nnsight_engine.remote_backend.saved_deltas import MALFORMED
+from nnsight_engine.vllm_backend.json_values import NotPlainError
 from nnsight_engine.vllm_backend.trace_results import (
     MAX_DELTA_BYTES,
     BlockError,
-    delta_reader,
+    ChoiceValues,
     read_results,
-    tensor_result,
 )
 from nnsight_engine.vllm_backend.trace_run import TraceRun
 from nnsight_engine.vllm_backend.traced_requests import TraceRequests
@@ -37,72 +35,6 @@ if TYPE_CHECKING:
 
 _SLOW_BYTES: Final = 2**20
 _MAX_BYTES: Final = 4 * 2**30
-
-
-@dataclasses.dataclass(slots=True)
-class _Choice:
-    """The events of one choice of a prompt and, once it has ended, its saved values.
-
-    Attributes:
-        deltas: Encoded values received since the last chunk; None in place of values that were dropped.
-        num_pending: Size of ``deltas`` in bytes.
-        printed: Text printed since the last chunk.
-        reader: Merges the deltas into what is sent with a chunk.
-        saves: All saved values, once the choice has ended.
-        warnings: Warnings for the client, once the choice has ended.
-    """
-
-    deltas: list[bytes | None] = dataclasses.field(default_factory=list)
-    num_pending: int = 0
-    printed: list[str] = dataclasses.field(default_factory=list)
-    reader: DeltaReader = dataclasses.field(default_factory=delta_reader)
-    saves: dict[str, Any] | None = None
-    warnings: tuple[str, ...] = ()
-
-    def add_event(self, event: TraceEvent) -> int:
-        """Store an event for the next chunk; return the number of bytes added to ``deltas``."""
-        if event.printed:
-            self.printed.append(event.printed)
-        if event.delta is None:
-            return 0
-        self.deltas.append(event.delta)
-        self.num_pending += len(event.delta)
-        return len(event.delta)
-
-    def drop(self) -> None:
-        """Drop the pending values; each is sent again when it arrives whole, or with the last chunk."""
-        self.deltas[:] = [None]
-        self.num_pending = 0
-
-    def take_unread(self) -> list[bytes | None]:
-        """Return the pending values; later events go to the next chunk."""
-        unread, self.deltas, self.num_pending = self.deltas, [], 0
-        return unread
-
-    def read(self, unread: Sequence[bytes | None], max_bytes: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the new data as JSON values: whole values, and items by which lists grew."""
-        for data in unread:
-            if data is None:
-                self.reader.skip()
-            else:
-                self.reader.read(data)
-        whole, grown = self.reader.take()
-        budget = SaveBudget(max_bytes)
-        return self._plain(whole, budget), self._plain(grown, budget)
-
-    def _plain(self, values: Mapping[str, Any], budget: SaveBudget) -> dict[str, Any]:
-        plain: dict[str, Any] = {}
-        for name, value in values.items():
-            try:
-                plain.update(plain_saves({name: value}, tensor_result, budget))
-            except NotPlainError:  # the last chunk reports the error
-                self.reader.forget(name)
-        return plain
-
-    def take_printed(self) -> str:
-        printed = "".join(self.printed)
-        self.printed.clear()
-        return printed
 
 
 class HeldSlot(Protocol):
@@ -136,7 +68,7 @@ class TracedPrompt(TraceRun):
         request_id: The prompt's id, which clients may have sent several times.
 
     Attributes:
-        choices: One ``_Choice`` for each of the prompt's choices.
+        choices: One ``ChoiceValues`` for each of the prompt's choices.
         slot: The prompt's slot, released when the worker has dropped the trace.
         tier: How its steps ran, once it is over.
     """
@@ -154,7 +86,7 @@ class TracedPrompt(TraceRun):
         )  # fmt: skip
         requests.add(prompt, params, entry, request_id=request_id)
         super().__init__(engine, requests, max_pending_bytes=MAX_DELTA_BYTES)
-        self.choices = [_Choice() for _ in range(params.n)]
+        self.choices = [ChoiceValues() for _ in range(params.n)]
         self.slot = call.slot()
         self.tier = ""
         self._call = call
@@ -199,7 +131,7 @@ class TracedPrompt(TraceRun):
         for choice in self.choices:
             choice.drop()
 
-    async def take_deltas(self, choice: _Choice) -> tuple[dict[str, Any], dict[str, Any]]:
+    async def take_deltas(self, choice: ChoiceValues) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the data of a choice that is new since the last call.
 
         Raises:
@@ -237,7 +169,10 @@ class TracedPrompt(TraceRun):
                 raise self._call.failed(block.error)
             choice = self.choices[block.choice]
             choice.warnings = block.warnings
-            self._keep(choice, block.saves)
+            try:
+                choice.set_saves(block.saves, self._call.max_bytes)
+            except NotPlainError as error:
+                raise ApiError(ErrorCode.TRACE_FAILED, str(error), self._call.param) from error
         if any(choice.saves is None for choice in self.choices):
             raise ApiError(
                 ErrorCode.INTERVENTION_FAILED,
@@ -246,12 +181,6 @@ class TracedPrompt(TraceRun):
                 self._call.param,
             )
         self.choices[0].printed.append(finished.printed)
-
-    def _keep(self, choice: _Choice, saves: dict[str, Any]) -> None:
-        try:
-            choice.saves = plain_saves(saves, tensor_result, SaveBudget(self._call.max_bytes))
-        except NotPlainError as error:
-            raise ApiError(ErrorCode.TRACE_FAILED, str(error), self._call.param) from error
 
 
 class TraceCall:
@@ -298,12 +227,6 @@ class TraceCall:
         self._filename = filename
         self._max_requests = max_requests
         self._num_requests = 0
-
-    def generate(
-        self, engine: TraceHost, prompt: Any, params: SamplingParams, request_id: str, **options: Any
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Start a prompt and return its outputs; see ``begin`` and ``TracedPrompt.outputs``."""
-        return self.begin(engine, prompt, params, request_id).outputs(**options)
 
     def begin(self, engine: TraceHost, prompt: Any, params: SamplingParams, request_id: str) -> TracedPrompt:
         """Return the next prompt, which waits for its slot.
@@ -366,12 +289,12 @@ class TraceCall:
     def failed(self, error: BlockError) -> ApiError:
         """Return the API error for a block's error."""
         if error.is_unavailable_sandbox:  # not an error of the block
-            return ApiError(ErrorCode.QUEUE_FULL, f"The trace did not begin: {error.text()}", self.param)
+            return ApiError(ErrorCode.QUEUE_FULL, f"The trace did not begin: {error.message}", self.param)
         return ApiError(
             ErrorCode.TRACE_FAILED, f"The trace failed{error.description(self._filename)}", self.param
         )
 
-    def _choice(self, choice: int, num_choices: int) -> tuple[TracedPrompt, _Choice]:
+    def _choice(self, choice: int, num_choices: int) -> tuple[TracedPrompt, ChoiceValues]:
         # vLLM numbers choices prompt by prompt.
         number, index = divmod(choice, num_choices)
         prompt = self.prompts[number]

@@ -8,8 +8,8 @@ raise an exception of ``saved_deltas.MALFORMED``, which fails only the request t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import torch
@@ -21,6 +21,10 @@ from nnsight_engine.remote_backend.values.outcomes import warnings_of
 from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.serialization import DecodeError, MessageLimits, Policy, decode
 from nnsight_engine.tracing.text_blocks import NUM_LINES_BEFORE
+from nnsight_engine.vllm_backend.json_values import NotPlainError, SaveBudget, plain_saves
+
+if TYPE_CHECKING:
+    from nnsight_engine.vllm_backend.trace_router import TraceEvent
 
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 _AS_INT64: Final = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32})
@@ -34,11 +38,6 @@ _MAX_ENTRIES: Final = 64
 _MAX_NOTES: Final = 16
 _MAX_TEXT: Final = 10_000
 """Characters of one part of an error's message."""
-
-
-def delta_reader() -> DeltaReader:
-    """Return a reader for the deltas of one choice."""
-    return DeltaReader(_PLAIN, _DELTA_LIMITS)
 
 
 class _Entry(msgspec.Struct):
@@ -63,7 +62,7 @@ class BlockError(msgspec.Struct):
 
     @classmethod
     def of(cls, error: Any) -> BlockError:
-        """Return a decoded error.
+        """Return a decoded error, with parts of limited length.
 
         Raises:
             DecodeError: It is no error.
@@ -75,23 +74,22 @@ class BlockError(msgspec.Struct):
             if type(error.get(name)) is list:
                 parts[name] = error[name][-most:]
         try:
-            return msgspec.convert(parts, cls)
+            found = msgspec.convert(parts, cls)
         except msgspec.ValidationError as invalid:
             raise DecodeError(f"its error has parts of other types: {invalid}") from invalid
+        found.name, found.message = found.name[:_MAX_TEXT], found.message[:_MAX_TEXT]
+        found.notes = [note[:_MAX_TEXT] for note in found.notes]
+        return found
 
     @property
     def is_unavailable_sandbox(self) -> bool:
         """Whether the block did not start, because there was no process for it."""
         return (self.module, self.name) == _NO_SANDBOX
 
-    def text(self) -> str:
-        """Return the error's message."""
-        return self.message[:_MAX_TEXT]
-
     def description(self, filename: str) -> str:
         """Return the line that failed, one in ``filename`` if possible, and the error."""
-        notes = "".join(f" {note[:_MAX_TEXT]}" for note in self.notes)
-        return f"{self._line(filename)}: {self.name[:_MAX_TEXT]}: {self.text()}{notes}"
+        notes = "".join(f" {note}" for note in self.notes)
+        return f"{self._line(filename)}: {self.name}: {self.message}{notes}"
 
     def _line(self, filename: str) -> str:
         for entry in reversed(self.entries):
@@ -153,7 +151,78 @@ def _result(block: Any, num_choices: int) -> BlockResult:
     return BlockResult(choice, values_by_name(block["saves"]), warnings_of(block), None)
 
 
-def tensor_result(value: torch.Tensor) -> TensorResult:
+@dataclasses.dataclass(slots=True)
+class ChoiceValues:
+    """The events of one choice of a prompt and, once it has ended, its saved values.
+
+    Attributes:
+        deltas: Encoded values received since the last chunk; None in place of values that were dropped.
+        num_pending: Size of ``deltas`` in bytes.
+        printed: Text printed since the last chunk.
+        reader: Merges the deltas into what is sent with a chunk.
+        saves: All saved values, once the choice has ended.
+        warnings: Warnings for the client, once the choice has ended.
+    """
+
+    deltas: list[bytes | None] = dataclasses.field(default_factory=list)
+    num_pending: int = 0
+    printed: list[str] = dataclasses.field(default_factory=list)
+    reader: DeltaReader = dataclasses.field(default_factory=lambda: DeltaReader(_PLAIN, _DELTA_LIMITS))
+    saves: dict[str, Any] | None = None
+    warnings: tuple[str, ...] = ()
+
+    def add_event(self, event: TraceEvent) -> int:
+        """Store an event for the next chunk; return the number of bytes added to ``deltas``."""
+        if event.printed:
+            self.printed.append(event.printed)
+        if event.delta is None:
+            return 0
+        self.deltas.append(event.delta)
+        self.num_pending += len(event.delta)
+        return len(event.delta)
+
+    def drop(self) -> None:
+        """Drop the pending values; each is sent again when it arrives whole, or with the last chunk."""
+        self.deltas[:] = [None]
+        self.num_pending = 0
+
+    def take_unread(self) -> list[bytes | None]:
+        """Return the pending values; later events go to the next chunk."""
+        unread, self.deltas, self.num_pending = self.deltas, [], 0
+        return unread
+
+    def read(self, unread: Sequence[bytes | None], max_bytes: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the new data as JSON values: whole values, and items by which lists grew."""
+        for data in unread:
+            if data is None:
+                self.reader.skip()
+            else:
+                self.reader.read(data)
+        whole, grown = self.reader.take()
+        budget = SaveBudget(max_bytes)
+        return self._plain(whole, budget), self._plain(grown, budget)
+
+    def _plain(self, values: Mapping[str, Any], budget: SaveBudget) -> dict[str, Any]:
+        plain: dict[str, Any] = {}
+        for name, value in values.items():
+            try:
+                plain.update(plain_saves({name: value}, _tensor_result, budget))
+            except NotPlainError:  # the last chunk reports the error
+                self.reader.forget(name)
+        return plain
+
+    def set_saves(self, saves: Mapping[str, Any], max_bytes: int) -> None:
+        """Store all saved values as JSON values; raises NotPlainError if JSON cannot represent one."""
+        self.saves = plain_saves(saves, _tensor_result, SaveBudget(max_bytes))
+
+    def take_printed(self) -> str:
+        """Return the text printed since the last chunk."""
+        printed = "".join(self.printed)
+        self.printed.clear()
+        return printed
+
+
+def _tensor_result(value: torch.Tensor) -> TensorResult:
     """Return a tensor as part of an answer; raises ValueError if its dtype has no representation there."""
     if value.dtype in _AS_INT64:
         value = value.to(torch.int64)

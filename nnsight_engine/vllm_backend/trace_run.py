@@ -33,7 +33,6 @@ class FinishedTrace(NamedTuple):
         data: The encoded values that its blocks saved and the errors they raised, see ``outcomes``.
         printed: Printed text that has not been streamed yet.
         failure: One line about how a block failed; empty if none did.
-        spent_s: Seconds for which the engine waited for the trace.
         tier: How its steps ran: ``tap``, or ``eager`` if at least one of them had to run uncompiled.
         results: The results of its requests, see ``results_of``.
     """
@@ -41,7 +40,6 @@ class FinishedTrace(NamedTuple):
     data: bytes | memoryview
     printed: str
     failure: str
-    spent_s: float
     tier: str
     results: dict[str, Any]
 
@@ -195,7 +193,7 @@ class MergedRun(TraceRun):
         try:
             await self.begin()
         except BaseException:
-            await self._end_shielded()
+            await asyncio.shield(asyncio.ensure_future(self.end()))
             raise
         self._tasks = [asyncio.create_task(self._run(index)) for index in range(self._num_unfinished)]
         return self
@@ -207,15 +205,17 @@ class MergedRun(TraceRun):
         traceback: TracebackType | None,
     ) -> None:
         """End the trace."""
+        # In a task of its own: a caller may be cancelled again while it waits for the end, and the requests
+        # must not continue in the engine.
+        await asyncio.shield(asyncio.ensure_future(self.end()))
+
+    async def end(self) -> None:
+        """End the requests and the trace, see ``TraceRun``."""
         self.stop_events()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._end_shielded()
-
-    async def _end_shielded(self) -> None:
-        # Also if the caller is being cancelled: the requests must not go on in the engine.
-        await asyncio.shield(asyncio.ensure_future(self.end()))
+        await super().end()
 
     def __aiter__(self) -> Self:
         """Return the stream of outputs and events."""

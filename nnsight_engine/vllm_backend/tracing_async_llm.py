@@ -70,7 +70,8 @@ class TracingAsyncLLM(AsyncLLM):
         self, prompt: Any, params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         """Start a request of a trace, whose parameters have its entry, and return its outputs."""
-        return super().generate(prompt, params, request_id, **options)
+        outputs: AsyncGenerator[RequestOutput, None] = super().generate(prompt, params, request_id, **options)
+        return outputs
 
     async def add_request(
         self, request_id: str, prompt: Any, params: SamplingParams | PoolingParams, *args: Any, **kwargs: Any
@@ -108,7 +109,7 @@ class TracingAsyncLLM(AsyncLLM):
         if data is None and self.handover is not None:
             data = self.handover.take(key)
         note_spent(spent_s)
-        return FinishedTrace(data, printed, failure, spent_s, tier, results)
+        return FinishedTrace(data, printed, failure, tier, results)
 
     async def forget_trace(self, key: str, request_ids: Sequence[str]) -> None:
         """Abort the requests of a trace and drop its state in the engine; never raises."""

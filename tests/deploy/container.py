@@ -29,7 +29,7 @@ class Container:
     """A process in a root of its own, for the length of a ``with`` block.
 
     Args:
-        root: An empty folder, where the root is mounted; nobody else sees it.
+        root: An empty folder, where the root is mounted, invisible to other processes.
         commands: One after the other; the last is the process.
         environment: All of its variables but `PYTHONPATH`.
         user: Like `10001:10001`.

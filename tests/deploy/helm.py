@@ -34,7 +34,7 @@ class Helm:
 
     def run(self, *arguments: str | Path) -> str:
         """Run a command and return what it says; raises HelmError."""
-        # A home of its own: nobody's repositories and plugins.
+        # A home of its own, without a user's repositories and plugins.
         environment = {"HOME": str(self.folder), "HELM_NO_PLUGINS": "1"}
         done = subprocess.run(
             [self.program, *arguments],

@@ -145,7 +145,7 @@ def test_every_name_that_an_object_gives_is_another_s(full: Objects, plain: Obje
     assert rule["http"]["paths"][0]["backend"]["service"] == {"name": NAME, "port": {"name": "http"}}
 
 
-def test_the_pod_is_nobody_special_and_writes_where_the_image_does(plain: Objects) -> None:
+def test_the_pod_runs_without_privileges_and_writes_where_the_image_does(plain: Objects) -> None:
     cpu = stages()["cpu"]
     security = pod(plain)["securityContext"]
     assert cpu.values("USER") == [f"{security['runAsUser']}:{security['runAsGroup']}"]
@@ -262,9 +262,7 @@ def test_prometheus_operator_is_given_the_key(full: Objects) -> None:
     assert f'up{{job="{job}"}}' in RULES[0].read_text(encoding="utf-8")
 
 
-def test_who_sends_requests_is_named_and_so_is_what_the_server_connects_to(
-    helm: Helm, full: Objects, plain: Objects
-) -> None:
+def test_the_network_policy_names_clients_and_servers(helm: Helm, full: Objects, plain: Objects) -> None:
     http = [{"protocol": "TCP", "port": "http"}]
     assert full["NetworkPolicy", NAME]["spec"]["ingress"] == [
         {"ports": http, "from": [namespace("clients")]},
@@ -343,7 +341,7 @@ def test_what_cannot_work_is_refused_before_it_is_installed(
         helm.objects(values)
 
 
-def test_notes_tell_how_to_make_the_first_key(helm: Helm) -> None:
+def test_notes_show_how_to_make_the_first_key(helm: Helm) -> None:
     said = helm.run("install", "demo", CHART, "--dry-run=client", *helm.with_values({}))
     notes = said.partition("NOTES:")[2]
     assert "/v1/admin/keys" in notes

@@ -71,7 +71,7 @@ def test_variables_that_can_be_changed_stand_in_the_example(variables: dict[str,
     assert asked - {"ENGINE_IMAGE"} == set(variables)
 
 
-def test_nobody_has_more_rights_than_needed(compose: dict[str, Any]) -> None:
+def test_no_service_has_more_rights_than_needed(compose: dict[str, Any]) -> None:
     for name, service in compose["services"].items():
         assert service["read_only"] is True, name
         assert service["cap_drop"] == ["ALL"], name
@@ -144,7 +144,9 @@ def test_prometheus_finds_the_server_and_its_key(compose: dict[str, Any]) -> Non
     assert ours["authorization"]["credentials_file"] in secrets
 
 
-def test_secrets_are_made_once_and_nobody_else_may_read_them(prepared: Path, compose: dict[str, Any]) -> None:
+def test_secrets_are_made_once_and_readable_by_their_owner_only(
+    prepared: Path, compose: dict[str, Any]
+) -> None:
     made = {path: path.read_bytes() for path in prepared.rglob("*") if path.is_file()}
     subprocess.run([DEPLOY / "prepare.sh", prepared], check=True, capture_output=True)
     assert {path: path.read_bytes() for path in prepared.rglob("*") if path.is_file()} == made
@@ -158,7 +160,7 @@ def test_secrets_are_made_once_and_nobody_else_may_read_them(prepared: Path, com
     assert all(len(password) >= 32 for password in passwords)
 
 
-def test_passwords_are_in_nobody_s_arguments(compose: dict[str, Any], variables: dict[str, str]) -> None:
+def test_passwords_are_in_no_arguments(compose: dict[str, Any], variables: dict[str, str]) -> None:
     for name, service in compose["services"].items():
         words = json.dumps([service.get("command"), service.get("healthcheck")])
         for variable, value in variables.items():

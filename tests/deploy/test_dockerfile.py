@@ -56,7 +56,7 @@ def test_what_is_built_upon_can_be_pinned_by_digest(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", IMAGES)
-def test_an_image_runs_as_nobody_special_and_writes_below_its_volume(name: str) -> None:
+def test_an_image_runs_without_privileges_and_writes_below_its_volume(name: str) -> None:
     stage = stages()[name]
     (user,) = stage.values("USER")
     assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", user)  # a number: Kubernetes asks whether it is root

@@ -42,7 +42,7 @@ def test_promtool_agrees(promtool: str, command: list[str]) -> None:
     assert "SUCCESS" in told.stdout
 
 
-def test_the_alerts_that_wake_somebody_are_tested() -> None:
+def test_the_alerts_that_page_are_tested() -> None:
     tested = yaml.safe_load((PROMETHEUS / "rules_tests.yml").read_text())["tests"]
     fire = {one["alertname"] for test in tested for one in test["alert_rule_test"] if one.get("exp_alerts")}
     (group,) = yaml.safe_load(RULES[0].read_text())["groups"]
@@ -87,7 +87,7 @@ def test_every_query_of_the_dashboards_is_prometheus_s_language(promtool: str, t
     assert f"{len(queries)} rules found" in told.stdout
 
 
-def test_grafana_is_told_where_the_dashboards_and_the_data_are() -> None:
+def test_grafana_is_configured_with_dashboards_and_data_source() -> None:
     (provider,) = yaml.safe_load((GRAFANA / "provisioning/dashboards/nnsight-engine.yml").read_text())[
         "providers"
     ]

@@ -125,7 +125,7 @@ def test_strangers_code_has_its_sandbox(served: tuple[Container, httpx.Client]) 
     assert saves["saves"] == {"kept": 576}
 
 
-def test_what_is_written_lies_where_it_belongs(served: tuple[Container, httpx.Client]) -> None:
+def test_files_are_written_only_to_the_folders_of_the_server(served: tuple[Container, httpx.Client]) -> None:
     container, client = served
     completed(client)
     assert {path.parts[0] for path in container.files()} <= {
@@ -138,7 +138,7 @@ def test_what_is_written_lies_where_it_belongs(served: tuple[Container, httpx.Cl
     assert Path("server/server.db") in container.files()
 
 
-def test_it_ends_when_told_to(served: tuple[Container, httpx.Client]) -> None:
+def test_it_ends_on_sigterm(served: tuple[Container, httpx.Client]) -> None:
     container, _ = served
     status, took_s = container.stop()
     assert status in {0, -signal.SIGTERM}, container.output()

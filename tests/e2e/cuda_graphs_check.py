@@ -131,7 +131,7 @@ def observe(model: VLLM) -> tuple[dict[str, dict[str, Any]], dict[str, list[torc
 
 def main(folder: Path) -> None:
     """Run both engines, and report."""
-    current_platform.__class__ = GraphedCpuPlatform  # everybody has the instance
+    current_platform.__class__ = GraphedCpuPlatform  # all modules share the instance
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
     checkpoint = write_checkpoint("llama", folder / "llama")
     options: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 8}

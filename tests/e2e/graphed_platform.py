@@ -23,7 +23,7 @@ class GraphedCpuPlatform(CpuPlatform):
 
     @classmethod
     def support_static_graph_mode(cls) -> bool:
-        """Tell vLLM to plan for graphs."""
+        """Have vLLM plan for graphs."""
         return True
 
     @classmethod

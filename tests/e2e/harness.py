@@ -123,8 +123,9 @@ class Engine:
         deliver_payloads(self.core.output_processor, {PLAN_KEY: self.router.deliver})
 
     def close(self) -> None:
-        """Free the engine."""
-        self.llm.llm_engine.engine_core.shutdown()
+        """End the engine, and drop it: a fixture may refer to this object until all tests are over."""
+        self.core.engine_core.shutdown()
+        del self.llm, self.core
 
     def token_ids(self, prompt: str | list[int]) -> list[int]:
         """Return the prompt as ids."""
@@ -224,7 +225,7 @@ class Engine:
         return replies
 
     def held(self) -> dict[str, int]:
-        """Return everything the engine holds for live requests, after one more step has told the worker."""
+        """Return what the engine holds for live requests, after one more step has reached the worker."""
         self.ask("a", max_tokens=1)
         self.ask("a", max_tokens=1)
         counts, *_ = self.llm.collective_rpc("count_interventions")

@@ -53,7 +53,7 @@ class Live:
                     return
 
     async def held(self) -> dict[str, int]:
-        """Return what worker and router hold once they have heard of every end."""
+        """Return what worker and router hold once every request has ended there."""
         await asyncio.sleep(0.2)
         for _ in range(2):
             await self.post(prompt="a", max_tokens=2)

@@ -18,6 +18,7 @@ from vllm import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from nnsight_engine.vllm_backend.request_tracer import SentTrace
+from nnsight_engine.vllm_backend.traced_requests import results_of
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.harness import Ask, Engine, Pending
 
@@ -189,7 +190,8 @@ class Load:
         return Answer(values, None, _gap(outputs))
 
     def _traced_answer(self, flight: Flight, trace: SentTrace, outputs: list[RequestOutput]) -> Answer:
-        data = self.model.engine.collective_rpc("collect_trace", args=(trace.key, trace.results(outputs)))[0]
+        results = results_of(dict(enumerate(outputs)))
+        data = self.model.engine.collective_rpc("collect_trace", args=(trace.key, results))[0]
         if flight.aborted:
             return Answer(None, None, 0.0)
         outcomes = trace.read(data, outputs)

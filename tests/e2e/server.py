@@ -63,7 +63,7 @@ class Server:
         self._command = [sys.executable, *command]
         self._ready_path = ready_path
         self._command += [*([] if model is None else [model]), "--port", str(self.port), *arguments]
-        # Jobs and keys of this server alone, and of nobody who works on this machine.
+        # Jobs and keys of this server alone, not those of the machine's users.
         self._data = tempfile.TemporaryDirectory()
         self._environment = {
             "HF_HUB_OFFLINE": "1",

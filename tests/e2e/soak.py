@@ -211,7 +211,7 @@ def _soak(server: Server, temporary: Path, end: float, pause_s: float, chosen: r
 
 
 def _idle(soak: Soak, temporary: Path) -> dict[str, int]:
-    """Return what the server holds when nobody asks for anything."""
+    """Return what the server holds when it is idle."""
     soak.stop()
     soak.settle_jobs()
     time.sleep(12)  # what was half sent, or is not read, is given up

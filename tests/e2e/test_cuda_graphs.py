@@ -162,7 +162,7 @@ def test_steps_without_interventions_get_what_vllm_gives(runner: ChoosingRunner)
     assert runner.choice(LONG) == (NONE, 42)
 
 
-def test_a_step_in_which_somebody_intervenes_gets_pieces_or_nothing(runner: ChoosingRunner) -> None:
+def test_a_step_with_interventions_gets_pieces_or_nothing(runner: ChoosingRunner) -> None:
     runner.graphs.begin(["b"], set(), DECODING)
     assert runner.choice(DECODING) == (PIECEWISE, 4)
     assert runner.choice(PROMPTS) == (PIECEWISE, 8)
@@ -265,7 +265,7 @@ def test_interventions_change_its_answers(report: Any) -> None:
     assert len(set(map(tuple, tokens))) == len(tokens)
 
 
-def test_its_steps_are_replayed_from_pieces_unless_nobody_intervenes(report: Any) -> None:
+def test_its_steps_with_interventions_are_replayed_from_pieces(report: Any) -> None:
     steps = {name: report["cut"][name]["steps"] for name in REQUESTS}
     assert steps["plain"] == [[PIECEWISE, 8], [FULL, 1], [FULL, 1], [FULL, 1]]
     for name in REQUESTS[1:-1]:

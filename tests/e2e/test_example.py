@@ -84,7 +84,7 @@ def test_a_layer_may_be_counted_from_the_end(bundled_server: Server) -> None:
     assert "layers.-1.output" in result.stdout
 
 
-def test_a_layer_that_is_not_there_is_told_with_the_rule(bundled_server: Server) -> None:
+def test_a_missing_layer_is_reported_with_the_rule(bundled_server: Server) -> None:
     result = run("--base-url", bundled_server.base_url, "--layer", "99")
     assert result.returncode == 1
     assert "unknown_layer" in result.stderr
@@ -131,7 +131,7 @@ def test_the_key_is_taken_from_the_variable(
     assert seen == ["Bearer made-up", None]
 
 
-def test_a_server_that_is_slow_is_not_told_to_be_missing(
+def test_a_slow_server_is_not_reported_as_missing(
     answered_by: Callable[[Handler], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     def wait(request: httpx.Request) -> httpx.Response:

@@ -38,7 +38,7 @@ def test_a_capture_over_the_limit_fails_alone_and_says_how_much(engine: Engine) 
     assert set(engine.held().values()) == {0}
 
 
-def test_the_engines_limit_counts_everybody(engine: Engine) -> None:
+def test_the_engines_limit_counts_all_requests(engine: Engine) -> None:
     capture = {"op": "capture", "at": "layers.0:10.output", "name": "c", "where": {"phase": "generated"}}
     batch = [Ask("Hello there", [capture], max_tokens=8) for _ in range(3)]
     codes = [reply.failure.code for (reply,) in engine.run(batch) if reply.failure]
@@ -48,7 +48,7 @@ def test_the_engines_limit_counts_everybody(engine: Engine) -> None:
     assert set(engine.held().values()) == {0}
 
 
-def test_who_shares_blocks_with_a_failing_request_is_still_steered(engine: Engine) -> None:
+def test_a_request_that_shares_blocks_with_a_failing_one_is_still_steered(engine: Engine) -> None:
     prompt = "The history of the city begins with a small settlement by the river. " * 4
     steer = {"op": "steer", "at": "layers.5.output", "vector": random_vector(0), "scale": 4}
     capture = {"op": "capture", "at": "layers.0.output", "name": "c", "where": {"phase": "prompt"}}

@@ -142,7 +142,7 @@ def test_a_flood_of_traces_gets_its_turns_and_keeps_its_prompts_whole(model: VLL
         assert outcome.saves["tokens"] == list(done[f"trace-{number}"].outputs[0].token_ids)
 
 
-def test_one_tenant_alone_takes_as_many_steps_as_nobody(engine: Engine) -> None:
+def test_one_tenant_alone_takes_as_many_steps_as_none(engine: Engine) -> None:
     counts = []
     for sampling in (MANY, {}):
         pending = [engine.submit(flooding(index, sampling)) for index in range(6)]
@@ -157,7 +157,7 @@ def test_one_tenant_alone_takes_as_many_steps_as_nobody(engine: Engine) -> None:
     assert counts[0] == counts[1]
 
 
-def test_who_ends_requests_while_they_are_computed_has_had_the_steps(model: VLLM, engine: Engine) -> None:
+def test_aborted_requests_are_charged_for_their_steps(model: VLLM, engine: Engine) -> None:
     core: Any = model.engine.llm_engine.engine_core.engine_core
     settled, core.scheduler.sharing = core.scheduler.sharing, SenderUsage(3600.0, 1.25, lambda: 0.0)
     try:

@@ -7,6 +7,7 @@ here read its report, so that a test's name says which check of which family fai
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
@@ -17,11 +18,13 @@ from tests.e2e.check_process import report_of
 from tests.e2e.family_check import CHECKS, COMPILED_CHECKS, COMPILED_FAMILIES
 from tests.e2e.point_blocks import BLOCKS
 from tests.families.checkpoints import FAMILIES, IN_CORE, VARIANTS
+from tests.parallel import WORKER
 
 pytestmark = pytest.mark.e2e
 
 _CHECKS: Final = "tests.e2e.family_check"
-_NUM_PROCESSES: Final = 2
+_NUM_PROCESSES: Final = 1 if WORKER in os.environ else 2
+"""One for each process of tests, which have a core each."""
 
 Report = dict[str, dict[str, str | None]]
 
@@ -30,7 +33,7 @@ Report = dict[str, dict[str, str | None]]
 def reports(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[Report]]]:
-    """Start two processes, which have half of the families each that are to be tested."""
+    """Start the processes, which have an equal share each of the families that are to be tested."""
     calls = [
         item.callspec
         for item in request.session.items

@@ -29,7 +29,7 @@ from sqlalchemy.engine import make_url
 from app.allowance import Allowance
 from app.settings import Settings
 from app.storage.database import Database
-from app.storage.jobs import JobStore
+from app.storage.jobs.store import JobStore
 from nnsight_engine.remote_backend.frames import FrameKind, FrameReader
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE
 from nnsight_engine.vllm_backend.vllm import VLLM
@@ -325,10 +325,11 @@ def test_ctrl_c_under_load_loses_nothing(faulty: Faulty, trace: bytes) -> None:
     faulty.until_job(given_back, "RUNNING")
     long = faulty.streamed()
     # What the drain waits for is over soon on any machine: it has begun and is short.
-    short = faulty.streamed(max_tokens=8, min_tokens=8)
+    before = _in_flight(faulty)
     whole = faulty.pool.submit(faulty.complete, max_tokens=8, min_tokens=8)
     endless_one = faulty.pool.submit(faulty.complete, max_tokens=LONG, min_tokens=LONG)
-    time.sleep(0.3)
+    until(lambda: whole.done() or _in_flight(faulty) >= before + 2)
+    short = faulty.streamed(max_tokens=8, min_tokens=8)
     process = psutil.Process(faulty.pid)
     below = process.children(recursive=True)
     os.killpg(faulty.pid, signal.SIGINT)  # to all processes, as a terminal has it
@@ -349,6 +350,10 @@ def test_ctrl_c_under_load_loses_nothing(faulty: Faulty, trace: bytes) -> None:
     assert faulty.shared.there == []
     job = asyncio.run(_job_of(faulty, given_back))
     assert job in {"QUEUED", "COMPLETED"}
+
+
+def _in_flight(faulty: Faulty) -> int:
+    return int(faulty.client.get("/v1/status").json()["in_flight"])
 
 
 async def _job_of(faulty: Faulty, job_id: str) -> str:

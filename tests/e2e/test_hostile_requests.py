@@ -135,7 +135,7 @@ def test_a_grammar_beyond_a_bound_is_refused_at_once(hostile: Hostile, name: str
     assert "max_grammar_" in error["message"]
 
 
-def test_a_huge_regex_is_refused_and_nobody_waits(hostile: Hostile, bystanders: Bystanders) -> None:
+def test_a_huge_regex_is_refused_without_delay_to_others(hostile: Hostile, bystanders: Bystanders) -> None:
     regex = "|".join("a" * i + "b" for i in range(6000))
     assert len(regex) > 18_000_000
 
@@ -147,7 +147,7 @@ def test_a_huge_regex_is_refused_and_nobody_waits(hostile: Hostile, bystanders: 
 
 
 @pytest.mark.parametrize("way", ways_of({}))
-def test_a_costly_grammar_is_ended_and_nobody_waits(
+def test_a_costly_grammar_is_ended_without_delay_to_others(
     hostile: Hostile, bystanders: Bystanders, way: str
 ) -> None:
     def send(number: int) -> None:
@@ -166,7 +166,7 @@ def test_a_costly_grammar_is_ended_and_nobody_waits(
     assert min(taken) < 1
 
 
-def test_a_client_who_leaves_ends_the_compiling(hostile: Hostile) -> None:
+def test_a_client_that_disconnects_ends_the_compilation(hostile: Hostile) -> None:
     assert compiling(hostile) == 0
     fields = {"structured_outputs": {"json": schema_of(f"left{COSTLY}")}}
     with pytest.raises(httpx.ReadTimeout):

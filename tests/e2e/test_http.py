@@ -85,7 +85,7 @@ async def test_a_text_s_tokens_are_those_that_positions_count(live: Live) -> Non
         assert "context length" in refused.json()["error"]["message"]
 
 
-async def test_a_told_token_can_be_sent_back(live: Live) -> None:
+async def test_a_returned_token_can_be_sent_back(live: Live) -> None:
     prompt = "Paris \N{GRINNING FACE WITH SMILING EYES} \u0f0b\n\tcafe\u0301"
     told = (await live.http.post("/v1/tokenize", json={"prompt": prompt})).json()["tokens"]
     assert any("<0x" in token["text"] for token in told), "parts of a character are among them"

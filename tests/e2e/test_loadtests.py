@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.heavy, pytest.mark.timeout(1200)]
 SERVED = [kind for kind in SCENARIOS["mixed"] if kind not in {*HOSTILE, "long-prompt"}]
 
 
-def test_everybody_is_served_while_one_tenant_floods(tmp_path: Path) -> None:
+def test_all_tenants_are_served_while_one_floods(tmp_path: Path) -> None:
     thresholds = tmp_path / "thresholds.toml"
     thresholds.write_text("", encoding="utf-8")  # times of so short a run on a busy machine say nothing
     command = [sys.executable, "-m", "loadtests", "mixed", "--thresholds", str(thresholds)]

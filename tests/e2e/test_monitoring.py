@@ -121,7 +121,7 @@ def test_real_steps_are_counted_and_timed(client: httpx.Client) -> None:
         assert grown("request_seconds_count", **labels) >= 1, labels
 
 
-def test_every_metric_that_dashboards_and_rules_name_is_told(client: httpx.Client) -> None:
+def test_every_metric_that_dashboards_and_rules_name_is_served(client: httpx.Client) -> None:
     complete(client, stream=True)
     told = look(client)
     missing_attribute = {name for _, query in expressions() for name in named_in(query)} - told.sample_names
@@ -155,9 +155,7 @@ def test_one_trace_has_the_request_s_span_and_the_engine_s(
     assert not any("swordfish" in said(span) for span in collector.spans)
 
 
-def test_all_lines_of_the_log_are_json_and_tell_nothing_of_the_content(
-    client: httpx.Client, server: Server
-) -> None:
+def test_all_lines_of_the_log_are_json_without_content(client: httpx.Client, server: Server) -> None:
     answer = complete(client, interventions=[STEER])
     client.post("/v1/completions", json={"prompt": PROMPT, "n": "swordfish"})
     client.post("/v1/completions", json={"prompt": PROMPT, "interventions": [{**STEER, "vector": [1.25]}]})
@@ -186,5 +184,5 @@ def test_a_server_that_is_killed_takes_its_engine_with_it(server: Server) -> Non
     below = psutil.Process(server.process.pid).children(recursive=True)
     assert below
     server.process.kill()
-    _, alive = psutil.wait_procs(below, timeout=10)
+    _, alive = psutil.wait_procs(below, timeout=60)
     assert alive == []

@@ -279,7 +279,7 @@ async def test_a_stream_of_several_choices_with_echo_and_logprobs_is_refused(htt
         ).status_code == 200
 
 
-async def test_conversations_and_ids_are_told_as_completions_have_them(http: httpx.AsyncClient) -> None:
+async def test_tokens_of_conversations_and_ids_are_those_of_completions(http: httpx.AsyncClient) -> None:
     async def tokens(**body: Any) -> list[dict[str, Any]]:
         answer = await send(http, OddRequest("POST", "/v1/tokenize", body))
         assert answer.status_code == 200, answer.text

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import safetensors.numpy
+from typing_extensions import override
 
 from nnsight_engine import save
 from nnsight_engine.remote_backend.values.received_blocks import SAVED
@@ -184,6 +185,7 @@ class Recorder(Tracer):
 
     kept: SentBlock
 
+    @override
     def execute(self, function: Any) -> None:
         self.kept = SentBlock(self.info, dict(self.info.variables))
 

@@ -67,7 +67,7 @@ def test_writes_survive_in_rebuilt_kv_and_reads_come_once(engine: Engine) -> Non
     assert sum(recomputed[::2]) > 0
 
 
-def test_aborts_in_mid_flight_disturb_nobody_and_leave_nothing(engine: Engine) -> None:
+def test_aborts_disturb_no_others_and_leave_nothing(engine: Engine) -> None:
     pending = [engine.submit(ask(index)) for index in range(4)]
     done: dict[str, Any] = {}
     for _ in range(10):

@@ -188,7 +188,7 @@ def test_several_choices_give_several_values(model: VLLM) -> None:
     assert len({tuple(one) for one in tokens}) > 1
 
 
-def test_modules_and_functions_of_ones_own_travel(model: VLLM) -> None:
+def test_custom_modules_and_functions_are_sent(model: VLLM) -> None:
     torch.manual_seed(0)
     decode = torch.nn.Sequential(torch.nn.Linear(576, 64), torch.nn.ReLU())
 

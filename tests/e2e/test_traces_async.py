@@ -150,7 +150,7 @@ def test_a_block_that_fails_raises_where_the_outputs_are_read(model: VLLM) -> No
 
 
 @pytest.mark.parametrize("how", ["break", "cancel"])
-def test_who_stops_listening_ends_the_requests(model: VLLM, how: str) -> None:
+def test_a_closed_stream_ends_its_requests(model: VLLM, how: str) -> None:
     async def leave() -> None:
         outputs = traced_hidden(model, PROMPT, 100).backend()
         if how == "break":

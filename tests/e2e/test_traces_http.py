@@ -355,9 +355,7 @@ async def test_a_plain_request_cannot_bring_blocks(server: Live) -> None:
     assert response.status_code == 400
 
 
-async def test_results_are_compressed_for_those_who_ask(
-    server: Live, model: VLLM, outline: dict[str, Any]
-) -> None:
+async def test_results_are_compressed_on_request(server: Live, model: VLLM, outline: dict[str, Any]) -> None:
     recorder = Recorder(outline)
     with pytest.raises(RemoteError, match="only recorded"):
         with model.trace(PROMPT, backend=RemoteBackend(transport=recorder)):
@@ -390,7 +388,7 @@ async def test_what_was_not_saved_comes_if_it_is_wanted(
     assert (outcome.flows, outcome.saves) == ({"twice": [6, 128, 6, 128]}, {"kept": [1]})
 
 
-async def test_the_engines_death_is_told_to_those_who_wait(
+async def test_waiting_requests_get_an_error_when_the_engine_dies(
     live: Live, model: VLLM, outline: dict[str, Any]
 ) -> None:
     """Last, since it is the end of the server."""

@@ -23,7 +23,7 @@ __all__ = ["local", "model"]  # fixtures
 pytestmark = pytest.mark.e2e
 
 
-def test_names_and_classes_of_ones_own_are_the_same_on_both(model: VLLM, local: LanguageModel) -> None:
+def test_custom_names_and_classes_are_the_same_on_both(model: VLLM, local: LanguageModel) -> None:
     found = []
     for engine, options in ((model, GREEDY), (local, {})):
         with engine.trace(PROMPT, **options):

@@ -24,6 +24,7 @@ from nnsight_engine.vllm_backend.request_tracer import SentTrace
 from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError, StageError
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.point_blocks import BLOCKS
+from tests.e2e.sandboxed import in_sandboxes
 from tests.e2e.traces import HeldTracer, Plain, Ran, run_together, traced_engine
 from tests.families.checkpoints import write_checkpoint
 
@@ -39,9 +40,12 @@ OPTIONS: Final[dict[str, Any]] = {
     "max_num_seqs": 16,
     "block_size": 32,
     "num_gpu_blocks_override": 14,
-    "limits": EngineLimits(trace_step_s=0.5),
+    "limits": EngineLimits(trace_step_s=0.5, sandbox_step_s=1.0, sandbox_cpu_s=60),
 }
 """Steps of 64 tokens and little memory, so that prompts come in chunks and requests are preempted."""
+
+_MAX_STEPS: Final = 20_000
+"""Enough for steps without tokens, which wait for sandbox processes."""
 
 Scenario = Callable[[VLLM], dict[str, Any]]
 
@@ -261,6 +265,32 @@ def test_two_stages_do_what_one_does(model: VLLM, expected: dict[str, Any], scen
     torch.testing.assert_close(scenario(model), expected[scenario.__name__], rtol=1e-4, atol=1e-4)
 
 
+SANDBOXED: Final[list[Scenario]] = [
+    whole_model,
+    writes_on_one_stage_seen_on_the_other,
+    value_carried_to_the_next_stage,
+    value_carried_to_the_next_token,
+    tokens_written,
+    invokes_that_wait_for_each_other,
+    modules_skipped,
+    stopped_on_the_first_stage,
+    modules_called,
+    several_choices,
+    prompts_in_chunks,
+    BLOCKS["patch_between_invokes"],
+    BLOCKS["look_through_a_lens"],
+]
+
+
+@pytest.mark.parametrize("scenario", SANDBOXED, ids=lambda scenario: str(scenario.__name__))
+def test_sandboxed_blocks_do_on_two_stages_what_trusted_ones_do_on_one(
+    model: VLLM, expected: dict[str, Any], scenario: Scenario
+) -> None:
+    with in_sandboxes(model):
+        found = scenario(model)
+    torch.testing.assert_close(found, expected[scenario.__name__], rtol=1e-4, atol=1e-4)
+
+
 def test_the_tree_shows_the_modules_of_all_stages(model: VLLM, expected: dict[str, Any]) -> None:
     assert repr(model) == expected["tree"]
 
@@ -345,6 +375,69 @@ def test_whoever_fails_fails_alone_and_nobody_notices(model: VLLM) -> None:
     assert errors == [KeyError, TimeBudgetError, ValueError] * 2 + [TimeBudgetError]
     assert ran.outcomes[7].error is None
     assert ran.outcomes[7].saves["seen"] == ran.tokens("trace-7")
+
+
+def test_sandboxed_requests_that_are_preempted_see_each_step_once(
+    model: VLLM, expected: dict[str, Any]
+) -> None:
+    with in_sandboxes(model):
+        sent = [generating(model, number) for number in range(6)]
+        ran = run_together(model, sent, max_steps=_MAX_STEPS)
+    assert ran.num_steps > 2 * (40 + 6), "nothing was preempted, so nothing was shown"
+    for number, alone in enumerate(expected["preempted"]):
+        outcome = ran.outcomes[number]
+        assert outcome.error is None, outcome.error
+        assert outcome.saves["tokens"] == alone["tokens"]
+        torch.testing.assert_close(outcome.saves["rows"], alone["rows"], rtol=1e-3, atol=1e-3)
+
+
+def failing_in_a_sandbox(model: VLLM) -> list[SentTrace]:
+    """Return traces that end badly, or end their process, on either stage."""
+    held = []
+    for layer in (1, 3):
+        with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as tracer:
+            model.layers[layer].output
+            raise KeyError("mine")
+        held.append(tracer.sent)
+        with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as tracer:
+            model.layers[layer].output
+            while True:
+                pass
+        held.append(tracer.sent)
+        with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as tracer:
+            model.layers[layer].output
+            exec("import os; os._exit(0)")
+        held.append(tracer.sent)
+    with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as tracer:
+        while True:
+            model.model.layers[0].mlp(torch.ones(2, 128))
+    held.append(tracer.sent)
+    with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as tracer:
+        model.model.layers[0].mlp(model.layers[3].output)
+    held.append(tracer.sent)
+    with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as tracer:
+        model.model.layers[0].mlp(torch.ones(2, 7))
+    held.append(tracer.sent)
+    return held
+
+
+def test_sandboxed_blocks_that_fail_fail_alone(model: VLLM) -> None:
+    calm = run_together(model, [], neighbours())
+    with in_sandboxes(model):
+        ran = run_together(model, failing_in_a_sandbox(model), neighbours(), late=1, max_steps=_MAX_STEPS)
+    for number in range(5):
+        one, other = (run.outputs[f"plain-{number}"].outputs[0] for run in (calm, ran))
+        assert one.token_ids == other.token_ids
+        assert one.cumulative_logprob == other.cumulative_logprob
+    errors = [type(ran.outcomes[number].error).__name__ for number in range(9)]
+    assert errors == ["KeyError", "TimeBudgetError", "SandboxEndedError"] * 2 + [
+        "SandboxedError",
+        "StageError",
+        "SandboxedError",
+    ]
+    with in_sandboxes(model), model.trace(PROMPT, **GREEDY):
+        token = model.samples.output.save()
+    assert token.shape == (1, 1)
 
 
 def test_an_aborted_request_leaves_nothing(model: VLLM) -> None:

@@ -73,7 +73,8 @@ def expected(checkpoint: Path) -> Values:
 
 def check(checkpoint: Path, expected: Values, option: str) -> None:
     """Compare two workers of Ray's with one of our own; ``option`` says what two are for."""
-    options = {"max_model_len": 64, "distributed_executor_backend": "ray", option: 2}
+    options = {"max_model_len": 64, "num_gpu_blocks_override": 32}
+    options |= {"distributed_executor_backend": "ray", option: 2}
     with traced_engine(checkpoint, **options) as model:
         torch.testing.assert_close(traced(model), expected, rtol=1e-3, atol=1e-4)
 
@@ -130,7 +131,7 @@ def test_a_cluster_that_is_there_is_joined_and_left(
         ray.shutdown()
 
 
-def test_nobody_else_has_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_platform_is_registered_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     found = entry_points(group="vllm.platform_plugins", name="nnsight_engine_ray_on_cpu")
     assert {one.value for one in found} == {"nnsight_engine.vllm_backend.ray_plugin:plugin"}, "install anew"
     assert ray_plugin.plugin() is None

@@ -6,6 +6,7 @@ import traceback
 
 import pytest
 import torch
+from typing_extensions import override
 
 from nnsight_engine import save
 from nnsight_engine.interleaving.events import MissedProviderError
@@ -20,7 +21,7 @@ __all__ = ["model"]  # fixtures
 pytestmark = pytest.mark.e2e
 
 
-def test_a_scan_tells_shapes_and_keeps_nothing(model: VLLM) -> None:
+def test_a_scan_gives_shapes_and_keeps_nothing(model: VLLM) -> None:
     num_tokens = len(model.tokenizer.encode(PROMPT))
     with model.scan(PROMPT, max_tokens=2, ignore_eos=True) as tracer:
         hidden = model.layers[1].output.save()
@@ -43,6 +44,7 @@ def test_a_scan_tells_shapes_and_keeps_nothing(model: VLLM) -> None:
 class HeldCheck(HeldTracer):
     """A trace that is encoded to be checked."""
 
+    @override
     def _run_model(self) -> None:
         self.sent = SentTrace(self, Purpose.CHECK)
 

@@ -103,7 +103,7 @@ def block_threads() -> set[threading.Thread]:
     return {one for one in threading.enumerate() if one.name.startswith("nnsight-engine-block")}
 
 
-def test_everybody_gets_what_they_get_alone_and_nothing_is_left(model: VLLM) -> None:
+def test_all_requests_get_the_same_as_alone_and_nothing_is_left(model: VLLM) -> None:
     threads_before = block_threads()
     load = Load(model)
     alone = {one: load.alone(one) for one in definitions(model)}
@@ -206,7 +206,7 @@ def test_a_place_of_a_prompt_in_chunks_may_be_read_twice_and_not_edited_later(mo
             model.model.layers[1].mlp.output = torch.zeros(110, WIDTH)
 
 
-def test_who_holds_too_much_is_told_so_and_nobody_else(model: VLLM) -> None:
+def test_only_the_request_that_holds_too_much_gets_an_error(model: VLLM) -> None:
     greedy = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
     neighbour = Plain("I think dogs are good and", greedy)
     calm = run_together(model, [], [neighbour])

@@ -28,13 +28,15 @@ pytestmark = pytest.mark.e2e
 PROMPT = [11, 7, 23, 5, 42]
 NUM_TOKENS = 4
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+SMALL: dict[str, Any] = {"max_model_len": 128, "num_gpu_blocks_override": 64}
+"""Little memory: two engines are there at once."""
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLM]:
     """Start an engine that compiles, in this process."""
     checkpoint = write_checkpoint("llama", tmp_path_factory.mktemp("llama"))
-    options = {"enforce_eager": False, "compilation_config": {"backend": "eager"}, "max_model_len": 128}
+    options = {"enforce_eager": False, "compilation_config": {"backend": "eager"}, **SMALL}
     with traced_engine(checkpoint, limits=EngineLimits(trace_step_s=5.0), **options) as model:
         yield model
 
@@ -265,7 +267,7 @@ def test_what_stands_after_a_loop_means_the_step_that_runs(model: VLLM) -> None:
     assert found.saves["token"].item() == tokens[1]
 
 
-def test_a_step_goes_back_to_the_compiled_model_once_nobody_wants_more(model: VLLM) -> None:
+def test_steps_return_to_the_compiled_model_once_blocks_want_no_more(model: VLLM) -> None:
     with model.trace(PROMPT, max_tokens=6, tracer_cls=HeldTracer, **GREEDY) as tracer:
         rows = save([])
         for step in tracer.iter[:]:
@@ -310,7 +312,7 @@ def limited(model: VLLM, tmp_path_factory: pytest.TempPathFactory) -> Iterator[V
     """Start an engine with two taps, behind layers 1 and 2."""
     del model  # one after the other starts
     checkpoint = write_checkpoint("llama", tmp_path_factory.mktemp("llama"))
-    options = {"enforce_eager": False, "compilation_config": {"backend": "eager"}, "max_model_len": 128}
+    options = {"enforce_eager": False, "compilation_config": {"backend": "eager"}, **SMALL}
     with traced_engine(checkpoint, limits=EngineLimits(taps="layers.1:3.output"), **options) as limited:
         yield limited
 

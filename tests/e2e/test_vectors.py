@@ -169,7 +169,7 @@ def test_a_training_is_repeatable_and_streams(
     assert text.endswith("data: [DONE]\n\n")
 
 
-def test_whoever_leaves_ends_the_training(client: httpx.Client) -> None:
+def test_a_disconnected_client_ends_its_training(client: httpx.Client) -> None:
     yes, no = [[f"{word} {n}" for n in range(200)] for word in ("yes", "no")]
     body = {"name": "left", "stream": True, "positive": yes, "negative": no}
     with client.stream("POST", "/v1/vectors/train", json=body) as answer:

@@ -8,12 +8,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
 from vllm import RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from nnsight_engine.remote_backend.values.outcomes import Outcome
 from nnsight_engine.vllm_backend.request_tracer import RequestTracer, SentTrace
-from nnsight_engine.vllm_backend.rpc_results import answer
+from nnsight_engine.vllm_backend.rpc_results import PENDING, answer
+from nnsight_engine.vllm_backend.traced_requests import results_of
 from nnsight_engine.vllm_backend.vllm import VLLM
 
 
@@ -33,6 +35,7 @@ class HeldTracer(RequestTracer):
 
     sent: SentTrace
 
+    @override
     def _run_model(self) -> None:
         self.sent = SentTrace(self)
 
@@ -65,6 +68,7 @@ def run_together(
     *,
     late: int = 0,
     abort: dict[str, int] | None = None,
+    max_steps: int = 2000,
 ) -> Ran:
     """Run traces of one request each, and plain requests, in one engine at the same time.
 
@@ -74,6 +78,7 @@ def run_together(
         plain: Named ``plain-0`` and so on.
         late: How many steps after the plain requests the traces come.
         abort: Requests to abort, with the step after which.
+        max_steps: How many steps the engine may take; those without tokens wait for sandbox processes.
     """
     engine: Any = model.engine.llm_engine
     outputs: dict[str, RequestOutput] = {}
@@ -93,7 +98,7 @@ def run_together(
         for output in engine.step():
             outputs[output.request_id] = output
         num_steps += 1
-        assert num_steps < 2000, "the engine does not come to an end"
+        assert num_steps < max_steps, "the engine does not come to an end"
         gone = [name for name, step in (abort or {}).items() if step == num_steps]
         if gone:
             engine.abort_request(gone)
@@ -113,5 +118,7 @@ def collected(model: VLLM, trace: SentTrace, outputs: list[RequestOutput]) -> Ou
 
 
 def _collected(model: VLLM, trace: SentTrace, outputs: list[RequestOutput]) -> list[Outcome]:
-    data = answer(model.host.call("collect_trace", trace.key, trace.results(outputs)))
-    return trace.read(data, outputs)
+    while True:  # while a sandbox process has not answered
+        found = answer(model.host.call("finish_trace", trace.key, results_of(dict(enumerate(outputs)))))
+        if found != PENDING:
+            return trace.read(found[0], outputs)

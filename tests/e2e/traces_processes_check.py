@@ -81,14 +81,14 @@ class Spinning:
 
 
 class Leaving:
-    """What ends whoever writes it."""
+    """A value that ends the process that encodes it."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         sys.exit(5)
 
 
 class Unreadable:
-    """What ends whoever reads it in the worker."""
+    """A value that ends the worker that decodes it."""
 
     if threading.current_thread().name.startswith("nnsight-engine-block"):
         raise SystemExit

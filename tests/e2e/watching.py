@@ -2,7 +2,7 @@
 
 Each tensor that a read is given, at taps, hooks, norms, attention, logits and for blocks, is compared bit
 by bit before and after. Nothing is raised where the engine would take it for a request's failure: what has
-changed is noted, for whoever watches to look at.
+changed is recorded in ``Watch.changed``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Watch:
     def over(self, values: Sequence[torch.Tensor | None], where: str) -> Iterator[None]:
         """Compare tensors before and after the block."""
         watched = [value for value in values if value is not None]
-        with _disable_current_modes():  # whoever counts operators is to see the model's alone
+        with _disable_current_modes():  # a mode that counts operators is to see the model's alone
             before = [value.clone() for value in watched]
         yield
         self.num_compared += len(watched)

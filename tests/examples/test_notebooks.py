@@ -53,7 +53,7 @@ def test_the_lens_ends_in_paris_and_is_drawn(runtime: Path) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.heavy
-def test_patching_tells_where_the_difference_moves(runtime: Path) -> None:
+def test_patching_shows_where_the_difference_moves(runtime: Path) -> None:
     cells = executed("patching", runtime)
     assert len(pictures(cells)) == 1
     rows = {

@@ -78,7 +78,7 @@ def test_each_loads_a_model_as_these_tests_do(example: ModuleType, monkeypatch: 
 
 
 @pytest.mark.parametrize("example", DRAWING, ids=named)
-def test_that_nothing_can_be_drawn_is_told_before_the_work(
+def test_missing_matplotlib_is_reported_before_the_work(
     example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -126,7 +126,7 @@ NO_PART: Final = "the subject must be a part of the prompt"
     ],
     ids=lambda value: named(value) or (" ".join(value[:2]) if isinstance(value, tuple) else ""),
 )
-def test_what_cannot_be_done_is_told_in_a_sentence(
+def test_errors_are_reported_in_a_sentence(
     run: Run,
     capsys: pytest.CaptureFixture[str],
     example: ModuleType,
@@ -321,9 +321,7 @@ def direction(model: LanguageModel) -> torch.Tensor:
     return example.find_direction(model, example.HARMFUL, example.HARMLESS, NUM_LAYERS // 2)
 
 
-def test_the_direction_tells_requests_apart_that_it_was_not_made_from(
-    model: LanguageModel, direction: torch.Tensor
-) -> None:
+def test_the_direction_separates_held_out_requests(model: LanguageModel, direction: torch.Tensor) -> None:
     harmful, harmless = (
         ablate_refusal.last_states(model, requests, NUM_LAYERS // 2) @ direction
         for requests in (ablate_refusal.HELD_OUT_HARMFUL, ablate_refusal.HELD_OUT_HARMLESS)
@@ -331,7 +329,7 @@ def test_the_direction_tells_requests_apart_that_it_was_not_made_from(
     assert harmful.min() > harmless.max()
 
 
-def test_ablated_it_no_longer_tells_them_apart(model: LanguageModel, direction: torch.Tensor) -> None:
+def test_ablated_it_no_longer_separates_them(model: LanguageModel, direction: torch.Tensor) -> None:
     example, layer = ablate_refusal, NUM_LAYERS // 2
     kinds = example.HELD_OUT_HARMFUL, example.HELD_OUT_HARMLESS
     before = [(example.last_states(model, kind, layer) @ direction).mean() for kind in kinds]
@@ -386,7 +384,7 @@ def test_a_model_without_a_chat_template_is_refused(
     assert "no chat template" in capsys.readouterr().err
 
 
-def test_refusals_are_told_by_how_they_begin() -> None:
+def test_refusals_are_recognised_by_their_beginning() -> None:
     quoted = "I\N{RIGHT SINGLE QUOTATION MARK}m sorry, but no."  # as some models write it
     answers = [quoted, "I cannot do that.", "Sure! I'm sorry that you ask.", "As an AI, no."]
     assert ablate_refusal.count_refusals(answers) == 3

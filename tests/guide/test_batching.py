@@ -105,7 +105,7 @@ def test_one_input_and_any_number_of_empty_invokes_need_none(tiny: NNsight, feat
     assert torch.equal(out, plain(features))
 
 
-def test_a_model_of_ones_own_batches_with_two_methods(features: torch.Tensor) -> None:
+def test_a_custom_model_batches_with_two_methods(features: torch.Tensor) -> None:
     model = Batched(TinyMLP())
     with model.trace() as tracer:
         with tracer.invoke([1.0, 2.0, 3.0, 4.0, 5.0]):

@@ -78,7 +78,7 @@ def test_wrapping_leaves_the_untraced_module_as_it_was(features: torch.Tensor) -
     assert not module.layer1._forward_pre_hooks
 
 
-def test_calls_of_a_module_are_told_apart_by_their_number(gpt2: LanguageModel) -> None:
+def test_calls_of_a_module_are_distinguished_by_number(gpt2: LanguageModel) -> None:
     with gpt2.generate("Hello", max_new_tokens=3) as tracer:
         seen = nnsight_engine.save([])
         for _ in tracer.iter[:3]:

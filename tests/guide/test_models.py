@@ -97,7 +97,7 @@ def test_wrapping_a_module_twice_does_not_stack_hooks(tiny: NNsight, features: t
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
 
 
-def test_wrappers_of_one_module_do_not_hear_each_other(tiny: NNsight, features: torch.Tensor) -> None:
+def test_wrappers_of_one_module_are_independent(tiny: NNsight, features: torch.Tensor) -> None:
     model1, model2 = NNsight(tiny._module), NNsight(tiny._module)
     with model1.edit(inplace=True):
         model1.layer1.output[:] = 0

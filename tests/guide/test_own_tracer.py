@@ -121,7 +121,7 @@ def test_an_error_of_a_wrapped_block_keeps_its_type_and_line() -> None:
     assert "1 / 0" in str(caught.traceback[-1].statement)
 
 
-def test_a_model_is_traced_by_a_tracer_of_ones_own(tiny: NNsight, features: torch.Tensor) -> None:
+def test_a_model_is_traced_by_a_custom_tracer(tiny: NNsight, features: torch.Tensor) -> None:
     with tiny.trace(features):
         kept = tiny.output.save()
     with WithoutGradients(tiny._module, tiny, features):
@@ -145,7 +145,7 @@ def test_a_differential_tracer_compares_with_and_without_the_block(
     assert torch.equal(tracer.difference, layer2(torch.zeros(1, 10)) - layers(features))
 
 
-def test_a_tracer_of_ones_own_takes_invokes(tiny: NNsight, features: torch.Tensor) -> None:
+def test_a_custom_tracer_takes_invokes(tiny: NNsight, features: torch.Tensor) -> None:
     with WithoutGradients(tiny._module, tiny) as tracer:
         with tracer.invoke(features):
             hidden = tiny.layer1.output.save()

@@ -56,7 +56,7 @@ def test_a_trace_in_a_loop_is_read_and_compiled_once(
     assert all(map(torch.equal, results, [TinyMLP().layer1(features * scale) for scale in range(5)]))
 
 
-def test_traces_on_one_line_are_told_apart(tiny: NNsight, features: torch.Tensor) -> None:
+def test_traces_on_one_line_are_distinguished(tiny: NNsight, features: torch.Tensor) -> None:
     # The document's cache goes by file and line; ours by the instruction.
     # fmt: off
     for _ in range(2):

@@ -11,7 +11,7 @@ from tests.guide.alone import module_of
 from tests.guide.modules import TinyMLP
 
 
-def test_a_scan_tells_shapes(gpt2: LanguageModel) -> None:
+def test_a_scan_gives_shapes(gpt2: LanguageModel) -> None:
     with gpt2.scan("Hello"):
         dim = nnsight_engine.save(gpt2.transformer.h[0].output[0].shape[-1])
         shape = nnsight_engine.save(gpt2.lm_head.output.shape)

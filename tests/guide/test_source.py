@@ -99,7 +99,7 @@ def test_an_operation_that_is_not_there_is_named_with_those_that_are(gpt2: Langu
         _ = gpt2.transformer.h[0].attn.source.nothing_0
 
 
-def test_source_of_a_module_of_ones_own(features: torch.Tensor) -> None:
+def test_source_of_a_custom_module(features: torch.Tensor) -> None:
     class Scores(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

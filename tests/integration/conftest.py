@@ -17,7 +17,7 @@ from api_schemas.keys import Scope
 from app.context import Context
 from app.engine.traces import TraceEngine
 from app.main import create_app, new_store
-from app.services.jobs import folder_of
+from app.services.jobs.service import folder_of
 from app.settings import Settings
 from tests.fakes.engine import FakeBehaviour, FakeEngineClient
 from tests.integration.scripted_traces import ScriptedEngine

@@ -78,7 +78,7 @@ class Some(Replicas):
 
 
 class Started:
-    """Somebody else has started the replicas."""
+    """The test has started the replicas."""
 
     ready = True
     alive = True

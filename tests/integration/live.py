@@ -34,7 +34,7 @@ def listening(app: FastAPI) -> Iterator[str]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that nobody tells."""
+    """Poll for a condition without a notification."""
     end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end

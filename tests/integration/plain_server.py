@@ -1,4 +1,4 @@
-"""A server over the fake engine as a process: prints its address, and runs until it is told to stop.
+"""A server over the fake engine as a process: prints its address, and runs until it is stopped.
 
 python -m tests.integration.plain_server FOLDER
 """
@@ -28,7 +28,7 @@ async def main(folder: Path) -> None:
     app = create_app(settings, FakeEngineClient(settings, store, behaviour), store)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None))
     serving = asyncio.create_task(server.serve())
-    while not server.started:  # noqa: ASYNC110 - uvicorn tells nobody
+    while not server.started:  # noqa: ASYNC110 - uvicorn has no event
         await asyncio.sleep(0.01)
     port = server.servers[0].sockets[0].getsockname()[1]
     print(json.dumps({"url": f"http://127.0.0.1:{port}"}), flush=True)  # noqa: T201 - for the test

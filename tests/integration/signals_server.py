@@ -42,7 +42,7 @@ class _Engine(FakeEngineClient):
 
 
 def main() -> int:
-    """Serve until told to stop."""
+    """Serve until stopped."""
     settings = Settings(port=int(sys.argv[1]))
     modules = SimpleNamespace(VLLMEngineClient=_Engine)
     try:

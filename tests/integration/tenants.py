@@ -42,7 +42,7 @@ class Tenants:
             "query_string": b"", "root_path": "", "headers": raw, "subprotocols": [], "state": {},
             "extensions": {"websocket.http.response": {}},
         }  # fmt: skip
-        told: list[MutableMapping[str, Any]] = []
+        sent: list[MutableMapping[str, Any]] = []
         to_say: list[MutableMapping[str, Any]] = [
             {"type": "websocket.connect"},
             {"type": "websocket.disconnect", "code": 1000},
@@ -52,11 +52,11 @@ class Tenants:
             return to_say.pop(0)
 
         async def send(message: MutableMapping[str, Any]) -> None:
-            told.append(message)
+            sent.append(message)
 
         await self.server.app(scope, receive, send)
-        if told[0]["type"] == "websocket.accept":
+        if sent[0]["type"] == "websocket.accept":
             return httpx.Response(101)
-        start = told[0]
-        assert start["type"] == "websocket.http.response.start", told
-        return httpx.Response(start["status"], headers=start["headers"], content=told[1]["body"])
+        start = sent[0]
+        assert start["type"] == "websocket.http.response.start", sent
+        return httpx.Response(start["status"], headers=start["headers"], content=sent[1]["body"])

@@ -18,11 +18,11 @@ from api_schemas.keys import Limits, Scope
 from app.allowance import Allowance
 from app.audit import log as audit_log
 from app.cli import main
-from app.storage import job_leases
 from app.storage.audit import AuditStore, Wanted
 from app.storage.database import Database
-from app.storage.job_leases import JobLeases
-from app.storage.jobs import JobStore, NewJob
+from app.storage.jobs import leases
+from app.storage.jobs.leases import JobLeases
+from app.storage.jobs.store import JobStore, NewJob
 from tests.integration.conftest import ErrorCheck, Serve, Server
 from tests.integration.tenants import Tenants
 from tests.integration.trace_messages import HEADERS, message
@@ -152,7 +152,7 @@ async def test_a_job_whose_server_died_is_written_down_by_the_next(
     assert job is not None
     await dead.append_events(job, [JobEvent(status=JobStatus.RUNNING, time=1.0)])
     await database.close()
-    monkeypatch.setattr(job_leases, "LEASE_S", -1.0)
+    monkeypatch.setattr(leases, "LEASE_S", -1.0)
     async with serve(database_url=database_url) as server:
         (entry,) = [one for one in await entries(server) if one["error"] == "interrupted"]
         assert (entry["method"], entry["tenant"], entry["subject"]) == ("RUN", "acme", job.id)
@@ -200,7 +200,7 @@ async def test_refusals_are_written_down_but_not_those_of_a_rate(tenants: Tenant
     assert len(await entries(tenants.server)) == num
 
 
-async def test_an_error_within_a_stream_is_told(tenants: Tenants) -> None:
+async def test_an_error_within_a_stream_is_audited(tenants: Tenants) -> None:
     headers = await tenants.headers("acme")
     tenants.server.engine.behaviour.stream_error = RuntimeError("broken")
     assert (await complete(tenants, headers, stream=True)).status_code == 200
@@ -208,7 +208,7 @@ async def test_an_error_within_a_stream_is_told(tenants: Tenants) -> None:
     assert (entry["status"], entry["error"]) == (200, "internal_error")
 
 
-async def test_a_client_that_left_is_told_of(tenants: Tenants) -> None:
+async def test_a_disconnected_client_is_audited(tenants: Tenants) -> None:
     headers = await tenants.headers("acme")
     tenants.server.engine.behaviour.delay_s = 0.05
     body = json.dumps({"prompt": "a", "stream": True, "max_tokens": 1000}).encode()

@@ -138,7 +138,7 @@ async def test_an_error_message_may_hold_anything(serve: Serve, error_of: ErrorC
         error_of(await server.complete(), 400, "unknown_token")
 
 
-async def test_a_fault_of_ours_is_logged_and_tells_nothing(
+async def test_an_internal_error_is_logged_and_reveals_nothing(
     serve: Serve, error_of: ErrorCheck, caplog: pytest.LogCaptureFixture
 ):
     async with serve(FakeBehaviour(error=RuntimeError("secret path /etc/x"))) as server:

@@ -150,7 +150,7 @@ async def test_a_replica_that_refuses_is_passed_over_until_all_do(tmp_path: Path
         assert (await front.client.get("/health/live")).status_code == 200
 
 
-async def test_a_front_that_is_told_to_stop_says_so_to_those_it_cannot_wait_for(tmp_path: Path):
+async def test_a_stopping_front_ends_requests_it_cannot_wait_for_with_an_error(tmp_path: Path):
     async with fronted(tmp_path, 1, drain_timeout_s=0.5) as front:
         [replica] = front.replicas
         replica.engine.behaviour.delay_s = 0.05
@@ -234,7 +234,7 @@ async def test_jobs_are_known_to_all_replicas_and_followed_through_any(tmp_path:
         assert b"job_not_found" in caught.value.response.body
 
 
-async def test_whoever_follows_a_job_through_the_front_is_asked_by_any_replica(tmp_path: Path):
+async def test_a_client_that_follows_a_job_through_the_front_is_called_by_any_replica(tmp_path: Path):
     """A job may be run by any replica, and by another one after that; the client cannot know which."""
     async with fronted(tmp_path) as front:
         answer = await front.client.post("/v1/jobs", content=trace("hang"), headers=HEADERS)
@@ -334,7 +334,7 @@ async def test_one_model_without_replicas_holds_up_no_other(tmp_path: Path):
         assert (await front.client.get("/models/other/1/health/ready")).status_code == 200
 
 
-async def test_large_bodies_are_taken_from_whom_replicas_let_in(tmp_path: Path):
+async def test_large_bodies_are_accepted_from_clients_that_replicas_admit(tmp_path: Path):
     async with fronted(tmp_path, 1, max_received_bytes=3_000_000, tenant_share=0.2) as front:
         kind = {"content-type": "application/json"}
         # Without keys a request may have all that there is, and is told when that is too little.
@@ -370,7 +370,7 @@ async def test_a_socket_is_led_past_a_replica_that_is_not_there(tmp_path: Path):
                 assert socket.response.headers[REPLICA_HEADER] == "m0r1"
 
 
-async def test_who_leaves_while_waiting_for_a_replica_waits_no_longer(tmp_path: Path):
+async def test_a_client_that_disconnects_while_waiting_for_a_replica_leaves_the_queue(tmp_path: Path):
     async with fronted(tmp_path, 1) as front:
         waiting = Waiting([])
         front.models[0] = waiting

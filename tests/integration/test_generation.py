@@ -66,7 +66,7 @@ async def test_operations_may_be_for_some_prompts_only(serve: Serve, error_of: E
             )
 
 
-async def test_a_text_s_tokens_are_told(serve: Serve, error_of: ErrorCheck):
+async def test_a_texts_tokens_are_returned(serve: Serve, error_of: ErrorCheck):
     async with serve() as server:
         answer = await server.client.post("/v1/tokenize", json={"prompt": "one two"})
         assert [token["text"] for token in answer.json()["tokens"]] == [" one", " two"]
@@ -156,7 +156,7 @@ async def test_a_stream_carries_each_tokens_results_with_that_token(serve: Serve
         assert ["provenance" in field for field in fields] == [False, False, True]
 
 
-async def test_the_answer_to_code_tells_how_its_steps_ran(serve: Serve):
+async def test_the_answer_to_code_has_its_tier(serve: Serve):
     code = [{"op": "trace", "code": "x = model.layers[1].output.save()"}]
     async with serve() as server:
         whole = (await server.complete(interventions=code, n=2, max_tokens=3)).json()

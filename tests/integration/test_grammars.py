@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -102,19 +100,22 @@ async def test_what_vllm_takes_is_accepted_with_what_vllm_would_have_set(
         {"json": {"type": 5}},
     ],
 )
-async def test_what_is_no_grammar_is_refused(grammars: Grammars, given: dict[str, Any]) -> None:
+async def test_an_invalid_grammar_is_refused(grammars: Grammars, given: dict[str, Any]) -> None:
     for _ in range(2):
         with pytest.raises(ApiError) as raised:
             await grammars.accept(StructuredOutputsParams(**given), "")
         assert raised.value.code == "invalid_value"
 
 
-async def test_one_that_takes_too_long_is_ended_for_all_who_wait_and_remembered(grammars: Grammars) -> None:
-    beats: list[float] = []
+async def test_a_slow_compilation_is_ended_for_all_waiting_requests_and_remembered(
+    grammars: Grammars,
+) -> None:
+    num_beats = 0
 
     async def beat() -> None:
+        nonlocal num_beats
         while True:
-            beats.append(time.monotonic())
+            num_beats += 1
             await asyncio.sleep(0.01)
 
     beating = asyncio.create_task(beat())
@@ -123,15 +124,17 @@ async def test_one_that_takes_too_long_is_ended_for_all_who_wait_and_remembered(
     )
     beating.cancel()
     assert ["grammar_compile_s" in str(answer) for answer in answers] == [True] * 3
-    assert max(b - a for a, b in itertools.pairwise(beats)) < 2
+    assert num_beats > 10
     await ended()
-    start = time.monotonic()
-    with pytest.raises(ApiError):
-        await grammars.accept(costly("long"), "")
-    assert time.monotonic() - start < 1
+    forking_process().suspend()
+    try:
+        with pytest.raises(ApiError):
+            await grammars.accept(costly("long"), "")  # without the process
+    finally:
+        forking_process().resume()
 
 
-async def test_one_whose_clients_have_all_left_is_ended(grammars: Grammars) -> None:
+async def test_a_compilation_whose_clients_have_all_left_is_ended(grammars: Grammars) -> None:
     first, second = (asyncio.create_task(grammars.accept(costly("left"), "")) for _ in range(2))
     while not compiling():  # noqa: ASYNC110 - processes tell nobody
         await asyncio.sleep(0.01)
@@ -166,7 +169,7 @@ async def test_nothing_of_a_grammar_is_written_anywhere(
     assert "secret-of-a-client" not in out + err
 
 
-async def test_who_joins_what_another_tenant_asked_for_is_told_of_no_other_tenants_share(
+async def test_a_request_that_joins_another_tenants_compilation_learns_nothing_of_its_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = Settings(data_dir=tmp_path, max_queued_traces=2, tenant_share=0.5)
@@ -193,7 +196,7 @@ async def test_who_joins_what_another_tenant_asked_for_is_told_of_no_other_tenan
     assert made.num_waiting == 0
 
 
-async def test_a_compilation_that_nobody_waits_for_from_the_start_leaves_its_place(
+async def test_a_compilation_whose_client_left_at_the_start_frees_its_slot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = Grammars(Settings(data_dir=tmp_path), {})
@@ -208,5 +211,5 @@ async def test_a_compilation_that_nobody_waits_for_from_the_start_leaves_its_pla
         accepting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await accepting
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await made.accept(StructuredOutputsParams(regex="b"), "a")

@@ -122,7 +122,7 @@ async def proxied(directory: Path, *sizes: int, delay_s: float = 0) -> AsyncIter
         yield Proxied(process, client, models)
 
 
-async def test_it_keeps_streams_as_they_are_made_sees_who_leaves_and_drains(tmp_path: Path) -> None:
+async def test_it_keeps_streams_unbuffered_sees_disconnects_and_drains(tmp_path: Path) -> None:
     async with proxied(tmp_path, 2, delay_s=0.1) as front:
         async with front.stream(max_tokens=200) as answer:
             assert (await anext(answer.aiter_lines())).startswith("data: ")

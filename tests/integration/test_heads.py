@@ -59,7 +59,7 @@ def head_of(num_bytes: int, *, path: str = "/v1/status") -> bytes:
     return begin + b"a" * (num_bytes - len(begin) - len(end)) + end
 
 
-async def test_nobody_waits_for_a_head_without_end(server: Process) -> None:
+async def test_endless_request_heads_time_out(server: Process) -> None:
     bystanders = Bystanders(server.client.base_url.port or 0)
     endless = [
         LINE + b"x: ",

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from api_schemas.jobs import Job
-from app.services.job_callers import JobCallers
+from app.services.jobs.callers import JobCallers
 from tests.fakes.engine import FakeBehaviour
 from tests.integration.conftest import ErrorCheck, Serve
 from tests.integration.scripted_traces import HEADERS, frames_of, trace
@@ -21,7 +21,9 @@ from tests.integration.waiting import until, until_async
 
 @pytest.mark.both_databases
 @pytest.mark.parametrize("script", ["hang", "hang-early"])
-async def test_a_running_job_is_cancelled_and_its_engine_told(with_jobs: Any, script: str, jobs_folder: Path):
+async def test_a_running_job_is_cancelled_and_its_engine_notified(
+    with_jobs: Any, script: str, jobs_folder: Path
+):
     async with with_jobs() as jobs:
         job_id = await jobs.submit(script)
         await jobs.until(job_id, "RUNNING" if script == "hang" else "DISPATCHED")
@@ -186,7 +188,7 @@ async def test_the_result_of_a_job_that_runs_is_not_there_yet(with_jobs: Any, er
         assert int(response.headers["retry-after"]) > 0
 
 
-async def test_a_result_that_somebody_took_off_the_disk_is_said_so(
+async def test_a_result_missing_from_the_disk_is_reported(
     with_jobs: Any, error_of: ErrorCheck, jobs_folder: Path
 ):
     async with with_jobs() as jobs:

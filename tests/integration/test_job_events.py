@@ -116,7 +116,7 @@ async def test_events_are_replayed_from_every_point_and_then_live(tmp_path: Path
             assert await listed(server.sse(job_id, 1, **headers)) == everything[after:]
 
 
-async def test_who_leaves_and_comes_back_misses_nothing(tmp_path: Path):
+async def test_a_client_that_reconnects_misses_nothing(tmp_path: Path):
     async with live(tmp_path) as server:
         job_id = await server.submit("logs:3000")
         seen: list[int] = []

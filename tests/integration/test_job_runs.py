@@ -15,18 +15,18 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobEvent, JobSummary
 from app.allowance import Allowance
 from app.audit.log import AuditLog
-from app.services import job_runs
-from app.services.job_runs import Ending, JobRun, JobTools
-from app.services.job_slots import JobSlots
-from app.services.local_calls import LocalCalls
-from app.services.traces import TraceService
-from app.storage import job_files
+from app.services.jobs import runs
+from app.services.jobs.local_calls import LocalCalls
+from app.services.jobs.runs import Ending, JobRun, JobTools
+from app.services.jobs.slots import JobSlots
+from app.services.traces.service import TraceService
 from app.storage.audit import AuditStore
 from app.storage.database import Database
-from app.storage.job_files import JobFiles
-from app.storage.job_leases import JobEnd, JobLeases
-from app.storage.job_storage_quota import JOB_BYTES, JobStorageQuota, sync_folder
-from app.storage.jobs import JobStore, NewJob
+from app.storage.jobs import files
+from app.storage.jobs.files import JobFiles
+from app.storage.jobs.leases import JobEnd, JobLeases
+from app.storage.jobs.quota import JOB_BYTES, JobStorageQuota, sync_folder
+from app.storage.jobs.store import JobStore, NewJob
 from app.storage.tables import JobRow
 from nnsight_engine.remote_backend.frames import Frame
 from nnsight_engine.remote_backend.messages import TraceRequest
@@ -194,7 +194,7 @@ async def test_a_result_that_the_disk_does_not_take_ends_its_job_and_says_so(
 async def test_an_end_that_the_database_did_not_take_is_written_down_all_the_same(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_written: bool
 ):
-    monkeypatch.setattr(job_runs, "_RETRY_DELAYS_S", (0.0, 0.0))
+    monkeypatch.setattr(runs, "_RETRY_DELAYS_S", (0.0, 0.0))
     leases = FailingLeases(bench.database, holder="here", ttl_s=60)
     leases.is_written = is_written
     job = await bench.claimed()
@@ -240,8 +240,8 @@ async def test_a_job_goes_on_while_its_events_cannot_be_written_and_loses_none(b
 async def test_a_job_is_dispatched_when_its_engine_takes_it(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, taken_s: float
 ):
-    monkeypatch.setattr(job_runs, "_TAKEN_S", taken_s)
-    monkeypatch.setattr(job_runs, "_BUSY_DELAYS_S", (0.0,))
+    monkeypatch.setattr(runs, "_TAKEN_S", taken_s)
+    monkeypatch.setattr(runs, "_BUSY_DELAYS_S", (0.0,))
     engine = SlowToRefuse()
     job = await bench.claimed()
     await (await bench.run(job, traces=TraceService({"vllm": engine}))).run()
@@ -265,7 +265,7 @@ async def test_a_request_that_could_not_be_adopted_leaves_no_file_and_takes_no_r
         if folder.name == "jobs":
             raise OSError(errno.EIO, "the disk has failed")
 
-    monkeypatch.setattr(job_files, "sync_folder", fail)
+    monkeypatch.setattr(files, "sync_folder", fail)
     with pytest.raises(ApiError) as caught:
         await bench.claimed()
     assert caught.value.code == "internal_error"

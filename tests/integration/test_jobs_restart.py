@@ -133,7 +133,7 @@ async def test_a_killed_server_finds_its_jobs_again(tmp_path: Path):
         assert len({job["id"] for job in listed}) == 3 + 3 + len(queued)
 
 
-async def test_a_server_that_is_told_to_stop_gives_its_jobs_back(tmp_path: Path):
+async def test_a_stopping_server_returns_its_jobs_to_the_queue(tmp_path: Path):
     async with started(tmp_path) as server:
         job_id = await server.submit("hang")
         await server.until(job_id, "RUNNING")

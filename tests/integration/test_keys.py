@@ -24,7 +24,7 @@ pytestmark = pytest.mark.both_databases
 STEER = {"op": "steer", "at": "layers.1.output", "vector": [0.0] * 8}
 
 
-async def test_without_keys_everybody_here_is_let_in_but_makes_none(
+async def test_without_keys_local_clients_are_admitted_but_make_no_keys(
     serve: Serve, error_of: ErrorCheck
 ) -> None:
     async with serve() as server:
@@ -35,7 +35,7 @@ async def test_without_keys_everybody_here_is_let_in_but_makes_none(
         assert not await server.context.keys.are_required()
 
 
-async def test_nobody_is_heard_out_before_they_show_a_key(tenants: Tenants, error_of: ErrorCheck) -> None:
+async def test_no_body_is_read_before_a_key_is_checked(tenants: Tenants, error_of: ErrorCheck) -> None:
     num_read = 0
 
     async def endless() -> AsyncIterator[bytes]:

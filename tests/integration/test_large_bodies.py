@@ -35,7 +35,7 @@ async def post(server: Process, path: str, body: bytes) -> tuple[int, Any]:
     return response.status_code, response.json()
 
 
-async def test_nobody_waits_for_a_large_body(server: Process) -> None:
+async def test_large_bodies_delay_no_other_requests(server: Process) -> None:
     bystanders = Bystanders(server.client.base_url.port or 0)
     bodies = large_bodies()
     answers: dict[str, tuple[int, Any]] = {}

@@ -88,7 +88,7 @@ async def test_shutdown_does_not_wait_forever(serve: Serve, caplog: pytest.LogCa
     running.cancel()
 
 
-async def test_requests_that_the_shutdown_does_not_wait_for_are_told(serve: Serve, error_of: ErrorCheck):
+async def test_requests_that_the_shutdown_does_not_wait_for_get_an_error(serve: Serve, error_of: ErrorCheck):
     async with serve(FakeBehaviour(delay_s=0.05)) as server:
         server.engine.fake_traces.behaviour.hangs = True
         stream = asyncio.create_task(server.complete(stream=True, max_tokens=2000))
@@ -122,7 +122,7 @@ async def test_giving_up_ends_the_drain_at_once(serve: Serve, error_of: ErrorChe
 
 
 async def test_a_request_that_takes_too_long_is_ended(serve: Serve, error_of: ErrorCheck):
-    async with serve(FakeBehaviour(delay_s=0.05), request_timeout_s=0.5) as server:
+    async with serve(FakeBehaviour(delay_s=0.02), request_timeout_s=0.5) as server:
         response = await server.complete(stream=True, max_tokens=2000)
         events = response.text.removesuffix("data: [DONE]\n\n").split("\n\n")
         assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "request_timed_out"

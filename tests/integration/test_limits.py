@@ -13,9 +13,7 @@ from tests.integration.tenants import Tenants
 from tests.integration.trace_messages import HEADERS, message
 
 
-async def test_requests_beyond_a_keys_rate_are_told_when_to_come_back(
-    tenants: Tenants, error_of: ErrorCheck
-) -> None:
+async def test_requests_beyond_a_keys_rate_get_a_retry_time(tenants: Tenants, error_of: ErrorCheck) -> None:
     limited = await tenants.headers("acme", limits=Limits(requests_per_minute=3))
     other = await tenants.headers("acme")
     left = []

@@ -50,12 +50,12 @@ def server() -> Iterator[Server]:
         serving.join()
 
 
-def test_nobody_is_harmed_by_nothing(server: Server):
+def test_bystanders_are_unharmed_when_nothing_happens(server: Server):
     Bystanders(server.server_port).unharmed(lambda _: time.sleep(0.5))
 
 
 @pytest.mark.parametrize("path", ["/health/live", "/v1/completions"])
-def test_who_is_held_up_is_found(server: Server, path: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_delayed_bystander_is_found(server: Server, path: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(liveness, "_NUM_TRIES", 1)
 
     def send(_: int) -> None:

@@ -62,7 +62,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
         process.communicate(timeout=30)
 
 
-def test_a_mixed_run_sends_every_kind_and_tells_of_each(target: Target, tmp_path: Path) -> None:
+def test_a_mixed_run_sends_and_reports_every_kind(target: Target, tmp_path: Path) -> None:
     thresholds = tmp_path / "thresholds.toml"
     thresholds.write_text('[[threshold]]\nmeasure = "error_share"\nmost = 0.0\n', encoding="utf-8")
     done = target.load(tmp_path, "mixed", "--time", "4", "--thresholds", str(thresholds))

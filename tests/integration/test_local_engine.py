@@ -174,7 +174,7 @@ def test_a_process_knows_no_secrets(served: Served) -> None:
     assert not [name for name in names if name.startswith("NNSIGHT_ENGINE")]
 
 
-def test_changed_weights_are_nobody_else_s(served: Served) -> None:
+def test_changed_weights_do_not_reach_other_traces(served: Served) -> None:
     model, transport, pid = served.model, Recording(served.url), served.pid
     with model.trace(TEXT, backend=served.remote(transport)):
         with torch.no_grad():
@@ -187,7 +187,7 @@ def test_changed_weights_are_nobody_else_s(served: Served) -> None:
 
 
 @pytest.mark.heavy
-def test_weights_written_behind_torch_s_back_and_threads_left_behind_are_nobody_else_s(
+def test_weights_written_past_torch_and_leftover_threads_do_not_reach_other_traces(
     served: Served,
 ) -> None:
     model, pid = served.model, served.pid
@@ -270,7 +270,9 @@ def test_a_trace_that_will_not_end_is_ended(served: Served, monkeypatch: pytest.
     assert served.pid == pid
 
 
-def test_who_waits_is_told_and_not_too_many_do(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_waiting_trace_is_notified_and_the_queue_is_bounded(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(served.engine, "waiting", Allowance.of("queued traces", 1))
     transports = [Recording(served.url) for _ in range(2)]
 

@@ -387,7 +387,7 @@ def test_a_client_that_comes_back_goes_on(served: Served) -> None:
     assert backend.wait()["kept"] == 1
 
 
-def test_where_nobody_can_be_asked_it_says_so(served: Served) -> None:
+def test_a_local_part_without_a_connected_client_is_an_error(served: Served) -> None:
     model = served.model
 
     def elsewhere(tracer: Any) -> None:

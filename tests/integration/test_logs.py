@@ -126,7 +126,7 @@ def test_uvicorn_s_and_other_loggers_go_the_same_way(log: Log) -> None:
 @pytest.mark.parametrize(("chosen", "is_terminal", "as_json"), [
     (None, True, False), (None, False, True), ("json", True, True), ("text", False, False),
 ])  # fmt: skip
-def test_a_terminal_gets_text_unless_told_otherwise(
+def test_a_terminal_gets_text_by_default(
     monkeypatch: pytest.MonkeyPatch, log: Log, chosen: str | None, *, is_terminal: bool, as_json: bool
 ) -> None:
     monkeypatch.setattr(sys, "stderr", log.stream)  # which pytest has put back since

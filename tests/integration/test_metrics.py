@@ -58,7 +58,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scrape, "_PAUSE_S", 0)
 
 
-async def test_the_documentation_lists_what_is_told_and_nothing_else(serve: Serve) -> None:
+async def test_the_documentation_lists_exactly_the_metrics_served(serve: Serve) -> None:
     async with serve() as server:
         families = (await look(server)).families
     found = {}
@@ -178,7 +178,7 @@ async def test_interventions_are_counted_by_operation_point_and_tier(serve: Serv
     assert told.value(salts, salt="writes") == 2
 
 
-async def test_salts_are_told_apart(tenants: Tenants) -> None:
+async def test_salts_are_distinguished(tenants: Tenants) -> None:
     headers = await tenants.headers("acme")
     bodies: list[dict[str, Any]] = [
         {}, {"cache_salt": "mine"}, {"interventions": [STEER]}, {"interventions": []},
@@ -224,7 +224,7 @@ async def test_the_process_s_own_metrics_and_vllm_s_stand_beside_ours(serve: Ser
         REGISTRY.unregister(counter)
 
 
-async def test_the_engine_is_asked_once_for_all_who_look(
+async def test_the_engine_is_queried_once_for_concurrent_scrapes(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scrape, "_PAUSE_S", 3600)
@@ -261,7 +261,7 @@ async def test_there_are_metrics_whatever_becomes_of_the_engine(
     # And the server ends, though it has an answer to wait for.
 
 
-async def test_jobs_are_told_by_status_and_stores_by_what_they_have(with_jobs: Any, at_once: None) -> None:
+async def test_metrics_have_jobs_by_status_and_stores_by_bytes(with_jobs: Any, at_once: None) -> None:
     async with with_jobs(max_running_jobs=1, job_store_bytes=12345678) as jobs:
         await jobs.end(await jobs.submit())
 
@@ -345,7 +345,7 @@ def several(tmp_path: Path) -> Iterator[list[tuple[subprocess.Popen[str], str]]]
             process.stdout.close()
 
 
-def test_several_processes_tell_the_sum_of_all(several: list[tuple[subprocess.Popen[str], str]]) -> None:
+def test_several_processes_report_their_sum(several: list[tuple[subprocess.Popen[str], str]]) -> None:
     (first, url), (second, other) = several
 
     def told(where: str) -> Exposition:

@@ -43,10 +43,10 @@ async def listening(
     port = sock.getsockname()[1]
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not server.started:  # noqa: ASYNC110 - uvicorn has a flag and no event
             await asyncio.sleep(0.01)
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10) as client:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
         yield client, engine
     server.should_exit = True
     await serving
@@ -168,7 +168,7 @@ async def test_a_client_that_vanishes_while_it_sends_gives_its_place_back(tmp_pa
         reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
         writer.write(head.encode())
         client.headers["authorization"] = f"Bearer {key}"
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             # Whoever asks for a completion meanwhile may have the place when this one comes.
             while not (await client.get("/v1/status")).json()["in_flight"]:  # noqa: ASYNC110 - tells nobody
                 await asyncio.sleep(0.01)
@@ -189,7 +189,7 @@ async def test_a_client_that_reads_nothing_of_its_stream_is_cut_off(tmp_path: Pa
         await client.get("/health/live")
         reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port, limit=1024)
         writer.write(post_of(json.dumps(request)))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not engine.num_running:  # noqa: ASYNC110 - nobody tells
                 await asyncio.sleep(0.01)
             await until_idle(engine)

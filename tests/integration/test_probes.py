@@ -42,6 +42,7 @@ def value_of(text: str, name: str) -> float:
 async def test_probes_are_answered_while_the_loop_stands_still(server: Process) -> None:
     before = await answer(server, "/metrics")
     assert value_of(before, "nnsight_engine_loop_stalls") == 0
+    begin = time.monotonic()
     stalling = asyncio.create_task(server.client.get("/v1/models"))
     text = before
     while value_of(text, "nnsight_engine_loop_stalls") == 0:  # noticed while it lasts
@@ -49,14 +50,14 @@ async def test_probes_are_answered_while_the_loop_stands_still(server: Process) 
             text = await answer(server, path)
         assert not stalling.done()
     assert value_of(text, "nnsight_engine_loop_stalls") == 1
-    assert 1 <= value_of(text, "nnsight_engine_loop_stalled_seconds") <= STALL_S + 1
+    assert 1 <= value_of(text, "nnsight_engine_loop_stalled_seconds") <= time.monotonic() - begin + 1
     assert (await stalling).status_code == 200
     after = await answer(server, "/metrics")
     assert value_of(after, "nnsight_engine_loop_stalls") == 1
     assert value_of(after, "nnsight_engine_loop_stalled_seconds") >= STALL_S - 1
 
 
-async def test_metrics_are_not_told_to_whom_the_loop_has_not_let_in(server: Process) -> None:
+async def test_metrics_are_not_served_to_clients_the_loop_has_not_admitted(server: Process) -> None:
     await answer(server, "/metrics")
     begin = time.monotonic()
     stalling = asyncio.create_task(server.client.get("/v1/models"))

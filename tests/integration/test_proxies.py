@@ -40,7 +40,7 @@ async def told(scope: Scope, _receive: Receive, send: Send) -> None:
         ("", "forwarded", NEWER, "127.0.0.1 http"),
     ],
 )
-async def test_a_client_is_whom_trusted_proxies_name(
+async def test_a_clients_address_is_the_one_trusted_proxies_name(
     trusted: str, kind: str, headers: dict[str, str], expected: str
 ) -> None:
     settings = Settings.model_validate({"port": 0, "trusted_proxies": trusted, "proxy_header": kind})

@@ -48,7 +48,7 @@ async def client(tenants: Tenants, **limits: float) -> Client:
     return Client(tenants, await tenants.headers("acme", limits=Limits.model_validate(limits)))
 
 
-async def test_tokens_are_counted_as_they_were_used_and_told(tenants: Tenants, error_of: ErrorCheck) -> None:
+async def test_tokens_are_counted_as_used_and_reported(tenants: Tenants, error_of: ErrorCheck) -> None:
     ours = await client(tenants, tokens_per_minute=1000)
     first = await ours.complete(max_tokens=300)
     assert first.headers["x-ratelimit-limit-tokens"] == "1000"
@@ -73,7 +73,7 @@ async def test_what_was_set_aside_and_not_used_is_given_back(tenants: Tenants) -
     assert (await ours.complete(max_tokens=900)).status_code == 200
 
 
-async def test_a_request_that_no_minute_has_room_for_is_told_so(
+async def test_a_request_larger_than_a_minutes_quota_is_refused(
     tenants: Tenants, error_of: ErrorCheck
 ) -> None:
     ours = await client(tenants, tokens_per_minute=100)

@@ -52,7 +52,7 @@ async def test_a_body_that_breaks_off_is_given_back(tmp_path: Path) -> None:
         await until(lambda: server.context.receiving.num_bytes == 0)
 
 
-async def test_an_upload_that_pauses_is_told_at_once_that_the_server_ends(tmp_path: Path) -> None:
+async def test_a_paused_upload_is_refused_at_once_when_the_server_ends(tmp_path: Path) -> None:
     async with live(tmp_path) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.client.base_url.port)
         head = f"POST /v1/traces HTTP/1.1\r\nHost: localhost\r\nContent-Type: {HEADERS['content-type']}\r\n"
@@ -93,7 +93,7 @@ def asking(server: Live, job_id: str) -> asyncio.Task[Any]:
     return asyncio.create_task(server.context.jobs.local_calls.call(job_id, b"what?"))
 
 
-async def test_of_answers_that_nobody_waits_for_nothing_is_held(tmp_path: Path) -> None:
+async def test_unawaited_answers_are_not_held(tmp_path: Path) -> None:
     async with live(tmp_path) as server:
         held = server.context.receiving
         job_id = await server.submit("hang")

@@ -107,7 +107,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             yield Served(url, traces, sessions, collector)
 
 
-def test_its_traces_run_on_the_engine_and_tell_of_themselves(served: Served) -> None:
+def test_its_traces_run_on_the_engine_and_send_events(served: Served) -> None:
     model, transport = served.model, Recording(served.url)
     served.traces.behaviour.logs = ["from the block"]
     served.traces.behaviour.saves = {"values": torch.ones(3)}
@@ -125,7 +125,7 @@ def test_its_traces_run_on_the_engine_and_tell_of_themselves(served: Served) -> 
     served.traces.behaviour.logs, served.traces.behaviour.saves = [], {"kept": 5}
 
 
-def test_its_traces_tell_how_they_ran_and_are_in_its_span(served: Served) -> None:
+def test_its_traces_report_their_tier_and_are_in_its_span(served: Served) -> None:
     served.traces.behaviour.tier = "eager"
     before = len(served.traces.parents)
     served.check()

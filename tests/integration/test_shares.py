@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from api_schemas.keys import Limits, Scope
-from app.services.jobs import JobService
+from app.services.jobs.service import JobService
 from app.storage.storage_usage import Holder
 from tests.integration.conftest import ErrorCheck
 from tests.integration.scripted_traces import HEADERS, trace
@@ -96,9 +96,7 @@ async def test_no_tenant_has_all_the_places_of_jobs_that_run(teams: Teams) -> No
 
 
 @pytest.mark.both_databases
-async def test_no_tenant_fills_the_queue_and_each_is_told_of_its_own(
-    teams: Teams, error_of: ErrorCheck
-) -> None:
+async def test_no_tenant_fills_the_queue_and_each_sees_its_own(teams: Teams, error_of: ErrorCheck) -> None:
     async with teams(max_queued_jobs=5) as team:
         ours, theirs, admin = [await team(*who) for who in (("acme",), ("rival",), ("op", Scope.ADMIN))]
         running = await ours.submit("hang")
@@ -116,7 +114,7 @@ async def test_no_tenant_fills_the_queue_and_each_is_told_of_its_own(
         ours.engine.released.set()
 
 
-async def test_without_keys_nobody_shares(with_jobs: Any) -> None:
+async def test_without_keys_there_are_no_shares(with_jobs: Any) -> None:
     async with with_jobs(max_running_jobs=1, max_queued_jobs=4, job_store_bytes=60_000) as jobs:
         await jobs.until(await jobs.submit("hang"), "RUNNING")
         for _ in range(4):
@@ -273,10 +271,10 @@ def _body(how: str) -> dict[str, Any]:
 
 
 @pytest.mark.both_databases
-async def test_jobs_of_a_key_without_anything_left_wait_and_hold_up_nobody(
+async def test_jobs_of_a_key_without_quota_wait_and_delay_no_others(
     teams: Teams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.services.job_dispatch._MAX_HOLD_S", 0.2)
+    monkeypatch.setattr("app.services.jobs.dispatch._MAX_HOLD_S", 0.2)
     async with teams() as team:
         ours, theirs, admin = [await team(*who) for who in (("acme",), ("rival",), ("op", Scope.ADMIN))]
         await ours.until(await ours.submit("hang"), "RUNNING")

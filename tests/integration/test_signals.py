@@ -79,7 +79,7 @@ async def started(folder: Path, **environment: str) -> AsyncIterator[Process]:
             await process.wait()
 
 
-async def test_a_server_that_is_told_to_stop_finishes_what_it_has_begun(tmp_path: Path) -> None:
+async def test_a_stopping_server_finishes_running_requests(tmp_path: Path) -> None:
     async with started(tmp_path) as server:
         await until_async(server.ready)
         running = asyncio.create_task(server.stream(LONG))

@@ -158,9 +158,7 @@ def test_every_route_is_known_here_and_asks_for_a_key_unless_it_is_open():
     assert {scope for route in CLOSED for scope in route.scopes or ()} == set(Scope)
 
 
-async def test_nobody_is_let_in_without_a_key(
-    tenants: Tenants, error_of: ErrorCheck, subtests: pytest.Subtests
-):
+async def test_every_route_requires_a_key(tenants: Tenants, error_of: ErrorCheck, subtests: pytest.Subtests):
     unknown = ["Bearer nns_x", f"Bearer {new_secret().text}", "Bearer \xff", "Basic eDp5"]
     for route in CLOSED:
         with subtests.test(str(route)):
@@ -220,7 +218,7 @@ async def test_what_is_named_by_its_id_is_there_for_its_tenant_alone(tenants: Te
 
 
 @pytest.mark.both_databases
-async def test_lists_have_what_is_ones_own_whatever_they_are_asked(tenants: Tenants):
+async def test_lists_have_only_a_tenants_own_items_for_every_query(tenants: Tenants):
     ours, theirs = [await tenants.headers(name, *UNPRIVILEGED) for name in ("acme", "rival")]
     for route in ROUTES:
         if ACCESS[str(route)] is not Access.LISTED:
@@ -236,7 +234,7 @@ async def test_lists_have_what_is_ones_own_whatever_they_are_asked(tenants: Tena
             assert (answer.status_code, unknown.status_code) == (404, 404)
 
 
-async def test_what_all_are_told_is_the_same_for_all(tenants: Tenants):
+async def test_public_answers_are_the_same_for_all_tenants(tenants: Tenants):
     ours, theirs = [await tenants.headers(name, *UNPRIVILEGED) for name in ("acme", "rival")]
     await Theirs(tenants, ours).make("job_id")
     await tenants.server.until_idle()

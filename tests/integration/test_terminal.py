@@ -188,7 +188,7 @@ def test_what_the_server_refuses_is_one_sentence(terminal: Terminal) -> None:
     assert terminal.run("steer", "dogs")[0] == 2
 
 
-def test_chat_keeps_the_conversation_and_forgets_it_when_told(terminal: Terminal) -> None:
+def test_chat_keeps_the_conversation_and_clears_it_on_command(terminal: Terminal) -> None:
     terminal.engine.heard.clear()
     said = "one two\n/help\nthree\n/reset\nfour\n/nothing\n"
     status, out, err = terminal.run("chat", "--max-tokens", "2", said=said)

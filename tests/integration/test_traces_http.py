@@ -24,7 +24,7 @@ async def run(server: Server, content: bytes | None = None, **headers: str) -> h
     return await server.client.post("/v1/traces", content=sent, headers={**HEADERS, **headers})
 
 
-async def test_the_answer_tells_of_everything_in_order_and_ends_with_the_result(serve: Serve) -> None:
+async def test_the_response_has_all_events_in_order_and_ends_with_the_result(serve: Serve) -> None:
     async with serve() as server:
         behaviour = server.engine.fake_traces.behaviour
         behaviour.logs, behaviour.saves = ["hello", "there"], {"x": torch.ones(3)}
@@ -52,7 +52,7 @@ async def test_large_results_come_as_they_are(serve: Serve) -> None:
         assert torch.equal(outcome.saves["x"], value)
 
 
-async def test_two_traces_have_ids_that_nobody_guesses(serve: Serve) -> None:
+async def test_two_traces_have_unguessable_ids(serve: Serve) -> None:
     async with serve() as server:
         ids = {(await run(server)).headers["nnsight-job-id"] for _ in range(2)}
         assert len(ids) == 2
@@ -115,7 +115,7 @@ async def test_a_trace_over_the_limit_is_refused(serve: Serve, error_of: ErrorCh
         ({"allow_code": False}, "localhost", False),
     ],
 )
-async def test_who_may_send_code(
+async def test_which_keys_may_send_code(
     serve: Serve, error_of: ErrorCheck, settings: dict[str, object], host: str, allowed: bool
 ) -> None:
     async with serve(**settings) as server:

@@ -46,7 +46,7 @@ async def trained(server: Server, **more: object) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("method", ["mean_difference", "pca", "logistic"])
-async def test_the_layer_that_tells_the_sides_apart_is_found(server: Server, method: str) -> None:
+async def test_the_layer_that_separates_the_sides_is_found(server: Server, method: str) -> None:
     made = await trained(server, method=method)
     training = made["training"]
     assert (made["format"], made["layers"], made["version"]) == ("trained", [0, 1, 2, 3], 1)
@@ -90,7 +90,7 @@ def frames(text: str) -> list[Any]:
     return [json.loads(part) for part in parts[:-1]]
 
 
-async def test_a_stream_tells_how_far_it_is(server: Server, error_of: ErrorCheck) -> None:
+async def test_a_stream_reports_progress(server: Server, error_of: ErrorCheck) -> None:
     answer = await train(server, stream=True)
     assert answer.headers["content-type"].startswith("text/event-stream")
     *progress, last = frames(answer.text)

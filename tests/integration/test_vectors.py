@@ -268,6 +268,6 @@ async def test_a_tenant_sees_its_own_and_shared_ones(tenants: Tenants, error_of:
     assert await server.context.vectors.bytes_of("other") == 0
 
 
-async def test_nobody_shares_on_a_server_without_keys(server: Server, error_of: ErrorCheck) -> None:
+async def test_nothing_is_shared_on_a_server_without_keys(server: Server, error_of: ErrorCheck) -> None:
     body = {"name": "joy", "vectors": NUMBERS, "shared": True}
     error_of(await server.client.post("/v1/vectors", json=body), 401, "missing_api_key")

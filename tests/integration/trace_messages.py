@@ -15,7 +15,7 @@ HEADERS = {"content-type": MEDIA_TYPE}
 
 
 def message(model: str = MODEL, blocks: bytes = b"blocks", **head: Any) -> bytes:
-    """Return a trace of one request, which nobody but a real engine would read."""
+    """Return a trace of one request, which only a real engine would read."""
     fields: dict[str, Any] = {"dialect": "vllm", "invokes": [SentInvoke(prompt="a")], "groups": [{}], **head}
     return TraceRequest(TraceHead(model=model, **fields), [blocks]).to_bytes()
 

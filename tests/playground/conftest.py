@@ -91,7 +91,7 @@ def open_page(browser: Browser) -> Iterator[Open]:
     said: list[str] = []
 
     def note(message: ConsoleMessage) -> None:
-        # That an answer was an error, which tests of errors want, and the page tells in words.
+        # An error status, which tests of errors expect, and which the page shows in words.
         if message.type == "error" and not message.text.startswith("Failed to load resource"):
             said.append(message.text)
 
@@ -170,5 +170,5 @@ def faults(page: Page, axe: str) -> list[str]:
 
 
 def is_too_wide(page: Page) -> bool:
-    """Tell whether the page as a whole must be moved sideways."""
+    """Return whether the page as a whole has to be scrolled sideways."""
     return bool(page.evaluate("() => document.documentElement.scrollWidth > window.innerWidth"))

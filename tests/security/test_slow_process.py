@@ -101,6 +101,7 @@ def server() -> Iterator[ForkServer]:
         "sizes": sizes,
         "limits": dataclasses.asdict(_LIMITS),
         "entry": "",
+        "refused": [],
         "call_bytes": 2**20,
     }
     server = ForkServer([sys.executable, "-m", _ZYGOTE], encode(setup), _LIMITS.sandbox_message_bytes, 2)

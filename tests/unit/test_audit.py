@@ -63,7 +63,7 @@ def test_what_is_accepted_has_a_reason_and_does_not(audit: Any, name: str):
 @pytest.mark.parametrize(
     "known", [UNKNOWN, {**BAD, "vulns": []}], ids=["an index", "a service that knows nothing"]
 )
-def test_where_nobody_knows_vulnerabilities_it_says_so(audit: Any, known: dict[str, Any]):
+def test_an_unreachable_vulnerability_index_is_reported(audit: Any, known: dict[str, Any]):
     status, said = audit(known, {"dependencies": [UNKNOWN]})
     assert (status, "nothing was audited" in said) == (0, True)
 

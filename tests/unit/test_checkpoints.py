@@ -68,7 +68,7 @@ def test_one_layers_output_is_the_next_ones_input(activations: dict[str, torch.T
     torch.testing.assert_close(activations["embed.output"], activations["layers.0.input"])
 
 
-def test_logits_tell_positions_apart(activations: dict[str, torch.Tensor]) -> None:
+def test_logits_differ_by_position(activations: dict[str, torch.Tensor]) -> None:
     logits = activations["logits"]
     assert torch.isfinite(logits).all()
     assert logits.argmax(dim=-1).unique().numel() > 1

@@ -31,7 +31,7 @@ EXTRAS: Final = {
 """By package: what it may need beside the project's own dependencies."""
 
 
-def test_whatever_is_imported_is_asked_for() -> None:
+def test_all_imports_are_declared() -> None:
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     distributions = packages_distributions()
     missing = {
@@ -45,7 +45,7 @@ def test_whatever_is_imported_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("line", ["import httptools", "from uvicorn.protocols.http.httptools_impl import X"])
-def test_what_is_not_asked_for_is_found(tmp_path: Path, line: str) -> None:
+def test_an_undeclared_import_is_found(tmp_path: Path, line: str) -> None:
     file = tmp_path / "module.py"
     file.write_text(
         f"import os\nfrom app.settings import Settings\ndef late():\n    {line}\n", encoding="utf-8"

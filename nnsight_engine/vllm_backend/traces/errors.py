@@ -205,9 +205,17 @@ class SandboxedError(RuntimeError):
         )
 
     @classmethod
-    def unshared(cls, reason: str) -> SandboxedError:
-        """Return the error for a value that cannot be given to a single request."""
-        return cls(reason)
+    def shared(cls, provider: str) -> SandboxedError:
+        """Return the error for a value with tensors that have no rows of single requests."""
+        return cls(
+            f"`{provider}` holds a tensor that belongs to all requests of the step together, so a sandboxed "
+            "block cannot have it. Ask for the value of a module around it."
+        )
+
+    @classmethod
+    def unsendable(cls, provider: str, error: Exception) -> SandboxedError:
+        """Return the error for a value that cannot be sent to the sandbox process."""
+        return cls(f"`{provider}` cannot be given to a sandboxed block: {error}")
 
     @classmethod
     def call(cls, path: str) -> SandboxedError:
@@ -237,11 +245,3 @@ class SandboxedError(RuntimeError):
     def crowded(cls) -> SandboxedError:
         """Return the error for a trace with more blocks than the sandbox process has threads."""
         return cls("the trace has more blocks and edits than a sandbox takes: send it in several traces")
-
-    @classmethod
-    def spread(cls) -> SandboxedError:
-        """Return the error for a model that is distributed over several processes."""
-        return cls(
-            "sandboxed blocks run where the model is in one process: this server spreads it over several "
-            "ranks or stages. Ask the operator for a key of the tier 'trusted'."
-        )

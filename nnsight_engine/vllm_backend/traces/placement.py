@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from nnsight_engine.vllm_backend.traces.peer_traces import PeerTraces
 from nnsight_engine.vllm_backend.traces.ranks import Ranks
 from nnsight_engine.vllm_backend.traces.stages.early_stage import EarlyStageTraces
 from nnsight_engine.vllm_backend.traces.stages.last_stage import LastStageTraces
@@ -21,13 +22,14 @@ if TYPE_CHECKING:
 
 def traces_of_worker(
     points: ModelPoints, config: VllmConfig, limits: EngineLimits
-) -> WorkerTraces | EarlyStageTraces:
+) -> WorkerTraces | PeerTraces:
     """Return the traces of this worker, by its role; all workers of a group must call this together."""
     last = num_stages() - 1
     if points.tensor_parallel_size > 1:  # and one stage: both together are refused at start
         ranks = Ranks.of_this_worker()
-        cls = TpLeaderTraces if ranks.is_leader else TpFollowerTraces
-        return cls(points, config, ranks, limits)
+        if ranks.is_leader:
+            return TpLeaderTraces(points, config, ranks, limits)
+        return TpFollowerTraces(points, config, ranks)
     if own_stage() < last:
         return EarlyStageTraces(points, config, StageLink(last))
     if last:

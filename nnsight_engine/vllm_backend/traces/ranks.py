@@ -88,12 +88,15 @@ class ContinueOrder:
     Attributes:
         wanted: The providers at which to stop and wait for orders.
         changed: Slots of the tensors of the value at hand that blocks have replaced, by number.
-        traced: Whether some block takes part in the step.
+        is_true: The answer to the question that the ranks decide together: whether some block takes part in
+            the step, or whether a trace's results are ready.
+        undone: Requests whose rows of the running step are discarded.
     """
 
     wanted: frozenset[str]
     changed: tuple[tuple[int, TensorSlot], ...] = ()
-    traced: bool = False
+    is_true: bool = False
+    undone: tuple[str, ...] = ()
 
 
 Order = GatherMessage | CallMessage | Fetch | ContinueOrder
@@ -129,7 +132,7 @@ class Ranks:
             if tensor.device.type != "cpu":
                 self._group.broadcast(_as_bytes(tensor))
 
-    def add_event(self) -> Order:
+    def next_order(self) -> Order:
         """Wait for the next order."""
         order: Order = self._group.broadcast_object()
         return order

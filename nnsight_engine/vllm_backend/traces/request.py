@@ -383,6 +383,12 @@ class TracedRequest(Interleaver):
             self.failed(error)
             self.wanted.clear()
 
+    def refuse(self, provider: str, error: Exception) -> None:
+        """Fail: the block has a use for a value that cannot be provided."""
+        del provider
+        self.failed(error)
+        self.wanted.clear()
+
     def leave(self, provider: str) -> None:
         """Close the value at hand: later edits of the block's copies no longer reach the model."""
         if self.batcher.changed:

@@ -15,7 +15,7 @@ from nnsight_engine.vllm_backend.traces.errors import SpreadModuleError
 from nnsight_engine.vllm_backend.traces.shards import Shards, map_numbered
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from nnsight_engine.vllm_backend.families import ModelPoints
     from nnsight_engine.vllm_backend.traces.model import WorkerModel
@@ -113,31 +113,3 @@ class TpCollectives:
         with torch.inference_mode(mode=False), torch.no_grad():
             whole: torch.Tensor = self.shards.held(path, name, part).whole(part, self.ranks.gather)
             return whole
-
-
-class TracedRequestIds:
-    """The set of traced requests, as every rank derives it from the scheduler's output.
-
-    Only the leading rank knows whether a block still needs to run. Whether ranks communicate in a step must
-    be decided alike on all ranks, so it depends on this set only.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._present: set[str] = set()
-
-    @property
-    def idle(self) -> bool:
-        """Whether there is no traced request."""
-        return not self._present
-
-    def takes_part(self, request_id: str) -> bool:
-        """Return whether a request is traced."""
-        return request_id in self._present
-
-    def _met(self, arrived: Sequence[tuple[str, Any]], finished: set[str]) -> bool:
-        """Record requests that arrived and finished; return False if there are none."""
-        gone = finished & self._present
-        self._present -= gone
-        self._present |= {request_id for request_id, _ in arrived}
-        return bool(gone or arrived)

@@ -7,17 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nnsight_engine.serialization.message.table import Piece
-from nnsight_engine.vllm_backend.traces.points import LOGITS
+from nnsight_engine.vllm_backend.traces.model import WorkerModel
+from nnsight_engine.vllm_backend.traces.peer_traces import PeerTraces
 from nnsight_engine.vllm_backend.traces.ranks import CallMessage, ContinueOrder, Fetch, Order, Ranks
-from nnsight_engine.vllm_backend.traces.tp_collectives import TpCollectives, TracedRequestIds
+from nnsight_engine.vllm_backend.traces.step_facts import StepFacts
+from nnsight_engine.vllm_backend.traces.tp_collectives import TpCollectives
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
-from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 
 if TYPE_CHECKING:
-    import torch
     from vllm.config import VllmConfig
 
-    from nnsight_engine.vllm_backend.compat import EngineLimits
     from nnsight_engine.vllm_backend.families import ModelPoints
     from nnsight_engine.vllm_backend.traces.request import TraceSpan
 
@@ -28,14 +27,15 @@ class TpFollowerDispatcher(TraceDispatcher):
     """Stops the model at the places where the leading rank's blocks may read or change a value.
 
     Attributes:
-        traced: Whether some block takes part in the step.
+        undone: Requests whose rows of the running step are discarded.
     """
 
     spread: TpCollectives
 
     def __init__(self) -> None:
         super().__init__()
-        self.traced = False
+        self.undone: Sequence[str] = ()
+        self._is_true = False
 
     def offer(self, provider: str, number: int | None, value: Any) -> Any:  # noqa: ARG002 - as on the other side
         """Execute the leading rank's orders; return this rank's part of the value as the blocks leave it."""
@@ -45,15 +45,20 @@ class TpFollowerDispatcher(TraceDispatcher):
         """Execute the leading rank's orders until it lets the model continue."""
         ranks = self.spread.ranks
         while True:
-            order = ranks.add_event()
+            order = ranks.next_order()
             if isinstance(order, ContinueOrder):
-                self.traced = order.traced
+                self._is_true, self.undone = order.is_true, order.undone
                 # Probes hold a reference to this dictionary, so it is changed in place.
                 self.wanted.clear()
                 self.wanted.update({name: {} for name in order.wanted})
                 changed = {number: ranks.receive(slot) for number, slot in order.changed}
                 return self.spread.with_parts(provider, value, changed) if changed else value
             self._obey(order, provider, value)
+
+    def follow_to_answer(self) -> bool:
+        """Execute the leading rank's orders, and return the answer with which it lets the model continue."""
+        self.follow()
+        return self._is_true
 
     def _obey(self, order: Order, provider: str, value: Any) -> None:
         if isinstance(order, CallMessage):
@@ -76,62 +81,60 @@ class TpFollowerDispatcher(TraceDispatcher):
             self.listener = listener
 
 
-class TpFollowerTraces(TracedRequestIds, WorkerTraces):
+class TpFollowerTraces(PeerTraces):
     """The traced requests of a model, on a rank that runs none of their blocks."""
 
     dispatcher: TpFollowerDispatcher
 
-    def __init__(self, points: ModelPoints, config: VllmConfig, ranks: Ranks, limits: EngineLimits) -> None:
-        super().__init__(points, config, limits, dispatcher=TpFollowerDispatcher())
-        self.dispatcher.spread = TpCollectives(ranks, self.model, points)
-        self._in_step = False
-
-    def prepare_sandbox(self) -> bool:
-        """Return True: the leading rank reports whether a sandbox can be started."""
-        return True
-
-    def hold(self, key: str, data: bytes) -> None:
-        """Do nothing: the leading rank decodes the blocks."""
-
-    def adopt(self, data: bytes) -> None:
-        """Do nothing: only blocks use a client's names."""
-
-    def keep_edit(self, name: str, data: bytes) -> None:
-        """Do nothing: edits are blocks, which run on the leading rank."""
-
-    def begin(self, arrived: Sequence[tuple[str, Any]], finished: set[str]) -> None:
-        """Execute the leading rank's orders while it opens the blocks of requests that arrived."""
-        if self._met(arrived, finished):
-            self.dispatcher.follow()
-
-    def step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:  # noqa: ARG002 - as on the other side
-        """Execute the leading rank's orders while a step begins; return whether a block takes part in it."""
-        if spans:
-            self.dispatcher.follow()
-            self._in_step = self.dispatcher.traced
-        return self._in_step
+    def __init__(self, points: ModelPoints, config: VllmConfig, ranks: Ranks) -> None:
+        dispatcher = TpFollowerDispatcher()
+        super().__init__(dispatcher, WorkerModel(points, config, dispatcher))
+        dispatcher.spread = TpCollectives(ranks, self.model, points)
 
     @property
-    def in_step(self) -> bool:
-        """Whether some block takes part in the running step."""
-        return self._in_step
+    def undone(self) -> Sequence[str]:
+        """The requests whose rows of the running step are discarded, as the leading rank has announced."""
+        return self.dispatcher.undone
 
-    def on_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Stop at the logits for the leading rank; return them as the blocks leave them."""
-        value: torch.Tensor = self.dispatcher.provide(f"{self.model.path}.{LOGITS}.output", logits)
-        return value
+    def begin(self, facts: StepFacts) -> None:
+        """Execute the leading rank's orders while it opens the blocks of requests that arrived."""
+        if self.known.note(facts) or self.known.sandboxed:
+            self.dispatcher.follow()
+
+    def step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
+        """Execute the leading rank's orders while a step begins; return whether a block takes part in it."""
+        del num_rows
+        if spans:
+            self.in_step = self.dispatcher.follow_to_answer()
+            self.defers = not self.known.sandboxed.isdisjoint(span.request_id for span in spans)
+        return self.in_step
 
     def end(self) -> list[str]:
         """End the step; only the leading rank reports requests that are to end."""
-        self._in_step = False
+        if self.known.sandboxed:
+            self.dispatcher.follow()
+        self.in_step = self.defers = False
+        self.dispatcher.undone = ()
         self.dispatcher.wanted.clear()
         return []
 
-    def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> list[Piece]:  # noqa: ARG002 - as on the other side
+    def wait_for_any(self, wait_s: float) -> None:
+        """Execute the leading rank's orders while it waits for sandbox processes."""
+        del wait_s
+        if self.known.sandboxed:
+            self.dispatcher.follow()
+
+    def has_collected(self, key: str, results: Mapping[str, Any], wait_s: float) -> bool:
+        """Execute the leading rank's orders while it waits for a trace; return whether it has ended."""
+        del results, wait_s
+        return key not in self.known.sandboxed_keys or self.dispatcher.follow_to_answer()
+
+    def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> list[Piece]:
         """Execute the leading rank's orders while it closes a trace; return no results."""
         self.dispatcher.follow()
-        return []
+        return super().collect(key, results, index)
 
-    def drop(self, key: str) -> None:  # noqa: ARG002 - as on the other side
+    def drop(self, key: str) -> None:
         """Execute the leading rank's orders while it closes a trace."""
         self.dispatcher.follow()
+        super().drop(key)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ import torch
 from nnsight_engine.core.trees import map_tensors, tensors
 from nnsight_engine.interleaving.threads import ThreadMediator
 from nnsight_engine.serialization.message.table import Piece
-from nnsight_engine.vllm_backend.traces.errors import SandboxedError, SpreadModuleError
+from nnsight_engine.vllm_backend.traces.errors import SpreadModuleError
 from nnsight_engine.vllm_backend.traces.ranks import (
     CallMessage,
     ContinueOrder,
@@ -30,16 +31,19 @@ from nnsight_engine.vllm_backend.traces.ranks import (
     TensorSlot,
 )
 from nnsight_engine.vllm_backend.traces.rows import plain
-from nnsight_engine.vllm_backend.traces.tp_collectives import TpCollectives, TracedRequestIds
+from nnsight_engine.vllm_backend.traces.step_facts import KnownRequests, StepFacts
+from nnsight_engine.vllm_backend.traces.tp_collectives import TpCollectives
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from nnsight_engine.envoys.envoy import Envoy
     from nnsight_engine.vllm_backend.compat import EngineLimits
     from nnsight_engine.vllm_backend.families import ModelPoints
     from nnsight_engine.vllm_backend.traces.request import TraceSpan
+    from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_pool import SandboxPool
 
 
 @dataclasses.dataclass(slots=True)
@@ -48,17 +52,23 @@ class _Turn:
 
     Attributes:
         changed: The tensors that blocks replaced, by number.
-        traced: Whether some block takes part in the step.
+        is_true: See ``ContinueOrder``.
     """
 
     changed: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
-    traced: bool = False
+    is_true: bool = False
 
 
 class TpLeaderDispatcher(TraceDispatcher):
-    """The dispatcher of the rank that runs the blocks."""
+    """The dispatcher of the rank that runs the blocks.
+
+    Attributes:
+        spread: The sharded model.
+        sandboxes: The rank's sandboxed traces.
+    """
 
     spread: TpCollectives
+    sandboxes: SandboxPool
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,9 +94,8 @@ class TpLeaderDispatcher(TraceDispatcher):
             if any(request.in_step for request in requests)
         )
         changed = tuple((number, TensorSlot.of(tensor)) for number, tensor in turn.changed.items())
-        self.spread.ranks.broadcast(
-            ContinueOrder(self._announced, changed, turn.traced), list(turn.changed.values())
-        )
+        order = ContinueOrder(self._announced, changed, turn.is_true, tuple(self.sandboxes.undone))
+        self.spread.ranks.broadcast(order, list(turn.changed.values()))
 
     # Values for blocks.
 
@@ -138,6 +147,20 @@ class TpLeaderDispatcher(TraceDispatcher):
         self.spread.check_call(path, method)
         return self._on_models_thread(lambda: self._call(path, method, args, kwargs), path)
 
+    def call_module(self, envoy: Envoy, args: Sequence[torch.Tensor]) -> Any:
+        """Call a module for a block in another process, on all ranks if it is sharded.
+
+        Raises:
+            SpreadModuleError: The other ranks are not accepting orders, or cannot make the call.
+        """
+        path = str(envoy.path)
+        if not self.spread.shards.needs_all(path):
+            return super().call_module(envoy, args)
+        self.spread.check_call(path, "")
+        if not self._depth:
+            raise SpreadModuleError.outside(path)
+        return self._call(path, "", tuple(args), {})
+
     def _call(self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         sent: list[torch.Tensor] = []
         args, kwargs = map_tensors((args, kwargs), lambda tensor: plain(tensor).clone())
@@ -183,17 +206,29 @@ def _changed(before: Any, after: Any) -> dict[int, torch.Tensor]:
     return {number: new for number, (old, new) in enumerate(pairs) if new is not old}
 
 
-class TpLeaderTraces(TracedRequestIds, WorkerTraces):
-    """The traced requests of a model, on the rank that runs their blocks."""
+class TpLeaderTraces(WorkerTraces):
+    """The traced requests of a model, on the rank that runs their blocks.
+
+    A sandbox process may request a module's call whenever the worker reads its messages. So while there are
+    sandboxed requests, the other ranks accept orders in each phase of a step in which messages are read.
+    """
 
     dispatcher: TpLeaderDispatcher
 
     def __init__(self, points: ModelPoints, config: VllmConfig, ranks: Ranks, limits: EngineLimits) -> None:
         super().__init__(points, config, limits, dispatcher=TpLeaderDispatcher())
+        self._known = KnownRequests()
         self.dispatcher.spread = TpCollectives(ranks, self.model, points)
+        self.dispatcher.sandboxes = self.sandboxes
 
-    def _open_sandbox_pool(self) -> None:
-        raise SandboxedError.spread()
+    @property
+    def idle(self) -> bool:
+        """Whether there is no traced request; the ranks agree on it."""
+        return not self._known.present
+
+    def takes_part(self, request_id: str) -> bool:
+        """Return whether a request is traced; the ranks agree on it."""
+        return request_id in self._known.present
 
     def adopt(self, data: bytes) -> dict[str, Any] | None:
         """Apply a client's names and classes, before any trace; return the error as data, if any."""
@@ -201,27 +236,54 @@ class TpLeaderTraces(TracedRequestIds, WorkerTraces):
         self.dispatcher.spread = TpCollectives(self.dispatcher.spread.ranks, self.model, self._points)
         return failure
 
-    def begin(self, arrived: Sequence[tuple[str, Any]], finished: set[str]) -> None:
+    def begin(self, facts: StepFacts) -> None:
         """Open the blocks of requests that arrived, and retire requests that finished."""
-        if self._met(arrived, finished):
+        self.sandboxes.is_single_tenant = facts.is_single_tenant
+        if self._known.note(facts) or self._known.sandboxed:
             with self.dispatcher.leading():
-                super().begin(arrived, finished)
+                super().begin(facts)
 
     def step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
         """Begin a step for these requests; return False if no block takes part in it."""
         if not spans:
             return False
         with self.dispatcher.leading() as turn:
-            live = [span for span in spans if span.request_id in self._live]
-            turn.traced = super().step(live, num_rows)
-            return turn.traced
+            live = [span for span in spans if self.has_block(span.request_id)]
+            turn.is_true = super().step(live, num_rows)
+            return turn.is_true
+
+    def end(self) -> list[str]:
+        """End the step; return the requests that are to end because their blocks failed or stopped them."""
+        if not self._known.sandboxed:
+            return super().end()
+        with self.dispatcher.leading():
+            return super().end()
+
+    def wait_for_any(self, wait_s: float) -> None:
+        """Wait, in a step without tokens, until a sandbox process has answered that blocks its requests."""
+        if self._known.sandboxed:
+            with self.dispatcher.leading():
+                super().wait_for_any(wait_s)
+        elif self.throttled:
+            time.sleep(wait_s)  # the rest ends without an answer
+
+    def has_collected(self, key: str, results: Mapping[str, Any], wait_s: float) -> bool:
+        """Wait up to ``wait_s`` for a sandboxed trace to close; return whether its result is ready."""
+        if key not in self._known.sandboxed_keys:
+            return True
+        with self.dispatcher.leading() as turn:
+            turn.is_true = super().has_collected(key, results, wait_s)
+            return turn.is_true
 
     def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> list[Piece]:
         """Close a trace whose requests have ended, and return its saved values."""
         with self.dispatcher.leading():
+            if index is None:
+                self._known.close(key)
             return super().collect(key, results, index)
 
     def drop(self, key: str) -> float | None:
         """Close a trace that no client will collect."""
         with self.dispatcher.leading():
+            self._known.close(key)
             return super().drop(key)

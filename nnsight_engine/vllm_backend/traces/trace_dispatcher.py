@@ -1,9 +1,10 @@
 """The dispatcher between the model's calls and the traced requests of a step.
 
-A worker has one model and many traced requests, each with an interleaver of its own (see ``request``).
-Towards the model and the tree of envoys the dispatcher represents all of them, as the interleaver does for a
-single trace: the probes of ``envoys`` offer it each module's values, and it gives the waiting requests their
-rows, in the order in which they arrived. Within a step one block runs at a time, across all requests.
+A worker has one model and many traced requests, each with an interleaver of its own (see ``request``), or one
+session per sandboxed trace; to the dispatcher all are a ``Participant``. Towards the model and the tree of
+envoys the dispatcher represents all of them, as the interleaver does for a single trace: the probes of
+``envoys`` offer it each module's values, and it gives the waiting requests their rows, in the order in which
+they arrived. Within a step one block runs at a time in this process, across all requests.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from nnsight_engine.vllm_backend.traces.module_order import UntappedError
 from nnsight_engine.vllm_backend.traces.rows import RowSpan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
+    from nnsight_engine.envoys.envoy import Envoy
     from nnsight_engine.vllm_backend.traces.module_order import ModuleOrder
-    from nnsight_engine.vllm_backend.traces.request import TracedRequest
+    from nnsight_engine.vllm_backend.traces.participant import Participant
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +67,7 @@ class TraceDispatcher(ModuleUse):
     skipped: tuple[()] = ()
 
     def __init__(self) -> None:
-        self.wanted: dict[str, dict[TracedRequest, None]] = {}
+        self.wanted: dict[str, dict[Participant, None]] = {}
         self.calls: dict[str, int] = {}
         self.ever: set[str] = set()
         self.place = RowSpan()
@@ -86,13 +88,13 @@ class TraceDispatcher(ModuleUse):
 
     # Registration of uses.
 
-    def want(self, provider: str, request: TracedRequest) -> None:
+    def want(self, provider: str, request: Participant) -> None:
         """Register a request's use for a provider's values."""
         self.wanted.setdefault(provider, {})[request] = None
         if self.route is not None and provider not in self.route.served:
             self._untapped.add(provider)
 
-    def unwant(self, provider: str, request: TracedRequest) -> None:
+    def unwant(self, provider: str, request: Participant) -> None:
         """Unregister a request's use for a provider's values."""
         wanting = self.wanted.get(provider)
         if wanting is not None:
@@ -101,7 +103,7 @@ class TraceDispatcher(ModuleUse):
                 del self.wanted[provider]
                 self._untapped.discard(provider)
 
-    def forget(self, request: TracedRequest) -> None:
+    def forget(self, request: Participant) -> None:
         """Unregister a request that has ended from all providers."""
         for provider in [provider for provider, wanting in self.wanted.items() if request in wanting]:
             self.unwant(provider, request)
@@ -147,6 +149,10 @@ class TraceDispatcher(ModuleUse):
         """
         args, kwargs = map_tensors((args, kwargs), torch.clone)
         return super().applied(path, apply, args, kwargs, method)
+
+    def call_module(self, envoy: Envoy, args: Sequence[torch.Tensor]) -> Any:
+        """Call a module for a block in another process, from the model's thread."""
+        return envoy._apply_to_values(*args)  # noqa: SLF001 - an envoy of ours
 
     def called_directly(self, path: str) -> None:
         """Reject a block's call of the module at ``path`` that probes would observe.
@@ -203,9 +209,9 @@ class TraceDispatcher(ModuleUse):
             request.watch_pass(provider)
         return self.place.leave()
 
-    def _serve(self, provider: str) -> list[TracedRequest]:
+    def _serve(self, provider: str) -> list[Participant]:
         """Give the value at hand to the requests that wait for it; return those requests."""
-        served: dict[TracedRequest, None] = {}
+        served: dict[Participant, None] = {}
         more = True
         while more:
             more = False
@@ -227,7 +233,7 @@ class TraceDispatcher(ModuleUse):
 
     # Steps that are served at the taps.
 
-    def choose(self, requests: Iterable[Any]) -> None:
+    def choose(self, requests: Iterable[Participant]) -> None:
         """Choose the tier of this step: the taps, if they are expected to provide all wanted values.
 
         Args:
@@ -247,7 +253,7 @@ class TraceDispatcher(ModuleUse):
         waiting = [self.route.tap_at.get(provider, -1) for provider in self.wanted]
         self.next_tap = min((tap for tap in waiting if tap > self._tap), default=self.route.last)
 
-    def _users_of_modules(self) -> list[TracedRequest]:
+    def _users_of_modules(self) -> list[Participant]:
         return [
             request
             for provider in self._untapped
@@ -317,16 +323,17 @@ class TraceDispatcher(ModuleUse):
         self.by_taps = False
         self.next_tap = 0
 
-    def _wanting(self, provider: str) -> list[TracedRequest]:
+    def _wanting(self, provider: str) -> list[Participant]:
         wanting = self.wanted.get(provider, ())
         return list(wanting) if len(wanting) < _SEVERAL else sorted(wanting, key=_by_order)
 
     def fail(self, provider: str, error: Exception) -> None:
-        """Fail the requests that have a use for a value that cannot be provided."""
+        """Raise an error in the blocks that have a use for a value that cannot be provided."""
         for request in self._wanting(provider):
             if request.uses(provider):
-                request.failed(error)
-                request.wanted.clear()
+                request.refuse(provider, error)
+        if self.gather is not None:
+            self.gather()
 
     def handle(self, provider: str | None = None, value: Any = None, iterate: bool = False) -> Any:  # noqa: ARG002, FBT001, FBT002 - the documented signature
         """Provide a value, as the custom code of an envoy may."""

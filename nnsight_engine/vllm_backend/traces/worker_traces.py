@@ -35,9 +35,12 @@ from nnsight_engine.vllm_backend.traces.names import Names
 from nnsight_engine.vllm_backend.traces.points import LOGITS, SAMPLES
 from nnsight_engine.vllm_backend.traces.reporting import Report, Reporting
 from nnsight_engine.vllm_backend.traces.request import TracedRequest, TraceSpan
+from nnsight_engine.vllm_backend.traces.sandboxed.module_policy import CallableModules
 from nnsight_engine.vllm_backend.traces.sandboxed.provisioning import open_sandbox_pool
 from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_pool import SandboxPool
 from nnsight_engine.vllm_backend.traces.scans import scanned
+from nnsight_engine.vllm_backend.traces.stages.remote_modules import Description, described
+from nnsight_engine.vllm_backend.traces.step_facts import StepFacts
 from nnsight_engine.vllm_backend.traces.tier_predictor import TierPredictor
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 from nnsight_engine.vllm_backend.traces.trace_end import TraceEnd, TraceMember, is_too_much
@@ -63,18 +66,22 @@ class WorkerTraces:
         points: The loaded model's points.
         config: vLLM's configuration.
         limits: Resource limits for blocks.
-        board: The dispatcher that connects the model's calls with the requests.
+        dispatcher: The dispatcher that connects the model's calls with the requests.
 
     Attributes:
+        serves_stages: Whether other pipeline stages offer this worker their values.
+        is_last_stage: Whether this is the last pipeline stage, or the only one.
         last_spent_s: Seconds that the engine has waited for the trace closed last: for its blocks, decoding
             them and encoding their saved values.
         last_tier: How the steps of the trace closed last ran, see ``TracedRequest``.
         last_step_s: Seconds that the engine has waited for blocks in the step that ended last.
-        cells: The traces that run in sandbox processes.
+        sandboxes: The traces that run in sandbox processes.
         policy: The policy for blocks inside a sandbox process; None in the worker, whose senders are trusted.
     """
 
     policy: Policy | None = None
+    serves_stages = False
+    is_last_stage = True
 
     def __init__(
         self,
@@ -136,12 +143,16 @@ class WorkerTraces:
 
     # A step.
 
-    def begin(self, arrived: Sequence[tuple[str, Any]], finished: set[str]) -> None:
+    def before(self, facts: StepFacts) -> None:
+        """Do nothing: only the last stage of a pipeline serves others before its own part of a step."""
+
+    def begin(self, facts: StepFacts) -> None:
         """Open the blocks of requests that arrived, and retire requests that finished."""
-        for request_id in finished & self._live.keys():
+        for request_id in self._live.keys() & set(facts.finished):
             self._live.pop(request_id).retire()
-        self.sandboxes.begin(finished)
-        for request_id, plain in arrived:
+        self.sandboxes.is_single_tenant, self.sandboxes.bound = facts.is_single_tenant, facts.bound
+        self.sandboxes.begin(set(facts.finished))
+        for request_id, plain in facts.arrived:
             if request_id not in self._members:
                 self._arrive(request_id, plain)
         self._drop_uncollected()
@@ -203,7 +214,6 @@ class WorkerTraces:
 
         Raises:
             SandboxUnavailableError: Processes cannot be started.
-            SandboxedError: The model is distributed over several processes.
         """
         if self._limits.sandbox != PROCESS:
             return True
@@ -211,12 +221,43 @@ class WorkerTraces:
             self._open_sandbox_pool()
         return self.sandboxes.is_ready
 
+    @property
+    def defers(self) -> bool:
+        """Whether the running step can continue without the block of some request."""
+        return self.sandboxes.in_step
+
+    @property
+    def undone(self) -> Sequence[str]:
+        """The requests whose rows of the running step are discarded: it runs without their blocks."""
+        return self.sandboxes.undone
+
+    @property
+    def waiting(self) -> frozenset[str]:
+        """The requests that cannot continue before their sandbox process has answered."""
+        return self.sandboxes.waiting
+
+    @property
+    def throttled(self) -> frozenset[str]:
+        """The tenants whose requests are not to be scheduled now."""
+        return self.sandboxes.throttled
+
+    def wait_for_any(self, wait_s: float) -> None:
+        """Wait, in a step without tokens, until a sandbox process has answered that blocks its requests."""
+        self.sandboxes.wait_for_any(wait_s)
+
     def count_sandboxes(self) -> dict[str, int]:
         """Return the counts of sandbox events, by event."""
         return dict(self.sandboxes.counts)
 
     def _open_sandbox_pool(self) -> None:
-        open_sandbox_pool(self.sandboxes, self.model, self._points, self._config, self._limits)
+        served = CallableModules(self.model, self.dispatcher, self._points, self._config, self._limits)
+        open_sandbox_pool(
+            self.sandboxes, served, self.described_modules(), self._points, self._config, self._limits
+        )
+
+    def described_modules(self) -> list[Description]:
+        """Return the descriptions of the model's modules."""
+        return described(self._points.model)
 
     def _context(self, entry: TraceEntry, choice: int) -> tuple[TraceContext | None, BaseException | None]:
         """Return the decoded blocks of a request's trace, or the error that prevents decoding."""
@@ -275,9 +316,13 @@ class WorkerTraces:
 
     # A step's rows.
 
+    def has_block(self, request_id: str) -> bool:
+        """Return whether a request's block still takes part in steps."""
+        return request_id in self._live or self.sandboxes.has(request_id)
+
     def takes_part(self, request_id: str) -> bool:
         """Return whether a request is traced and its block still takes part in steps."""
-        return request_id in self._live or self.sandboxes.has(request_id)
+        return self.has_block(request_id)
 
     def step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
         """Begin a step for these requests; return False if no block takes part in it."""
@@ -427,6 +472,9 @@ class WorkerTraces:
         Raises:
             RuntimeError: The trace is sandboxed and its values have not arrived, see ``has_collected``.
         """
+        return self._collect(key, results, index)
+
+    def _collect(self, key: str, results: Mapping[str, Any], index: int | None) -> list[Piece]:
         if index is None:
             self._held.pop(key, None)
         pieces = self._collected(key, results, index)
@@ -478,11 +526,14 @@ class WorkerTraces:
 
     def drop(self, key: str) -> float | None:
         """Close the rest of a trace that no client will collect; return ``last_spent_s``."""
+        return self._drop(key)
+
+    def _drop(self, key: str) -> float:
         self._held.pop(key, None)
         self.last_spent_s = 0.0
         self._spent_s[key] += self.sandboxes.drop(key)
         if key in self._by_key:
-            self.collect(key, {})
+            self._collect(key, {}, None)
         self._spent_s.pop(key, None)
         self.take_remaining(key)
         return self.last_spent_s
@@ -495,7 +546,7 @@ class WorkerTraces:
         if len(self._by_key) <= _MAX_UNCOLLECTED:
             return
         for key in list(self._by_key):
-            if not any(map(self.takes_part, self._by_key[key])):
-                self.drop(key)
+            if not any(map(self.has_block, self._by_key[key])):
+                self._drop(key)
                 if len(self._by_key) <= _MAX_UNCOLLECTED:
                     return

@@ -1,6 +1,6 @@
 """A server of one model, dtype and shape, on which cases are tried, and failing ones made small.
 
-Shapes differ in what the engine must do beside interventions: ``roomy`` has memory for everybody, ``tight``
+Shapes differ in what the engine must do beside interventions: ``roomy`` has memory for all, ``tight``
 splits prompts over steps and preempts requests, ``compiled`` serves taps inside the compiled step.
 """
 
@@ -118,11 +118,11 @@ class Bench:
         return found
 
     def left_behind(self) -> dict[str, int]:
-        """Return what the engine holds though nobody is there."""
+        """Return what the engine holds without requests."""
         return {name: count for name, count in self.engine.held().items() if count}
 
     def smallest(self, requests: list[Json], seconds: float) -> list[Json]:
-        """Return a part of a failing case that fails too: without whom and what is not needed for it."""
+        """Return a minimal part of a failing case that fails too."""
         until = time.monotonic() + seconds
         for step in (_without_a_request, _without_an_operation):
             place = 0

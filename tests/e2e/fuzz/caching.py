@@ -27,7 +27,7 @@ def cache_faults(index: int, requests: Sequence[Json], answers: Sequence[Answer]
     )
     if cached <= allowed:
         return []
-    return [f"{cached} tokens came from the cache, and nobody left it more than {allowed}"]
+    return [f"{cached} tokens came from the cache, and no request left it more than {allowed}"]
 
 
 def _may_share(request: Json, other: Json) -> bool:

@@ -16,7 +16,7 @@ from tests.e2e.fuzz.world import Json, World
 
 DTYPES: Final = ("float32", "bfloat16", "float16")
 AFTER_ALL: Final = 1_000_000
-"""When somebody arrives who waits until all before him have ended."""
+"""The arrival of a request that waits until all before it have ended."""
 _SALTS: Final = ("salt", "another salt")
 _FORMS: Final = ("numbers", "float32", "bfloat16", "float16")
 

@@ -65,7 +65,7 @@ def top_faults(top: list[CollectedToken], logprobs: torch.Tensor, top_k: int, sl
 
 
 def target_faults(targets: list[CollectedToken], logprobs: torch.Tensor, slack: float) -> list[str]:
-    """Return what is wrong with a lens' targets, whose ranks hold as far as ``slack`` tells tokens apart."""
+    """Return what is wrong with a lens' targets, whose ranks hold as far as ``slack`` separates tokens."""
     found = []
     for token in targets:
         own = float(logprobs[token.id])

@@ -110,7 +110,7 @@ class Player:
     """
 
     def __init__(self, model: VLLM, engine: Engine, requests: list[Json]) -> None:
-        """Let nobody have arrived."""
+        """Start without requests."""
         self._model, self._engine, self._requests = model, engine, requests
         self._answers = [Answer() for _ in requests]
         self._live: dict[str, _Live] = {}

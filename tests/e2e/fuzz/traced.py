@@ -52,7 +52,7 @@ def sent_trace(model: VLLM, request: dict[str, Any]) -> SentTrace:
 def traced_results(
     model: VLLM, trace: SentTrace, request: dict[str, Any], output: Any
 ) -> CollectedResults | ChunkedPromptError:
-    """Return what a block has seen, as captures; or how it was told that its prompt came in chunks."""
+    """Return what a block has seen, as captures; or the error that its prompt came in chunks."""
     outcome = collected(model, trace, [output])
     if isinstance(outcome.error, ChunkedPromptError):
         return outcome.error

@@ -147,7 +147,7 @@ def misses(model: Rows) -> None:
         barrier = tracer.barrier(2)
         with tracer.invoke(X):
             model[2].output.save()
-            barrier()  # nobody else comes
+            barrier()  # no other block comes
 
 
 def is_cancelled(model: Rows) -> None:

@@ -146,7 +146,7 @@ def test_wrong_values_are_400_with_their_own_code(
     assert (error.code, error.status, error.param) == (code, 400, f"interventions.0.{param}")
 
 
-def test_an_unknown_operation_is_told_the_known_ones() -> None:
+def test_an_unknown_operation_is_refused_with_the_known_ones() -> None:
     message = parse_error([{"op": "sneer"}]).message
     assert all(operation in message for operation in OPERATIONS)
     assert "'sneer'" in message

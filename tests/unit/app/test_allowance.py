@@ -19,7 +19,7 @@ from app.admission.slot_pool import Slot, SlotPool
 from app.allowance import Allowance, part_of
 from app.received_bytes import ReceivedBytes
 from app.settings import Settings
-from app.storage.job_storage_quota import JobStorageQuota
+from app.storage.jobs.quota import JobStorageQuota
 from app.storage.storage_usage import Holder
 from app.tenant_budget import TenantBudget
 

@@ -249,7 +249,9 @@ def test_a_sandbox_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[st
     assert "the sandbox is 'process' or 'off', got 'proces'" in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_model_given_as_an_option_is_told_where_it_goes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_given_as_an_option_is_refused_with_the_right_form(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["serve", "--model", "gpt2"]) == 1
     assert "serve MODEL [options]" in capsys.readouterr().err
 

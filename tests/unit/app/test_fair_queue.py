@@ -25,7 +25,7 @@ async def test_one_of_each_sender_in_turn() -> None:
     assert len(queue) == 0
 
 
-async def test_who_comes_later_does_not_wait_for_all_of_anothers() -> None:
+async def test_a_later_tenant_does_not_wait_for_all_requests_of_another() -> None:
     queue = filled(("a", "a1"), ("a", "a2"), ("a", "a3"))
     assert await queue.take() == "a1"
     queue.add("b", "b1")

@@ -10,10 +10,10 @@ import pytest
 
 from api_schemas.jobs import JobEvent, JobSummary
 from app.allowance import Allowance
-from app.services import job_feed
-from app.services.job_feed import JobFeed
+from app.services.jobs import feed as job_feed
+from app.services.jobs.feed import JobFeed
 from app.storage.database import Database
-from app.storage.jobs import EventPage, JobStore, NewJob
+from app.storage.jobs.store import EventPage, JobStore, NewJob
 from tests.integration.waiting import until
 
 SUMMARY = JobSummary(model="m", dialect="vllm", kind="trace", num_blocks=1, python="3.12", client="1")
@@ -57,7 +57,7 @@ async def listed(feed: JobFeed, after: int = 0) -> list[JobEvent]:
 
 
 @pytest.mark.parametrize("after", [2, 3, 2**31 - 1])
-async def test_who_knows_all_there_is_reads_nothing_until_there_is_more(
+async def test_an_up_to_date_follower_reads_nothing_until_there_is_more(
     feed: JobFeed, store: CountingStore, after: int
 ):
     following = asyncio.create_task(listed(feed, after))
@@ -70,7 +70,7 @@ async def test_who_knows_all_there_is_reads_nothing_until_there_is_more(
     assert await listed(feed, after + 1) == []
 
 
-async def test_what_one_follower_has_read_the_others_are_told_of_too(feed: JobFeed, store: CountingStore):
+async def test_events_read_by_one_follower_reach_the_others(feed: JobFeed, store: CountingStore):
     first = asyncio.create_task(listed(feed))
     await until(lambda: store.num_looks >= 1)
     await store.cancel("job", "")

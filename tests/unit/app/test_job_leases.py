@@ -14,10 +14,10 @@ from sqlalchemy import update
 
 from api_schemas.jobs import JobEvent, JobStatus, JobSummary
 from app.allowance import Allowance
-from app.storage import job_leases
 from app.storage.database import Database
-from app.storage.job_leases import LEASE_S, MAX_INTERRUPTIONS, JobEnd, JobLeases, LeaseLostError
-from app.storage.jobs import JobStore, NewJob
+from app.storage.jobs import leases
+from app.storage.jobs.leases import LEASE_S, MAX_INTERRUPTIONS, JobEnd, JobLeases, LeaseLostError
+from app.storage.jobs.store import JobStore, NewJob
 from app.storage.tables import JobRow
 
 pytestmark = pytest.mark.both_databases
@@ -104,7 +104,7 @@ async def test_a_server_taken_for_dead_changes_nothing_any_more(
     slow, other = servers.named("slow"), servers.named("other")
     stale = await claimed(slow)
     await slow.append_events(stale, [RUNNING])
-    monkeypatch.setattr(job_leases, "LEASE_S", -1.0)  # one look is enough
+    monkeypatch.setattr(leases, "LEASE_S", -1.0)  # one look is enough
     assert await slow.recover(own=[job_id]) == []
     assert attempts(await other.recover()) == [(job_id, 1)]
     monkeypatch.undo()
@@ -125,7 +125,7 @@ async def test_a_server_taken_for_dead_changes_nothing_any_more(
 
 
 @pytest.mark.parametrize("jump_s", [0.0, 86400.0, -86400.0])
-async def test_a_lease_is_over_that_nobody_renews_whatever_the_clock_says(
+async def test_an_unrenewed_lease_expires_in_spite_of_clock_jumps(
     servers: Servers, monkeypatch: pytest.MonkeyPatch, jump_s: float
 ):
     job_id = await servers.add()
@@ -146,7 +146,7 @@ async def test_a_lease_is_over_that_nobody_renews_whatever_the_clock_says(
     assert attempts(await other.recover()) == [(job_id, 1)]
 
 
-async def test_who_is_known_to_be_dead_is_not_waited_for(servers: Servers):
+async def test_a_server_known_to_be_dead_is_not_waited_for(servers: Servers):
     job_id = await servers.add()
     await claimed(servers.named("a"))
     assert await servers.named("b").recover() == []

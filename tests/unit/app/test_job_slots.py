@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from app.services.job_slots import JobSlots
+from app.services.jobs.slots import JobSlots
 
 KIND = ("vllm", "trace")
 
 
-async def test_who_waits_leaves_the_place_and_comes_back_first():
+async def test_a_waiting_job_releases_its_slot_and_resumes_first():
     slots = JobSlots(1, lambda: None)
     first = await slots.take()
     assert (slots.are_taken, slots.waiting) == (True, [])

@@ -80,7 +80,7 @@ async def follow(socket: Socket, *events: JobEvent, is_final: bool = True) -> No
     ("messages", "is_final", "codes"),
     [([], True, [1000]), ([], False, [1001]), ([GONE], True, []), ([GONE], False, []), ([ODD], True, [1003])],
 )
-async def test_who_leaves_as_the_job_ends_is_sent_nothing_more(
+async def test_a_client_that_leaves_as_the_job_ends_is_sent_nothing_more(
     messages: list[dict[str, Any]], is_final: bool, codes: list[int]
 ) -> None:
     socket = Socket(*messages)

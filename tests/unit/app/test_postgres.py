@@ -61,7 +61,7 @@ async def test_a_read_sees_one_state_and_writes_nothing(database: Database):
     def look_twice(session: Session) -> tuple[list[str], list[str]]:
         before = names(session)
         is_reading.set()
-        assert is_written.wait(10)
+        assert is_written.wait(60)
         return before, names(session)
 
     looking = asyncio.create_task(database.read(look_twice))
@@ -86,7 +86,7 @@ async def test_of_two_that_wait_for_each_other_one_begins_anew(database: Databas
         for name in (first, second):
             session.execute(update(TenantRow).where(TenantRow.name == name).values(created_at=1.0))
             if name == first and is_first_run:
-                both_hold.wait(10)
+                both_hold.wait(60)
 
     await asyncio.gather(
         database.write(lambda session: change("a", "b", session)),

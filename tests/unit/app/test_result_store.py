@@ -138,7 +138,7 @@ async def test_the_oldest_go_first_when_the_store_is_full(tmp_path: Path):
         assert sum(path.stat().st_size for path in files(tmp_path)) == store.used_bytes
 
 
-async def test_a_result_beyond_the_whole_limit_is_refused_and_evicts_nobody(tmp_path: Path):
+async def test_a_result_beyond_the_whole_limit_is_refused_and_evicts_nothing(tmp_path: Path):
     async with started(ResultStore(tmp_path, ttl_s=60, allowance=Allowance.of("bytes", 2500))) as store:
         kept = await store.put({"a": tensor(200)}, "acme")
         with pytest.raises(ApiError, match="2500 bytes") as caught:

@@ -58,7 +58,7 @@ async def test_what_blocks_may_take_is_waited_for_as_long_as_they_are_there() ->
     await asyncio.wait_for(waiting, 50)
 
 
-async def test_time_in_which_nobody_ran_does_not_count() -> None:
+async def test_time_in_which_no_thread_ran_does_not_count() -> None:
     """As where a machine sleeps, or a container is frozen, with the engine in it."""
     waiting = asyncio.create_task(stalled(asking(60), lambda: 0.5))
     await asyncio.sleep(0.1)

@@ -54,7 +54,7 @@ async def gone() -> Message:
     return {"type": "http.disconnect"}
 
 
-async def test_who_takes_nothing_of_a_download_is_taken_for_gone():
+async def test_a_stalled_download_is_closed():
     async def content() -> AsyncGenerator[bytes, None]:
         for _ in range(10):
             yield bytes(1000)
@@ -74,7 +74,7 @@ async def test_who_takes_nothing_of_a_download_is_taken_for_gone():
     assert closed == [True]
 
 
-async def test_who_takes_little_now_and_then_is_not():
+async def test_a_slow_download_is_not_closed():
     sent: list[Message] = []
 
     async def content() -> AsyncGenerator[bytes, None]:

@@ -175,7 +175,7 @@ class Serving:
         return json.dumps({"error": {"message": str(message), "code": 400}})
 
 
-def test_streams_raise_what_vllm_would_tell_in_an_event() -> None:
+def test_streams_raise_errors_that_vllm_would_send_as_events() -> None:
     serving = Serving()
     raise_stream_errors(serving)
     with pytest.raises(RefusedError, match="no"):

@@ -1,4 +1,4 @@
-"""A child process that answers what it is asked, and fails where it is told to."""
+"""A child process that answers requests, and fails on request."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ NAMES: Final[dict[str, tuple[Name, ...]]] = {
     "The interleaver": (
         Name(
             f"{_INTERLEAVER}.NNSIGHT_PREFIX",
-            "nothing: our frames are told by their files, hooks by their owner",
+            "nothing: our frames are identified by their files, hooks by their owner",
         ),
         Name(f"{_INTERLEAVER}.T", "a type variable of your own"),
         *_here(

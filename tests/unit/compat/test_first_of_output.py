@@ -144,7 +144,7 @@ def test_the_first_item_of_a_blocks_output_is_warned_about_once(
 @pytest.mark.parametrize(
     "script", [whole, last_token, other_row, first_row_kept_apart, first_of_something_else, attention]
 )
-def test_anything_else_is_not(model: Any, block: Any, script: Callable[[Any], None]) -> None:
+def test_other_indexing_is_not_warned_about(model: Any, block: Any, script: Callable[[Any], None]) -> None:
     assert traced(model, block, script) == []
 
 
@@ -155,7 +155,7 @@ def test_blocks_of_traces_are_looked_at_as_functions_are(model: Any, block: Any)
     assert first.shape == (3, 8)  # the plain meaning
 
 
-def test_what_is_indexed_after_the_trace_is_warned_about_there(model: Any, block: Any) -> None:
+def test_indexing_after_the_trace_is_warned_about_there(model: Any, block: Any) -> None:
     globals().pop("__warningregistry__", None)
     with pytest.warns(UserWarning, match="is its first row") as caught, model.trace(TOKENS):
         outcome = block.output.save()
@@ -163,6 +163,6 @@ def test_what_is_indexed_after_the_trace_is_warned_about_there(model: Any, block
     assert linecache.getline(__file__, caught[0].lineno).rstrip().endswith("# here")
 
 
-def test_nothing_is_said_outside_of_compat(model: Any, block: Any) -> None:
+def test_there_are_no_warnings_outside_of_compat(model: Any, block: Any) -> None:
     uninstall()
     assert traced(model, block, indexed) == []

@@ -103,9 +103,7 @@ class QueueBackend(Backend):
 
 
 @pytest.mark.parametrize("backend", [DocumentedBackend, ExecutionBackend])
-def test_backend_of_ones_own_runs_the_block_and_values_come_back(
-    model: NNsight, backend: type[Backend]
-) -> None:
+def test_a_custom_backend_runs_the_block_and_values_come_back(model: NNsight, backend: type[Backend]) -> None:
     lost = None
     with model.trace(X, backend=backend()):
         hidden = model[0].output.save()
@@ -115,7 +113,7 @@ def test_backend_of_ones_own_runs_the_block_and_values_come_back(
     assert Globals.stack == 0
 
 
-def test_backend_of_ones_own_raises_the_users_error_at_the_users_line(model: NNsight) -> None:
+def test_a_custom_backend_raises_the_users_error_at_the_users_line(model: NNsight) -> None:
     with pytest.raises(IndexError) as caught, model.trace(X, backend=DocumentedBackend()):  # noqa: PT012 - one block
         kept = model[0].output.save()
         model[1].output[100].save()
@@ -144,7 +142,7 @@ def test_backend_that_does_not_wait_is_polled_through_the_tracer(model: NNsight)
         _ = hidden
 
 
-def test_tracer_of_ones_own(model: NNsight) -> None:
+def test_a_custom_tracer(model: NNsight) -> None:
     class Twice(InterleavingTracer):
         def execute(self, function: Any) -> Any:
             runs.append(self.info.source)

@@ -131,7 +131,7 @@ class Twice(torch.nn.Module):
 
 
 @OLDER
-def test_the_loop_ends_where_steps_cannot_be_told_apart(start: torch.Tensor) -> None:
+def test_the_loop_ends_where_steps_cannot_be_distinguished(start: torch.Tensor) -> None:
     model = NNsight(Twice())
     with model.trace(start) as tracer:
         older = save([])

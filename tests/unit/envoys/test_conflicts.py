@@ -75,7 +75,7 @@ def test_the_other_name_is_printed_and_completed(model: NNsight) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Clashing has a module called")
-def test_a_class_of_ones_own_is_still_that_class() -> None:
+def test_a_custom_class_is_still_that_class() -> None:
     class Mine(Envoy):
         def doubled(self) -> Any:
             return self.nns_output * 2
@@ -89,7 +89,7 @@ def test_a_class_of_ones_own_is_still_that_class() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Clashing has a module called")
-def test_a_property_of_ones_own_moves_aside_too() -> None:
+def test_a_custom_property_moves_aside_too() -> None:
     class Mine(Envoy):
         @eproperty(key="output")
         @requires_output

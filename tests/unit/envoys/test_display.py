@@ -104,7 +104,7 @@ def test_dir_offers_children_further_names_properties_and_the_modules_own() -> N
     assert not {"nothing", "0"} & {*dir(model), *dir(model.h)}
 
 
-def test_unknown_name_is_told_in_one_line_with_what_was_meant() -> None:
+def test_unknown_name_is_reported_in_one_line_with_suggestions() -> None:
     model = NNsight(torch.nn.Sequential())
     model.layer1, model.layer2 = torch.nn.Linear(5, 10), torch.nn.Linear(10, 2)
     with pytest.raises(AttributeError) as caught:

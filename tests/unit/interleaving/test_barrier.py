@@ -125,7 +125,7 @@ def test_barrier_for_fewer_than_come_leaves_the_last_waiting(scene: Scene) -> No
         scene.run(lambda: None)
 
 
-def test_barrier_for_one_holds_nobody(scene: Scene) -> None:
+def test_a_barrier_for_one_does_not_wait(scene: Scene) -> None:
     barrier = Barrier(scene.interleaver, 1)
 
     @scene.block
@@ -175,6 +175,6 @@ def test_barrier_outside_an_invoke_is_refused(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("number", [0, -1])
-def test_barrier_for_nobody_is_refused(scene: Scene, number: int) -> None:
+def test_a_barrier_for_none_is_refused(scene: Scene, number: int) -> None:
     with pytest.raises(ValueError, match=f"at least 1 participant, got {number}"):
         Barrier(scene.interleaver, number)

@@ -385,7 +385,7 @@ def test_error_of_a_nested_run_can_be_caught_in_the_outer_one() -> None:
     assert call_stacks.run(outer) == "after"
 
 
-def test_errors_of_a_job_are_handed_to_who_resumed_it() -> None:
+def test_errors_of_a_job_are_raised_where_it_was_resumed() -> None:
     def body() -> None:
         stack = call_stacks.take()
 

@@ -219,7 +219,7 @@ def test_steps_outside_a_block_are_refused(scene: Scene) -> None:
         next(iter(IteratorTracer(slice(None), scene.interleaver)))
 
 
-def test_clock_tells_which_calls_are_steps(scene: Scene) -> None:
+def test_the_clock_determines_which_calls_are_steps(scene: Scene) -> None:
     """A part that is called many times in a step does not make steps of its own."""
     interleaver = scene.interleaver
 

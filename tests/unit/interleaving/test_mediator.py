@@ -55,7 +55,7 @@ def test_value_is_delivered_and_goes_on_unchanged(scene: Scene) -> None:
     assert scene.log == ["one"]
 
 
-def test_calls_are_told_apart_by_number(scene: Scene) -> None:
+def test_calls_are_distinguished_by_number(scene: Scene) -> None:
     @scene.block
     def block(mediator: Mediator) -> None:
         scene.log.append(mediator.request("a.i1"))
@@ -117,7 +117,7 @@ def test_sides_take_turns_at_each_value(scene: Scene) -> None:
     assert scene.log == [f"{what} {name}" for name in "abc" for what in ("asks", "makes", "has")]
 
 
-def test_alive_and_waiting_tell_where_a_block_is(scene: Scene) -> None:
+def test_alive_and_waiting_describe_the_state_of_a_block(scene: Scene) -> None:
     scene.block(lambda mediator: mediator.request("a.i0"))
     (mediator,) = scene.mediators
 

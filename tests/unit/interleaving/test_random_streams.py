@@ -12,7 +12,7 @@ def drawn() -> tuple[float, float]:
     return float(torch.rand(1)), float(np.random.rand())
 
 
-def test_a_block_disturbs_nobody() -> None:
+def test_a_blocks_random_numbers_disturb_no_others() -> None:
     torch.manual_seed(1)
     np.random.seed(1)
     expected = [drawn(), drawn()]

@@ -112,7 +112,7 @@ def test_a_running_value_is_passed_on(model: Batching) -> None:
     assert total == 4
 
 
-def test_too_early_is_a_name_error_that_tells_of_barriers(model: Batching) -> None:
+def test_a_variable_read_too_early_is_a_name_error_that_mentions_barriers(model: Batching) -> None:
     with pytest.raises(NameError, match="later_on") as caught, model.trace() as tracer:
         with tracer.invoke(X):
             later_on = model[0].output

@@ -79,7 +79,7 @@ def test_a_block_that_computes_for_ever_is_stopped() -> None:
     assert ended.wait(50)
 
 
-def test_a_block_that_sleeps_is_left_behind_and_harms_nobody() -> None:
+def test_a_sleeping_block_is_abandoned_without_harm() -> None:
     def block(mediator: ThreadMediator) -> None:
         mediator.request("a.i0")
         time.sleep(3600)
@@ -168,5 +168,5 @@ def test_a_job_that_hands_over_when_it_is_being_abandoned_ends() -> None:
 
     _, error = stack.start(job).empty()
     assert isinstance(error, TimeBudgetError)
-    threads[0].join(10)
+    threads[0].join(60)
     assert not threads[0].is_alive()

@@ -383,7 +383,7 @@ def test_sessions_bring_edits_and_names(bench: Bench) -> None:
     assert not bench.engine._default_mediators
 
 
-def test_a_function_of_ones_own_is_traced(bench: Bench) -> None:
+def test_a_custom_function_is_traced(bench: Bench) -> None:
     def twice(input_ids: Any, **_: Any) -> Any:
         return (input_ids, input_ids)
 

@@ -129,7 +129,7 @@ def test_what_surrounds_a_trace_and_does_not_reach_it_is_refused(bench: Bench) -
     assert product.dtype is torch.bfloat16
 
 
-def test_classes_of_ones_own_are_refused(bench: Bench) -> None:
+def test_custom_classes_are_refused(bench: Bench) -> None:
     class Twice(LanguageModel):
         pass
 

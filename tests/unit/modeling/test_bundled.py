@@ -74,7 +74,7 @@ def test_finding_the_model_imports_nothing_heavy() -> None:
     assert answer.stdout == "set()\n"
 
 
-def test_progress_is_told_of_each_stage(tmp_path: Path) -> None:
+def test_progress_is_reported_for_each_stage(tmp_path: Path) -> None:
     heard: list[tuple[str, float]] = []
     bundled_model_path(
         cache_dir=tmp_path, build=TinyBuilder(), progress=lambda stage, done: heard.append((stage, done))

@@ -46,7 +46,7 @@ def test_the_tokens_of_each_row_are_found(model: LanguageModel) -> None:
             torch.testing.assert_close(mean, row.mean(0), rtol=1e-4, atol=1e-5)
 
 
-def test_an_error_about_a_short_texts_own_shape_tells_of_filling(model: LanguageModel) -> None:
+def test_a_shape_error_of_a_short_text_mentions_padding(model: LanguageModel) -> None:
     own = alone(model, SHORT)[None]
 
     def run(value: torch.Tensor) -> None:

@@ -52,7 +52,7 @@ def test_each_token_is_streamed_and_the_prompt_is_not(gpt2: Pair) -> None:
     assert tokens == gpt2.continuation(LONG, N)
 
 
-def test_a_streamer_of_ones_own_hears_the_prompt_too(gpt2: Pair) -> None:
+def test_a_custom_streamer_receives_the_prompt_too(gpt2: Pair) -> None:
     class Streamer:
         heard: list[torch.Tensor] = []  # noqa: RUF012 - one instance
         ended = False

@@ -77,7 +77,7 @@ def test_every_form_of_input_gives_the_same(gpt2: Pair, form: str) -> None:
     assert_near(logits[0], gpt2.logits(SHORT))
 
 
-def test_positions_are_told_only_where_rows_are_filled(gpt2: Pair) -> None:
+def test_positions_are_passed_only_where_rows_are_padded(gpt2: Pair) -> None:
     model = gpt2.model
     with model.trace(SHORT):
         alone = model.inputs[1].save()
@@ -154,7 +154,7 @@ def test_two_inputs_are_refused(gpt2: Pair) -> None:
         pass
 
 
-def test_a_trace_told_how_many_new_tokens_generates(gpt2: Pair) -> None:
+def test_a_trace_with_max_new_tokens_generates(gpt2: Pair) -> None:
     with gpt2.model.trace(SHORT, max_new_tokens=3, do_sample=False) as tracer:
         logits = save([])
         for _ in tracer.iter[:]:
@@ -194,7 +194,7 @@ def test_a_tokenizer_that_is_passed_is_left_as_it_is(gpt2: Pair) -> None:
     assert tokenizer.padding_side == "right"
 
 
-def test_a_tokenizer_that_is_loaded_fills_on_the_left_and_can_be_told_otherwise(gpt2: Pair) -> None:
+def test_a_loaded_tokenizer_pads_on_the_left_by_default(gpt2: Pair) -> None:
     assert gpt2.model.tokenizer.padding_side == "left"
     assert (
         LanguageModel(gpt2.path, tokenizer_kwargs={"padding_side": "right"}).tokenizer.padding_side == "right"

@@ -122,7 +122,7 @@ def test_options_for_loading_are_refused_with_a_module(gpt2: Pair) -> None:
         LanguageModel(gpt2.plain, tokenizer=gpt2.tokenizer, device_map="cpu")
 
 
-def test_envoys_are_told_their_own_options(gpt2: Pair) -> None:
+def test_envoys_receive_their_own_options(gpt2: Pair) -> None:
     model = LanguageModel(gpt2.path, rename={"transformer.h": "layers"})
     assert model.layers[1].path == "model.transformer.h.1"
 

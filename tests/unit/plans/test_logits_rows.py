@@ -15,7 +15,7 @@ def unembed(hidden: torch.Tensor) -> torch.Tensor:
     return hidden.repeat(1, 2)
 
 
-def test_rows_that_nobody_samples_from_are_computed_and_no_others() -> None:
+def test_only_rows_not_sampled_from_are_computed() -> None:
     sample_rows = np.array([2, 5])
     origin = LogitsRows.of(np.array([0, 2, 4, 5]), sample_rows, CPU)
     asked: list[torch.Tensor] = []

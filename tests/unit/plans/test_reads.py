@@ -60,7 +60,7 @@ def test_a_probe_changes_nothing(served: torch.dtype, contiguous: bool) -> None:
 
 
 @pytest.mark.parametrize(("served", "captured"), list(itertools.product(SERVED, CAPTURED)))
-def test_a_capture_tells_which_rows_are_beyond_its_dtype(served: torch.dtype, captured: torch.dtype) -> None:
+def test_a_capture_reports_rows_beyond_its_dtype(served: torch.dtype, captured: torch.dtype) -> None:
     hidden = torch.zeros(ROWS, WIDTH, dtype=served)
     residual = torch.zeros(ROWS, WIDTH, dtype=served)
     largest = torch.finfo(served).max

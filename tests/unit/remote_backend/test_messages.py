@@ -35,7 +35,7 @@ def test_fields_of_newer_clients_are_ignored() -> None:
     assert TraceRequest.from_bytes(message(plain, b"ab")).head.python == "3.14.0"
 
 
-def test_another_version_says_who_is_older() -> None:
+def test_another_version_is_reported_with_the_older_side() -> None:
     with pytest.raises(DecodeError, match="the server is older"):
         TraceRequest.from_bytes(message({}, version=2))
     with pytest.raises(DecodeError, match="the client is older"):

@@ -151,7 +151,7 @@ def test_functions_that_call_each_other_and_share_globals_still_do() -> None:
     assert NOTES == []
 
 
-def test_lambdas_on_one_line_are_told_apart_by_position() -> None:
+def test_lambdas_on_one_line_are_distinguished_by_position() -> None:
     first, second, outer = (lambda x: x + 1), (lambda x: x + 2), (lambda: lambda y=1: y + SCALE)
     arrived = sent([second, outer, first, outer()])
     assert [arrived[0](0), arrived[1]()(2), arrived[2](0), arrived[3]()] == [2, 5, 1, 4]
@@ -213,7 +213,7 @@ def test_data_of_a_class_that_changed_travels(monkeypatch: pytest.MonkeyPatch) -
     assert sent(Derived).count == 7
 
 
-def test_dataclasses_enums_and_modules_of_ones_own() -> None:
+def test_custom_dataclasses_enums_and_modules() -> None:
     record, colour, probe = sent([Record("a"), Colour.RED, Probe()])
     assert (record.values, record < type(record)("b")) == ([3], True)
     assert colour.other() is type(colour).BLUE
@@ -272,7 +272,7 @@ def user_module(tmp_path: Path) -> Iterator[types.ModuleType]:
     del sys.modules["users_helpers"]
 
 
-def test_a_module_of_ones_own_travels_as_far_as_code_mentions_it(user_module: types.ModuleType) -> None:
+def test_a_custom_module_is_sent_as_far_as_code_mentions_it(user_module: types.ModuleType) -> None:
     def use() -> Any:
         return user_module.times(user_module.Thing().size), user_module
 

@@ -51,7 +51,7 @@ CODES = [
 
 
 @pytest.mark.parametrize("policy", [CHECKED, TRUSTED], ids=["checked", "trusted"])
-def test_no_error_of_a_block_tells_where_python_is(policy: Policy) -> None:
+def test_no_error_of_a_block_reveals_pythons_path(policy: Policy) -> None:
     for code in CODES:
         told = json.dumps(encode_error(_raised(code, policy)))
         assert [folder for folder in FOLDERS if f"{folder}/" in told] == [], code

@@ -193,7 +193,7 @@ def test_what_a_block_cannot_take_along_is_named() -> None:
         over(recorder)
 
 
-def test_a_trace_is_refused_by_who_wants_data_and_a_value_is_no_trace() -> None:
+def test_a_trace_is_refused_as_data_and_a_value_as_a_trace() -> None:
     with Recorder() as recorder:
         pass
     data = encode_trace([recorder.kept])

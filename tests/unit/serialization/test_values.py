@@ -257,7 +257,7 @@ def test_a_module_computes_the_same_and_shares_its_tied_weights() -> None:
     assert not arrived.training
 
 
-def test_objects_of_ones_own_classes() -> None:
+def test_objects_of_custom_classes() -> None:
     values = [Shade.LIGHT | Shade.DARK, Point(1, [2]), Slotted(1, {"a": 2}), Rows([1, 2]), Key("x")]
     arrived = sent([*values, type(values[0]), {Key("x"): 1}])
     assert [repr(value) for value in arrived[:5]] == [repr(value) for value in values]

@@ -157,7 +157,7 @@ assert (five(), six(), seven()[0], seven()[1]()) == (5, 6, 7, 8), (five(), six()
 """
 
 
-def test_lambdas_on_a_line_are_told_apart_without_positions(tmp_path: pathlib.Path) -> None:
+def test_lambdas_on_a_line_are_distinguished_without_positions(tmp_path: pathlib.Path) -> None:
     script = tmp_path / "lambdas.py"
     script.write_text(LAMBDAS)
     project = str(pathlib.Path(__file__).resolve().parents[3])

@@ -170,7 +170,7 @@ def test_a_text_is_parsed_once_and_forgotten_when_many_others_came(tmp_path: Pat
     assert after.lines == before.lines
 
 
-def test_equal_code_of_two_files_is_told_apart(tmp_path: Path) -> None:
+def test_equal_code_of_two_files_is_distinguished(tmp_path: Path) -> None:
     reader = SourceReader()
     functions = []
     for name in ("one.py", "two.py"):

@@ -95,7 +95,7 @@ def test_logits_of_a_trace_give_the_same_lens(dtype: torch.dtype) -> None:
     np.testing.assert_allclose(drawn, [[0.4, 0.7], [0.8, 0.9]], atol=0.02)
 
 
-def test_a_tokenizers_tokens_are_written_as_a_server_tells_them() -> None:
+def test_a_tokenizers_tokens_are_written_as_a_server_returns_them() -> None:
     tokenizer = AutoTokenizer.from_pretrained(bundled_model_path())
     ids = [7042, tokenizer.convert_tokens_to_ids("âĢ")]
     logits = torch.zeros(1, len(ids), len(tokenizer))
@@ -164,7 +164,7 @@ def test_of_fewer_queries_than_keys_the_last_tokens_look() -> None:
     assert ticks(figure.axes[0].yaxis) == ["c"]
 
 
-def test_draws_where_it_is_told_to() -> None:
+def test_draws_on_the_given_axes() -> None:
     figure = Figure()
     left, right = figure.subplots(1, 2)
     assert lens_map(LENS, ax=left) is figure

@@ -17,13 +17,19 @@ from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY, TraceEntry
 
 
 class Engine:
-    """An engine whose requests' outputs a test decides; the prompt of a request holds its steps."""
+    """An engine whose requests' outputs a test decides.
+
+    Attributes:
+        script: The steps of a request, by its prompt; a prompt may also hold them itself.
+    """
 
     def __init__(self, max_bytes: int = 2**30, result: bytes = b"") -> None:
         self.result = result
         self.unread = Backpressure(max_bytes)
         self.traces = TraceRouter(self.unread)
         self.num_running = 0
+        self.output_processor = None
+        self.script: dict[str, Sequence[Any]] = {}
         self.held: dict[str, bytes] = {}
         self.forgotten: list[str] = []
         self.aborted: list[str] = []
@@ -32,14 +38,17 @@ class Engine:
         self, prompt: Any, params: SamplingParams, request_id: str, **_: Any
     ) -> AsyncGenerator[Any, None]:
         """Make an output for each number, an event for bytes, and raise an exception."""
-        key, steps = params.extra_args[TRACE_KEY]["key"], prompt["steps"]  # type: ignore[index]
+        assert params.extra_args is not None
+        key, index = (params.extra_args[TRACE_KEY][name] for name in ("key", "index"))
+        steps = prompt["steps"] if "steps" in prompt else self.script[prompt["prompt"]]
         self.num_running += 1
+        last = steps[-1] if isinstance(steps, Sequence) else None
         try:
             self.traces.note_arrival(key)
             for step in steps:
                 await asyncio.sleep(0)
                 if isinstance(step, bytes):
-                    self.traces.deliver([(key, 0, step, "")], 0)
+                    self.traces.deliver([(key, index, step, "")], 0)
                 elif isinstance(step, Exception):
                     raise step
                 else:
@@ -47,7 +56,7 @@ class Engine:
                         index=0, token_ids=list(range(step)), text="a" * step, finish_reason=None
                     )
                     yield SimpleNamespace(
-                        request_id=request_id, outputs=[choice], finished=step == steps[-1],
+                        request_id=request_id, outputs=[choice], finished=step == last,
                         prompt=None, prompt_token_ids=[1],
                     )  # fmt: skip
         finally:
@@ -60,7 +69,7 @@ class Engine:
         raise NotImplementedError
 
     async def finish_trace(self, key: str, results: dict[str, Any]) -> FinishedTrace:
-        return FinishedTrace(self.result, "", "", 0.0, "tap", results)
+        return FinishedTrace(self.result, "", "", "tap", results)
 
     async def forget_trace(self, key: str, request_ids: Sequence[str]) -> None:
         self.forgotten.append(key)

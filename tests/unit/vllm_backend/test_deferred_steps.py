@@ -130,7 +130,7 @@ def test_a_token_is_computed_again_and_counts_once(scheduling: Scheduling) -> No
     assert scheduling.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() > blocks
 
 
-def test_who_waits_keeps_a_place(scheduling: Scheduling) -> None:
+def test_a_waiting_request_keeps_its_slot(scheduling: Scheduling) -> None:
     scheduling.scheduler.max_num_running_reqs = scheduling.scheduler.max_num_active_reqs = 2
     scheduling.add("slow", 10, "many")
     scheduling.step()
@@ -168,7 +168,7 @@ def test_a_tenant_rests_for_others_alone() -> None:
     assert cells.throttled == frozenset()
 
 
-def test_who_ends_while_waiting_is_forgotten(scheduling: Scheduling) -> None:
+def test_a_request_that_ends_while_waiting_is_dropped(scheduling: Scheduling) -> None:
     scheduling.add("slow", 10, "many")
     scheduling.step(undone=("slow",), waiting=frozenset({"slow"}))
     scheduling.scheduler.finish_requests("slow", RequestStatus.FINISHED_ABORTED)

@@ -37,7 +37,7 @@ def test_lists_grow_and_outputs_that_have_left_keep_theirs() -> None:
     assert news.of({"rows": rows, "last": float(rows[-1][0])}) is None
 
 
-def test_what_was_edited_or_replaced_is_told_again() -> None:
+def test_edited_and_replaced_values_are_sent_again() -> None:
     news, known = Deltas(), DeltaReader()
     value, table = torch.zeros(2), {"a": 1}
     told(news, {"value": value, "table": table}, known)
@@ -55,7 +55,7 @@ CONTAINERS = st.one_of(st.dictionaries(ITEMS, ITEMS, max_size=4), st.sets(ITEMS,
 
 
 @given(st.lists(CONTAINERS, min_size=2, max_size=5))
-def test_a_dict_and_a_set_are_told_whatever_was_done_to_them(states: list[Any]) -> None:
+def test_every_change_of_a_dict_and_a_set_is_sent(states: list[Any]) -> None:
     news, known = Deltas(), DeltaReader()
     saves: dict[str, Any] = {"dict": {}, "set": set()}
     for state in states:
@@ -112,7 +112,7 @@ def test_what_could_not_be_sent_comes_whole_or_not_at_all(monkeypatch: pytest.Mo
     assert known.whole == {"rows": [1, 2, "short", 3, 4], "step": 4}
 
 
-def test_inference_tensors_are_told_once() -> None:
+def test_inference_tensors_are_sent_once() -> None:
     news, known = Deltas(), DeltaReader()
     with torch.inference_mode():
         value = torch.ones(2)

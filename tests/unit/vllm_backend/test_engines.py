@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
@@ -18,6 +17,9 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from nnsight_engine.vllm_backend.engines import AsyncEngine, SyncEngine
+from nnsight_engine.vllm_backend.traced_requests import TraceRequests
+from nnsight_engine.vllm_backend.traces.entry import TraceEntry
+from tests.unit.vllm_backend.scripted_engine import Engine
 
 
 class PlayedCore:
@@ -183,26 +185,48 @@ def test_calls_of_workers_wait_for_a_run_of_another_thread(host: SyncEngine, cor
     assert order == ["step", "method"]
 
 
-def test_an_interrupt_cancels_what_runs_on_the_engines_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended, main = threading.Event(), threading.get_ident()
+def test_an_interrupt_ends_the_trace_on_the_engines_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    main, inner = threading.get_ident(), Engine()
+
+    def outputs() -> Iterator[int]:
+        yield 1
+        signal.pthread_kill(main, signal.SIGINT)
+        yield from range(2, 10**9)
 
     async def started(_: Any) -> Any:
-        return type("Inner", (), {"output_processor": None, "generate": staticmethod(generate)})
-
-    async def generate(*_: Any) -> Any:
-        try:
-            signal.pthread_kill(main, signal.SIGINT)
-            await asyncio.sleep(60)
-            yield
-        finally:
-            ended.set()
+        return inner
 
     monkeypatch.setattr(AsyncEngine, "_started", staticmethod(started))
     monkeypatch.setattr("nnsight_engine.vllm_backend.engines.deliver_payloads", lambda *_: None)
     host = AsyncEngine({})
+    requests = TraceRequests("key")
+    requests.add({"steps": outputs()}, SamplingParams(), TraceEntry("key", 0, 1, b"", []))
     try:
         with pytest.raises(KeyboardInterrupt):
-            host.run(["prompt"], [SamplingParams()])
-        assert ended.wait(30)
+            host.run_trace(requests)
+        for _ in range(3000):
+            if inner.forgotten:
+                break
+            time.sleep(0.01)
     finally:
         host._end_loop()
+    assert (inner.num_running, inner.forgotten, inner.aborted) == (0, ["key"], requests.ids)
+
+
+def test_a_trace_whose_requests_fail_is_dropped(host: SyncEngine, core: PlayedCore) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    def call(method: str, args: tuple[Any, ...]) -> list[bytes]:
+        calls.append((method, args[0]))
+        return [b"results"]
+
+    cast(Any, host.inner).collective_rpc = call
+    requests = TraceRequests("key")
+    params = SamplingParams(detokenize=False, max_tokens=1)
+    requests.add({"prompt_token_ids": [7]}, params, TraceEntry("key", 0, 1, b"", []))
+    data, (output,) = host.run_trace(requests)
+    assert (data, output.outputs[0].token_ids) == (b"results", [7])
+    core.before_step = raises(RuntimeError("a step failed"))
+    with pytest.raises(RuntimeError, match="a step failed"):
+        host.run_trace(requests)
+    assert calls == [("collect_trace", "key"), ("drop_trace", "key")]

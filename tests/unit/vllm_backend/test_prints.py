@@ -51,7 +51,7 @@ def test_only_what_a_blocks_own_thread_writes_is_its_own(monkeypatch: pytest.Mon
     assert reporting.report("request", entry(), dict) is None
 
 
-def test_lines_are_told_when_they_have_ended_and_the_rest_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_complete_lines_are_sent_at_once_and_the_rest_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     instead(monkeypatch)
     reporting = Reporting()
     enter = reporting.open("request", entry())

@@ -66,7 +66,7 @@ def test_a_block_that_waits_for_a_processor_is_not_late() -> None:
     assert stack.start(lambda: time.sleep(0.5)).empty() == (None, None)  # others compute meanwhile
 
 
-def test_a_block_that_computes_for_longer_than_it_may_is_told_so() -> None:
+def test_a_block_over_its_time_budget_gets_an_error() -> None:
     def compute() -> None:
         end = time.process_time() + 5
         while time.process_time() < end:

@@ -40,7 +40,7 @@ def test_only_the_requests_rows_travel_and_come_back(shape: tuple[int, ...]) -> 
     assert torch.equal(back.index_select(axis, others), whole.index_select(axis, others))
 
 
-def test_what_nobody_changed_stays_the_very_object() -> None:
+def test_an_unchanged_value_stays_the_same_object() -> None:
     parcels = RowPayloads(spans((0, 2)), 4)
     value = (torch.ones(4, 2), torch.ones(4, 2))
     there = parcels.unpack(*parcels.pack(value), HOST)

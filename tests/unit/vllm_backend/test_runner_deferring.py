@@ -120,7 +120,7 @@ def test_a_block_that_has_left_before_has_no_token() -> None:
     assert runner.sampled()[1] == first[1], "its stream was put back"
 
 
-def test_the_end_of_a_rest_is_told_although_no_block_is_there() -> None:
+def test_the_end_of_a_pause_is_reported_without_a_block() -> None:
     traces = _Traces(leaves=False)
     runner = _Runner(traces)
     traces.sandboxes.throttled = frozenset({"many"})

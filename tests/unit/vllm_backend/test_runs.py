@@ -160,7 +160,7 @@ class Schedule:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_shared_steps_tell_what_steps_told_one_by_one_tell(seed: int) -> None:
+def test_shared_steps_report_the_same_as_single_steps(seed: int) -> None:
     logs, workers = [], []
     for shares in (True, False):
         worker = Worker(shares=shares, max_request_bytes=1_100, max_bytes=1_500)
@@ -287,7 +287,7 @@ def test_times_are_shared_by_what_each_does() -> None:
     assert 24 <= spent["r0"] + spent["r2"] < 25
 
 
-def test_who_leaves_in_the_middle_of_a_run_has_all_of_it_and_the_others_go_on() -> None:
+def test_a_request_that_ends_within_a_run_has_all_results_and_others_go_on() -> None:
     decoding = Decoding([[CAPTURE, MEAN], [CAPTURE], [STEER]])
     decoding.step()
     decoding.step()
@@ -358,7 +358,7 @@ def test_reads_that_cannot_be_collected_fail_their_requests_and_no_others() -> N
     assert [position for record in payload.records for position in record.positions] == [2, 3, 4]
 
 
-def test_a_step_in_which_nobody_intervenes_ends_a_run() -> None:
+def test_a_step_without_interventions_ends_a_run() -> None:
     decoding = Decoding([[CAPTURE]])
     decoding.step()
     decoding.worker.begin({}, set())

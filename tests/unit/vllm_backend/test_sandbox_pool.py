@@ -15,6 +15,7 @@ from nnsight_engine.vllm_backend.traces.edits import EditStore
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_pool import SandboxPool
 from nnsight_engine.vllm_backend.traces.stages.early_stage import EarlyStageTraces
+from nnsight_engine.vllm_backend.traces.step_facts import KnownRequests
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 
@@ -51,4 +52,5 @@ def test_untrusted_code_never_runs_in_the_worker_whatever_its_limits_say() -> No
 
 def test_an_early_stage_has_no_results() -> None:
     traces = EarlyStageTraces.__new__(EarlyStageTraces)
+    traces.known = KnownRequests()
     assert traces.collect("key", {}) == []

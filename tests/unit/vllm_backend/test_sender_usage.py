@@ -28,7 +28,7 @@ def run(sharing: SenderUsage, clock: Clock, seconds: float, tokens: dict[str, in
         sharing.charge(tokens, 0.01)
 
 
-def test_who_keeps_an_engine_busy_is_heavy_and_light_again_after_a_pause(clock: Clock) -> None:
+def test_a_busy_sender_is_heavy_and_light_again_after_a_pause(clock: Clock) -> None:
     sharing = SenderUsage(5.0, 1.25, clock)
     sharing.arrive("many")
     sharing.arrive("few")
@@ -41,7 +41,7 @@ def test_who_keeps_an_engine_busy_is_heavy_and_light_again_after_a_pause(clock: 
     assert sharing.light_senders() == {"many", "few"}
 
 
-def test_who_uses_less_than_their_share_stays_light_however_long(clock: Clock) -> None:
+def test_a_sender_below_its_share_stays_light_indefinitely(clock: Clock) -> None:
     sharing = SenderUsage(5.0, 1.25, clock)
     sharing.arrive("a")
     sharing.arrive("b")
@@ -52,7 +52,7 @@ def test_who_uses_less_than_their_share_stays_light_however_long(clock: Clock) -
     assert sharing.light_senders() == {"a", "b"}
 
 
-def test_a_newcomer_who_floods_is_heavy_beside_the_other(clock: Clock) -> None:
+def test_a_flooding_newcomer_is_heavy_beside_the_other(clock: Clock) -> None:
     sharing = SenderUsage(5.0, 1.25, clock)
     sharing.arrive("first")
     for _ in range(300):
@@ -64,7 +64,7 @@ def test_a_newcomer_who_floods_is_heavy_beside_the_other(clock: Clock) -> None:
     assert sharing.light_senders() == {"first"}
 
 
-def test_who_is_away_for_long_does_not_count(clock: Clock) -> None:
+def test_a_long_absent_sender_does_not_count(clock: Clock) -> None:
     sharing = SenderUsage(5.0, 1.25, clock)
     sharing.arrive("many")
     sharing.arrive("few")
@@ -77,7 +77,7 @@ def test_who_is_away_for_long_does_not_count(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize(("sender", "window_s"), [("", 5.0), ("tenant", 0.0)])
-def test_without_tenants_and_without_a_window_nobody_is_known(sender: str, window_s: float) -> None:
+def test_without_tenants_and_without_a_window_no_sender_is_counted(sender: str, window_s: float) -> None:
     sharing = SenderUsage(window_s, 1.25)
     sharing.arrive(sender)
     assert not sharing

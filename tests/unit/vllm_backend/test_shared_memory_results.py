@@ -77,7 +77,7 @@ def test_a_full_file_system_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_what_nobody_takes_is_removed(tmp_path: Path) -> None:
+def test_uncollected_results_are_removed(tmp_path: Path) -> None:
     handover = SharedMemoryResults(tmp_path)
     leave(PIECES, handover.path(KEY))
     handover.forget(KEY)

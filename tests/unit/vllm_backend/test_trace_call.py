@@ -40,7 +40,7 @@ def begun(call: TraceCall, request_id: str = "request") -> TracedPrompt:
 
 
 def finished(data: bytes) -> FinishedTrace:
-    return FinishedTrace(data, "", "", 0.0, "tap", {})
+    return FinishedTrace(data, "", "", "tap", {})
 
 
 class Stream:
@@ -111,7 +111,7 @@ async def test_after_too_much_waited_only_whole_values_come() -> None:
     assert stream.unread.num_bytes == 0
 
 
-async def test_large_news_are_read_beside_what_is_told_meanwhile() -> None:
+async def test_large_deltas_are_read_beside_later_events() -> None:
     stream = Stream(max_bytes=2**24)
     stream.report("", {"rows": [torch.zeros(2**20)]})
     reading = asyncio.create_task(stream.chunk())
@@ -274,7 +274,7 @@ async def test_the_last_output_follows_the_results_of_the_block() -> None:
         assert slot.is_released == output.finished, "the next prompt may start when this one is collected"
         seen.append(output.finished)
     (result,) = call.take_final(0, 1).results
-    call.close(pytest.fail)
+    call.close(lambda _: pytest.fail("it has ended already"))
     assert isinstance(result, CollectedTrace)
     assert (seen, result.saves) == ([False, True], {"a": 1})
     assert (engine.forgotten, len(engine.traces)) == ([], 0)
@@ -303,5 +303,5 @@ async def test_the_block_of_several_choices_is_sent_once() -> None:
     with pytest.raises(ApiError, match="cannot be read"):  # the engine has no results
         _ = [output async for output in prompt.outputs()]
     assert engine.held == {prompt.requests.key: b"block"}
-    assert prompt.requests.params[0].extra_args[TRACE_KEY]["data"] == b""  # type: ignore[index]
+    assert prompt.requests.params[0].extra_args[TRACE_KEY]["data"] == b""
     assert call.failure is not None

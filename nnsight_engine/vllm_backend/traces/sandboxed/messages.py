@@ -120,11 +120,11 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
 
 
 class InvalidValue(msgspec.Struct, frozen=True, tag=True):
-    """The value at a place cannot be given to a sandbox process."""
+    """The value at a place cannot be given to a sandbox process, with the error to raise in its blocks."""
 
     provider: str
     passed: PassedPlaces
-    reason: str
+    error: dict[str, Any]
 
 
 class End(msgspec.Struct, frozen=True, tag=True):

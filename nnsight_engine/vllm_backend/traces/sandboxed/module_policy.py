@@ -11,18 +11,23 @@ The result must fit into a message. It is computed in parts, and the time counts
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.families import ModelPoints
 from nnsight_engine.vllm_backend.traces.errors import SandboxedError
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
 from nnsight_engine.vllm_backend.traces.sandboxed.module_call import ModuleCall, rows_at_once
+from nnsight_engine.vllm_backend.traces.stages.remote_modules import weight_width
+from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 
 _NUMBER_BYTES: Final = 4
 """Maximum size of an element of a module's output."""
@@ -36,33 +41,44 @@ class CallableModules:
 
     Args:
         model: The worker's tree of envoys.
+        dispatcher: The dispatcher of the model's calls, which makes the calls where the modules are.
         points: The model's points.
-        max_rows: Maximum number of rows of a step of the engine.
-        max_bytes: Maximum size of a call's result.
+        config: vLLM's configuration.
+        limits: Resource limits for blocks.
+
+    Attributes:
+        entry: The place where the residual stream begins, if a tap lies there; else empty.
+        refused: The places whose values no block can have.
+        places: The places whose values can be requested.
     """
 
-    def __init__(self, model: WorkerModel, points: ModelPoints, max_rows: int, max_bytes: int) -> None:
+    def __init__(
+        self,
+        model: WorkerModel,
+        dispatcher: TraceDispatcher,
+        points: ModelPoints,
+        config: VllmConfig,
+        limits: EngineLimits,
+    ) -> None:
         """Build the table of modules; a path received from a process is only looked up in this table."""
         self._envoys = {str(envoy.path): envoy for envoy in model.modules()}
-        entry = model.entry
-        self._beside_modules = frozenset([entry] if entry else [])
-        self._max_rows = max_rows
-        self._max_bytes = max_bytes
+        self._dispatcher = dispatcher
+        self.entry = model.entry
+        of_modules = {f"{path}.{side}" for path in self._envoys for side in ("input", "output")}
+        self.refused = frozenset(one for one in of_modules if dispatcher.refusal(one) is not None)
+        self.places = (of_modules | ({self.entry} if self.entry else set())) - self.refused
+        self._max_rows = config.scheduler_config.max_num_batched_tokens
+        self._max_bytes = limits.sandbox_message_bytes
         self._max_width = 2 * max(points.hidden_size, points.intermediate_size or 0)
+        layers = f"{model.path}.{points.family.layers}"
         self._mlps = {
-            id(points.layers[layer].get_submodule(points.family.mlp))
-            for layer in points.local_layers
+            f"{layers}.{layer}.{points.family.mlp}"
+            for layer in range(len(points.layers))
             if points.family.mlp
         }
         self._hidden_size = points.hidden_size
         weight = next(points.model.parameters())
         self._dtype, self._device = weight.dtype, weight.device
-
-    @property
-    def places(self) -> frozenset[str]:
-        """The places whose values can be requested."""
-        of_modules = (f"{path}.{side}" for path in self._envoys for side in ("input", "output"))
-        return self._beside_modules.union(of_modules)
 
     @property
     def call_bytes(self) -> int:
@@ -86,7 +102,8 @@ class CallableModules:
         embeds = isinstance(module, VocabParallelEmbedding) and not rows[0].is_floating_point()
         row_bytes, row_work = self._cost(module, rows[0], embeds=embeds)
         num_axes = rows[0].ndim if embeds else rows[0].ndim - 1
-        call = ModuleCall(path, envoy._apply_to_values, rows, num_axes, rows_at_once(row_work))  # noqa: SLF001 - as above
+        apply = partial(self._dispatcher.call_module, envoy)
+        call = ModuleCall(path, apply, rows, num_axes, rows_at_once(row_work))
         if call.num_rows * row_bytes > self._max_bytes:
             raise SandboxedError.uncalled(
                 path,
@@ -105,7 +122,7 @@ class CallableModules:
             width = max(width, int(given.output_size))
         elif isinstance(module, torch.nn.Linear):
             width = max(width, int(given.out_features))
-        work = width if embeds else max(width, sum(one.numel() for one in module.parameters()))
+        work = width if embeds else max(width, sum(map(_multiplications, module.modules())))
         takes = 2 if isinstance(module, RMSNorm | GemmaRMSNorm) else 1
         return width * takes * _NUMBER_BYTES, work
 
@@ -158,16 +175,28 @@ class CallableModules:
         if isinstance(module, LinearBase):
             return int(module.input_size)
         if isinstance(module, _NORMS):
-            return self._hidden_size if module.weight is None else int(module.weight.shape[-1])
+            return weight_width(module) or self._hidden_size
         if isinstance(module, torch.nn.Linear):
             return int(module.in_features)
         if isinstance(module, _ELEMENTWISE):
             return 0
-        if id(module) in self._mlps and _is_harmless(module):
+        if path in self._mlps and _is_harmless(module):
             return self._hidden_size
         raise SandboxedError.uncalled(
             path, "modules that compute on rows are: norms, linear layers, MLPs, and the (un)embedding"
         )
+
+
+def _multiplications(module: torch.nn.Module) -> int:
+    """Return the multiplications per row of one module, over all ranks and without its children's."""
+    given: Any = module
+    if isinstance(module, LinearBase):
+        return int(given.input_size) * int(given.output_size)
+    if isinstance(module, VocabParallelEmbedding):
+        return int(given.num_embeddings) * int(given.embedding_dim)
+    if isinstance(module, torch.nn.Linear):
+        return int(given.in_features) * int(given.out_features)
+    return 0
 
 
 def _is_harmless(module: torch.nn.Module) -> bool:

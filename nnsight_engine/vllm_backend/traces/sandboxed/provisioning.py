@@ -4,43 +4,47 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from nnsight_engine.sandbox.forkserver import ForkServer
 from nnsight_engine.serialization import encode
-from nnsight_engine.vllm_backend.traces.sandboxed.module_policy import CallableModules
-from nnsight_engine.vllm_backend.traces.stages.remote_modules import described
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from nnsight_engine.vllm_backend.compat import EngineLimits
     from nnsight_engine.vllm_backend.families import ModelPoints
-    from nnsight_engine.vllm_backend.traces.model import WorkerModel
+    from nnsight_engine.vllm_backend.traces.sandboxed.module_policy import CallableModules
     from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_pool import SandboxPool
+    from nnsight_engine.vllm_backend.traces.stages.remote_modules import Description
 
 _NURSERY: Final = "nnsight_engine.vllm_backend.traces.sandboxed.zygote"
 _NUM_SPARE: Final = 4
 
 
 def open_sandbox_pool(
-    sandboxes: SandboxPool, model: WorkerModel, points: ModelPoints, config: VllmConfig, limits: EngineLimits
+    sandboxes: SandboxPool,
+    served: CallableModules,
+    modules: Sequence[Description],
+    points: ModelPoints,
+    config: VllmConfig,
+    limits: EngineLimits,
 ) -> None:
     """Start the fork server for a worker's sandboxed traces, without waiting for it.
 
     Args:
         sandboxes: The worker's sandbox pool.
-        model: The worker's tree of envoys.
+        served: Calls modules for the processes.
+        modules: The descriptions of the model's modules.
         points: The model's points.
         config: vLLM's configuration.
         limits: Resource limits for blocks.
     """
     half_bytes = limits.sandbox_message_bytes
-    max_rows = config.scheduler_config.max_num_batched_tokens
-    served = CallableModules(model, points, max_rows, half_bytes)
     setup = {
         "call_bytes": served.call_bytes,
-        "modules": described(points.model),
+        "modules": list(modules),
         "class_name": type(points.model).__name__,
         "architectures": list(config.model_config.hf_text_config.architectures or []),
         "sizes": {
@@ -53,7 +57,8 @@ def open_sandbox_pool(
             "tensor_parallel_size": points.tensor_parallel_size,
         },
         "limits": dataclasses.asdict(limits),
-        "entry": model.entry,
+        "entry": served.entry,
+        "refused": sorted(served.refused),
     }
     command = [sys.executable, "-m", _NURSERY]
     server = ForkServer(

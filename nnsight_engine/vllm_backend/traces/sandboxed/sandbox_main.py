@@ -25,7 +25,7 @@ from nnsight_engine.sandbox.channel import SandboxSide
 from nnsight_engine.serialization import decode, restore_error
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.families import ModelPoints
-from nnsight_engine.vllm_backend.traces.errors import SandboxedError
+from nnsight_engine.vllm_backend.traces.errors import SandboxedError, SpreadModuleError
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
 from nnsight_engine.vllm_backend.traces.names import Names
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
@@ -53,6 +53,8 @@ from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     slot_of,
 )
 from nnsight_engine.vllm_backend.traces.stages.row_payloads import RemoteStageValue, RowPayloads
+from nnsight_engine.vllm_backend.traces.step_facts import StepFacts
+from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 from nnsight_engine.vllm_backend.traces.trace_end import TraceEnd
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 
@@ -171,6 +173,20 @@ class WorkerValue(RemoteStageValue):
         return "outside of the sandbox"
 
 
+class SandboxDispatcher(TraceDispatcher):
+    """The dispatcher of a sandbox process, whose values are offered by the worker.
+
+    Attributes:
+        refused: The places whose values no block can have, because their sharding over ranks is not known.
+    """
+
+    refused: frozenset[str] = frozenset()
+
+    def refusal(self, provider: str) -> Exception | None:
+        """Return why no block can have a provider's value; None if blocks can."""
+        return SpreadModuleError.place(provider) if provider in self.refused else None
+
+
 class SandboxTraces(WorkerTraces):
     """The requests of one trace, in its sandbox process.
 
@@ -184,6 +200,7 @@ class SandboxTraces(WorkerTraces):
     """
 
     policy = CHECKED
+    dispatcher: SandboxDispatcher
     _block_threads: WaitingThreads
 
     def __init__(
@@ -202,7 +219,7 @@ class SandboxTraces(WorkerTraces):
         self._after_model_payloads: RowPayloads | None = None
         self._is_after_model = False
         self._leftovers = Leftovers()
-        super().__init__(points, None, limits)
+        super().__init__(points, None, limits, dispatcher=SandboxDispatcher())
 
     def _new_model(self, names: Names) -> WorkerModel:
         return self._make(self, names)
@@ -241,23 +258,23 @@ class SandboxTraces(WorkerTraces):
         """
         match head:
             case BeginRequests(arrived):
-                self.begin(arrived, set())
+                self.begin(StepFacts(arrived))
                 return packed(ContinueReply(self._now_wanted(), live=list(self._live)))
             case StepMessage(spans, finished, passed):
                 self._pass(passed)
-                self.begin((), set(finished))
+                self.begin(StepFacts(finished=finished))
                 return self._step(spans)
             case Offer():
                 return self._offer(head, body)
-            case InvalidValue(provider, passed, reason):
+            case InvalidValue(provider, passed, error):
                 self._pass(passed)
-                self.dispatcher.fail(provider, SandboxedError.unshared(reason))
+                self.dispatcher.fail(provider, restore_error(error))
                 return packed(self._go())
             case End(passed):
                 self._pass(passed)
                 return packed(self._leave_step())
             case Collect(key, results, finished):
-                self.begin((), set(finished))
+                self.begin(StepFacts(finished=finished))
                 pieces = self.collect(key, results)
                 self._start_over()
                 is_clean = not (self._leftovers.exist() or self._block_threads.have_leftovers)

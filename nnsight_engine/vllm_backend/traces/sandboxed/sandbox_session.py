@@ -15,16 +15,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import torch
-
-from nnsight_engine.core.trees import tensors
 from nnsight_engine.remote_backend.prints import MAX_BYTES
 from nnsight_engine.remote_backend.values.received_blocks import failure_of, outcome_of
 from nnsight_engine.sandbox.errors import SandboxEndedError
 from nnsight_engine.serialization import encode, encode_error
 from nnsight_engine.serialization.message.table import Piece
-from nnsight_engine.serialization.values import encode_pieces
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
+from nnsight_engine.vllm_backend.traces.errors import SandboxedError
 from nnsight_engine.vllm_backend.traces.reporting import Report
 from nnsight_engine.vllm_backend.traces.sandboxed.changes import Changes
 from nnsight_engine.vllm_backend.traces.sandboxed.connection import SandboxConnection
@@ -37,13 +34,12 @@ from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     InvalidValue,
     Offer,
     PassedPlaces,
-    SandboxReply,
     StepMessage,
-    Tensors,
     ValueSlot,
-    slots_of,
 )
-from nnsight_engine.vllm_backend.traces.stages.row_payloads import RowPayloads, RowsPlaceholder, RowStore
+from nnsight_engine.vllm_backend.traces.sandboxed.offered_values import packed_value, put_changes
+from nnsight_engine.vllm_backend.traces.sandboxed.session_reports import SessionReports
+from nnsight_engine.vllm_backend.traces.stages.row_payloads import RowPayloads
 
 if TYPE_CHECKING:
     from nnsight_engine.sandbox.forkserver import ForkServer, Sandbox
@@ -54,10 +50,6 @@ if TYPE_CHECKING:
 _MAX_SAID: Final = 2000
 _MAX_MISFITS: Final = 500
 """Limit for consecutive steps whose rows differ from the deferred one's; beyond it the trace fails."""
-_SHARED: Final = (
-    "`{}` holds a tensor that belongs to all requests of the step together, so a sandboxed block cannot have "
-    "it. Ask for the value of a module around it."
-)
 
 
 class Opened(NamedTuple):
@@ -73,7 +65,7 @@ class SandboxSession:
     """The session of one trace's process, as registered with the dispatcher.
 
     Args:
-        board: The dispatcher of the model's calls.
+        dispatcher: The dispatcher of the model's calls.
         sandbox: The process.
         opened: The resources with which it runs.
         order: Position of its first request in the order of arrival.
@@ -84,7 +76,7 @@ class SandboxSession:
     Attributes:
         entries: The entries of its requests, by request id.
         live: The requests whose blocks still take part in steps.
-        talk: The connection to the process.
+        connection: The connection to the process.
         finished: Requests that have ended, which have not been reported to the process yet.
         undone: Requests whose rows of the running step are discarded.
         is_deferred: Whether the process is still in a step that continued without it.
@@ -133,8 +125,7 @@ class SandboxSession:
         self._before: list[str] = []
         self._passed: list[str] = []
         self._unreported = PassedPlaces()
-        self._over: set[str] = set()
-        self._reports: dict[str, Report] = {}
+        self._reports = SessionReports(self.entries)
         self._payloads: RowPayloads | None = None
         self._is_after_model = False
         self._spans: list[TraceSpan] = []
@@ -142,7 +133,6 @@ class SandboxSession:
         self._at = ""
         self._is_resuming = self._replays = self._takes_part = False
         self._offered: set[str] = set()
-        self._num_printed = 0
         self._collected: Collected | None = None
         self._is_clean = False
         self.needed_modules = self.needs_modules = False
@@ -181,8 +171,8 @@ class SandboxSession:
         self._go(reply)
         if reply.live is not None:
             sent = self.live - {name for name, _ in self._arrived}
-            self._over |= sent.difference(reply.live)
-            self.live -= self._over
+            self._reports.over |= sent.difference(reply.live)
+            self.live -= self._reports.over
         self._send_arrived()
 
     def prepare(self, spans: Sequence[TraceSpan], *, is_bound: bool) -> None:
@@ -269,7 +259,7 @@ class SandboxSession:
         """Register the places of the changes made in this step, to replay them when the model passes."""
         self._replays = True
         for provider in self._changes.by_place:
-            self.dispatcher.want(provider, self)  # type: ignore[arg-type] # stands for the requests of a trace
+            self.dispatcher.want(provider, self)
 
     def _take_finished(self) -> list[str]:
         finished, self.finished = self.finished, set()
@@ -278,7 +268,7 @@ class SandboxSession:
     @property
     def is_idle(self) -> bool:
         """Whether none of its requests is running, and none that failed has yet to be ended."""
-        return not (self.live or self._over)
+        return not (self.live or self._reports.over)
 
     @property
     def waiting(self) -> set[str]:
@@ -320,30 +310,23 @@ class SandboxSession:
             self.tier = "eager"
         self._spans = []
         for provider in self._changes.by_place.keys() - set(self._wanted):
-            self.dispatcher.unwant(provider, self)  # type: ignore[arg-type] # as above
+            self.dispatcher.unwant(provider, self)
         self._changes.clear()
 
     def take_deltas(self) -> tuple[list[str], dict[str, Report]]:
         """Return the requests that are to end, and the reports by request."""
         if self.error is not None:
-            self._over |= self.live
-        over, self._over = self._over, set()
-        reports, self._reports = self._reports, {}
+            self._reports.over |= self.live
+        over, reports = self._reports.take()
         self.live.difference_update(over)
-        return list(over), reports
+        return over, reports
 
     def _note(self, reply: ContinueReply) -> None:
         """Record the reports and ended requests of a step."""
-        self._over |= self.live.intersection(reply.ended)
-        for report in reply.reports:
-            entry = self.entries.get(report.request_id)
-            self._num_printed += len(report.printed)
-            if self._num_printed > 2 * MAX_BYTES:  # an unmodified process stops at half of that
-                self.connection.give_up(SandboxEndedError.broken("it printed without end"))
-            elif entry is not None and not _is_wanted(report, entry):  # nothing would ever read it
-                self.connection.give_up(SandboxEndedError.broken("it reported what nobody asked for"))
-            elif entry is not None:
-                self._reports[report.request_id] = (entry.key, entry.index, report.data, report.printed)
+        try:
+            self._reports.note(self.live.intersection(reply.ended), reply.reports)
+        except SandboxEndedError as error:
+            self.connection.give_up(error)
 
     def _go(self, reply: ContinueReply) -> None:
         """Record the places that the process wants, and whether the step has ended for it."""
@@ -392,7 +375,7 @@ class SandboxSession:
     def close(self) -> Sandbox | None:
         """Release the process; return it if another trace may run in it, and end it otherwise."""
         self._want([])
-        self.dispatcher.forget(self)  # type: ignore[arg-type] # as above
+        self.dispatcher.forget(self)
         self.live.clear()
         if self._is_clean and self.error is None and not self.connection.is_unanswered:
             return self.connection.sandbox
@@ -404,9 +387,9 @@ class SandboxSession:
         now = {provider: None for provider in wanted if provider in self._places}
         for provider in self._wanted:
             if provider not in now:
-                self.dispatcher.unwant(provider, self)  # type: ignore[arg-type] # stands for the requests of a trace
+                self.dispatcher.unwant(provider, self)
         for provider in now:
-            self.dispatcher.want(provider, self)  # type: ignore[arg-type] # the same
+            self.dispatcher.want(provider, self)
         self._wanted = list(now)
 
     def _newly_passed(self) -> PassedPlaces:
@@ -440,33 +423,39 @@ class SandboxSession:
 
     def serve(self, provider: str) -> None:
         """Offer the value at hand to the process; its changes are applied when it has answered."""
+        if self._has_stopped_at(provider):
+            return
+        payloads = self._payloads
+        assert payloads is not None  # noqa: S101 - a step is running
+        try:
+            slots, is_tuple, body = packed_value(provider, self.dispatcher.place.value, payloads)
+        except SandboxedError as error:
+            self._send_refusal(provider, error)
+            return
+        offer = Offer(provider, self._newly_passed(), self._is_after_model, slots, is_tuple)
+        self.connection.send_event(offer, body, ContinueReply, self._on_answered)
+
+    def refuse(self, provider: str, error: Exception) -> None:
+        """Raise an error in the blocks of the process that wait for a value that cannot be provided."""
+        if self.is_due(provider) and not self._has_stopped_at(provider):
+            self._send_refusal(provider, error)
+
+    def _has_stopped_at(self, provider: str) -> bool:
+        """Record that the process is asked at a place; return whether it was, before a deferral."""
         self._is_served = True
         if self._is_resuming:
             self._is_resuming = False
             self.connection.take_held()
-            return
+            return True
         if provider in self._offered:  # offered twice, so the place does not identify where to resume
             self.can_be_deferred = False
         self._offered.add(provider)
         self._at = provider
-        payloads, value = self._payloads, self.dispatcher.place.value
-        assert payloads is not None  # noqa: S101 - a step is running
-        try:
-            packed_value, forms = payloads.pack(RowStore().keep(value))
-            is_shared = not payloads.is_all and any(axis < 0 for axis, _ in forms)
-            reason = _SHARED.format(provider) if is_shared else ""
-            slots, is_tuple, body = slots_of(packed_value) or (None, False, [])
-            if slots is None and not is_shared:
-                body = encode_pieces(packed_value, reference=RowsPlaceholder.reference)
-        except Exception as error:  # noqa: BLE001 - whatever the value is made of
-            reason = f"`{provider}` cannot be given to a sandboxed block: {error}"
-        if reason:
-            self.connection.send_event(
-                InvalidValue(provider, self._newly_passed(), reason), [], ContinueReply, self._go
-            )
-            return
-        offer = Offer(provider, self._newly_passed(), self._is_after_model, slots, is_tuple)
-        self.connection.send_event(offer, body, ContinueReply, self._on_answered)
+        return False
+
+    def _send_refusal(self, provider: str, error: Exception) -> None:
+        message = InvalidValue(provider, self._newly_passed(), encode_error(error))
+        self.connection.send_event(message, [], ContinueReply, self._go)
 
     def _on_answered(self, reply: ContinueReply) -> None:
         """Apply the changes of the process to the value at hand."""
@@ -479,53 +468,18 @@ class SandboxSession:
 
     def _put(self, changes: Sequence[ValueSlot], content: memoryview) -> bool:
         """Apply the process's changes to the value at hand; return whether the process is still alive."""
-        payloads, keeper = self._payloads, RowStore()
+        payloads = self._payloads
         assert payloads is not None  # noqa: S101 - a step is running
         try:
-            kept = keeper.keep(self.dispatcher.place.value)
-            self.dispatcher.place.value = keeper.give_back(self._changed(payloads, kept, changes, content))
+            put_changes(self.dispatcher.place, payloads, changes, content)
         except SandboxEndedError as error:
             self.connection.give_up(error)
-        except Exception as error:  # noqa: BLE001 - no number that a process sends may end the model
-            self.connection.give_up(SandboxEndedError.broken(f"it changed a value, but {error}"))
         return self.error is None
-
-    def _changed(
-        self, payloads: RowPayloads, value: Any, slots: Sequence[ValueSlot], content: memoryview
-    ) -> Any:
-        """Return the model's value with the changes of the process.
-
-        Raises:
-            SandboxEndedError: The changes are invalid.
-        """
-        given, before = Tensors(content), list(tensors(value))
-        changes: dict[int, torch.Tensor] = {}
-        for slot in slots:
-            rows = given.next(slot)
-            if not 0 <= slot.number < len(before) or slot.number in changes:
-                raise SandboxEndedError.broken("it changed a value that there is not")
-            if tuple(rows.shape) != payloads.shape_of(before[slot.number]):
-                raise SandboxEndedError.broken("it changed rows that are not its own")
-            if not before[slot.number].is_floating_point():
-                self.dispatcher.place.check(rows.to(before[slot.number].dtype))
-            changes[slot.number] = rows
-        given.end()
-        with torch.inference_mode():
-            changed = payloads.changed(value, list(changes.items()))
-        for old, new in zip(before, list(tensors(changed)), strict=True):
-            for copy in self.dispatcher.place.copies:
-                if copy.whole is old:
-                    copy.whole = new
-        return changed
 
     def leave(self, provider: str) -> None:
         """Do nothing: copies and caches are handled in the process."""
 
     watch_pass = leave
-
-
-def _is_wanted(report: SandboxReply, entry: TraceEntry) -> bool:
-    return (entry.streams or report.data is None) and (entry.prints or not report.printed)
 
 
 __all__ = ["Opened", "SandboxSession"]

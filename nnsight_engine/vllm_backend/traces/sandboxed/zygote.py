@@ -49,6 +49,7 @@ def main(orders: socket.socket, folder: str) -> None:
     points = _points(setup)
     traces = SandboxTraces(points, limits, partial(_new_model, points))
     traces.dispatcher.entry = setup["entry"]
+    traces.dispatcher.refused = frozenset(setup["refused"])
     traces.max_call_bytes = min(limits.sandbox_message_bytes, setup["call_bytes"])
     warmup = Warmup.of(points)
     share = ProcessLimits(limits.sandbox_bytes - 2 * limits.sandbox_message_bytes, limits.sandbox_cpu_s)

@@ -1,23 +1,21 @@
 """A pipeline stage other than the last: offers values that blocks want to the stage where blocks run.
 
-``EarlyStageTraces`` replaces ``WorkerTraces`` on such a stage, and ``EarlyStageDispatcher`` replaces its
-dispatcher. See ``last_stage`` for the protocol.
+See ``last_stage`` for the protocol.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.serialization import encode_error
-from nnsight_engine.vllm_backend.model_outline import OutlineEntry
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
-from nnsight_engine.vllm_backend.traces.reporting import Report
+from nnsight_engine.vllm_backend.traces.peer_traces import PeerTraces
 from nnsight_engine.vllm_backend.traces.rows import plain
 from nnsight_engine.vllm_backend.traces.stages.remote_modules import described, spanning_paths
 from nnsight_engine.vllm_backend.traces.stages.row_payloads import RowPayloads, RowsPlaceholder, RowStore
@@ -26,7 +24,6 @@ from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from nnsight_engine.serialization.message.table import Piece
     from nnsight_engine.vllm_backend.families import ModelPoints
     from nnsight_engine.vllm_backend.traces.request import TraceSpan
     from nnsight_engine.vllm_backend.traces.stages.links import Channel
@@ -138,8 +135,8 @@ class EarlyStageDispatcher(TraceDispatcher):
             self.listener = listener
 
 
-class EarlyStageTraces:
-    """The traced requests of a pipeline, on a stage other than the last; see ``WorkerTraces``.
+class EarlyStageTraces(PeerTraces):
+    """The traced requests of a pipeline, on a stage other than the last.
 
     Args:
         points: The points of the model, of which this stage has a part.
@@ -147,94 +144,25 @@ class EarlyStageTraces:
         link: The link to the last stage.
     """
 
-    in_step = False
-    """Always False: there are no logits on this stage."""
-
-    by_taps = False
-    """Always False: all stages would have to agree on it."""
+    dispatcher: EarlyStageDispatcher
 
     def __init__(self, points: ModelPoints, config: VllmConfig, link: Channel) -> None:
         """Send the descriptions of this stage's modules to the last stage."""
         paths = [f".{path}" if path else "" for path in spanning_paths(points.family.layers)]
-        self.dispatcher = EarlyStageDispatcher(link, [f"model{path}" for path in paths])
-        self.model = self.dispatcher.model = WorkerModel(points, config, self.dispatcher)
-        self._registered: set[str] = set()
+        dispatcher = EarlyStageDispatcher(link, [f"model{path}" for path in paths])
+        super().__init__(dispatcher, WorkerModel(points, config, dispatcher))
+        dispatcher.model = self.model
         link.send(described(points.model))
 
-    @property
-    def idle(self) -> bool:
-        """Whether no traced request is known."""
-        return not self._registered
-
-    def begin(self, arrived: Sequence[tuple[str, Any]], finished: set[str]) -> None:
-        """Record requests that arrived and finished."""
-        self._registered -= finished
-        self._registered.update(request_id for request_id, _ in arrived)
-
-    def takes_part(self, request_id: str) -> bool:
-        """Return whether a request is traced."""
-        return request_id in self._registered
-
     def step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
-        """Begin a step for these requests; return False if no block takes part in it."""
+        """Begin a step for these requests; return whether a block takes part in it."""
         return bool(spans) and self.dispatcher.open(spans, num_rows)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Observe the modules' calls while the model runs."""
         try:
-            with self.model.observed_by(self.dispatcher):
+            with super().running():
                 yield
         finally:
             self.dispatcher.close()
-
-    def end(self) -> list[str]:
-        """End the step; only the last stage reports requests that are to end."""
-        return []
-
-    # Blocks run on the last stage, so there are no results here.
-
-    def reports(self) -> dict[str, Report]:
-        """Return no reports."""
-        return {}
-
-    def outline(self) -> list[OutlineEntry]:
-        """Return no modules: the last stage lists those of all stages."""
-        return []
-
-    def num_live(self) -> dict[str, int]:
-        """Return no counts: the last stage counts."""
-        return {}
-
-    def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> list[Piece]:
-        """Return no results."""
-        del key, results, index
-        return []
-
-    def has_collected(self, key: str, results: Mapping[str, Any], wait_s: float) -> bool:
-        """Return True: there is nothing to wait for."""
-        del key, results, wait_s
-        return True
-
-    def count_sandboxes(self) -> dict[str, int]:
-        """Return no counts: the last stage counts."""
-        return {}
-
-    def prepare_sandbox(self) -> bool:
-        """Return True: the last stage reports whether a sandbox can be started."""
-        return True
-
-    def hold(self, key: str, data: bytes) -> None:
-        """Do nothing: blocks are decoded on the last stage."""
-
-    def adopt(self, data: bytes) -> None:
-        """Do nothing: only blocks use a client's names."""
-
-    def keep_edit(self, name: str, data: bytes) -> None:
-        """Do nothing: edits are blocks, which run on the last stage."""
-
-    def remove_edit(self, name: str) -> None:
-        """Do nothing: edits are stored on the last stage."""
-
-    def drop(self, key: str) -> None:
-        """Do nothing: the last stage closes traces."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,14 +22,16 @@ import torch
 from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.serialization import EncodeError, restore_error
 from nnsight_engine.vllm_backend.model_outline import OutlineEntry, outline_of
-from nnsight_engine.vllm_backend.traces.errors import SandboxedError, StageError
+from nnsight_engine.vllm_backend.traces.errors import StageError
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
 from nnsight_engine.vllm_backend.traces.names import Names
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
 from nnsight_engine.vllm_backend.traces.rows import plain
 from nnsight_engine.vllm_backend.traces.stages.remote_modules import (
+    Description,
     RemoteModule,
     SpanningEnvoy,
+    joined,
     stand_ins,
 )
 from nnsight_engine.vllm_backend.traces.stages.row_payloads import (
@@ -38,11 +40,14 @@ from nnsight_engine.vllm_backend.traces.stages.row_payloads import (
     RowPayloads,
     RowStore,
 )
+from nnsight_engine.vllm_backend.traces.step_facts import KnownRequests, StepFacts
+from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from nnsight_engine.envoys.envoy import Envoy
     from nnsight_engine.vllm_backend.compat import EngineLimits
     from nnsight_engine.vllm_backend.families import ModelPoints
     from nnsight_engine.vllm_backend.traces.stages.links import Channel
@@ -62,8 +67,29 @@ class PipelineModel(SpanningEnvoy, WorkerModel):
     """The object that ``model`` refers to in a block on the last stage: the modules of all stages."""
 
 
+class LastStageDispatcher(TraceDispatcher):
+    """The dispatcher of the stage with the blocks, which can have earlier stages call modules."""
+
+    traces: LastStageTraces
+
+    def call_module(self, envoy: Envoy, args: Sequence[torch.Tensor]) -> Any:
+        """Call a module for a block in another process, on the module's own stage.
+
+        Raises:
+            StageError: The module's stage is not the one that is being served.
+            BaseException: The module raised it.
+        """
+        module = envoy._module  # noqa: SLF001 - an envoy of ours
+        if not isinstance(module, RemoteModule):
+            return super().call_module(envoy, args)
+        return self.traces.call_on_stage(module.stage, str(envoy.path), args)
+
+
 class LastStageTraces(WorkerTraces):
     """The traced requests of a pipeline, on its last stage.
+
+    A step waits for sandboxed blocks instead of continuing without them: only while a stage is being served
+    can its modules be called, and whether a block's call succeeds must not depend on the block's speed.
 
     Args:
         points: The points of the model, of which this stage has the last part.
@@ -72,25 +98,31 @@ class LastStageTraces(WorkerTraces):
         limits: Resource limits for blocks.
     """
 
+    serves_stages = True
+    dispatcher: LastStageDispatcher
+
     def __init__(
         self, points: ModelPoints, config: VllmConfig, links: Sequence[Channel], limits: EngineLimits
     ) -> None:
         """Receive the descriptions of the other stages' modules."""
         self._links = links
         self._listening: _Listening | None = None
-        self._exchange = threading.Lock()
-        self._registered: set[str] = set()
+        self._exchange_lock = threading.Lock()
+        self._known = KnownRequests()
+        self._has_begun = False
         self._begun: list[TraceSpan] = []
         self._device = next(points.model.parameters()).device
-        stages = [link.receive()[0] for link in links]
-        self.elsewhere = stand_ins(points.model, stages, self)
-        super().__init__(points, config, limits)
+        self._stages: list[list[Description]] = [link.receive()[0] for link in links]
+        self.elsewhere = stand_ins(points.model, self._stages, self)
+        super().__init__(points, config, limits, dispatcher=LastStageDispatcher())
+        self.dispatcher.traces = self
 
     def _new_model(self, names: Names) -> WorkerModel:
         return PipelineModel(self._points, self._config, self.dispatcher, self.elsewhere, names)
 
-    def _open_sandbox_pool(self) -> None:
-        raise SandboxedError.spread()
+    def described_modules(self) -> list[Description]:
+        """Return the descriptions of the modules of all stages."""
+        return joined([*self._stages, super().described_modules()])
 
     def outline(self) -> list[OutlineEntry]:
         """List the modules of all stages."""
@@ -99,24 +131,17 @@ class LastStageTraces(WorkerTraces):
     # A step.
 
     @torch.inference_mode()
-    def before(
-        self, scheduled: Collection[str], arrived: Sequence[tuple[str, Any]], finished: set[str]
-    ) -> None:
-        """Serve the earlier stages if traced requests are in the step.
-
-        Args:
-            scheduled: All requests in the step.
-            arrived: The new requests that are traced.
-            finished: All requests that have ended.
-        """
-        self._registered -= finished
-        self._registered.update(request_id for request_id, _ in arrived)
-        if self._registered.isdisjoint(scheduled):
+    def before(self, facts: StepFacts) -> None:
+        """Serve the earlier stages if traced requests are in the step."""
+        self._known.note(facts)
+        if self._known.present.isdisjoint(facts.scheduled):
             return
         for stage, link in enumerate(self._links):
             _, span_data, num_rows = self._receive_message(stage, link)
             if stage == 0:
-                self.begin(arrived, finished)  # now that modules of this stage can be called
+                # Now that modules of this stage can be called.
+                super().begin(dataclasses.replace(facts, bound=frozenset(facts.scheduled)))
+                self._has_begun = True
                 self._begun = [span for span in map(_span, span_data) if self.takes_part(span.request_id)]
                 super().step(self._begun, num_rows)
             live = [span for span in map(_span, span_data) if self.takes_part(span.request_id)]
@@ -150,7 +175,7 @@ class LastStageTraces(WorkerTraces):
 
     def _answer(self, what: Any) -> None:
         """Answer the listening stage, with the wanted places and the modules whose source is inspected."""
-        with self._exchange:
+        with self._exchange_lock:
             listening = self._listening
             assert listening is not None  # noqa: S101 - it has just spoken
             looked_into = [
@@ -173,14 +198,21 @@ class LastStageTraces(WorkerTraces):
             self.dispatcher.fail(provider, error)
             return []
 
+    def begin(self, facts: StepFacts) -> None:
+        """Record requests that finished, unless ``before`` has begun the step."""
+        has_begun, self._has_begun = self._has_begun, False
+        if not has_begun:
+            super().begin(facts)
+
     def step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
         """Continue with the step that ``before`` has begun on the first stage."""
         del num_rows
         begun, self._begun = self._begun, []
-        if list(spans) != begun:
+        if list(spans) != [span for span in begun if self.has_block(span.request_id)]:
             for request in self._active:
-                request.failed(StageError.unlike())
-                request.wanted.clear()
+                request.refuse("", StageError.unlike())
+            for session in self.sandboxes.active:
+                session.connection.give_up(StageError.unlike())
         return self.in_step
 
     # Calls of remote modules by blocks.
@@ -202,31 +234,56 @@ class LastStageTraces(WorkerTraces):
         if refused is not None:
             raise StageError.argument(path, refused)
         args, kwargs = map_tensors((args, kwargs), plain)
-        answers: list[tuple[Any, ...]] = []
-        refusals: list[EncodeError] = []
+        answers: list[Any] = []
+        errors: list[BaseException] = []
 
         def exchange() -> None:
-            with self._exchange:
-                if self._listening is not listening:
-                    return  # the block was abandoned meanwhile, and the stage has been answered
-                try:
-                    listening.link.send("call", (path, args, kwargs), reference=RemoteStageValue.reference)
-                except EncodeError as error:
-                    refusals.append(error)
-                else:
-                    answers.append(listening.link.receive(resolve=lambda name: RemoteStageValue(name, stage)))
+            try:
+                answers.append(self._exchange(listening, path, args, kwargs))
+            except BaseException as error:  # noqa: BLE001 - raised in the block
+                errors.append(error)
 
         # On a separate thread: the block's may be interrupted, and half a message would break the protocol.
         thread = threading.Thread(target=exchange, daemon=True)
         thread.start()
         thread.join()
-        if refusals:
-            raise StageError.argument(path, str(refusals[0]))
-        if not answers:
+        if errors:
+            raise errors[0]
+        return answers[0]
+
+    def call_on_stage(self, stage: int, path: str, args: Sequence[torch.Tensor]) -> Any:
+        """Return the result of a module of another stage, for a block in another process.
+
+        Raises:
+            StageError: The stage is not being served.
+            BaseException: The module raised it.
+        """
+        listening = self._listening
+        if listening is None or listening.stage != stage:
             raise StageError.call(path, stage)
-        _, value, error = answers[0]
-        if error is not None:
-            raise restore_error(error)
+        return self._exchange(listening, path, tuple(map(plain, args)), {})
+
+    def _exchange(
+        self, listening: _Listening, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Have a stage call a module; return the result.
+
+        Raises:
+            StageError: An argument cannot be sent, or the stage has been answered since.
+            BaseException: The module raised it.
+        """
+        with self._exchange_lock:
+            if self._listening is not listening:
+                raise StageError.call(path, listening.stage)  # the block was abandoned meanwhile
+            try:
+                listening.link.send("call", (path, args, kwargs), reference=RemoteStageValue.reference)
+            except EncodeError as error:
+                raise StageError.argument(path, str(error)) from None
+            _, value, error_data = listening.link.receive(
+                resolve=lambda name: RemoteStageValue(name, listening.stage)
+            )
+        if error_data is not None:
+            raise restore_error(error_data)
         return map_tensors(value, lambda tensor: tensor.to(self._device))
 
     def missing_attribute(self, stage: int, path: str, name: str) -> Exception:

@@ -20,11 +20,12 @@ from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.vllm_backend.model_outline import description_of
 from nnsight_engine.vllm_backend.traces.errors import StageError
 
-Description = tuple[str, str, str, str, str, dict[str, Any], list[str]]
+Description = tuple[str, str, str, str, str, dict[str, Any], list[str], int]
 """The description of one module.
 
 Its items: the path, the class's module and name, the module's ``extra_repr``, the path of the same module
-if it was listed before, the plain attributes, and the names of all attributes that are not sent.
+if it was listed before, the plain attributes, the names of all attributes that are not sent, and the size of
+the last axis of its weight, 0 without one.
 """
 
 _PLAIN = (type(None), bool, int, float, str)
@@ -60,9 +61,35 @@ def described(model: torch.nn.Module) -> list[Description]:
         names += [name for name in vars(module) if name[0] != "_" and name not in plain]
         same_as = known if known != path else ""
         found.append(
-            (path, kind.__module__, kind.__qualname__, description_of(module), same_as, plain, names)
+            (
+                path,
+                kind.__module__,
+                kind.__qualname__,
+                description_of(module),
+                same_as,
+                plain,
+                names,
+                weight_width(module),
+            )
         )
     return found
+
+
+def weight_width(module: torch.nn.Module) -> int:
+    """Return the size of the last axis of a module's weight; 0 if it has none."""
+    if isinstance(module, RemoteModule):
+        return module.weight_width
+    weight = getattr(module, "weight", None)
+    return int(weight.shape[-1]) if isinstance(weight, torch.Tensor) and weight.ndim else 0
+
+
+def joined(stages: Iterable[Iterable[Description]]) -> list[Description]:
+    """Return the descriptions of a whole model, in its order, from those of its stages.
+
+    A module of which several stages run a part is described as the last of them has it.
+    """
+    by_path = {entry[0]: entry for entries in stages for entry in entries}
+    return list(by_path.values())
 
 
 def _is_plain(value: Any) -> bool:
@@ -80,8 +107,10 @@ class RemoteModule(torch.nn.Module):
         description: The module's ``extra_repr`` on that stage.
         caller: Calls the module there.
         names_elsewhere: Names of attributes that exist there only.
+        weight_width: The size of the last axis of its weight there, 0 without one.
     """
 
+    weight_width: int
     stage: int
     path_elsewhere: str
     description: str
@@ -195,7 +224,7 @@ def tree(
 
 
 def _stand_in(entry: Description, stage: int, caller: Caller) -> torch.nn.Module:
-    path, module_name, class_name, description, _, plain, names = entry
+    path, module_name, class_name, description, _, plain, names, width = entry
     kind = _mixed(module_name, class_name)
     made: torch.nn.Module = object.__new__(kind)  # vLLM's own __new__ would look for a kernel
     vars(made)["names_elsewhere"] = frozenset()
@@ -209,6 +238,7 @@ def _stand_in(entry: Description, stage: int, caller: Caller) -> torch.nn.Module
         description=description,
         caller=caller,
         names_elsewhere=frozenset(names) - plain.keys(),
+        weight_width=width,
     )
     return made
 

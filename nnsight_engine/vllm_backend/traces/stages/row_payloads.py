@@ -119,7 +119,8 @@ class RowsPlaceholder:
     def __init__(self, value: Any, number: int) -> None:
         """Assign a name to the object."""
         self.value = value
-        self.name = (str(number), type(value).__qualname__)
+        kind = value.name[1] if isinstance(value, RemoteStageValue) else type(value).__qualname__
+        self.name = (str(number), kind)
 
     @staticmethod
     def reference(value: Any) -> tuple[str, ...] | None:

@@ -123,7 +123,7 @@ async def storage(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Answering]:
         yield answering
 
 
-async def test_a_storage_that_is_away_costs_one_wait_and_limits_hold_meanwhile(
+async def test_an_unreachable_storage_costs_one_wait_and_limits_hold_meanwhile(
     storage: Answering, later: Later, caplog: pytest.LogCaptureFixture
 ) -> None:
     counts = Counts(storage.url)
@@ -148,20 +148,20 @@ async def test_a_storage_that_is_away_costs_one_wait_and_limits_hold_meanwhile(
     assert storage.num_asked >= num_asked + 3  # each asks, without a pause
 
 
-async def test_a_storage_that_is_gone_is_no_error(storage: Answering) -> None:
+async def test_a_refused_connection_to_the_storage_is_no_error(storage: Answering) -> None:
     counts = Counts("remote://127.0.0.1:1")
     assert await counts.test(THREE, "a")
     assert (await counts.stats(THREE, "a")).remaining == 3
     assert counts.num_failures == 1
 
 
-def test_what_is_no_storage_is_refused_without_its_password() -> None:
+def test_an_unknown_storage_is_refused_without_its_password() -> None:
     with pytest.raises(UnsupportedOptionError, match="'nosuch'") as caught:
         Counts("nosuch://name:secret@host")
     assert "secret" not in str(caught.value)
 
 
-async def test_what_is_given_back_goes_where_it_was_taken(clock: Clock) -> None:
+async def test_released_counts_go_to_the_minute_they_were_taken_in(clock: Clock) -> None:
     counts = Counts("memory://")
     taken, used = await counts.reserve("a", 100)
     assert used.amount == 100
@@ -176,7 +176,7 @@ async def test_what_is_given_back_goes_where_it_was_taken(clock: Clock) -> None:
     assert (await counts.reserve("a", 10))[1].amount == 10
 
 
-async def test_what_exceeds_a_minute_is_carried_into_the_next_ones(clock: Clock) -> None:
+async def test_usage_beyond_a_minute_is_carried_into_the_next_ones(clock: Clock) -> None:
     counts = Counts("memory://")
     await asyncio.gather(*[counts.add("a", 1000, 100) for _ in range(3)])
     assert (await counts.used("a")).amount == 100
@@ -191,9 +191,7 @@ async def test_what_exceeds_a_minute_is_carried_into_the_next_ones(clock: Clock)
     assert (await counts.used("b", ahead=True)).wait_s(99) == 61 * 60
 
 
-async def test_a_storage_that_comes_back_is_given_nothing_that_it_never_had(
-    storage: Answering, later: Later
-) -> None:
+async def test_a_recovered_storage_receives_only_counts_of_its_own(storage: Answering, later: Later) -> None:
     counts = Counts(storage.url)
     storage.answers = False
     alone, _ = await counts.reserve("a", 1000)

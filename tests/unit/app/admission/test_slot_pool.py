@@ -19,7 +19,7 @@ def granted(asked: list[Slot]) -> list[bool]:
     return [slot.is_granted for slot in asked]
 
 
-async def test_nobody_has_more_than_their_share_and_whoever_waits_has_a_turn() -> None:
+async def test_no_tenant_exceeds_its_share_and_tenants_take_turns() -> None:
     some = pool()
     ours = [some.request("a", "one request") for _ in range(6)]
     assert granted(ours) == [True, True, False, False, False, False]
@@ -58,7 +58,7 @@ async def test_a_tenant_that_has_filled_the_queue_has_filled_its_own() -> None:
         some.request("c", 0)
 
 
-async def test_who_gives_up_waiting_leaves_nothing_behind() -> None:
+async def test_a_cancelled_wait_leaves_nothing_behind() -> None:
     some = pool(num=1)
 
     async def hold(name: str) -> None:

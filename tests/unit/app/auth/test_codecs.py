@@ -25,7 +25,7 @@ def head(codec: Any = "cloudpickle") -> TraceHead:
     return TraceHead(model="m", dialect="vllm", codec=codec)
 
 
-def test_whoever_holds_such_a_key_may() -> None:
+def test_keys_with_trusted_codecs_may_use_pickle() -> None:
     check_codec(head(), TRUSTED, OPEN)
     assert codecs_of(OPEN) == ["wire", "cloudpickle"]
     assert codecs_of(Settings()) == ["wire"]
@@ -39,7 +39,7 @@ def test_whoever_holds_such_a_key_may() -> None:
         (OPEN, ANONYMOUS),
     ],
 )
-def test_nobody_else_may(settings: Settings, caller: Principal) -> None:
+def test_other_keys_may_not_use_pickle(settings: Settings, caller: Principal) -> None:
     with pytest.raises(ApiError, match="'wire'") as caught:
         check_codec(head(), caller, settings)
     assert (caught.value.code, caught.value.status) == (ErrorCode.CODEC_NOT_ALLOWED, 403)

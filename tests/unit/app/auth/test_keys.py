@@ -235,7 +235,7 @@ async def test_slow_hashing_is_done_by_few_and_waited_for_by_not_too_many(
     assert await bench.show(key.key) == "acme"
 
 
-def test_a_place_may_guess_again_after_a_while_and_at_other_ids_at_once():
+def test_an_address_may_guess_again_after_a_while_and_at_other_ids_at_once():
     moment = 0.0
     guesses = LoginThrottle(lambda: moment)
     for _ in range(200):
@@ -252,7 +252,7 @@ def test_a_place_may_guess_again_after_a_while_and_at_other_ids_at_once():
         guesses.count("a", "::ffff:10.0.0.1")
 
 
-def test_a_network_of_ones_own_is_one_place_and_memory_has_an_end():
+def test_an_ipv6_network_counts_as_one_address_and_memory_is_bounded():
     guesses = LoginThrottle(lambda: 0.0)
     for count in range(200):
         guesses.count("a", f"2001:db8::{count:x}")

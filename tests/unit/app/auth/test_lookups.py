@@ -59,7 +59,7 @@ async def test_what_is_asked_during_a_reading_is_read_after_it_and_together():
     assert table.read == [{"b"}, {"a", "b", "c"}]
 
 
-async def test_who_gives_up_takes_the_answer_from_nobody():
+async def test_a_cancelled_lookup_does_not_cancel_others():
     table = Table()
     lookups = Lookups(table.find)
     gives_up, stays = [asyncio.create_task(lookups.find("a")) for _ in range(2)]
@@ -69,7 +69,7 @@ async def test_who_gives_up_takes_the_answer_from_nobody():
     assert await stays == 1
 
 
-async def test_a_reading_that_fails_is_told_to_those_who_asked_and_the_next_goes_on():
+async def test_a_failed_lookup_raises_for_its_callers_and_the_next_goes_on():
     table = Table()
     lookups = Lookups(table.find)
     table.fails = True

@@ -58,7 +58,7 @@ def test_prompts_with_a_common_beginning_have_a_key_in_common() -> None:
     assert chats[0].key == chats[1].key != b""
 
 
-def test_tenants_salts_and_interventions_tell_keys_apart() -> None:
+def test_keys_differ_by_tenant_salt_and_interventions() -> None:
     plain = {"prompt": LONG}
     others = [
         asked(plain, b"Bearer nns_a"),

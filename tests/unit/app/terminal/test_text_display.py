@@ -126,7 +126,7 @@ def test_commands_start_without_torch_vllm_and_the_server() -> None:
         ("a\r", "a", "They differ only in whitespace"),
     ],
 )
-def test_marks_are_spoken_of_only_where_there_are_some(baseline: str, steered: str, summary: str) -> None:
+def test_marks_are_mentioned_only_where_there_are_some(baseline: str, steered: str, summary: str) -> None:
     shown = Comparison(SteeringRequest("", is_chat=True, options={}, steers=[]), "joy")
     shown.texts, shown.done = [baseline, steered], [True, True]
     assert shown.summary().startswith(summary)

@@ -18,38 +18,34 @@ from pathlib import Path
 from typing import Final
 
 from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.jobs import Job, JobError, JobEvent, JobList, JobStatus, JobSummary
+from api_schemas.jobs import Job, JobEvent, JobList, JobStatus
 from app.audit.log import AuditLog
 from app.engine.served_model import ServedModel
-from app.errors import error_bytes
-from app.json_text import printable
 from app.lifecycle import Lifecycle
-from app.services.job_callers import JobCallers
-from app.services.job_dispatch import JobDispatcher
-from app.services.job_feed import JobFeed
-from app.services.job_runs import JobTools, note_interrupted
-from app.services.local_calls import LocalCalls
-from app.services.trace_admission import check_still_allowed
-from app.services.traces import TraceService
+from app.services.jobs.api_objects import error_frame, job_of, summary_of
+from app.services.jobs.callers import JobCallers
+from app.services.jobs.dispatch import JobDispatcher
+from app.services.jobs.feed import JobFeed
+from app.services.jobs.local_calls import LocalCalls
+from app.services.jobs.runs import JobTools, note_interrupted
+from app.services.traces.admission import check_still_allowed
+from app.services.traces.service import TraceService
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.engines import location_of
-from app.storage.job_files import ORPHAN_S, JobFiles
-from app.storage.job_leases import JobLeases
-from app.storage.job_storage_quota import JOB_BYTES, JobStorageQuota
-from app.storage.jobs import Accepted, JobStore, NewJob, RemovedJobs
+from app.storage.jobs.files import ORPHAN_S, JobFiles
+from app.storage.jobs.leases import JobLeases
+from app.storage.jobs.quota import JOB_BYTES, JobStorageQuota
+from app.storage.jobs.store import Accepted, JobStore, NewJob, RemovedJobs
 from app.storage.open_files import OpenResult
 from app.storage.storage_usage import Holder, StoredBytes
-from app.storage.tables import JobRow
 from app.tenant_budget import TenantBudget
-from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.remote_backend.messages import TraceHead
 from nnsight_engine.serialization import DecodeError
 
 logger = logging.getLogger(__name__)
 
 _ID_BYTES: Final = 24
-_MAX_NAME_CHARS: Final = 500
 _MAX_SWEEP_S: Final = 60.0
 
 
@@ -238,7 +234,7 @@ class JobService:
                 id=secrets.token_urlsafe(_ID_BYTES),
                 owner=holder.tenant,
                 model=model,
-                summary=_summary(head),
+                summary=summary_of(head),
                 digest=upload.digest,
                 request_bytes=upload.num_bytes,
                 idempotency_key=key,
@@ -250,7 +246,7 @@ class JobService:
         # Shielded from cancellation: the job may already be in the database, or else its files must be
         # removed.
         accepted = await asyncio.shield(asyncio.ensure_future(self._accept(new)))
-        return SubmittedJob(_job(accepted.job), accepted.is_new)
+        return SubmittedJob(job_of(accepted.job), accepted.is_new)
 
     async def _accept(self, new: NewJob) -> Accepted:
         """Insert a job whose request is in its folder into the database, or remove the folder."""
@@ -271,7 +267,7 @@ class JobService:
         Raises:
             ApiError: ``job_not_found``.
         """
-        return _job(await self._store.get(job_id, owner))
+        return job_of(await self._store.get(job_id, owner))
 
     async def page(self, owner: str, *, status: JobStatus | None, after: str | None, limit: int) -> JobList:
         """Return a page of jobs, the newest first.
@@ -280,7 +276,7 @@ class JobService:
             ApiError: ``job_not_found``: no job has the id ``after``.
         """
         rows, has_more = await self._store.page(owner, status=status, after=after, limit=limit)
-        jobs = [_job(row) for row in rows]
+        jobs = [job_of(row) for row in rows]
         ends = {"first_id": jobs[0].id, "last_id": jobs[-1].id} if jobs else {}
         return JobList(data=jobs, has_more=has_more, **ends)
 
@@ -294,7 +290,7 @@ class JobService:
         """
         job = await self._store.cancel(job_id, owner)
         self._report_cancelled(job_id)
-        return _job(job)
+        return job_of(job)
 
     async def remove(self, job_id: str, owner: str) -> None:
         """Cancel a job and delete it with its files; it cannot be found afterwards.
@@ -317,7 +313,7 @@ class JobService:
         await self._files.remove_results([(job_id, job.attempt)])
         self._feed.notify(job_id)
         self._wake()
-        return _job(job)
+        return job_of(job)
 
     async def result(self, job_id: str, owner: str) -> JobResult:
         """Return the final frames of a job.
@@ -334,7 +330,7 @@ class JobService:
             )
         tag = f'"{job_id}.{row.attempt}.{row.num_events}"'
         if row.result_bytes is None:
-            return JobResult(tag, frame=_error_frame(row))
+            return JobResult(tag, frame=error_frame(row))
         try:
             opened = await self._files.result(job_id, row.attempt, row.result_bytes, row.holder)
         except FileNotFoundError as error:
@@ -382,55 +378,6 @@ class JobService:
                     await self._files.remove_others(await self._store.known())
             except Exception:
                 logger.exception("removing expired jobs failed; retrying")
-
-
-def _summary(head: TraceHead) -> JobSummary:
-    return JobSummary(
-        model=_short(head.model),
-        dialect=head.dialect,
-        kind=head.kind,
-        num_blocks=len(head.groups),
-        python=_short(head.python),
-        client=_short(head.client),
-    )
-
-
-def _short(text: str) -> str:
-    return printable(text).replace("\0", "")[:_MAX_NAME_CHARS]
-
-
-def _job(row: JobRow) -> Job:
-    error = None
-    if row.code is not None:
-        error = JobError(message=row.message or "", code=row.code)
-    return Job(
-        id=row.id,
-        status=JobStatus(row.status),
-        model=row.model,
-        engine=row.engine,
-        request=JobSummary.model_validate(row.head),
-        error=error,
-        created_at=row.created_at,
-        started_at=row.started_at,
-        finished_at=row.finished_at,
-        expires_at=row.expires_at,
-        idempotency_key=row.idempotency_key,
-        request_bytes=row.request_bytes,
-        result_bytes=row.result_bytes,
-        attempt=row.attempt,
-        num_events=row.num_events,
-        reruns=row.reruns,
-        cancel_requested=row.cancel_requested,
-    )
-
-
-def _error_frame(row: JobRow) -> bytes:
-    try:
-        code = ErrorCode(row.code or "")
-    except ValueError:
-        code = ErrorCode.INTERNAL
-    frame = Frame(FrameKind.ERROR, error_bytes(ApiError(code, row.message or "")))
-    return frame.head() + bytes(frame.data)
 
 
 def folder_of(settings: Settings) -> Path:

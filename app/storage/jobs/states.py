@@ -1,6 +1,6 @@
 """State transitions of jobs: the state and its event are written together or not at all.
 
-The requests of clients (``jobs``) and the actions of servers (``job_leases``) both use ``change``, whose
+The requests of clients (``store``) and the actions of servers (``leases``) both use ``change``, whose
 conditions ensure that only one of two concurrent changes succeeds.
 """
 

@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session
 from api_schemas.errors import ErrorCode
 from api_schemas.jobs import JobEvent, JobStatus
 from app.storage.database import Database
-from app.storage.job_states import FINAL, cancelled, change, ended, now
+from app.storage.jobs.states import FINAL, cancelled, change, ended, now
 from app.storage.tables import JobRow
 
 JobKind = tuple[str, str]

@@ -1,7 +1,7 @@
 """The disk quota of jobs, and errors for a disk that is full or fails.
 
-Files of jobs (``job_files``, ``job_results``) and their printed output (``job_prints``) are reserved here
-before they are written, and then released or kept exactly once.
+Files of jobs (``files``, ``result_file``) and their printed output are reserved here before they are written,
+and then released or kept exactly once.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import Final
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobEvent
-from app.storage.jobs import JobStore
+from app.storage.jobs.store import JobStore
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ count against the tenant's limit for requests.
 from __future__ import annotations
 
 from app.received_bytes import Intake
-from app.services.local_calls import LocalCalls
+from app.services.jobs.local_calls import LocalCalls
 from nnsight_engine.remote_backend.frames import ANSWER_HEAD_BYTES, answer_head
 
 

@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 from typing import BinaryIO
 
-from app.storage.job_storage_quota import JobStorageQuota, on_disk, sync_folder
+from app.storage.jobs.quota import JobStorageQuota, on_disk, sync_folder
 from app.storage.storage_usage import Holder
 from nnsight_engine.remote_backend.frames import Frame
 

@@ -6,11 +6,9 @@ are checked when it is about to run, whichever process ended the key.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from api_schemas.jobs import JobStatus
-from app.admission.counters import Reservation
-from app.admission.estimates import Estimate
 from app.admission.rates import Rates
 from app.auth.code_policy import sandbox_of
 from app.auth.keys import Keys
@@ -19,7 +17,6 @@ from app.request_context import RequestContext
 from app.settings import Settings
 from app.storage.storage_usage import StoredBytes
 from app.storage.tables import JobRow
-from nnsight_engine.core.metering import UsageMeter
 
 RunOver = Callable[[JobStatus | None], None]
 """Called when a run is over: with its final status, None if it is to run again."""
@@ -34,7 +31,7 @@ class JobCallers:
 
     Args:
         keys: Looks up keys.
-        rates: Counts the usage of jobs.
+        rates: Counts the usage of jobs, and determines when those of a key may begin.
         stored: Receives the storage limits of callers.
         settings: Determine which code runs in a sandbox.
         watch: Called when a run begins, with its context and the ``traceparent`` of the request
@@ -49,10 +46,10 @@ class JobCallers:
         settings: Settings,
         watch: Callable[[RequestContext, str], RunOver] = _unwatched,
     ) -> None:
+        self.rates = rates
         self.watch = watch
         self._settings = settings
         self._keys = keys
-        self._rates = rates
         self._stored = stored
 
     async def of(self, job: JobRow) -> Principal | None:
@@ -65,18 +62,6 @@ class JobCallers:
     def sandbox_of(self, caller: Principal) -> str:
         """Return the tenant in whose sandbox a caller's code runs, see ``code_policy``."""
         return sandbox_of(self._settings, caller)
-
-    async def wait_s(self, caller: Principal) -> int:
-        """Return the seconds until a job of the caller may begin; 0 for now."""
-        return await self._rates.wait_s(caller)
-
-    async def set_aside(self, caller: Principal, estimate: Estimate) -> list[Reservation]:
-        """Reserve the usage that a job declares; it begins now."""
-        return await self._rates.set_aside(caller, estimate)
-
-    async def count(self, caller: Principal, meter: UsageMeter, reserved: Sequence[Reservation]) -> None:
-        """Charge the usage of a job, of which ``reserved`` was set aside."""
-        await self._rates.count(caller, meter, reserved)
 
 
 def set_limits(stored: StoredBytes, caller: Principal) -> None:

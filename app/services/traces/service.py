@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Final
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
+from api_schemas.traces import TraceOutline
+from app.engine.client import EngineClient
 from app.engine.traces import TraceEngine, event_frame
 from nnsight_engine.core.metering import UsageMeter
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
@@ -67,6 +69,25 @@ class TraceService:
                 yield frame
         finally:
             await frames.aclose()
+
+
+async def model_outline(engine: EngineClient, engines: Sequence[str]) -> TraceOutline:
+    """Return the modules as vLLM has them, and the standard points, for clients that load no model.
+
+    Args:
+        engine: The engine, which must be ready.
+        engines: The names of the trace engines.
+    """
+    served, described = engine.served(), await engine.describe_model()
+    return TraceOutline(
+        model=served.names[0],
+        names=list(served.names),
+        fingerprint=served.fingerprint,
+        engines=list(engines),
+        class_name=described.outline[0][1],
+        outline=described.outline,
+        spec=described.spec,
+    )
 
 
 def _unable(name: str, able: str) -> ApiError:

@@ -10,7 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 
-from app.storage.job_leases import JobKind
+from app.storage.jobs.leases import JobKind
 
 
 class JobSlots:

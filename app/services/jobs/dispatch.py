@@ -20,11 +20,11 @@ from app.admission.estimates import Estimate
 from app.allowance import Allowance
 from app.auth.principal import ANONYMOUS, Principal
 from app.lifecycle import Lifecycle, Phase
-from app.services.job_callers import JobCallers, RunOver
-from app.services.job_runs import Ending, JobRun, JobTools, note_interrupted
-from app.services.job_slots import JobSlot, JobSlots
-from app.storage.job_leases import LEASE_S
-from app.storage.jobs import JobStore
+from app.services.jobs.callers import JobCallers, RunOver
+from app.services.jobs.runs import Ending, JobRun, JobTools, note_interrupted
+from app.services.jobs.slots import JobSlot, JobSlots
+from app.storage.jobs.leases import LEASE_S
+from app.storage.jobs.store import JobStore
 from app.storage.tables import JobRow
 from nnsight_engine.core.work_context import working_for
 
@@ -168,7 +168,7 @@ class JobDispatcher:
         reserved: list[Reservation] = []
 
         async def set_aside(estimate: Estimate) -> None:
-            reserved.extend(await self._callers.set_aside(caller, estimate))
+            reserved.extend(await self._callers.rates.set_aside(caller, estimate))
 
         run = JobRun(job, self._tools, slot, set_aside=set_aside, refusal=refusal, sandbox_of=sandbox_of)
         run.context.principal = caller
@@ -191,7 +191,7 @@ class JobDispatcher:
 
     async def _put_back_over_quota(self, job: JobRow, caller: Principal) -> bool:
         """Put a job back whose key has used up its quota; return whether it was."""
-        wait_s = await self._callers.wait_s(caller)
+        wait_s = await self._callers.rates.wait_s(caller)
         if wait_s:
             # Asked again before the wait is over, since limits may change.
             self._held_until[job.key_id] = time.monotonic() + min(wait_s, _MAX_HOLD_S)
@@ -219,7 +219,7 @@ class JobDispatcher:
         finally:
             try:
                 # Before another job of the same key may begin.
-                await self._callers.count(caller, run.context.meter, reserved)
+                await self._callers.rates.count(caller, run.context.meter, reserved)
             except Exception:
                 logger.exception("the usage of job %s could not be counted", job.id)
             finally:

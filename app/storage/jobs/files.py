@@ -23,8 +23,8 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from app.storage.job_results import ResultFile
-from app.storage.job_storage_quota import JOB_BYTES, JobStorageQuota, on_disk, sync_folder
+from app.storage.jobs.quota import JOB_BYTES, JobStorageQuota, on_disk, sync_folder
+from app.storage.jobs.result_file import ResultFile
 from app.storage.open_files import OpenFiles, OpenResult
 from app.storage.process_folders import ProcessFolder, claim_folder
 from app.storage.storage_usage import NO_HOLDER, Holder

@@ -1,7 +1,7 @@
 """Jobs in the database from the perspective of clients: accept, list, follow, cancel, remove, rerun.
 
 Jobs are accepted once per idempotency key. A job is in the database before its client gets a response.
-``job_leases`` contains the operations of the servers that run jobs.
+``leases`` contains the operations of the servers that run jobs.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobEvent, JobStatus, JobSummary
 from app.allowance import Allowance
 from app.storage.database import Database
-from app.storage.job_states import FINAL, add_events, cancelled, change, now, row_of
-from app.storage.job_storage_quota import JOB_BYTES
+from app.storage.jobs.quota import JOB_BYTES
+from app.storage.jobs.states import FINAL, add_events, cancelled, change, now, row_of
 from app.storage.storage_usage import Holder
 from app.storage.tables import EventRow, JobRow
 

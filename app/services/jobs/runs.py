@@ -26,14 +26,14 @@ from app.audit.log import AuditLog
 from app.audit.records import Record
 from app.errors import internal_error
 from app.request_context import RequestContext
-from app.services.job_prints import JobPrints
-from app.services.job_slots import JobSlot
-from app.services.local_calls import LocalCalls
-from app.services.traces import TraceService
-from app.storage.job_files import JobFiles
-from app.storage.job_leases import MAX_INTERRUPTIONS, JobEnd, JobLeases, LeaseLostError, kind_of
-from app.storage.job_results import ResultFile
-from app.storage.job_states import CANCELLED_MESSAGE, now
+from app.services.jobs.local_calls import LocalCalls
+from app.services.jobs.run_events import EventWriter, JobPrints
+from app.services.jobs.slots import JobSlot
+from app.services.traces.service import TraceService
+from app.storage.jobs.files import JobFiles
+from app.storage.jobs.leases import MAX_INTERRUPTIONS, JobEnd, JobLeases, LeaseLostError, kind_of
+from app.storage.jobs.result_file import ResultFile
+from app.storage.jobs.states import CANCELLED_MESSAGE, now
 from app.storage.tables import JobRow
 from nnsight_engine.core.metering import UsageMeter
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
@@ -42,7 +42,6 @@ from nnsight_engine.serialization import DecodeError
 
 logger = logging.getLogger(__name__)
 
-_MAX_PENDING: Final = 500
 _TAKEN_S: Final = 0.2
 """An engine that has not refused a job within this time has accepted it, even if it sends no frame yet."""
 
@@ -128,7 +127,7 @@ class JobRun:
         self.ended: JobStatus | None = None
         self._set_aside = set_aside
         self._dispatched: JobEvent | None = None
-        self._events = _Batches(self._append_events)
+        self._events = EventWriter(self._append_events)
         self._prints = JobPrints(tools.files.space, job.holder)
         self._has_result = False
         self._failure: JobEnd | None = None
@@ -369,53 +368,6 @@ class JobRun:
         await self._tools.leases.append_events(self._job, events)
         self._prints.written(events)
         self._tools.notify_followers(self._job.id)
-
-
-class _Batches:
-    """Writes events in order; those that arrive during a write go into the next batch.
-
-    Args:
-        write: Writes one batch.
-    """
-
-    def __init__(self, write: Callable[[list[JobEvent]], Awaitable[None]]) -> None:
-        self._write = write
-        self._pending: list[JobEvent] = []
-        self._writing: asyncio.Task[None] | None = None
-
-    async def add(self, event: JobEvent) -> None:
-        """Queue an event for writing; waits only while the backlog is long.
-
-        Raises:
-            LeaseLostError: The job is no longer ours. Other write errors do not end a job: the events are
-                written with the next batch, or by ``settle``.
-        """
-        writing = self.put(event)
-        if len(self._pending) >= _MAX_PENDING:
-            await asyncio.wait([writing])
-        if writing.done() and isinstance(writing.exception(), LeaseLostError):
-            writing.result()
-
-    def put(self, event: JobEvent) -> asyncio.Task[None]:
-        """Queue an event for writing, without waiting."""
-        self._pending.append(event)
-        before = self._writing
-        if before is None or (before.done() and not isinstance(before.exception(), LeaseLostError)):
-            self._writing = before = asyncio.create_task(self._drain())
-        return before
-
-    async def settle(self) -> None:
-        """Wait until all events are written; raises the write's error."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            await writing
-        await self._drain()
-
-    async def _drain(self) -> None:
-        while batch := self._pending[:]:
-            await self._write(batch)
-            # Deleted only after the write: events that could not be written stay pending.
-            del self._pending[: len(batch)]
 
 
 def run_record(job: JobRow, error: str = "") -> Record:

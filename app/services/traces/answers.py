@@ -28,7 +28,7 @@ from app.engine.traces import event_frame
 from app.errors import error_bytes, internal_error
 from app.request_context import RequestContext, context_of
 from app.services.streaming import ClosingStream
-from app.services.trace_admission import check_head, check_sender
+from app.services.traces.admission import check_head, check_sender
 from nnsight_engine.remote_backend.frames import MEDIA_TYPE, Frame, FrameKind
 from nnsight_engine.remote_backend.messages import TraceRequest
 from nnsight_engine.serialization import DecodeError

@@ -1,0 +1,1 @@
+"""Traces: which are admitted, which engine runs them, and their answers over HTTP."""

@@ -1,0 +1,1 @@
+"""Jobs on disk: rows and leases in the database, requests and results in files, and their quota."""

@@ -1,0 +1,61 @@
+"""Facts about a step that every rank and stage derives alike from the scheduler's output.
+
+Whether ranks or stages exchange messages in a step depends on these facts only. Whether a block still waits
+is known to one worker, so it must not decide whether the others wait for a message.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepFacts:
+    """A step, as scheduled.
+
+    Attributes:
+        arrived: The new requests that are traced, with their ``TraceEntry`` as plain values.
+        finished: All requests that have ended.
+        scheduled: All requests in the step.
+        is_single_tenant: Whether the engine has requests of one tenant only.
+        bound: Requests whose rows cannot be computed again.
+    """
+
+    arrived: Sequence[tuple[str, Any]] = ()
+    finished: Collection[str] = ()
+    scheduled: Collection[str] = ()
+    is_single_tenant: bool = False
+    bound: Collection[str] = ()
+
+
+class KnownRequests:
+    """The traced requests that have arrived and not ended, whether their blocks still run or not.
+
+    Attributes:
+        present: Their ids.
+        sandboxed: The ids of those whose blocks run in a sandbox process.
+        sandboxed_keys: The sandboxed traces that have not been closed.
+    """
+
+    def __init__(self) -> None:
+        self.present: set[str] = set()
+        self.sandboxed: set[str] = set()
+        self.sandboxed_keys: set[str] = set()
+
+    def note(self, facts: StepFacts) -> bool:
+        """Record the requests that arrived and finished; return whether there are any."""
+        gone = self.present.intersection(facts.finished)
+        self.present -= gone
+        self.sandboxed -= gone
+        for request_id, plain in facts.arrived:
+            self.present.add(request_id)
+            if isinstance(plain, dict) and plain.get("sandbox_of"):
+                self.sandboxed.add(request_id)
+                self.sandboxed_keys.add(plain.get("key", ""))
+        return bool(gone or facts.arrived)
+
+    def close(self, key: str) -> None:
+        """Record that a trace has been closed."""
+        self.sandboxed_keys.discard(key)

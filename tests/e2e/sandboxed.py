@@ -1,0 +1,74 @@
+"""Traces of ``VLLM`` whose blocks run in sandbox processes, as the server has them for keys of strangers."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any, Final
+
+import msgspec
+import pytest
+from vllm import RequestOutput
+
+from nnsight_engine.remote_backend.values.outcomes import Outcome
+from nnsight_engine.vllm_backend.request_tracer import RequestTracer, SentTrace
+from nnsight_engine.vllm_backend.rpc_results import PENDING, answer
+from nnsight_engine.vllm_backend.traced_requests import TraceRequests, results_of
+from nnsight_engine.vllm_backend.traces.entry import TraceEntry
+from nnsight_engine.vllm_backend.vllm import VLLM
+
+_START_S: Final = 300
+_COLLECT_S: Final = 120
+
+
+def finished(model: VLLM, trace: SentTrace, outputs: list[RequestOutput]) -> list[Outcome]:
+    """Return the outcomes of a trace whose requests have ended, wherever its blocks ran."""
+    give_up = time.monotonic() + _COLLECT_S
+    while True:
+        found = answer(model.host.call("finish_trace", trace.key, results_of(dict(enumerate(outputs)))))
+        if found != PENDING:
+            return trace.read(found[0], outputs)
+        assert time.monotonic() < give_up, "the process never answers"
+
+
+def started(model: VLLM) -> int:
+    """Return how many traces have been given a sandbox process."""
+    counts: int = answer(model.host.call("count_events"))["sandboxes"]["started"]
+    return counts
+
+
+def _send(tracer: RequestTracer, trace: SentTrace) -> tuple[list[Outcome], list[RequestOutput]]:
+    host = tracer.model.host
+    try:
+        outputs = host.run(trace.prompts, trace.params)
+        return finished(tracer.model, trace, outputs), outputs
+    except BaseException:
+        host.call("drop_trace", trace.key)
+        raise
+
+
+@contextlib.contextmanager
+def in_sandboxes(model: VLLM) -> Iterator[None]:
+    """Run all traces that are opened within the context in sandbox processes, and check that they did."""
+    give_up = time.monotonic() + _START_S
+    while True:
+        is_ready, failure = answer(model.host.call("prepare_sandbox"))
+        assert failure is None, failure
+        if is_ready and all(ready for ready, _ in model.host.call("prepare_sandbox")):
+            break
+        assert time.monotonic() < give_up, "no sandbox can be started"
+        time.sleep(0.05)
+    before = started(model)
+    keys: set[str] = set()
+
+    def add(trace: SentTrace, prompt: Any, params: Any, entry: TraceEntry, **options: Any) -> None:
+        keys.add(entry.key)
+        entry = msgspec.structs.replace(entry, sandbox_of="stranger")
+        TraceRequests.add(trace, prompt, params, entry, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SentTrace, "add", add)
+        patch.setattr(RequestTracer, "_send", _send)
+        yield
+    assert started(model) - before == len(keys) > 0
