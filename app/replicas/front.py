@@ -235,7 +235,7 @@ def create_front(
     on_failure: Callable[[], None] | None = None,
     are_keys_required: Callable[[], Awaitable[bool]] | None = None,
 ) -> Starlette:
-    """Return the application.
+    """Return the front's ASGI application.
 
     Args:
         settings: The server's settings.

@@ -83,7 +83,7 @@ class SourceReader:
         """Return the text that contains ``code``; None if it is not available or cannot be parsed.
 
         Args:
-            code: Of a module, a function or a statement; its ``co_filename`` names the place to look.
+            code: The code of a module, a function or a statement; its ``co_filename`` names its source.
             globals_: The globals it runs in; their ``__loader__`` finds modules that are not in a file.
             fits: Returns whether a text is the right one; by default the first is.
 
