@@ -150,7 +150,7 @@ class SourceReader:
 
 
 def _find_lines(code: CodeType, globals_: dict[str, object]) -> Sequence[str]:
-    """Return the lines from the first place that has some; empty if none has."""
+    """Return the lines from the first source that is available; empty if none is."""
     lines = linecache.getlines(code.co_filename, globals_)
     if not lines:
         # From Python 3.13 on, the prompt and -c register their text under the code rather than its file.
