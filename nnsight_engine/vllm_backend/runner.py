@@ -234,7 +234,7 @@ class InterventionRunnerMixin:
         self.counts.steps["eager" if is_uncompiled else "tap"] += 1
         self.traces.dispatcher.is_uncompiled = is_uncompiled
         if plan is not None and is_uncompiled:
-            plan.note_uncompiled()
+            plan.record_uncompiled()
 
     def _traced_forward(self, forward: Callable[[], Any], input_ids: Any, context: Any) -> Any:
         """Run the model with blocks; again uncompiled if the blocks request more than the taps provide."""
