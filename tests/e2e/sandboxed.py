@@ -39,7 +39,7 @@ def started(model: VLLM) -> int:
 
 
 def _send(tracer: RequestTracer, trace: SentTrace) -> tuple[list[Outcome], list[RequestOutput]]:
-    host = tracer.model.host
+    host: Any = tracer.model.host
     try:
         outputs = host.run(trace.prompts, trace.params)
         return finished(tracer.model, trace, outputs), outputs

@@ -17,10 +17,18 @@ from nnsight_engine.sandbox.seccomp import machine
 from nnsight_engine.serialization import encode
 from nnsight_engine.vllm_backend.traces.remote_modules import described
 from tests.security.played import LIMITS, REFUSED, VOCABULARY, WIDTH, Outline
+from tests.security.played_process import World
 
 _ZYGOTE: Final = "nnsight_engine.vllm_backend.traces.sandboxed.zygote"
 SECRET = "NNSIGHT_ENGINE_TEST_SECRET"
 """The variable of the engine's environment that no process has."""
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World()
+    with made.closing:
+        yield made
 
 
 @pytest.fixture(scope="session")

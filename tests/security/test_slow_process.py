@@ -63,7 +63,7 @@ def play(server: ForkServer, code: str, wait_s: float) -> Played:
     data = encoded_code(Trace(op="trace", code=code), "test")
     entry = TraceEntry("key", 0, 1, data, [{}], sandbox_of="tenant")
     cells.begin(set())
-    cells.arrive("own", entry, 1)
+    cells.arrive("own", entry, 1, "tenant")
     played, done, step = Played({}, [], 0, []), 0, 0
     while step < _STEPS:
         if played.num_run:
@@ -162,7 +162,7 @@ def _trace(cells: SandboxPool, dispatcher: TraceDispatcher, code: str, key: str 
     """Run a trace until it has ended; return what came of its block."""
     data = encoded_code(Trace(op="trace", code=code), "test")
     cells.begin(set())
-    cells.arrive(key, TraceEntry(key, 0, 1, data, [{}], sandbox_of="tenant"), 1)
+    cells.arrive(key, TraceEntry(key, 0, 1, data, [{}], sandbox_of="tenant"), 1, "tenant")
     step = 0
     while step < _STEPS:
         _step(dispatcher, cells, step and step + _PROMPT - 1, 1 if step else _PROMPT, 0, key)
@@ -310,7 +310,7 @@ def test_all_traces_of_a_tenant_have_one_allowance_in_a_step(server: ForkServer)
     cells.begin(set())
     names = [f"own-{number}" for number in range(count)]
     for number, name in enumerate(names):
-        cells.arrive(name, TraceEntry(name, 0, 1, data, [{}], sandbox_of="tenant"), number)
+        cells.arrive(name, TraceEntry(name, 0, 1, data, [{}], sandbox_of="tenant"), number, "tenant")
     cells.wait_for_any(1.0)
     while cells.waiting:
         cells.wait_for_any(1.0)
