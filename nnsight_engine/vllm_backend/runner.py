@@ -131,9 +131,9 @@ class InterventionRunnerMixin:
             )
 
     @property
-    def is_last_stage(self) -> bool:
-        """Whether this is the last stage of the pipeline, or the only one."""
-        return self.traces.is_last_stage
+    def runs_blocks(self) -> bool:
+        """Whether the blocks of traces run on this worker; of several ranks or stages, they run on one."""
+        return self.traces.runs_blocks
 
     def serve_stages(self, scheduler_output: Any) -> None:
         """Serve values of earlier stages to blocks, if this is the last of several pipeline stages."""
