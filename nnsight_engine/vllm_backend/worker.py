@@ -90,8 +90,8 @@ class InterventionWorker(_PlatformWorker):
 
     def finish_trace(
         self, key: str, results: dict[str, Any], path: str | None = None
-    ) -> tuple[bytes | None, str, str, float, str] | str | None:
-        """Return a trace's encoded results, last printed text, failure, seconds and tier; over vLLM's RPC.
+    ) -> tuple[bytes | None, str, str, float, str, bool] | str | None:
+        """Return the parts of ``FinishedTrace``, without ``results``; called over vLLM's RPC.
 
         Returns ``PENDING`` if its blocks are still running: other requests must not wait for them, so the
         caller polls.
@@ -109,7 +109,8 @@ class InterventionWorker(_PlatformWorker):
         is_left = path is not None and leave(pieces, path)
         saved = None if is_left else b"".join(pieces)
         traces = self.model_runner.traces
-        return (saved, *traces.take_remaining(key), traces.last_spent_s, traces.last_tier)
+        printed, failure = traces.take_remaining(key)
+        return saved, printed, failure, traces.last_spent_s, traces.last_tier, traces.last_has_begun
 
     def drop_trace(self, key: str) -> float | None:
         """Drop a trace without collecting it; return the seconds it took; called over vLLM's RPC."""

@@ -162,7 +162,7 @@ class JobDispatcher:
 
     def _begin(self, job: JobRow, slot: JobSlot, caller: Principal | None) -> None:
         self._served_at[job.owner] = time.monotonic()
-        sandbox_of = "" if caller is None else self._callers.sandbox_of(caller)
+        sandbox_of = job.owner if caller is None else self._callers.sandbox_of(caller)
         refusal = _key_ended(job) if caller is None else None
         caller = caller or ANONYMOUS
         reserved: list[Reservation] = []
@@ -170,7 +170,7 @@ class JobDispatcher:
         async def set_aside(estimate: Estimate) -> None:
             reserved.extend(await self._callers.rates.set_aside(caller, estimate))
 
-        run = JobRun(job, self._tools, slot, set_aside=set_aside, refusal=refusal, sandbox_of=sandbox_of)
+        run = JobRun(job, self._tools, slot, sandbox_of=sandbox_of, set_aside=set_aside, refusal=refusal)
         run.context.principal = caller
         self._runs[job.id] = run
         with working_for(run.context):  # a task inherits it where it is created

@@ -100,7 +100,7 @@ class JobRun:
         tools: The services that it needs.
         slot: Its slot among the running jobs.
         refusal: The error to end the job with instead of running it.
-        sandbox_of: The tenant in whose sandbox it runs; empty if it runs in the engine's own process.
+        sandbox_of: The tenant in whose sandbox it runs; None if it runs in the engine's own process.
         set_aside: Called once with the usage that the trace declares.
 
     Attributes:
@@ -114,8 +114,8 @@ class JobRun:
         tools: JobTools,
         slot: JobSlot,
         *,
+        sandbox_of: str | None,
         refusal: ApiError | None = None,
-        sandbox_of: str = "",
         set_aside: Callable[[Estimate], Awaitable[None]] | None = None,
     ) -> None:
         self._job = job
