@@ -103,6 +103,7 @@ class ServedTraces:
             hidden = save(client.layers[LAYER].output[-1])
         del hidden
         self._trusted = transport.request
+        self._trusted.sandbox_of = None
         self._sandboxed = copy.copy(self._trusted)
         self._sandboxed.sandbox_of = "benchmark"
 
