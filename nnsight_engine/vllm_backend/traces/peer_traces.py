@@ -34,7 +34,6 @@ class PeerTraces:
     Attributes:
         in_step: Whether some block takes part in the step behind this worker's part of the model.
         defers: Whether the step can continue without the block of some request.
-        undone: Requests whose rows of the running step are discarded.
         waiting: Always empty: the worker with the blocks reports which requests wait.
         throttled: Always empty, likewise.
         last_step_s: Always 0: the worker with the blocks measures the time.
@@ -44,7 +43,6 @@ class PeerTraces:
     is_last_stage = False
     in_step = False
     defers = False
-    undone: Sequence[str] = ()
     waiting: frozenset[str] = frozenset()
     throttled: frozenset[str] = frozenset()
     last_step_s = 0.0
@@ -58,6 +56,11 @@ class PeerTraces:
     def idle(self) -> bool:
         """Whether no traced request is known."""
         return not self.known.present
+
+    @property
+    def undone(self) -> Sequence[str]:
+        """The requests whose rows of the running step are discarded."""
+        return ()
 
     def takes_part(self, request_id: str) -> bool:
         """Return whether a request is traced."""

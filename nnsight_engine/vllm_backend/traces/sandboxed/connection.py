@@ -20,6 +20,7 @@ from nnsight_engine.serialization import encode_error
 from nnsight_engine.serialization.message.table import Piece
 from nnsight_engine.serialization.values import encode_pieces
 from nnsight_engine.vllm_backend.traces.errors import SandboxedError
+from nnsight_engine.vllm_backend.traces.row_payloads import RowsPlaceholder, RowStore
 from nnsight_engine.vllm_backend.traces.rows import plain
 from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     CallRequest,
@@ -32,7 +33,6 @@ from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     packed,
     read_by_worker,
 )
-from nnsight_engine.vllm_backend.traces.stages.row_payloads import RowsPlaceholder, RowStore
 
 if TYPE_CHECKING:
     from nnsight_engine.sandbox.forkserver import Sandbox

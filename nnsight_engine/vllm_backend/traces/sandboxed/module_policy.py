@@ -25,8 +25,8 @@ from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.families import ModelPoints
 from nnsight_engine.vllm_backend.traces.errors import SandboxedError
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
+from nnsight_engine.vllm_backend.traces.remote_modules import weight_width
 from nnsight_engine.vllm_backend.traces.sandboxed.module_call import ModuleCall, rows_at_once
-from nnsight_engine.vllm_backend.traces.stages.remote_modules import weight_width
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 
 _NUMBER_BYTES: Final = 4

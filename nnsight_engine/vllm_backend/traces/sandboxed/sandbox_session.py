@@ -23,6 +23,7 @@ from nnsight_engine.serialization.message.table import Piece
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.errors import SandboxedError
 from nnsight_engine.vllm_backend.traces.reporting import Report
+from nnsight_engine.vllm_backend.traces.row_payloads import RowPayloads
 from nnsight_engine.vllm_backend.traces.sandboxed.changes import Changes
 from nnsight_engine.vllm_backend.traces.sandboxed.connection import SandboxConnection
 from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
@@ -39,7 +40,6 @@ from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
 )
 from nnsight_engine.vllm_backend.traces.sandboxed.offered_values import packed_value, put_changes
 from nnsight_engine.vllm_backend.traces.sandboxed.session_reports import SessionReports
-from nnsight_engine.vllm_backend.traces.stages.row_payloads import RowPayloads
 
 if TYPE_CHECKING:
     from nnsight_engine.sandbox.forkserver import ForkServer, Sandbox
