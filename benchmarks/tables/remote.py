@@ -74,11 +74,12 @@ def _trace(model: VLLM, backend: RemoteBackend | None = None) -> None:
     assert hidden.shape[-1] > 1  # noqa: S101 - a benchmark of nothing would be fast
 
 
-def _trace_numbers(model: VLLM, backend: RemoteBackend, first: int) -> None:
+def _trace_numbers(model: VLLM, first: int) -> None:
     """Compute numbers of ``_SAVED_BYTES``, and save them from the first one on."""
     num_numbers = _SAVED_BYTES // 4
-    with model.trace(_PROMPT, max_tokens=1, temperature=0, backend=backend):
-        numbers = save(torch.ones(num_numbers)[first:].clone())
+    with model.trace(_PROMPT, max_tokens=1, temperature=0):
+        numbers = torch.ones(num_numbers)
+        numbers = save(numbers[first:].clone() if first else numbers)
     assert len(numbers) == len(range(num_numbers)[first:])  # noqa: S101 - as above
 
 
@@ -97,21 +98,21 @@ def _medians(turns: Sequence[tuple[str, Timed]]) -> Sample:
 
 
 def _warmed_up(turns: Sequence[tuple[str, Timed]], sampler: Sampler) -> Sampler:
-    _medians([*turns] * _WARMUP)
+    _medians(turns)
     return sampler
 
 
 def _remote_case(url: str, count: int) -> BenchmarkCase:
-    model, backend = str(bundled_model_path()), RemoteBackend(url)
-    client = VLLM(model)
+    model = str(bundled_model_path())
+    client = VLLM(model, remote=url)
     local = VLLM(model, dispatch=True, **engine_arguments(eager=True, max_num_seqs=8))
     small = [
-        ("remote", partial(_seconds, _trace, client, backend)),
+        ("remote", partial(_seconds, _trace, client)),
         ("local", partial(_seconds, _trace, local)),
     ]
     large = [
-        ("50 MB saved", partial(_seconds, _trace_numbers, client, backend, 0)),
-        ("not saved", partial(_seconds, _trace_numbers, client, backend, -1)),
+        ("50 MB saved", partial(_seconds, _trace_numbers, client, 0)),
+        ("not saved", partial(_seconds, _trace_numbers, client, -1)),
     ]
     measures = (
         difference("remote", "local", "ms", _OVERHEAD_TARGET_MS),
@@ -122,11 +123,13 @@ def _remote_case(url: str, count: int) -> BenchmarkCase:
         return {**_medians(small * count), **_medians(large * _NUM_LARGE)}
 
     name = "a trace that saves one layer's last token; one that saves 50 MB"
-    return BenchmarkCase(name, "8 tokens", partial(_warmed_up, [*small, *large], sample), measures, "ms")
+    return BenchmarkCase(
+        name, "8 tokens", partial(_warmed_up, small * _WARMUP + large, sample), measures, "ms"
+    )
 
 
 def _sandbox_case(url: str, keys: dict[str, str], count: int) -> BenchmarkCase:
-    client = VLLM(str(bundled_model_path()))
+    client = VLLM(str(bundled_model_path()), remote=url)
     traces = {
         tier: partial(_seconds, _trace, client, RemoteBackend(url, key=key)) for tier, key in keys.items()
     }
@@ -162,5 +165,5 @@ def _sandbox_case(url: str, keys: dict[str, str], count: int) -> BenchmarkCase:
         ratio("batch beside sandboxed", "batch beside trusted", _BESIDE_TARGET),
     )
     name = "a trace that saves one layer's last token; a plain batch beside such traces"
-    make = partial(_warmed_up, [*traces.items()], sample)
+    make = partial(_warmed_up, [*traces.items()] * _WARMUP, sample)
     return BenchmarkCase(name, "8 tokens", make, measures, "ms")

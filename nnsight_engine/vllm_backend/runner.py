@@ -131,9 +131,9 @@ class InterventionRunnerMixin:
             )
 
     @property
-    def is_last_stage(self) -> bool:
-        """Whether this is the last stage of the pipeline, or the only one."""
-        return self.traces.is_last_stage
+    def runs_blocks(self) -> bool:
+        """Whether the blocks of traces run on this worker; of several ranks or stages, they run on one."""
+        return self.traces.runs_blocks
 
     def serve_stages(self, scheduler_output: Any) -> None:
         """Serve values of earlier stages to blocks, if this is the last of several pipeline stages."""
@@ -234,7 +234,7 @@ class InterventionRunnerMixin:
         self.counts.steps["eager" if is_uncompiled else "tap"] += 1
         self.traces.dispatcher.is_uncompiled = is_uncompiled
         if plan is not None and is_uncompiled:
-            plan.note_uncompiled()
+            plan.record_uncompiled()
 
     def _traced_forward(self, forward: Callable[[], Any], input_ids: Any, context: Any) -> Any:
         """Run the model with blocks; again uncompiled if the blocks request more than the taps provide."""

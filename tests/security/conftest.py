@@ -16,7 +16,7 @@ from nnsight_engine.sandbox.forkserver import ForkServer
 from nnsight_engine.sandbox.seccomp import machine
 from nnsight_engine.serialization import encode
 from nnsight_engine.vllm_backend.traces.remote_modules import described
-from tests.security.played import LIMITS, VOCABULARY, WIDTH, Outline
+from tests.security.played import LIMITS, REFUSED, VOCABULARY, WIDTH, Outline
 from tests.security.played_process import World
 
 _ZYGOTE: Final = "nnsight_engine.vllm_backend.traces.sandboxed.zygote"
@@ -71,7 +71,7 @@ def server() -> Iterator[ForkServer]:
         "sizes": sizes,
         "limits": dataclasses.asdict(LIMITS),
         "entry": "",
-        "refused": [],
+        "refused": [REFUSED],
         "call_bytes": 2**20,
     }
     server = ForkServer([sys.executable, "-m", _ZYGOTE], encode(setup), LIMITS.sandbox_message_bytes, 2)

@@ -11,6 +11,8 @@ from nnsight_engine.vllm_backend.compat import EngineLimits
 WIDTH: Final = 8
 LAYERS: Final = 4
 VOCABULARY: Final = 16
+REFUSED: Final = "model.model.layers.3.mlp.output"
+"""A place of which it is not known how the parts of several ranks make a whole."""
 LIMITS: Final = EngineLimits(sandbox_bytes=2**28, sandbox_step_s=2.0)
 
 

@@ -21,7 +21,7 @@ from nnsight_engine.vllm_backend.traces.request import TraceSpan
 from nnsight_engine.vllm_backend.traces.sandboxed.module_call import ModuleCall
 from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_pool import SandboxPool
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
-from tests.security.played import LAYERS, LIMITS, VOCABULARY, WIDTH, Places
+from tests.security.played import LAYERS, LIMITS, REFUSED, VOCABULARY, WIDTH, Places
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the process sandbox is Linux's")
 
@@ -344,3 +344,14 @@ def test_all_traces_of_a_tenant_have_one_allowance_in_a_step(server: ForkServer)
             done |= {one.request_id for one in ready if hidden[one.row].eq(9).all()}
     for name in names:
         cells.drop(name)
+
+
+def test_a_place_that_cannot_be_made_whole_is_refused_as_for_a_trusted_block(server: ForkServer) -> None:
+    cells, dispatcher = _opened(server)
+    found = _trace(cells, dispatcher, "model.layers[3].mlp.output.sum()")
+    assert found["error"]["name"] == "SpreadModuleError"
+    assert REFUSED in found["error"]["message"]
+    caught = (
+        "try:\n    model.layers[3].mlp.output.sum()\nexcept Exception as error:\n    h = save(str(error))"
+    )
+    assert REFUSED in _trace(cells, dispatcher, caught, "other")["saves"]["h"]

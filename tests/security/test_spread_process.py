@@ -330,7 +330,7 @@ def test_a_block_over_two_ranks_does_what_it_does_over_one(
     assert following.saves is None
     assert leading.states == following.states == alone.states
     assert leading.undone == following.undone
-    assert bool(leading.undone) == (wait_s < 1)
+    assert leading.undone or seconds == "0", "every step was waited for, so nothing was shown"
     assert num_calls[0] == num_calls[1] > 0
 
 
@@ -377,7 +377,8 @@ def over_stages(server: ForkServer, code: str, wait_s: float) -> list[Played]:
     down: queue.Queue[bytes] = queue.Queue()
     passed: queue.Queue[torch.Tensor] = queue.Queue()
     early = EarlyStage(QueuedLink(up, down))
-    last = LastStage(QueuedLink(down, up), dataclasses.replace(LIMITS, sandbox_wait_s=wait_s), server)
+    limits = dataclasses.replace(LIMITS, sandbox_wait_s=wait_s, sandbox_step_s=60.0)  # on a busy machine
+    last = LastStage(QueuedLink(down, up), limits, server)
 
     def first_half(done: int, num_rows: int) -> list[Any]:
         is_traced = early.step(spans_of(done, num_rows), num_rows + _NEIGHBOUR)

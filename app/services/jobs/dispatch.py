@@ -21,7 +21,7 @@ from app.allowance import Allowance
 from app.auth.principal import ANONYMOUS, Principal
 from app.lifecycle import Lifecycle, Phase
 from app.services.jobs.callers import JobCallers, RunOver
-from app.services.jobs.runs import Ending, JobRun, JobTools, note_interrupted
+from app.services.jobs.runs import Ending, JobRun, JobTools, record_interrupted
 from app.services.jobs.slots import JobSlot, JobSlots
 from app.storage.jobs.leases import LEASE_S
 from app.storage.jobs.store import JobStore
@@ -259,7 +259,7 @@ class JobDispatcher:
 
     async def _recover(self) -> None:
         lost = await self._tools.leases.recover(own=self.running)
-        note_interrupted(lost, self._tools.log)
+        record_interrupted(lost, self._tools.log)
         await self._tools.files.remove_results([(job.id, job.attempt) for job in lost])
         for job in lost:
             self._tools.notify_followers(job.id)

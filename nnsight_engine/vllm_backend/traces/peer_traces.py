@@ -40,7 +40,7 @@ class PeerTraces:
     """
 
     serves_stages = False
-    is_last_stage = False
+    runs_blocks = False
     in_step = False
     defers = False
     waiting: frozenset[str] = frozenset()
@@ -136,10 +136,6 @@ class PeerTraces:
     def count_sandboxes(self) -> dict[str, int]:
         """Return no counts."""
         return {}
-
-    def prepare_sandbox(self) -> bool:
-        """Return True: the worker with the blocks reports whether a sandbox can be started."""
-        return True
 
     def hold(self, key: str, data: bytes) -> None:
         """Do nothing: blocks are decoded where they run."""

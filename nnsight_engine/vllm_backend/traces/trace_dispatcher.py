@@ -327,7 +327,7 @@ class TraceDispatcher(ModuleUse):
         wanting = self.wanted.get(provider, ())
         return list(wanting) if len(wanting) < _SEVERAL else sorted(wanting, key=_by_order)
 
-    def fail(self, provider: str, error: Exception) -> None:
+    def fail(self, provider: str, error: BaseException) -> None:
         """Raise an error in the blocks that have a use for a value that cannot be provided."""
         for request in self._wanting(provider):
             if request.uses(provider):

@@ -71,7 +71,7 @@ class WorkerTraces:
 
     Attributes:
         serves_stages: Whether other pipeline stages offer this worker their values.
-        is_last_stage: Whether this is the last pipeline stage, or the only one.
+        runs_blocks: Whether blocks run on this worker, see ``PeerTraces``.
         last_spent_s: Seconds that the engine has waited for the trace closed last: for its blocks, decoding
             them and encoding their saved values.
         last_tier: How the steps of the trace closed last ran, see ``TracedRequest``.
@@ -83,7 +83,7 @@ class WorkerTraces:
 
     policy: Policy | None = None
     serves_stages = False
-    is_last_stage = True
+    runs_blocks = True
 
     def __init__(
         self,

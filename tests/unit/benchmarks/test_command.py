@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -56,3 +57,16 @@ def test_a_child_answers_until_it_fails_and_then_says_why() -> None:
 def test_a_child_that_does_not_answer_in_time_is_given_up() -> None:
     with ChildObject(ECHO, limit_s=0.01) as child, pytest.raises(ProcessError, match="no answer within"):
         child.call("wait", 60)
+
+
+@pytest.mark.heavy
+def test_a_table_is_measured_in_two_processes_and_written(tmp_path: Path) -> None:
+    options = ["--repeats", "2", "--processes", "2", "--output", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks", "serialization", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    (file,) = tmp_path.glob("*-serialization.json")
+    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    assert len(rows) == 16
+    assert all((row["num_repeats"], row["num_processes"]) == (2, 2) and row["value"] > 0 for row in rows)
+    assert "`encode_trace` and `decode_trace`" in file.with_suffix(".md").read_text(encoding="utf-8")

@@ -437,7 +437,7 @@ class SandboxSession:
         offer = Offer(provider, self._newly_passed(), self._is_after_model, slots, is_tuple)
         self.connection.send_event(offer, body, ContinueReply, self._on_answered)
 
-    def refuse(self, provider: str, error: Exception) -> None:
+    def refuse(self, provider: str, error: BaseException) -> None:
         """Raise an error in the blocks of the process that wait for a value that cannot be provided."""
         if self.is_due(provider) and not self._has_stopped_at(provider):
             self._send_refusal(provider, error)
@@ -455,7 +455,7 @@ class SandboxSession:
         self._at = provider
         return False
 
-    def _send_refusal(self, provider: str, error: Exception) -> None:
+    def _send_refusal(self, provider: str, error: BaseException) -> None:
         message = InvalidValue(provider, self._newly_passed(), encode_error(error))
         self.connection.send_event(message, [], ContinueReply, self._go)
 
