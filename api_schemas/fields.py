@@ -67,7 +67,7 @@ class Strict(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _knows_its_fields(cls, value: Any) -> Any:
+    def _check_known_fields(cls, value: Any) -> Any:
         # Like pydantic's check for ``extra``, whose error does not list the known fields.
         given = value if isinstance(value, dict) else {}
         unknown = next((name for name in given if name not in cls.model_fields), None)

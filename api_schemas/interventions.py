@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip, excerpt
-from api_schemas.limits import DEFAULT_LIMITS, Limits
+from api_schemas.limits import DEFAULT_LIMITS, RequestLimits
 from api_schemas.operations import Ablate, Capture, LogitLens, Patch, Probe, Steer
 from api_schemas.request_traces import Trace
 from api_schemas.tensors import TensorInput
@@ -41,9 +41,9 @@ __all__ = [
     "FIELD",
     "OPERATIONS",
     "Intervention",
-    "Limits",
     "Operation",
     "PromptOperations",
+    "RequestLimits",
     "parse_interventions",
     "path_in",
     "tensor_of",
@@ -89,7 +89,7 @@ _LITERAL_CODES: Final = {"dtype": ErrorCode.WRONG_DTYPE, "encoding": ErrorCode.W
 
 
 def parse_interventions(
-    raw: object, limits: Limits = DEFAULT_LIMITS, num_prompts: int | None = None
+    raw: object, limits: RequestLimits = DEFAULT_LIMITS, num_prompts: int | None = None
 ) -> tuple[Intervention, ...]:
     """Parse the value of the field ``interventions``.
 
@@ -152,7 +152,7 @@ def tensor_of(op: Intervention) -> TensorInput | None:
     return op.values if isinstance(op, Patch) else None
 
 
-def _check_number(raw: list[object], limits: Limits, num_prompts: int | None) -> None:
+def _check_number(raw: list[object], limits: RequestLimits, num_prompts: int | None) -> None:
     """Check the numbers of operations and points, of a prompt and of the request, before parsing any."""
     num_points = sum(len(at) if isinstance(at := _field(item, "at"), list) else 1 for item in raw)
     if num_points > limits.max_request_points:
@@ -216,7 +216,7 @@ def _check_alone(operations: Sequence[Intervention]) -> None:
             )
 
 
-def _parse_one(item: object, param: str, limits: Limits) -> Intervention:
+def _parse_one(item: object, param: str, limits: RequestLimits) -> Intervention:
     if not isinstance(item, dict):
         raise ApiError(
             ErrorCode.INVALID_SHAPE, f"An operation must be an object, got {excerpt(item)}.", param
@@ -242,7 +242,7 @@ def _parse_one(item: object, param: str, limits: Limits) -> Intervention:
         raise _translate(error, item, param) from error
 
 
-def _check_lengths(item: dict[str, Any], param: str, limits: Limits) -> None:
+def _check_lengths(item: dict[str, Any], param: str, limits: RequestLimits) -> None:
     """Check the lengths of texts and lists, which validation would traverse and list errors for in full."""
     _check_fields(item, param)
     for field, value in item.items():

@@ -109,12 +109,12 @@ class NewKey(BaseModel):
 
     @field_validator("scopes")
     @classmethod
-    def _once_each(cls, scopes: tuple[Scope, ...]) -> tuple[Scope, ...]:
+    def _check_unique(cls, scopes: tuple[Scope, ...]) -> tuple[Scope, ...]:
         return tuple(sorted(set(scopes), key=list(Scope).index))
 
     @field_validator("trusted_codecs")
     @classmethod
-    def _of_trusted(cls, trusted_codecs: bool, info: ValidationInfo) -> bool:  # noqa: FBT001 - pydantic's
+    def _check_trusted(cls, trusted_codecs: bool, info: ValidationInfo) -> bool:  # noqa: FBT001 - pydantic's
         # Unpickling runs the sender's code, outside any sandbox.
         if trusted_codecs and info.data.get("tier") is not Tier.TRUSTED:
             raise ValueError("only a key of the tier 'trusted' may send blocks as pickles, which are code")

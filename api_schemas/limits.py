@@ -11,8 +11,8 @@ from typing import Final
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of one request.
+class RequestLimits:
+    """The limits of one request's interventions.
 
     Attributes:
         max_operations: Operations of one prompt.
@@ -31,5 +31,5 @@ class Limits:
     max_list_items: int = 131072
 
 
-DEFAULT_LIMITS: Final = Limits()
+DEFAULT_LIMITS: Final = RequestLimits()
 """The default limits."""

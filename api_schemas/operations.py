@@ -67,7 +67,7 @@ class Ablate(_PointOperation):
     )
 
     @model_validator(mode="after")
-    def _vector_iff_method(self) -> Self:
+    def _check_vector(self) -> Self:
         if (self.method == "vector") != (self.vector is not None):
             raise PydanticCustomError(
                 ErrorCode.INVALID_SHAPE.value,
@@ -87,7 +87,7 @@ class Patch(_PointOperation):
     where: Where = Field(description="It must have `positions`, in the order of the rows.")
 
     @model_validator(mode="after")
-    def _needs_positions(self) -> Self:
+    def _check_positions(self) -> Self:
         if self.where.positions is None:
             raise PydanticCustomError(
                 ErrorCode.INVALID_SHAPE.value,
@@ -130,7 +130,7 @@ class LogitLens(_Operation):
     )
 
     @model_validator(mode="after")
-    def _reads_something(self) -> Self:
+    def _check_returns_something(self) -> Self:
         if self.top_k == 0 and not self.targets:
             raise PydanticCustomError(
                 ErrorCode.INVALID_VALUE.value,

@@ -67,7 +67,7 @@ class Trace(Strict):
 
     @field_validator("variables")
     @classmethod
-    def _are_names(cls, variables: dict[str, Any]) -> dict[str, Any]:
+    def _check_names(cls, variables: dict[str, Any]) -> dict[str, Any]:
         for name in variables:
             if not name.isidentifier() or keyword.iskeyword(name) or name in {MODEL_NAME, TRACER_NAME}:
                 raise PydanticCustomError(
@@ -78,7 +78,7 @@ class Trace(Strict):
         return variables
 
     @model_validator(mode="after")
-    def _has_code(self) -> Self:
+    def _check_code(self) -> Self:
         if (self.code is None) == (self.block is None):
             raise PydanticCustomError(
                 ErrorCode.INVALID_SHAPE.value,

@@ -25,7 +25,7 @@ from pydantic_core import PydanticCustomError
 
 from api_schemas.errors import ErrorCode
 from api_schemas.fields import Integer, Items, Name, Number, Strict
-from api_schemas.limits import DEFAULT_LIMITS, Limits
+from api_schemas.limits import DEFAULT_LIMITS, RequestLimits
 
 DTYPE_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
 """Bytes of one item of each dtype in requests and responses."""
@@ -127,7 +127,7 @@ class NamedTensor(TensorObject):
 
 
 def _check_size(num_bytes: int, info: ValidationInfo) -> None:
-    limits = info.context if isinstance(info.context, Limits) else DEFAULT_LIMITS
+    limits = info.context if isinstance(info.context, RequestLimits) else DEFAULT_LIMITS
     if num_bytes > limits.max_tensor_bytes:
         raise _error(
             ErrorCode.TENSOR_TOO_LARGE,

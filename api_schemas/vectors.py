@@ -46,7 +46,7 @@ class NewVector(Strict):
     shared: bool = Field(default=False, strict=True)
 
     @model_validator(mode="after")
-    def _one_form(self) -> Self:
+    def _check_form(self) -> Self:
         given = (self.vectors is not None, self.at is not None, self.values is not None)
         if given not in {(True, False, False), (False, True, True)}:
             raise ValueError("a vector is given as `vectors`, or as `at` and `values`")
@@ -103,7 +103,7 @@ class TrainingRequest(Strict):
     stream: bool = Field(default=False, strict=True)
 
     @model_validator(mode="after")
-    def _pairs(self) -> Self:
+    def _check_pairs(self) -> Self:
         if self.method == "pca" and len(self.positive) != len(self.negative):
             raise ValueError(
                 "`pca` takes the differences of pairs, so both sides need as many prompts; "

@@ -41,7 +41,7 @@ def parse_object(body: bytes | bytearray) -> dict[str, Any]:
             ErrorCode.INVALID_JSON,
             "A string of the body contains half of a character (a lone surrogate, such as "
             f"{error.object[error.start]!a}), which UTF-8 cannot encode; send complete characters.",
-            _field_with_half(value),
+            _field_with_lone_surrogate(value),
         ) from error
     except ValueError as error:
         # Invalid UTF-8, invalid JSON and integers beyond Python's digit limit are all ValueError.
@@ -55,7 +55,7 @@ def parse_object(body: bytes | bytearray) -> dict[str, Any]:
     return value
 
 
-def _field_with_half(body: Any) -> str | None:
+def _field_with_lone_surrogate(body: Any) -> str | None:
     """Return the name of the field that contains a lone surrogate in its value or in its name."""
     for name, value in body.items() if isinstance(body, dict) else ():
         try:

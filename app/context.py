@@ -20,7 +20,7 @@ from app.auth.keys import Keys
 from app.auth.principal import Principal
 from app.engine.client import EngineClient
 from app.engine.trace_process_pool import TraceProcesses
-from app.hosts import is_from_elsewhere
+from app.hosts import is_cross_origin
 from app.large_bodies import LargeBodyReader
 from app.lifecycle import Lifecycle
 from app.observability.metrics import Metrics
@@ -110,7 +110,7 @@ async def _caller_of(
 
 def _check_origin(connection: HTTPConnection) -> None:
     """Reject WebSockets from pages of other origins, with or without a key: browsers do not."""
-    if is_from_elsewhere(connection):
+    if is_cross_origin(connection):
         raise ApiError(ErrorCode.ORIGIN_NOT_ALLOWED, "Cross-origin WebSocket connections are not allowed.")
 
 

@@ -22,7 +22,7 @@ from starlette.websockets import WebSocket
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
 from api_schemas.interventions import path_in
-from api_schemas.limits import Limits
+from api_schemas.limits import RequestLimits
 from app.json_text import printable
 from app.refusals import ThrottledError
 from app.request_context import note_error
@@ -120,7 +120,7 @@ def problem_text(problems: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def validated(model: type[T], value: object, limits: Limits | None = None) -> T:
+def validated(model: type[T], value: object, limits: RequestLimits | None = None) -> T:
     """Validate a body as its model.
 
     Args:

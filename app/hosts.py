@@ -68,7 +68,7 @@ class HostMiddleware:
         """Handle one ASGI connection."""
         if scope["type"] in _CONNECTIONS:
             refusal = self._refusal(HTTPConnection(scope))
-            if refusal is not None and not await self._asks_for_keys():
+            if refusal is not None and not await self._requires_keys():
                 await refuse(refusal, scope, receive, send, code=_POLICY_VIOLATION)
                 return
         await self._app(scope, receive, send)
@@ -78,23 +78,23 @@ class HostMiddleware:
         if self._checks_name and "host" in connection.headers and not self._is_own(host_of(connection)):
             return ApiError(
                 ErrorCode.HOST_NOT_ALLOWED,
-                "A server without keys answers requests to its own machine's names alone, and this one has "
-                f"the Host {excerpt(connection.headers.get('host'))}: use http://localhost, or have the "
-                "operator name it in allowed_hosts (NNSIGHT_ENGINE_ALLOWED_HOSTS) or make keys.",
+                "A server without keys accepts only host names of its own machine, and this request has the "
+                f"Host {excerpt(connection.headers.get('host'))}: use http://localhost, or ask the operator "
+                "to add it to allowed_hosts (NNSIGHT_ENGINE_ALLOWED_HOSTS) or to create keys.",
             )
-        if is_from_elsewhere(connection):
+        if is_cross_origin(connection):
             return ApiError(
                 ErrorCode.ORIGIN_NOT_ALLOWED,
-                "This server has no keys and answers no page of another origin, and this request has the "
-                f"Origin {excerpt(connection.headers.get('origin'))}: open the page from this server, "
-                "call it from outside a browser, or have the operator make keys.",
+                "A server without keys rejects requests from pages of other origins, and this request has "
+                f"the Origin {excerpt(connection.headers.get('origin'))}: open the page from this server, "
+                "call it from outside a browser, or ask the operator to create keys.",
             )
         return None
 
     def _is_own(self, host: Authority | None) -> bool:
         return host is not None and (is_loopback(host.name) or host.name in self._own)
 
-    async def _asks_for_keys(self) -> bool:
+    async def _requires_keys(self) -> bool:
         if not self._has_keys:  # once keys exist, that does not change
             try:
                 self._has_keys = await self._are_keys_required()
@@ -111,7 +111,7 @@ def host_of(connection: HTTPConnection) -> Authority | None:
     return _authority(given[0]) if len(given) == 1 else None
 
 
-def is_from_elsewhere(connection: HTTPConnection) -> bool:
+def is_cross_origin(connection: HTTPConnection) -> bool:
     """Return whether the ``Origin`` header is malformed or names another host or port than ``Host``."""
     given = connection.headers.getlist("origin")
     if not given:
@@ -130,4 +130,4 @@ def _authority(text: str) -> Authority | None:
     return Authority(name, "" if port in _DEFAULT_PORTS else port)
 
 
-__all__ = ["Authority", "HostMiddleware", "host_of", "is_from_elsewhere"]
+__all__ = ["Authority", "HostMiddleware", "host_of", "is_cross_origin"]

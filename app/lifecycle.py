@@ -293,6 +293,6 @@ _REFUSALS: Final = {
     ),
     Phase.DEAD: (
         ErrorCode.ENGINE_DEAD,
-        "The engine has stopped and this server must be restarted; its log says why.",
+        "The engine has stopped and this server must be restarted; its log has the reason.",
     ),
 }

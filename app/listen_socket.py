@@ -20,7 +20,7 @@ _LINGER_S: Final = 2.0
 """How long a client whose head was rejected has to read the response."""
 _TOO_LARGE: Final = (
     f"A request's line and headers may have {MAX_HEAD_BYTES} bytes together, and this one's have more; send "
-    "what is long in the body."
+    "long values in the body."
 )
 _MS: Final = 1000
 _KEEP_ALIVE: Final = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}

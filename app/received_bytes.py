@@ -66,9 +66,9 @@ class ReceivedBytes:
         """
         self._allowance.check(tenant, self._of_tenant[tenant], num_bytes)
         self._allowance.check_total(self.num_bytes, num_bytes)
-        self.give_back(-num_bytes, tenant)
+        self.release(-num_bytes, tenant)
 
-    def give_back(self, num_bytes: int, tenant: str) -> None:
+    def release(self, num_bytes: int, tenant: str) -> None:
         """Release bytes that are no longer held."""
         self.num_bytes -= num_bytes
         self._of_tenant[tenant] -= num_bytes
@@ -98,15 +98,15 @@ class Intake:
         self._receiving.add(num_bytes, self.tenant)
         self.num_bytes += num_bytes
 
-    def give_back(self, num_bytes: int) -> None:
+    def release(self, num_bytes: int) -> None:
         """Release bytes that are no longer held."""
-        self._receiving.give_back(num_bytes, self.tenant)
+        self._receiving.release(num_bytes, self.tenant)
         self.num_bytes -= num_bytes
 
     def close(self) -> None:
         """Release all bytes; idempotent."""
         if self.num_bytes:
-            self.give_back(self.num_bytes)
+            self.release(self.num_bytes)
 
 
 __all__ = ["Intake", "ReceivedBytes"]

@@ -134,14 +134,18 @@ def _serve_replicas(
             reporter = _reporter(progress, progress.add_task("Bundled model", total=None))
             bundled_model_path(cache_dir=settings.bundled_model_dir, progress=reporter)
     command.run(
-        {"models": [{"model": model, "arguments": [*arguments, *_own(options)], **options.replicas}]},
+        {
+            "models": [
+                {"model": model, "arguments": [*arguments, *_server_options(options)], **options.replicas}
+            ]
+        },
         settings,
         console,
         with_keys=with_keys,
     )
 
 
-def _own(options: ServeOptions) -> list[str]:
+def _server_options(options: ServeOptions) -> list[str]:
     """Return the server's own options, without the address, as arguments of a replica's command line."""
     names = {name: value for name, value in options.settings.items() if name not in {"host", "port"}}
     flags = [f"--{name.replace('_', '-')}" for name, value in names.items() if value is True]

@@ -388,13 +388,13 @@ class Settings(BaseSettings):
 
     @field_validator("trusted_proxies")
     @classmethod
-    def _are_addresses(cls, value: str) -> str:
+    def _check_proxies(cls, value: str) -> str:
         check_proxies(value)
         return value
 
     @field_validator("sandbox", mode="before")
     @classmethod
-    def _is_sandbox(cls, value: str) -> str:
+    def _check_sandbox(cls, value: str) -> str:
         try:
             check_sandbox(value)
         except UnsupportedOptionError as error:

@@ -19,7 +19,7 @@ def check_proxies(listed: str) -> None:
 
 def _step(one: str) -> str:
     if one == "*":
-        return "whom it names may say who a client is: list the network that your proxies are in"
+        return "every client could then forge its address: list the network of your proxies"
     try:
         within = ipaddress.ip_interface(one)
     except ValueError:

@@ -1,17 +1,17 @@
-"""Requests that decode together on one engine, and the time their steps take."""
+"""Requests that decode together on one engine, and the time that their steps take."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Final, TypeVar
 
 import numpy as np
 
-from benchmarks.engine import BenchmarkError, Engine, SubmittedRequest
-from benchmarks.interventions import Content, OperationsOf
+from benchmarks.engine import BenchmarkError, StepwiseEngine
+from benchmarks.interventions import Content, ContentOf
 
-Side = TypeVar("Side")
+T = TypeVar("T")
 
 TURN_STEPS: Final = 8
 """Decode steps that one engine runs before it is the other's turn."""
@@ -19,38 +19,39 @@ TURN_STEPS: Final = 8
 _WARMUP_STEPS: Final = 4
 """Decode steps before the clock starts, prefill not counted."""
 
-_LOWEST_TOKEN: Final = 100
+LOWEST_TOKEN: Final = 100
 """Ids below it are special tokens in the bundled model."""
 
 
-class Prompts:
+class RandomPrompts:
     """A stream of random prompts, none twice, so that no side finds a prefix in its cache."""
 
     def __init__(self, vocab_size: int) -> None:
-        """Start it; every run has the same."""
         self._vocab_size = vocab_size
         self._random = np.random.default_rng(0)
 
     def batch(self, num_requests: int, num_tokens: int) -> list[list[int]]:
         """Return the next prompts as ids, all of one length."""
         shape = (num_requests, num_tokens)
-        ids: list[list[int]] = self._random.integers(_LOWEST_TOKEN, self._vocab_size, shape).tolist()
+        ids: list[list[int]] = self._random.integers(LOWEST_TOKEN, self._vocab_size, shape).tolist()
         return ids
 
 
-class Batch:
-    """Requests that start together on one engine; nothing else runs there meanwhile."""
+class DecodingBatch:
+    """Requests that start together on one engine; nothing else runs there meanwhile.
+
+    They are submitted, prefilled in one step, and run for some steps that are not timed.
+    """
 
     def __init__(
-        self, engine: Engine, prompts: list[list[int]], operations_of: OperationsOf, num_turns: int
+        self, engine: StepwiseEngine, prompts: list[list[int]], content_of: ContentOf, num_turns: int
     ) -> None:
-        """Submit them, prefill all prompts, which takes one step, and run the steps that are not timed."""
         self._engine = engine
         self._num_timed, self._seconds = num_turns * TURN_STEPS, 0.0
         # Prefill gives one token; one more than is timed, so that ending is not.
         max_tokens = 1 + _WARMUP_STEPS + self._num_timed + 1
-        self._requests: list[SubmittedRequest] = [
-            engine.submit(prompt, max_tokens, operations_of(index, engine.shape))
+        self._requests = [
+            engine.submit(prompt, max_tokens, content_of(index, engine.shape))
             for index, prompt in enumerate(prompts)
         ]
         for _ in range(1 + _WARMUP_STEPS):
@@ -75,13 +76,13 @@ class Batch:
         return self._seconds / self._num_timed
 
 
-def mirrored(first: Side, second: Side, num_turns: int) -> Iterable[Side]:
+def mirrored(first: T, second: T, num_turns: int) -> Iterator[T]:
     """Yield each side ``num_turns`` times: first, second, second, first, …."""
     for turn in range(num_turns):
         yield from (first, second) if turn % 2 == 0 else (second, first)
 
 
-def first_token_s(engine: Engine, prompt: list[int], content: Content) -> float:
+def first_token_s(engine: StepwiseEngine, prompt: list[int], content: Content) -> float:
     """Return the seconds from submitting a request to its first token."""
     start = time.perf_counter()
     request = engine.submit(prompt, 1, content)

@@ -1,9 +1,8 @@
 """vLLM's engine in this process, driven step by step: plain, or able to intervene.
 
-Both kinds get the same engine arguments. A request with interventions passes through the same
-parsing, compiling and collecting as over HTTP, and a run counts only if everything it asked
-for was applied. The environment must be that of ``processes.py``: the engine core in this
-process, model runner V1.
+Both kinds get the same engine arguments. A request with interventions passes through the same parsing,
+compiling and collecting as over HTTP, and a run counts only if everything that it requested was applied. The
+environment must be ``benchmarks.tables.ENVIRONMENT``: the engine core in this process, model runner V1.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from vllm.sampling_params import RequestOutputKind
 
 from api_schemas.interventions import parse_interventions
 from benchmarks.engine_arguments import engine_arguments
-from benchmarks.interventions import Block, Content, JsonObject, Shape
-from benchmarks.traced import check_traced, submit_traced
+from benchmarks.interventions import Content, JsonObject, LayerSizes, SavedLayers
+from nnsight_engine import save
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.token_texts import TokenTexts
 from nnsight_engine.modeling.bundled import bundled_model_path
@@ -29,11 +28,13 @@ from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.request_plan import PLAN_KEY
 from nnsight_engine.vllm_backend.call import prepare_params, salted
 from nnsight_engine.vllm_backend.output_payloads import deliver_payloads
-from nnsight_engine.vllm_backend.request_tracer import SentTrace
+from nnsight_engine.vllm_backend.request_tracer import RequestTracer, SentTrace
 from nnsight_engine.vllm_backend.result_router import ResultRouter
+from nnsight_engine.vllm_backend.traced_requests import results_of
 from nnsight_engine.vllm_backend.vllm import VLLM
 
 _TAP_OPERATORS: Final = "nnsight_engine::"
+_GREEDY: Final[dict[str, Any]] = {"temperature": 0.0, "ignore_eos": True}
 
 
 class BenchmarkError(Exception):
@@ -42,7 +43,7 @@ class BenchmarkError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SubmittedRequest:
-    """A request in flight, with what collects its results or its trace; neither where it is plain."""
+    """A request in flight, with the collector of its results or its trace; a plain one has neither."""
 
     request_id: str
     collector: RequestCollector | None = None
@@ -50,13 +51,24 @@ class SubmittedRequest:
     num_layers: int = 0
 
 
-class Engine:
-    """An engine with the bundled model, or another; plain vLLM unless it is ``able`` to intervene."""
+class _UnsentTracer(RequestTracer):
+    """A trace whose request is submitted by the engine below, so that steps can be timed one by one."""
+
+    sent: SentTrace
+
+    def _run_model(self) -> None:
+        self.sent = SentTrace(self)
+
+
+class StepwiseEngine:
+    """An engine with the bundled model, or another; plain vLLM unless it is ``able`` to intervene.
+
+    ``max_step_tokens`` is the largest number of prompt tokens in one step.
+    """
 
     def __init__(
         self, *, able: bool, eager: bool, max_num_seqs: int, max_step_tokens: int = 0, model: str = ""
     ) -> None:
-        """Load the model; ``max_step_tokens`` is the most prompt tokens of one step."""
         arguments = engine_arguments(eager=eager, max_num_seqs=max_num_seqs, max_step_tokens=max_step_tokens)
         model = model or str(bundled_model_path())
         self._model = VLLM(model, dispatch=True, **arguments) if able else None
@@ -67,27 +79,13 @@ class Engine:
         )
         self._core: Any = self._llm.llm_engine
         config = self._llm.model_config.hf_text_config
-        self.shape = Shape(config.num_hidden_layers, config.hidden_size)
+        self.shape = LayerSizes(config.num_hidden_layers, config.hidden_size)
         self.vocab_size = int(config.vocab_size)
         if self._model is not None:
             (plain,) = self._llm.collective_rpc("describe_interventions")
             self._spec = ModelSpec.from_plain(plain)
             self._router = ResultRouter(self._spec)
             deliver_payloads(self._core.output_processor, {PLAN_KEY: self._router.deliver})
-
-    def submit(self, prompt: Sequence[int], max_tokens: int, content: Content) -> SubmittedRequest:
-        """Queue a request that generates exactly ``max_tokens`` greedy tokens."""
-        if isinstance(content, Block):
-            trace = submit_traced(self.able_model, prompt, max_tokens, content.layers)
-            return SubmittedRequest(trace.key, trace=trace, num_layers=len(content.layers))
-        params = SamplingParams(
-            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
-        )
-        request_id = uuid.uuid4().hex
-        own: dict[str, Any] = {"prompt_token_ids": list(prompt)}
-        collector = self._intervene(request_id, own, params, content) if content else None
-        self._core.add_request(request_id, own, params)
-        return SubmittedRequest(request_id, collector)
 
     @property
     def able_model(self) -> VLLM:
@@ -102,11 +100,34 @@ class Engine:
         worker = self._core.model_executor.driver_worker.worker
         return worker.model_runner.get_model().model.layers
 
+    def submit(self, prompt: Sequence[int], max_tokens: int, content: Content) -> SubmittedRequest:
+        """Queue a request that generates exactly ``max_tokens`` greedy tokens."""
+        if isinstance(content, SavedLayers):
+            return self._submit_traced(prompt, max_tokens, content.layers)
+        params = SamplingParams(**_GREEDY, max_tokens=max_tokens, output_kind=RequestOutputKind.FINAL_ONLY)
+        request_id = uuid.uuid4().hex
+        own: dict[str, Any] = {"prompt_token_ids": list(prompt)}
+        collector = self._intervene(request_id, own, params, content) if content else None
+        self._core.add_request(request_id, own, params)
+        return SubmittedRequest(request_id, collector)
+
+    def _submit_traced(self, prompt: Sequence[int], max_tokens: int, layers: range) -> SubmittedRequest:
+        model = self.able_model
+        with model.trace(list(prompt), tracer_cls=_UnsentTracer, max_tokens=max_tokens, **_GREEDY) as tracer:
+            kept = save([])
+            for _ in tracer.iter[:]:
+                for layer in layers:
+                    kept.append(model.layers[layer].output)
+        sent: SentTrace = tracer.sent
+        (params,) = sent.params
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        self._core.add_request(sent.key, sent.prompts[0], params)
+        return SubmittedRequest(sent.key, trace=sent, num_layers=len(layers))
+
     def _intervene(
         self, request_id: str, content: dict[str, Any], params: Any, interventions: list[JsonObject]
     ) -> RequestCollector:
-        ops = parse_interventions(interventions)
-        ids = content["prompt_token_ids"]
+        ops, ids = parse_interventions(interventions), content["prompt_token_ids"]
         compiled = compile_request(
             ops,
             spec=self._spec,
@@ -115,12 +136,9 @@ class Engine:
             token_of=TokenTexts(self._llm.get_tokenizer()).token,
             stream=False,
         )
+        names = [op.op for op in ops]
         (collector,) = self._router.open(
-            request_id,
-            compiled.plan,
-            prompt_token_ids=ids,
-            op_names=[op.op for op in ops],
-            num_choices=1,
+            request_id, compiled.plan, prompt_token_ids=ids, op_names=names, num_choices=1
         )
         prepare_params(params, compiled, request_id)
         salt = salted(compiled, None, "benchmark")
@@ -134,7 +152,7 @@ class Engine:
         return outputs
 
     def finish(self, requests: Sequence[SubmittedRequest]) -> int:
-        """Run until all requests have ended, check them, and return how many steps that took.
+        """Run until all requests have ended, check them, and return the number of steps.
 
         Raises:
             BenchmarkError: An intervention failed, or was not applied at every generated position.
@@ -149,11 +167,21 @@ class Engine:
         return num_steps
 
     def check(self, request: SubmittedRequest, output: Any) -> None:
-        """Raise BenchmarkError unless everything that a finished request asked for was applied."""
+        """Raise BenchmarkError unless all interventions of a finished request were applied."""
+        token_ids = list(output.outputs[0].token_ids)
         if request.trace is not None:
-            check_traced(self.able_model, request.trace, output, request.num_layers)
+            self._check_traced(request.trace, output, request.num_layers * len(token_ids))
         elif request.collector is not None:
-            self._check_collected(request.request_id, request.collector, list(output.outputs[0].token_ids))
+            self._check_collected(request.request_id, request.collector, token_ids)
+
+    def _check_traced(self, trace: SentTrace, output: Any, num_wanted: int) -> None:
+        (data,) = self.able_model.host.call("collect_trace", trace.key, results_of({0: output}))
+        (outcome,) = trace.read(data, [output])
+        if outcome.error is not None:
+            raise outcome.error
+        num_kept = len(outcome.saves["kept"])
+        if num_kept != num_wanted:
+            raise BenchmarkError(f"a trace must save {num_wanted} values, it saved {num_kept}")
 
     def _check_collected(self, request_id: str, collector: RequestCollector, token_ids: list[int]) -> None:
         self._router.close(request_id)
@@ -171,8 +199,8 @@ class Engine:
     def check_taps(self) -> None:
         """Raise BenchmarkError where the engine has taps and should not, or the reverse.
 
-        Two engines in one process share the compiler's caches; taking the other's graph would
-        make a comparison meaningless without a sign of it.
+        Two engines in one process share the compiler's caches; taking the other's graph would make a
+        comparison meaningless without a sign of it.
         """
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             self.finish([self.submit([1, 2, 3], 2, [])])

@@ -1,6 +1,6 @@
-"""What a request of a benchmark asks for: operations, or code that runs with it.
+"""The interventions of a benchmark's requests: operations, or a block that runs with a request.
 
-Builders return what each request of a batch asks for, so that every repetition asks the same.
+Builders return a function of a request's number in its batch, so that every repetition has the same ones.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ _VECTOR_SCALE: Final = 0.1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Shape:
-    """As much of the model as interventions need."""
+class LayerSizes:
+    """The sizes of a model that interventions need."""
 
     num_layers: int
     hidden_size: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Block:
-    """Code that saves the outputs of these layers at each step."""
+class SavedLayers:
+    """A block that saves the outputs of these layers at each step."""
 
     layers: range
 
 
-Content = list[JsonObject] | Block
-"""What one request asks for; no operations is a plain request."""
+Content = list[JsonObject] | SavedLayers
+"""The interventions of one request; a plain request has no operations."""
 
-OperationsOf = Callable[[int, Shape], Content]
-"""What a batch's n-th request on a model of a given shape asks for."""
+ContentOf = Callable[[int, LayerSizes], Content]
+"""The interventions of a batch's n-th request on a model of a given shape."""
 
-Layers = Callable[[Shape], range]
+Layers = Callable[[LayerSizes], range]
 
 
-def middle(shape: Shape) -> range:
+def middle(shape: LayerSizes) -> range:
     """Return the layer in the middle."""
     return range(shape.num_layers // 2, shape.num_layers // 2 + 1)
 
 
-def every(shape: Shape) -> range:
+def every(shape: LayerSizes) -> range:
     """Return all layers."""
     return range(shape.num_layers)
 
@@ -56,42 +56,41 @@ def lowest(number: int) -> Layers:
     return lambda _shape: range(number)
 
 
-def nothing(_index: int, _shape: Shape) -> Content:
+def nothing(_index: int, _shape: LayerSizes) -> Content:
     """Leave every request plain."""
     return []
 
 
-def first_only(operations_of: OperationsOf) -> OperationsOf:
+def first_only(content_of: ContentOf) -> ContentOf:
     """Leave all requests but the first plain."""
-    return lambda index, shape: operations_of(index, shape) if index == 0 else []
+    return lambda index, shape: content_of(index, shape) if index == 0 else []
 
 
-def steered(layers: Layers, *, alike: bool = False) -> OperationsOf:
+def steered(layers: Layers, *, alike: bool = False) -> ContentOf:
     """Steer each request by a vector of its own, or all by the same one, at these layers."""
 
-    def operations_of(index: int, shape: Shape) -> Content:
-        # Seeded by the index, so that every repetition has the same vectors.
+    def content_of(index: int, shape: LayerSizes) -> Content:
         generator = np.random.default_rng(0 if alike else index)
         vector = generator.standard_normal(shape.hidden_size) * _VECTOR_SCALE
         return [{"op": "steer", "at": _outputs(layers(shape)), "vector": vector.tolist()}]
 
-    return operations_of
+    return content_of
 
 
-def captured(layers: Layers, phase: str, reduce: str = "none") -> OperationsOf:
+def captured(layers: Layers, phase: str, reduce: str = "none") -> ContentOf:
     """Capture these layers' outputs, of the prompt or of generated tokens."""
     rest = {"where": {"phase": phase}, "reduce": reduce}
     return lambda _index, shape: [{"op": "capture", "at": _outputs(layers(shape)), **rest}]
 
 
-def lens(where: JsonObject) -> OperationsOf:
+def lens(where: JsonObject) -> ContentOf:
     """Read all layers by the logit lens at some positions."""
     return lambda _index, _shape: [{"op": "logit_lens", "layers": "all", "top_k": 5, "where": where}]
 
 
-def traced(layers: Layers) -> OperationsOf:
+def traced(layers: Layers) -> ContentOf:
     """Run a block that saves these layers' outputs."""
-    return lambda _index, shape: Block(layers(shape))
+    return lambda _index, shape: SavedLayers(layers(shape))
 
 
 def _outputs(layers: range) -> str:

@@ -1,4 +1,4 @@
-"""Where and with what a measurement was made."""
+"""The machine and the versions of a measurement."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BUSY_PER_CORE: Final = 0.3
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Machine:
-    """What a reader needs to judge the numbers; ``load`` is the mean number of running processes before."""
+    """The facts that a reader needs to judge the numbers; ``load`` is the load average before the start."""
 
     date: str
     commit: str
@@ -42,7 +42,17 @@ class Machine:
 
 def announced_machine(console: Console) -> Machine:
     """Return this machine's description, and warn on the terminal if it is busy."""
-    machine = describe_machine()
+    versions = {
+        found.name: found.version for found in importlib.metadata.distributions() if found.name in _PACKAGES
+    }
+    machine = Machine(
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        commit=_commit(),
+        cpu=_cpu(),
+        num_cores=len(os.sched_getaffinity(0)),
+        load=os.getloadavg()[0],
+        versions={"python": platform.python_version(), **dict(sorted(versions.items()))},
+    )
     if machine.is_busy:
         console.print(
             f"Load average {machine.load:.2f}: something else is running, the numbers will show little."
@@ -50,20 +60,8 @@ def announced_machine(console: Console) -> Machine:
     return machine
 
 
-def describe_machine() -> Machine:
-    """Return this machine as it is now; call it before anything is started."""
-    return Machine(
-        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        commit=_commit(),
-        cpu=_cpu(),
-        num_cores=len(os.sched_getaffinity(0)),
-        load=os.getloadavg()[0],
-        versions={"python": platform.python_version(), **_versions()},
-    )
-
-
 def machine_lines(machine: Machine, title: str) -> list[str]:
-    """Return the head of a table's page: what was compared, when, where and with what."""
+    """Return the head of a table's page."""
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
     busy = " **The machine was busy: these numbers show little.**" if machine.is_busy else ""
     return [
@@ -80,44 +78,29 @@ def touch_free_memory(share: float = 0.75) -> None:
     np.ones(num_bytes, np.uint8)
 
 
-def _versions() -> dict[str, str]:
-    versions = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
-
-
 def _cpu() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     own = names[0] if names else platform.processor() or platform.machine()
-    return ", ".join([own, *_gpus()])
-
-
-def _gpus() -> list[str]:
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return []
-    command_line = [command, "--query-gpu=name", "--format=csv,noheader"]
-    done = subprocess.run(command_line, capture_output=True, text=True, check=False)
-    return done.stdout.strip().splitlines() if done.returncode == 0 else []
+    gpus = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+    return ", ".join([own, *gpus.splitlines()])
 
 
 def _commit() -> str:
-    git = shutil.which("git")
-    if git is None:
-        return "unknown"
-    root = Path(__file__).parent
-
-    def ask(*arguments: str) -> str:
-        done = subprocess.run([git, *arguments], cwd=root, capture_output=True, text=True, check=False)
-        return done.stdout.strip()
-
-    commit = ask("rev-parse", "--short", "HEAD")
+    commit = _output("git", "rev-parse", "--short", "HEAD")
     if not commit:
         return "unknown"
-    return f"{commit} with changes" if ask("status", "--porcelain", "--untracked-files=no") else commit
+    has_changes = bool(_output("git", "status", "--porcelain", "--untracked-files=no"))
+    return f"{commit} with changes" if has_changes else commit
+
+
+def _output(program: str, *arguments: str) -> str:
+    """Return the output of a command, nothing where there is no such program or it fails."""
+    found = shutil.which(program)
+    if found is None:
+        return ""
+    done = subprocess.run(
+        [found, *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() if done.returncode == 0 else ""

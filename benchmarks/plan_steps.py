@@ -1,4 +1,4 @@
-"""Plans without vLLM: what a step's interventions cost on a stand-in for a model, on any device.
+"""Plans without vLLM: the cost of a step's interventions on a stand-in for a model, on any device.
 
 The stand-in is a residual stream with one multiplication per layer, whose rows are requests that decode. A
 plan is built, run and harvested at each step as the worker does it, and its results are put where the
@@ -8,37 +8,30 @@ requests together, and must not wait for the device before its results are taken
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from api_schemas.interventions import parse_interventions
-from benchmarks.case import Case, Sampler, difference, ratio
-from benchmarks.interventions import (
-    Content,
-    OperationsOf,
-    Shape,
-    captured,
-    every,
-    first_only,
-    middle,
-    steered,
-)
+from benchmarks.case import BenchmarkCase, Sampler, difference, ratio
+from benchmarks.interventions import ContentOf, LayerSizes, captured, every, first_only, middle, steered
 from benchmarks.turns import CallsByTurns
-from benchmarks.waiting import no_waiting
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.plans.collect.outbox import Outbox
 from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.records import StepResults
-from nnsight_engine.plans.request_plan import CompiledRequest
+from nnsight_engine.plans.request_plan import RequestPlan
 from nnsight_engine.plans.step.plan import StepPlan
 from nnsight_engine.vllm_backend.families import FAMILIES, ModelPoints
 from nnsight_engine.vllm_backend.worker_state import WorkerState
 
-_SHAPE: Final = Shape(num_layers=30, hidden_size=576)
+_SHAPE: Final = LayerSizes(num_layers=30, hidden_size=576)
 _PROMPT: Final = (1, 2, 3, 4)
 _MANY_TOKENS: Final = 1_000_000
 _MANY_BYTES: Final = 1 << 30
@@ -54,40 +47,65 @@ _SPEC: Final = ModelSpec(
     leaves=(LeafSpec("output", (_SHAPE.hidden_size,), "tap", ("steer", "capture")),),
     max_capture_bytes=_MANY_BYTES,
 )
-
-_OPERATIONS: Final[dict[str, OperationsOf]] = {
+_POINTS: Final = ModelPoints(
+    model=nn.Identity(),
+    family=FAMILIES[0],
+    layers=(),
+    local_layers=range(0),
+    final_norm=None,
+    project_out=None,
+    hidden_size=_SHAPE.hidden_size,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=_SHAPE.hidden_size,
+    intermediate_size=_SHAPE.hidden_size,
+    vocab_size=_SPEC.vocab_size,
+    tensor_parallel_size=1,
+)
+_OPERATIONS: Final[dict[str, ContentOf]] = {
     "one request steered": first_only(steered(middle)),
     "every request its own vector, one layer": steered(middle),
     "every request its own vector, all layers": steered(every),
     "last token captured, all layers": captured(every, "generated", "last"),
 }
+_WAITING: Final = frozenset({"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select"})
+"""Operators that hand a tensor's numbers to Python, for which a GPU is waited for."""
 
 
 class PlanCheckError(Exception):
-    """A plan did not do what its operations say."""
+    """A plan did not do what its operations say, or would have waited for the device."""
 
 
-class Decoding:
+class _StandIn:
     """Requests that decode on the stand-in, step by step."""
 
-    def __init__(self, operations_of: OperationsOf, num_requests: int, device: torch.device) -> None:
-        """Make the stand-in, and register the requests."""
-        generator = torch.Generator().manual_seed(0)
-        size, width = (_SHAPE.num_layers, _SHAPE.hidden_size, _SHAPE.hidden_size), _SHAPE.hidden_size
-        self._weights = (torch.randn(size, generator=generator) / width).to(device, torch.bfloat16)
+    def __init__(self, content_of: ContentOf, num_requests: int, device: torch.device) -> None:
+        generator, width = torch.Generator().manual_seed(0), _SHAPE.hidden_size
+        weights = torch.randn((_SHAPE.num_layers, width, width), generator=generator) / width
+        self._weights = weights.to(device, torch.bfloat16)
         self._start = torch.randn(num_requests, width, generator=generator).to(device, torch.bfloat16)
         self._state = WorkerState(
-            _points(), _SPEC, device, max_request_bytes=_MANY_BYTES, max_engine_bytes=_MANY_BYTES
+            _POINTS, _SPEC, device, max_request_bytes=_MANY_BYTES, max_engine_bytes=_MANY_BYTES
         )
         self._outbox = Outbox()
         self._request_ids = [str(index) for index in range(num_requests)]
-        compiled = {
-            request_id: _compiled(operations_of(int(request_id), _SHAPE)) for request_id in self._request_ids
-        }
-        self._plans = {request_id: request.plan for request_id, request in compiled.items() if request}
-        self._state.begin([(key, _entry(request)) for key, request in compiled.items() if request], set())
-        for request_id, plan in self._plans.items():
-            self._outbox.open(request_id, plan, stops_outside=False)
+        self._plans: dict[str, RequestPlan] = {}
+        for index, request_id in enumerate(self._request_ids):
+            interventions: Any = content_of(index, _SHAPE)
+            if not interventions:
+                continue
+            compiled = compile_request(
+                parse_interventions(interventions),
+                spec=_SPEC,
+                prompt_token_ids=_PROMPT,
+                max_tokens=_MANY_TOKENS - len(_PROMPT),
+                token_of=len,
+                stream=False,
+            )
+            tensors = {name: (one.dtype, list(one.shape), one.data) for name, one in compiled.tensors.items()}
+            self._plans[request_id] = compiled.plan
+            self._state.begin([(request_id, {"plan": compiled.plan, "tensors": tensors})], set())
+            self._outbox.open(request_id, compiled.plan, stops_outside=False)
         self._position = len(_PROMPT)
         self._token_ids = np.zeros(_MANY_TOKENS, np.int32)
         self._device = device
@@ -103,11 +121,7 @@ class Decoding:
         return self._take(plan)
 
     def check(self) -> None:
-        """Run steps that must apply the operations; the last, a steady one, without waiting for the device.
-
-        Raises:
-            PlanCheckError: They did not.
-        """
+        """Run steps that must apply the operations; the last, a steady one, must not wait for the device."""
         self.planned()
         self.planned()
         plain = self.plain()
@@ -119,25 +133,16 @@ class Decoding:
             results = self._take(plan)
         if results.run_step is None:
             raise PlanCheckError("steps of requests that decode must be reported together")
-        self._check_rows(plain, outputs)
-        self._check_captured(outputs)
-
-    def _check_rows(self, plain: torch.Tensor, outputs: torch.Tensor) -> None:
         for row, request_id in enumerate(self._request_ids):
-            plan = self._plans.get(request_id)
-            writes = plan is not None and any(not op.reads for op in plan.ops)
+            found = self._plans.get(request_id)
+            writes = found is not None and any(not op.reads for op in found.ops)
             if torch.equal(plain[-1, row], outputs[-1, row]) is writes:
                 raise PlanCheckError(f"row {row} must {'' if writes else 'not '}be changed by its plan")
-
-    def _check_captured(self, outputs: torch.Tensor) -> None:
-        for row, request_id in enumerate(self._request_ids):
-            plan = self._plans.get(request_id)
-            if plan is None or not plan.ops[0].reads:
-                continue
-            payload = self._outbox.take(request_id, final=True)
-            expected = outputs[:, row].contiguous().cpu().view(torch.int16).numpy().tobytes()
-            if payload is None or payload.records[0].parts[0] != expected:
-                raise PlanCheckError(f"what row {row} captured must be what the layers returned")
+            if found is not None and not writes:
+                payload = self._outbox.take(request_id, final=True)
+                expected = outputs[:, row].contiguous().cpu().view(torch.int16).numpy().tobytes()
+                if payload is None or payload.records[0].parts[0] != expected:
+                    raise PlanCheckError(f"the capture of row {row} must be the layers' outputs")
 
     def _plan(self) -> StepPlan | None:
         self._position += 1
@@ -145,8 +150,10 @@ class Decoding:
         positions = np.full(len(self._request_ids), self._position, np.int32)
         plan = self._state.go_on(self._request_ids, positions)
         if plan is None:
-            places = enumerate(self._request_ids)
-            spans = [self._state.span(key, row, 1, self._position, self._token_ids) for row, key in places]
+            spans = [
+                self._state.span(request_id, row, 1, self._position, self._token_ids)
+                for row, request_id in enumerate(self._request_ids)
+            ]
             plan = self._state.plan([span for span in spans if span is not None])
             self._state.may_go_on(plan, self._request_ids, positions)
         return plan
@@ -174,58 +181,46 @@ class Decoding:
         return results
 
 
-def plan_cases(device: torch.device, batches: tuple[int, ...]) -> list[Case]:
-    """Return every case, whose making checks it."""
+@contextlib.contextmanager
+def no_waiting(device: torch.device) -> Iterator[None]:
+    """Raise where the block would wait for the device: torch's RuntimeError on CUDA, ours elsewhere."""
+    if device.type != "cuda":
+        with _WaitRefusal():  # type: ignore[no-untyped-call] # torch's own constructor
+            yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
-    def maker(operations_of: OperationsOf, batch: int) -> Callable[[], Sampler]:
-        def make() -> Sampler:
-            decoding = Decoding(operations_of, batch, device)
-            decoding.check()
-            return CallsByTurns({"ours": decoding.planned, "plain": decoding.plain}, repetition_s=0.1)
 
-        return make
+class _WaitRefusal(TorchDispatchMode):
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        del types
+        if func.overloadpacket.__name__ in _WAITING:
+            raise PlanCheckError(f"{func} hands numbers to Python, for which a GPU is waited for")
+        return func(*args, **(kwargs or {}))
+
+
+def plan_cases(device: torch.device, batches: tuple[int, ...]) -> list[BenchmarkCase]:
+    """Return every case; its preparation checks it."""
+
+    def make(content_of: ContentOf, batch: int) -> Sampler:
+        steps = _StandIn(content_of, batch, device)
+        steps.check()
+        return CallsByTurns({"ours": steps.planned, "plain": steps.plain}, repetition_s=0.1)
 
     measures = (difference("ours", "plain"), ratio("ours", "plain"))
     return [
-        Case(name, f"batch {batch}", maker(operations_of, batch), measures)
-        for name, operations_of in _OPERATIONS.items()
+        BenchmarkCase(name, f"batch {batch}", partial(make, content_of, batch), measures)
+        for name, content_of in _OPERATIONS.items()
         for batch in batches
     ]
-
-
-def _compiled(content: Content) -> CompiledRequest | None:
-    if not content or not isinstance(content, list):
-        return None
-    return compile_request(
-        parse_interventions(content),
-        spec=_SPEC,
-        prompt_token_ids=_PROMPT,
-        max_tokens=_MANY_TOKENS - len(_PROMPT),
-        token_of=len,
-        stream=False,
-    )
-
-
-def _entry(request: CompiledRequest) -> dict[str, Any]:
-    """Return what the worker gets with a request."""
-    tensors = {name: (one.dtype, list(one.shape), one.data) for name, one in request.tensors.items()}
-    return {"plan": request.plan, "tensors": tensors}
-
-
-def _points() -> ModelPoints:
-    """Return the points of a model with nothing but a residual stream."""
-    return ModelPoints(
-        model=nn.Identity(),
-        family=FAMILIES[0],
-        layers=(),
-        local_layers=range(0),
-        final_norm=None,
-        project_out=None,
-        hidden_size=_SHAPE.hidden_size,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=_SHAPE.hidden_size,
-        intermediate_size=_SHAPE.hidden_size,
-        vocab_size=_SPEC.vocab_size,
-        tensor_parallel_size=1,
-    )

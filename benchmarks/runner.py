@@ -1,143 +1,132 @@
-"""Runs a table's cases, in the process that ``python -m benchmarks`` starts for it.
-
-Reports events: the plan, each repetition as it is done, and why a case was not measured.
-"""
+"""Runs a table's cases, in the process that ``python -m benchmarks`` starts for it."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import cProfile
+import dataclasses
 import importlib
+import io
 import pstats
-import sys
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
-from benchmarks.case import Case, NotMeasuredError, Plan, Sample, Sampler, rotated
-from benchmarks.process import Event, EventPipe, events_fd
-from benchmarks.tables import TABLES
-
-Report = Callable[[Event], None]
+from benchmarks.case import BenchmarkCase, Measure, NotMeasuredError, Plan, Sample
 
 _PROFILE_LINES: Final = 40
 
 
-class TableModule(Protocol):
-    """What a module of ``benchmarks.tables`` has."""
+@dataclasses.dataclass(slots=True)
+class CaseResult:
+    """The samples of one case in one process, and the reason if it was not measured to the end."""
 
-    def add_options(self, parser: argparse.ArgumentParser) -> None:
-        """Add the table's own options."""
-
-    def plan(self, args: argparse.Namespace, stack: contextlib.ExitStack) -> Plan:
-        """Return what is measured; what it starts ends with the stack."""
-
-
-def run(plan: Plan, repeats: int, report: Report) -> None:
-    """Run every case and report its samples."""
-    report({"plan": _described(plan)})
-    cases = list(enumerate(plan.cases))
-    for group in [cases] if plan.in_rounds else [[case] for case in cases]:
-        _run_group(group, repeats, report)
+    name: str
+    size: str
+    unit: str
+    measures: tuple[Measure, ...]
+    samples: list[Sample] = dataclasses.field(default_factory=list)
+    note: str = ""
 
 
-def _run_group(group: list[tuple[int, Case]], repeats: int, report: Report) -> None:
-    samplers: dict[int, Sampler] = {}
-    samples: dict[int, list[Sample]] = defaultdict(list)
-    for number, case in group:
-        with _noting(number, report):
-            samplers[number] = case.make()
+def run(plan: Plan, repeats: int) -> Iterator[list[CaseResult]]:
+    """Run every case; yields the results so far after each repetition."""
+    results = [CaseResult(case.name, case.size, case.unit, case.measures) for case in plan.cases]
+    pairs = list(zip(plan.cases, results, strict=True))
+    for group in [pairs] if plan.in_rounds else [[pair] for pair in pairs]:
+        for _ in _run_group(group, repeats):
+            yield results
+    yield results
+
+
+def _run_group(group: list[tuple[BenchmarkCase, CaseResult]], repeats: int) -> Iterator[None]:
+    samplers = []
+    for case, result in group:
+        with _noting(result):
+            samplers.append((case.make(), case.max_repeats or repeats, result))
     for repeat in range(repeats):
         # Each round starts with another case, so that none always follows the same one.
-        for number, case in rotated(group, repeat * len(group) // repeats):
-            sampler = samplers.pop(number, None)
-            if sampler is None or repeat >= (case.max_repeats or repeats):
-                continue
-            with _noting(number, report):  # a sampler that fails is not called again
-                sample = dict(sampler())
-                samplers[number] = sampler
-                samples[number].append(sample)
-                values = [None if one.of is None else one.of(sample) for one in case.measures]
-                report({"case": number, "sample": sample, "values": values})
-    for number, case in group:
-        overall = [one.of_all and one.of_all(samples[number]) for one in case.measures]
-        if samples[number] and any(value is not None for value in overall):
-            report({"case": number, "overall": overall})
+        first = repeat * len(samplers) // repeats
+        for sampler, max_repeats, result in samplers[first:] + samplers[:first]:
+            if repeat < max_repeats and not result.note:
+                with _noting(result):
+                    result.samples.append(sampler())
+                yield
 
 
 @contextlib.contextmanager
-def _noting(number: int, report: Report) -> Any:
+def _noting(result: CaseResult) -> Iterator[None]:
     try:
         yield
     except NotMeasuredError as error:
-        report({"case": number, "note": str(error)})
+        result.note = str(error)
 
 
-def _described(plan: Plan) -> Event:
-    cases = [
-        {
-            "name": case.name,
-            "size": case.size,
-            "unit": case.unit,
-            "measures": [
-                {"name": one.name, "target": one.target, "is_floor": one.is_floor, "bound": one.bound}
-                for one in case.measures
-            ],
-        }
-        for case in plan.cases
-    ]
-    return {
-        "name": plan.name,
-        "title": plan.title,
-        "method": plan.method,
-        "versions": dict(plan.versions),
-        "cases": cases,
-    }
+def table_module(table: str) -> Any:
+    """Return the table's module: ``plan`` and, for options of its own, ``add_options``."""
+    name = {"peers-local": "peers", "peers-serving": "peers", "sandbox": "remote"}.get(table, table)
+    return importlib.import_module(f"benchmarks.tables.{name.replace('-', '_')}")
 
 
-def parser_of(table: str) -> tuple[argparse.ArgumentParser, TableModule]:
-    """Return a parser of a table's own options, and its module."""
-    module: Any = importlib.import_module(TABLES[table].module)
+def parser_of(table: str) -> argparse.ArgumentParser:
+    """Return a parser of a table's own options."""
+    module = table_module(table)
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks {table}",
         description=module.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(table=table, quick=False, process=0)
-    module.add_options(parser)
-    return parser, module
+    if hasattr(module, "add_options"):
+        module.add_options(parser)
+    return parser
 
 
-def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse a table's command line; what follows ``--`` is left in ``rest``."""
-    place = arguments.index("--") if "--" in arguments else len(arguments)
-    args = parser.parse_args(arguments[:place])
-    args.rest = list(arguments[place + 1 :])
-    return args
+class TableRun:
+    """A table in this process; the command calls it repetition by repetition.
 
+    Args:
+        options: The table's own options.
+        settings: Other attributes that its module reads beside them.
+    """
 
-def main() -> None:
-    """Measure, and report through the pipe."""
-    (table, *arguments), fd = events_fd(sys.argv)
-    parser, module = parser_of(table)
-    parser.add_argument("--repeats", type=int, required=True)
-    parser.add_argument("--process", type=int, required=True, help="its number among a table's processes")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--profile", action="store_true")
-    args = parsed(parser, arguments)
-    pipe = EventPipe(fd)
-    with contextlib.ExitStack() as stack:
-        plan = module.plan(args, stack)
-        if not plan.cases:
-            parser.error("no case has these words in its name")
-        if args.profile:
-            profile = cProfile.Profile()
-            profile.runcall(run, plan, args.repeats, pipe.send)
-            pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(_PROFILE_LINES)
-        else:
-            run(plan, args.repeats, pipe.send)
+    def __init__(self, table: str, options: Sequence[str], repeats: int, settings: dict[str, Any]) -> None:
+        parser = parser_of(table)
+        args = parser.parse_args(options, argparse.Namespace(table=table, **settings))
+        with contextlib.ExitStack() as stack:
+            self._plan: Plan = table_module(table).plan(args, stack)
+            if not self._plan.cases:
+                parser.error("no case has these words in its name")
+            self._stack = stack.pop_all()
+        self._text = str(table_module(table).__doc__)
+        self._repetitions, self._profile = run(self._plan, repeats), cProfile.Profile()
+        self._results: list[CaseResult] = []
 
+    def plan(self) -> Plan:
+        """Return the plan without its cases."""
+        return dataclasses.replace(self._plan, cases=(), text=self._text)
 
-if __name__ == "__main__":
-    main()
+    def num_cases(self) -> int:
+        """Return the number of cases."""
+        return len(self._plan.cases)
+
+    def advance(self, *, is_profiled: bool) -> bool:
+        """Run one repetition; returns False where all have been run."""
+        with self._profile if is_profiled else contextlib.nullcontext():
+            results = next(self._repetitions, None)
+        self._results = results or self._results
+        return results is not None
+
+    def results(self) -> list[CaseResult]:
+        """End the processes that the table has started, and return the results of its cases."""
+        self.close()
+        return self._results
+
+    def close(self) -> None:
+        """End the processes that the table has started."""
+        self._stack.close()
+
+    def profile(self) -> str:
+        """Return the functions in which most time was spent."""
+        text = io.StringIO()
+        pstats.Stats(self._profile, stream=text).sort_stats("tottime").print_stats(_PROFILE_LINES)
+        return text.getvalue()

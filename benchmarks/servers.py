@@ -1,4 +1,4 @@
-"""Servers as people start them: ours, and vLLM's own, with the same engine and the same environment.
+"""Servers as users start them: ours, and vLLM's own, with the same engine and the same environment.
 
 A server is a process with its engine's process; both end with the block that it was started for.
 """
@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from http import HTTPStatus
 from typing import IO, Final
 
 import httpx
@@ -24,28 +23,31 @@ from app.process_environment import set_engine_defaults
 from benchmarks.precision import DTYPE_NAME
 
 MODEL_NAME: Final = "bundled"
-"""What a server of ``Side`` calls its model."""
+"""The name of the model on a server of ``ServerKind``."""
 
 _LIMIT_S: Final = 600
 _POLL_S: Final = 0.05
 
 
 class ServerError(Exception):
-    """A server that did not become ready; the message has what it printed."""
+    """A server that did not become ready; the message has its output."""
 
 
-class Side(enum.StrEnum):
-    """Whose server it is."""
+class ServerKind(enum.StrEnum):
+    """Our server or vLLM's."""
 
     OURS = "ours"
     VLLM = "vLLM's own"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Served:
-    """A server that is ready: seconds from its command to the first answer of any kind, and to readiness.
+class ReadyServer:
+    """A server that is ready.
 
-    ``began`` is when its command was given, on the clock of ``time.perf_counter``.
+    Attributes:
+        began: When its command was given, on the clock of ``time.perf_counter``.
+        listening_s: Seconds from then to the first answer of any kind.
+        ready_s: Seconds from then to readiness.
     """
 
     url: str
@@ -53,18 +55,14 @@ class Served:
     listening_s: float
     ready_s: float
 
-    def seconds(self) -> float:
-        """Return how long ago its command was given."""
-        return time.perf_counter() - self.began
 
-
-def command_of(side: Side, model: str, *, compiled: bool, options: Sequence[str] = ()) -> list[str]:
+def command_of(kind: ServerKind, model: str, *, compiled: bool, options: Sequence[str] = ()) -> list[str]:
     """Return the arguments of Python that serve ``model``, apart from the port.
 
     Our engine is eager by default and vLLM's own is compiled; ``options`` are engine arguments of both.
     """
     named = ["--served-model-name", MODEL_NAME, "--dtype", DTYPE_NAME, *options]
-    if side is Side.OURS:
+    if kind is ServerKind.OURS:
         return ["-m", "app", "serve", model, *named, *(["--compile"] if compiled else [])]
     eager = [] if compiled else ["--enforce-eager"]
     # Not `vllm serve`, which asks for a package "vllm" that the one for CPUs is not.
@@ -73,18 +71,38 @@ def command_of(side: Side, model: str, *, compiled: bool, options: Sequence[str]
 
 
 @contextlib.contextmanager
-def served_by(
-    side: Side, command: Sequence[str], variables: Mapping[str, str] | None = None
-) -> Iterator[Served]:
+def running(
+    command: Sequence[str], variables: Mapping[str, str] | None = None, port: int | None = None
+) -> Iterator[ReadyServer]:
     """Run a command of ``command_of`` until the block ends; yields the server once it is ready.
 
     Raises:
         ServerError: It ended before, or was not ready in time.
     """
-    ready = "/health/ready" if side is Side.OURS else "/health"
+    set_engine_defaults()  # which vLLM's own server gets too
+    port = _free_port() if port is None else port
     with contextlib.ExitStack() as stack:
+        printed = stack.enter_context(tempfile.TemporaryFile())
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        yield stack.enter_context(_started(command, {**own_folders(folder), **(variables or {})}, ready))
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", **own_folders(folder), **(variables or {})}
+        start = time.perf_counter()
+        server = subprocess.Popen(
+            [sys.executable, *command, "--port", str(port)],
+            env=environment,
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+        )
+        stack.callback(_end, server)
+        ready = "health/ready" if command[1] == "app" else "health"
+        listening_s: float | None = None
+        while (status := _status(f"http://127.0.0.1:{port}/{ready}")) != httpx.codes.OK:
+            if status is not None and listening_s is None:
+                listening_s = time.perf_counter() - start
+            if server.poll() is not None or time.perf_counter() - start > _LIMIT_S:
+                raise ServerError(_message(server, printed))
+            time.sleep(_POLL_S)
+        ready_s = time.perf_counter() - start
+        yield ReadyServer(f"http://127.0.0.1:{port}", start, listening_s or ready_s, ready_s)
 
 
 @contextlib.contextmanager
@@ -94,7 +112,7 @@ def served(options: Sequence[str], variables: Mapping[str, str], port: int | Non
     Raises:
         ServerError: It ended before, or was not ready in time.
     """
-    with _started(["-m", "app", "serve", *options], variables, "/health/ready", port) as server:
+    with running(["-m", "app", "serve", *options], variables, port) as server:
         yield server.url
 
 
@@ -109,34 +127,9 @@ def own_folders(folder: str) -> dict[str, str]:
     return {"NNSIGHT_ENGINE_DATA_DIR": f"{folder}/data", "NNSIGHT_ENGINE_RESULT_DIR": f"{folder}/results"}
 
 
-@contextlib.contextmanager
-def _started(
-    command: Sequence[str], variables: Mapping[str, str], ready: str, port: int | None = None
-) -> Iterator[Served]:
-    set_engine_defaults()  # which vLLM's own server gets too
-    port = _free_port() if port is None else port
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **variables}
-    with tempfile.TemporaryFile() as printed:
-        start = time.perf_counter()
-        server = subprocess.Popen(
-            [sys.executable, *command, "--port", str(port)],
-            env=environment,
-            stdout=printed,
-            stderr=subprocess.STDOUT,
-        )
-        listening_s: float | None = None
-        try:
-            while (status := _status(f"http://127.0.0.1:{port}{ready}")) != HTTPStatus.OK:
-                if status is not None and listening_s is None:
-                    listening_s = time.perf_counter() - start
-                if server.poll() is not None or time.perf_counter() - start > _LIMIT_S:
-                    raise ServerError(_message(server, printed))
-                time.sleep(_POLL_S)
-            ready_s = time.perf_counter() - start
-            yield Served(f"http://127.0.0.1:{port}", start, listening_s or ready_s, ready_s)
-        finally:
-            server.terminate()
-            server.wait()
+def _end(server: subprocess.Popen[bytes]) -> None:
+    server.terminate()
+    server.wait()
 
 
 def _free_port() -> int:

@@ -1,4 +1,4 @@
-"""Calls of several sides by turns, each timed, so that whatever else the machine does affects all alike."""
+"""Calls of several sides by turns, each timed, so that other work of the machine affects all alike."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from benchmarks.case import Sample
+from benchmarks.case import Sample, Sampler
 
 Side = Callable[[], object]
 
@@ -25,19 +25,13 @@ _WARMUP_ROUNDS: Final = 3
 class CallsByTurns:
     """Calls every side a few times in a row, as in a loop, then the next; each round goes the other way.
 
-    Of each side's calls in a repetition the median counts. On a GPU a call
-    ends when the GPU has done its work.
+    The median of each side's calls in a repetition counts. On a GPU a call ends when the GPU has done its
+    work. A repetition has as many rounds as fit into ``repetition_s``, one at least.
     """
 
     def __init__(self, sides: Mapping[str, Side], repetition_s: float = 0.03) -> None:
-        """Warm up.
-
-        Args:
-            sides: What is compared.
-            repetition_s: Seconds of one repetition: as many rounds as fit, one at least.
-        """
         self._order = list(sides.items())
-        self._wait = torch.cuda.synchronize if torch.get_default_device().type == "cuda" else _nothing
+        self._has_gpu = torch.get_default_device().type == "cuda"
         self._seconds: dict[str, list[float]] = {name: [] for name in sides}
         self._num_calls = 1
         for _ in range(_WARMUP_ROUNDS):
@@ -61,11 +55,25 @@ class CallsByTurns:
             for _ in range(self._num_calls):
                 start = time.perf_counter()
                 side()
-                self._wait()
+                if self._has_gpu:
+                    torch.cuda.synchronize()
                 self._seconds[name].append(time.perf_counter() - start)
         self._order.reverse()
         return time.perf_counter() - begin
 
 
-def _nothing() -> None:
-    """On a CPU a call has ended when it returns."""
+def by_turns(sides: Mapping[str, Callable[[], Sample]], *, num_warmups: int = 1) -> Sampler:
+    """Return a sampler that runs every side once, in an order that is reversed each time.
+
+    A side returns its numbers by a suffix of its name. Repetitions of all sides warm up.
+    """
+    order = list(sides.items())
+
+    def sample() -> Sample:
+        numbers = {f"{name}{suffix}": number for name, side in order for suffix, number in side().items()}
+        order.reverse()
+        return numbers
+
+    for _ in range(num_warmups):
+        sample()
+    return sample

@@ -82,7 +82,7 @@ class Flood(Hostile):
     kind = "flood"
 
     def send(self, user_request: UserRequest) -> None:
-        """Send one and read its response to the end."""
+        """Send a request, and read its response to the end."""
         self.send_operations(self.bodies.flood(), user_request)
 
 

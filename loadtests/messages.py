@@ -22,7 +22,7 @@ class _SentError(RemoteError):
     """Raised in place of a response: the trace is only recorded."""
 
 
-class _RecordingTransport:
+class _TraceRecorder:
     """A ``Transport`` that records traces instead of sending them."""
 
     def __init__(self, outline: dict[str, Any]) -> None:
@@ -54,19 +54,19 @@ def messages_of(model: Model, outline: dict[str, Any], prompts: Sequence[list[in
         prompts: Token ids.
         url: The server, which is queried once more for its outline.
     """
-    transport = _RecordingTransport(outline)
+    recorder = _TraceRecorder(outline)
     client = VLLM(model.name, remote=url)
     for prompt in prompts:
         try:
-            _trace(client, transport, prompt, model.layer)
+            _trace(client, recorder, prompt, model.layer)
         except _SentError:
             continue
-    return [base64.b64encode(request.to_bytes()).decode() for request in transport.kept]
+    return [base64.b64encode(request.to_bytes()).decode() for request in recorder.kept]
 
 
-def _trace(client: VLLM, transport: _RecordingTransport, prompt: list[int], layer: int) -> None:
+def _trace(client: VLLM, recorder: _TraceRecorder, prompt: list[int], layer: int) -> None:
     options: dict[str, Any] = {"max_tokens": _MAX_TOKENS, "temperature": 0.0, "ignore_eos": True}
-    with client.trace(prompt, backend=RemoteBackend(transport=transport), **options) as tracer:
+    with client.trace(prompt, backend=RemoteBackend(transport=recorder), **options) as tracer:
         norms = save([])
         for _ in tracer.iter[:]:
             norms.append(client.layers[layer].output[-1].norm())

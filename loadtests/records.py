@@ -85,7 +85,7 @@ class Records:
             for kind in self._spec.counts
             for phase in self._spec.phases
             if phase.is_counted
-            and ((kind, phase.name) in self._counted or not _rests(kind, is_hostile=phase.is_hostile))
+            and ((kind, phase.name) in self._counted or not _is_idle(kind, is_hostile=phase.is_hostile))
         ]
 
     def _row(self, kind: str, phase: str, seconds: float) -> SummaryRow:
@@ -109,7 +109,7 @@ class Records:
         )
 
 
-def _rests(kind: str, *, is_hostile: bool) -> bool:
+def _is_idle(kind: str, *, is_hostile: bool) -> bool:
     return kind in HOSTILE and not is_hostile
 
 

@@ -81,7 +81,7 @@ class Stream:
         self._last = now
 
     def failure(self) -> str:
-        """Return what is wrong with the complete response; empty if nothing is."""
+        """Return the fault of the complete response; empty if there is none."""
         if self.error:
             return self.error
         if not self.is_done:

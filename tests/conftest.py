@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.databases import KINDS, Postgres, programs
-from tests.memory import release_unused_memory
+from tests.memory import ProcessMemory
 from tests.parallel import WORKER, Scheduling, make_scheduler, take_one_core
 from tests.sharing import lacking
 from tests.slices import HEAVY_GROUPS, Slice, heavy_groups, keep_slice
@@ -54,11 +54,16 @@ def data_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def process_memory() -> ProcessMemory:
+    return ProcessMemory()
+
+
 @pytest.fixture(scope="module", autouse=True)
-def unused_memory() -> Iterator[None]:
+def unused_memory(process_memory: ProcessMemory) -> Iterator[None]:
     """Free the memory of a module's engines after its other fixtures have ended."""
     yield
-    release_unused_memory()
+    process_memory.release()
 
 
 @pytest.fixture(scope="session")

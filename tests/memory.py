@@ -9,16 +9,24 @@ from typing import Final
 
 import psutil
 
-_MANY_BYTES: Final = 2**30
+_GROWN_BYTES: Final = 2**28
 
 
-def release_unused_memory() -> None:
-    """Free what an ended engine left: reference cycles hold its weights and cache, and glibc its heap.
+class ProcessMemory:
+    """The memory of this process, and its size after the last release."""
 
-    It takes half a second, so that a process that holds little is left alone.
-    """
-    if psutil.Process().memory_info().rss < _MANY_BYTES:
-        return
-    gc.collect()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._num_bytes = 0
+
+    def release(self) -> None:
+        """Free what ended engines left: reference cycles hold their weights and caches, and glibc its heap.
+
+        It takes half a second, so that nothing is done where little was added since the last time.
+        """
+        if self._process.memory_info().rss < self._num_bytes + _GROWN_BYTES:
+            return
+        gc.collect()
+        if sys.platform == "linux":
+            ctypes.CDLL(None).malloc_trim(0)
+        self._num_bytes = self._process.memory_info().rss

@@ -149,7 +149,7 @@ class Counts:
         """Add to the usage; what exceeds ``most`` per minute is carried over to the following minutes."""
         await self._query(lambda side: _add(side.storage, name, amount, most))
 
-    async def take(self, name: str, amount: int) -> tuple[Reservation, Used]:
+    async def reserve(self, name: str, amount: int) -> tuple[Reservation, Used]:
         """Reserve an amount regardless of limits; return the reservation and the resulting usage."""
 
         async def query(side: _Backend) -> tuple[Reservation, Used]:
@@ -159,24 +159,24 @@ class Counts:
 
         return await self._query(query)
 
-    async def give_back(self, taken: Reservation, amount: int) -> None:
+    async def release(self, reservation: Reservation, amount: int) -> None:
         """Release part of a reservation; no effect if its minute no longer counts.
 
         If the storage does not respond, the reservation expires with its minute.
         """
-        if taken.minute < this_minute() - 1 or amount <= 0:
+        if reservation.minute < this_minute() - 1 or amount <= 0:
             return
-        storage, bucket = taken.side.storage, _bucket(taken.name, taken.minute)
+        storage, bucket = reservation.side.storage, _bucket(reservation.name, reservation.minute)
 
         async def query() -> None:
             left = await storage.incr(bucket, _RETENTION_S, -amount)
             if left < 0:  # the storage has lost the reservation
                 await storage.incr(bucket, _RETENTION_S, -left)
 
-        if taken.side is self._own:
+        if reservation.side is self._own:
             await query()
         else:
-            await self._query(lambda side: query() if side is taken.side else _nothing())
+            await self._query(lambda side: query() if side is reservation.side else _nothing())
 
     async def _query(self, query: _Query[T]) -> T:
         shared = self._shared

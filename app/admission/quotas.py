@@ -71,6 +71,11 @@ class QuotaGroup:
     text: str
     limits: Limits
 
+    @property
+    def subject(self) -> str:
+        """The group as the subject of a sentence."""
+        return self.text[0].upper() + self.text[1:]
+
 
 class Quotas:
     """The quotas' usage, by group.
@@ -128,7 +133,7 @@ class Quotas:
             for group, _, most in _limited(groups, [Quota.TOKENS]):
                 header_sets.append(await self._reserve(group, most, estimate, reserved))
         except BaseException:
-            await self._give_back(reserved)
+            await self._release(reserved)
             raise
         return reserved, _least(header_sets)
 
@@ -138,17 +143,17 @@ class Quotas:
         if estimate.stated > most:
             raise ApiError(
                 ErrorCode.BEYOND_LIMIT,
-                f"{_capital(group.text)} may use {most} tokens a minute, and this request asks for "
+                f"{group.subject} may use {most} tokens a minute, and this request asks for "
                 f"{estimate.stated} by itself: its prompts' and the most that it may generate. Send it with "
                 "fewer, or in parts.",
                 "max_tokens",
             )
-        # Guesses may be wrong, so they never exceed the quota of an unused minute.
+        # Estimates may be wrong, so they never exceed the quota of an unused minute.
         amount = min(estimate.stated + estimate.guessed, most)
-        taken, used = await self._counts.take(_name(group, Quota.TOKENS), amount)
-        reserved.append(taken)
+        reservation, used = await self._counts.reserve(_name(group, Quota.TOKENS), amount)
+        reserved.append(reservation)
         if used.amount > most:
-            raise await self._used_up(group, Quota.TOKENS, most, taken)
+            raise await self._used_up(group, Quota.TOKENS, most, reservation)
         return _headers(most, used)
 
     async def set_aside(self, groups: Sequence[QuotaGroup], estimate: Estimate) -> list[Reservation]:
@@ -159,13 +164,13 @@ class Quotas:
         """
         requested = estimate.stated + estimate.guessed
         return [
-            (await self._counts.take(_name(group, quota), min(requested, most)))[0]
+            (await self._counts.reserve(_name(group, quota), min(requested, most)))[0]
             for group, quota, most in _limited(groups, [Quota.TOKENS])
         ]
 
-    async def _give_back(self, reserved: Sequence[Reservation]) -> None:
+    async def _release(self, reserved: Sequence[Reservation]) -> None:
         for one in reserved:
-            await self._counts.give_back(one, one.amount)
+            await self._counts.release(one, one.amount)
 
     async def settle(
         self, groups: Sequence[QuotaGroup], meter: UsageMeter, reserved: Sequence[Reservation] = ()
@@ -175,20 +180,20 @@ class Quotas:
         aside = {one.name: one for one in reserved}
         for group, quota, most in _limited(groups, Quota):
             name, used = _name(group, quota), quota.used(meter)
-            taken = aside.get(name)
-            if taken is not None:
-                await self._counts.give_back(taken, taken.amount - used)
-            beyond = used - (0 if taken is None else taken.amount)
+            reservation = aside.get(name)
+            if reservation is not None:
+                await self._counts.release(reservation, reservation.amount - used)
+            beyond = used - (0 if reservation is None else reservation.amount)
             if beyond > 0:
                 await self._counts.add(name, beyond, most)
 
     async def _used_up(
-        self, group: QuotaGroup, quota: Quota, most: int, taken: Reservation | None = None
+        self, group: QuotaGroup, quota: Quota, most: int, reservation: Reservation | None = None
     ) -> ThrottledError:
-        """Return the error for a quota that is used up, or has less left than the reservation ``taken``."""
+        """Return the error for a quota that is used up, or has less left than a reservation."""
         used = await self._counts.used(_name(group, quota), ahead=True)
-        num_requests = 1 if taken is None else taken.amount
-        if taken is not None:
+        num_requests = 1 if reservation is None else reservation.amount
+        if reservation is not None:
             used = dataclasses.replace(used, now=used.now - num_requests)
         wait = used.wait_s(most - num_requests)
         more = "" if num_requests == 1 else f", and this one asks for {quota.text(num_requests)}"
@@ -196,7 +201,7 @@ class Quotas:
         if quota is Quota.TOKENS:
             headers |= _headers(most, used)
         return ThrottledError(
-            f"{_capital(group.text)} may use {quota.text(most)} a minute and has used "
+            f"{group.subject} may use {quota.text(most)} a minute and has used "
             f"{quota.text(used.amount)}{more}: send this one again in {wait} s.",
             headers,
         )
@@ -227,10 +232,6 @@ def _limited(
 
 def _name(group: QuotaGroup, quota: Quota) -> str:
     return f"{group.name}/{quota.value}"
-
-
-def _capital(text: str) -> str:
-    return text[0].upper() + text[1:]
 
 
 __all__ = ["INTERVENING", "Quota", "QuotaGroup", "Quotas"]

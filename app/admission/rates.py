@@ -180,9 +180,8 @@ class Rates:
         for group in groups:
             most = group.limits.concurrency
             if most is not None and self._running[group.name] >= most:
-                who = f"{group.text[0].upper()}{group.text[1:]}"
-                then = "send this one again when one of them has ended"
-                message = limit_message(who, most, "running requests", self._running[group.name], 1, then)
+                running, then = self._running[group.name], "send this one again when one of them has ended"
+                message = limit_message(group.subject, most, "running requests", running, 1, then)
                 raise ThrottledError(message, {"Retry-After": str(_MIN_RETRY_S)})
 
     def _end(self, names: list[str]) -> None:
@@ -209,8 +208,8 @@ class Rates:
         headers = await self._left(group, most)
         wait = headers["x-ratelimit-reset-requests"].removesuffix("s")
         return ThrottledError(
-            f"{group.text[0].upper()}{group.text[1:]} may send {most} requests a minute, and has: send this "
-            f"one again in {wait} s.",
+            f"{group.subject} may send {most} requests a minute, and has sent them: send this one again in "
+            f"{wait} s.",
             {**headers, "Retry-After": wait},
         )
 

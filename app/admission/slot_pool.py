@@ -21,8 +21,8 @@ class SlotPool:
     """A number of slots and the queue for them.
 
     Args:
-        slots: How many slots there are, and how many of them a tenant may have.
-        waiting: The same of waiting groups.
+        slots: The limits of slots, in total and for one tenant.
+        waiting: The limits of waiting groups, in total and for one tenant.
     """
 
     def __init__(self, slots: Allowance, waiting: Allowance) -> None:

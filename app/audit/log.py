@@ -134,9 +134,9 @@ class AuditLog:
             record = Record("", route="lost", details={"records": lost})
             self._pending.append(_AuditEntry(record, record.row()))
         if started := [entry for entry in self._running.values() if _is_due(entry)]:
-            await _to_its_end(self._write_started(started))
+            await _uninterrupted(self._write_started(started))
         while batch := self._pending[:_MAX_BATCH]:
-            await _to_its_end(self._write_ended(batch))
+            await _uninterrupted(self._write_ended(batch))
 
     async def _write_started(self, entries: Sequence[_AuditEntry]) -> None:
         for entry in entries:
@@ -188,7 +188,7 @@ def _is_due(entry: _AuditEntry) -> bool:
     return entry.known != entry.mutable_columns()
 
 
-async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+async def _uninterrupted(work: Coroutine[Any, Any, None]) -> None:
     """Await ``work`` to its end even when cancelled, so that no record is written twice."""
     writing = asyncio.ensure_future(work)
     try:

@@ -34,10 +34,10 @@ def check_code_allowed(settings: Settings, caller: Principal) -> None:
         )
 
 
-def sandbox_of(settings: Settings, caller: Principal) -> str:
-    """Return the tenant in whose sandbox a caller's code runs; empty if it runs in the engine's process."""
+def sandbox_of(settings: Settings, caller: Principal) -> str | None:
+    """Return the tenant in whose sandbox a caller's code runs; None if it runs in the engine's process."""
     is_stranger = caller.has_key and caller.tier is not Tier.TRUSTED
-    return caller.tenant if is_stranger and settings.sandbox != "off" else ""
+    return caller.tenant if is_stranger and settings.sandbox != "off" else None
 
 
 def _refusal(message: str) -> ApiError:

@@ -110,6 +110,7 @@ class SessionTraces(TraceProcesses):
                 request = await asyncio.to_thread(TraceRequest.from_bytes, data)  # untrusted input
                 _check(request)
                 request.tenant = job.request.tenant
+                request.sandbox_of = job.request.sandbox_of
                 frames = self._engine.run_trace(request, f"session-{secrets.token_hex(16)}")
                 async with contextlib.aclosing(frames):
                     async for frame in frames:

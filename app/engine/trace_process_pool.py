@@ -137,7 +137,7 @@ class TraceProcesses:
             ApiError: The queue is full, the trace cannot be read, took too long or ended its process, or no
                 process can be started; ``sandbox_missing``.
         """
-        if request.sandbox_of:
+        if request.sandbox_of is not None:
             raise ApiError(
                 ErrorCode.SANDBOX_MISSING,
                 f"{self.purpose[0].upper()}{self.purpose[1:]} has no sandbox: it runs code of keys of the "

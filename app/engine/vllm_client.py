@@ -402,7 +402,7 @@ class VLLMEngineClient:
         if isinstance(first, Trace):  # always the only operation
             param = f"{FIELD}.0"
             sandbox = sandbox_of(self._settings, context_of(http.scope).caller)
-            if sandbox:
+            if sandbox is not None:
                 await self.prepare_sandbox()
             data = await asyncio.to_thread(encoded_code, first, param)
             call = TraceCall(
@@ -410,7 +410,7 @@ class VLLMEngineClient:
                 streams=streams, max_requests=self._settings.max_trace_requests,
                 max_bytes=self._settings.max_trace_bytes, sandbox_of=sandbox,
             )  # fmt: skip
-            if sandbox:
+            if sandbox is not None:
                 call.slot = partial(self._sandboxes.request, sandbox, call.ticket)
             return call
         return InterventionCall(interventions, self.engine.spec, self._texts.token, stream=streams)

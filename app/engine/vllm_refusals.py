@@ -206,7 +206,7 @@ class Refusals:
         return other if other is not None and other in fields and _sets(self._body.get(other)) else param
 
     def _first(self, names: Sequence[str]) -> str | None:
-        """Return the first of some fields that the body has, else the first that it may have."""
+        """Return the first of these fields that the body contains, else the first that its model has."""
         known = [name for name in names if name in self._fields]
         return next((name for name in known if self._body.get(name) is not None), next(iter(known), None))
 

@@ -68,12 +68,12 @@ class VLLMTraceEngine:
             ApiError: The message is no trace for vLLM, vLLM refuses one of its requests, or the engine died.
         """
         check_head(request.head)
-        if request.sandbox_of:
+        if request.sandbox_of is not None:
             with translating_engine_death():
                 await self._engine().prepare_sandbox()
         requests = requests_of(request, job_id, self._settings)
         async with contextlib.AsyncExitStack() as stack:
-            if request.sandbox_of:
+            if request.sandbox_of is not None:
                 slot = self._sandboxes.request(
                     request.sandbox_of, job_id, may_exceed_queue=request.may_exceed_queue
                 )

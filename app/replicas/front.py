@@ -129,7 +129,7 @@ class Front:
             if refusal is not None:
                 return refusal
             key = request.headers.get("authorization", "")
-            # Who is let in without a key is of a server that only this machine uses.
+            # Callers without a key are accepted only by a server that this machine alone uses.
             name = f"key {hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}" if key else ""
         context_of(request.scope).intake = self._receiving.intake(name)
         return None
@@ -235,7 +235,7 @@ def create_front(
     on_failure: Callable[[], None] | None = None,
     are_keys_required: Callable[[], Awaitable[bool]] | None = None,
 ) -> Starlette:
-    """Return the application.
+    """Return the front's ASGI application.
 
     Args:
         settings: The server's settings.

@@ -109,7 +109,7 @@ async def get_job(job_id: str, context: Served, caller: Coder) -> Job:
 
 @router.delete("/{job_id}", status_code=204, summary="End and remove a job", responses=error_responses(404))
 async def delete_job(job_id: str, context: Served, caller: Coder) -> None:
-    """Its request and result are deleted, and it is not found any more. A running job ends shortly after."""
+    """Deletes the job's request and result; its id becomes unknown. A running job ends shortly after."""
     await context.jobs.remove(job_id, caller.tenant)
 
 

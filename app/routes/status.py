@@ -18,7 +18,7 @@ router = APIRouter(tags=["health"])
 
 @router.get("/v1/status", summary="Server status and models")
 async def get_status(context: Served, caller: Caller) -> ServerStatus:
-    """The phase, the models, their trace engines, and the caller's running and queued requests."""
+    """Returns the phase, the models, their trace engines, and the caller's running and queued requests."""
     phase, served = context.lifecycle.phase, context.engine.served()
     model = ModelStatus(
         name=served.names[0],

@@ -111,7 +111,7 @@ async def list_vectors(
 
 @router.get("/{vector_id}", summary="Describe a vector", responses=error_responses(404, 503))
 async def get_vector(vector_id: str, context: Served, caller: Intervener) -> Vector:
-    """Its points, its origin and how it was trained."""
+    """Returns the vector's points, its origin and its training."""
     return await context.vectors.get(vector_id, caller.tenant)
 
 

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
-from api_schemas.interventions import FIELD, Intervention, Limits, parse_interventions
+from api_schemas.interventions import FIELD, Intervention, RequestLimits, parse_interventions
 from api_schemas.keys import Scope
 from api_schemas.operations import Ablate, Patch, Steer
 from api_schemas.request_traces import Trace
@@ -182,9 +182,9 @@ async def _interventions(
     return await asyncio.to_thread(parse_interventions, raw, limits_of(settings), count)
 
 
-def limits_of(settings: Settings) -> Limits:
+def limits_of(settings: Settings) -> RequestLimits:
     """Return the limits on a request's interventions."""
-    return Limits(max_operations=settings.max_operations, max_tensor_bytes=settings.max_tensor_bytes)
+    return RequestLimits(max_operations=settings.max_operations, max_tensor_bytes=settings.max_tensor_bytes)
 
 
 def _salt_of(body: JsonObject, caller: Principal, interventions: tuple[Intervention, ...]) -> str:

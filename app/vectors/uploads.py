@@ -19,7 +19,7 @@ from starlette.requests import Request
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
 from api_schemas.fields import Strict
-from api_schemas.limits import Limits
+from api_schemas.limits import RequestLimits
 from api_schemas.tensors import TensorInput, VectorName
 from api_schemas.vectors import NewVector, VectorNameText
 from app.body import BodyLimits, check_media_type, read_bytes, read_object
@@ -89,7 +89,7 @@ async def read_upload(request: Request, shape: ModelShape, limits: BodyLimits) -
 
 
 def _read_numbers(value: dict[str, Any], shape: ModelShape) -> UploadedVector:
-    limits = Limits(max_tensor_bytes=shape.max_numbers * _WIDEST_ITEM_BYTES)
+    limits = RequestLimits(max_tensor_bytes=shape.max_numbers * _WIDEST_ITEM_BYTES)
     new = validated(NewVector, value, limits)
     if new.vectors is not None:
         tensors = {name: _array(tensor, f"vectors.{clip(name)}") for name, tensor in new.vectors.items()}

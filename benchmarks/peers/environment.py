@@ -1,7 +1,4 @@
-"""The peers' virtual environment: made once, with our lock and the peers on top, and left alone after that.
-
-The mark inside carries a hash of what was to be installed, so that other versions are put in the next time.
-"""
+"""The peers' virtual environment: made once, with our lock and the peers on top, and not changed later."""
 
 from __future__ import annotations
 
@@ -25,30 +22,27 @@ class EnvironmentUnavailableError(Exception):
 
 
 def default_environment() -> Path:
-    """Return where the environment is by default."""
+    """Return the folder of the environment."""
     return Path(platformdirs.user_cache_dir("nnsight-engine")) / "peers"
 
 
 def ensure_environment(folder: Path) -> Path:
     """Return the environment's python, after installing what is missing; that needs 4 GB and some minutes.
 
+    The mark inside carries a hash of the requirements, so that other versions are installed the next time.
+
     Raises:
         EnvironmentUnavailableError: There is no network, no room or no such version.
     """
     python = folder / "bin" / "python"
-    mark = folder / f".installed-{_version()}"
-    if mark.exists():
-        return python
-    if not python.exists():
-        _run([sys.executable, "-m", "venv", str(folder)])
-    _run(["bash", str(_INSTALL), str(folder), "--packages-only", *map(str, _REQUIREMENTS)])
-    mark.touch()
-    return python
-
-
-def _version() -> str:
     content = b"".join(path.read_bytes() for path in _REQUIREMENTS)
-    return hashlib.sha256(content).hexdigest()[:16]
+    mark = folder / f".installed-{hashlib.sha256(content).hexdigest()[:16]}"
+    if not mark.exists():
+        if not python.exists():
+            _run([sys.executable, "-m", "venv", str(folder)])
+        _run(["bash", str(_INSTALL), str(folder), "--packages-only", *map(str, _REQUIREMENTS)])
+        mark.touch()
+    return python
 
 
 def _run(command: list[str]) -> None:

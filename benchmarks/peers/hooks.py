@@ -8,67 +8,51 @@ from typing import Any
 
 import torch
 
-from benchmarks.peers.tasks import NUM_TOKENS, Subject
+from benchmarks.peers.tasks import Subject, Works, generation_options
 
 
-class HookWork:
-    """The tasks on one model, which nothing else may have hooked or wrapped."""
+def hook_works(subject: Subject) -> Works:
+    """Return the tasks on one model, which nothing else may have hooked or wrapped."""
+    module, inputs, vector = subject.module, subject.inputs, subject.vector
+    layers = list(subject.layers_of(module))
+    layer = layers[subject.layer]
 
-    def __init__(self, subject: Subject) -> None:
-        """Keep the model."""
-        self._subject = subject
-        self._module = subject.module
-        self._layers = list(subject.layers_of(subject.module))
-        self._layer = self._layers[subject.layer]
+    def kept_of(hooked_layers: Iterable[Any], batch: torch.Tensor) -> list[torch.Tensor]:
+        kept: list[torch.Tensor] = []
+        with torch.no_grad(), hooked(hooked_layers, kept.append):
+            module(batch)
+        return kept
 
-    def one_value(self) -> list[torch.Tensor]:
-        """Keep what one layer returns."""
-        return self._kept([self._layer], self._subject.inputs)
+    def one_value() -> list[torch.Tensor]:
+        return kept_of([layer], inputs)
 
-    def all_values(self) -> list[torch.Tensor]:
-        """Keep what every layer returns."""
-        return self._kept(self._layers, self._subject.inputs)
+    def all_values() -> list[torch.Tensor]:
+        return kept_of(layers, inputs)
 
-    shared_invokes = all_values
+    def one_write() -> list[torch.Tensor]:
+        with torch.no_grad(), hooked([layer], lambda output: output + vector):
+            return [subject.result_of(module(inputs))]
 
-    def one_write(self) -> list[torch.Tensor]:
-        """Add a vector to what one layer returns."""
-        vector = self._subject.vector
-        with torch.no_grad(), hooked([self._layer], lambda output: output + vector):
-            return [self._subject.result_of(self._module(self._subject.inputs))]
-
-    def batched_invokes(self) -> list[torch.Tensor]:
-        """Keep what one layer returns for each row of a batch."""
-        (hidden,) = self._kept([self._layer], torch.cat(self._subject.prompts))
+    def batched_invokes() -> list[torch.Tensor]:
+        (hidden,) = kept_of([layer], torch.cat(subject.prompts))
         return list(hidden.split(1))
 
-    def generation(self) -> list[torch.Tensor]:
-        """Generate greedily and keep what one layer returns at each step."""
+    def generation() -> list[torch.Tensor]:
         kept: list[torch.Tensor] = []
-        ids = self._subject.inputs
-        with hooked([self._layer], kept.append):
-            self._module.generate(ids, attention_mask=torch.ones_like(ids), **generation_options())
+        with hooked([layer], kept.append):
+            module.generate(inputs, attention_mask=torch.ones_like(inputs), **generation_options())
         return [torch.cat(kept, 1)]
 
-    def gradient(self) -> list[torch.Tensor]:
-        """Keep the gradient of the result's sum by what one layer returns."""
+    def gradient() -> list[torch.Tensor]:
         kept: list[torch.Tensor] = []
-        with hooked([self._layer], lambda output: kept.append(output.requires_grad_())):
-            result = self._subject.result_of(self._module(self._subject.inputs))
+        with hooked([layer], lambda output: kept.append(output.requires_grad_())):
+            result = subject.result_of(module(inputs))
         result.sum().backward()
         assert kept[0].grad is not None  # noqa: S101 - it requires one
         return [kept[0].grad]
 
-    def _kept(self, layers: Iterable[Any], inputs: torch.Tensor) -> list[torch.Tensor]:
-        kept: list[torch.Tensor] = []
-        with torch.no_grad(), hooked(layers, kept.append):
-            self._module(inputs)
-        return kept
-
-
-def generation_options() -> dict[str, Any]:
-    """Return what ``generate`` is given: so many tokens, the likeliest each."""
-    return {"max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS, "do_sample": False, "pad_token_id": 0}
+    works = (one_value, all_values, one_write, batched_invokes, generation, gradient)
+    return {"shared_invokes": all_values, **{work.__name__: work for work in works}}
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The tables: one module each, with ``add_options`` and ``plan``; here is what is known before its import.
+"""The tables: one module each, with ``plan`` and perhaps ``add_options``.
 
 vLLM reads its environment when it is imported, so the command sets it for the process that imports a table.
 """
@@ -9,82 +9,57 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Final
 
-from benchmarks.process import ENVIRONMENT, HUGE_PAGES
+# The position of 4 KiB pages makes one of two equal engines in a process up to 15 % slower than the other;
+# with huge pages they differ by less than 1 %. The control shows it.
+HUGE_PAGES: Final = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+
+ENVIRONMENT: Final = {
+    "HF_HUB_OFFLINE": "1",
+    "KINETO_LOG_LEVEL": "99",
+    # Both engines of a comparison live in one process, driven step by step.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # GiB of KV cache; no core is kept for anything else.
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    # Interventions are written for the V1 runner; plain vLLM gets the same one.
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+}
+"""vLLM's variables in a process that drives its engine."""
+
+_ENGINE: Final = {**ENVIRONMENT, **HUGE_PAGES}
+_OFFLINE: Final = {"HF_HUB_OFFLINE": "1"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Table:
-    """How a table is started.
-
-    Attributes:
-        summary: What it measures.
-        module: Where its plan is.
-        repeats: Repetitions of every case, and of a quick run.
-        quick_repeats: The same of a quick run.
-        processes: How many processes measure it, each with engines of its own.
-        variables: Environment variables of those processes.
-    """
+class TableInfo:
+    """How a table is started: repetitions, also of a quick run, processes, and their variables."""
 
     summary: str
-    module: str
     repeats: int
     quick_repeats: int = 2
     processes: int = 1
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-_ENGINE: Final = {**ENVIRONMENT, **HUGE_PAGES}
-_OFFLINE: Final = {"HF_HUB_OFFLINE": "1"}
-_PEERS: Final = "benchmarks.tables.peers"
-
 TABLES: Final = {
-    "serving": Table(
-        "serving against plain vLLM with the same engine arguments",
-        "benchmarks.tables.serving", 5, processes=3, variables=_ENGINE,
+    "serving": TableInfo(
+        "serving against plain vLLM with the same engine arguments", 5, processes=3, variables=_ENGINE
     ),
-    "engine-traces": Table(
-        "what traced requests cost a step of vLLM's engine",
-        "benchmarks.tables.engine_traces", 15, variables=ENVIRONMENT,
+    "engine-traces": TableInfo("cost of traced requests for a step of vLLM's engine", 15, 1, 1, ENVIRONMENT),
+    "scaling": TableInfo("growth with requests, layers, generated tokens and saved bytes", 5, 1, 1, _ENGINE),
+    "tracing": TableInfo("a trace compared with PyTorch hooks, on one thread", 60, 10),
+    "gpu": TableInfo("traces and plans on CUDA tensors", 30),
+    "memory": TableInfo("memory of an engine's process, idle and after interventions", 5, 1, 1, ENVIRONMENT),
+    "startup": TableInfo("time to the first token, compared with vLLM's own server", 5, 1),
+    "http": TableInfo("our server and vLLM's own over HTTP, by turns", 7),
+    "fairness": TableInfo("waiting time of one tenant while another floods the server", 5, 1),
+    "remote": TableInfo("a trace on a server, compared with the same in its process", 15, 4, 1, _OFFLINE),
+    "sandbox": TableInfo("a sandboxed trace, compared with a trusted one", 15, 4, 1, _OFFLINE),
+    "serialization": TableInfo("traces and saved values, compared with cloudpickle and a copy", 60, 5),
+    "peers-local": TableInfo(
+        "traces in one process, beside nnsight, interp-engine and hooks", 15, 3, 1, _OFFLINE
     ),
-    "scaling": Table(
-        "how costs grow with requests, layers, generated tokens and saved bytes",
-        "benchmarks.tables.scaling", 5, quick_repeats=1, variables=_ENGINE,
-    ),
-    "tracing": Table(
-        "a trace beside PyTorch hooks, on one thread", "benchmarks.tables.tracing", 60, quick_repeats=10
-    ),
-    "gpu": Table("traces and plans on CUDA tensors", "benchmarks.tables.gpu", 30),
-    "memory": Table(
-        "memory of an engine's process, idle and after interventions",
-        "benchmarks.tables.memory", 5, quick_repeats=1, variables=ENVIRONMENT,
-    ),
-    "startup": Table(
-        "from the command to the first token, beside vLLM's own server",
-        "benchmarks.tables.startup", 5, quick_repeats=1,
-    ),
-    "http": Table("our server and vLLM's own over HTTP, by turns", "benchmarks.tables.http", 7),
-    "fairness": Table(
-        "how long one tenant waits while another floods the server",
-        "benchmarks.tables.fairness", 5, quick_repeats=1,
-    ),
-    "remote": Table(
-        "a trace on a server, beside the same in its process",
-        "benchmarks.tables.remote", 15, quick_repeats=4, variables=ENVIRONMENT,
-    ),
-    "sandbox": Table(
-        "a trace in a sandbox, beside a trusted one",
-        "benchmarks.tables.sandbox", 15, quick_repeats=4, variables=ENVIRONMENT,
-    ),
-    "serialization": Table(
-        "sending traces and what they saved, beside cloudpickle and a copy",
-        "benchmarks.tables.serialization", 60, quick_repeats=5,
-    ),
-    "peers-local": Table(
-        "traces in one process, beside nnsight, interp-engine and hooks",
-        _PEERS, 15, quick_repeats=3, variables=_OFFLINE,
-    ),
-    "peers-serving": Table(
-        "requests in vLLM, beside interp-engine and plain vLLM",
-        _PEERS, 15, quick_repeats=3, variables=_OFFLINE,
-    ),
-}  # fmt: skip
+    "peers-serving": TableInfo("requests in vLLM, beside interp-engine and plain vLLM", 15, 3, 1, _OFFLINE),
+}

@@ -1,123 +1,103 @@
-"""What a trace costs inside vLLM's engine, beside plain requests and PyTorch hooks.
+"""Traces inside vLLM's engine, compared with plain requests and PyTorch hooks.
 
-A step in which requests are traced, against the same step with hooks that save the same values; and a whole
-traced request, from its block to its saved values, against the same request without one. A compiled step runs
-no hooks, so there the same step without traces is the baseline. What traces cost requests that have none is
-in the serving table: its engine is the same, and idle.
+A batch decodes for a while with all of its requests plain, with a hook that saves the same rows, with one
+request traced and with all traced; a step is timed. A compiled step runs no hooks, so there plain steps are
+the baseline. The last case is a whole request, from its block to its saved values. The serving table has the
+cost of traces for requests without any: its engine is the same, and idle.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Final
 
 from vllm import SamplingParams
 
-from benchmarks.case import Case, Measure, Plan, Sample, Sampler, difference
-from benchmarks.decoding import Batch, Prompts
-from benchmarks.engine import Engine
-from benchmarks.interventions import OperationsOf, first_only, nothing, traced
-from benchmarks.precision import DTYPE_NAME
-from benchmarks.turns import CallsByTurns
+from benchmarks.case import BenchmarkCase, Plan, Sample, Sampler, difference, total
+from benchmarks.decoding import DecodingBatch, RandomPrompts
+from benchmarks.engine import StepwiseEngine
+from benchmarks.interventions import ContentOf, first_only, nothing, traced
+from benchmarks.turns import CallsByTurns, by_turns
 from nnsight_engine import save
 
 _LAYER: Final = 15
-_PROMPT_TOKENS: Final = 32
 _NUM_TURNS: Final = 3
 _STEP_TARGET_US: Final = 1000.0
 _REQUEST_TARGET_US: Final = 3000.0
-_METHOD: Final = """\
-SmolLM2-135M-Instruct in {dtype}, {mode}, one engine, in one process. A batch decodes for a while {compared},
-with one request traced and with all traced; a step is timed. The last case is a whole request."""
-_COMPARED: Final = {
-    "eager": "with all of its requests plain, with a hook that saves the same rows",
-    "compiled": "with all of its requests plain",
-}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the engine."""
-    parser.add_argument("--mode", choices=sorted(_COMPARED), default="eager")
+    """Add the options of the engine and its requests."""
+    parser.add_argument("--mode", choices=["eager", "compiled"], default="eager")
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 32], help="requests that run together")
+    parser.add_argument("--prompt", type=int, default=32, help="tokens of the prompts")
 
 
 def plan(args: argparse.Namespace, _stack: contextlib.ExitStack) -> Plan:
     """Load the engine and return the cases."""
-    is_eager = args.mode == "eager"
-    engine = Engine(able=True, eager=is_eager, max_num_seqs=max(args.batches))
-    prompts = Prompts(engine.vocab_size)
-    cases = [_steps(engine, prompts, batch, has_hooks=is_eager) for batch in args.batches]
-    name, title = "engine-traces", "Traces inside vLLM's engine"
-    if not is_eager:
-        name, title = f"{name}-compiled", f"{title}, compiled"
-    method = _METHOD.format(dtype=DTYPE_NAME, mode=args.mode, compared=_COMPARED[args.mode])
-    return Plan(name, title, method, [*cases, _whole_request(engine, prompts)])
+    most, is_eager = max(args.batches), args.mode == "eager"
+    engine = StepwiseEngine(able=True, eager=is_eager, max_num_seqs=most, max_step_tokens=most * args.prompt)
+    prompts = RandomPrompts(engine.vocab_size)
+
+    def case(batch: int) -> BenchmarkCase:
+        measures = []
+        for variant, hook, count in (("one traced", "hook of one", 1), ("all traced", "hook of all", batch)):
+            baseline = hook if is_eager else "plain"
+            name = f"({variant} - {baseline}) / {count}, µs"
+            measures.append(total(name, {variant: 1, baseline: -1}, 1e6 / count, _STEP_TARGET_US))
+        make = partial(_decoding, engine, prompts, batch, args.prompt, has_hooks=is_eager)
+        name = "a decode step, one layer's output saved"
+        return BenchmarkCase(name, f"batch {batch}, {args.prompt} tokens", make, tuple(measures))
+
+    whole = _whole_request(engine, partial(_decoding, engine, prompts, 1, args.prompt, has_hooks=False))
+    return Plan([*map(case, args.batches), whole], f"-{args.mode}")
 
 
-def _decoding(engine: Engine, prompts: Prompts, batch: int, *, has_hooks: bool) -> Sampler:
-    """Return what decodes with each side for a while, warmed up; seconds of a step."""
-    operations_of = traced(lambda _shape: range(_LAYER, _LAYER + 1))
-    sides: list[tuple[str, OperationsOf, int]] = [
-        ("plain", nothing, 0),
-        ("one traced", first_only(operations_of), 0),
-        ("all traced", operations_of, 0),
-    ]
-    if has_hooks:
-        sides[1:1] = [("hook of one", nothing, 1), ("hook of all", nothing, batch)]
+def _decoding(
+    engine: StepwiseEngine, prompts: RandomPrompts, batch: int, num_tokens: int, *, has_hooks: bool
+) -> Sampler:
+    """Return a sampler that decodes with each side for a while; seconds of a step."""
+    content_of = traced(lambda _shape: range(_LAYER, _LAYER + 1))
 
-    def step_s(operations_of: OperationsOf, num_hooked: int) -> float:
+    def step_s(content_of: ContentOf, num_hooked: int = 0) -> Sample:
         with _hooked(engine.layers[_LAYER], num_hooked):
-            requests = Batch(engine, prompts.batch(batch, _PROMPT_TOKENS), operations_of, _NUM_TURNS)
+            requests = DecodingBatch(engine, prompts.batch(batch, num_tokens), content_of, _NUM_TURNS)
             for _ in range(_NUM_TURNS):
                 requests.run_turn()
-            return requests.finish()
+            return {"": requests.finish()}
 
-    def sample() -> Sample:
-        sample = {name: step_s(operations_of, num_hooked) for name, operations_of, num_hooked in sides}
-        sides.reverse()
-        return sample
-
-    sample()
-    return sample
+    hooks = {"hook of one": partial(step_s, nothing, 1), "hook of all": partial(step_s, nothing, batch)}
+    return by_turns(
+        {
+            "plain": partial(step_s, nothing),
+            **(hooks if has_hooks else {}),
+            "one traced": partial(step_s, first_only(content_of)),
+            "all traced": partial(step_s, content_of),
+        }
+    )
 
 
 @contextlib.contextmanager
 def _hooked(layer: Any, num_rows: int) -> Iterator[None]:
-    """Save what a layer returns for the first rows of the batch."""
+    """Save a layer's output for the first rows of the batch."""
     saved: list[Any] = []
 
     def hook(_module: Any, _inputs: Any, output: Any) -> None:
         hidden, residual = output
         saved.extend(hidden[row : row + 1] + residual[row : row + 1] for row in range(num_rows))
 
-    handle = layer.register_forward_hook(hook) if num_rows else None
-    try:
+    with contextlib.ExitStack() as stack:
+        if num_rows:
+            stack.callback(layer.register_forward_hook(hook).remove)
         yield
-    finally:
-        if handle is not None:
-            handle.remove()
 
 
-def _steps(engine: Engine, prompts: Prompts, batch: int, *, has_hooks: bool) -> Case:
-    def per_trace(variant: str, hook: str, count: int) -> Measure:
-        baseline = hook if has_hooks else "plain"
-        return Measure(
-            f"({variant} - {baseline}) / {count}, µs",
-            lambda one: 1e6 * (one[variant] - one[baseline]) / count,
-            _STEP_TARGET_US,
-        )
-
-    measures = (per_trace("one traced", "hook of one", 1), per_trace("all traced", "hook of all", batch))
-    make = partial(_decoding, engine, prompts, batch, has_hooks=has_hooks)
-    return Case("a decode step, one layer's output saved", f"batch {batch}", make, measures)
-
-
-def _whole_request(engine: Engine, prompts: Prompts) -> Case:
+def _whole_request(engine: StepwiseEngine, decoding: Callable[[], Sampler]) -> BenchmarkCase:
     """Return the case of a request of one token on an idle engine."""
-    model, (prompt,) = engine.able_model, Prompts(engine.vocab_size).batch(1, 8)
+    model, (prompt,) = engine.able_model, RandomPrompts(engine.vocab_size).batch(1, 8)
     params = SamplingParams(max_tokens=1, temperature=0.0)
 
     def plain() -> None:
@@ -128,19 +108,15 @@ def _whole_request(engine: Engine, prompts: Prompts) -> Case:
             save(model.layers[_LAYER].output)
 
     def make() -> Sampler:
-        whole = CallsByTurns({"plain": plain, "traced": ours}, repetition_s=1.0)
-        decoding = _decoding(engine, prompts, 1, has_hooks=False)
+        whole, steps = CallsByTurns({"plain": plain, "traced": ours}, repetition_s=1.0), decoding()
 
         def sample() -> Sample:
-            steps = decoding()
-            return {**whole(), "plain step": steps["plain"], "traced step": steps["one traced"]}
+            one = steps()
+            return {**whole(), "plain step": one["plain"], "traced step": one["one traced"]}
 
         return sample
 
-    around = Measure(
-        "(traced - plain) - (traced step - plain step), µs",
-        lambda one: 1e6 * (one["traced"] - one["plain"] - one["traced step"] + one["plain step"]),
-        _REQUEST_TARGET_US,
-    )
+    weights = {"traced": 1, "plain": -1, "traced step": -1, "plain step": 1}
+    around = total("(traced - plain) - (traced step - plain step), µs", weights, 1e6, _REQUEST_TARGET_US)
     name = "a request of one token, one value saved: attaching and collecting, and all of it"
-    return Case(name, "8 tokens", make, (around, difference("traced", "plain")))
+    return BenchmarkCase(name, "8 tokens", make, (around, difference("traced", "plain")))

@@ -1,7 +1,10 @@
-"""What interventions cost on a GPU: traces on small layers, and plans on a stand-in for a model.
+"""Interventions on a GPU: traces on small layers, and plans on a stand-in for a model.
 
-Needs the installed torch and no network. That no step waits for the GPU is checked before anything is timed.
-``--device cpu`` runs it without a GPU. ``python -m benchmarks serving`` measures vLLM on the same GPU.
+With one thread of Python; each call ends when the device has done its work. Traces: *ours* is a trace,
+*hooks* registers PyTorch hooks, runs and removes them, *bare* is the model alone. Plans: *ours* is a step
+with its plan and the harvest of its results, *plain* the step alone; that no step waits for the device
+before its results are taken is checked before. `--device cpu` runs it without a GPU; the table `serving`
+measures vLLM on the same GPU.
 """
 
 from __future__ import annotations
@@ -13,17 +16,12 @@ from typing import Final
 
 import torch
 
-from benchmarks.case import Case, NotMeasuredError, Plan, Sampler
+from benchmarks.case import BenchmarkCase, NotMeasuredError, Plan, Sampler
 from benchmarks.plan_steps import plan_cases
 from benchmarks.tables.tracing import small_cases
 
 _BATCHES: Final = (1, 8, 64)
 _QUICK_CASES: Final = 3
-_METHOD: Final = """\
-On {device}, with one thread of Python; each call ends when the device has done its work. Traces: *ours* is a
-trace, *hooks* registers PyTorch hooks, runs and removes them, *bare* is the model alone. Plans: *ours* is a
-step with its plan and the harvest of its results, *plain* the step alone; that no step waits for the device
-before its results are taken was checked."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -37,21 +35,19 @@ def plan(args: argparse.Namespace, _stack: contextlib.ExitStack) -> Plan:
     device = torch.device(args.device)
     small = small_cases((64,), ())[:_QUICK_CASES] if args.quick else small_cases()
     cases = [*small, *plan_cases(device, (8,) if args.quick else _BATCHES)]
-    name, title = f"device-{device.type}", f"Traces and plans on {device.type}"
-    placed = [_placed(case, device) for case in cases]
-    return Plan(name, title, _METHOD.format(device=device), placed)
 
+    def placed(case: BenchmarkCase) -> BenchmarkCase:
+        """Return a case whose model and inputs are made on the device."""
 
-def _placed(case: Case, device: torch.device) -> Case:
-    """Return a case whose model and inputs are made on a device."""
+        def make() -> Sampler:
+            if device.type == "cuda" and not torch.cuda.is_available():
+                raise NotMeasuredError(
+                    f"torch {torch.__version__} finds no CUDA GPU here; run this where there is one, with a "
+                    "torch built for it; --device cpu runs it without one"
+                )
+            with torch.device(device):
+                return case.make()
 
-    def make() -> Sampler:
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise NotMeasuredError(
-                f"torch {torch.__version__} finds no CUDA GPU here; run this where there is one, with a "
-                "torch built for it; --device cpu runs it without one"
-            )
-        with torch.device(device):
-            return case.make()
+        return dataclasses.replace(case, size=f"{case.size}, {device.type}", make=make)
 
-    return dataclasses.replace(case, size=f"{case.size}, {device.type}", make=make)
+    return Plan([placed(case) for case in cases], f"-{device.type}")

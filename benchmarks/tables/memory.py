@@ -1,7 +1,8 @@
-"""What being able to intervene costs in memory, idle and after requests that intervened.
+"""The memory that the ability to intervene costs, idle and after requests that intervened.
 
-Resident memory of an engine's process able to intervene, beside that of a plain one in which nothing of ours
-is imported: separate processes, by turns.
+Resident memory of an engine's process able to intervene, compared with that of a plain one in which nothing
+of ours is imported: eager engines in separate processes, by turns, that serve the same plain requests. "Used"
+also serves requests that steer, and requests that capture, at all layers.
 """
 
 from __future__ import annotations
@@ -10,45 +11,28 @@ import argparse
 import contextlib
 from typing import Final
 
-from benchmarks.case import Case, Measure, Plan, Sample
-from benchmarks.precision import DTYPE_NAME
-from benchmarks.process import Process
+from benchmarks.case import BenchmarkCase, Plan, Sample, total
+from benchmarks.process import ChildObject
 from nnsight_engine.modeling.bundled import bundled_model_path
 
 _TARGET_MIB: Final = 50.0
 _MIB: Final = 1024 * 1024
-_PROCESSES: Final = {
-    "plain vLLM": ("benchmarks.memory.plain",),
-    "idle": ("benchmarks.memory.able",),
-    "used": ("benchmarks.memory.able", "--used"),
-}
-_METHOD: Final = f"""\
-SmolLM2-135M-Instruct in {DTYPE_NAME}, eager. Each process loads an engine and serves the same plain requests;
-"used" also serves requests that steer, and requests that capture, at all layers."""
-
-
-def add_options(_parser: argparse.ArgumentParser) -> None:
-    """Add none."""
+_PLAIN: Final = "plain vLLM"
 
 
 def plan(_args: argparse.Namespace, _stack: contextlib.ExitStack) -> Plan:
     """Return the case."""
-    case = Case(
-        "resident memory of an engine's process",
-        "8 requests",
-        lambda: _sample,
-        (
-            Measure("idle - plain vLLM, MiB", lambda one: one["idle"] - one["plain vLLM"], _TARGET_MIB),
-            Measure("used - plain vLLM, MiB", lambda one: one["used"] - one["plain vLLM"]),
-        ),
-        unit="MiB",
+    measures = (
+        total("idle - plain vLLM, MiB", {"idle": 1, _PLAIN: -1}, target=_TARGET_MIB),
+        total("used - plain vLLM, MiB", {"used": 1, _PLAIN: -1}),
     )
-    return Plan("memory", "Memory of an engine's process", _METHOD, [case])
+    name = "resident memory of an engine's process"
+    return Plan([BenchmarkCase(name, "8 requests", lambda: _sample, measures, unit="MiB")])
 
 
 def _sample() -> Sample:
     model, sample = str(bundled_model_path()), {}
-    for name, (module, *options) in _PROCESSES.items():
-        with Process(module, "--model", model, *options) as process:
-            sample[name] = process.read()["resident_bytes"] / _MIB
+    for kind in (_PLAIN, "idle", "used"):
+        with ChildObject("benchmarks.memory:EngineMemory", model, kind) as process:
+            sample[kind] = process.call("resident_bytes") / _MIB
     return sample

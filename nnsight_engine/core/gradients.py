@@ -54,7 +54,7 @@ def asked_for_gradients(owner: Any) -> Any:
     return _NoLeaf(owner) if isinstance(owner, torch.Tensor) and not owner.is_leaf else owner
 
 
-def why_no_graph(tensor: torch.Tensor) -> str | None:
+def missing_graph_reason(tensor: torch.Tensor) -> str | None:
     """Return why a tensor has no gradients, and the remedy; None if it has them."""
     if tensor.requires_grad:
         return None

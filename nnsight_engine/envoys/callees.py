@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _NOTHING = object()
 
 
-def spelt_out(function: Callable[..., Any], text: str) -> Callable[..., Any] | None:
+def callee_of_text(function: Callable[..., Any], text: str) -> Callable[..., Any] | None:
     """Return the callee of the call expression ``text`` in ``function``; None if only a run determines it."""
     statement = parse(text).body[0]
     if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):

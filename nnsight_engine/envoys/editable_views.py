@@ -22,10 +22,10 @@ _ONE_OF_SEVERAL = torch._C._autograd.CreationMeta.MULTI_OUTPUT_NODE
 
 def editable(value: T) -> T:
     """Return ``value`` with each view that could not be edited replaced by an editable view of its memory."""
-    return map_tensors(value, _made_alone)
+    return map_tensors(value, _as_single_view)
 
 
-def _made_alone(tensor: torch.Tensor) -> torch.Tensor:
+def _as_single_view(tensor: torch.Tensor) -> torch.Tensor:
     base = tensor._base
     if base is None or not tensor.requires_grad or _creation(tensor) != _ONE_OF_SEVERAL:
         return tensor

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nnsight_engine.envoys.callees import find_by_running, spelt_out
+from nnsight_engine.envoys.callees import callee_of_text, find_by_running
 from nnsight_engine.envoys.source.errors import SourceNotAvailableError
 from nnsight_engine.envoys.source.listing import format_operation, format_source
 from nnsight_engine.envoys.source.operations import Operation, Rewritten
@@ -62,7 +62,7 @@ class OperationEnvoy(CallValues):
 
     def _looked_up(self) -> SourceEnvoy:
         holder, name = self.holder, self.operation.name
-        callee = spelt_out(holder.original, self.operation.text)
+        callee = callee_of_text(holder.original, self.operation.text)
         if callee is not None:
             return self._known_as(callee)
         if find_by_running(holder.model, lambda: self.source):

@@ -118,7 +118,7 @@ class EnvoyTree:
 
 
 def at_path(start: EnvoyTree, path: str) -> Any:
-    """Return what is at a path, see ``EnvoyTree.get``."""
+    """Return the object at a path, see ``EnvoyTree.get``."""
     if path == start.path:
         return start
     below = path.removeprefix(f"{start.path}.")

@@ -82,7 +82,7 @@ class _Idle(OrderedDict[int, list[greenlet]]):
                 _end(stack)
 
     def __del__(self) -> None:
-        """End all when the thread ends; otherwise greenlet would keep them forever."""
+        """End all idle stacks when the thread ends; otherwise greenlet would keep them forever."""
         if sys.is_finalizing():
             return
         for own in self.values():

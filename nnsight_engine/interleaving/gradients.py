@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from greenlet import getcurrent
 
-from nnsight_engine.core.gradients import why_no_graph
+from nnsight_engine.core.gradients import missing_graph_reason
 from nnsight_engine.interleaving.events import Events
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class GradientSession:
         """
         key = f"{id(tensor)}.grad"
         if id(tensor) not in self._hooks:
-            why = why_no_graph(tensor)
+            why = missing_graph_reason(tensor)
             if why is not None:
                 raise RuntimeError(f"this tensor gets no gradient: {why}")
 

@@ -179,7 +179,7 @@ class Mediator:
     def respond(self, value: Any = None) -> None:
         """Answer the block's request, and run it until it waits again."""
         interleaver = self.interleaver
-        assert interleaver is not None  # noqa: S101 - only who waits is answered
+        assert interleaver is not None  # noqa: S101 - only a waiting block is answered
         answer, refused = value, 0
         while answer is not NOTHING:
             interleaver.unqueue(self)

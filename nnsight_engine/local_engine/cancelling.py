@@ -1,7 +1,7 @@
 """Cancellation of a trace from another thread: an exception at its current line, even if that line blocks.
 
 It uses a signal, because nothing else interrupts a thread that sleeps or reads. The exception is raised in
-the main thread, where traces run, and only between ``begin`` and ``end``. Within ``whole`` it is deferred.
+the main thread, where traces run, and only between ``begin`` and ``end``. Within ``deferred`` it is deferred.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Cancelling:
         """Install the signal handler."""
         self._main = threading.main_thread().ident
         self._number: int | None = None
-        self._num_whole = 0
+        self._num_deferred = 0
         self._is_due = False
         signal.signal(_SIGNAL, self._on_signal)
 
@@ -44,23 +44,23 @@ class Cancelling:
             signal.pthread_kill(self._main, _SIGNAL)
 
     @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
+    def deferred(self) -> Iterator[None]:
         """Defer cancellation within the context; raise TraceCancelledError at its end instead."""
         if threading.get_ident() != self._main:
             yield  # a thread that a block has started is not cancelled
             return
-        self._num_whole += 1
+        self._num_deferred += 1
         try:
             yield
         finally:
-            self._num_whole -= 1
+            self._num_deferred -= 1
         if self._is_due:
             self._raise()
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         if self._number is None:
             return
-        if self._num_whole:
+        if self._num_deferred:
             self._is_due = True
         else:
             self._raise()

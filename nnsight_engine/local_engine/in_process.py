@@ -23,7 +23,7 @@ from nnsight_engine.remote_backend.sending.outgoing_trace import SentRemotely
 from nnsight_engine.serialization import DecodeError
 
 
-class ThisProcess:
+class InProcessTransport:
     """A transport that runs traces on a model in this process, as if they had been received.
 
     Attributes:
@@ -84,7 +84,7 @@ class InProcessBackend(RemoteBackend):
         if not blocking:
             raise ValueError('remote="local" runs at once: leave blocking=False out, or name a server')
         model.dispatch()
-        self._here = ThisProcess(model)
+        self._here = InProcessTransport(model)
         super().__init__(transport=self._here, engine="local", model_key="this model")
 
     def _run_as_job(self, sent: SentRemotely) -> None:

@@ -177,7 +177,7 @@ class _Serving:
         self._send({"status": status, "time": time.time(), **more})
 
     def _send(self, message: dict[str, Any], data: bytes = b"") -> None:
-        with self._cancelling.whole():
+        with self._cancelling.deferred():
             self._link.send(json_frame(FrameKind.EVENT, message), data)
 
 

@@ -85,7 +85,7 @@ class SpreadBatcher(Batcher):
         return self._narrow_lists(super().narrow(group), group)
 
     def narrow_without_state(self, group: BatchGroup | None) -> Any:
-        """Return the same, with None in place of KV caches."""
+        """Return the result of ``narrow`` with None in place of KV caches."""
         self._put_back()
         return self._narrow_lists(super().narrow_without_state(group), group)
 

@@ -96,11 +96,11 @@ class VisionLanguageModel(LanguageModel):
         for name in names:
             features = [invoke[name] for invoke in (first, second) if invoke.get(name) is not None]
             if features:
-                joined[name] = _one_after_the_other(name, features)
+                joined[name] = _concatenated(name, features)
         return joined
 
 
-def _one_after_the_other(name: str, features: list[Any]) -> Any:
+def _concatenated(name: str, features: list[Any]) -> Any:
     """Concatenate the images of one or two invokes."""
     if len(features) == 1:
         return features[0]

@@ -162,8 +162,8 @@ class TraceRequest:
         call_client: Calls the client to run a part of a block: sends bytes and returns the response's bytes,
             or raises TimeoutError if the client does not respond. None if the client cannot be called. Not
             sent.
-        sandbox_of: Identifier of the sandbox in which the code runs; empty if the sender is trusted. Set by
-            the server and not sent.
+        sandbox_of: The tenant in whose sandbox the code runs; None if the sender is trusted. Not sent. There
+            is no default: a server that has not set it cannot run the trace.
         may_exceed_queue: Whether the request waits for its turn no matter how many requests of its sender are
             waiting. Set by the server and not sent.
     """
@@ -175,7 +175,7 @@ class TraceRequest:
         self.head = msgspec.structs.replace(head, parts=[len(part) for part in parts])
         self.parts = list(parts)
         self.sender = ""
-        self.sandbox_of = ""
+        self.sandbox_of: str | None
         self.tenant = ""
         self.call_client: ClientCall | None = None
         self.may_exceed_queue = False

@@ -1,7 +1,7 @@
 """Pool of sandbox processes for an engine, forked from a zygote; some are kept ready.
 
 Starting the zygote takes seconds, and forking takes tens of milliseconds; both happen on a thread of their
-own, so that no step of the engine waits for them.
+own, and ``take`` returns only processes that are ready, so that no step of the engine waits for them.
 """
 
 from __future__ import annotations
@@ -340,6 +340,8 @@ class ForkServer:
         self._error: SandboxUnavailableError | None = None
         self._zygote: _Zygote | None = None
         self._keeper: threading.Thread | None = None
+        self._num_ready = -1
+        self._changing = threading.Lock()
 
     def start(self) -> None:
         """Start the pool, on a thread of its own; repeated calls do nothing.
@@ -350,6 +352,7 @@ class ForkServer:
         seccomp.machine()
         _check_kernel()
         if self._keeper is None:
+            self._num_ready = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
             self._keeper = threading.Thread(target=self._keep, name="nnsight-engine-sandboxes", daemon=True)
             self._keeper.start()
             weakref.finalize(self, self._wanted.set)
@@ -365,21 +368,30 @@ class ForkServer:
             raise self._error
         return bool(self._spare)
 
-    def take(self) -> Sandbox:
-        """Return an unused process.
+    def fileno(self) -> int:
+        """Return a descriptor that can be read while a process is ready, to wait for one."""
+        return self._num_ready
 
-        Raises:
-            SandboxUnavailableError: There is none now.
-        """
-        self._wanted.set()
-        with contextlib.suppress(IndexError):
-            return self._spare.popleft()
+    @property
+    def error(self) -> SandboxUnavailableError | None:
+        """Why the last attempt to start a process failed; None if it did not."""
+        return self._error
+
+    def take(self) -> Sandbox | None:
+        """Return an unused process; None if none is ready now, since a fork takes too long for a step."""
         try:
-            if self._zygote is not None:
-                return self._zygote.fork()  # more at once than are kept ready: takes tens of milliseconds
-        except (OSError, SandboxEndedError):
-            logger.exception("a sandbox could not be forked")
-        raise self._error or SandboxUnavailableError("there is no sandbox now: send the request again")
+            with self._changing:
+                if not self._spare:
+                    return None
+                os.eventfd_read(self._num_ready)
+                return self._spare.popleft()
+        finally:
+            self._wanted.set()  # now that it is missing
+
+    def _add_spare(self, sandbox: Sandbox) -> None:
+        with self._changing:
+            self._spare.append(sandbox)
+            os.eventfd_write(self._num_ready, 1)
 
     def _keep(self) -> None:
         """Keep processes ready."""
@@ -395,7 +407,7 @@ class ForkServer:
                     if self._zygote.lacks:
                         logger.warning("sandboxes have no %s namespace here", ", ".join(self._zygote.lacks))
                 while len(self._spare) < self._num_spare and not self._closed:
-                    self._spare.append(self._zygote.fork())
+                    self._add_spare(self._zygote.fork())
                 self._error = None
             except SandboxUnavailableError as error:
                 logger.exception("no sandbox can be started")
@@ -422,6 +434,9 @@ class ForkServer:
         self._wanted.set()
         if self._keeper is not None:
             self._keeper.join(_FORK_S)
+            if not self._keeper.is_alive():  # otherwise it may still write to the descriptor
+                os.close(self._num_ready)
+                self._keeper = None
 
 
 __all__ = ["ForkServer", "Sandbox"]

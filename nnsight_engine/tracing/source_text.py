@@ -83,7 +83,7 @@ class SourceReader:
         """Return the text that contains ``code``; None if it is not available or cannot be parsed.
 
         Args:
-            code: Of a module, a function or a statement; its ``co_filename`` names the place to look.
+            code: The code of a module, a function or a statement; its ``co_filename`` names its source.
             globals_: The globals it runs in; their ``__loader__`` finds modules that are not in a file.
             fits: Returns whether a text is the right one; by default the first is.
 
@@ -150,7 +150,7 @@ class SourceReader:
 
 
 def _find_lines(code: CodeType, globals_: dict[str, object]) -> Sequence[str]:
-    """Return the lines from the first place that has some; empty if none has."""
+    """Return the lines from the first source that is available; empty if none is."""
     lines = linecache.getlines(code.co_filename, globals_)
     if not lines:
         # From Python 3.13 on, the prompt and -c register their text under the code rather than its file.

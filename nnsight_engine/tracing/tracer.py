@@ -209,7 +209,7 @@ class Tracer:
         return None
 
     def _read_variables(self) -> None:
-        """Fill the block's cells from its frame; at exit, as ``as tracer`` is bound after ``__enter__``."""
+        """Fill the block's cells from its frame; called at exit, since ``as tracer`` is bound after entry."""
         info = self.info
         if info.frame is None or info.site is None:
             return

@@ -143,7 +143,7 @@ class InterventionAsyncLLM(TracingAsyncLLM):
         """Wait until sandboxes for untrusted code are available; the first call takes some seconds.
 
         Raises:
-            ApiError: ``sandbox_missing``: this machine or this model supports none, or they did not start in
+            ApiError: ``sandbox_missing``: this machine supports none, or they did not start in
                 time.
         """
         give_up = time.monotonic() + _SANDBOX_S

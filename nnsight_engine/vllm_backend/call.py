@@ -121,7 +121,7 @@ class InterventionCall:
             return entry.collectors[index].take_part(len(entry.token_ids[index]))
 
     def take_final(self, choice: int, num_choices: int) -> CollectedResults:
-        """Return all results not yet taken of a choice of the answer, which has ended."""
+        """Return the remaining results of a choice of the answer that has ended."""
         entry, index = self._locate(choice, num_choices)
         with _as_api_error():
             return entry.collectors[index].take_final(entry.token_ids[index])

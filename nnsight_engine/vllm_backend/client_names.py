@@ -24,10 +24,10 @@ class ClientNames:
     envoys: EnvoyMap = None
 
     def write(self) -> bytes | None:
-        """Return them as a message, or None if there are none.
+        """Return the additions as a message, or None if there are none.
 
         Raises:
-            EncodeError: One of them cannot be encoded.
+            EncodeError: A name or a class cannot be encoded.
         """
         if not self.rename and self.envoys is None:
             return None

@@ -84,7 +84,7 @@ class SyncEngine:
         return [finished[one.split("-")[0]] for one in internal_ids]
 
     def _unfinished(self) -> set[str]:
-        """Return the internal ids of the engine's unfinished requests; of several choices, the parent's."""
+        """Return the internal ids of the unfinished requests; the parent's id for several choices."""
         states = self.inner.llm_engine.output_processor.request_states.values()
         return {one.request_id if one.parent_req is None else one.parent_req.request_id for one in states}
 

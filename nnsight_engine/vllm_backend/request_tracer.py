@@ -118,7 +118,7 @@ class SentTrace(TraceRequests):
             entry = TraceEntry(
                 self.key, index, params.n, data, groups, streams, chosen,
                 is_dry_run=purpose is Purpose.CHECK and params.max_tokens != 1 and len(requests) == 1,
-                is_scan=purpose is Purpose.SCAN, wanted=wanted,
+                is_scan=purpose is Purpose.SCAN, wanted=wanted, sandbox_of=None,
             )  # fmt: skip
             self.add(request.prompt, params, entry)
 

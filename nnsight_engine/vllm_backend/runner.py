@@ -87,6 +87,7 @@ class InterventionRunnerMixin:
 
     execute_model_state: Any
     intermediate_tensors: Any
+    num_prompt_logprobs: dict[str, int]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, then install taps in it, before anything is compiled."""
@@ -130,9 +131,9 @@ class InterventionRunnerMixin:
             )
 
     @property
-    def is_last_stage(self) -> bool:
-        """Whether this is the last stage of the pipeline, or the only one."""
-        return self.traces.is_last_stage
+    def runs_blocks(self) -> bool:
+        """Whether the blocks of traces run on this worker; of several ranks or stages, they run on one."""
+        return self.traces.runs_blocks
 
     def serve_stages(self, scheduler_output: Any) -> None:
         """Serve values of earlier stages to blocks, if this is the last of several pipeline stages."""
@@ -141,8 +142,8 @@ class InterventionRunnerMixin:
 
     def _facts(self, scheduler_output: Any, traced: Sequence[tuple[str, Any]]) -> StepFacts:
         """Return the facts about a step, given its new traced requests."""
-        # A step cannot be undone for requests whose prompt logprobs vLLM returns only once, or whose values
-        # operations have already read.
+        # A step cannot be undone for requests whose values operations have already read, and for those whose
+        # prompt logprobs vLLM returns only once, unless it is undone before they are computed.
         new = [
             request.req_id
             for request in scheduler_output.scheduled_new_reqs
@@ -153,7 +154,8 @@ class InterventionRunnerMixin:
             scheduler_output.finished_req_ids,
             scheduler_output.num_scheduled_tokens,
             is_single_tenant(scheduler_output),
-            {*self.num_prompt_logprobs, *new, *self.interventions.live},  # type: ignore[attr-defined]
+            set(self.interventions.live),
+            {*self.num_prompt_logprobs, *new},
         )
 
     @property
@@ -232,7 +234,7 @@ class InterventionRunnerMixin:
         self.counts.steps["eager" if is_uncompiled else "tap"] += 1
         self.traces.dispatcher.is_uncompiled = is_uncompiled
         if plan is not None and is_uncompiled:
-            plan.note_uncompiled()
+            plan.record_uncompiled()
 
     def _traced_forward(self, forward: Callable[[], Any], input_ids: Any, context: Any) -> Any:
         """Run the model with blocks; again uncompiled if the blocks request more than the taps provide."""
@@ -371,6 +373,15 @@ class InterventionRunnerMixin:
             results.waiting = self._reported_waiting = waiting
             results.throttled = self._reported_throttled = throttled
         return results
+
+    def _get_prompt_logprobs_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the prompt logprobs without those of requests whose rows are computed again."""
+        due = self.num_prompt_logprobs
+        later = {request_id: due.pop(request_id) for request_id in self.traces.undone if request_id in due}
+        try:
+            return super()._get_prompt_logprobs_dict(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            due.update(later)
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
         traces = self.traces

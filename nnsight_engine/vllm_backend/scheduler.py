@@ -375,11 +375,11 @@ class InterventionScheduler(FairScheduler):
             self.contents.release(request_id)
 
 
-def _sandbox_of(request: Request) -> str:
-    """Return the tenant in whose sandbox the request's code runs, see ``TraceEntry``; empty if none."""
+def _sandbox_of(request: Request) -> str | None:
+    """Return the tenant in whose sandbox the request's code runs, see ``TraceEntry``; None if in none."""
     entry = entry_of(request.sampling_params, TRACE_KEY)
-    sandbox_of = entry.get("sandbox_of") if isinstance(entry, dict) else ""
-    return sandbox_of if isinstance(sandbox_of, str) else ""
+    sandbox_of = entry.get("sandbox_of") if isinstance(entry, dict) else None
+    return sandbox_of if isinstance(sandbox_of, str) else None
 
 
 def _send(output: EngineCoreOutput, message: dict[str, Any]) -> None:

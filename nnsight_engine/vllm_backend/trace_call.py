@@ -166,7 +166,7 @@ class TracedPrompt(TraceRun):
             blocks = read_results(finished.data, finished.results, len(self.choices))
         for block in blocks:
             if block.error is not None:
-                raise self._call.failed(block.error)
+                raise self._call.failed(block.error, has_begun=finished.has_begun)
             choice = self.choices[block.choice]
             choice.warnings = block.warnings
             try:
@@ -194,7 +194,7 @@ class TraceCall:
         streams: Whether the answer is streamed.
         max_requests: Limit on the number of requests (choices of all prompts).
         max_bytes: Limit on the saved values of one choice.
-        sandbox_of: The tenant in whose sandbox the block runs; empty to run it in the worker as trusted code.
+        sandbox_of: The tenant in whose sandbox the block runs; None to run it in the worker, as trusted code.
 
     Attributes:
         slot: Requests a slot for one prompt; raises ApiError if too many are waiting. The default does not
@@ -212,8 +212,8 @@ class TraceCall:
         filename: str,
         streams: bool,
         max_requests: int,
+        sandbox_of: str | None,
         max_bytes: int = _MAX_BYTES,
-        sandbox_of: str = "",
     ) -> None:
         self.ticket = uuid.uuid4().hex
         self.max_bytes = max_bytes
@@ -286,9 +286,9 @@ class TraceCall:
         result = CollectedTrace(self._name, found.saves or {}, {}, found.take_printed(), found.warnings)
         return CollectedResults([result], is_code=True, tier=prompt.tier)
 
-    def failed(self, error: BlockError) -> ApiError:
-        """Return the API error for a block's error."""
-        if error.is_unavailable_sandbox:  # not an error of the block
+    def failed(self, error: BlockError, *, has_begun: bool) -> ApiError:
+        """Return the API error for a block's error, or for the reason why the trace has not begun."""
+        if not has_begun:
             return ApiError(ErrorCode.QUEUE_FULL, f"The trace did not begin: {error.message}", self.param)
         return ApiError(
             ErrorCode.TRACE_FAILED, f"The trace failed{error.description(self._filename)}", self.param

@@ -18,7 +18,6 @@ from nnsight_engine.core.tensor_bytes import DTYPES, tensor_to_bytes
 from nnsight_engine.plans.collect.results import TensorResult
 from nnsight_engine.remote_backend.saved_deltas import DeltaReader, checked_list, values_by_name
 from nnsight_engine.remote_backend.values.outcomes import warnings_of
-from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.serialization import DecodeError, MessageLimits, Policy, decode
 from nnsight_engine.tracing.text_blocks import NUM_LINES_BEFORE
 from nnsight_engine.vllm_backend.json_values import NotPlainError, SaveBudget, plain_saves
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 _AS_INT64: Final = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32})
-_NO_SANDBOX: Final = (SandboxUnavailableError.__module__, SandboxUnavailableError.__qualname__)
 MAX_DELTA_BYTES: Final = 256 * 2**20
 _DELTA_LIMITS: Final = MessageLimits(max_bytes=MAX_DELTA_BYTES, max_nodes=1_000_000, compressed=False)
 _RESULT_LIMITS: Final = MessageLimits(compressed=False)
@@ -56,7 +54,6 @@ class BlockError(msgspec.Struct):
 
     name: str
     message: str
-    module: str = ""
     notes: list[str] = []
     entries: list[_Entry] = []
 
@@ -69,7 +66,7 @@ class BlockError(msgspec.Struct):
         """
         if type(error) is not dict:
             raise DecodeError("its error has no parts")
-        parts = {name: error[name] for name in ("name", "message", "module") if name in error}
+        parts = {name: error[name] for name in ("name", "message") if name in error}
         for name, most in (("notes", _MAX_NOTES), ("entries", _MAX_ENTRIES)):
             if type(error.get(name)) is list:
                 parts[name] = error[name][-most:]
@@ -80,11 +77,6 @@ class BlockError(msgspec.Struct):
         found.name, found.message = found.name[:_MAX_TEXT], found.message[:_MAX_TEXT]
         found.notes = [note[:_MAX_TEXT] for note in found.notes]
         return found
-
-    @property
-    def is_unavailable_sandbox(self) -> bool:
-        """Whether the block did not start, because there was no process for it."""
-        return (self.module, self.name) == _NO_SANDBOX
 
     def description(self, filename: str) -> str:
         """Return the line that failed, one in ``filename`` if possible, and the error."""

@@ -34,6 +34,8 @@ class FinishedTrace(NamedTuple):
         printed: Printed text that has not been streamed yet.
         failure: One line about how a block failed; empty if none did.
         tier: How its steps ran: ``tap``, or ``eager`` if at least one of them had to run uncompiled.
+        has_begun: Whether it has begun, by the worker's own knowledge: false if there was no sandbox process
+            for it, and ``data`` has the reason.
         results: The results of its requests, see ``results_of``.
     """
 
@@ -41,6 +43,7 @@ class FinishedTrace(NamedTuple):
     printed: str
     failure: str
     tier: str
+    has_begun: bool
     results: dict[str, Any]
 
 

@@ -105,11 +105,11 @@ class TracingAsyncLLM(AsyncLLM):
         while result == PENDING:  # its blocks are still running; the engine serves others meanwhile
             result = answer(await self.collective_rpc("finish_trace", args=arguments))
             await asyncio.sleep(_POLL_S if result == PENDING else 0)
-        data, printed, failure, spent_s, tier = result
+        data, printed, failure, spent_s, tier, has_begun = result
         if data is None and self.handover is not None:
             data = self.handover.take(key)
         note_spent(spent_s)
-        return FinishedTrace(data, printed, failure, tier, results)
+        return FinishedTrace(data, printed, failure, tier, has_begun, results)
 
     async def forget_trace(self, key: str, request_ids: Sequence[str]) -> None:
         """Abort the requests of a trace and drop its state in the engine; never raises."""

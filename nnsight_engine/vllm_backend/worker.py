@@ -53,17 +53,17 @@ class InterventionWorker(_PlatformWorker):
         self.model_runner.serve_stages(scheduler_output)
         return super().execute_model(scheduler_output)
 
-    # Called over vLLM's RPC, on all ranks. Of a pipeline's stages, only the last returns anything.
+    # Called over vLLM's RPC, on all workers. Of these, one runs the blocks; what concerns blocks, it answers.
 
     def describe_interventions(self) -> dict[str, Any]:
         """Return the model's description as plain values; called over vLLM's RPC."""
         plain: dict[str, Any] = self.model_runner.model_spec.to_plain()
-        return plain if self.model_runner.is_last_stage else {}
+        return plain if self.model_runner.runs_blocks else {}
 
     def describe_traces(self) -> dict[str, Any]:
         """Return the model's description for traces as plain values; called over vLLM's RPC."""
         plain: dict[str, Any] = self.model_runner.trace_spec.to_plain()
-        return plain if self.model_runner.is_last_stage else {}
+        return plain if self.model_runner.runs_blocks else {}
 
     def count_interventions(self) -> dict[str, int]:
         """Return the number of resources that live requests hold; called over vLLM's RPC."""
@@ -75,7 +75,7 @@ class InterventionWorker(_PlatformWorker):
         runner = self.model_runner
         runner.counts.sandboxes = runner.traces.count_sandboxes()
         plain: dict[str, Any] = runner.counts.to_plain()
-        return plain if runner.is_last_stage else {}
+        return plain if runner.runs_blocks else {}
 
     def hold_trace(self, key: str, data: bytes) -> None:
         """Store the blocks of a trace ahead of its requests, which carry none; called over vLLM's RPC."""
@@ -90,8 +90,8 @@ class InterventionWorker(_PlatformWorker):
 
     def finish_trace(
         self, key: str, results: dict[str, Any], path: str | None = None
-    ) -> tuple[bytes | None, str, str, float, str] | str | None:
-        """Return a trace's encoded results, last printed text, failure, seconds and tier; over vLLM's RPC.
+    ) -> tuple[bytes | None, str, str, float, str, bool] | str | None:
+        """Return the parts of ``FinishedTrace``, without ``results``; called over vLLM's RPC.
 
         Returns ``PENDING`` if its blocks are still running: other requests must not wait for them, so the
         caller polls.
@@ -109,18 +109,21 @@ class InterventionWorker(_PlatformWorker):
         is_left = path is not None and leave(pieces, path)
         saved = None if is_left else b"".join(pieces)
         traces = self.model_runner.traces
-        return (saved, *traces.take_remaining(key), traces.last_spent_s, traces.last_tier)
+        printed, failure = traces.take_remaining(key)
+        return saved, printed, failure, traces.last_spent_s, traces.last_tier, traces.last_has_begun
 
     def drop_trace(self, key: str) -> float | None:
         """Drop a trace without collecting it; return the seconds it took; called over vLLM's RPC."""
         spent_s: float | None = self.model_runner.traces.drop(key)
         return spent_s
 
-    def prepare_sandbox(self) -> tuple[bool, dict[str, Any] | None]:
+    def prepare_sandbox(self) -> tuple[bool, dict[str, Any] | None] | None:
         """Start sandboxes if necessary; called over vLLM's RPC.
 
-        Returns whether one is ready, and the encoded error if there can be none.
+        Returns whether one is ready, and the encoded error if there can be none; None on other workers.
         """
+        if not self.model_runner.runs_blocks:
+            return None
         try:
             return self.model_runner.traces.prepare_sandbox(), None
         except Exception as error:  # noqa: BLE001 - returned to the caller

@@ -258,7 +258,7 @@ class WorkerState:
             self._builder.give_back(plan)
             return None
         run.give_back()
-        if not (self._registrar.failed or plan.is_untold):
+        if not (self._registrar.failed or plan.is_unreported):
             try:
                 return self._results_reader.read_run(run, sampled, order)
             except Exception:

@@ -277,7 +277,7 @@ def run(family: str, folder: Path) -> dict[str, str | None]:
     checkpoint = write_checkpoint(family, folder / family)
     expected, values = expect(checkpoint), expected_values(checkpoint)
     options: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 8}
-    options["num_gpu_blocks_override"] = 64  # in place of all that fit into a gigabyte
+    options["num_gpu_blocks_override"] = 128  # in place of all that fit into a gigabyte
     model = VLLM(str(checkpoint), dispatch=True, enforce_eager=True, **options)
     engine = Engine.around(model.engine)
     report = {name: _outcome(check, engine, expected) for name, check in CHECKS.items()}

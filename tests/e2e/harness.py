@@ -18,7 +18,7 @@ from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from api_schemas.interventions import parse_interventions
-from api_schemas.limits import Limits
+from api_schemas.limits import RequestLimits
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.tensor_bytes import tensor_from_bytes
 from nnsight_engine.core.token_texts import TokenTexts
@@ -159,7 +159,7 @@ class Engine:
         collectors: list[RequestCollector] = []
         salt = ask.cache_salt
         if ask.interventions:
-            ops = parse_interventions(ask.interventions, Limits())
+            ops = parse_interventions(ask.interventions, RequestLimits())
             compiled = compile_request(
                 ops,
                 spec=self.spec,

@@ -176,6 +176,10 @@ HOSTILE = {
     "many-processes": "exec('import os\\nwhile True: os.fork()')",
     "delete-everything": "exec('import shutil\\nshutil.rmtree(\"/\")')",
     "large-result": "h = [torch.zeros(2**20) for _ in range(400)].save()",
+    "forged-error": (
+        "exec('from nnsight_engine.sandbox.errors import SandboxUnavailableError')\n"
+        "exec('raise SandboxUnavailableError(1)')"
+    ),
     "class-body": "class A:\n    while True: pass\nh = save(A)",
 }
 """Code that `exec` hides from the checker, which is not what holds it off, among it."""

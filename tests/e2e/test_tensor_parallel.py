@@ -17,7 +17,7 @@ pytestmark = pytest.mark.e2e
 
 def run(model: Path, size: int) -> tuple[Engine, Reply]:
     """Return an engine of so many ranks, closed, and what it answered."""
-    options = {"max_model_len": 128, "num_gpu_blocks_override": 32}
+    options: dict[str, Any] = {"max_model_len": 128, "num_gpu_blocks_override": 32}
     engine = Engine(model, dtype="float32", tensor_parallel_size=size, **options)
     try:
         width = engine.spec.hidden_size

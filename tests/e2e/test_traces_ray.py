@@ -73,7 +73,7 @@ def expected(checkpoint: Path) -> Values:
 
 def check(checkpoint: Path, expected: Values, option: str) -> None:
     """Compare two workers of Ray's with one of our own; ``option`` says what two are for."""
-    options = {"max_model_len": 64, "num_gpu_blocks_override": 32}
+    options: dict[str, Any] = {"max_model_len": 64, "num_gpu_blocks_override": 32}
     options |= {"distributed_executor_backend": "ray", option: 2}
     with traced_engine(checkpoint, **options) as model:
         torch.testing.assert_close(traced(model), expected, rtol=1e-3, atol=1e-4)

@@ -60,7 +60,7 @@ class FakeTraceEngine:
         self.behaviour = behaviour or FakeTraceBehaviour()
         self.num_running = 0
         self.heads: list[TraceHead] = []
-        self.sandboxes: list[str] = []
+        self.sandboxes: list[str | None] = []
 
     async def run_trace(self, request: TraceRequest, job_id: str) -> AsyncGenerator[Frame, None]:
         """Yield the frames that the behaviour defines."""

@@ -50,7 +50,8 @@ def forking_process() -> psutil.Process:
 
 
 def compiling() -> list[psutil.Process]:
-    return forking_process().children()
+    found: list[psutil.Process] = forking_process().children()
+    return found
 
 
 async def ended() -> None:

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from api_schemas.jobs import Job
-from app.services.jobs.callers import JobCallers
+from app.admission.rates import Rates
 from tests.fakes.engine import FakeBehaviour
 from tests.integration.conftest import ErrorCheck, Serve
 from tests.integration.scripted_traces import HEADERS, frames_of, trace
@@ -317,7 +317,7 @@ async def test_a_job_whose_use_cannot_be_counted_leaves_its_place(
     async def count(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(JobCallers, "count", count)
+    monkeypatch.setattr(Rates, "count", count)
     async with with_jobs(max_running_jobs=1) as jobs:
         for _ in range(2):
             job = await jobs.end(await jobs.submit())

@@ -121,7 +121,7 @@ class Bench:
 
     async def run(self, job: JobRow, **tools: Any) -> JobRun:
         """Return a run of a job that has not begun."""
-        return JobRun(job, dataclasses.replace(self.tools, **tools), await self.slots.take())
+        return JobRun(job, dataclasses.replace(self.tools, **tools), await self.slots.take(), sandbox_of=None)
 
     async def job(self) -> JobRow:
         return await self.store.get("job", "")

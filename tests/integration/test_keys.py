@@ -71,7 +71,7 @@ async def test_operations_within_a_request_have_scopes_too(tenants: Tenants, err
 
 async def test_the_tier_of_a_key_says_where_its_code_runs(tenants: Tenants) -> None:
     engine = tenants.server.engine.fake_traces
-    for tier, runs_in in ((Tier.SANDBOXED, "acme"), (Tier.TRUSTED, "")):
+    for tier, runs_in in ((Tier.SANDBOXED, "acme"), (Tier.TRUSTED, None)):
         headers = {**await tenants.headers("acme", Scope.CODE, tier=tier), **HEADERS}
         assert (await tenants.send("POST", "/v1/traces", headers, content=message())).status_code == 200
         job = (await tenants.send("POST", "/v1/jobs", headers, content=message())).json()["id"]

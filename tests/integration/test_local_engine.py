@@ -364,6 +364,7 @@ def test_a_model_that_cannot_be_loaded_is_said_to_be_so(tmp_path: Path) -> None:
     async def run() -> str:
         engine.start()
         request = TraceRequest(TraceHead(model=MODEL, dialect="transformers"), [b"x"])
+        request.sandbox_of = None
         try:
             with pytest.raises(Exception, match="could not start") as caught:
                 async for _ in engine.run_trace(request, "job"):

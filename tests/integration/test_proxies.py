@@ -62,8 +62,8 @@ async def test_a_clients_address_is_the_one_trusted_proxies_name(
 @pytest.mark.parametrize(
     ("wrong", "got", "step"),
     [
-        ("*", "'*'", "list the network that your proxies are in"),
-        ("127.0.0.1, *", "'*'", "list the network that your proxies are in"),
+        ("*", "'*'", "list the network of your proxies"),
+        ("127.0.0.1, *", "'*'", "list the network of your proxies"),
         ("a.example", "'a.example'", "write the proxy's address"),
         ("10.1.2.3/8", "'10.1.2.3/8'", "write 10.0.0.0/8 for the network, or 10.1.2.3 for the one address"),
         ("fd00::7/64", "'fd00::7/64'", "write fd00::/64 for the network, or fd00::7 for the one address"),

@@ -196,8 +196,8 @@ def test_chat_keeps_the_conversation_and_clears_it_on_command(terminal: Terminal
     assert [line.strip() for line in out.splitlines()] == ["one two", "three three", "four four"]
     assert terminal.engine.heard == [["one two"], ["one two", "one two", "three"], ["four"]]
     assert "Ctrl-D  end the conversation" in err
-    assert "forgotten" in err
-    assert "There is no /nothing" in err
+    assert "A new conversation begins." in err
+    assert "There is no command /nothing" in err
 
 
 def test_ctrl_c_ends_an_answer_in_the_engine_too_and_the_chat_goes_on(terminal: Terminal) -> None:

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import sys
 import time
 from collections.abc import Iterator
+from typing import Final
 
 import pytest
 
 from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.sandbox.forkserver import ForkServer
 from nnsight_engine.sandbox.seccomp import machine
+from nnsight_engine.serialization import encode
+from nnsight_engine.vllm_backend.traces.remote_modules import described
+from tests.security.played import LIMITS, REFUSED, VOCABULARY, WIDTH, Outline
+from tests.security.played_process import World
 
+_ZYGOTE: Final = "nnsight_engine.vllm_backend.traces.sandboxed.zygote"
 SECRET = "NNSIGHT_ENGINE_TEST_SECRET"
 """The variable of the engine's environment that no process has."""
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World()
+    with made.closing:
+        yield made
 
 
 @pytest.fixture(scope="session")
@@ -34,6 +48,35 @@ def bare(secret: str) -> Iterator[ForkServer]:
     server = ForkServer([sys.executable, "-m", "tests.security.bare"], b"", half_bytes=2**24, num_spare=2)
     server.start()
     give_up = time.monotonic() + 60
+    while not server.is_ready and time.monotonic() < give_up:
+        time.sleep(0.05)
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[ForkServer]:
+    try:
+        machine()
+    except SandboxUnavailableError as error:
+        pytest.skip(str(error))
+    sizes = {
+        "hidden_size": WIDTH, "num_heads": 2, "num_kv_heads": 2, "head_dim": 4, "intermediate_size": 16,
+        "vocab_size": VOCABULARY, "tensor_parallel_size": 1,
+    }  # fmt: skip
+    setup = {
+        "modules": described(Outline()),
+        "class_name": "LlamaForCausalLM",
+        "architectures": ["LlamaForCausalLM"],
+        "sizes": sizes,
+        "limits": dataclasses.asdict(LIMITS),
+        "entry": "",
+        "refused": [REFUSED],
+        "call_bytes": 2**20,
+    }
+    server = ForkServer([sys.executable, "-m", _ZYGOTE], encode(setup), LIMITS.sandbox_message_bytes, 2)
+    server.start()
+    give_up = time.monotonic() + 120
     while not server.is_ready and time.monotonic() < give_up:
         time.sleep(0.05)
     yield server

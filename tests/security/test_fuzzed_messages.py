@@ -30,7 +30,7 @@ from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     read_by_worker,
     slot_of,
 )
-from tests.security.test_hostile_process import _LAYER, _ROWS, World, wanting
+from tests.security.played_process import LAYER, NUM_ROWS, World, wanting
 
 _OWN: Final = 3
 _HALF: Final = 2**16
@@ -38,7 +38,7 @@ _FEW: Final = settings(max_examples=60, deadline=None, suppress_health_check=[He
 
 _SLOT, _CONTENT = slot_of(torch.ones(_OWN, 4))
 HONEST: Final = [
-    b"".join(packed(ContinueReply([_LAYER], changes=[_SLOT], ended=["own"]), [_CONTENT])),
+    b"".join(packed(ContinueReply([LAYER], changes=[_SLOT], ended=["own"]), [_CONTENT])),
     b"".join(
         packed(
             ContinueReply(reports=[SandboxReply("own", 0, b"data", "printed")], live=["own"], is_over=True)
@@ -47,10 +47,8 @@ HONEST: Final = [
     b"".join(packed(CallRequest("model.lm_head", [_SLOT, 1, None, 0.5, "a"], {"b": _SLOT}), [_CONTENT] * 2)),
     b"".join(packed(Collected("printed", "failure"), [b"saved"])),
 ]
-_NUMBERS: Final = st.sampled_from([0, 1, -1, _OWN, _ROWS, 4, 2**31, 2**32, 2**62, 2**63 - 1, -(2**63)])
-_NAMES: Final = st.one_of(
-    st.sampled_from(["own", "other", _LAYER, "", "model.lm_head"]), st.text(max_size=20)
-)
+_NUMBERS: Final = st.sampled_from([0, 1, -1, _OWN, NUM_ROWS, 4, 2**31, 2**32, 2**62, 2**63 - 1, -(2**63)])
+_NAMES: Final = st.one_of(st.sampled_from(["own", "other", LAYER, "", "model.lm_head"]), st.text(max_size=20))
 _SLOTS: Final = st.builds(
     ValueSlot,
     st.one_of(st.sampled_from(["float32", "int64", "bool", "bfloat16", "float8_e4m3fn", "qint8"]), _NAMES),
@@ -125,39 +123,36 @@ def test_a_message_is_one_of_three_or_ends_the_process(data: bytes) -> None:
 @_FEW
 def test_whatever_is_answered_changes_its_own_rows_at_most(data: bytes, answers: str) -> None:
     world = World()
-    try:
+    with world.closing:
         world.begin(_answering(data, answers))
         world.step()
-        before = torch.arange(4.0 * _ROWS).view(_ROWS, 4)
-        after = world.dispatcher.provide(_LAYER, before.clone())
+        before = torch.arange(4.0 * NUM_ROWS).view(NUM_ROWS, 4)
+        after = world.dispatcher.provide(LAYER, before.clone())
         assert (after.shape, after.dtype) == (before.shape, before.dtype)
         assert torch.equal(after[_OWN:], before[_OWN:])
         ended, told = world.end()
         assert set(ended) <= {"own"}
         assert set(told) <= {"own"}
         give_up = time.monotonic() + 20
-        while not world.cell.has_collected:
-            world.cell.request_saved("key", {})
-            world.waiting.wait_for_any([world.cell], 0.05)
+        while not world.session.has_collected:
+            world.session.request_saved("key", {})
+            world.waiting.wait_for_any([world.session], 0.05)
             assert time.monotonic() < give_up
-        assert world.cell.error is None or isinstance(world.cell.error, SandboxEndedError)
-        assert world.process.is_ended == (world.cell.error is not None)
-        pieces, (printed, failure) = world.cell.saved()
+        assert world.session.error is None or isinstance(world.session.error, SandboxEndedError)
+        assert world.process.is_ended == (world.session.error is not None)
+        pieces, (printed, failure) = world.session.saved()
         assert len(pieces) == 1
         assert isinstance(printed, str)
         assert isinstance(failure, str)
-        world.cell.close()
+        world.session.close()
         assert world.dispatcher.wanted == {}
-    finally:
-        for end in world.ends:
-            end.close()
 
 
 def _answering(data: bytes, answers: str) -> Callable[[SandboxSide], None]:
     """Return a process that sends hostile bytes once, and is honest before and afterwards."""
-    honest = wanting(_LAYER, then=lambda _: packed(ContinueReply()))
+    honest = wanting(LAYER, then=lambda _: packed(ContinueReply()))
     if answers == "offer":
-        return wanting(_LAYER, then=lambda _: [data])
+        return wanting(LAYER, then=lambda _: [data])
 
     def lie(side: SandboxSide) -> None:
         if answers == "begin":

@@ -10,11 +10,12 @@ import pytest
 from nnsight_engine.sandbox.forkserver import ForkServer
 from nnsight_engine.serialization import TRUSTED
 from tests.security.ordinary import BLOCKS, saved_by
+from tests.security.processes import taken
 
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_an_ordinary_block_does_the_same(name: str, bare: ForkServer) -> None:
-    sandbox = bare.take()
+    sandbox = taken(bare)
     deadline = time.monotonic() + 60
     try:
         sandbox.side.send([json.dumps({"block": name}).encode()])

@@ -25,6 +25,7 @@ from nnsight_engine.sandbox.forkserver import ForkServer, Sandbox
 from nnsight_engine.vllm_backend.traces.sandboxed.idle_processes import IdleProcesses
 from tests.security.attempts import Attempt, every_attempt
 from tests.security.attempts.native import DEADLY, NATIVE
+from tests.security.processes import taken
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the process sandbox is Linux's")
 
@@ -72,7 +73,7 @@ def _said(sandbox: Sandbox, code: str, names: dict[str, object], patience_s: flo
 
 @pytest.mark.parametrize("name", NATIVE)
 def test_native_roads_are_closed(name: str, bare: ForkServer, canary: Canary) -> None:
-    sandbox = bare.take()
+    sandbox = taken(bare)
     try:
         answer = _said(sandbox, NATIVE[name], canary.names(), patience_s=20)
     finally:
@@ -83,7 +84,7 @@ def test_native_roads_are_closed(name: str, bare: ForkServer, canary: Canary) ->
 
 @pytest.mark.parametrize("name", DEADLY)
 def test_a_process_that_dies_or_does_not_answer_is_ended(name: str, bare: ForkServer, canary: Canary) -> None:
-    sandbox = bare.take()
+    sandbox = taken(bare)
     process = sandbox.process
     try:
         with pytest.raises((OSError, SandboxEndedError)):
@@ -115,7 +116,7 @@ def test_an_attempt_gets_at_nothing_outside_of_its_process(
     attempts: list[Attempt], bare: ForkServer, canary: Canary
 ) -> None:
     for attempt in attempts:
-        sandbox = bare.take()
+        sandbox = taken(bare)
         try:
             answer = _said(sandbox, attempt.code, canary.names(), patience_s=0.5)
         except (OSError, SandboxEndedError) as error:
@@ -160,7 +161,7 @@ def test_there_are_none_where_namespaces_are_asked_for_and_the_kernel_has_none(b
 
 
 def test_a_process_knows_nothing_of_the_one_before_it(bare: ForkServer, canary: Canary) -> None:
-    first, second = bare.take(), bare.take()
+    first, second = taken(bare), taken(bare)
     try:
         _said(first, "import torch\ntorch.mine = 'left behind'\nimport builtins\nbuiltins.mine = 1", {}, 20)
         assert "AttributeError" in _said(second, "got = torch.mine", {}, 20)
@@ -171,7 +172,7 @@ def test_a_process_knows_nothing_of_the_one_before_it(bare: ForkServer, canary: 
 
 def test_a_process_that_died_while_it_waited_is_given_to_nobody(bare: ForkServer) -> None:
     parked = IdleProcesses(cpu_s=300)
-    first, second = bare.take(), bare.take()
+    first, second = taken(bare), taken(bare)
     parked.put("acme", first)
     parked.put("acme", second)
     os.kill(second.process, signal.SIGKILL)
@@ -185,7 +186,7 @@ def test_a_process_that_died_while_it_waited_is_given_to_nobody(bare: ForkServer
 
 def test_a_process_that_has_computed_for_long_takes_no_further_trace(bare: ForkServer) -> None:
     parked = IdleProcesses(cpu_s=1)
-    sandbox = bare.take()
+    sandbox = taken(bare)
     _said(sandbox, "import time\nwhile time.process_time() < 0.5: pass", {}, patience_s=20)
     assert sandbox.cpu_s() > 0.1
     process = sandbox.process
@@ -206,7 +207,7 @@ def test_a_process_that_keeps_much_memory_takes_no_further_trace(
     bare: ForkServer, code: str, is_reusable: bool
 ) -> None:
     parked = IdleProcesses(cpu_s=300)
-    sandbox = bare.take()
+    sandbox = taken(bare)
     _said(sandbox, code, {}, patience_s=20)
     parked.put("acme", sandbox)
     found = parked.take("acme")
@@ -217,7 +218,7 @@ def test_a_process_that_keeps_much_memory_takes_no_further_trace(
 def test_memory_that_a_process_shares_or_has_swapped_counts_as_its_own(
     bare: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sandbox = bare.take()
+    sandbox = taken(bare)
     try:
         before = sandbox.grown_bytes()
         _said(sandbox, "half = side._out\nhalf[:] = b'1' * len(half)", {}, 20)
@@ -234,7 +235,7 @@ def _until_ended(sandbox: Sandbox) -> None:
 
 
 def test_what_is_written_to_shared_memory_after_an_answer_changes_nothing(bare: ForkServer) -> None:
-    sandbox = bare.take()
+    sandbox = taken(bare)
     try:
         deadline = time.monotonic() + 20
         code = "got = 'b' * 90_000"  # more than a socket takes, so it lies in the memory
@@ -247,7 +248,7 @@ def test_what_is_written_to_shared_memory_after_an_answer_changes_nothing(bare: 
 
 
 def test_processes_have_neither_the_servers_rights_nor_its_surroundings(bare: ForkServer) -> None:
-    sandbox = bare.take()
+    sandbox = taken(bare)
     try:
         told = _said(sandbox, "import os, sys\ngot = (os.getuid(), dict(os.environ), os.getgid())", {}, 20)
     finally:

@@ -7,72 +7,32 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any, Final, cast
 
 import pytest
 import torch
 
 from api_schemas.request_traces import Trace
-from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.sandbox.forkserver import ForkServer
-from nnsight_engine.sandbox.seccomp import machine
-from nnsight_engine.serialization import decode, encode
-from nnsight_engine.vllm_backend.compat import EngineLimits
+from nnsight_engine.serialization import decode
 from nnsight_engine.vllm_backend.request_code import encoded_code
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
 from nnsight_engine.vllm_backend.traces.sandboxed.module_call import ModuleCall
 from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_pool import SandboxPool
-from nnsight_engine.vllm_backend.traces.stages.remote_modules import described
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
+from tests.security.played import LAYERS, LIMITS, REFUSED, VOCABULARY, WIDTH, Places
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the process sandbox is Linux's")
 
-_WIDTH: Final = 8
-_LAYERS: Final = 4
-_VOCABULARY: Final = 16
 _PROMPT: Final = 3
 _NEIGHBOUR: Final = 2
 """Rows of somebody else's in each step, before the block's own."""
 _STEPS: Final = 3
-_LIMITS: Final = EngineLimits(sandbox_bytes=2**28, sandbox_step_s=2.0)
-_ZYGOTE: Final = "nnsight_engine.vllm_backend.traces.sandboxed.zygote"
 
 
-class _Layer(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.self_attn = torch.nn.Identity()
-        self.mlp = torch.nn.Identity()
-
-
-class _Body(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed_tokens = torch.nn.Identity()
-        self.layers = torch.nn.ModuleList(_Layer() for _ in range(_LAYERS))
-        self.norm = torch.nn.Identity()
-
-
-class _Outline(torch.nn.Module):
-    """What the process knows of a model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = _Body()
-        self.lm_head = torch.nn.Identity()
-
-
-class _Served:
+class _Served(Places):
     """Calls the one module that there is: doubles rows, few at once."""
-
-    call_bytes = 2**26
-
-    def __init__(self) -> None:
-        names = [f"model.model.layers.{layer}" for layer in range(_LAYERS)]
-        names += [f"{name}.mlp" for name in names] + ["model.logits", "model.samples", "model.lm_head"]
-        self.places = frozenset(f"{name}.{side}" for name in names for side in ("input", "output"))
 
     def begin(self, path: str, args: Any, kwargs: Any) -> ModuleCall:
         assert (path, kwargs) == ("model.lm_head", {})
@@ -82,35 +42,6 @@ class _Served:
             return 2 * rows
 
         return ModuleCall(path, double, args, args[0].ndim - 1, 1)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    try:
-        machine()
-    except SandboxUnavailableError as error:
-        pytest.skip(str(error))
-    sizes = {
-        "hidden_size": _WIDTH, "num_heads": 2, "num_kv_heads": 2, "head_dim": 4, "intermediate_size": 16,
-        "vocab_size": _VOCABULARY, "tensor_parallel_size": 1,
-    }  # fmt: skip
-    setup = {
-        "modules": described(_Outline()),
-        "class_name": "LlamaForCausalLM",
-        "architectures": ["LlamaForCausalLM"],
-        "sizes": sizes,
-        "limits": dataclasses.asdict(_LIMITS),
-        "entry": "",
-        "refused": [],
-        "call_bytes": 2**20,
-    }
-    server = ForkServer([sys.executable, "-m", _ZYGOTE], encode(setup), _LIMITS.sandbox_message_bytes, 2)
-    server.start()
-    give_up = time.monotonic() + 120
-    while not server.is_ready and time.monotonic() < give_up:
-        time.sleep(0.05)
-    yield server
-    server.close()
 
 
 @dataclasses.dataclass
@@ -126,13 +57,13 @@ class Played:
 def play(server: ForkServer, code: str, wait_s: float) -> Played:
     """Play a model to one request with a block, until it has all its tokens."""
     dispatcher = TraceDispatcher()
-    dispatcher.place.tokens = {"model.samples.output": _VOCABULARY}
-    cells = SandboxPool(dispatcher, dataclasses.replace(_LIMITS, sandbox_wait_s=wait_s))
-    cells.open(server, cast("Any", _Served()), _LIMITS.sandbox_message_bytes)
+    dispatcher.place.tokens = {"model.samples.output": VOCABULARY}
+    cells = SandboxPool(dispatcher, dataclasses.replace(LIMITS, sandbox_wait_s=wait_s))
+    cells.open(server, cast("Any", _Served()), LIMITS.sandbox_message_bytes)
     data = encoded_code(Trace(op="trace", code=code), "test")
     entry = TraceEntry("key", 0, 1, data, [{}], sandbox_of="tenant")
     cells.begin(set())
-    cells.arrive("own", entry, 1)
+    cells.arrive("own", entry, 1, "tenant")
     played, done, step = Played({}, [], 0, []), 0, 0
     while step < _STEPS:
         if played.num_run:
@@ -169,16 +100,16 @@ def _step(
     own = slice(shift, shift + num_rows)
     dispatcher.begin()
     cells.step([TraceSpan(name, int(shift > 0), shift, num_rows, done, complete=True)], total)
-    hidden = torch.zeros(total, _WIDTH)
+    hidden = torch.zeros(total, WIDTH)
     hidden[own] = torch.arange(done, done + num_rows).float()[:, None]
     states = []
-    for layer in range(_LAYERS):
+    for layer in range(LAYERS):
         hidden = hidden + 1
-        made = dispatcher.provide(f"model.model.layers.{layer}.output", (hidden, torch.zeros(total, _WIDTH)))
+        made = dispatcher.provide(f"model.model.layers.{layer}.output", (hidden, torch.zeros(total, WIDTH)))
         hidden = made[0] + made[1]
         states.append(hidden[own].tolist())
     cells.after_model(2)
-    logits = torch.zeros(2, _VOCABULARY)
+    logits = torch.zeros(2, VOCABULARY)
     row = int(shift > 0)
     logits[row] = hidden[own][-1, 0]
     logits = dispatcher.provide("model.logits.output", logits)
@@ -231,7 +162,7 @@ def _trace(cells: SandboxPool, dispatcher: TraceDispatcher, code: str, key: str 
     """Run a trace until it has ended; return what came of its block."""
     data = encoded_code(Trace(op="trace", code=code), "test")
     cells.begin(set())
-    cells.arrive(key, TraceEntry(key, 0, 1, data, [{}], sandbox_of="tenant"), 1)
+    cells.arrive(key, TraceEntry(key, 0, 1, data, [{}], sandbox_of="tenant"), 1, "tenant")
     step = 0
     while step < _STEPS:
         _step(dispatcher, cells, step and step + _PROMPT - 1, 1 if step else _PROMPT, 0, key)
@@ -254,9 +185,9 @@ def _trace(cells: SandboxPool, dispatcher: TraceDispatcher, code: str, key: str 
 
 def _opened(server: ForkServer, **limits: Any) -> tuple[SandboxPool, TraceDispatcher]:
     dispatcher = TraceDispatcher()
-    dispatcher.place.tokens = {"model.samples.output": _VOCABULARY}
-    cells = SandboxPool(dispatcher, dataclasses.replace(_LIMITS, sandbox_wait_s=5.0, **limits))
-    cells.open(server, cast("Any", _Served()), _LIMITS.sandbox_message_bytes)
+    dispatcher.place.tokens = {"model.samples.output": VOCABULARY}
+    cells = SandboxPool(dispatcher, dataclasses.replace(LIMITS, sandbox_wait_s=5.0, **limits))
+    cells.open(server, cast("Any", _Served()), LIMITS.sandbox_message_bytes)
     return cells, dispatcher
 
 
@@ -371,15 +302,15 @@ for step in tracer.iter[:3]:
 def test_all_traces_of_a_tenant_have_one_allowance_in_a_step(server: ForkServer) -> None:
     wait_s, busy_s, count = 0.1, 0.5, 6
     dispatcher = TraceDispatcher()
-    cells = SandboxPool(dispatcher, dataclasses.replace(_LIMITS, sandbox_wait_s=wait_s))
-    cells.open(server, cast("Any", _Served()), _LIMITS.sandbox_message_bytes)
+    cells = SandboxPool(dispatcher, dataclasses.replace(LIMITS, sandbox_wait_s=wait_s))
+    cells.open(server, cast("Any", _Served()), LIMITS.sandbox_message_bytes)
     code = "import time\nx = model.layers[1].output\nend = time.perf_counter() + SECONDS\n"
     code += "while time.perf_counter() < end:\n    pass\nmodel.layers[2].output[:] = 9"
     data = encoded_code(Trace(op="trace", code=code.replace("SECONDS", str(busy_s))), "test")
     cells.begin(set())
     names = [f"own-{number}" for number in range(count)]
     for number, name in enumerate(names):
-        cells.arrive(name, TraceEntry(name, 0, 1, data, [{}], sandbox_of="tenant"), number)
+        cells.arrive(name, TraceEntry(name, 0, 1, data, [{}], sandbox_of="tenant"), number, "tenant")
     cells.wait_for_any(1.0)
     while cells.waiting:
         cells.wait_for_any(1.0)
@@ -389,8 +320,8 @@ def test_all_traces_of_a_tenant_have_one_allowance_in_a_step(server: ForkServer)
         dispatcher.begin()
         began = time.monotonic()
         cells.step(spans, count)
-        hidden = torch.zeros(count, _WIDTH)
-        for layer in range(_LAYERS):
+        hidden = torch.zeros(count, WIDTH)
+        for layer in range(LAYERS):
             hidden, _ = dispatcher.provide(
                 f"model.model.layers.{layer}.output", (hidden, torch.zeros_like(hidden))
             )
@@ -413,3 +344,14 @@ def test_all_traces_of_a_tenant_have_one_allowance_in_a_step(server: ForkServer)
             done |= {one.request_id for one in ready if hidden[one.row].eq(9).all()}
     for name in names:
         cells.drop(name)
+
+
+def test_a_place_that_cannot_be_made_whole_is_refused_as_for_a_trusted_block(server: ForkServer) -> None:
+    cells, dispatcher = _opened(server)
+    found = _trace(cells, dispatcher, "model.layers[3].mlp.output.sum()")
+    assert found["error"]["name"] == "SpreadModuleError"
+    assert REFUSED in found["error"]["message"]
+    caught = (
+        "try:\n    model.layers[3].mlp.output.sum()\nexcept Exception as error:\n    h = save(str(error))"
+    )
+    assert REFUSED in _trace(cells, dispatcher, caught, "other")["saves"]["h"]

@@ -59,7 +59,7 @@ class JobCallers:
             set_limits(self._stored, caller)
         return caller
 
-    def sandbox_of(self, caller: Principal) -> str:
+    def sandbox_of(self, caller: Principal) -> str | None:
         """Return the tenant in whose sandbox a caller's code runs, see ``code_policy``."""
         return sandbox_of(self._settings, caller)
 

@@ -21,7 +21,7 @@ from app.allowance import Allowance
 from app.auth.principal import ANONYMOUS, Principal
 from app.lifecycle import Lifecycle, Phase
 from app.services.jobs.callers import JobCallers, RunOver
-from app.services.jobs.runs import Ending, JobRun, JobTools, note_interrupted
+from app.services.jobs.runs import Ending, JobRun, JobTools, record_interrupted
 from app.services.jobs.slots import JobSlot, JobSlots
 from app.storage.jobs.leases import LEASE_S
 from app.storage.jobs.store import JobStore
@@ -162,7 +162,7 @@ class JobDispatcher:
 
     def _begin(self, job: JobRow, slot: JobSlot, caller: Principal | None) -> None:
         self._served_at[job.owner] = time.monotonic()
-        sandbox_of = "" if caller is None else self._callers.sandbox_of(caller)
+        sandbox_of = job.owner if caller is None else self._callers.sandbox_of(caller)
         refusal = _key_ended(job) if caller is None else None
         caller = caller or ANONYMOUS
         reserved: list[Reservation] = []
@@ -170,7 +170,7 @@ class JobDispatcher:
         async def set_aside(estimate: Estimate) -> None:
             reserved.extend(await self._callers.rates.set_aside(caller, estimate))
 
-        run = JobRun(job, self._tools, slot, set_aside=set_aside, refusal=refusal, sandbox_of=sandbox_of)
+        run = JobRun(job, self._tools, slot, sandbox_of=sandbox_of, set_aside=set_aside, refusal=refusal)
         run.context.principal = caller
         self._runs[job.id] = run
         with working_for(run.context):  # a task inherits it where it is created
@@ -259,7 +259,7 @@ class JobDispatcher:
 
     async def _recover(self) -> None:
         lost = await self._tools.leases.recover(own=self.running)
-        note_interrupted(lost, self._tools.log)
+        record_interrupted(lost, self._tools.log)
         await self._tools.files.remove_results([(job.id, job.attempt) for job in lost])
         for job in lost:
             self._tools.notify_followers(job.id)

@@ -77,7 +77,7 @@ class LocalAnswers:
 
     def _drop(self) -> None:
         if self._body is not None:
-            self._intake.give_back(len(self._body))
+            self._intake.release(len(self._body))
         self._body = None
 
 

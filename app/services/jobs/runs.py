@@ -100,7 +100,7 @@ class JobRun:
         tools: The services that it needs.
         slot: Its slot among the running jobs.
         refusal: The error to end the job with instead of running it.
-        sandbox_of: The tenant in whose sandbox it runs; empty if it runs in the engine's own process.
+        sandbox_of: The tenant in whose sandbox it runs; None if it runs in the engine's own process.
         set_aside: Called once with the usage that the trace declares.
 
     Attributes:
@@ -114,8 +114,8 @@ class JobRun:
         tools: JobTools,
         slot: JobSlot,
         *,
+        sandbox_of: str | None,
         refusal: ApiError | None = None,
-        sandbox_of: str = "",
         set_aside: Callable[[Estimate], Awaitable[None]] | None = None,
     ) -> None:
         self._job = job
@@ -165,11 +165,11 @@ class JobRun:
                 await result.discard()  # on a full disk, the database may need this space
             await self._record_end(end)
             result.keep()
-            self._note_run(end)
+            self._record_run(end)
         except LeaseLostError:
             logger.warning("job %s now runs on another server, which considered this one dead", self._job.id)
             has_result &= self._is_unsure
-            self._note_run(None)
+            self._record_run(None)
         finally:
             self._tools.log.drop(self.context.record)
             self._prints.close()
@@ -181,7 +181,7 @@ class JobRun:
             finally:
                 self._tools.notify_followers(self._job.id)
 
-    def _note_run(self, end: JobEnd | None) -> None:
+    def _record_run(self, end: JobEnd | None) -> None:
         """Complete the audit record, and write it if the job belongs to a tenant."""
         record = self.context.record
         record.tier = self.context.tier
@@ -377,7 +377,7 @@ def run_record(job: JobRow, error: str = "") -> Record:
     )
 
 
-def note_interrupted(jobs: Sequence[JobRow], log: AuditLog) -> None:
+def record_interrupted(jobs: Sequence[JobRow], log: AuditLog) -> None:
     """Write audit records for tenants' jobs that ran on servers that died."""
     for job in jobs:
         if job.owner and job.started_at is not None:
@@ -393,4 +393,4 @@ def _failure_of(body: Any) -> JobEnd:
         return JobEnd(JobStatus.ERROR, "The engine failed without a reason.", ErrorCode.INTERNAL)
 
 
-__all__ = ["Ending", "JobRun", "JobTools", "note_interrupted", "run_record"]
+__all__ = ["Ending", "JobRun", "JobTools", "record_interrupted", "run_record"]

@@ -27,7 +27,7 @@ from app.services.jobs.callers import JobCallers
 from app.services.jobs.dispatch import JobDispatcher
 from app.services.jobs.feed import JobFeed
 from app.services.jobs.local_calls import LocalCalls
-from app.services.jobs.runs import JobTools, note_interrupted
+from app.services.jobs.runs import JobTools, record_interrupted
 from app.services.traces.admission import check_still_allowed
 from app.services.traces.service import TraceService
 from app.settings import Settings
@@ -156,7 +156,7 @@ class JobService:
             own = await self._files.start()
             leases = JobLeases(self._database, holder=own.path.name, ttl_s=self._settings.job_ttl_s)
             lost = await leases.recover(dead=own.dead)
-            note_interrupted(lost, self._log)
+            record_interrupted(lost, self._log)
             await self._files.remove_results([(job.id, job.attempt) for job in lost])
             await self._files.remove_others(await self._store.known())
             self._files.space.set_stored(await self._store.used_bytes())

@@ -156,11 +156,11 @@ def _callee_name(callee: ast.expr) -> str:
     elif isinstance(callee, ast.Call) and isinstance(callee.func, ast.Name) and callee.func.id == "super":
         attributes.append("super")
     elif not attributes:
-        return _odd_name(callee)
+        return _nameless_part(callee)
     return "_".join(reversed(attributes))
 
 
-def _odd_name(callee: ast.expr) -> str:
+def _nameless_part(callee: ast.expr) -> str:
     if isinstance(callee, ast.Subscript):
         return _callee_name(callee.value)
     if isinstance(callee, ast.Call):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nnsight_engine.core.gradients import why_no_graph
+from nnsight_engine.core.gradients import missing_graph_reason
 from nnsight_engine.interleaving.gradients import GradientSession
 from nnsight_engine.interleaving.interleaver import Interleaver
 from nnsight_engine.interleaving.mediator import Mediator
@@ -34,7 +34,7 @@ class BackwardsTracer(Tracer):
         Raises:
             RuntimeError: The tensor has no gradient graph.
         """
-        why = why_no_graph(self.tensor)
+        why = missing_graph_reason(self.tensor)
         if why is not None:
             raise RuntimeError(f"there is nothing to go back through from this tensor: {why}")
         mediator = Mediator(function, self.info)

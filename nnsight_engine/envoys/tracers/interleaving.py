@@ -140,7 +140,7 @@ class InterleavingTracer(Tracer):
         return barrier
 
     def local(self) -> Tracer:
-        """Run a part of a block where it was written: ``with tracer.local():``; always so in a local trace.
+        """Run a part of a block in the client's process: ``with tracer.local():``; in a local trace, here.
 
         Raises:
             LocalBlockError: The block runs elsewhere and cannot call back.

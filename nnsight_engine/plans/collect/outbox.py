@@ -34,9 +34,9 @@ class PendingResults:
         self._info: StepInfo | None = None
         self._failure: Failure | None = None
         self._run: SharedRun | None = None
-        self._places: list[RunSlot] = []
-        self._num_met = 0
-        self._met_s = 0.0
+        self._slots: list[RunSlot] = []
+        self._num_collected = 0
+        self._collected_s = 0.0
 
     @property
     def sends_each_time(self) -> bool:
@@ -70,35 +70,35 @@ class PendingResults:
         held = self._reduced.get(op)
         return None if held is None else held.parts
 
-    def join(self, run: SharedRun, places: list[RunSlot]) -> None:
+    def join(self, run: SharedRun, slots: list[RunSlot]) -> None:
         """Collect results from a run from now on.
 
         Args:
             run: The run.
-            places: Location of the request's values in it.
+            slots: Location of the request's values in it.
         """
-        self._run, self._places = run, places
-        self._num_met, self._met_s = 0, 0.0
+        self._run, self._slots = run, slots
+        self._num_collected, self._collected_s = 0, 0.0
 
     def leave(self) -> None:
         """Collect the remaining results of the run and drop the reference to it."""
         self._catch_up()
-        self._run, self._places = None, []
+        self._run, self._slots = None, []
 
     def _catch_up(self) -> None:
         """Collect the run's results since the last call."""
         run, info = self._run, self._info
-        if run is None or info is None or run.num_steps == self._num_met:
+        if run is None or info is None or run.num_steps == self._num_collected:
             return
-        end_position = info.end_position + run.num_steps - self._num_met
+        end_position = info.end_position + run.num_steps - self._num_collected
         positions = list(range(info.end_position, end_position))
-        for place in self._places:
-            self._take_over(place.op, positions, place.rows.of(place.row, self._num_met))
-        spent_s = info.spent_s + self._plan.num_points * (run.point_s - self._met_s)
+        for slot in self._slots:
+            self._add_from_run(slot.op, positions, slot.rows.of(slot.row, self._num_collected))
+        spent_s = info.spent_s + self._plan.num_points * (run.point_s - self._collected_s)
         self._info = StepInfo(info.first_position, end_position, info.recomputed_tokens, info.tier, spent_s)
-        self._num_met, self._met_s = run.num_steps, run.point_s
+        self._num_collected, self._collected_s = run.num_steps, run.point_s
 
-    def _take_over(self, op: int, positions: list[int], parts: list[bytes]) -> None:
+    def _add_from_run(self, op: int, positions: list[int], parts: list[bytes]) -> None:
         match self._plan.ops[op].reduce:
             case "none":
                 self._records.append(StepRecord(op, positions, parts))
@@ -189,9 +189,9 @@ class Outbox:
     def _go_on(self, step: RunStep) -> None:
         if step.opening is not None:
             run = self._run = SharedRun(step.opening, self._reduction)
-            for request_id, places in run.places.items():
+            for request_id, slots in run.slots.items():
                 if request_id in self._pending:
-                    self._pending[request_id].join(run, places)
+                    self._pending[request_id].join(run, slots)
         # If the opening was missed, the requests lack positions, and the collector fails them.
         if self._run is not None:
             self._run.add(step)
@@ -202,6 +202,6 @@ class Outbox:
 
     def _end_run(self) -> None:
         run, self._run = self._run, None
-        for request_id in () if run is None else run.places:
+        for request_id in () if run is None else run.slots:
             if request_id in self._pending:
                 self._pending[request_id].leave()

@@ -118,19 +118,19 @@ class SharedRun:
     Attributes:
         num_steps: Steps so far.
         point_s: Seconds so far, see ``RunStep``.
-        places: For each request, the locations of its values.
+        slots: For each request, the locations of its values.
     """
 
     def __init__(self, opening: RunOpening, held: HeldParts) -> None:
         self.num_steps = 0
         self.point_s = 0.0
-        self.places: dict[str, list[RunSlot]] = {request_id: [] for request_id in opening.request_ids}
+        self.slots: dict[str, list[RunSlot]] = {request_id: [] for request_id in opening.request_ids}
         self._groups: list[RunRows] = []
         for group in opening.groups:
             rows = _rows(group, held)
             self._groups.append(rows)
             for row, (request_id, op) in enumerate(group.members):
-                self.places[request_id].append(RunSlot(op, rows, row))
+                self.slots[request_id].append(RunSlot(op, rows, row))
 
     def add(self, step: RunStep) -> None:
         """Add the next step."""

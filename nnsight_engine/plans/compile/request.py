@@ -69,8 +69,8 @@ def compile_request(
     """
     if any(isinstance(op, Trace) for op in ops):
         raise TypeError("a trace has no plan: its request brings it as code")
-    places = range(len(ops)) if indexes is None else indexes
-    declared = {index: op for index, op in zip(places, ops, strict=True) if not isinstance(op, Trace)}
+    numbers = range(len(ops)) if indexes is None else indexes
+    declared = {index: op for index, op in zip(numbers, ops, strict=True) if not isinstance(op, Trace)}
     scope = CompileScope(spec, prompt_token_ids, max_tokens, token_of)
     names = _names(declared)
     compiler = OperationCompiler(scope)

@@ -59,7 +59,7 @@ class StepBuilder:
         signature = _signature(spans)
         last = self._last
         if last is not None and signature is not None and last.signature == signature:
-            last.begin_again()
+            last.reset()
             last.spans = {span.request.request_id: span for span in spans}
             for span in spans:
                 self._reserve(span, last.reserved[span.request.request_id])

@@ -161,7 +161,7 @@ class StepPlan:
         ran: Sites reached so far.
         spent_s: Seconds that interventions have taken in this step so far.
         is_uncompiled: Whether any step of this plan ran uncompiled.
-        is_untold: Whether the requests' infos have changes other than positions and times that were not
+        is_unreported: Whether the requests' infos have changes other than positions and times that were not
             reported yet.
     """
 
@@ -179,7 +179,7 @@ class StepPlan:
     ran: set[SiteKey] = dataclasses.field(default_factory=set)
     spent_s: float = 0.0
     is_uncompiled: bool = False
-    is_untold: bool = False
+    is_unreported: bool = False
     _hook_sites: tuple[PlannedSite, ...] | None = None
     _taps: frozenset[int] | None = None
 
@@ -237,10 +237,10 @@ class StepPlan:
                         "defect of the server, please report it with the model's name",
                     )
 
-    def note_uncompiled(self) -> None:
+    def record_uncompiled(self) -> None:
         """Record, for all participating requests, that a step of this plan ran uncompiled."""
         if not self.is_uncompiled:
-            self.is_uncompiled = self.is_untold = True
+            self.is_uncompiled = self.is_unreported = True
             for span in self.spans.values():
                 span.request.tier = "eager"
 
@@ -252,11 +252,11 @@ class StepPlan:
     def share_time(self, seconds: float) -> None:
         """Distribute the step's time plus ``seconds`` over its requests, weighted by rows times points."""
         works = [span.num_rows * span.request.plan.num_points for span in self.spans.values()]
-        a_part = self.take_time(seconds) / max(1, sum(works))
+        per_work = self.take_time(seconds) / max(1, sum(works))
         for span, work in zip(self.spans.values(), works, strict=True):
-            span.request.spent_s += work * a_part
+            span.request.spent_s += work * per_work
 
-    def begin_again(self) -> None:
+    def reset(self) -> None:
         """Reset the plan for the next step, whose rows are the same."""
         self.ran.clear()
         for group in self.reads:

@@ -116,7 +116,7 @@ class StepResultsReader:
                 data = np.asarray(ids[:1], np.int64).tobytes()
                 records[request.request_id].append(StepRecord(active.index, [position], [data]))
         plan.share_time(time.monotonic() - begin)
-        plan.is_untold = False
+        plan.is_unreported = False
         failures = {}
         for request_id, span in plan.spans.items():
             _advance(span.request, span.start, span.stop)

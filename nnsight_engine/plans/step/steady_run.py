@@ -63,7 +63,7 @@ class SteadyRun:
         if self.num_steps >= self._max_steps or not self._ledger.reserve_all(self._kept + self._scratch):
             return False
         self.num_steps += 1
-        self.plan.begin_again()
+        self.plan.reset()
         return True
 
     def _begin(self) -> None:

@@ -48,7 +48,7 @@ def _nested(make: Callable[[list[Any]], Any]) -> Maker:
     """Return the maker of an immutable container."""
 
     def made(decoder: Decoder, index: int, parts: list[Any]) -> Any:
-        _note_depth(decoder, index)
+        _record_depth(decoder, index)
         if decoder.kind(index) == NodeKind.FROZENSET:
             _check_keys(decoder, parts, decoder.children(index))
         return make(parts)
@@ -56,7 +56,7 @@ def _nested(make: Callable[[list[Any]], Any]) -> Maker:
     return Maker(made)
 
 
-def _note_depth(decoder: Decoder, index: int) -> None:
+def _record_depth(decoder: Decoder, index: int) -> None:
     """Record the nesting depth and hashing work of an immutable node.
 
     Hashing it takes C stack in proportion to the depth; so does freeing it, except for tuples and frozensets.
@@ -96,17 +96,17 @@ def _fill_list(_decoder: Decoder, value: list[Any], parts: list[Any]) -> None:
 
 def _make_dict(decoder: Decoder, index: int, _parts: list[Any]) -> dict[Any, Any]:
     value: dict[Any, Any] = {}
-    _note_keys(decoder, index, value)
+    _record_keys(decoder, index, value)
     return value
 
 
 def _make_set(decoder: Decoder, index: int, _parts: list[Any]) -> set[Any]:
     value: set[Any] = set()
-    _note_keys(decoder, index, value)
+    _record_keys(decoder, index, value)
     return value
 
 
-def _note_keys(decoder: Decoder, index: int, value: Any) -> None:
+def _record_keys(decoder: Decoder, index: int, value: Any) -> None:
     # To find the depths of the keys' nodes; the decoder keeps the value alive, so its id is not reused.
     decoder.state[id(value)] = index
 
@@ -136,7 +136,7 @@ def _complex(_decoder: Decoder, _index: int, parts: list[Any]) -> complex:
 
 
 def _range(decoder: Decoder, index: int, parts: list[Any]) -> range:
-    _note_depth(decoder, index)
+    _record_depth(decoder, index)
     start, stop, step = (_typed(part, int) for part in parts)
     return range(start, stop, step)
 
@@ -195,7 +195,7 @@ def _make_module(decoder: Decoder, index: int, _parts: list[Any]) -> Any:
 
 
 def _make_new(decoder: Decoder, index: int, parts: list[Any]) -> Any:
-    _note_depth(decoder, index)
+    _record_depth(decoder, index)
     kind, args, kwargs = parts
     if not isinstance(kind, type):
         raise DecodeError("the message is broken: an object's class is none")
@@ -209,7 +209,7 @@ def _make_new(decoder: Decoder, index: int, parts: list[Any]) -> Any:
 
 
 def _make_call(decoder: Decoder, index: int, parts: list[Any]) -> Any:
-    _note_depth(decoder, index)
+    _record_depth(decoder, index)
     function, args, kwargs = parts
     args = _typed(args, tuple)
     if decoder.policy.allow_source and callable(function):

@@ -17,7 +17,6 @@ import threading
 import types
 import typing
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -201,11 +200,6 @@ _SPECIAL: dict[type, Writer] = {
     type(torch.ops.aten.add.Tensor): _write_operator,
     type(torch.ops.aten.add): _write_operator,
 }
-
-
-def written_as_classes(kind: type, class_of: Callable[[Any], type]) -> None:
-    """Register objects of type ``kind`` to be written as the classes that they stand for."""
-    _SPECIAL[kind] = lambda encoder, index, value: write_class(encoder, index, class_of(value))
 
 
 _BY_BASE: tuple[tuple[type, Writer], ...] = (

@@ -31,7 +31,17 @@ class EditEntry(msgspec.Struct, frozen=True):
     data: bytes | None = None
 
 
-class TraceEntry(msgspec.Struct, frozen=True):
+class CodeOrigin(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a request's code comes from; without a default, so that no code is trusted by omission.
+
+    Attributes:
+        sandbox_of: The tenant in whose sandbox process the blocks run; None if their sender is trusted.
+    """
+
+    sandbox_of: Annotated[str, msgspec.Meta(min_length=1)] | None
+
+
+class TraceEntry(CodeOrigin, frozen=True):
     """A request's part in a trace.
 
     Attributes:
@@ -51,7 +61,6 @@ class TraceEntry(msgspec.Struct, frozen=True):
         prints: Whether the block's printed text is reported to the client instead of printed by the worker.
         plain: Whether saved values must be JSON types and tensors, see ``json_values``.
         compresses: Whether the results of the trace are compressed.
-        sandbox_of: The tenant in whose sandbox process the blocks run; empty if their sender is trusted.
     """
 
     key: str
@@ -68,7 +77,6 @@ class TraceEntry(msgspec.Struct, frozen=True):
     prints: bool = False
     compresses: bool = False
     plain: bool = False
-    sandbox_of: str = ""
 
     def to_plain(self) -> dict[str, Any]:
         """Return the entry as built-in types, which vLLM can carry."""

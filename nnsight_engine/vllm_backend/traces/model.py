@@ -24,7 +24,7 @@ from nnsight_engine.vllm_backend.traces.points import LOGITS, SAMPLES, StandardN
 from nnsight_engine.vllm_backend.traces.points_kernels import KernelProbes
 from nnsight_engine.vllm_backend.traces.points_unembedding import VocabularyEnvoy
 from nnsight_engine.vllm_backend.traces.points_worker import WorkerPoints
-from nnsight_engine.vllm_backend.traces.stages.remote_modules import (
+from nnsight_engine.vllm_backend.traces.remote_modules import (
     RemoteModule,
     RemoteModuleEnvoy,
     SpanningEnvoy,

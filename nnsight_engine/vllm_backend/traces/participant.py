@@ -52,5 +52,5 @@ class Participant(Protocol):
     def watch_pass(self, provider: str) -> None:
         """Record the value as all blocks have left it."""
 
-    def refuse(self, provider: str, error: Exception) -> None:
+    def refuse(self, provider: str, error: BaseException) -> None:
         """Raise an error in the blocks that have a use for a value that cannot be provided."""

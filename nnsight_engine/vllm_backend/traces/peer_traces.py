@@ -34,17 +34,15 @@ class PeerTraces:
     Attributes:
         in_step: Whether some block takes part in the step behind this worker's part of the model.
         defers: Whether the step can continue without the block of some request.
-        undone: Requests whose rows of the running step are discarded.
         waiting: Always empty: the worker with the blocks reports which requests wait.
         throttled: Always empty, likewise.
         last_step_s: Always 0: the worker with the blocks measures the time.
     """
 
     serves_stages = False
-    is_last_stage = False
+    runs_blocks = False
     in_step = False
     defers = False
-    undone: Sequence[str] = ()
     waiting: frozenset[str] = frozenset()
     throttled: frozenset[str] = frozenset()
     last_step_s = 0.0
@@ -58,6 +56,11 @@ class PeerTraces:
     def idle(self) -> bool:
         """Whether no traced request is known."""
         return not self.known.present
+
+    @property
+    def undone(self) -> Sequence[str]:
+        """The requests whose rows of the running step are discarded."""
+        return ()
 
     def takes_part(self, request_id: str) -> bool:
         """Return whether a request is traced."""
@@ -133,10 +136,6 @@ class PeerTraces:
     def count_sandboxes(self) -> dict[str, int]:
         """Return no counts."""
         return {}
-
-    def prepare_sandbox(self) -> bool:
-        """Return True: the worker with the blocks reports whether a sandbox can be started."""
-        return True
 
     def hold(self, key: str, data: bytes) -> None:
         """Do nothing: blocks are decoded where they run."""

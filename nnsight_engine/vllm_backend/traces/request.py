@@ -383,7 +383,7 @@ class TracedRequest(Interleaver):
             self.failed(error)
             self.wanted.clear()
 
-    def refuse(self, provider: str, error: Exception) -> None:
+    def refuse(self, provider: str, error: BaseException) -> None:
         """Fail: the block has a use for a value that cannot be provided."""
         del provider
         self.failed(error)

@@ -21,6 +21,7 @@ class StepFacts:
         scheduled: All requests in the step.
         is_single_tenant: Whether the engine has requests of one tenant only.
         bound: Requests whose rows cannot be computed again.
+        bound_once_begun: Requests for which this holds once their trace has a sandbox process.
     """
 
     arrived: Sequence[tuple[str, Any]] = ()
@@ -28,6 +29,7 @@ class StepFacts:
     scheduled: Collection[str] = ()
     is_single_tenant: bool = False
     bound: Collection[str] = ()
+    bound_once_begun: Collection[str] = ()
 
 
 class KnownRequests:

@@ -147,7 +147,7 @@ class TpLeaderDispatcher(TraceDispatcher):
         self.spread.check_call(path, method)
         return self._on_models_thread(lambda: self._call(path, method, args, kwargs), path)
 
-    def call_module(self, envoy: Envoy, args: Sequence[torch.Tensor]) -> Any:
+    def call_module(self, envoy: Envoy, *args: torch.Tensor) -> Any:
         """Call a module for a block in another process, on all ranks if it is sharded.
 
         Raises:
@@ -155,11 +155,11 @@ class TpLeaderDispatcher(TraceDispatcher):
         """
         path = str(envoy.path)
         if not self.spread.shards.needs_all(path):
-            return super().call_module(envoy, args)
+            return super().call_module(envoy, *args)
         self.spread.check_call(path, "")
         if not self._depth:
             raise SpreadModuleError.outside(path)
-        return self._call(path, "", tuple(args), {})
+        return self._call(path, "", args, {})
 
     def _call(self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         sent: list[torch.Tensor] = []

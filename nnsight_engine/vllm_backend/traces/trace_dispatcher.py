@@ -24,7 +24,7 @@ from nnsight_engine.vllm_backend.traces.module_order import UntappedError
 from nnsight_engine.vllm_backend.traces.rows import RowSpan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     from nnsight_engine.envoys.envoy import Envoy
     from nnsight_engine.vllm_backend.traces.module_order import ModuleOrder
@@ -150,7 +150,7 @@ class TraceDispatcher(ModuleUse):
         args, kwargs = map_tensors((args, kwargs), torch.clone)
         return super().applied(path, apply, args, kwargs, method)
 
-    def call_module(self, envoy: Envoy, args: Sequence[torch.Tensor]) -> Any:
+    def call_module(self, envoy: Envoy, *args: torch.Tensor) -> Any:
         """Call a module for a block in another process, from the model's thread."""
         return envoy._apply_to_values(*args)  # noqa: SLF001 - an envoy of ours
 
@@ -327,7 +327,7 @@ class TraceDispatcher(ModuleUse):
         wanting = self.wanted.get(provider, ())
         return list(wanting) if len(wanting) < _SEVERAL else sorted(wanting, key=_by_order)
 
-    def fail(self, provider: str, error: Exception) -> None:
+    def fail(self, provider: str, error: BaseException) -> None:
         """Raise an error in the blocks that have a use for a value that cannot be provided."""
         for request in self._wanting(provider):
             if request.uses(provider):

@@ -22,6 +22,7 @@ from nnsight_engine.core.sandbox_choice import PROCESS
 from nnsight_engine.envoys.architectures.named_points import EMBED
 from nnsight_engine.interleaving.threads import Threads
 from nnsight_engine.remote_backend.values.received_blocks import failure_of
+from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.serialization import TRUSTED, Policy, encode
 from nnsight_engine.serialization.message.table import Piece
 from nnsight_engine.vllm_backend.model_outline import OutlineEntry, outline_of
@@ -33,13 +34,13 @@ from nnsight_engine.vllm_backend.traces.model import WorkerModel
 from nnsight_engine.vllm_backend.traces.module_order import ModuleOrder
 from nnsight_engine.vllm_backend.traces.names import Names
 from nnsight_engine.vllm_backend.traces.points import LOGITS, SAMPLES
+from nnsight_engine.vllm_backend.traces.remote_modules import Description, described
 from nnsight_engine.vllm_backend.traces.reporting import Report, Reporting
 from nnsight_engine.vllm_backend.traces.request import TracedRequest, TraceSpan
 from nnsight_engine.vllm_backend.traces.sandboxed.module_policy import CallableModules
 from nnsight_engine.vllm_backend.traces.sandboxed.provisioning import open_sandbox_pool
 from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_pool import SandboxPool
 from nnsight_engine.vllm_backend.traces.scans import scanned
-from nnsight_engine.vllm_backend.traces.stages.remote_modules import Description, described
 from nnsight_engine.vllm_backend.traces.step_facts import StepFacts
 from nnsight_engine.vllm_backend.traces.tier_predictor import TierPredictor
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
@@ -70,10 +71,11 @@ class WorkerTraces:
 
     Attributes:
         serves_stages: Whether other pipeline stages offer this worker their values.
-        is_last_stage: Whether this is the last pipeline stage, or the only one.
+        runs_blocks: Whether blocks run on this worker, see ``PeerTraces``.
         last_spent_s: Seconds that the engine has waited for the trace closed last: for its blocks, decoding
             them and encoding their saved values.
         last_tier: How the steps of the trace closed last ran, see ``TracedRequest``.
+        last_has_begun: Whether the trace closed last has begun: false if there was no sandbox process for it.
         last_step_s: Seconds that the engine has waited for blocks in the step that ended last.
         sandboxes: The traces that run in sandbox processes.
         policy: The policy for blocks inside a sandbox process; None in the worker, whose senders are trusted.
@@ -81,7 +83,7 @@ class WorkerTraces:
 
     policy: Policy | None = None
     serves_stages = False
-    is_last_stage = True
+    runs_blocks = True
 
     def __init__(
         self,
@@ -114,6 +116,7 @@ class WorkerTraces:
         self.sandboxes = SandboxPool(self.dispatcher, limits)
         self.last_spent_s = 0.0
         self.last_tier = "tap"
+        self.last_has_begun = True
         self.last_step_s = self._began_s = 0.0
         self._tiers = TierPredictor()
         self._spent_s: defaultdict[str, float] = defaultdict(float)
@@ -150,7 +153,8 @@ class WorkerTraces:
         """Open the blocks of requests that arrived, and retire requests that finished."""
         for request_id in self._live.keys() & set(facts.finished):
             self._live.pop(request_id).retire()
-        self.sandboxes.is_single_tenant, self.sandboxes.bound = facts.is_single_tenant, facts.bound
+        self.sandboxes.is_single_tenant = facts.is_single_tenant
+        self.sandboxes.bound, self.sandboxes.bound_once_begun = facts.bound, facts.bound_once_begun
         self.sandboxes.begin(set(facts.finished))
         for request_id, plain in facts.arrived:
             if request_id not in self._members:
@@ -170,8 +174,8 @@ class WorkerTraces:
         try:
             member.choice = entry.choice_of(request_id)
             self._num_arrived += 1
-            if entry.sandbox_of:  # untrusted code never runs in this process, whatever the limits say
-                self._arrive_in_sandbox(request_id, entry)
+            if entry.sandbox_of is not None:  # untrusted code never runs here, whatever the limits say
+                self._arrive_in_sandbox(request_id, entry, entry.sandbox_of)
                 return
             member.context, member.error = self._context(entry, member.choice)
             if member.context is None:
@@ -197,7 +201,7 @@ class WorkerTraces:
             member.error = error
             self._ended.append(request_id)
 
-    def _arrive_in_sandbox(self, request_id: str, entry: TraceEntry) -> None:
+    def _arrive_in_sandbox(self, request_id: str, entry: TraceEntry, tenant: str) -> None:
         """Start a request's blocks in a sandbox process.
 
         Raises:
@@ -205,7 +209,7 @@ class WorkerTraces:
         """
         if not entry.data:
             entry = msgspec.structs.replace(entry, data=self._held.get(entry.key, b""))
-        self.sandboxes.arrive(request_id, self.edits.filled_in(entry), self._num_arrived)
+        self.sandboxes.arrive(request_id, self.edits.filled_in(entry), self._num_arrived, tenant)
 
     def prepare_sandbox(self) -> bool:
         """Start the sandbox processes if untrusted blocks run in them; return whether one is ready.
@@ -493,6 +497,7 @@ class WorkerTraces:
         if index is not None:
             self._by_key[key] = [one for one in every if one not in request_ids]
         members = [self._members.pop(request_id) for request_id in request_ids]
+        self.last_has_begun = not any(isinstance(one.error, SandboxUnavailableError) for one in members)
         for request_id in request_ids:
             self._live.pop(request_id, None)
         in_order = sorted(members, key=lambda one: (one.entry.index, one.choice))
@@ -518,9 +523,11 @@ class WorkerTraces:
 
     def _collected_of_sandbox(self, key: str) -> list[Piece]:
         self.last_tier = self.sandboxes.tier(key)
+        has_begun = self.sandboxes.has_begun(key)
         pieces, spent_s = self.sandboxes.collect(key)
         self._spent_s[key] += spent_s
         members = [self._members.pop(request_id) for request_id in self._by_key.pop(key)]
+        self.last_has_begun = has_begun
         outside = next((member.error for member in members if member.error is not None), None)
         return pieces if outside is None else [self._closing.failed(members, outside)]
 

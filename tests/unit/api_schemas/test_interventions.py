@@ -13,7 +13,7 @@ import pytest
 
 from api_schemas.completions import CompletionRequest, CompletionResponse
 from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.interventions import OPERATIONS, Limits, parse_interventions
+from api_schemas.interventions import OPERATIONS, RequestLimits, parse_interventions
 from api_schemas.operations import Capture, LogitLens, Patch, Probe, Steer
 from api_schemas.tensors import TensorObject
 
@@ -26,9 +26,9 @@ TENSOR: dict[str, Any] = {
 }
 
 
-def parse_error(raw: object, limits: Limits | None = None) -> ApiError:
+def parse_error(raw: object, limits: RequestLimits | None = None) -> ApiError:
     with pytest.raises(ApiError) as caught:
-        parse_interventions(raw, limits or Limits())
+        parse_interventions(raw, limits or RequestLimits())
     json.dumps(caught.value.body().model_dump(), ensure_ascii=False).encode("utf-8")
     assert len(caught.value.message) < 600
     return caught.value
@@ -163,14 +163,14 @@ def test_a_lens_may_ask_for_targets_alone() -> None:
 
 
 def test_too_many_operations_are_refused_unread() -> None:
-    error = parse_error([{"op": "sneer"}] * 3, Limits(max_operations=2))
+    error = parse_error([{"op": "sneer"}] * 3, RequestLimits(max_operations=2))
     assert error.code is ErrorCode.TOO_MANY_OPERATIONS
     assert "2" in error.message
     assert "3" in error.message
 
 
 def test_operations_are_counted_for_each_prompt() -> None:
-    two = Limits(max_operations=2)
+    two = RequestLimits(max_operations=2)
     each = [STEER | {"prompts": [prompt]} for prompt in range(5)]
     assert len(parse_interventions([STEER, *each], two, 5)) == 6
     for raw in ([STEER, STEER, *each], [*each, *each, STEER], [STEER | {"prompts": [0, 1]}] * 3, each * 5):
@@ -180,7 +180,7 @@ def test_operations_are_counted_for_each_prompt() -> None:
 
 
 def test_all_prompts_together_have_a_limit_too() -> None:
-    few = Limits(max_operations=2, max_request_operations=4, max_request_points=6)
+    few = RequestLimits(max_operations=2, max_request_operations=4, max_request_points=6)
     each = [STEER | {"prompts": [prompt]} for prompt in range(5)]
     assert len(parse_interventions(each[:4], few, 5)) == 4
     long = STEER | {"at": ["layers.0.output"] * 7}
@@ -191,10 +191,8 @@ def test_all_prompts_together_have_a_limit_too() -> None:
 
 
 def test_an_operation_is_for_prompts_that_there_are() -> None:
-    assert parse_interventions([STEER | {"prompts": [0, 2]}], Limits(), 3)[0].model_dump()["prompts"] == [
-        0,
-        2,
-    ]
+    (operation,) = parse_interventions([STEER | {"prompts": [0, 2]}], RequestLimits(), 3)
+    assert operation.model_dump()["prompts"] == [0, 2]
     for prompts, code in (
         ([0, 3], ErrorCode.INVALID_VALUE),
         ([-1], ErrorCode.INVALID_VALUE),
@@ -204,7 +202,7 @@ def test_an_operation_is_for_prompts_that_there_are() -> None:
         (0, ErrorCode.INVALID_SHAPE),
     ):
         with pytest.raises(ApiError) as caught:
-            parse_interventions([STEER | {"prompts": prompts}], Limits(), 3)
+            parse_interventions([STEER | {"prompts": prompts}], RequestLimits(), 3)
         assert caught.value.code is code
         assert (caught.value.param or "").startswith("interventions.0.prompts")
 
@@ -220,7 +218,7 @@ def test_an_operation_is_for_prompts_that_there_are() -> None:
 )
 def test_a_tensor_over_the_limit_is_refused(vector: object) -> None:
     assert (
-        parse_error([STEER | {"vector": vector}], Limits(max_tensor_bytes=16)).code
+        parse_error([STEER | {"vector": vector}], RequestLimits(max_tensor_bytes=16)).code
         is ErrorCode.TENSOR_TOO_LARGE
     )
 
@@ -228,7 +226,7 @@ def test_a_tensor_over_the_limit_is_refused(vector: object) -> None:
 def test_a_tensor_at_the_limit_is_read() -> None:
     data = base64.b64encode(b"\x00" * 16).decode()
     vector = TENSOR | {"shape": [4], "data": data}
-    (op,) = parse_interventions([STEER | {"vector": vector}], Limits(max_tensor_bytes=16))
+    (op,) = parse_interventions([STEER | {"vector": vector}], RequestLimits(max_tensor_bytes=16))
     assert isinstance(op, Steer)
 
 

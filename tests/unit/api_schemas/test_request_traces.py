@@ -9,7 +9,7 @@ import pytest
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import parse_interventions
-from api_schemas.limits import Limits
+from api_schemas.limits import RequestLimits
 from api_schemas.request_traces import Trace
 from api_schemas.tensors import TensorObject
 
@@ -17,7 +17,7 @@ TENSOR = {"dtype": "float32", "shape": [1], "data": "AACAPw==", "encoding": "bas
 
 
 def parse(**fields: Any) -> Trace:
-    (operation,) = parse_interventions([{"op": "trace", **fields}], Limits(max_tensor_bytes=16))
+    (operation,) = parse_interventions([{"op": "trace", **fields}], RequestLimits(max_tensor_bytes=16))
     assert isinstance(operation, Trace)
     return operation
 

@@ -84,7 +84,7 @@ class StallCounter:
 
 def received(allowance: Allowance) -> StallCounter:
     counts = ReceivedBytes(allowance)
-    return StallCounter(lambda who, num: counts.add(num, who), lambda who, num: counts.give_back(num, who))
+    return StallCounter(lambda who, num: counts.add(num, who), lambda who, num: counts.release(num, who))
 
 
 def jobs(allowance: Allowance) -> StallCounter:

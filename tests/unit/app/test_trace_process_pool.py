@@ -26,6 +26,7 @@ from nnsight_engine.remote_backend.frames import Frame, FrameKind, json_frame
 from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
 
 REQUEST = TraceRequest(TraceHead(model="m", dialect="transformers"), [b"blocks"])
+REQUEST.sandbox_of = None
 
 
 async def read(job: ProcessJob) -> list[Frame]:
@@ -52,6 +53,7 @@ async def test_a_tenant_fills_its_share_of_the_queue_alone(tmp_path: Path) -> No
 
     async def send(tenant: str, *, may_exceed_queue: bool = False) -> None:
         request = TraceRequest(REQUEST.head, [b"blocks"])
+        request.sandbox_of = None
         request.tenant = request.sender = tenant
         request.may_exceed_queue = may_exceed_queue
         async with contextlib.aclosing(processes.run_trace(request, "id")) as frames:
@@ -209,6 +211,7 @@ async def test_what_a_process_asks_for_is_answered_also_where_that_fails(kind: s
 
     settings, options = Settings(result_dir=tmp_path), ProcessOptions(model="m")
     request = TraceRequest(REQUEST.head, [b"blocks"])
+    request.sandbox_of = None
     request.call_client = fail
     job = ProcessJob(request, "local", Backpressure(2**22))
     child = Scripted(Frame(FrameKind.RESULT, b"a part"))

@@ -25,6 +25,7 @@ def run(engine: Engine, *prompts: str, **head: Any) -> AsyncGenerator[Frame, Non
         TraceHead(model="m", dialect="vllm", invokes=invokes, groups=[{} for _ in prompts], **head),
         [b"blocks"],
     )
+    request.sandbox_of = None
     no_sandboxes: Any = None
     traces = VLLMTraceEngine(lambda: cast(Any, engine), Settings(), no_sandboxes)
     return traces.run_trace(request, "job")

@@ -1,18 +1,18 @@
-"""A child process that answers requests, and fails on request."""
+"""An object for a child process: it answers calls, and fails at negative numbers."""
 
 from __future__ import annotations
 
-import sys
-
-from benchmarks.process import EventPipe, events_fd
+import time
 
 
-def answer(value: int) -> list[str | int]:
-    if value < 0:
-        raise ValueError(f"{value} is negative")
-    return [*arguments, value]
+class Echo:
+    def __init__(self, *arguments: str) -> None:
+        self._arguments = arguments
 
+    def answer(self, value: int) -> list[str | int]:
+        if value < 0:
+            raise ValueError(f"{value} is negative")
+        return [*self._arguments, value]
 
-if __name__ == "__main__":
-    arguments, fd = events_fd(sys.argv)
-    EventPipe(fd).serve(answer)
+    def wait(self, seconds: float) -> None:
+        time.sleep(seconds)

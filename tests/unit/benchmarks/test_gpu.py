@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from benchmarks.report import Results, Row
+from benchmarks.plan_steps import PlanCheckError, no_waiting
+from benchmarks.report import Row, rows_of
 from benchmarks.runner import run
 from benchmarks.tables import gpu
-from benchmarks.waiting import WaitError, no_waiting
 
 CPU = torch.device("cpu")
 
@@ -25,10 +25,9 @@ def _own_threads() -> Iterator[None]:
 
 
 def rows(device: str) -> list[Row]:
-    results = Results()
     with contextlib.ExitStack() as stack:
-        run(gpu.plan(argparse.Namespace(device=device, quick=True), stack), 1, results.add)
-    return results.rows()
+        *_, results = run(gpu.plan(argparse.Namespace(device=device, quick=True), stack), 1)
+    return rows_of([results])
 
 
 @pytest.mark.heavy
@@ -49,6 +48,6 @@ def test_handing_a_number_to_python_is_waiting_and_arithmetic_is_not() -> None:
     values = torch.ones(3)
     with no_waiting(CPU):
         total = values.sum()
-    with pytest.raises(WaitError, match="_local_scalar_dense"), no_waiting(CPU):
+    with pytest.raises(PlanCheckError, match="_local_scalar_dense"), no_waiting(CPU):
         total.item()
     assert total.item() == 3

@@ -10,15 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.clients import http_load
-from benchmarks.clients.http_load import Load, LoadError
-
-
-def load_of(url: str = "", *, streams: bool = True, seed: int = 1) -> Load:
-    return Load(
-        url=url, concurrency=2, num_requests=5, prompt_tokens=32,
-        min_tokens=2, max_tokens=4, seed=seed, key="secret", streams=streams,
-    )  # fmt: skip
+from benchmarks.http_load import STREAMED, WHOLE, LoadClient, LoadError, LoadOutcome
 
 
 class Server(ThreadingHTTPServer):
@@ -68,32 +60,33 @@ def server() -> Iterator[Server]:
         thread.join()
 
 
-def test_rounds_differ_in_prompts_alone() -> None:
-    one, other = (load_of(seed=seed).requests() for seed in (1, 2))
-    assert [body.expected_output_len for body in one] == [body.expected_output_len for body in other]
-    assert all(first.prompt != second.prompt for first, second in zip(one, other, strict=True))
-    assert one == load_of(seed=1).requests()
-    assert all(len(body.prompt) == 32 for body in one)
+def sent(server: Server, backend: str, seed: int = 1) -> LoadOutcome:
+    return LoadClient().send(
+        f"http://127.0.0.1:{server.server_port}", "secret", backend,
+        max_concurrency=2, num_prompts=5, random_input_len=32, random_output_len=3, seed=seed,
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize("streams", [False, True])
-async def test_whole_answers_are_timed(server: Server, streams: bool) -> None:
-    load = load_of(f"http://127.0.0.1:{server.server_port}", streams=streams)
-    outcome = await http_load.send(load)
+@pytest.mark.parametrize("backend", [STREAMED, WHOLE])
+def test_whole_answers_are_timed_and_rounds_differ_in_prompts_alone(server: Server, backend: str) -> None:
+    outcome = sent(server, backend)
     assert outcome.request_s > 0
     assert len(outcome.first_s) == 5
     assert all(first > 0 for first in outcome.first_s)
-    assert bool(outcome.gaps_s) is streams
-    sent = [(body["prompt"], body["max_tokens"]) for body in server.bodies]
-    assert sorted(sent) == sorted((one.prompt, one.expected_output_len) for one in load.requests())
+    assert bool(outcome.gaps_s) is (backend == STREAMED)
     for body in server.bodies:
         assert (body["model"], body["authorization"]) == ("bundled", "Bearer secret")
-        assert (body["temperature"], body["ignore_eos"]) == (0, True)
+        assert (body["temperature"], body["ignore_eos"], body["max_tokens"]) == (0, True, 3)
+    prompts = {body["prompt"] for body in server.bodies}
+    assert len(prompts) == 5
+    server.bodies.clear()
+    sent(server, backend, seed=2)
+    assert not prompts & {body["prompt"] for body in server.bodies}
 
 
-@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("backend", [STREAMED, WHOLE])
 @pytest.mark.parametrize("fault", ["fall short", "refuse"])
-async def test_other_answers_end_the_round(server: Server, fault: str, streams: bool) -> None:
+def test_other_answers_end_the_round(server: Server, fault: str, backend: str) -> None:
     server.fault = fault
     with pytest.raises(LoadError, match="must have"):
-        await http_load.send(load_of(f"http://127.0.0.1:{server.server_port}", streams=streams))
+        sent(server, backend)

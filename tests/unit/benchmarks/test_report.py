@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.case import Case, Measure, NotMeasuredError, Plan, Sample, Sampler, difference, ratio, rotated
+from benchmarks.case import BenchmarkCase, Measure, NotMeasuredError, Plan, Sample, Sampler, difference, ratio
 from benchmarks.machine import Machine
-from benchmarks.report import Report, ReportError, Results, Row
+from benchmarks.report import BenchmarkReport, ReportError, Row, rows_of
 from benchmarks.runner import run
-from benchmarks.tables.serving import case_of, chosen
+from benchmarks.tables.serving import chosen
 
 HERE = Machine("2026-01-01", "abc1234", "a CPU", 2, 0.1, {"python": "3.11"})
 
@@ -23,23 +23,23 @@ def sampler_of(samples: list[Sample]) -> Sampler:
     return lambda: next(left)
 
 
-def case(name: str, samples: list[Sample], *measures: Measure, **rest: Any) -> Case:
-    return Case(name, "small", lambda: sampler_of(samples), measures, **rest)
+def case(name: str, samples: list[Sample], *measures: Measure, **rest: Any) -> BenchmarkCase:
+    return BenchmarkCase(name, "small", lambda: sampler_of(samples), measures, **rest)
 
 
-def rows_of(*cases: Case, repeats: int = 3, processes: int = 1, in_rounds: bool = False) -> list[Row]:
-    results = Results()
-    for _ in range(processes):
-        run(Plan("name", "title", "method", cases, in_rounds), repeats, results.add)
-    return results.rows()
+def measured(
+    *cases: BenchmarkCase, repeats: int = 3, processes: int = 1, in_rounds: bool = False
+) -> list[Row]:
+    plan = Plan(cases, in_rounds=in_rounds)
+    return rows_of([list(run(plan, repeats))[-1] for _ in range(processes)])
 
 
 def pairs(ours: list[float], plain: list[float]) -> list[Sample]:
     return [{"ours": one, "plain": other} for one, other in zip(ours, plain, strict=True)]
 
 
-def report_of(*cases: Case, machine: Machine = HERE) -> Report:
-    return Report(machine, "name", "Title", "How.", ["a command"], rows_of(*cases))
+def report_of(*cases: BenchmarkCase, machine: Machine = HERE) -> BenchmarkReport:
+    return BenchmarkReport(machine, "name", "Title.\n\nHow.", ["a command"], measured(*cases))
 
 
 def test_a_ratio_is_the_median_over_processes_of_medians_of_pairs() -> None:
@@ -47,9 +47,8 @@ def test_a_ratio_is_the_median_over_processes_of_medians_of_pairs() -> None:
     ours = [[90.0, 50.0, 190.0], [120.0] * 3, [80.0, 80.0, 90.0]]
     runs = iter(zip(ours, plain, strict=True))
     measures = (ratio("ours", "plain", 0.985, is_floor=True),)
-    (row,) = rows_of(
-        Case("idle", "8", lambda: sampler_of(pairs(*next(runs))), measures, "tokens/s"), processes=3
-    )
+    idle = BenchmarkCase("idle", "8", lambda: sampler_of(pairs(*next(runs))), measures, "tokens/s")
+    (row,) = measured(idle, processes=3)
     assert (row.value, row.sides) == (0.95, {"ours": 90.0, "plain": 100.0})
     assert (row.processes, row.worst) == ((0.8, 1.2), 0.8)
     assert (row.num_processes, row.num_repeats) == (3, 3)
@@ -63,13 +62,13 @@ def test_a_floor_is_reached_from_above_and_a_limit_from_below(
     is_floor: bool, value: float, expected: bool
 ) -> None:
     measure = ratio("ours", "plain", 1.0, is_floor=is_floor)
-    (row,) = rows_of(case("one", pairs([value, value, 1.0], [1.0] * 3), measure))
+    (row,) = measured(case("one", pairs([value, value, 1.0], [1.0] * 3), measure))
     assert row.reached is expected
     assert row.worst == (min if is_floor else max)(value, 1.0)
 
 
 def test_a_difference_and_its_sides_have_their_unit() -> None:
-    (row,) = rows_of(
+    (row,) = measured(
         case("one", pairs([0.003] * 3, [0.001] * 3), difference("ours", "plain", "ms"), unit="ms")
     )
     assert row.value == pytest.approx(2.0)
@@ -84,8 +83,8 @@ def test_a_case_that_is_not_measured_says_why_and_others_go_on() -> None:
         raise NotMeasuredError("it broke")
 
     one = ratio("ours", "plain", 1.0)
-    refused = Case("refused", "", refuse, (one,))
-    broken = Case("broken", "", lambda: break_down, (one,))
+    refused = BenchmarkCase("refused", "", refuse, (one,))
+    broken = BenchmarkCase("broken", "", lambda: break_down, (one,))
     report = report_of(refused, broken, case("measured", pairs([1.0] * 3, [1.0] * 3), one))
     assert [(row.value, row.reached, row.note) for row in report.rows] == [
         (None, None, "no GPU | here"),
@@ -96,24 +95,26 @@ def test_a_case_that_is_not_measured_says_why_and_others_go_on() -> None:
 
 
 def test_a_measure_of_all_samples_has_no_value_in_one() -> None:
-    count = Measure("count", None, of_all=lambda samples: float(len(samples)))
-    (row,) = rows_of(case("one", pairs([1.0] * 3, [1.0] * 3), count))
-    assert (row.value, row.quartiles, row.worst) == (3.0, None, None)
+    count = Measure("count", lambda samples: float(len(samples)), takes_all=True)
+    (row,) = measured(case("one", pairs([1.0] * 3, [1.0] * 3), count))
+    assert (row.value, row.quartiles, row.worst) == (3.0, (), None)
 
 
 def test_every_round_starts_with_another_case_and_a_long_case_runs_less_often() -> None:
     order: list[str] = []
 
-    def noting(name: str, repeats: int | None = None) -> Case:
+    def noting(name: str, repeats: int | None = None) -> BenchmarkCase:
         def sample() -> Sample:
             order.append(name)
             return {"x": 1.0}
 
-        return Case(name, "", lambda: sample, (), max_repeats=repeats)
+        return BenchmarkCase(name, "", lambda: sample, (), max_repeats=repeats)
 
-    rows_of(noting("a"), noting("b", 1), repeats=2, in_rounds=True)
+    measured(noting("a"), noting("b", 1), repeats=2, in_rounds=True)
     assert order == ["a", "b", "a"]
-    assert rotated([1, 2, 3], 1) == [2, 3, 1]
+    order.clear()
+    measured(noting("a"), noting("b"), repeats=2, in_rounds=True)
+    assert order == ["a", "b", "b", "a"]
 
 
 def test_a_missed_target_says_what_bounds_it() -> None:
@@ -128,13 +129,13 @@ def test_a_missed_target_says_what_bounds_it() -> None:
 
 
 def test_parts_make_one_table_and_a_case_measured_again_replaces_its_row(tmp_path: Path) -> None:
-    def measured(name: str, value: float) -> Case:
+    def at(name: str, value: float) -> BenchmarkCase:
         return case(name, pairs([value] * 3, [1.0] * 3), ratio("ours", "plain"))
 
-    written = report_of(measured("idle", 0.9), measured("steered", 0.9)).write(tmp_path)
+    written = report_of(at("idle", 0.9), at("steered", 0.9)).write(tmp_path)
     assert json.loads(written.with_suffix(".json").read_text(encoding="utf-8"))["rows"][0]["value"] == 0.9
     busy = dataclasses.replace(HERE, load=1.5)
-    whole = report_of(measured("idle", 0.99), machine=busy).added_to(tmp_path)
+    whole = report_of(at("idle", 0.99), machine=busy).added_to(tmp_path)
     assert {row.case: row.value for row in whole.rows} == {"steered": 0.9, "idle": 0.99}
     assert len(whole.commands) == 2
     assert "busy" in whole.to_markdown()
@@ -152,7 +153,7 @@ def test_every_batch_runs_behind_short_prompts_and_one_behind_long_ones() -> Non
     idle = chosen([1, 4, 32], [16, 512], ["idle"], "decode")
     assert [(one.num_requests, one.prompt_tokens) for one in idle] == [(1, 16), (4, 16), (32, 16), (4, 512)]
     choices = chosen([1, 8, 32, 64], [16, 512], [], None)
-    cases = [case_of(one, "compiled", None, 1) for one in choices]
+    cases = [one.case("compiled", None, 1) for one in choices]
     assert len({(one.name, one.size) for one in cases}) == len(cases)
 
 
@@ -160,6 +161,6 @@ def test_only_the_compiled_engine_has_targets_of_throughput() -> None:
     (idle,) = chosen([8], [16], ["idle"], "decode")
     (steer,) = chosen([8], [16], ["one steer"], "first_token")
     for mode, target in (("compiled", 0.985), ("eager", None)):
-        (throughput,), (time,) = (case_of(one, mode, None, 1).measures for one in (idle, steer))
+        (throughput,), (time,) = (one.case(mode, None, 1).measures for one in (idle, steer))
         assert (throughput.target, throughput.is_floor) == (target, True)
         assert (time.target, time.is_floor) == (1.1, False)

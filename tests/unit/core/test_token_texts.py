@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.fields import Token
-from api_schemas.interventions import Limits, parse_interventions
+from api_schemas.interventions import RequestLimits, parse_interventions
 from nnsight_engine import bundled_model_path
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.core.token_texts import NoSuchTokenError, TokenTexts
@@ -113,7 +113,7 @@ def test_where_and_targets_take_what_is_shown(kind: str) -> None:
     assert "".join(shown).lstrip() == "Paris of é Paris" or kind == "metaspace of Gemma's form"
     for position, text in enumerate(shown):
         operation = {"op": "capture", "at": "logits", "where": {"tokens": [text], "phase": "prompt"}}
-        (op,) = parse_interventions([operation], Limits())
+        (op,) = parse_interventions([operation], RequestLimits())
         compiled = compile_request(
             [op], spec=SPEC, prompt_token_ids=prompt, max_tokens=1, token_of=texts.token, stream=False
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -142,11 +143,42 @@ def test_one_failed_fork_is_forgotten_after_the_next(monkeypatch: pytest.MonkeyP
     server = ForkServer([], b"", _HALF_BYTES, 1)
     server.start()
     try:
-        until(lambda: bool(server._spare))
-        until(lambda: server._error is None)
-        server._spare.clear()  # as if they were in use
-        assert not server.is_ready
+        assert select.select([server], [], [], 20)[0]
+        until(lambda: server.error is None)
+        assert server.take() is not None
+        until(lambda: server.is_ready)
     finally:
+        server.close()
+
+
+def test_a_process_that_is_not_ready_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_fork = threading.Semaphore(0)
+
+    class SlowNursery:
+        lacks: tuple[str, ...] = ()
+
+        def __init__(self, *_args: Any, **_options: Any) -> None:
+            """Start at once."""
+
+        def fork(self) -> Any:
+            may_fork.acquire()
+            return type("Fake", (), {"end": lambda _self: None})()
+
+        def close(self) -> None:
+            """Do nothing."""
+
+    monkeypatch.setattr(forkserver, "_Zygote", SlowNursery)
+    server = ForkServer([], b"", _HALF_BYTES, 2)
+    server.start()
+    try:
+        for _ in range(5):
+            assert server.take() is None
+            assert not select.select([server], [], [], 0)[0]
+            may_fork.release()
+            assert select.select([server], [], [], 20)[0]
+            assert server.take() is not None
+    finally:
+        may_fork.release(10)
         server.close()
 
 

@@ -69,7 +69,7 @@ class Engine:
         raise NotImplementedError
 
     async def finish_trace(self, key: str, results: dict[str, Any]) -> FinishedTrace:
-        return FinishedTrace(self.result, "", "", "tap", results)
+        return FinishedTrace(self.result, "", "", "tap", has_begun=True, results=results)
 
     async def forget_trace(self, key: str, request_ids: Sequence[str]) -> None:
         self.forgotten.append(key)
@@ -80,5 +80,5 @@ class Engine:
         sent = TraceRequests(key)
         for index, steps in enumerate(requests):
             prompt = {"steps": steps}
-            sent.add(prompt, SamplingParams(), TraceEntry(key, index, 1, b"", []))
+            sent.add(prompt, SamplingParams(), TraceEntry(key, index, 1, b"", [], sandbox_of=None))
         return MergedRun(self, sent, max_pending_bytes=max_pending_bytes)

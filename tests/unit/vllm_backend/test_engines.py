@@ -200,7 +200,7 @@ def test_an_interrupt_ends_the_trace_on_the_engines_loop(monkeypatch: pytest.Mon
     monkeypatch.setattr("nnsight_engine.vllm_backend.engines.deliver_payloads", lambda *_: None)
     host = AsyncEngine({})
     requests = TraceRequests("key")
-    requests.add({"steps": outputs()}, SamplingParams(), TraceEntry("key", 0, 1, b"", []))
+    requests.add({"steps": outputs()}, SamplingParams(), TraceEntry("key", 0, 1, b"", [], sandbox_of=None))
     try:
         with pytest.raises(KeyboardInterrupt):
             host.run_trace(requests)
@@ -223,7 +223,7 @@ def test_a_trace_whose_requests_fail_is_dropped(host: SyncEngine, core: PlayedCo
     cast(Any, host.inner).collective_rpc = call
     requests = TraceRequests("key")
     params = SamplingParams(detokenize=False, max_tokens=1)
-    requests.add({"prompt_token_ids": [7]}, params, TraceEntry("key", 0, 1, b"", []))
+    requests.add({"prompt_token_ids": [7]}, params, TraceEntry("key", 0, 1, b"", [], sandbox_of=None))
     data, (output,) = host.run_trace(requests)
     assert (data, output.outputs[0].token_ids) == (b"results", [7])
     core.before_step = raises(RuntimeError("a step failed"))

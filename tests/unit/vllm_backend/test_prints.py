@@ -30,7 +30,7 @@ def instead(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
 
 
 def entry(**options: Any) -> TraceEntry:
-    return TraceEntry("trace", 0, 1, b"", [{}], prints=True, **options)
+    return TraceEntry("trace", 0, 1, b"", [{}], prints=True, sandbox_of=None, **options)
 
 
 def test_only_what_a_blocks_own_thread_writes_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 from nnsight_engine.serialization import decode, encode
 from nnsight_engine.vllm_backend.traces.errors import StageError
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
-from nnsight_engine.vllm_backend.traces.stages.row_payloads import (
+from nnsight_engine.vllm_backend.traces.row_payloads import (
     RemoteStageValue,
     RowPayloads,
     RowsPlaceholder,
@@ -84,3 +84,15 @@ def test_what_the_other_side_may_not_know_stays() -> None:
     assert [type(one) for one in there[:2]] == [RemoteStageValue] * 2
     assert RowStore.refusal(([1, torch.ones(1)], {"a": there[0]})) is None
     assert RowStore.refusal(({"a": [Colour.RED]},)) == "Colour"
+
+
+def test_rows_keep_the_order_of_the_requests_when_a_step_has_them_in_another() -> None:
+    """A step that is computed again may have the same requests in another order."""
+    parcels = RowPayloads(spans((2, 1), (0, 2)), 3)
+    whole = torch.tensor([[0.0], [1.0], [2.0]])
+    (rows,), forms = parcels.pack((whole,))
+    assert rows.flatten().tolist() == [2, 0, 1]
+    (there,) = parcels.unpack((rows,), forms, HOST)
+    assert torch.equal(there, whole)
+    (after,) = parcels.changed((whole,), [(0, rows * 10)])
+    assert torch.equal(after, whole * 10)

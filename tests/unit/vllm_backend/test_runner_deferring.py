@@ -63,6 +63,11 @@ class _Vllm:
     """Draws tokens as vLLM does, from each request's own stream."""
 
     input_batch: Any
+    num_prompt_logprobs: dict[str, int]
+
+    def _get_prompt_logprobs_dict(self, values: list[float]) -> dict[str, Any]:
+        """Return those of each request once, as vLLM does."""
+        return {name: values[: self.num_prompt_logprobs.pop(name)] for name in list(self.num_prompt_logprobs)}
 
     def _sample(self, logits: torch.Tensor) -> Any:
         drawn = [torch.randint(0, 1000, (1,), generator=one) for one in self.input_batch.generators.values()]
@@ -87,6 +92,17 @@ class _Runner(InterventionRunnerMixin, SeededChunksMixin, _Vllm):
         return [
             -1 if gone else token for token, gone in zip(tokens, self.discard_request_mask.np, strict=True)
         ]
+
+
+def test_prompt_logprobs_of_a_step_that_is_undone_come_with_its_repetition() -> None:
+    traces = _Traces(leaves=False)
+    runner = _Runner(traces)
+    runner.num_prompt_logprobs = {"own": 1, "other": 2}
+    traces.sandboxes.undone = ["own", "without"]
+    assert runner._get_prompt_logprobs_dict([0.0, 1.0]) == {"other": [0.0, 1.0]}
+    traces.sandboxes.undone = []
+    assert runner._get_prompt_logprobs_dict([2.0, 3.0]) == {"own": [2.0]}
+    assert runner._get_prompt_logprobs_dict([4.0, 5.0]) == {}
 
 
 def test_a_token_that_was_shown_is_the_one_that_leaves_later() -> None:

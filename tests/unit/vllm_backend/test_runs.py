@@ -129,7 +129,7 @@ class Schedule:
         is_narrow, skips = rng.random() < self._rate / 8, rng.random() < self._rate / 8
         tap = 1 if skips else -1
         if plan is not None and rng.random() < self._rate / 2:
-            plan.note_uncompiled()
+            plan.record_uncompiled()
         if is_narrow and plan is not None:
             # The model hands out something that no kernel can work on.
             plan.run(2, hidden[:, : HIDDEN - 1], None)

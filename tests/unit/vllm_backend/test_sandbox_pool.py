@@ -5,9 +5,11 @@ from __future__ import annotations
 import builtins
 from typing import Any
 
+import msgspec
 import pytest
 
 from api_schemas.request_traces import Trace
+from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
 from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.request_code import encoded_code
@@ -48,6 +50,18 @@ def test_untrusted_code_never_runs_in_the_worker_whatever_its_limits_say() -> No
     assert traces._ended == ["own"]
     assert isinstance(traces._members["own"].error, SandboxUnavailableError)
     assert not hasattr(builtins, "ran")
+
+
+def test_code_is_not_trusted_by_omission() -> None:
+    plain = TraceEntry("key", 0, 1, b"", [{}], sandbox_of=None).to_plain()
+    assert TraceEntry.from_plain(plain).sandbox_of is None
+    with pytest.raises(msgspec.ValidationError, match="sandbox_of"):
+        TraceEntry.from_plain({name: value for name, value in plain.items() if name != "sandbox_of"})
+    with pytest.raises(msgspec.ValidationError, match="sandbox_of"):
+        TraceEntry.from_plain({**plain, "sandbox_of": ""})
+    request = TraceRequest(TraceHead(model="m", dialect="vllm"), [b"blocks"])
+    with pytest.raises(AttributeError, match="sandbox_of"):
+        _ = request.sandbox_of
 
 
 def test_an_early_stage_has_no_results() -> None:

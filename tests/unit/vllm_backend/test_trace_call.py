@@ -29,7 +29,7 @@ from tests.unit.vllm_backend.scripted_engine import Engine
 def new_call(*, streams: bool = False, max_requests: int = 1, max_bytes: int = 2**30) -> TraceCall:
     return TraceCall(
         b"", name="t", param="p", filename="f", streams=streams, max_requests=max_requests,
-        max_bytes=max_bytes,
+        max_bytes=max_bytes, sandbox_of=None,
     )  # fmt: skip
 
 
@@ -40,7 +40,7 @@ def begun(call: TraceCall, request_id: str = "request") -> TracedPrompt:
 
 
 def finished(data: bytes) -> FinishedTrace:
-    return FinishedTrace(data, "", "", "tap", {})
+    return FinishedTrace(data, "", "", "tap", has_begun=True, results={})
 
 
 class Stream:
@@ -196,7 +196,7 @@ async def test_an_error_is_text_of_some_length(part: str, evil: Any) -> None:
 
 async def test_a_long_error_is_cut() -> None:
     error = {"name": "n" * 10**6, "message": "m" * 10**6, "module": "", "notes": ["o" * 10**6] * 1000}
-    assert len(Stream().call.failed(BlockError.of(error)).message) < 200_000
+    assert len(Stream().call.failed(BlockError.of(error), has_begun=True).message) < 200_000
 
 
 @pytest.mark.parametrize("evil", [range(10**12), "a" * 100, {"a": 1}, b"bytes", 3])
@@ -231,10 +231,12 @@ async def test_what_is_saved_many_times_is_not_made_many_times() -> None:
 
 def test_a_block_for_which_there_was_no_process_may_be_sent_again() -> None:
     call = Stream().call
-    refused = call.failed(BlockError.of(encode_error(SandboxUnavailableError("16 sandboxes are at work"))))
+    error = BlockError.of(encode_error(SandboxUnavailableError("16 sandboxes are at work")))
+    refused = call.failed(error, has_begun=False)
     assert (refused.code, refused.status) == (ErrorCode.QUEUE_FULL, 429)
     assert "16 sandboxes" in refused.message
-    assert call.failed(BlockError.of(encode_error(RuntimeError("mine")))).code is ErrorCode.TRACE_FAILED
+    # A block that raises such an error itself has begun.
+    assert call.failed(error, has_begun=True).code is ErrorCode.TRACE_FAILED
 
 
 def test_clients_do_not_choose_the_names_by_which_requests_are_ended() -> None:
@@ -298,7 +300,9 @@ async def test_the_slot_of_an_abandoned_prompt_is_released_when_the_engine_has_d
 
 async def test_the_block_of_several_choices_is_sent_once() -> None:
     engine = Engine()
-    call = TraceCall(b"block", name="t", param="p", filename="f", streams=False, max_requests=2)
+    call = TraceCall(
+        b"block", name="t", param="p", filename="f", streams=False, max_requests=2, sandbox_of=None
+    )
     prompt, _ = prompt_of(call, engine, [1], n=2)
     with pytest.raises(ApiError, match="cannot be read"):  # the engine has no results
         _ = [output async for output in prompt.outputs()]

@@ -75,7 +75,9 @@ def engine(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> InterventionAsy
 
 def one_request(held: bytes | None = None) -> TraceRequests:
     requests = TraceRequests("key", held)
-    requests.add({"prompt_token_ids": [1]}, SamplingParams(n=2), TraceEntry("key", 0, 2, b"", []))
+    requests.add(
+        {"prompt_token_ids": [1]}, SamplingParams(n=2), TraceEntry("key", 0, 2, b"", [], sandbox_of=None)
+    )
     return requests
 
 
@@ -94,7 +96,7 @@ async def test_results_are_polled_for_and_large_ones_read_from_memory(
 ) -> None:
     engine.handover = SharedMemoryResults(tmp_path)
     assert leave([b"x" * 2**21], engine.handover.path("key"))
-    workers.answers["finish_trace"] = [PENDING, PENDING, (None, "printed", "", 0.5, "eager")]
+    workers.answers["finish_trace"] = [PENDING, PENDING, (None, "printed", "", 0.5, "eager", True)]
     async with MergedRun(engine, one_request()) as run:
         _ = [event async for event in run]
         finished = await run.finish()

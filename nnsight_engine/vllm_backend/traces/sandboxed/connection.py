@@ -3,7 +3,7 @@
 Nothing here blocks on an answer. An answer is read once it has arrived, so several processes compute
 concurrently, and the model need not wait for a slow one (``wait_budget``). Between a request and its answer a
 process may have modules called. Its budget is measured in its own CPU time plus the worker's time for its
-calls, because by wall-clock time a process is slow wherever the machine is busy.
+messages and calls, because by wall-clock time a process is slow wherever the machine is busy.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from nnsight_engine.core.trees import map_tensors
@@ -20,6 +20,7 @@ from nnsight_engine.serialization import encode_error
 from nnsight_engine.serialization.message.table import Piece
 from nnsight_engine.serialization.values import encode_pieces
 from nnsight_engine.vllm_backend.traces.errors import SandboxedError
+from nnsight_engine.vllm_backend.traces.row_payloads import RowsPlaceholder, RowStore
 from nnsight_engine.vllm_backend.traces.rows import plain
 from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     CallRequest,
@@ -32,12 +33,12 @@ from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     packed,
     read_by_worker,
 )
-from nnsight_engine.vllm_backend.traces.stages.row_payloads import RowsPlaceholder, RowStore
 
 if TYPE_CHECKING:
     from nnsight_engine.sandbox.forkserver import Sandbox
     from nnsight_engine.vllm_backend.traces.sandboxed.module_call import ModuleCall
     from nnsight_engine.vllm_backend.traces.sandboxed.module_policy import CallableModules
+    from nnsight_engine.vllm_backend.traces.sandboxed.process_source import ProcessSource
     from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,9 @@ The machine may be busy, or the process asleep: many sandbox processes on a smal
 and they run at the lowest priority.
 """
 
+_START_S: Final = 60.0
+"""Time for which a trace waits for a process."""
+
 _KNOWN_PARTS: Final = 4
 """Number of parts of a module call after which its total time is estimated."""
 
@@ -62,9 +66,12 @@ _Answer = TypeVar("_Answer", bound=ContinueReply | Collected)
 class SandboxConnection:
     """The worker's side of the connection to one process.
 
+    If no process is ready, the first request is sent once there is one. Until then the trace is in the state
+    of one whose process has not answered.
+
     Args:
-        sandbox: The process.
-        board: The dispatcher of the model's calls.
+        source: Provides the process.
+        dispatcher: The dispatcher of the model's calls.
         served: Calls modules for it.
         max_bytes: Limit for the size of an answer.
         budget_s: Seconds that it may compute within one step.
@@ -72,6 +79,7 @@ class SandboxConnection:
         on_end: Called when the process is ended prematurely.
 
     Attributes:
+        sandbox: The process; None if it has none yet.
         error: Why it was ended prematurely; None if it was not.
         waited_s: Seconds that the worker has waited for it, since ``take_spent`` was last called.
         is_held: Whether an answer that arrives is stored until ``take_held`` is called.
@@ -80,7 +88,7 @@ class SandboxConnection:
 
     def __init__(
         self,
-        sandbox: Sandbox,
+        source: ProcessSource,
         dispatcher: TraceDispatcher,
         served: CallableModules,
         max_bytes: int,
@@ -88,11 +96,13 @@ class SandboxConnection:
         trace_s: float,
         on_end: Callable[[], None],
     ) -> None:
-        self.sandbox = sandbox
+        self.sandbox: Sandbox | None = source.take()
         self.error: Exception | None = None
         self.waited_s = 0.0
         self.is_held = False
         self.content = memoryview(b"")
+        self._source = source
+        self._unsent: list[bytes | memoryview] = []
         self._dispatcher = dispatcher
         self._served = served
         self._max_bytes = max_bytes
@@ -102,7 +112,7 @@ class SandboxConnection:
         self._answer: type[Any] | None = None
         self._then: Callable[[Any], None] | None = None
         self._came: tuple[ContinueReply | Collected, memoryview] | None = None
-        self._sent_at = 0.0
+        self._sent_at = time.monotonic()
         self._left_s = 0.0
         self._called_s = self._call_s = 0.0
         self._call: ModuleCall | None = None
@@ -133,21 +143,51 @@ class SandboxConnection:
 
         def send() -> None:
             self._sent_at = time.monotonic()
-            self.sandbox.side.send(packed(head, body))
+            self._send(packed(head, body))
             self._answer, self._then = answer, then
 
         self._guarded(send)
 
+    def _send(self, message: list[bytes | memoryview]) -> None:
+        if self.sandbox is None:
+            self._unsent = message
+        else:
+            self.sandbox.side.send(message)
+
+    @property
+    def has_process(self) -> bool:
+        """Whether the trace has got its process."""
+        return self.sandbox is not None
+
+    def fileno(self) -> int:
+        """Return a descriptor that can be read when ``pump`` has something to do."""
+        return self._source.fileno() if self.sandbox is None else self.sandbox.side.fileno()
+
     def pump(self) -> None:
-        """Read a message that has arrived: the answer, or one call of a module."""
-        if self.is_pending and not self.is_calling:
+        """Read a message that has arrived, the answer or one call of a module; first get the process."""
+        if not self.is_pending or self.is_calling:
+            return
+        if self.sandbox is None:
+            self._guarded(self._start)
+        else:
             self._guarded(self._read)
 
+    def _start(self) -> None:
+        """Send the first request to the process if there is one now."""
+        self.sandbox = self._source.take()
+        if self.sandbox is not None:
+            self._sent_at = time.monotonic()
+            self._cpu_s = self._reported_cpu_s = self._read_cpu_s()
+            message, self._unsent = self._unsent, []
+            self._send(message)
+
     def _read(self) -> None:
-        data = self.sandbox.side.take(self._max_bytes)
-        if data is None:
-            return
-        reply, content = read_by_worker(data)
+        assert self.sandbox is not None  # noqa: S101 - it has got a request
+        with self._charged():
+            data = self.sandbox.side.take(self._max_bytes)
+            if data is None:
+                return
+            reply, content = read_by_worker(data)
         if isinstance(reply, CallRequest):
             if len(content) > self._served.call_bytes:  # the process checks it before it calls
                 raise SandboxEndedError.broken("it called a module with more than a call may have")
@@ -177,7 +217,8 @@ class SandboxConnection:
         assert self._then is not None  # noqa: S101 - it was asked for
         (reply, self.content), then = self._came, self._then
         self._answer = self._then = self._came = None
-        then(reply)
+        with self._charged():
+            then(reply)
 
     @property
     def is_calling(self) -> bool:
@@ -240,7 +281,7 @@ class SandboxConnection:
 
     def _return(self, answer: list[bytes | memoryview]) -> None:
         self._call = None
-        self.sandbox.side.send(answer)
+        self._send(answer)
 
     def _guarded(self, act: Callable[[], None]) -> None:
         """Communicate with the process, and end it if that fails."""
@@ -264,10 +305,24 @@ class SandboxConnection:
         logger.info("a sandbox was ended: %s", error)
         self.error = error
         self._cpu_s = self._read_cpu_s()
-        self.sandbox.end()
+        self.end_process()
         self._on_end()
 
+    def end_process(self) -> None:
+        """End the process if the trace has one."""
+        if self.sandbox is not None:
+            self.sandbox.end()
+
     # Time budget.
+
+    @contextlib.contextmanager
+    def _charged(self) -> Iterator[None]:
+        """Charge the worker's CPU time in the context to the budget: large messages take time to copy."""
+        begin = time.thread_time()
+        try:
+            yield
+        finally:
+            self._called_s += time.thread_time() - begin
 
     def refill(self) -> None:
         """Reset its budget to that of one step; end it if it has used the budget of the whole trace."""
@@ -293,6 +348,10 @@ class SandboxConnection:
         """
         if self.error is not None:
             return True
+        if self.sandbox is None:
+            if at_once or time.monotonic() - self._sent_at > _START_S:
+                self.give_up(self._source.error())
+            return self.error is not None
         used_s, wall_s = self._used_s(), time.monotonic() - self._sent_at
         if used_s > self._left_s or wall_s > _WALL * (self._budget_s + _GRACE_S) or at_once:
             is_long = used_s > self._trace_s
@@ -309,8 +368,9 @@ class SandboxConnection:
         return max(waited_s, self._reported_cpu_s - before)
 
     def _read_cpu_s(self) -> float:
-        with contextlib.suppress(OSError):
-            return self.sandbox.cpu_s()
+        if self.sandbox is not None:
+            with contextlib.suppress(OSError):
+                return self.sandbox.cpu_s()
         return getattr(self, "_cpu_s", 0.0)  # it has exited: its final CPU time is unknown
 
 

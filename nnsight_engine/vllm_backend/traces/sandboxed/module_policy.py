@@ -25,8 +25,8 @@ from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.families import ModelPoints
 from nnsight_engine.vllm_backend.traces.errors import SandboxedError
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
+from nnsight_engine.vllm_backend.traces.remote_modules import weight_width
 from nnsight_engine.vllm_backend.traces.sandboxed.module_call import ModuleCall, rows_at_once
-from nnsight_engine.vllm_backend.traces.stages.remote_modules import weight_width
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 
 _NUMBER_BYTES: Final = 4
@@ -66,8 +66,8 @@ class CallableModules:
         self.entry = model.entry
         of_modules = {f"{path}.{side}" for path in self._envoys for side in ("input", "output")}
         self.refused = frozenset(one for one in of_modules if dispatcher.refusal(one) is not None)
-        self.places = (of_modules | ({self.entry} if self.entry else set())) - self.refused
-        self._max_rows = config.scheduler_config.max_num_batched_tokens
+        self.places = frozenset(of_modules | ({self.entry} if self.entry else set())) - self.refused
+        self._max_rows: int = config.scheduler_config.max_num_batched_tokens
         self._max_bytes = limits.sandbox_message_bytes
         self._max_width = 2 * max(points.hidden_size, points.intermediate_size or 0)
         layers = f"{model.path}.{points.family.layers}"

@@ -16,9 +16,9 @@ from nnsight_engine.sandbox.errors import SandboxEndedError
 from nnsight_engine.serialization.message.table import Piece
 from nnsight_engine.serialization.values import encode_pieces
 from nnsight_engine.vllm_backend.traces.errors import SandboxedError
+from nnsight_engine.vllm_backend.traces.row_payloads import RowPayloads, RowsPlaceholder, RowStore
 from nnsight_engine.vllm_backend.traces.rows import RowSpan
 from nnsight_engine.vllm_backend.traces.sandboxed.messages import Tensors, ValueSlot, slots_of
-from nnsight_engine.vllm_backend.traces.stages.row_payloads import RowPayloads, RowsPlaceholder, RowStore
 
 
 def packed_value(

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
     from nnsight_engine.vllm_backend.compat import EngineLimits
     from nnsight_engine.vllm_backend.families import ModelPoints
+    from nnsight_engine.vllm_backend.traces.remote_modules import Description
     from nnsight_engine.vllm_backend.traces.sandboxed.module_policy import CallableModules
     from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_pool import SandboxPool
-    from nnsight_engine.vllm_backend.traces.stages.remote_modules import Description
 
 _NURSERY: Final = "nnsight_engine.vllm_backend.traces.sandboxed.zygote"
 _NUM_SPARE: Final = 4

@@ -29,6 +29,7 @@ from nnsight_engine.vllm_backend.traces.errors import SandboxedError, SpreadModu
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
 from nnsight_engine.vllm_backend.traces.names import Names
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
+from nnsight_engine.vllm_backend.traces.row_payloads import RemoteStageValue, RowPayloads
 from nnsight_engine.vllm_backend.traces.rows import plain
 from nnsight_engine.vllm_backend.traces.sandboxed.leftovers import Leftovers, thread_settings
 from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
@@ -52,7 +53,6 @@ from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     read_by_sandbox,
     slot_of,
 )
-from nnsight_engine.vllm_backend.traces.stages.row_payloads import RemoteStageValue, RowPayloads
 from nnsight_engine.vllm_backend.traces.step_facts import StepFacts
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 from nnsight_engine.vllm_backend.traces.trace_end import TraceEnd
@@ -347,7 +347,7 @@ class SandboxTraces(WorkerTraces):
         self._wanted = wanted
         return wanted
 
-    # Use of modules by blocks, see ``stages.remote_modules.Caller``.
+    # Use of modules by blocks, see ``remote_modules.Caller``.
 
     def call(self, stage: int, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of a module that the worker calls.

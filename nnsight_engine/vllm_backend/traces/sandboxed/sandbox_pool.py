@@ -14,6 +14,7 @@ from nnsight_engine.serialization.message.table import Piece
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.reporting import Report
 from nnsight_engine.vllm_backend.traces.sandboxed.idle_processes import IdleProcesses
+from nnsight_engine.vllm_backend.traces.sandboxed.process_source import ProcessSource
 from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_session import Opened, SandboxSession
 from nnsight_engine.vllm_backend.traces.sandboxed.wait_budget import WaitBudget
 
@@ -29,7 +30,7 @@ class SandboxPool:
     """All sandboxed traces of a worker.
 
     Args:
-        board: The dispatcher that connects the model's calls with the requests.
+        dispatcher: The dispatcher that connects the model's calls with the requests.
         limits: Resource limits for blocks.
 
     Attributes:
@@ -37,6 +38,7 @@ class SandboxPool:
         last_step_s: Seconds that the worker has waited for the processes in the step that ended last.
         is_single_tenant: Whether the engine has requests of one tenant only.
         bound: Requests whose rows of a step cannot be computed again.
+        bound_once_begun: Requests for which this holds once their trace has a process.
         undone: Requests whose rows of the running step are discarded: the step runs without their blocks.
     """
 
@@ -54,6 +56,7 @@ class SandboxPool:
         self.last_step_s = 0.0
         self.undone: list[str] = []
         self.bound: Collection[str] = ()
+        self.bound_once_begun: Collection[str] = ()
         self.is_single_tenant = False
         self._waiting = WaitBudget(limits.sandbox_wait_s, limits.sandbox_step_s)
 
@@ -90,33 +93,35 @@ class SandboxPool:
         """Whether no request is running."""
         return all(session.is_idle for session in self._by_key.values())
 
-    def arrive(self, request_id: str, entry: TraceEntry, order: int) -> None:
-        """Start a request's blocks.
+    def arrive(self, request_id: str, entry: TraceEntry, order: int, tenant: str) -> None:
+        """Start a request's blocks, as soon as there is a process for them.
 
         Raises:
-            SandboxUnavailableError: No process is available.
+            SandboxUnavailableError: As many traces are running as may run.
         """
         session = self._by_key.get(entry.key)
         if session is None:
             try:
-                session = self._by_key[entry.key] = self._started(entry.sandbox_of, order)
-            except Exception:
+                session = self._by_key[entry.key] = self._opened(tenant, order)
+            except SandboxUnavailableError:
                 self.counts["refused"] += 1
                 raise
-            self.counts["started"] += 1
         self._by_request[request_id] = session
-        session.begin([(request_id, msgspec.structs.replace(entry, sandbox_of=""))])
+        session.begin([(request_id, msgspec.structs.replace(entry, sandbox_of=None))])
 
-    def _started(self, tenant: str, order: int) -> SandboxSession:
+    def _opened(self, tenant: str, order: int) -> SandboxSession:
         if len(self._by_key) >= self._limits.max_sandboxes:
             raise SandboxUnavailableError(
                 f"{len(self._by_key)} sandboxes are at work, as many as may be: send the request again"
             )
         if self._open is None:
             raise SandboxUnavailableError("no sandbox has been started: send the request again")
-        sandbox = self._parked.take(tenant) or self._open.server.take()
+        source = ProcessSource(tenant, self._parked, self._open.server, self._count_start)
         step_s, trace_s = self._limits.sandbox_step_s, self._limits.sandbox_cpu_s
-        return SandboxSession(self._dispatcher, sandbox, self._open, order, tenant, step_s, trace_s)
+        return SandboxSession(self._dispatcher, source, self._open, order, tenant, step_s, trace_s)
+
+    def _count_start(self) -> None:
+        self.counts["started"] += 1
 
     def begin(self, finished: set[str]) -> None:
         """Begin a step: record requests that have ended, and process answers that have arrived meanwhile."""
@@ -163,7 +168,8 @@ class SandboxPool:
             by_cell.setdefault(self._by_request[span.request_id], []).append(span)
         self._active = list(by_cell)
         for session, own in by_cell.items():
-            session.prepare(own, is_bound=any(span.request_id in self.bound for span in own))
+            bound = {*self.bound, *(self.bound_once_begun if session.connection.has_process else ())}
+            session.prepare(own, is_bound=any(span.request_id in bound for span in own))
         self._waiting.wait(self._active)
         for session, own in by_cell.items():
             session.step(own, num_rows)
@@ -206,6 +212,7 @@ class SandboxPool:
         self._waiting.wait([session for session in self._active if not session.is_deferred])
         for session in self._active:
             session.end()
+        self._waiting.end()
         self.last_step_s = self._waiting.waited_s
         self._active = []
         ended: list[str] = []
@@ -219,6 +226,10 @@ class SandboxPool:
     def tier(self, key: str) -> str:
         """Return how the steps of a trace ran, see ``TracedRequest``."""
         return self._by_key[key].tier
+
+    def has_begun(self, key: str) -> bool:
+        """Return whether a trace has got a process."""
+        return self._by_key[key].connection.has_process
 
     def has_collected(self, key: str, results: Mapping[str, Any], wait_s: float) -> bool:
         """Request the saved values of a trace; return whether they arrive within ``wait_s``."""
@@ -264,7 +275,8 @@ class SandboxPool:
         session = self._by_key.pop(key)
         for request_id in session.entries:
             self._by_request.pop(request_id, None)
-        self.counts["killed"] += session.error is not None
+        if session.error is not None:
+            self.counts["killed" if session.connection.has_process else "refused"] += 1
         sandbox = session.close()
         if sandbox is not None:
             self._parked.put(session.tenant, sandbox)

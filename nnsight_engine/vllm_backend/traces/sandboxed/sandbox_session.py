@@ -23,6 +23,7 @@ from nnsight_engine.serialization.message.table import Piece
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.errors import SandboxedError
 from nnsight_engine.vllm_backend.traces.reporting import Report
+from nnsight_engine.vllm_backend.traces.row_payloads import RowPayloads
 from nnsight_engine.vllm_backend.traces.sandboxed.changes import Changes
 from nnsight_engine.vllm_backend.traces.sandboxed.connection import SandboxConnection
 from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
@@ -39,12 +40,12 @@ from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
 )
 from nnsight_engine.vllm_backend.traces.sandboxed.offered_values import packed_value, put_changes
 from nnsight_engine.vllm_backend.traces.sandboxed.session_reports import SessionReports
-from nnsight_engine.vllm_backend.traces.stages.row_payloads import RowPayloads
 
 if TYPE_CHECKING:
     from nnsight_engine.sandbox.forkserver import ForkServer, Sandbox
     from nnsight_engine.vllm_backend.traces.request import TraceSpan
     from nnsight_engine.vllm_backend.traces.sandboxed.module_policy import CallableModules
+    from nnsight_engine.vllm_backend.traces.sandboxed.process_source import ProcessSource
     from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 
 _MAX_SAID: Final = 2000
@@ -66,7 +67,7 @@ class SandboxSession:
 
     Args:
         dispatcher: The dispatcher of the model's calls.
-        sandbox: The process.
+        source: Provides the process, at once or later.
         opened: The resources with which it runs.
         order: Position of its first request in the order of arrival.
         tenant: The tenant whose code runs in it.
@@ -91,7 +92,7 @@ class SandboxSession:
     def __init__(
         self,
         dispatcher: TraceDispatcher,
-        sandbox: Sandbox,
+        source: ProcessSource,
         opened: Opened,
         order: int,
         tenant: str,
@@ -105,7 +106,7 @@ class SandboxSession:
         self.live: set[str] = set()
         self._misfits = 0
         self.connection = SandboxConnection(
-            sandbox,
+            source,
             dispatcher,
             opened.served,
             opened.max_bytes,
@@ -178,7 +179,8 @@ class SandboxSession:
     def prepare(self, spans: Sequence[TraceSpan], *, is_bound: bool) -> None:
         """Prepare for the step that is about to begin; see ``step``."""
         self._send_arrived()
-        self.can_be_deferred = not is_bound and all(span.complete for span in spans)
+        is_begun = self.connection.has_process  # otherwise no block has seen a part of a chunked prompt
+        self.can_be_deferred = not (is_bound or (is_begun and not all(span.complete for span in spans)))
         self.undone = []
         self._takes_part = False
 
@@ -379,7 +381,7 @@ class SandboxSession:
         self.live.clear()
         if self._is_clean and self.error is None and not self.connection.is_unanswered:
             return self.connection.sandbox
-        self.connection.sandbox.end()
+        self.connection.end_process()
         return None
 
     def _want(self, wanted: Sequence[str]) -> None:
@@ -435,7 +437,7 @@ class SandboxSession:
         offer = Offer(provider, self._newly_passed(), self._is_after_model, slots, is_tuple)
         self.connection.send_event(offer, body, ContinueReply, self._on_answered)
 
-    def refuse(self, provider: str, error: Exception) -> None:
+    def refuse(self, provider: str, error: BaseException) -> None:
         """Raise an error in the blocks of the process that wait for a value that cannot be provided."""
         if self.is_due(provider) and not self._has_stopped_at(provider):
             self._send_refusal(provider, error)
@@ -453,7 +455,7 @@ class SandboxSession:
         self._at = provider
         return False
 
-    def _send_refusal(self, provider: str, error: Exception) -> None:
+    def _send_refusal(self, provider: str, error: BaseException) -> None:
         message = InvalidValue(provider, self._newly_passed(), encode_error(error))
         self.connection.send_event(message, [], ContinueReply, self._go)
 

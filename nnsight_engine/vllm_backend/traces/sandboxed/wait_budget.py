@@ -4,7 +4,8 @@ All requests share a step. Processes that are asked at the same place compute co
 waits for all of them. Each tenant has one budget per step, however many traces it has. A process that has not
 answered by then is left out of the step, which continues for the other requests. A process that cannot be
 left out delays all requests, so its tenant *rests* afterwards: none of its sandboxed requests is scheduled
-for nine times as long as the delay.
+for nine times as long as the delay. The same holds for the time by which the worker's own work for a tenant's
+processes, copies of their messages and calls of modules, exceeds the budget.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import math
 import select
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ class WaitBudget:
         self._max_s = max_s
         self._left_s = wait_s
         self._used_s: dict[str, float] = {}
+        self._worked_s: dict[str, float] = {}
         self._is_single_tenant = False
         self._throttled_until: dict[str, float] = {}
         self.waited_s = 0.0
@@ -56,19 +59,29 @@ class WaitBudget:
         self._is_single_tenant = is_single_tenant
         self._left_s = min(self._wait_s * (_ALONE if is_single_tenant else 1), self._max_s)
         self._used_s.clear()
+        self._worked_s.clear()
         self.waited_s = 0.0
+
+    def end(self) -> None:
+        """End a step: tenants rest for which the worker has worked longer than their budget."""
+        if not self._is_single_tenant:
+            for tenant, worked_s in self._worked_s.items():
+                if worked_s > self._left_s:
+                    self._rest(tenant, worked_s - self._left_s)
 
     def wait(self, sandboxes: Sequence[SandboxSession]) -> None:
         """Wait until all have answered or used their budgets; end late ones that cannot be left out."""
-        self._wait([session for session in sandboxes if session.connection.is_pending], self._left_s)
+        self._wait([session for session in sandboxes if _is_awaited(session)], self._left_s)
         stubborn = [
             session for session in sandboxes if session.connection.is_pending and not session.can_be_deferred
         ]
         used_before = {session.tenant: self._used(session) for session in stubborn}
+        worked_before = {session.tenant: self._worked(session) for session in stubborn}
         self._wait(stubborn, self._max_s)
         for session in stubborn:
             if session.connection.is_pending:
                 session.connection.end_if_late(at_once=True)
+        self._worked_s |= worked_before  # the rest of it counts as the delay
         if not self._is_single_tenant:
             for tenant, used_s in used_before.items():
                 self._rest(tenant, self._used_s.get(tenant, 0.0) - used_s)
@@ -88,13 +101,15 @@ class WaitBudget:
         """Wait, outside a step, for up to ``wait_s`` until one process has answered.
 
         No step waits meanwhile, so calls of modules advance whatever the last step has left of the tenants'
-        budgets, and nothing is charged to them.
+        budgets, and nothing is charged to them. A request may arrive meanwhile, so no tenant's messages take
+        longer than ``wait_s``.
         """
+        self._worked_s.clear()
         pending = [session for session in sandboxes if session.connection.is_pending]
         end = time.monotonic() + wait_s
         left_s = wait_s
         while pending:
-            self._pump(pending, left_s, math.inf)
+            self._pump(pending, left_s, math.inf, wait_s)
             left_s = end - time.monotonic()
             if left_s <= 0 or not all(session.connection.is_pending for session in pending):
                 break
@@ -104,13 +119,13 @@ class WaitBudget:
         """Process, at the beginning of a step, the messages that have arrived; charged to the budgets."""
         pending = [session for session in sandboxes if session.connection.is_pending]
         if pending:
-            self._charge(pending, self._pump(pending, 0.0, self._left_s))
+            self._charge(pending, self._pump(pending, 0.0, self._left_s, self._left_s))
         _end_late(pending)
 
     def _wait(self, sandboxes: list[SandboxSession], max_s: float) -> None:
         while sandboxes:
             left_s = max(max_s - self._used(session) for session in sandboxes)
-            self._charge(sandboxes, self._pump(sandboxes, max(left_s, 0.0), max_s))
+            self._charge(sandboxes, self._pump(sandboxes, max(left_s, 0.0), max_s, max_s))
             sandboxes = [
                 session
                 for session in sandboxes
@@ -122,24 +137,40 @@ class WaitBudget:
     def _used(self, session: SandboxSession) -> float:
         return self._used_s.get(session.tenant, 0.0)
 
-    def _pump(self, sandboxes: Sequence[SandboxSession], wait_s: float, max_s: float) -> float:
+    def _worked(self, session: SandboxSession) -> float:
+        return self._worked_s.get(session.tenant, 0.0)
+
+    def _pump(
+        self, sandboxes: Sequence[SandboxSession], wait_s: float, max_s: float, max_work_s: float
+    ) -> float:
         """Read messages for up to ``wait_s``, and advance calls of modules; return the seconds it took.
 
-        Calls of tenants that have used ``max_s`` in this step do not advance.
+        Calls of tenants that have used ``max_s`` in this step do not advance. Messages of tenants for which
+        the worker has worked ``max_work_s`` are not read, since copying them takes time as well.
         """
         begin = time.monotonic()
         calling = [session for session in sandboxes if session.connection.is_calling]
-        _read(
+        ready = _ready(
             [session for session in sandboxes if not session.connection.is_calling],
             0.0 if calling else wait_s,
         )
+        for session in ready:
+            if self._worked(session) < max_work_s:
+                self._work(session, session.connection.pump)
         for session in calling:
             if self._used(session) + time.monotonic() - begin < max_s:
-                session.connection.call_on()
+                self._work(session, session.connection.call_on)
         took_s = time.monotonic() - begin
         for session in sandboxes:
-            session.connection.waited_s += took_s / len(sandboxes)
+            if session.connection.has_process:
+                session.connection.waited_s += took_s / len(sandboxes)
         return took_s
+
+    def _work(self, session: SandboxSession, act: Callable[[], None]) -> None:
+        """Do something for a process, and count the time of its tenant."""
+        begin = time.monotonic()
+        act()
+        self._worked_s[session.tenant] = self._worked(session) + time.monotonic() - begin
 
     def _charge(self, sandboxes: Sequence[SandboxSession], took_s: float) -> None:
         """Charge a step's wait for these sessions to their tenants."""
@@ -148,20 +179,27 @@ class WaitBudget:
             self._used_s[tenant] = self._used_s.get(tenant, 0.0) + took_s
 
 
+def _is_awaited(session: SandboxSession) -> bool:
+    """Return whether a step waits for an answer: not for a process to start if it can do without."""
+    return session.connection.is_pending and (session.connection.has_process or not session.can_be_deferred)
+
+
 def _end_late(sandboxes: Sequence[SandboxSession]) -> None:
     for session in sandboxes:
         if session.connection.is_pending:
             session.connection.end_if_late()
 
 
-def _read(sandboxes: Sequence[SandboxSession], wait_s: float) -> None:
-    """Read messages that have arrived from any of them, waiting for up to ``wait_s``."""
-    by_descriptor = {session.connection.sandbox.side.fileno(): session for session in sandboxes}
+def _ready(sandboxes: Sequence[SandboxSession], wait_s: float) -> list[SandboxSession]:
+    """Return those with a message or a new process, waiting for up to ``wait_s`` for the first."""
+    by_descriptor: defaultdict[int, list[SandboxSession]] = defaultdict(list)
+    for session in sandboxes:
+        by_descriptor[session.connection.fileno()].append(session)
     poll = select.poll()
     for descriptor in by_descriptor:
         poll.register(descriptor, select.POLLIN)
-    for descriptor, _ in poll.poll(wait_s * 1000):
-        by_descriptor[descriptor].connection.pump()
+    ready = poll.poll(wait_s * 1000)
+    return [session for descriptor, _ in ready for session in by_descriptor[descriptor]]
 
 
 __all__ = ["WaitBudget"]

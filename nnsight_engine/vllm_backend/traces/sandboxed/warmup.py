@@ -54,7 +54,7 @@ class Warmup:
     def of(points: ModelPoints) -> Warmup:
         """Prepare the trace for a model."""
         data = encoded_code(Trace(op="trace", code=_CODE), "rehearsal")
-        entry = TraceEntry(_KEY, 0, 1, data, [{}], streams=True, prints=True)
+        entry = TraceEntry(_KEY, 0, 1, data, [{}], streams=True, prints=True, sandbox_of=None)
         rows = torch.zeros(_ROWS, points.hidden_size, dtype=torch.bfloat16)
         whole = rows[None] if points.family.is_batched else rows
         return Warmup(entry.to_plain(), (whole, whole) if points.returns_residual else whole)

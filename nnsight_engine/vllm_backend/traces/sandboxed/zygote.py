@@ -24,9 +24,9 @@ from nnsight_engine.vllm_backend.families import ModelPoints, family_named
 from nnsight_engine.vllm_backend.traces.errors import SandboxedError
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
 from nnsight_engine.vllm_backend.traces.names import Names
+from nnsight_engine.vllm_backend.traces.remote_modules import RemoteModuleEnvoy, tree
 from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_main import SandboxTraces
 from nnsight_engine.vllm_backend.traces.sandboxed.warmup import Warmup
-from nnsight_engine.vllm_backend.traces.stages.remote_modules import RemoteModuleEnvoy, tree
 
 
 class SandboxEnvoy(RemoteModuleEnvoy):

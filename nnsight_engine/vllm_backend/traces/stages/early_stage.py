@@ -16,9 +16,9 @@ from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.serialization import encode_error
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
 from nnsight_engine.vllm_backend.traces.peer_traces import PeerTraces
+from nnsight_engine.vllm_backend.traces.remote_modules import described, spanning_paths
+from nnsight_engine.vllm_backend.traces.row_payloads import RowPayloads, RowsPlaceholder, RowStore
 from nnsight_engine.vllm_backend.traces.rows import plain
-from nnsight_engine.vllm_backend.traces.stages.remote_modules import described, spanning_paths
-from nnsight_engine.vllm_backend.traces.stages.row_payloads import RowPayloads, RowsPlaceholder, RowStore
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 
 if TYPE_CHECKING:

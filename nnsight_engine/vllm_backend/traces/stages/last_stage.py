@@ -25,21 +25,21 @@ from nnsight_engine.vllm_backend.model_outline import OutlineEntry, outline_of
 from nnsight_engine.vllm_backend.traces.errors import StageError
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
 from nnsight_engine.vllm_backend.traces.names import Names
-from nnsight_engine.vllm_backend.traces.request import TraceSpan
-from nnsight_engine.vllm_backend.traces.rows import plain
-from nnsight_engine.vllm_backend.traces.stages.remote_modules import (
+from nnsight_engine.vllm_backend.traces.remote_modules import (
     Description,
     RemoteModule,
     SpanningEnvoy,
     joined,
     stand_ins,
 )
-from nnsight_engine.vllm_backend.traces.stages.row_payloads import (
+from nnsight_engine.vllm_backend.traces.request import TraceSpan
+from nnsight_engine.vllm_backend.traces.row_payloads import (
     Form,
     RemoteStageValue,
     RowPayloads,
     RowStore,
 )
+from nnsight_engine.vllm_backend.traces.rows import plain
 from nnsight_engine.vllm_backend.traces.step_facts import KnownRequests, StepFacts
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
@@ -72,7 +72,7 @@ class LastStageDispatcher(TraceDispatcher):
 
     traces: LastStageTraces
 
-    def call_module(self, envoy: Envoy, args: Sequence[torch.Tensor]) -> Any:
+    def call_module(self, envoy: Envoy, *args: torch.Tensor) -> Any:
         """Call a module for a block in another process, on the module's own stage.
 
         Raises:
@@ -81,7 +81,7 @@ class LastStageDispatcher(TraceDispatcher):
         """
         module = envoy._module  # noqa: SLF001 - an envoy of ours
         if not isinstance(module, RemoteModule):
-            return super().call_module(envoy, args)
+            return super().call_module(envoy, *args)
         return self.traces.call_on_stage(module.stage, str(envoy.path), args)
 
 

@@ -163,17 +163,17 @@ def test_an_unknown_storage_is_refused_without_its_password() -> None:
 
 async def test_released_counts_go_to_the_minute_they_were_taken_in(clock: Clock) -> None:
     counts = Counts("memory://")
-    taken, used = await counts.take("a", 100)
+    taken, used = await counts.reserve("a", 100)
     assert used.amount == 100
-    await counts.give_back(taken, 50)
+    await counts.release(taken, 50)
     assert (await counts.used("a")).amount == 50
     clock.now += 60
-    await counts.give_back(taken, 50)
+    await counts.release(taken, 50)
     assert (await counts.used("a")).amount == 0
-    late, _ = await counts.take("a", 100)
+    late, _ = await counts.reserve("a", 100)
     clock.now += 120
-    await counts.give_back(late, 100)
-    assert (await counts.take("a", 10))[1].amount == 10
+    await counts.release(late, 100)
+    assert (await counts.reserve("a", 10))[1].amount == 10
 
 
 async def test_usage_beyond_a_minute_is_carried_into_the_next_ones(clock: Clock) -> None:
@@ -194,21 +194,21 @@ async def test_usage_beyond_a_minute_is_carried_into_the_next_ones(clock: Clock)
 async def test_a_recovered_storage_receives_only_counts_of_its_own(storage: Answering, later: Later) -> None:
     counts = Counts(storage.url)
     storage.answers = False
-    alone, _ = await counts.take("a", 1000)
+    alone, _ = await counts.reserve("a", 1000)
     storage.answers = True
     later.end_pause()
-    await counts.give_back(alone, 990)
-    assert (await counts.take("a", 5))[1].amount == 5
-    shared, _ = await counts.take("a", 100)
+    await counts.release(alone, 990)
+    assert (await counts.reserve("a", 5))[1].amount == 5
+    shared, _ = await counts.reserve("a", 100)
     storage.answers = False
-    await counts.give_back(shared, 100)  # which is noticed only now
+    await counts.release(shared, 100)  # which is noticed only now
     assert (await counts.used("a")).amount == 10
     storage.answers = True
     later.end_pause()
     assert (await counts.used("a")).amount == 105
     await RemoteStorage.opened[-1].reset()  # as where it was started again
-    await counts.give_back(shared, 100)
-    assert (await counts.take("a", 5))[1].amount == 5
+    await counts.release(shared, 100)
+    assert (await counts.reserve("a", 5))[1].amount == 5
 
 
 @pytest.mark.parametrize(

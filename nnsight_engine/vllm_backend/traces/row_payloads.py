@@ -41,12 +41,12 @@ class RowPayloads:
         ranges = [torch.arange(span.row, span.row + span.num_rows) for span in spans]
         self._index = torch.cat(ranges) if ranges else torch.arange(0)
         self._num_rows = num_rows
-        self._is_all = len(self._index) == num_rows
+        self._is_whole = torch.equal(self._index, torch.arange(num_rows))
 
     @property
     def is_all(self) -> bool:
-        """Whether all rows of the step belong to these requests."""
-        return self._is_all
+        """Whether all rows of the step belong to these requests, in whatever order."""
+        return len(self._index) == self._num_rows
 
     def shape_of(self, tensor: torch.Tensor) -> tuple[int, ...] | None:
         """Return the shape of the requests' rows of a tensor; None if it has no rows of single requests."""
@@ -73,7 +73,7 @@ class RowPayloads:
         def unpacked(tensor: torch.Tensor) -> torch.Tensor:
             axis, on_host = next(expected)
             tensor = tensor if on_host else tensor.to(device)
-            if axis < 0 or self._is_all:
+            if axis < 0 or self._is_whole:
                 return tensor
             whole = tensor.new_zeros((*tensor.shape[:axis], self._num_rows, *tensor.shape[axis + 1 :]))
             return whole.index_copy_(axis, self._index.to(whole.device), tensor)
@@ -106,7 +106,7 @@ class RowPayloads:
 
     def _rows(self, tensor: torch.Tensor, axis: int | None) -> torch.Tensor:
         tensor = plain(tensor)
-        if axis is None or self._is_all:
+        if axis is None or self._is_whole:
             return tensor.cpu()
         return tensor.index_select(axis, self._index.to(tensor.device)).cpu()
 
