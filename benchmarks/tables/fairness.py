@@ -76,7 +76,8 @@ class _TwoTenants:
         return partial(self._sample, flood)
 
     def _sample(self, flood: str) -> Sample:
-        quiet, flooded = self._first_tokens(), []
+        quiet = self._first_tokens()
+        flooded: list[float] = []
         flooding = self._threads.submit(self._flood, flood)
         time.sleep(_SETTLE_S)
         while True:

@@ -52,7 +52,9 @@ def test_times_are_compared_within_a_repetition() -> None:
 
 def test_a_side_can_be_the_reference_of_all() -> None:
     ours, plain, peer = (
-        FakeSide(*one) for one in ((OURS, 1, {"": 3}), ("plain", 1, {"": 2}), ("peer", 1, {"": 6}))
+        FakeSide(OURS, 1, {"": 3}),
+        FakeSide("plain", 1, {"": 2}),
+        FakeSide("peer", 1, {"": 6}),
     )
     assert measured(ours, plain, plain)[0].value == 1.5
     assert [row.value for row in measured(ours, peer, plain)] == [0.5, 1e6, 4e6]

@@ -70,7 +70,7 @@ def engine(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> InterventionAsy
         ("collective_rpc", rpc), ("__del__", lambda _: None),
     ):  # fmt: skip
         monkeypatch.setattr(AsyncLLM, name, fake)
-    return InterventionAsyncLLM()  # type: ignore[call-arg] # see `init`
+    return InterventionAsyncLLM()
 
 
 def one_request(held: bytes | None = None) -> TraceRequests:
