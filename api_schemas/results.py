@@ -44,7 +44,7 @@ class ProbeResult(BaseModel):
 
 
 class LensToken(BaseModel):
-    """A token and its log-probability; null if the model's logits were not finite."""
+    """A token and its log-probability: -9999.0 for minus infinity, null for NaN."""
 
     token: str
     id: int
@@ -116,7 +116,7 @@ class Provenance(BaseModel):
     recomputed_tokens: int | None = Field(
         default=None, description="Number of tokens that were recomputed after a preemption."
     )
-    tier: str = Field(description="`tap` if every step ran compiled, `eager` if some ran uncompiled.")
+    tier: str = Field(description="`tap` if every step ran as usual, `eager` if some had to run uncompiled.")
 
 
 class ChoiceInterventions(BaseModel):

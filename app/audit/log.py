@@ -85,9 +85,8 @@ class AuditLog:
         if not self.is_on:
             return
         entry = self._running.pop(record.request_id, None) or _AuditEntry(record)
-        if (
-            len(self._pending) >= _MAX_PENDING and entry.known is None
-        ):  # otherwise the row would remain marked as unfinished
+        # A known row is always updated: it would remain marked as unfinished.
+        if len(self._pending) >= _MAX_PENDING and entry.known is None:
             self._num_lost += 1
             return
         entry.row = record.row()

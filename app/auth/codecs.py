@@ -1,7 +1,7 @@
 """Authorizes blocks sent as pickles, which run code when they are unpickled.
 
 Two switches of the operator must both allow it: the server accepts pickles at all, and the caller's key
-permits them. ``services.trace_admission`` calls ``check_codec`` before any part of a trace is decoded.
+permits them. ``services.traces.admission`` calls ``check_codec`` before any part of a trace is decoded.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class LoginThrottle:
         return min(_BURST, remaining + (self._clock() - moment) * _PER_S)
 
     def _evict(self) -> None:
-        """Drop entries whose allowance is full again, or all if too many are remaining."""
+        """Drop entries whose allowance is full again, or all if too many remain."""
         self._allowances = {
             source: one for source, one in self._allowances.items() if self._remaining(source) < _BURST
         }

@@ -73,9 +73,8 @@ async def relay_socket(
         await websocket.accept(first.subprotocol, [(REPLICA_HEADER.encode(), address.name.encode())])
         code = await _pump(websocket, first, further)
         if code is not None:
-            with contextlib.suppress(
-                WebSocketDisconnect, RuntimeError, OSError
-            ):  # the client has disconnected
+            # The client may have disconnected.
+            with contextlib.suppress(WebSocketDisconnect, RuntimeError, OSError):
                 await websocket.close(_GOING_AWAY if code in _NO_CODE else code)
 
 

@@ -68,7 +68,7 @@ class JobRow(Base):
         digest: The SHA-256 of the request, in hexadecimal.
         request_bytes: The size of the request.
         result_bytes: The size of the result; None if there is none, in which case a result file is partial.
-        event_bytes: The size of its events, mostly printed output, see ``job_states``.
+        event_bytes: The size of its events, mostly printed output, see ``jobs.states``.
         attempt: The number of attempts, including the current one.
         num_interruptions: How often a server or its engine died while it held the job.
         num_events: The number of events, which is also the number of the last one.

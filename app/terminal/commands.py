@@ -157,7 +157,7 @@ def steer(
     url: _Url = None,
 ) -> None:
     """Show the model's text without and with a vector, side by side, with differences marked."""
-    # Greedy decoding, so that differences are caused by the steering, not from sampling.
+    # Greedy decoding, so that differences are caused by the steering, not by sampling.
     options: JsonObject = {"max_tokens": max_tokens, "temperature": 0}
     request = SteeringRequest(prompt, is_chat, options, [_steer(vector, layer, scale, mode)])
     title = f"{vector} × {scale:g} at {', '.join(layer)}"

@@ -58,10 +58,10 @@ def plan(args: argparse.Namespace, stack: contextlib.ExitStack) -> Plan:
     urls[_AGAIN] = urls[_VLLM]
     client = stack.enter_context(load_process())
 
-    def sampler(concurrency: int, kind: str) -> Sampler:
-        # The control has other prompts, which are not in the prefix cache.
-        seeds = {name: itertools.count(int(name == _AGAIN), 2) for name in urls}
+    # No prompt is sent twice, so that none is in the prefix cache; the control has its own.
+    seeds = {name: itertools.count(int(name == _AGAIN), 2) for name in urls}
 
+    def sampler(concurrency: int, kind: str) -> Sampler:
         def round_of(name: str) -> Sample:
             outcome: LoadOutcome = client.call(
                 "send",

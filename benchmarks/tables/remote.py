@@ -147,9 +147,11 @@ def _sandbox_case(url: str, keys: dict[str, str], count: int) -> BenchmarkCase:
         with ThreadPoolExecutor(1) as threads:
             running = threads.submit(beside)
             start = time.perf_counter()
-            answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=600)
-            seconds = time.perf_counter() - start
-            ended.set()
+            try:
+                answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=600)
+                seconds = time.perf_counter() - start
+            finally:
+                ended.set()
             running.result()
         answer.raise_for_status()
         return seconds

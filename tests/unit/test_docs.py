@@ -55,6 +55,18 @@ def json_blocks(name: str) -> list[Any]:
     return [json.loads(block) for block in re.findall(r"```json\n(.*?)```", page(name), re.DOTALL)]
 
 
+def test_every_file_on_the_map_of_folders_exists() -> None:
+    (tree,) = re.findall(r"```text\n(.*?)```", page("development.md"), re.DOTALL)
+    known = {
+        path.name
+        for name in ("api_schemas", "app", "nnsight_engine", "tests", "benchmarks")
+        for path in (PROJECT / name).rglob("*.py")
+    }
+    named = set(re.findall(r"\b(\w+\.py)\b", tree))
+    assert len(named) > 200
+    assert not named - known
+
+
 def test_every_setting_has_its_variable_and_its_default() -> None:
     documented = rows("settings.md")
     prefix = Settings.model_config["env_prefix"]

@@ -22,6 +22,7 @@ from app.allowance import Allowance
 from app.body_fields import FieldLimits
 from app.large_bodies import LargeBodyReader
 from app.process_environment import environment_for_traces
+from tests.child_processes import children_running
 from tests.integration.waiting import until
 
 LIMITS = FieldLimits(max_depth=16, max_objects=1000, max_values=1000, max_prompt_ids=1000)
@@ -66,8 +67,7 @@ async def test_without_keys_all_processes_are_anybodys():
 
 def processes() -> list[psutil.Process]:
     """Return the processes that read bodies."""
-    children = psutil.Process().children()
-    return [one for one in children if one.is_running() and body_process.__name__ in one.cmdline()]
+    return children_running(body_process.__name__)
 
 
 def score_of(pid: int | None) -> int:
