@@ -1,4 +1,4 @@
-"""Traces of ``VLLM`` whose blocks run in sandbox processes, as the server has them for keys of strangers."""
+"""Traces of ``VLLM`` whose blocks run in sandbox processes, as the server has them for untrusted keys."""
 
 from __future__ import annotations
 
@@ -13,23 +13,13 @@ from vllm import RequestOutput
 
 from nnsight_engine.remote_backend.values.outcomes import Outcome
 from nnsight_engine.vllm_backend.request_tracer import RequestTracer, SentTrace
-from nnsight_engine.vllm_backend.rpc_results import PENDING, answer
-from nnsight_engine.vllm_backend.traced_requests import TraceRequests, results_of
+from nnsight_engine.vllm_backend.rpc_results import answer
+from nnsight_engine.vllm_backend.traced_requests import TraceRequests
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.vllm import VLLM
+from tests.e2e.traces import finished
 
 _START_S: Final = 300
-_COLLECT_S: Final = 120
-
-
-def finished(model: VLLM, trace: SentTrace, outputs: list[RequestOutput]) -> list[Outcome]:
-    """Return the outcomes of a trace whose requests have ended, wherever its blocks ran."""
-    give_up = time.monotonic() + _COLLECT_S
-    while True:
-        found = answer(model.host.call("finish_trace", trace.key, results_of(dict(enumerate(outputs)))))
-        if found != PENDING:
-            return trace.read(found[0], outputs)
-        assert time.monotonic() < give_up, "the process never answers"
 
 
 def started(model: VLLM) -> int:

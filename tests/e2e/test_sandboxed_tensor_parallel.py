@@ -19,8 +19,16 @@ from nnsight_engine.vllm_backend.request_tracer import SentTrace
 from nnsight_engine.vllm_backend.traces.errors import SandboxedError
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.point_blocks import BLOCKS, OTHER, PROMPT
-from tests.e2e.sandboxed import in_sandboxes, started
-from tests.e2e.traces import HeldTracer, Plain, run_together, traced_engine
+from tests.e2e.sandboxed import in_sandboxes
+from tests.e2e.traces import (
+    HeldTracer,
+    Plain,
+    counted_recomputations,
+    live_objects,
+    run_and_abort,
+    run_together,
+    traced_engine,
+)
 from tests.families.checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.e2e
@@ -181,14 +189,23 @@ def test_blocks_that_fail_fail_alone(model: VLLM) -> None:
         assert set(modules_called(model)) == {"token", "mlp", "down", "lens", "logits"}
 
 
-def generating(model: VLLM, number: int) -> SentTrace:
-    """Return a trace that writes what is spread over ranks, and reads, at each of 50 tokens."""
-    prompt = [(token + number) % 319 for token in PROMPT]
+def generating(model: VLLM, number: int, busy_s: float = 0.0) -> SentTrace:
+    """Return a trace that writes what is spread over ranks, and reads, at each of 50 tokens.
+
+    Args:
+        model: The engine.
+        number: Which one.
+        busy_s: How long the block computes at the third token, between the write and the read.
+    """
+    prompt = [(token + number) % 319 for token in PROMPT * 8]  # with its tokens, four blocks of six
     direction = torch.randn(4, 32, generator=torch.Generator().manual_seed(number))
     with model.trace(prompt, max_tokens=50, tracer_cls=HeldTracer, **GREEDY) as tracer:
         rows, tokens = save([]), save([])
-        for _ in tracer.iter[:]:
+        for step in tracer.iter[:]:
             model.layers[1].attn.heads[:] += direction
+            end = time.process_time() + busy_s
+            while step == 2 and time.process_time() < end:
+                pass
             rows.append(model.layers[2].attn.k)
             tokens.append(model.samples.output.item())
     sent: SentTrace = tracer.sent
@@ -197,10 +214,11 @@ def generating(model: VLLM, number: int) -> SentTrace:
 
 def test_preempted_and_deferred_blocks_see_each_step_once(model: VLLM) -> None:
     expected = [run_together(model, [generating(model, number)]).outcomes[0] for number in range(4)]
-    with in_sandboxes(model):
-        sent = [generating(model, number) for number in range(4)]
+    with in_sandboxes(model), counted_recomputations(model) as counted:
+        sent = [generating(model, number, busy_s=0.2) for number in range(4)]  # longer than a step waits
         together = run_together(model, sent, max_steps=_MAX_STEPS)
-    assert together.num_steps > 60, "nothing was preempted, so nothing was shown"
+    assert counted.num_preempted > 0
+    assert counted.num_undone > 0
     for number, alone in enumerate(expected):
         mine = together.outcomes[number]
         assert mine.error is None
@@ -235,10 +253,9 @@ def test_ranks_sample_alike_when_a_step_goes_on_without_a_block(model: VLLM) -> 
 
 
 def test_an_aborted_request_leaves_nothing(model: VLLM) -> None:
-    before = started(model)
     with in_sandboxes(model):
         with model.trace(PROMPT, max_tokens=100, tracer_cls=HeldTracer, **GREEDY) as held:
             for _ in held.iter[:]:
                 model.layers[1].attn.q[:] = 0
-        run_together(model, [held.sent], abort={"trace-0": 4}, max_steps=_MAX_STEPS)
-    assert started(model) == before + 1
+        assert run_and_abort(model, held.sent, num_tokens=4) == {"sandboxes": 1, "traces": 1}
+    assert not live_objects(model)

@@ -26,7 +26,16 @@ from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError, StageE
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.point_blocks import BLOCKS
 from tests.e2e.sandboxed import in_sandboxes
-from tests.e2e.traces import HeldTracer, Plain, Ran, run_together, traced_engine
+from tests.e2e.traces import (
+    HeldTracer,
+    Plain,
+    Ran,
+    counted_recomputations,
+    live_objects,
+    run_and_abort,
+    run_together,
+    traced_engine,
+)
 from tests.families.checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.e2e
@@ -298,9 +307,9 @@ def test_the_tree_shows_the_modules_of_all_stages(model: VLLM, expected: dict[st
 
 
 def generating(model: VLLM, number: int) -> SentTrace:
-    """Return a trace that reads on both stages, and writes on one, at each of 40 tokens."""
+    """Return a trace that reads on both stages, and writes on one, at each of 50 tokens."""
     direction = torch.randn(128, generator=torch.Generator().manual_seed(number))
-    with model.trace([number + 20, *LONG[:50]], max_tokens=40, tracer_cls=HeldTracer, **GREEDY) as tracer:
+    with model.trace([number + 20, *LONG[:57]], max_tokens=50, tracer_cls=HeldTracer, **GREEDY) as tracer:
         rows, tokens = save([]), save([])
         for _ in tracer.iter[:]:
             model.model.layers[number % 3].mlp.output[:] += direction * 0.3
@@ -316,8 +325,9 @@ def preempted(model: VLLM) -> Ran:
 
 
 def test_preempted_requests_read_once_and_write_again(model: VLLM, expected: dict[str, Any]) -> None:
-    ran = preempted(model)
-    assert ran.num_steps > 2 * (40 + 6), "nothing was preempted, so nothing was shown"
+    with counted_recomputations(model) as counted:
+        ran = preempted(model)
+    assert counted.num_preempted > 0
     for number, alone in enumerate(expected["preempted"]):
         outcome = ran.outcomes[number]
         assert outcome.error is None, outcome.error
@@ -382,10 +392,10 @@ def test_whoever_fails_fails_alone_and_nobody_notices(model: VLLM) -> None:
 def test_sandboxed_requests_that_are_preempted_see_each_step_once(
     model: VLLM, expected: dict[str, Any]
 ) -> None:
-    with in_sandboxes(model):
+    with in_sandboxes(model), counted_recomputations(model) as counted:
         sent = [generating(model, number) for number in range(6)]
         ran = run_together(model, sent, max_steps=_MAX_STEPS)
-    assert ran.num_steps > 2 * (40 + 6), "nothing was preempted, so nothing was shown"
+    assert counted.num_preempted > 0
     for number, alone in enumerate(expected["preempted"]):
         outcome = ran.outcomes[number]
         assert outcome.error is None, outcome.error
@@ -435,7 +445,8 @@ def test_an_aborted_request_leaves_nothing(model: VLLM) -> None:
     with model.trace(PROMPT, max_tokens=60, tracer_cls=HeldTracer, **GREEDY) as held:
         for _ in held.iter[:]:
             model.layers[0].output
-    run_together(model, [held.sent], abort={"trace-0": 7})
+    assert run_and_abort(model, held.sent, num_tokens=7) == {"traced": 1, "traces": 1}
+    assert not live_objects(model)
 
 
 def test_what_cannot_come_is_named(model: VLLM) -> None:

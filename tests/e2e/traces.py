@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import pytest
 from typing_extensions import override
 from vllm import RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
+from nnsight_engine.plans.records import StepResults
 from nnsight_engine.remote_backend.values.outcomes import Outcome
+from nnsight_engine.vllm_backend import scheduler as scheduler_module
+from nnsight_engine.vllm_backend.compat import detach_results
 from nnsight_engine.vllm_backend.request_tracer import RequestTracer, SentTrace
 from nnsight_engine.vllm_backend.rpc_results import PENDING, answer
 from nnsight_engine.vllm_backend.traced_requests import results_of
 from nnsight_engine.vllm_backend.vllm import VLLM
+
+_COLLECT_S: Final = 120
 
 
 @contextlib.contextmanager
@@ -25,9 +33,16 @@ def traced_engine(model: Path, **options: Any) -> Iterator[VLLM]:
     defaults = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512}
     engine = VLLM(str(model), dispatch=True, **{**defaults, **options})
     yield engine
-    for counts in engine.engine.collective_rpc("count_interventions"):
-        assert not any(counts.values())
+    assert not live_objects(engine)
     engine.shutdown()
+
+
+def live_objects(model: VLLM) -> dict[str, int]:
+    """Return how many objects of each kind the workers hold, without those that they hold none of."""
+    held: Counter[str] = Counter()
+    for counts in model.engine.collective_rpc("count_interventions"):
+        held.update(counts)
+    return dict(+held)
 
 
 class HeldTracer(RequestTracer):
@@ -105,20 +120,80 @@ def run_together(
     outcomes = {}
     for number, trace in enumerate(traces):
         own = [outputs[f"trace-{number}"]] if f"trace-{number}" in outputs else []
-        found = _collected(model, trace, own)
+        found = finished(model, trace, own)
         if found:
             outcomes[number] = found[0]
     return Ran(outcomes, outputs, num_steps)
 
 
+def run_and_abort(model: VLLM, trace: SentTrace, num_tokens: int) -> dict[str, int]:
+    """Abort a trace of one request when it has some tokens; return what the workers held until then.
+
+    The workers learn of its end with the next step, which is run.
+    """
+    engine: Any = model.engine.llm_engine
+    (params,) = trace.params
+    params.output_kind = RequestOutputKind.CUMULATIVE
+    engine.add_request("aborted", trace.prompts[0], params)
+    outputs: list[RequestOutput] = []
+    while not outputs or len(outputs[0].outputs[0].token_ids) < num_tokens:
+        outputs = engine.step() or outputs
+        assert not any(output.finished for output in outputs), "the request ended before it was aborted"
+    held = live_objects(model)
+    engine.abort_request(["aborted"])
+    run_together(model, [], [Plain(trace.prompts[0], SamplingParams(max_tokens=1))])
+    finished(model, trace, [])
+    return held
+
+
+@dataclasses.dataclass
+class Recomputed:
+    """How often requests lost what they had computed."""
+
+    num_preempted: int = 0
+    """For want of memory."""
+    num_undone: int = 0
+    """Because a step had not waited for their blocks."""
+
+
+@contextlib.contextmanager
+def counted_recomputations(model: VLLM) -> Iterator[Recomputed]:
+    """Count preempted requests, and requests whose step was undone."""
+    scheduler: Any = model.engine.llm_engine.engine_core.engine_core.scheduler
+    counted = Recomputed()
+    schedule = scheduler.schedule
+
+    def num_preempted() -> int:
+        return sum(request.num_preemptions for request in scheduler.requests.values())
+
+    def counting_schedule(*args: Any, **kwargs: Any) -> Any:
+        before = num_preempted()
+        step = schedule(*args, **kwargs)
+        counted.num_preempted += num_preempted() - before
+        return step
+
+    def counting_detach(output: Any) -> StepResults | None:
+        results = detach_results(output)
+        counted.num_undone += 0 if results is None else len(results.undone)
+        return results
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "schedule", counting_schedule)
+        patch.setattr(scheduler_module, "detach_results", counting_detach)
+        yield counted
+
+
 def collected(model: VLLM, trace: SentTrace, outputs: list[RequestOutput]) -> Outcome:
     """Return the outcome of a trace of one request, which has ended."""
-    (outcome,) = _collected(model, trace, outputs)
+    (outcome,) = finished(model, trace, outputs)
     return outcome
 
 
-def _collected(model: VLLM, trace: SentTrace, outputs: list[RequestOutput]) -> list[Outcome]:
-    while True:  # while a sandbox process has not answered
+def finished(model: VLLM, trace: SentTrace, outputs: list[RequestOutput]) -> list[Outcome]:
+    """Return the outcomes of a trace whose requests have ended, wherever its blocks ran."""
+    give_up = time.monotonic() + _COLLECT_S
+    while True:
         found = answer(model.host.call("finish_trace", trace.key, results_of(dict(enumerate(outputs)))))
         if found != PENDING:
             return trace.read(found[0], outputs)
+        assert time.monotonic() < give_up, "the sandbox process never answers"
