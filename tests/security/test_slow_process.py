@@ -58,35 +58,35 @@ def play(server: ForkServer, code: str, wait_s: float) -> Played:
     """Play a model to one request with a block, until it has all its tokens."""
     dispatcher = TraceDispatcher()
     dispatcher.place.tokens = {"model.samples.output": VOCABULARY}
-    cells = SandboxPool(dispatcher, dataclasses.replace(LIMITS, sandbox_wait_s=wait_s))
-    cells.open(server, cast("Any", _Served()), LIMITS.sandbox_message_bytes)
+    pool = SandboxPool(dispatcher, dataclasses.replace(LIMITS, sandbox_wait_s=wait_s))
+    pool.open(server, cast("Any", _Served()), LIMITS.sandbox_message_bytes)
     data = encoded_code(Trace(op="trace", code=code), "test")
     entry = TraceEntry("key", 0, 1, data, [{}], sandbox_of="tenant")
-    cells.begin(set())
-    cells.arrive("own", entry, 1, "tenant")
+    pool.begin(set())
+    pool.arrive("own", entry, 1, "tenant")
     played, done, step = Played({}, [], 0, []), 0, 0
     while step < _STEPS:
         if played.num_run:
-            cells.begin(set())
+            pool.begin(set())
         num_rows = _PROMPT if not step else 1
         shift = _NEIGHBOUR if played.num_run % 2 else 0  # where its rows are may be another place each time
-        ended_with = _step(dispatcher, cells, done, num_rows, shift)
-        is_undone = cells.undone == ["own"]
-        assert cells.end()[0] == []
+        ended_with = _step(dispatcher, pool, done, num_rows, shift)
+        is_undone = pool.undone == ["own"]
+        assert pool.end()[0] == []
         dispatcher.end()
         played.num_run += 1
         assert played.num_run < 300
         if is_undone:
-            cells.wait_for_any(0.05)
+            pool.wait_for_any(0.05)
             continue
         own, neighbours = ended_with
         played.ended_with.append(own)
         played.neighbours += neighbours
         done, step = done + num_rows, step + 1
-    cells.begin({"own"})
-    while not cells.has_collected("key", {"0/0": {}}, 1.0):
+    pool.begin({"own"})
+    while not pool.has_collected("key", {"0/0": {}}, 1.0):
         pass
-    pieces, _ = cells.collect("key")
+    pieces, _ = pool.collect("key")
     (block,) = decode(b"".join(pieces))["blocks"]
     assert block["error"] is None, block["error"]["message"]
     played.saves = block["saves"]
@@ -94,12 +94,12 @@ def play(server: ForkServer, code: str, wait_s: float) -> Played:
 
 
 def _step(
-    dispatcher: TraceDispatcher, cells: SandboxPool, done: int, num_rows: int, shift: int, name: str = "own"
+    dispatcher: TraceDispatcher, pool: SandboxPool, done: int, num_rows: int, shift: int, name: str = "own"
 ) -> tuple[list[Any], list[float]]:
     total = num_rows + _NEIGHBOUR
     own = slice(shift, shift + num_rows)
     dispatcher.begin()
-    cells.step([TraceSpan(name, int(shift > 0), shift, num_rows, done, complete=True)], total)
+    pool.step([TraceSpan(name, int(shift > 0), shift, num_rows, done, complete=True)], total)
     hidden = torch.zeros(total, WIDTH)
     hidden[own] = torch.arange(done, done + num_rows).float()[:, None]
     states = []
@@ -108,7 +108,7 @@ def _step(
         made = dispatcher.provide(f"model.model.layers.{layer}.output", (hidden, torch.zeros(total, WIDTH)))
         hidden = made[0] + made[1]
         states.append(hidden[own].tolist())
-    cells.after_model(2)
+    pool.after_model(2)
     logits = torch.zeros(2, VOCABULARY)
     row = int(shift > 0)
     logits[row] = hidden[own][-1, 0]
@@ -158,27 +158,27 @@ def test_a_step_that_goes_on_without_a_block_changes_nothing_of_what_it_does(ser
     assert patient.ended_with[0][1][5] == 7
 
 
-def _trace(cells: SandboxPool, dispatcher: TraceDispatcher, code: str, key: str = "key") -> dict[str, Any]:
+def _trace(pool: SandboxPool, dispatcher: TraceDispatcher, code: str, key: str = "key") -> dict[str, Any]:
     """Run a trace until it has ended; return what came of its block."""
     data = encoded_code(Trace(op="trace", code=code), "test")
-    cells.begin(set())
-    cells.arrive(key, TraceEntry(key, 0, 1, data, [{}], sandbox_of="tenant"), 1, "tenant")
+    pool.begin(set())
+    pool.arrive(key, TraceEntry(key, 0, 1, data, [{}], sandbox_of="tenant"), 1, "tenant")
     step = 0
     while step < _STEPS:
-        _step(dispatcher, cells, step and step + _PROMPT - 1, 1 if step else _PROMPT, 0, key)
-        is_undone = bool(cells.undone)
-        ended, _ = cells.end()
+        _step(dispatcher, pool, step and step + _PROMPT - 1, 1 if step else _PROMPT, 0, key)
+        is_undone = bool(pool.undone)
+        ended, _ = pool.end()
         dispatcher.end()
         if ended:
             break
         if is_undone:  # the machine is busy
-            cells.wait_for_any(0.1)
+            pool.wait_for_any(0.1)
         step += not is_undone
-        cells.begin(set())
-    cells.begin({key})
-    while not cells.has_collected(key, {"0/0": {}}, 1.0):
+        pool.begin(set())
+    pool.begin({key})
+    while not pool.has_collected(key, {"0/0": {}}, 1.0):
         pass
-    pieces, _ = cells.collect(key)
+    pieces, _ = pool.collect(key)
     found: dict[str, Any] = decode(b"".join(pieces))["blocks"][0]
     return found
 
@@ -186,14 +186,14 @@ def _trace(cells: SandboxPool, dispatcher: TraceDispatcher, code: str, key: str 
 def _opened(server: ForkServer, **limits: Any) -> tuple[SandboxPool, TraceDispatcher]:
     dispatcher = TraceDispatcher()
     dispatcher.place.tokens = {"model.samples.output": VOCABULARY}
-    cells = SandboxPool(dispatcher, dataclasses.replace(LIMITS, sandbox_wait_s=5.0, **limits))
-    cells.open(server, cast("Any", _Served()), LIMITS.sandbox_message_bytes)
-    return cells, dispatcher
+    pool = SandboxPool(dispatcher, dataclasses.replace(LIMITS, sandbox_wait_s=5.0, **limits))
+    pool.open(server, cast("Any", _Served()), LIMITS.sandbox_message_bytes)
+    return pool, dispatcher
 
 
-def _end_parked(cells: SandboxPool) -> bool:
+def _end_parked(pool: SandboxPool) -> bool:
     """End the process that waits for the tenant's next trace; return whether there was one."""
-    parked = cells._parked.take("tenant")
+    parked = pool._parked.take("tenant")
     if parked is not None:
         parked.end()
     return parked is not None
@@ -228,15 +228,15 @@ _ERRORS = {
 def test_what_does_not_end_or_asks_for_too_much_ends_with_an_error_and_alone(
     server: ForkServer, name: str
 ) -> None:
-    cells, dispatcher = _opened(server, sandbox_step_s=0.5)
+    pool, dispatcher = _opened(server, sandbox_step_s=0.5)
     code = _ENDLESS[name] + "\nfor step in tracer.iter[:3]: model.layers[0].output"
-    found = _trace(cells, dispatcher, code)
+    found = _trace(pool, dispatcher, code)
     assert found["error"] is not None
     assert found["error"]["name"] in _ERRORS, found["error"]
-    after = _trace(cells, dispatcher, "h = model.layers[0].output.sum().item()\nh = save(h)", "next")
+    after = _trace(pool, dispatcher, "h = model.layers[0].output.sum().item()\nh = save(h)", "next")
     assert after["error"] is None
     assert after["saves"] == {"h": 48.0}
-    assert _end_parked(cells)
+    assert _end_parked(pool)
 
 
 @pytest.mark.parametrize(
@@ -260,23 +260,23 @@ def test_what_does_not_end_or_asks_for_too_much_ends_with_an_error_and_alone(
 def test_a_process_in_which_a_block_has_left_something_is_not_used_again(
     server: ForkServer, code: str, is_reused: bool
 ) -> None:
-    cells, dispatcher = _opened(server)
-    assert _trace(cells, dispatcher, code)["error"] is None
-    assert _end_parked(cells) == is_reused
+    pool, dispatcher = _opened(server)
+    assert _trace(pool, dispatcher, code)["error"] is None
+    assert _end_parked(pool) == is_reused
 
 
 def test_what_a_trace_saved_is_neither_counted_nor_returned_for_the_next_one_in_its_process(
     server: ForkServer,
 ) -> None:
-    cells, dispatcher = _opened(server)
+    pool, dispatcher = _opened(server)
     step = "for step in tracer.iter[:3]: model.layers[0].output"
-    too_much = _trace(cells, dispatcher, f"number = save(7)\nh = torch.zeros(1).expand(2**33).save()\n{step}")
+    too_much = _trace(pool, dispatcher, f"number = save(7)\nh = torch.zeros(1).expand(2**33).save()\n{step}")
     assert too_much["error"]["name"] == "TraceBytesError"
-    found = _trace(cells, dispatcher, f"number = 7\nseen = [1, 2].save()\n{step}", "next")
+    found = _trace(pool, dispatcher, f"number = 7\nseen = [1, 2].save()\n{step}", "next")
     assert found["error"] is None, found["error"]
     assert found["saves"] == {"seen": [1, 2]}
-    assert cells.counts["started"] == 2
-    assert _end_parked(cells)
+    assert pool.counts["started"] == 2
+    assert _end_parked(pool)
 
 
 def test_what_a_module_is_called_with_is_looked_at_before_it_is_sent(server: ForkServer) -> None:
@@ -302,56 +302,56 @@ for step in tracer.iter[:3]:
 def test_all_traces_of_a_tenant_have_one_allowance_in_a_step(server: ForkServer) -> None:
     wait_s, busy_s, count = 0.1, 0.5, 6
     dispatcher = TraceDispatcher()
-    cells = SandboxPool(dispatcher, dataclasses.replace(LIMITS, sandbox_wait_s=wait_s))
-    cells.open(server, cast("Any", _Served()), LIMITS.sandbox_message_bytes)
+    pool = SandboxPool(dispatcher, dataclasses.replace(LIMITS, sandbox_wait_s=wait_s))
+    pool.open(server, cast("Any", _Served()), LIMITS.sandbox_message_bytes)
     code = "import time\nx = model.layers[1].output\nend = time.perf_counter() + SECONDS\n"
     code += "while time.perf_counter() < end:\n    pass\nmodel.layers[2].output[:] = 9"
     data = encoded_code(Trace(op="trace", code=code.replace("SECONDS", str(busy_s))), "test")
-    cells.begin(set())
+    pool.begin(set())
     names = [f"own-{number}" for number in range(count)]
     for number, name in enumerate(names):
-        cells.arrive(name, TraceEntry(name, 0, 1, data, [{}], sandbox_of="tenant"), number, "tenant")
-    cells.wait_for_any(1.0)
-    while cells.waiting:
-        cells.wait_for_any(1.0)
+        pool.arrive(name, TraceEntry(name, 0, 1, data, [{}], sandbox_of="tenant"), number, "tenant")
+    pool.wait_for_any(1.0)
+    while pool.waiting:
+        pool.wait_for_any(1.0)
 
     def step(spans: list[TraceSpan]) -> tuple[torch.Tensor, float]:
-        cells.begin(set())
+        pool.begin(set())
         dispatcher.begin()
         began = time.monotonic()
-        cells.step(spans, count)
+        pool.step(spans, count)
         hidden = torch.zeros(count, WIDTH)
         for layer in range(LAYERS):
             hidden, _ = dispatcher.provide(
                 f"model.model.layers.{layer}.output", (hidden, torch.zeros_like(hidden))
             )
         took_s = time.monotonic() - began
-        assert cells.end()[0] == []
+        assert pool.end()[0] == []
         dispatcher.end()
         return hidden, took_s
 
     spans = {name: TraceSpan(name, row, row, 1, 0, complete=True) for row, name in enumerate(names)}
     _, took_s = step(list(spans.values()))
     assert took_s < count * busy_s / 2
-    assert cells.last_step_s < 4 * wait_s  # six, if each had its own
-    assert cells.waiting == set(names)
+    assert pool.last_step_s < 4 * wait_s  # six, if each had its own
+    assert pool.waiting == set(names)
     done: set[str] = set()
     while len(done) < count:
-        cells.wait_for_any(0.1)
-        ready = [span for name, span in spans.items() if name not in done | cells.waiting]
+        pool.wait_for_any(0.1)
+        ready = [span for name, span in spans.items() if name not in done | pool.waiting]
         if ready:
             hidden, _ = step(ready)
             done |= {one.request_id for one in ready if hidden[one.row].eq(9).all()}
     for name in names:
-        cells.drop(name)
+        pool.drop(name)
 
 
 def test_a_place_that_cannot_be_made_whole_is_refused_as_for_a_trusted_block(server: ForkServer) -> None:
-    cells, dispatcher = _opened(server)
-    found = _trace(cells, dispatcher, "model.layers[3].mlp.output.sum()")
+    pool, dispatcher = _opened(server)
+    found = _trace(pool, dispatcher, "model.layers[3].mlp.output.sum()")
     assert found["error"]["name"] == "SpreadModuleError"
     assert REFUSED in found["error"]["message"]
     caught = (
         "try:\n    model.layers[3].mlp.output.sum()\nexcept Exception as error:\n    h = save(str(error))"
     )
-    assert REFUSED in _trace(cells, dispatcher, caught, "other")["saves"]["h"]
+    assert REFUSED in _trace(pool, dispatcher, caught, "other")["saves"]["h"]

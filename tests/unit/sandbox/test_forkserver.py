@@ -123,7 +123,7 @@ def test_sandboxes_start_beside_many_processes_of_their_user() -> None:
 
 
 def test_one_failed_fork_is_forgotten_after_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Nursery:
+    class ZygoteThatFailsOnce:
         lacks: tuple[str, ...] = ()
 
         def __init__(self, *_args: Any, **_options: Any) -> None:
@@ -138,7 +138,7 @@ def test_one_failed_fork_is_forgotten_after_the_next(monkeypatch: pytest.MonkeyP
         def close(self) -> None:
             """Do nothing."""
 
-    monkeypatch.setattr(forkserver, "_Zygote", Nursery)
+    monkeypatch.setattr(forkserver, "_Zygote", ZygoteThatFailsOnce)
     monkeypatch.setattr(forkserver, "_AGAIN_S", 0.01)
     server = ForkServer([], b"", _HALF_BYTES, 1)
     server.start()
@@ -154,7 +154,7 @@ def test_one_failed_fork_is_forgotten_after_the_next(monkeypatch: pytest.MonkeyP
 def test_a_process_that_is_not_ready_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     may_fork = threading.Semaphore(0)
 
-    class SlowNursery:
+    class SlowZygote:
         lacks: tuple[str, ...] = ()
 
         def __init__(self, *_args: Any, **_options: Any) -> None:
@@ -167,7 +167,7 @@ def test_a_process_that_is_not_ready_is_not_waited_for(monkeypatch: pytest.Monke
         def close(self) -> None:
             """Do nothing."""
 
-    monkeypatch.setattr(forkserver, "_Zygote", SlowNursery)
+    monkeypatch.setattr(forkserver, "_Zygote", SlowZygote)
     server = ForkServer([], b"", _HALF_BYTES, 2)
     server.start()
     try:
