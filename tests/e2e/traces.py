@@ -142,6 +142,7 @@ def run_and_abort(model: VLLM, trace: SentTrace, num_tokens: int) -> dict[str, i
     held = live_objects(model)
     engine.abort_request(["aborted"])
     run_together(model, [], [Plain(trace.prompts[0], SamplingParams(max_tokens=1))])
+    assert "traced" not in live_objects(model), "its block goes on"
     finished(model, trace, [])
     return held
 
