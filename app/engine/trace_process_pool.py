@@ -316,9 +316,8 @@ class _ProcessSlot:
             if job.has_begun or job.cancelled.is_set():
                 raise self._ended(job, error) from error
             try:
-                await self._serve_in(
-                    await self._ready(), job
-                )  # the first process ended before the trace began
+                # The first process ended before the trace began.
+                await self._serve_in(await self._ready(), job)
             except ProcessEndedError as again:
                 await self.drop()
                 raise self._ended(job, again) from again

@@ -1,8 +1,8 @@
 """Cancellation of a trace from another thread: an exception at its current line, even if that line blocks.
 
 It uses a signal, because nothing else interrupts a thread that sleeps or reads. The exception is raised in
-the main thread, where traces run, and only between ``begin`` and ``end``. Within ``deferred`` it waits until the
-block ends.
+the main thread, where traces run, and only between ``begin`` and ``end``. Within ``deferred`` it waits until
+the block ends.
 """
 
 from __future__ import annotations

@@ -137,6 +137,7 @@ class _Zygote:
         self._half_bytes = half_bytes
         self._lock = threading.Lock()
         self._num_due = 0
+        self._killed: deque[int] = deque()
         _remove_abandoned()
         self._folder, self._held = _claim_folder()
         own, theirs = socket.socketpair()
@@ -208,6 +209,7 @@ class _Zygote:
                 side = EngineSide(own, Memory(descriptor, self._half_bytes))
                 undo.pop_all()
             finally:
+                self._send_killed()
                 theirs.close()
                 os.close(descriptor)
         sandbox = Sandbox(process, handle, side, self)
@@ -223,9 +225,17 @@ class _Zygote:
         return sandbox
 
     def reap(self, process: int) -> None:
-        """Have the zygote reap a process that was killed."""
-        with self._lock, contextlib.suppress(OSError):
-            self._orders.sendall(ORDER.pack(REAP, process))
+        """Have the zygote reap a process that was killed; if it is forking, once that has ended."""
+        self._killed.append(process)
+        self._send_killed()
+
+    def _send_killed(self) -> None:
+        while self._killed and self._lock.acquire(blocking=False):
+            try:
+                with contextlib.suppress(OSError):
+                    self._orders.sendall(ORDER.pack(REAP, self._killed.popleft()))
+            finally:
+                self._lock.release()
 
     def _next_number(self) -> int:
         """Return the process of the last order; kill those that came too late for an earlier order."""
@@ -236,8 +246,10 @@ class _Zygote:
                 return process
             with contextlib.suppress(OSError):
                 handle = self._handle_of(process)
-                signal.pidfd_send_signal(handle, signal.SIGKILL)
-                os.close(handle)
+                try:
+                    signal.pidfd_send_signal(handle, signal.SIGKILL)
+                finally:
+                    os.close(handle)
             self._orders.sendall(ORDER.pack(REAP, process))
 
     def _handle_of(self, process: int) -> int:

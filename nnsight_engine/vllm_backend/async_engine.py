@@ -143,8 +143,7 @@ class InterventionAsyncLLM(TracingAsyncLLM):
         """Wait until sandboxes for untrusted code are available; the first call takes some seconds.
 
         Raises:
-            ApiError: ``sandbox_missing``: this machine supports none, or they did not start in
-                time.
+            ApiError: ``sandbox_missing``: this machine supports none, or they did not start in time.
         """
         give_up = time.monotonic() + _SANDBOX_S
         while not self._has_sandbox:

@@ -103,6 +103,7 @@ class PlayedModules:
     num_calls: int = 0
     lasts_s: float = 0.0
     call_bytes: int = 1000
+    places: frozenset[str] = frozenset({LAYER, LATER, POSITIONS, SAMPLES})
 
     def begin(self, path: str, args: Sequence[Any], kwargs: dict[str, Any]) -> ModuleCall:
         del args, kwargs
@@ -146,7 +147,6 @@ class World:
         opened = Opened(
             cast("Any", None),
             cast("Any", self.served),
-            frozenset({LAYER, LATER, POSITIONS, SAMPLES}),
             HALF_BYTES,
         )
         self.source = PlayedSource(self.process, is_ready=is_ready)

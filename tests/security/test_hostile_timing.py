@@ -225,8 +225,10 @@ def test_a_block_that_calls_a_module_behind_its_last_step_is_collected(world: Wo
     assert world.session.error is None
     assert world.session.has_collected
     assert world.served.num_calls == CALL_ROWS * (1 + is_again)
-    # Of the next step's budget, nothing is used.
+    # Of the next step's budget, nothing is used, and nobody rests for what no step waited for.
     assert world.waiting.waited_s == 0
+    world.waiting.end()
+    assert not world.waiting.throttled
 
 
 def _answers_at_once(side: SandboxSide) -> None:

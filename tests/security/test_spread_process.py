@@ -273,14 +273,19 @@ def play(
         played.states.append(state)
         done, step = done + num_rows, step + 1
     traces.begin(StepFacts(finished={"own"}))
-    while not traces.has_collected("key", {"0/0": {}}, 0.05):
-        pass
-    pieces = traces.collect("key", {"0/0": {}})
-    if pieces:
-        (block,) = decode(b"".join(pieces))["blocks"]
+    block = block_of(traces)
+    if block is not None:
         assert block["error"] is None, block["error"]["message"]
         played.saves = block["saves"]
     return played
+
+
+def block_of(traces: WorkerTraces | PeerTraces) -> Any:
+    """Return the outcome of the block; None on a worker that does not run it."""
+    while not traces.has_collected("key", {"0/0": {}}, 0.05):
+        pass
+    pieces = traces.collect("key", {"0/0": {}})
+    return decode(b"".join(pieces))["blocks"][0] if pieces else None
 
 
 def _whole(traces: WorkerTraces | PeerTraces, ranks: Ranks | None) -> Any:
@@ -294,15 +299,21 @@ def _whole(traces: WorkerTraces | PeerTraces, ranks: Ranks | None) -> Any:
     return forward
 
 
-def over_one(server: ForkServer, code: str, wait_s: float) -> Played:
-    class One(WorkerTraces):
-        def _new_model(self, names: Names) -> Any:
-            return PlayedModel()
+class One(WorkerTraces):
+    """The only worker."""
 
-    limits = dataclasses.replace(LIMITS, sandbox_wait_s=wait_s)
-    traces = One(_POINTS, cast("Any", None), limits)
-    head = cast("Any", traces.model).head
-    traces.sandboxes.open(server, cast("Any", Served(traces, head)), limits.sandbox_message_bytes)
+    def __init__(self, server: ForkServer, wait_s: float) -> None:
+        limits = dataclasses.replace(LIMITS, sandbox_wait_s=wait_s)
+        super().__init__(_POINTS, cast("Any", None), limits)
+        head = cast("Any", self.model).head
+        self.sandboxes.open(server, cast("Any", Served(self, head)), limits.sandbox_message_bytes)
+
+    def _new_model(self, names: Names) -> Any:
+        return PlayedModel()
+
+
+def over_one(server: ForkServer, code: str, wait_s: float) -> Played:
+    traces = One(server, wait_s)
     return play(traces, entry_of(code), _whole(traces, None))
 
 
@@ -332,6 +343,25 @@ def test_a_block_over_two_ranks_does_what_it_does_over_one(
     assert leading.undone == following.undone
     assert leading.undone or seconds == "0", "every step was waited for, so nothing was shown"
     assert num_calls[0] == num_calls[1] > 0
+
+
+REFUSED: Final = """
+first = model.layers[0].output.sum().item()
+model.layers[1].output
+"""
+
+
+def test_a_place_that_cannot_be_provided_fails_a_block_that_has_read_another(server: ForkServer) -> None:
+    traces = One(server, 5.0)
+    facts = StepFacts([("own", entry_of(REFUSED).to_plain())], (), {"own"})
+    traces.begin(facts)
+    traces.step(spans_of(0, _PROMPT), _PROMPT + _NEIGHBOUR)
+    traces.dispatcher.listen()
+    _layers(traces, _hidden(0, _PROMPT), [0], None)
+    traces.dispatcher.fail(_SPREAD, RuntimeError("the ranks' parts do not fit"))
+    traces.dispatcher.pause()
+    assert traces.end() == ["own"]
+    assert block_of(traces)["error"]["message"] == "the ranks' parts do not fit"
 
 
 # Stages.

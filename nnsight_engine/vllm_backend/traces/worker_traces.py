@@ -527,8 +527,8 @@ class WorkerTraces:
         pieces, spent_s = self.sandboxes.collect(key)
         self._spent_s[key] += spent_s
         members = [self._members.pop(request_id) for request_id in self._by_key.pop(key)]
-        self.last_has_begun = has_begun
         outside = next((member.error for member in members if member.error is not None), None)
+        self.last_has_begun = has_begun and not isinstance(outside, SandboxUnavailableError)
         return pieces if outside is None else [self._closing.failed(members, outside)]
 
     def drop(self, key: str) -> float | None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +23,7 @@ from nnsight_engine.sandbox import forkserver
 from nnsight_engine.sandbox.channel import EngineSide, Memory
 from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.sandbox.forkserver import ForkServer, Sandbox, _Zygote
+from nnsight_engine.sandbox.zygote import ORDER, REAP
 
 _HALF_BYTES = 2**20
 
@@ -191,7 +193,7 @@ def test_a_zygote_that_cannot_be_started_leaves_nothing_open() -> None:
 
 def test_a_fork_that_fails_leaves_nothing_open() -> None:
     zygote = object.__new__(_Zygote)
-    zygote._half_bytes, zygote._lock = _HALF_BYTES, threading.Lock()
+    zygote._half_bytes, zygote._lock, zygote._killed = _HALF_BYTES, threading.Lock(), deque()
     zygote._orders, theirs = socket.socketpair()
     theirs.close()
     before = open_descriptors()
@@ -199,6 +201,20 @@ def test_a_fork_that_fails_leaves_nothing_open() -> None:
         zygote.fork()
     zygote._orders.close()
     assert open_descriptors() == before - 1, caught.value
+
+
+def test_the_end_of_a_process_does_not_wait_for_a_fork() -> None:
+    zygote = object.__new__(_Zygote)
+    zygote._lock, zygote._killed = threading.Lock(), deque()
+    zygote._orders, theirs = socket.socketpair()
+    with zygote._orders, theirs:
+        theirs.setblocking(False)
+        with zygote._lock:  # as within ``fork``
+            zygote.reap(5)
+            with pytest.raises(BlockingIOError):
+                theirs.recv(1)
+        zygote.reap(6)
+        assert theirs.recv(2 * ORDER.size) == ORDER.pack(REAP, 5) + ORDER.pack(REAP, 6)
 
 
 def test_a_trace_process_that_cannot_be_started_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from nnsight_engine.vllm_backend.traces.sandboxed.module_policy import CallableModules
     from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_pool import SandboxPool
 
-_NURSERY: Final = "nnsight_engine.vllm_backend.traces.sandboxed.zygote"
+_ZYGOTE: Final = "nnsight_engine.vllm_backend.traces.sandboxed.zygote"
 _NUM_SPARE: Final = 4
 
 
@@ -60,7 +60,7 @@ def open_sandbox_pool(
         "entry": served.entry,
         "refused": sorted(served.refused),
     }
-    command = [sys.executable, "-m", _NURSERY]
+    command = [sys.executable, "-m", _ZYGOTE]
     server = ForkServer(
         command, encode(setup), half_bytes, _NUM_SPARE, needs_namespaces=limits.sandbox_needs_namespaces
     )

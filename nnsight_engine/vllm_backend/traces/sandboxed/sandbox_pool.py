@@ -68,7 +68,7 @@ class SandboxPool:
             served: Calls modules for them.
             max_bytes: Limit for the size of an answer.
         """
-        self._open = Opened(server, served, served.places, max_bytes)
+        self._open = Opened(server, served, max_bytes)
 
     @property
     def is_open(self) -> bool:
@@ -163,15 +163,15 @@ class SandboxPool:
 
     def step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
         """Begin a step for these requests; return whether some block takes part in it."""
-        by_cell: dict[SandboxSession, list[TraceSpan]] = {}
+        by_session: dict[SandboxSession, list[TraceSpan]] = {}
         for span in spans:
-            by_cell.setdefault(self._by_request[span.request_id], []).append(span)
-        self._active = list(by_cell)
-        for session, own in by_cell.items():
+            by_session.setdefault(self._by_request[span.request_id], []).append(span)
+        self._active = list(by_session)
+        for session, own in by_session.items():
             bound = {*self.bound, *(self.bound_once_begun if session.connection.has_process else ())}
             session.prepare(own, is_bound=any(span.request_id in bound for span in own))
         self._waiting.wait(self._active)
-        for session, own in by_cell.items():
+        for session, own in by_session.items():
             session.step(own, num_rows)
         self.gather()
         self._dispatcher.gather = self.gather
@@ -280,6 +280,14 @@ class SandboxPool:
         sandbox = session.close()
         if sandbox is not None:
             self._parked.put(session.tenant, sandbox)
+            self._start_waiting(session.tenant)
+
+    def _start_waiting(self, tenant: str) -> None:
+        """Give the idle process of a tenant to the first of its traces that waits for one."""
+        for session in self._by_key.values():
+            if session.tenant == tenant and not session.connection.has_process:
+                session.connection.pump()
+                return
 
 
 __all__ = ["SandboxPool"]

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from nnsight_engine.vllm_backend.traces.sandboxed.process_source import ProcessSource
     from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 
-_MAX_SAID: Final = 2000
+_MAX_FAILURE_CHARS: Final = 2000
 _MAX_MISFITS: Final = 500
 """Limit for consecutive steps whose rows differ from the deferred one's; beyond it the trace fails."""
 
@@ -58,7 +58,6 @@ class Opened(NamedTuple):
 
     server: ForkServer
     served: CallableModules
-    places: frozenset[str]
     max_bytes: int
 
 
@@ -120,7 +119,7 @@ class SandboxSession:
         self.is_deferred = False
         self.can_be_deferred = False
         self._arrived: list[tuple[str, TraceEntry]] = []
-        self._places = opened.places
+        self._places = opened.served.places
         self._max_bytes = opened.max_bytes
         self._wanted: list[str] = []
         self._before: list[str] = []
@@ -360,7 +359,7 @@ class SandboxSession:
         head, self._collected = self._collected, None
         if head is not None:
             content, self.connection.content = self.connection.content, memoryview(b"")
-            return [content], (head.printed[:MAX_BYTES], head.failure[:_MAX_SAID])
+            return [content], (head.printed[:MAX_BYTES], head.failure[:_MAX_FAILURE_CHARS])
         error_data = encode_error(self.error or SandboxEndedError.gone())
         blocks = [
             outcome_of(entry.index, {}, error_data, choice=entry.choice_of(name))
@@ -439,6 +438,9 @@ class SandboxSession:
 
     def refuse(self, provider: str, error: BaseException) -> None:
         """Raise an error in the blocks of the process that wait for a value that cannot be provided."""
+        if self.connection.is_unanswered and not self._is_resuming:
+            return  # it has been asked already
+        self._is_served = False  # that was an earlier place: nobody offers this one
         if self.is_due(provider) and not self._has_stopped_at(provider):
             self._send_refusal(provider, error)
 

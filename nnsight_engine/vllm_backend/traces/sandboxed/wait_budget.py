@@ -113,6 +113,7 @@ class WaitBudget:
             left_s = end - time.monotonic()
             if left_s <= 0 or not all(session.connection.is_pending for session in pending):
                 break
+        self._worked_s.clear()
         _end_late(pending)
 
     def take_arrived(self, sandboxes: Sequence[SandboxSession]) -> None:

@@ -42,13 +42,12 @@ class EarlyStageDispatcher(TraceDispatcher):
         Args:
             link: The link to the last stage.
             shared: Paths of the modules of which every stage runs a part. Their outputs are not offered,
-                since
-                later stages continue with them.
+                since later stages continue with them.
         """
         super().__init__()
         self._link = link
         self._shared = {f"{path}.output" for path in shared}
-        self._keeper = RowStore()
+        self._rows = RowStore()
         self._num_reported = 0
         self._payloads: RowPayloads | None = None
 
@@ -70,7 +69,7 @@ class EarlyStageDispatcher(TraceDispatcher):
         """End this stage's part of the step."""
         self.end()
         self.wanted.clear()
-        self._keeper.clear()
+        self._rows.clear()
         self._link.send("done", self._passed())
 
     def offer(self, provider: str, number: int | None, value: Any) -> Any:  # noqa: ARG002 - counted where blocks run
@@ -79,7 +78,7 @@ class EarlyStageDispatcher(TraceDispatcher):
             return value
         payloads = self._payloads
         assert payloads is not None  # noqa: S101 - a step is running
-        kept = self._keeper.keep(value)
+        kept = self._rows.keep(value)
         passed = self._passed()
         try:
             self._link.send(
@@ -91,7 +90,7 @@ class EarlyStageDispatcher(TraceDispatcher):
         changes = self._answer()
         if not changes:
             return value
-        return self._keeper.give_back(payloads.changed(kept, [tuple(change) for change in changes]))
+        return self._rows.give_back(payloads.changed(kept, [tuple(change) for change in changes]))
 
     def _passed(self) -> list[str]:
         """Return the reached providers that have not been reported to the other side yet."""
@@ -102,7 +101,7 @@ class EarlyStageDispatcher(TraceDispatcher):
     def _answer(self) -> Any:
         """Wait for the answer, making the module calls that blocks request; return the answer's content."""
         while True:
-            kind, *rest = self._link.receive(resolve=self._keeper.resolve)
+            kind, *rest = self._link.receive(resolve=self._rows.resolve)
             if kind == "call":
                 self._call(*rest[0])
                 continue
@@ -127,7 +126,7 @@ class EarlyStageDispatcher(TraceDispatcher):
         try:
             device = self.model.device or torch.device("cpu")
             here = map_tensors((args, kwargs), lambda tensor: tensor.to(device))
-            value = self._keeper.keep(map_tensors(self.model.get(path)(*here[0], **here[1]), plain))
+            value = self._rows.keep(map_tensors(self.model.get(path)(*here[0], **here[1]), plain))
             self._link.send("called", value, None, reference=RowsPlaceholder.reference)
         except Exception as error:  # noqa: BLE001 - raised in the block
             self._link.send("called", None, encode_error(error))

@@ -14,13 +14,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.serialization import EncodeError, restore_error
+from nnsight_engine.serialization.message.table import Piece
 from nnsight_engine.vllm_backend.model_outline import OutlineEntry, outline_of
 from nnsight_engine.vllm_backend.traces.errors import StageError
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
@@ -215,6 +216,17 @@ class LastStageTraces(WorkerTraces):
                 session.connection.give_up(StageError.unlike())
         return self.in_step
 
+    def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> list[Piece]:
+        """Close a trace whose requests have ended, and return its saved values."""
+        if index is None:
+            self._known.close(key)
+        return super().collect(key, results, index)
+
+    def drop(self, key: str) -> float | None:
+        """Close a trace that no client will collect."""
+        self._known.close(key)
+        return super().drop(key)
+
     # Calls of remote modules by blocks.
 
     def call(self, stage: int, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -222,8 +234,7 @@ class LastStageTraces(WorkerTraces):
 
         Raises:
             StageError: It is not, or the calling code is not the running block's own, or an argument cannot
-                be
-                sent.
+                be sent.
             BaseException: The module raised it.
         """
         listening, mediator = self._listening, self.dispatcher.current
