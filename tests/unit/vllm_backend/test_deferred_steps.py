@@ -161,11 +161,11 @@ def test_code_of_a_tenant_that_rests_is_in_no_step_and_all_else_is(scheduling: S
 
 
 def test_a_tenant_rests_for_others_alone() -> None:
-    cells = SandboxPool(TraceDispatcher(), EngineLimits())
-    cells._waiting._rest("acme", 10)
-    assert cells.throttled == frozenset({"acme"})
-    cells.is_single_tenant = True
-    assert cells.throttled == frozenset()
+    pool = SandboxPool(TraceDispatcher(), EngineLimits())
+    pool._waiting._rest("acme", 10)
+    assert pool.throttled == frozenset({"acme"})
+    pool.is_single_tenant = True
+    assert pool.throttled == frozenset()
 
 
 def test_a_request_that_ends_while_waiting_is_dropped(scheduling: Scheduling) -> None:
