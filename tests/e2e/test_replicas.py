@@ -187,7 +187,7 @@ def test_a_replica_killed_under_load_costs_its_streams_and_no_job(replicated: Re
     assert {name for name, code in ends if code == ""} >= before - {victim}
     assert {(name, code) for name, code in ends if code} == {(victim, "replica_lost")}
     assert psutil.wait_procs([server, *engines], timeout=60)[1] == []
-    # Whoever comes meanwhile is served, wherever they would have gone to.
+    # Requests that arrive meanwhile are served by another replica.
     for beginning in BEGINNINGS:
         assert replicated.complete(beginning).headers[REPLICA] in before - {victim}
         assert client.get("/health/ready").status_code == 200
