@@ -9,6 +9,8 @@ reaches.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -34,7 +36,7 @@ class SteadyRun:
     def __init__(
         self,
         plan: StepPlan,
-        request_ids: list[str],
+        request_ids: Sequence[str],
         positions: npt.NDArray[np.integer],
         ledger: ByteLedger,
     ) -> None:
@@ -47,7 +49,7 @@ class SteadyRun:
         self._ledger = ledger
         self._num_points = self._kept = self._scratch = self._max_steps = 0
 
-    def go_on(self, request_ids: list[str], positions: npt.NDArray[np.integer]) -> bool:
+    def go_on(self, request_ids: Sequence[str], positions: npt.NDArray[np.integer]) -> bool:
         """Prepare the plan for the next step and return True, or return False if the run ends.
 
         Args:

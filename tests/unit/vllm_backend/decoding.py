@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -18,7 +19,8 @@ from nnsight_engine.plans.records import Payload, StepResults
 from nnsight_engine.plans.request_plan import CompiledRequest
 from nnsight_engine.plans.step.plan import StepPlan
 from nnsight_engine.vllm_backend.families import FAMILIES, ModelPoints
-from nnsight_engine.vllm_backend.worker_state import WorkerState
+from nnsight_engine.vllm_backend.steps.step import RequestRows, Step
+from nnsight_engine.vllm_backend.steps.worker_state import WorkerState
 
 HIDDEN, VOCAB, LAYERS = 4, 6, 2
 OPERATIONS = ("steer", "ablate", "patch", "capture", "probe", "logit_lens")
@@ -76,6 +78,42 @@ class Rows:
     num_rows: int
 
 
+class PlayedStep(Step):
+    """A step over given rows.
+
+    Args:
+        batch: The rows of each request.
+        shares: Whether steps may go on with the one before.
+    """
+
+    def __init__(self, batch: Sequence[Rows], *, shares: bool) -> None:
+        self._counts = np.array([rows.num_rows for rows in batch])
+        self._shares = shares
+        num_rows = int(self._counts.sum())
+        super().__init__(
+            [rows.request_id for rows in batch],
+            np.array([rows.start for rows in batch], np.int32),
+            num_rows=num_rows,
+            num_padded_rows=num_rows,
+            is_repeatable=True,
+        )
+
+    @property
+    def has_one_row_each(self) -> bool:
+        return self._shares and super().has_one_row_each
+
+    def row_counts(self) -> npt.NDArray[np.integer]:
+        return self._counts
+
+    def is_sampled(self, rows: RequestRows) -> bool:
+        del rows
+        return True
+
+    def token_ids(self, rows: RequestRows) -> npt.NDArray[np.int32]:
+        del rows
+        return np.arange(SPEC.max_model_len, dtype=np.int32) % VOCAB
+
+
 class Worker:
     """A worker's state, fed with steps as the runner feeds it.
 
@@ -110,7 +148,6 @@ class Worker:
         self.outbox = Outbox()
         self.num_shared = 0
         self._shares = shares
-        self._token_ids = np.arange(SPEC.max_model_len, dtype=np.int32) % VOCAB
 
     def begin(self, arrived: dict[str, CompiledRequest], finished: set[str]) -> None:
         entries = []
@@ -122,22 +159,7 @@ class Worker:
     def plan(self, batch: Sequence[Rows]) -> StepPlan | None:
         if self.state.idle:
             return None
-        request_ids = [rows.request_id for rows in batch]
-        positions = np.array([rows.start for rows in batch], np.int32)
-        is_decode = self._shares and all(rows.num_rows == 1 for rows in batch)
-        plan = self.state.go_on(request_ids, positions) if is_decode else None
-        if plan is not None:
-            return plan
-        spans, row = [], 0
-        for rows in batch:
-            span = self.state.span(rows.request_id, row, rows.num_rows, rows.start, self._token_ids)
-            row += rows.num_rows
-            if span is not None:
-                spans.append(span)
-        plan = self.state.plan(spans)
-        if is_decode:
-            self.state.may_go_on(plan, request_ids, positions)
-        return plan
+        return self.state.plan(PlayedStep(batch, shares=self._shares))
 
     def run(
         self, plan: StepPlan | None, hidden: torch.Tensor, ends: torch.Tensor, *, skipped_tap: int = -1

@@ -9,13 +9,12 @@ from collections import Counter
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from nnsight_engine.plans.records import Failure, Payload, StepResults
 from nnsight_engine.plans.request_plan import CompiledRequest
 from nnsight_engine.plans.step.plan import StepPlan
-from tests.unit.vllm_backend.decoding import HIDDEN, Rows, Worker, compiled, ends_of, hidden_of
+from tests.unit.vllm_backend.decoding import HIDDEN, PlayedStep, Rows, Worker, compiled, ends_of, hidden_of
 
 OPERATIONS: list[dict[str, Any]] = [
     {"op": "steer", "at": "layers.0.output", "vector": [1.0, 0, 0, 2]},
@@ -225,9 +224,8 @@ def num_calls(decoding: Decoding) -> int:
     """Return how often Python calls anything for one more step, all but the stand-in itself."""
     decoding.worker.begin({}, set())
     decoding.rows = [dataclasses.replace(rows, start=rows.start + 1) for rows in decoding.rows]
-    request_ids = [rows.request_id for rows in decoding.rows]
-    positions = np.array([rows.start for rows in decoding.rows], np.int32)
-    order = {request_id: row for row, request_id in enumerate(request_ids)}
+    step = PlayedStep(decoding.rows, shares=True)
+    order = {request_id: row for row, request_id in enumerate(step.request_ids)}
     hidden = hidden_of(decoding.rows)
     counted = Counter[str]()
 
@@ -237,7 +235,7 @@ def num_calls(decoding: Decoding) -> int:
     state = decoding.worker.state
     sys.setprofile(count)
     try:
-        plan = state.go_on(request_ids, positions)
+        plan = state.plan(step)
         assert plan is not None
         for tap in (1, 2):
             plan.run(tap, hidden, None)

@@ -1,6 +1,6 @@
 """State of the declarative interventions of one worker: live requests, the step's plan, the model's points.
 
-The methods follow a step: ``begin`` with the scheduler's output, ``go_on`` or ``plan`` when the batch's rows
+The methods follow a step: ``begin`` with the scheduler's output, ``plan`` when the batch's rows
 are final, ``on_hidden``, ``on_logits`` and ``collect`` after the model, ``finish`` after sampling. An error
 of one request is stored with the request and never raised.
 """
@@ -31,6 +31,7 @@ from nnsight_engine.plans.step.results_reader import StepResultsReader
 from nnsight_engine.plans.step.steady_run import SteadyRun
 from nnsight_engine.vllm_backend.attention_hooks import attention_form
 from nnsight_engine.vllm_backend.families import ModelPoints
+from nnsight_engine.vllm_backend.steps.step import Step
 
 logger = logging.getLogger(__name__)
 
@@ -136,37 +137,36 @@ class WorkerState:
         """Whether no live request intervenes."""
         return not self._active
 
-    def span(self, request_id: str, row: int, num_rows: int, start: int, tokens: Any) -> Span | None:
-        """Return the request's span in this step, or None if it does not intervene."""
-        request = self._active.get(request_id)
-        if request is None:
-            return None
-        return Span(request, row, num_rows, start, tokens)
+    def plan(self, step: Step) -> StepPlan | None:
+        """Return the step's plan, or None if no request of the step intervenes."""
+        # A steady run has one row per request, so its rows need no counting.
+        if not step.has_one_row_each:
+            self._end_run()
+            return self._plan(step)
+        plan = self._next_of_run(step)
+        if plan is not None:
+            return plan
+        self._end_run()
+        plan = self._plan(step)
+        if plan is not None and plan.signature is not None:
+            self._run = SteadyRun(plan, step.request_ids, step.starts, self._ledger)
+            self._is_next = True
+        return plan
 
-    def go_on(self, request_ids: list[str], positions: npt.NDArray[np.integer]) -> StepPlan | None:
-        """Return the last step's plan if it also serves this step, else None.
-
-        Args:
-            request_ids: The step's requests by row; each has exactly one row.
-            positions: Positions of their rows.
-        """
+    def _next_of_run(self, step: Step) -> StepPlan | None:
+        """Return the last step's plan if it also serves this step, else None."""
         run = self._run
-        if run is None or self._registrar.failed or not run.go_on(request_ids, positions):
+        if run is None or self._registrar.failed or not run.go_on(step.request_ids, step.starts):
             return None
         self._is_next = True
         return run.plan
 
-    def may_go_on(
-        self, plan: StepPlan | None, request_ids: list[str], positions: npt.NDArray[np.integer]
-    ) -> None:
-        """Start a run with this step's plan, if the plan is steady; arguments as in ``go_on``."""
-        if plan is not None and plan.signature is not None:
-            self._run = SteadyRun(plan, request_ids, positions, self._ledger)
-            self._is_next = True
-
-    def plan(self, spans: list[Span]) -> StepPlan | None:
-        """Return the step's plan, or None if no request of the step intervenes."""
-        self._end_run()
+    def _plan(self, step: Step) -> StepPlan | None:
+        spans = [
+            Span(request, rows.row, rows.num_rows, rows.start, step.token_ids(rows))
+            for rows in step.rows()
+            if (request := self._active.get(rows.request_id)) is not None
+        ]
         if not spans:
             return None
         try:

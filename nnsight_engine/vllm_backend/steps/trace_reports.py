@@ -1,0 +1,56 @@
+"""Reports of traces to the scheduler at the end of each step."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from nnsight_engine.plans.records import StepResults
+from nnsight_engine.vllm_backend.traces.peer_traces import PeerTraces
+from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
+
+_IDLE_S: Final = 0.02
+"""Seconds that a step without tokens waits for blocks; new requests may arrive meanwhile."""
+
+
+class TraceReports:
+    """Ends steps for traces, and reports what the scheduler has to know.
+
+    Args:
+        traces: The worker's traces.
+    """
+
+    def __init__(self, traces: WorkerTraces | PeerTraces) -> None:
+        self._traces = traces
+        self._waiting: frozenset[str] = frozenset()
+        self._throttled: frozenset[str] = frozenset()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there are traces, or a throttled tenant of which the scheduler must hear again."""
+        return bool(not self._traces.idle or self._throttled)
+
+    def end_step(self, results: StepResults | None) -> StepResults | None:
+        """End the step for traces, and return its results with the reports added; None for none."""
+        if not self.is_due:
+            return results
+        traces = self._traces
+        undone = list(traces.undone)
+        ended, reports = traces.end(), traces.reports()
+        waiting, throttled = traces.waiting, traces.throttled
+        is_known = waiting == self._waiting and throttled == self._throttled
+        if is_known and not (ended or reports or undone):
+            return results
+        results = results or StepResults({}, {}, {})
+        results.ended.extend(ended)
+        results.reports.update(reports)
+        results.undone.extend(undone)
+        results.waiting = self._waiting = waiting
+        results.throttled = self._throttled = throttled
+        return results
+
+    def end_idle_step(self) -> StepResults | None:
+        """Wait briefly for blocks in a step without tokens; return their results, None if there are none."""
+        if not self.is_due:
+            return None
+        self._traces.wait_for_any(_IDLE_S)
+        return self.end_step(None)
