@@ -1,7 +1,7 @@
 """The interventions of one step, batched over the requests of the step.
 
 A plan is built before the forward pass from the requests' row spans, run by taps and hooks as the
-forward pass reaches their sites, and harvested after sampling. It records the sites that were reached,
+forward pass reaches their sites, and collected before sampling. It records the sites that were reached,
 so that a site which was not (for example in a graph replayed without its taps) fails
 its requests instead of returning an unsteered completion.
 """
@@ -21,6 +21,7 @@ import torch
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.plans.request_plan import PlannedSite
 from nnsight_engine.plans.step.active import ActiveOp, ActiveRequest, SiteKey
+from nnsight_engine.plans.step.host_arena import HostCopy
 from nnsight_engine.plans.step.kernel_factory import KernelFactory, KernelMember
 from nnsight_engine.plans.step.ledger import StepBytes
 from nnsight_engine.plans.step.logits_rows import LogitsRows
@@ -120,26 +121,22 @@ class ReadGroup:
         buffers: One per width class of the sites, in order; probes have one ``[rows, sites]``. Captures
             that may overflow have one more, ``[rows, sites]``, see ``may_overflow``.
         slices: Assignment of rows to requests.
-        parts: The contents of the step's records for all rows, on their way to the host; None before.
+        num_parts: Number of parts of a record, once collected.
     """
 
     buffers: list[torch.Tensor]
     slices: list[ReadSlice]
-    parts: list[torch.Tensor] | None = None
+    num_parts: int = 0
 
 
 @dataclasses.dataclass(slots=True)
 class PatternRead:
-    """One capture's attention patterns: ``out`` is ``[sites, rows, heads, last position + 1]``.
-
-    ``part`` is the copy on its way to the host; None before.
-    """
+    """One capture's attention patterns: ``out`` is ``[sites, rows, heads, last position + 1]``."""
 
     request: ActiveRequest
     active: ActiveOp
     positions: list[int]
     out: torch.Tensor
-    part: torch.Tensor | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -150,14 +147,15 @@ class StepPlan:
         spans: Rows of the participating requests, by request id.
         factory: Builds the kernels.
         groups: Kernels by site, in the order in which they run.
-        reads: Buffers to harvest.
-        patterns: Attention patterns to harvest.
+        reads: Buffers to collect.
+        patterns: Attention patterns to collect.
         samples: Captures of sampled ids: request and operation.
         logits_rows: Batch rows whose logits the ``logits`` site needs, ascending.
         logits_from: Source of those logits, once known.
         writes_logits: Whether any operation changes logits.
         reserved: Bytes that each request needs in every step that runs this plan.
         signature: Key that the next step must match to reuse this plan; None forbids reuse.
+        copy: The values that the step has read, on their way to the host; None before ``collect``.
         ran: Sites reached so far.
         spent_s: Seconds that interventions have taken in this step so far.
         is_uncompiled: Whether any step of this plan ran uncompiled.
@@ -176,6 +174,7 @@ class StepPlan:
     writes_logits: bool = False
     reserved: dict[str, StepBytes] = dataclasses.field(default_factory=dict)
     signature: tuple[object, ...] | None = None
+    copy: HostCopy | None = None
     ran: set[SiteKey] = dataclasses.field(default_factory=set)
     spent_s: float = 0.0
     is_uncompiled: bool = False
@@ -244,20 +243,21 @@ class StepPlan:
             for span in self.spans.values():
                 span.request.tier = "eager"
 
-    def take_time(self, seconds: float) -> float:
-        """Return the step's time plus ``seconds``, and reset it."""
-        seconds, self.spent_s = seconds + self.spent_s, 0.0
+    def take_time(self) -> float:
+        """Return the step's time, and reset it."""
+        seconds, self.spent_s = self.spent_s, 0.0
         return seconds
 
-    def share_time(self, seconds: float) -> None:
-        """Distribute the step's time plus ``seconds`` over its requests, weighted by rows times points."""
+    def share_time(self) -> None:
+        """Distribute the step's time over its requests, weighted by rows times points."""
         works = [span.num_rows * span.request.plan.num_points for span in self.spans.values()]
-        per_work = self.take_time(seconds) / max(1, sum(works))
+        per_work = self.take_time() / max(1, sum(works))
         for span, work in zip(self.spans.values(), works, strict=True):
             span.request.spent_s += work * per_work
 
     def reset(self) -> None:
         """Reset the plan for the next step, whose rows are the same."""
         self.ran.clear()
-        for group in self.reads:
-            group.parts = None
+        if self.copy is not None:
+            self.copy.precede_writes()
+            self.copy = None

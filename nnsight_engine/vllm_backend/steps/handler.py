@@ -1,7 +1,7 @@
 """The work of interventions in each phase of a step, whichever runner runs the step.
 
 A runner's adapter calls ``begin`` with the scheduler's output, ``forward`` around the model, ``on_logits``
-before sampling and ``finish`` after it. A step without interventions runs
+before sampling and ``leave`` after it. A step without interventions runs
 vLLM's code unchanged.
 """
 
@@ -22,13 +22,13 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from nnsight_engine.core.engine_counts import EngineCounts
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.tap_choice import NO_TAPS, chosen_taps
-from nnsight_engine.plans.records import StepResults
 from nnsight_engine.plans.request_plan import PLAN_KEY
 from nnsight_engine.plans.step.plan import StepPlan
 from nnsight_engine.vllm_backend.compat import EngineLimits, brings, describe_model, is_single_tenant
 from nnsight_engine.vllm_backend.families import resolve_points
 from nnsight_engine.vllm_backend.hooks import hooked
 from nnsight_engine.vllm_backend.steps.graphs import StepGraphs, cut_at_taps
+from nnsight_engine.vllm_backend.steps.outcome import StepOutcome
 from nnsight_engine.vllm_backend.steps.step import Step
 from nnsight_engine.vllm_backend.steps.trace_reports import TraceReports
 from nnsight_engine.vllm_backend.steps.worker_state import WorkerState
@@ -276,25 +276,24 @@ class StepHandler:
             return logits
         return self.traces.on_logits(logits)
 
-    def finish(self, sampled: Sequence[Sequence[int]], order: dict[str, int]) -> StepResults | None:
-        """End the step, and return its results; None if there are none.
+    def leave(self) -> StepOutcome | None:
+        """End the step; return its outcome, None if there is nothing to send.
 
-        Args:
-            sampled: Sampled token ids of each request, empty for an incomplete prompt.
-            order: Index of each request in ``sampled``.
+        Called after sampling has been started; does not wait for the device.
         """
         running, self._running = self._running, None
         plan = None if running is None else running.plan
         begin = time.monotonic()
-        # Read before ``finish``, which distributes the plan's time over its requests and resets it.
+        # Read before ``leave``, which distributes the plan's time over its requests and resets it.
         spent_s = 0.0 if plan is None else self._spent_s + plan.spent_s
-        results = self.interventions.finish(plan, sampled, order)
-        spent_s += time.monotonic() - begin
+        delivery = self.interventions.leave(plan)
         served = self.traces if self.traces.in_step else None
-        results = self.reports.end_step(results)
-        if plan is not None or served is not None:
-            self.counts.note_time(spent_s + (0.0 if served is None else served.last_step_s))
-        return results
+        reported = self.reports.end_step()
+        if plan is None and served is None:
+            has_sent = delivery is not None or reported is not None
+            return StepOutcome(delivery, reported, None, self.counts) if has_sent else None
+        spent_s += time.monotonic() - begin + (0.0 if served is None else served.last_step_s)
+        return StepOutcome(delivery, reported, spent_s, self.counts)
 
 
 def _uncompiled(*_: Any) -> None:

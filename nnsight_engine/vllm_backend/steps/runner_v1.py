@@ -151,8 +151,11 @@ class V1RunnerMixin(SeededChunksMixin):
         if changed is not logits:
             self.execute_model_state = state._replace(logits=changed)
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        outcome = handler.leave()
+        if outcome is None:
+            return output
         sampled = getattr(output, "sampled_token_ids", None) or []
-        results = handler.finish(sampled, getattr(output, "req_id_to_index", None) or {})
+        results = outcome.results(sampled, getattr(output, "req_id_to_index", None) or {})
         return output if results is None else attach_results(output, results)
 
     def _get_prompt_logprobs_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -29,28 +29,25 @@ class TraceReports:
         """Whether there are traces, or a throttled tenant of which the scheduler must hear again."""
         return bool(not self._traces.idle or self._throttled)
 
-    def end_step(self, results: StepResults | None) -> StepResults | None:
-        """End the step for traces, and return its results with the reports added; None for none."""
+    def end_step(self) -> StepResults | None:
+        """End the step for traces, and return their reports, None if there is nothing new."""
         if not self.is_due:
-            return results
+            return None
         traces = self._traces
         undone = list(traces.undone)
         ended, reports = traces.end(), traces.reports()
         waiting, throttled = traces.waiting, traces.throttled
         is_known = waiting == self._waiting and throttled == self._throttled
         if is_known and not (ended or reports or undone):
-            return results
-        results = results or StepResults({}, {}, {})
-        results.ended.extend(ended)
-        results.reports.update(reports)
-        results.undone.extend(undone)
-        results.waiting = self._waiting = waiting
-        results.throttled = self._throttled = throttled
-        return results
+            return None
+        self._waiting, self._throttled = waiting, throttled
+        return StepResults(
+            {}, {}, {}, ended=ended, reports=reports, undone=undone, waiting=waiting, throttled=throttled
+        )
 
     def end_idle_step(self) -> StepResults | None:
-        """Wait briefly for blocks in a step without tokens; return their results, None if there are none."""
+        """Wait briefly for blocks in a step without tokens; return their reports, None if there are none."""
         if not self.is_due:
             return None
         self._traces.wait_for_any(_IDLE_S)
-        return self.end_step(None)
+        return self.end_step()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -119,9 +119,17 @@ class Worker:
 
     Args:
         shares: Whether steps may go on with the one before; else each is told request by request.
+        is_asynchronous: Whether results may be delivered while the next step runs.
     """
 
-    def __init__(self, *, shares: bool, max_request_bytes: int = 1 << 20, max_bytes: int = 1 << 20) -> None:
+    def __init__(
+        self,
+        *,
+        shares: bool,
+        is_asynchronous: bool = False,
+        max_request_bytes: int = 1 << 20,
+        max_bytes: int = 1 << 20,
+    ) -> None:
         self.model = StandIn()
         points = ModelPoints(
             model=self.model,
@@ -144,6 +152,7 @@ class Worker:
             torch.device("cpu"),
             max_request_bytes=max_request_bytes,
             max_engine_bytes=max_bytes,
+            is_asynchronous=is_asynchronous,
         )
         self.outbox = Outbox()
         self.num_shared = 0
@@ -178,11 +187,18 @@ class Worker:
             self.state.collect(plan)
         return [[token] for token in logits.argmax(dim=-1).tolist()]
 
+    def delivery(
+        self, plan: StepPlan | None, batch: Sequence[Rows], sampled: list[list[int]]
+    ) -> Callable[[], StepResults | None]:
+        """End the step; the result delivers its results."""
+        delivery = self.state.leave(plan)
+        order = {rows.request_id: row for row, rows in enumerate(batch)}
+        return lambda: None if delivery is None else delivery.results(sampled, order)
+
     def finish(
         self, plan: StepPlan | None, batch: Sequence[Rows], sampled: list[list[int]]
     ) -> StepResults | None:
-        order = {rows.request_id: row for row, rows in enumerate(batch)}
-        results = self.state.finish(plan, sampled, order)
+        results = self.delivery(plan, batch, sampled)()
         self.num_shared += results is not None and results.run_step is not None
         self.outbox.absorb(results)
         return results

@@ -111,17 +111,17 @@ def test_a_token_that_was_shown_is_the_one_that_leaves_later() -> None:
     runner, reports = _Runner(traces), TraceReports(traces)
     assert runner.sampled() == [first[0], -1]
     assert traces.shown == first
-    results = reports.end_step(None)
+    results = reports.end_step()
     assert results is not None
     assert (results.undone, results.waiting) == (["own"], frozenset({"own"}))
     traces.leaves = False
     traces.sandboxes.waiting = frozenset()
     assert runner.sampled() == [second[0], first[1]]
-    results = reports.end_step(None)
+    results = reports.end_step()
     assert results is not None
     assert (results.undone, results.waiting) == ([], frozenset())
     assert runner.sampled()[1] == second[1]
-    assert reports.end_step(None) is None, "nothing is new"
+    assert reports.end_step() is None, "nothing is new"
 
 
 def test_a_block_that_has_left_before_has_no_token() -> None:
@@ -139,7 +139,7 @@ def test_the_end_of_a_pause_is_reported_without_a_block() -> None:
     traces = _Traces(leaves=False)
     reports = TraceReports(traces)
     traces.sandboxes.throttled = frozenset({"many"})
-    results = reports.end_step(None)
+    results = reports.end_step()
     assert results is not None
     assert results.throttled == frozenset({"many"})
     traces.is_empty = True

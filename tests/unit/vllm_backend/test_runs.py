@@ -190,7 +190,7 @@ MEAN = CAPTURE | {"reduce": "mean", "name": "mean"}
 class Decoding:
     """Requests that decode together, two positions into their answers."""
 
-    def __init__(self, raws: list[list[dict[str, Any]]], **limits: int) -> None:
+    def __init__(self, raws: list[list[dict[str, Any]]], **limits: Any) -> None:
         self.worker = Worker(shares=True, **limits)
         self.names = [f"r{index}" for index in range(len(raws))]
         requests = {name: compiled(raw, 2) for name, raw in zip(self.names, raws, strict=True) if raw}
@@ -240,7 +240,9 @@ def num_calls(decoding: Decoding) -> int:
         for tap in (1, 2):
             plan.run(tap, hidden, None)
         state.collect(plan)
-        results = state.finish(plan, decoding.sampled, order)
+        delivery = state.leave(plan)
+        assert delivery is not None
+        results = delivery.results(decoding.sampled, order)
         decoding.worker.outbox.absorb(results)
     finally:
         sys.setprofile(None)

@@ -1,0 +1,44 @@
+"""The outcome of a step: the results of its interventions, once its sampled tokens are known on the host."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+from nnsight_engine.core.engine_counts import EngineCounts
+from nnsight_engine.plans.records import StepResults
+from nnsight_engine.plans.step.delivery import Delivery, SampledIds
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """Everything that a step with interventions leaves to be sent; made on the thread that runs steps.
+
+    Attributes:
+        delivery: The results of declarative interventions, None for none.
+        reported: The reports of traces, None for none.
+        spent_s: Seconds for which interventions have delayed the step; None if none took part.
+        counts: The worker's counts.
+    """
+
+    delivery: Delivery | None
+    reported: StepResults | None
+    spent_s: float | None
+    counts: EngineCounts
+
+    def results(self, sampled: SampledIds, order: dict[str, int]) -> StepResults | None:
+        """Return the step's results, None if there are none. Any thread may call this, once.
+
+        Args:
+            sampled: Sampled token ids of each request, empty for an incomplete prompt.
+            order: Index of each request in ``sampled``.
+        """
+        begin = time.monotonic()
+        results = self.reported
+        if self.delivery is not None:
+            results = self.delivery.results(sampled, order)
+            if self.reported is not None:
+                results.add_reports(self.reported)
+        if self.spent_s is not None:
+            self.counts.note_time(self.spent_s + time.monotonic() - begin)
+        return results
