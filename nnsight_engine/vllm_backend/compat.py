@@ -142,7 +142,6 @@ def check_supported(config: VllmConfig, *, traces_only: bool = False) -> None:
         "--speculative-config": config.speculative_config is not None,
         "--async-scheduling": bool(config.scheduler_config.async_scheduling),
         "--kv-transfer-config": config.kv_transfer_config is not None,
-        "VLLM_USE_V2_MODEL_RUNNER=1": config.use_v2_model_runner,
         "--enable-dbo": bool(getattr(parallel, "enable_dbo", False)),
     }
     if config.lora_config is not None:

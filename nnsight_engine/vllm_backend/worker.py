@@ -15,6 +15,7 @@ from nnsight_engine.vllm_backend.rpc_results import PENDING
 from nnsight_engine.vllm_backend.shared_memory_results import leave
 from nnsight_engine.vllm_backend.steps.handler import StepHandler
 from nnsight_engine.vllm_backend.steps.runner_v1 import V1RunnerMixin
+from nnsight_engine.vllm_backend.steps.runner_v2 import V2RunnerMixin
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 
 _COLLECT_S: Final = 0.01
@@ -31,7 +32,8 @@ class InterventionWorker(_PlatformWorker):
         super().init_device()
         runner = self.model_runner
         cls = type(runner)
-        runner.__class__ = type(f"Intervention{cls.__name__}", (V1RunnerMixin, cls), {})
+        adapter = V2RunnerMixin if self.vllm_config.use_v2_model_runner else V1RunnerMixin
+        runner.__class__ = type(f"Intervention{cls.__name__}", (adapter, cls), {})
 
     @property
     def _handler(self) -> StepHandler:
@@ -41,8 +43,8 @@ class InterventionWorker(_PlatformWorker):
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Allocate the KV cache as the platform does, and prepare to zero blocks, see ``UncleanBlocks``."""
         super().initialize_from_config(kv_cache_config)
-        if self.device.type != "cpu" and not kv_cache_config.needs_kv_cache_zeroing:
-            self.model_runner._init_kv_zero_meta()  # noqa: SLF001 - vLLM's worker calls it too
+        if not kv_cache_config.needs_kv_cache_zeroing:  # else vLLM prepares for it
+            self.model_runner.prepare_zeroing()
 
     def compile_or_warm_up_model(self) -> Any:
         """Enable serving blocks in compiled steps, then compile and warm up as the platform does."""

@@ -124,6 +124,11 @@ class V1RunnerMixin(SeededChunksMixin):
         results = None if scheduler_output.total_num_scheduled_tokens else handler.reports.end_idle_step()
         return output if results is None else attach_results(output, results)
 
+    def prepare_zeroing(self) -> None:
+        """Make ready to zero blocks of the KV cache, see ``UncleanBlocks``."""
+        if self.device.type != "cpu":  # type: ignore[attr-defined] # an attribute of vLLM's runner
+            self._init_kv_zero_meta()  # type: ignore[attr-defined] # likewise
+
     def _zero_block_ids(self, block_ids: list[int]) -> None:
         if self.device.type == "cpu":  # type: ignore[attr-defined] # an attribute of vLLM's runner
             zero_blocks(self, block_ids)
