@@ -15,11 +15,10 @@ import torch
 
 from nnsight_engine.plans.records import RunGroup, RunOpening
 from nnsight_engine.plans.request_plan import OperationKind
-from nnsight_engine.plans.step.active import ActiveOp, ActiveRequest
-from nnsight_engine.plans.step.delivery import Participant, RunDelivery, StepDelivery
+from nnsight_engine.plans.step.delivery import Participant, ReadRows, RunDelivery, StepDelivery
 from nnsight_engine.plans.step.host_arena import HostArena, HostCopy
 from nnsight_engine.plans.step.lens import LensReader
-from nnsight_engine.plans.step.plan import ReadGroup, StepPlan
+from nnsight_engine.plans.step.plan import PlannedSample, ReadGroup, StepPlan
 from nnsight_engine.plans.step.steady_run import SteadyRun
 
 logger = logging.getLogger(__name__)
@@ -60,6 +59,7 @@ class StepCollection:
             group.num_parts = len(parts)
             sources += parts
         sources += [pattern.out for pattern in plan.patterns]
+        sources += plan.masks
         plan.copy = HostCopy(sources) if self._arena is None else self._arena.start_copy(sources)
         plan.spent_s += time.monotonic() - begin
 
@@ -86,7 +86,8 @@ class StepCollection:
 
 def step_delivery(plan: StepPlan) -> StepDelivery:
     """Advance the requests of an executed and collected plan, and return the delivery of its results."""
-    copy, reads, patterns = _taken(plan)
+    copy, reads, rest = _taken(plan)
+    patterns, masks = rest[: len(plan.patterns)], rest[len(plan.patterns) :]
     plan.share_time()
     plan.is_unreported = False
     participants = {}
@@ -96,13 +97,13 @@ def step_delivery(plan: StepPlan) -> StepDelivery:
         participants[request_id] = Participant(
             request, span.start, span.stop, request.info(), request.failure
         )
-    slices = [group.slices for group in plan.reads]
     return StepDelivery(
         copy,
         participants,
-        list(zip(slices, reads, strict=True)),
+        [ReadRows(group.slices, parts, group.mask) for group, parts in zip(plan.reads, reads, strict=True)],
         list(zip(plan.patterns, patterns, strict=True)),
         plan.samples,
+        masks,
     )
 
 
@@ -111,13 +112,13 @@ def run_delivery(run: SteadyRun) -> RunDelivery:
     plan = run.plan
     copy, reads, _ = _taken(plan)
     run.count_time()
-    samples = [[request.request_id for request, _ in captures] for _, captures in _samples(plan)]
+    samples = [[sample.request.request_id for sample in captures] for _, captures in _samples(plan)]
     opening = _opening(plan) if run.num_steps == 1 else None
     return RunDelivery(copy, run, run.num_steps, run.point_s, reads, samples, opening)
 
 
 def _taken(plan: StepPlan) -> tuple[HostCopy, list[list[torch.Tensor]], list[torch.Tensor]]:
-    """Return the copy of a plan's values, those of each group of reads, and those of each pattern."""
+    """Return the copy of a plan's values, those of each group of reads, and those of patterns and masks."""
     copy = plan.copy
     if copy is None:
         raise RuntimeError("the reads of this step were never collected")
@@ -126,11 +127,11 @@ def _taken(plan: StepPlan) -> tuple[HostCopy, list[list[torch.Tensor]], list[tor
     return copy, reads, list(values)
 
 
-def _samples(plan: StepPlan) -> list[tuple[str, list[tuple[ActiveRequest, ActiveOp]]]]:
+def _samples(plan: StepPlan) -> list[tuple[str, list[PlannedSample]]]:
     """Return the captures of sampled ids, grouped by reduction."""
-    groups: dict[str, list[tuple[ActiveRequest, ActiveOp]]] = {}
-    for request, active in plan.samples:
-        groups.setdefault(active.op.reduce, []).append((request, active))
+    groups: dict[str, list[PlannedSample]] = {}
+    for sample in plan.samples:
+        groups.setdefault(sample.active.op.reduce, []).append(sample)
     return list(groups.items())
 
 
@@ -144,7 +145,7 @@ def _opening(plan: StepPlan) -> RunOpening:
         for group in plan.reads
     ]
     samples = [
-        RunGroup(reduce, [(request.request_id, active.index) for request, active in captures])
+        RunGroup(reduce, [(sample.request.request_id, sample.active.index) for sample in captures])
         for reduce, captures in _samples(plan)
     ]
     return RunOpening(list(plan.spans), [*reads, *samples])

@@ -12,16 +12,16 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from nnsight_engine.plans.records import Failure, RunOpening, RunStep, StepInfo, StepRecord, StepResults
-from nnsight_engine.plans.step.active import ActiveOp, ActiveRequest
+from nnsight_engine.plans.step.active import ActiveRequest
 from nnsight_engine.plans.step.host_arena import HostCopy
-from nnsight_engine.plans.step.plan import PatternRead, ReadSlice
+from nnsight_engine.plans.step.plan import PatternRead, PlannedSample, ReadSlice
 from nnsight_engine.plans.step.steady_run import SteadyRun
 
 logger = logging.getLogger(__name__)
@@ -66,6 +66,20 @@ class Participant:
         return (self.stop - self.start) * self.request.plan.num_points
 
 
+class ReadRows(NamedTuple):
+    """The values of a group of reads.
+
+    Attributes:
+        slices: The rows of each request.
+        parts: The parts of the records, for all rows.
+        mask: Index of the mask of the rows; None if all are delivered.
+    """
+
+    slices: list[ReadSlice]
+    parts: list[torch.Tensor]
+    mask: int | None
+
+
 @dataclasses.dataclass(slots=True)
 class StepDelivery:
     """Results of a step that are reported request by request.
@@ -73,16 +87,18 @@ class StepDelivery:
     Attributes:
         copy: The values that were read, on their way to the host.
         participants: The step's requests.
-        reads: For each group of reads, the rows of each request and the parts of the records.
+        reads: The values of each group of reads.
         patterns: Attention patterns and the copy of each.
-        samples: Captures of sampled ids: request and operation.
+        samples: Captures of sampled ids.
+        masks: The rows that are delivered, where the device has decided that.
     """
 
     copy: HostCopy
     participants: dict[str, Participant]
-    reads: list[tuple[list[ReadSlice], list[torch.Tensor]]]
+    reads: list[ReadRows]
     patterns: list[tuple[PatternRead, torch.Tensor]]
-    samples: list[tuple[ActiveRequest, ActiveOp]]
+    samples: list[PlannedSample]
+    masks: list[torch.Tensor]
 
     def results(self, sampled: SampledIds, order: dict[str, int]) -> StepResults:
         """Return the records of every request, see ``Delivery``."""
@@ -90,20 +106,22 @@ class StepDelivery:
         records: dict[str, list[StepRecord]] = defaultdict(list)
         failures = {key: one.failure for key, one in self.participants.items() if one.failure is not None}
         with self.copy.arrived():
-            for slices, parts in self.reads:
+            masks = [host_view(mask).astype(np.bool_) for mask in self.masks]
+            for read in self.reads:
                 try:
-                    self._read(slices, parts, records)
+                    self._read(read, None if read.mask is None else masks[read.mask], records)
                 except Exception as error:
                     logger.exception("a group of reads could not be delivered")
                     failure = Failure("intervention_failed", f"results could not be collected: {error}")
-                    for piece in slices:
+                    for piece in read.slices:
                         failures.setdefault(piece.request.request_id, failure)
             for pattern, part in self.patterns:
-                record = StepRecord(pattern.active.index, pattern.positions, [host_view(part).tobytes()])
-                records[pattern.request.request_id].append(record)
-        for request, active in self.samples:
+                record = _pattern_record(pattern, part, masks)
+                if record is not None:
+                    records[pattern.request.request_id].append(record)
+        for request, active, mask in self.samples:
             ids = sampled[order[request.request_id]] if sampled else []
-            if ids:
+            if ids and (mask is None or masks[mask][0]):
                 position = self.participants[request.request_id].stop - 1
                 data = np.asarray(ids[:1], np.int64).tobytes()
                 records[request.request_id].append(StepRecord(active.index, [position], [data]))
@@ -114,14 +132,22 @@ class StepDelivery:
         return StepResults(dict(records), infos, failures)
 
     def _read(
-        self, slices: list[ReadSlice], parts: list[torch.Tensor], records: dict[str, list[StepRecord]]
+        self, read: ReadRows, mask: npt.NDArray[np.bool_] | None, records: dict[str, list[StepRecord]]
     ) -> None:
-        views = [host_view(part) for part in parts]
-        for piece in slices:
-            start = self.participants[piece.request.request_id].start
-            data = [_own_bytes(view, piece) for view in views]
-            positions = (piece.offsets + start).tolist()
-            records[piece.request.request_id].append(StepRecord(piece.active.index, positions, data))
+        views = [host_view(part) for part in read.parts]
+        for piece in read.slices:
+            own = [view[piece.start : piece.stop] for view in views]
+            positions = piece.offsets + self.participants[piece.request.request_id].start
+            reduce = piece.active.op.reduce
+            if mask is not None:
+                named = np.flatnonzero(mask[piece.start : piece.stop])
+                if reduce == "last":
+                    named = named[-1:]
+                if not len(named):
+                    continue
+                own, positions = [rows[named] for rows in own], positions[named]
+            data = [_reduced(rows, reduce) for rows in own]
+            records[piece.request.request_id].append(StepRecord(piece.active.index, positions.tolist(), data))
 
     def _share_time(self, seconds: float) -> None:
         """Divide the time that delivering has taken among the requests, by rows times points."""
@@ -193,13 +219,28 @@ def host_view(host: torch.Tensor) -> npt.NDArray[np.generic]:
     return array
 
 
-def _own_bytes(part: npt.NDArray[Any], piece: ReadSlice) -> bytes:
-    """Return one request's rows of a part ``[rows, sites, …]``, reduced as requested."""
-    own = part[piece.start : piece.stop]
-    if piece.active.op.reduce == "mean":
+def _pattern_record(
+    pattern: PatternRead, part: torch.Tensor, masks: list[npt.NDArray[np.bool_]]
+) -> StepRecord | None:
+    """Return the record of attention patterns ``[sites, rows, heads, keys]``; None if no row is delivered."""
+    view, positions = host_view(part), pattern.positions
+    if pattern.mask is not None:
+        named = np.flatnonzero(masks[pattern.mask])
+        if pattern.active.op.reduce == "last":
+            named = named[-1:]
+        if not len(named):
+            return None
+        positions = [positions[row] for row in named]
+        view = view[:, named, :, : positions[-1] + 1]
+    return StepRecord(pattern.active.index, positions, [view.tobytes()])
+
+
+def _reduced(rows: npt.NDArray[Any], reduce: str) -> bytes:
+    """Return the content of one request's rows of a part, ``[rows, sites, …]``, reduced as requested."""
+    if reduce == "mean":
         # The buffer of a mean is float32, whatever dtype it is returned in.
-        own = own.sum(axis=0, dtype=np.float32)
-    elif piece.active.op.reduce == "last":
-        own = own[-1]
-    data: bytes = own.tobytes()
+        rows = rows.sum(axis=0, dtype=np.float32)
+    elif reduce == "last":
+        rows = rows[-1]
+    data: bytes = rows.tobytes()
     return data

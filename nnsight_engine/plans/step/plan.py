@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,11 +36,11 @@ class Span:
     """A request's rows in one step.
 
     Attributes:
-        request: The request.
-        row: First row in the step's tensors.
-        num_rows: Number of rows.
-        start: Absolute position of the first row.
-        token_ids: Ids of the request's tokens by absolute position, at least up to the span's end.
+        request: The request. row: First row in the step's tensors. num_rows: Number of rows. start: Absolute
+        position of the first row. token_ids: Ids of the request's tokens by absolute position, as far as the
+        host knows them. step_token_ids: Ids of the tokens of all rows of the step, on the device; None only
+        if the host knows all
+            ids of the span.
     """
 
     request: ActiveRequest
@@ -47,6 +48,7 @@ class Span:
     num_rows: int
     start: int
     token_ids: npt.NDArray[np.int32]
+    step_token_ids: torch.Tensor | None = None
 
     @property
     def stop(self) -> int:
@@ -121,22 +123,33 @@ class ReadGroup:
         buffers: One per width class of the sites, in order; probes have one ``[rows, sites]``. Captures
             that may overflow have one more, ``[rows, sites]``, see ``may_overflow``.
         slices: Assignment of rows to requests.
+        mask: Index of the mask of the rows among the plan's masks; None if the operations act on all of them.
         num_parts: Number of parts of a record, once collected.
     """
 
     buffers: list[torch.Tensor]
     slices: list[ReadSlice]
+    mask: int | None = None
     num_parts: int = 0
 
 
 @dataclasses.dataclass(slots=True)
 class PatternRead:
-    """One capture's attention patterns: ``out`` is ``[sites, rows, heads, last position + 1]``."""
+    """One capture's attention patterns, ``[sites, rows, heads, last position + 1]``; ``mask`` as above."""
 
     request: ActiveRequest
     active: ActiveOp
     positions: list[int]
     out: torch.Tensor
+    mask: int | None = None
+
+
+class PlannedSample(NamedTuple):
+    """A capture of the id that is sampled for a request; ``mask`` as above."""
+
+    request: ActiveRequest
+    active: ActiveOp
+    mask: int | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -149,7 +162,8 @@ class StepPlan:
         groups: Kernels by site, in the order in which they run.
         reads: Buffers to collect.
         patterns: Attention patterns to collect.
-        samples: Captures of sampled ids: request and operation.
+        samples: Captures of sampled ids.
+        masks: Which rows are named by operations whose rules the device decides, see ``token_masks``.
         logits_rows: Batch rows whose logits the ``logits`` site needs, ascending.
         logits_from: Source of those logits, once known.
         writes_logits: Whether any operation changes logits.
@@ -168,7 +182,8 @@ class StepPlan:
     groups: dict[SiteKey, list[KernelGroup]] = dataclasses.field(default_factory=dict)
     reads: list[ReadGroup] = dataclasses.field(default_factory=list)
     patterns: list[PatternRead] = dataclasses.field(default_factory=list)
-    samples: list[tuple[ActiveRequest, ActiveOp]] = dataclasses.field(default_factory=list)
+    samples: list[PlannedSample] = dataclasses.field(default_factory=list)
+    masks: list[torch.Tensor] = dataclasses.field(default_factory=list)
     logits_rows: npt.NDArray[np.int64] = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
     logits_from: LogitsRows | None = None
     writes_logits: bool = False
@@ -192,6 +207,11 @@ class StepPlan:
         for group in groups:
             group.run(hidden, residual)
         self.spent_s += time.monotonic() - begin
+
+    def add_mask(self, mask: torch.Tensor) -> int:
+        """Add a mask; return its index."""
+        self.masks.append(mask)
+        return len(self.masks) - 1
 
     def hook_sites(self) -> Sequence[PlannedSite]:
         """Return the sites that only an uncompiled step with hooks reaches."""

@@ -44,6 +44,7 @@ class V1Step(Step):
             batch.num_computed_tokens_cpu[: len(batch.req_ids)],
             num_rows=scheduled.total_num_scheduled_tokens,
             num_padded_rows=num_padded_rows,
+            token_ids=runner.input_ids.gpu,
             is_repeatable=is_repeatable,
         )
 
@@ -57,7 +58,7 @@ class V1Step(Step):
         """Return whether a token of the request is sampled, see ``Step``."""
         return rows.start + rows.num_rows >= int(self._requests[rows.request_id].num_tokens)
 
-    def token_ids(self, rows: RequestRows) -> npt.NDArray[np.int32]:
+    def known_ids(self, rows: RequestRows) -> npt.NDArray[np.int32]:
         """Return the ids of a request's tokens by absolute position."""
         ids: npt.NDArray[np.int32] = self._batch.token_ids_cpu[rows.index]
         return ids

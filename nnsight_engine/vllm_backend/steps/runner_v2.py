@@ -41,6 +41,7 @@ class V2Step(Step):
             batch.num_computed_tokens_np,
             num_rows=batch.num_tokens,
             num_padded_rows=batch.num_tokens_after_padding,
+            token_ids=batch.input_ids,
             is_repeatable=is_repeatable,
         )
 
@@ -53,8 +54,8 @@ class V2Step(Step):
         """Return whether a token of the request is sampled, see ``Step``."""
         return rows.start + rows.num_rows >= int(self.batch.prefill_len_np[rows.index])
 
-    def token_ids(self, rows: RequestRows) -> npt.NDArray[np.int32]:
-        """Return the ids of a request's tokens by absolute position."""
+    def known_ids(self, rows: RequestRows) -> npt.NDArray[np.int32]:
+        """Return the ids of a request's prompt; tokens that were sampled are known to the device."""
         return self._prompts[rows.request_id]
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class Step(abc.ABC):
         starts: Absolute position of each request's first row.
         num_rows: Number of rows of all requests, without padding.
         num_padded_rows: Number of rows of the step's tensors.
+        token_ids: Ids of the tokens of all rows, ``[padded rows]`` on the device.
         is_repeatable: Whether the model can be run on the same inputs again.
     """
 
@@ -51,12 +53,14 @@ class Step(abc.ABC):
         *,
         num_rows: int,
         num_padded_rows: int,
+        token_ids: torch.Tensor,
         is_repeatable: bool,
     ) -> None:
         self.request_ids = request_ids
         self.starts = starts
         self.num_rows = num_rows
         self.num_padded_rows = num_padded_rows
+        self.token_ids = token_ids
         self.is_repeatable = is_repeatable
 
     @abc.abstractmethod
@@ -68,8 +72,8 @@ class Step(abc.ABC):
         """Return whether a token of the request is sampled: its prompt ends in this step or has ended."""
 
     @abc.abstractmethod
-    def token_ids(self, rows: RequestRows) -> npt.NDArray[np.int32]:
-        """Return the ids of a request's tokens by absolute position, at least up to its last row."""
+    def known_ids(self, rows: RequestRows) -> npt.NDArray[np.int32]:
+        """Return the ids of a request's tokens by absolute position, as far as the host knows them."""
 
     @property
     def has_one_row_each(self) -> bool:

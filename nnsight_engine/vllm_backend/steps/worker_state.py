@@ -166,7 +166,7 @@ class WorkerState:
 
     def _plan(self, step: Step) -> StepPlan | None:
         spans = [
-            Span(request, rows.row, rows.num_rows, rows.start, step.token_ids(rows))
+            Span(request, rows.row, rows.num_rows, rows.start, step.known_ids(rows), step.token_ids)
             for rows in step.rows()
             if (request := self._active.get(rows.request_id)) is not None
         ]

@@ -43,6 +43,10 @@ SPEC = ModelSpec(
 )
 
 
+TOKEN_IDS = np.arange(SPEC.max_model_len, dtype=np.int32) % VOCAB
+"""The token at each position, of every request."""
+
+
 class StandIn(nn.Module):
     """Tells a lens and the sampler their logits."""
 
@@ -84,17 +88,21 @@ class PlayedStep(Step):
     Args:
         batch: The rows of each request.
         shares: Whether steps may go on with the one before.
+        num_known: Number of tokens of each request whose ids the host knows; None for all.
     """
 
-    def __init__(self, batch: Sequence[Rows], *, shares: bool) -> None:
+    def __init__(self, batch: Sequence[Rows], *, shares: bool, num_known: int | None = None) -> None:
         self._counts = np.array([rows.num_rows for rows in batch])
         self._shares = shares
+        self._num_known = num_known
+        positions = [np.arange(rows.start, rows.start + rows.num_rows) for rows in batch]
         num_rows = int(self._counts.sum())
         super().__init__(
             [rows.request_id for rows in batch],
             np.array([rows.start for rows in batch], np.int32),
             num_rows=num_rows,
             num_padded_rows=num_rows,
+            token_ids=torch.from_numpy(TOKEN_IDS[np.concatenate(positions)]),
             is_repeatable=True,
         )
 
@@ -109,9 +117,9 @@ class PlayedStep(Step):
         del rows
         return True
 
-    def token_ids(self, rows: RequestRows) -> npt.NDArray[np.int32]:
+    def known_ids(self, rows: RequestRows) -> npt.NDArray[np.int32]:
         del rows
-        return np.arange(SPEC.max_model_len, dtype=np.int32) % VOCAB
+        return TOKEN_IDS if self._num_known is None else TOKEN_IDS[: self._num_known]
 
 
 class Worker:
@@ -120,7 +128,10 @@ class Worker:
     Args:
         shares: Whether steps may go on with the one before; else each is told request by request.
         is_asynchronous: Whether results may be delivered while the next step runs.
+        num_known: See ``PlayedStep``.
     """
+
+    num_known: int | None = None
 
     def __init__(
         self,
@@ -168,7 +179,7 @@ class Worker:
     def plan(self, batch: Sequence[Rows]) -> StepPlan | None:
         if self.state.idle:
             return None
-        return self.state.plan(PlayedStep(batch, shares=self._shares))
+        return self.state.plan(PlayedStep(batch, shares=self._shares, num_known=self.num_known))
 
     def run(
         self, plan: StepPlan | None, hidden: torch.Tensor, ends: torch.Tensor, *, skipped_tap: int = -1

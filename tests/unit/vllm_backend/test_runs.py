@@ -6,6 +6,7 @@ import dataclasses
 import random
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -66,9 +67,20 @@ class Schedule:
     Args:
         seed: Decides everything.
         is_calm: Whether little happens beside decoding, so that runs are long.
+        operations: Requests have up to four of them.
+        has_faults: Whether the model sometimes misses a point, or has a value of the wrong shape there.
     """
 
-    def __init__(self, seed: int, *, is_calm: bool) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        is_calm: bool,
+        operations: Sequence[dict[str, Any]] = OPERATIONS,
+        has_faults: bool = True,
+    ) -> None:
+        self._operations = operations
+        self._has_faults = has_faults
         self._rng = random.Random(seed)
         self._rate = 0.06 if is_calm else 0.25
         self._num_requests = 0
@@ -103,7 +115,7 @@ class Schedule:
         prompt_len = rng.randint(2, 7)
         raw = [
             one | {"name": f"n{index}"} if one["op"] in {"capture", "probe", "logit_lens"} else one
-            for index, one in enumerate(rng.sample(OPERATIONS, rng.randint(0, 4)))
+            for index, one in enumerate(rng.sample(self._operations, rng.randint(0, 4)))
         ]
         request = compiled(raw, prompt_len, stream=rng.random() < 0.3) if raw else None
         life = Living(self._num_requests, prompt_len, request, rng.random() < 0.2, num_known=prompt_len)
@@ -126,6 +138,7 @@ class Schedule:
         plan = worker.plan(batch)
         hidden = hidden_of(batch)
         is_narrow, skips = rng.random() < self._rate / 8, rng.random() < self._rate / 8
+        is_narrow, skips = is_narrow and self._has_faults, skips and self._has_faults
         tap = 1 if skips else -1
         if plan is not None and rng.random() < self._rate / 2:
             plan.record_uncompiled()
