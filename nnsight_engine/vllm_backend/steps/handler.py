@@ -91,6 +91,7 @@ class StepHandler:
             device,
             max_request_bytes=limits.max_capture_bytes_per_request,
             max_engine_bytes=limits.max_capture_bytes_engine,
+            is_asynchronous=bool(config.scheduler_config.async_scheduling),
         )
         self._running: RunningStep | None = None
         self._spent_s = 0.0

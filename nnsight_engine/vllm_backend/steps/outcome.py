@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from typing import Any
+
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from nnsight_engine.core.engine_counts import EngineCounts
 from nnsight_engine.plans.records import StepResults
 from nnsight_engine.plans.step.delivery import Delivery, SampledIds
+from nnsight_engine.vllm_backend.compat import attach_results
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,3 +46,33 @@ class StepOutcome:
         if self.spent_s is not None:
             self.counts.note_time(self.spent_s + time.monotonic() - begin)
         return results
+
+
+class InterventionOutput(AsyncModelRunnerOutput):
+    """A runner's output with the results of the step's interventions.
+
+    Args:
+        output: The output, whose copy to the host may be under way.
+        outcome: The outcome of the step.
+    """
+
+    def __init__(self, output: AsyncModelRunnerOutput, outcome: StepOutcome) -> None:
+        self._output = output
+        self._outcome = outcome
+
+    def get_output(self) -> ModelRunnerOutput:
+        """Wait for the copies; return the output with the results."""
+        return _with_results(self._output.get_output(), self._outcome)
+
+
+def with_outcome(output: Any, outcome: StepOutcome) -> Any:
+    """Return a runner's output with a step's results, which are made when the output arrives on the host."""
+    if isinstance(output, AsyncModelRunnerOutput):
+        return InterventionOutput(output, outcome)
+    return output if output is None else _with_results(output, outcome)
+
+
+def _with_results(output: ModelRunnerOutput, outcome: StepOutcome) -> ModelRunnerOutput:
+    results = outcome.results(output.sampled_token_ids or [], output.req_id_to_index or {})
+    attached: ModelRunnerOutput = output if results is None else attach_results(output, results)
+    return attached

@@ -15,8 +15,10 @@ import numpy.typing as npt
 from vllm.config import CUDAGraphMode
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from nnsight_engine.vllm_backend.compat import attach_results, zero_blocks
+from nnsight_engine.vllm_backend.compat import attach_results, is_alone, zero_blocks
 from nnsight_engine.vllm_backend.steps.handler import StepHandler
+from nnsight_engine.vllm_backend.steps.known_ids import KnownIds
+from nnsight_engine.vllm_backend.steps.outcome import with_outcome
 from nnsight_engine.vllm_backend.steps.replayed_samples import ReplayedSamples
 from nnsight_engine.vllm_backend.steps.seeded_chunks import SeededChunksMixin
 from nnsight_engine.vllm_backend.steps.step import RequestRows, Step
@@ -39,6 +41,7 @@ class V1Step(Step):
         self._batch = batch = runner.input_batch
         self._requests = runner.requests
         self._scheduled = scheduled.num_scheduled_tokens
+        self._known = runner.known_ids if runner.use_async_scheduling else None
         super().__init__(
             batch.req_ids,
             batch.num_computed_tokens_cpu[: len(batch.req_ids)],
@@ -60,7 +63,8 @@ class V1Step(Step):
 
     def known_ids(self, rows: RequestRows) -> npt.NDArray[np.int32]:
         """Return the ids of a request's tokens by absolute position."""
-        ids: npt.NDArray[np.int32] = self._batch.token_ids_cpu[rows.index]
+        known = self._batch.token_ids_cpu[rows.index] if self._known is None else self._known[rows.request_id]
+        ids: npt.NDArray[np.int32] = known
         return ids
 
 
@@ -69,9 +73,11 @@ class V1RunnerMixin(SeededChunksMixin):
 
     Attributes:
         handler: The interventions.
+        known_ids: The tokens that the host knows while scheduling is asynchronous.
     """
 
     handler: StepHandler
+    known_ids: KnownIds
     _samples: ReplayedSamples
     _scheduled: SchedulerOutput
 
@@ -89,6 +95,7 @@ class V1RunnerMixin(SeededChunksMixin):
 
         self.handler = StepHandler(loaded, self.vllm_config, self.device)  # type: ignore[attr-defined]
         self._samples = ReplayedSamples()
+        self.known_ids = KnownIds()
         self._make_room_for_stages()
 
     def _make_room_for_stages(self) -> None:
@@ -118,11 +125,14 @@ class V1RunnerMixin(SeededChunksMixin):
         handler.begin(scheduler_output, self.due_prompt_logprobs)
         self._samples.forget(scheduler_output.finished_req_ids)
         self._scheduled = scheduler_output
+        self.known_ids.begin(scheduler_output, handler.interventions.live)
         try:
             output = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         finally:
             handler.graphs.end()
-        results = None if scheduler_output.total_num_scheduled_tokens else handler.reports.end_idle_step()
+        if scheduler_output.total_num_scheduled_tokens:
+            return output
+        results = handler.reports.end_idle_step(is_alone=is_alone(scheduler_output))
         return output if results is None else attach_results(output, results)
 
     def prepare_zeroing(self) -> None:
@@ -158,11 +168,7 @@ class V1RunnerMixin(SeededChunksMixin):
             self.execute_model_state = state._replace(logits=changed)
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
         outcome = handler.leave()
-        if outcome is None:
-            return output
-        sampled = getattr(output, "sampled_token_ids", None) or []
-        results = outcome.results(sampled, getattr(output, "req_id_to_index", None) or {})
-        return output if results is None else attach_results(output, results)
+        return output if outcome is None else with_outcome(output, outcome)
 
     def _get_prompt_logprobs_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the prompt logprobs without those of requests whose rows are computed again."""

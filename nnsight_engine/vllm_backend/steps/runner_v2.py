@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from nnsight_engine.plans.step.host_arena import to_device
-from nnsight_engine.vllm_backend.compat import attach_results, zero_blocks
+from nnsight_engine.vllm_backend.compat import attach_results, is_alone, zero_blocks
 from nnsight_engine.vllm_backend.steps.handler import StepHandler
-from nnsight_engine.vllm_backend.steps.outcome import StepOutcome
+from nnsight_engine.vllm_backend.steps.known_ids import KnownIds
+from nnsight_engine.vllm_backend.steps.outcome import with_outcome
 from nnsight_engine.vllm_backend.steps.replayed_samples import ReplayedSamples
 from nnsight_engine.vllm_backend.steps.step import RequestRows, Step
 
@@ -29,13 +29,13 @@ class V2Step(Step):
 
     Args:
         batch: The runner's ``InputBatch``.
-        prompts: For each live request its prompt, and the tokens that it had generated before a preemption.
+        known_ids: The tokens that the host knows.
         is_repeatable: See ``Step``.
     """
 
-    def __init__(self, batch: Any, prompts: dict[str, npt.NDArray[np.int32]], *, is_repeatable: bool) -> None:
+    def __init__(self, batch: Any, known_ids: KnownIds, *, is_repeatable: bool) -> None:
         self.batch = batch
-        self._prompts = prompts
+        self._known_ids = known_ids
         super().__init__(
             batch.req_ids,
             batch.num_computed_tokens_np,
@@ -56,7 +56,7 @@ class V2Step(Step):
 
     def known_ids(self, rows: RequestRows) -> npt.NDArray[np.int32]:
         """Return the ids of a request's prompt; tokens that were sampled are known to the device."""
-        return self._prompts[rows.request_id]
+        return self._known_ids[rows.request_id]
 
 
 class ModelProxy:
@@ -80,30 +80,6 @@ class ModelProxy:
         return self._replaced.get("forward", self._model)(*args, **kwargs)
 
 
-class InterventionOutput(AsyncModelRunnerOutput):
-    """The runner's output with the results of the step's interventions.
-
-    Args:
-        output: The runner's output, whose copy to the host may be under way.
-        outcome: The outcome of the step.
-    """
-
-    def __init__(self, output: AsyncModelRunnerOutput, outcome: StepOutcome) -> None:
-        self._output = output
-        self._outcome = outcome
-
-    def get_output(self) -> ModelRunnerOutput:
-        """Wait for the copies; return the output with the results."""
-        return with_results(self._output.get_output(), self._outcome)
-
-
-def with_results(output: ModelRunnerOutput, outcome: StepOutcome) -> ModelRunnerOutput:
-    """Return an output that has arrived on the host with the results of its step."""
-    results = outcome.results(output.sampled_token_ids or [], output.req_id_to_index or {})
-    attached: ModelRunnerOutput = output if results is None else attach_results(output, results)
-    return attached
-
-
 class BlockZeroer:
     """Zeroes blocks of the KV cache on a CPU, in place of vLLM's kernel for GPUs.
 
@@ -124,12 +100,13 @@ class V2RunnerMixin:
 
     Attributes:
         handler: The interventions.
+        known_ids: The tokens that the host knows.
     """
 
     handler: StepHandler
+    known_ids: KnownIds
     model: Any
     _samples: ReplayedSamples
-    _prompts: dict[str, npt.NDArray[np.int32]]
     _prepared: V2Step | None = None
     _skipped: npt.NDArray[np.integer] | None = None
     _has_called: bool = False
@@ -144,7 +121,7 @@ class V2RunnerMixin:
 
         self.handler = StepHandler(loaded, self.vllm_config, self.device)  # type: ignore[attr-defined]
         self._samples = ReplayedSamples()
-        self._prompts = {}
+        self.known_ids = KnownIds()
 
     @property
     def due_prompt_logprobs(self) -> Collection[str]:
@@ -164,7 +141,8 @@ class V2RunnerMixin:
             return execute(dummy_run=True)
         handler, model = self.handler, self.model
         handler.begin(scheduler_output, self.due_prompt_logprobs)
-        self._note_prompts(scheduler_output)
+        self._samples.forget(scheduler_output.finished_req_ids)
+        self.known_ids.begin(scheduler_output, handler.interventions.live)
         self.model = ModelProxy(model, forward=functools.partial(self._forward, model))
         self._has_called = False
         try:
@@ -174,22 +152,11 @@ class V2RunnerMixin:
             self.model, self._prepared = model, None
             handler.graphs.end()
         if not scheduler_output.total_num_scheduled_tokens:
-            results = handler.reports.end_idle_step()
+            results = handler.reports.end_idle_step(is_alone=is_alone(scheduler_output))
             return output if results is None else attach_results(output, results)
         if not self._has_called:  # a full graph was replayed
             handler.counts.steps["plain"] += 1
         return output
-
-    def _note_prompts(self, scheduled: Any) -> None:
-        """Keep the prompts of live requests that intervene."""
-        finished = scheduled.finished_req_ids
-        self._samples.forget(finished)
-        for request_id in finished:
-            self._prompts.pop(request_id, None)
-        live = self.handler.interventions.live
-        for request in scheduled.scheduled_new_reqs:
-            if request.req_id in live:
-                self._prompts[request.req_id] = np.asarray(request.prefill_token_ids, np.int32)
 
     def prepare_zeroing(self) -> None:
         """Make ready to zero blocks of the KV cache, see ``UncleanBlocks``."""
@@ -204,7 +171,7 @@ class V2RunnerMixin:
         if not self.handler.is_idle:
             # The model changes input embeddings in place, so it cannot be run on them a second time.
             is_repeatable = not self.uses_inputs_embeds  # type: ignore[attr-defined]
-            self._prepared = V2Step(batch, self._prompts, is_repeatable=is_repeatable)
+            self._prepared = V2Step(batch, self.known_ids, is_repeatable=is_repeatable)
         return batch
 
     def _forward(self, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -268,8 +235,4 @@ class V2RunnerMixin:
             self.prompt_logprobs_worker.uses_prompt_logprobs[self._skipped] = True  # type: ignore[attr-defined] # as above
             self._skipped = None
         outcome = self.handler.leave()
-        if outcome is None or output is None:
-            return output
-        if isinstance(output, AsyncModelRunnerOutput):
-            return InterventionOutput(output, outcome)
-        return with_results(output, outcome)
+        return output if outcome is None else with_outcome(output, outcome)

@@ -45,9 +45,14 @@ class TraceReports:
             {}, {}, {}, ended=ended, reports=reports, undone=undone, waiting=waiting, throttled=throttled
         )
 
-    def end_idle_step(self) -> StepResults | None:
-        """Wait briefly for blocks in a step without tokens; return their reports, None if there are none."""
+    def end_idle_step(self, *, is_alone: bool) -> StepResults | None:
+        """End a step without tokens; return the reports of traces, None if there is nothing new.
+
+        Args:
+            is_alone: Whether no other step is under way, so that there is time to wait briefly for blocks.
+        """
         if not self.is_due:
             return None
-        self._traces.wait_for_any(_IDLE_S)
+        if is_alone:
+            self._traces.wait_for_any(_IDLE_S)
         return self.end_step()

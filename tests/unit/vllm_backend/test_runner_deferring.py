@@ -143,9 +143,9 @@ def test_the_end_of_a_pause_is_reported_without_a_block() -> None:
     assert results is not None
     assert results.throttled == frozenset({"many"})
     traces.is_empty = True
-    assert reports.end_idle_step() is None, "nothing is new"
+    assert reports.end_idle_step(is_alone=True) is None, "nothing is new"
     traces.sandboxes.throttled = frozenset()
-    results = reports.end_idle_step()
+    results = reports.end_idle_step(is_alone=True)
     assert results is not None
     assert results.throttled == frozenset()
-    assert reports.end_idle_step() is None
+    assert reports.end_idle_step(is_alone=True) is None
