@@ -21,8 +21,6 @@ _ENGINE_DEFAULTS: Final = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     # One process for the engine and its only worker instead of two: saves seconds at start.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # Interventions are implemented for the V1 model runner.
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
 }

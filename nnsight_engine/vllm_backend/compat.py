@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -101,26 +100,16 @@ class EngineLimits:
         return cls(**entry.get("limits", {}))
 
 
-def engine_options(limits: EngineLimits, *, async_scheduling: bool | None = None) -> dict[str, Any]:
+def engine_options(limits: EngineLimits) -> dict[str, Any]:
     """Return the engine arguments that add interventions to vLLM's engine.
 
     Pass them to ``vllm.LLM`` or ``AsyncEngineArgs`` together with other arguments.
-
-    Args:
-        limits: Limits that the worker enforces.
-        async_scheduling: As in vLLM's engine arguments, but None turns it off.
     """
     return {
         "worker_cls": WORKER_CLASS,
         "scheduler_cls": SCHEDULER_CLASS,
-        "async_scheduling": bool(async_scheduling),
         "additional_config": {CONFIG_KEY: {"limits": dataclasses.asdict(limits)}},
     }
-
-
-def own_environment() -> None:
-    """Set defaults of environment variables that vLLM reads, to select the model runner extended here."""
-    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 
 
 def check_supported(config: VllmConfig, *, traces_only: bool = False) -> None:
@@ -146,6 +135,12 @@ def check_supported(config: VllmConfig, *, traces_only: bool = False) -> None:
         "--async-scheduling with --pipeline-parallel-size": (
             has_stages and bool(config.scheduler_config.async_scheduling)
         ),
+        "VLLM_USE_V2_MODEL_RUNNER=1 with --pipeline-parallel-size": (
+            has_stages and config.use_v2_model_runner
+        ),
+        # Rows are distributed over ranks, or each rank samples for requests of its own.
+        "--prefill-context-parallel-size": parallel.prefill_context_parallel_size > 1,
+        "--enable-batch-sharded-sampling": parallel.enable_batch_sharded_sampling,
         "--kv-transfer-config": config.kv_transfer_config is not None,
         "--enable-dbo": bool(getattr(parallel, "enable_dbo", False)),
     }

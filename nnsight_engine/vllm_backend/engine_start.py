@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -13,7 +14,6 @@ from nnsight_engine.vllm_backend.compat import (
     EngineLimits,
     check_supported,
     engine_options,
-    own_environment,
     ray_executor,
 )
 from nnsight_engine.vllm_backend.engines import AsyncEngine, SyncEngine
@@ -39,10 +39,12 @@ def start(
     Raises:
         UnsupportedOptionError: An option is set under which blocks could be silently wrong.
     """
-    own_environment()
     arguments = dict(engine_args)
-    limits = limits or EngineLimits()
-    ours = engine_options(limits, async_scheduling=arguments.pop("async_scheduling", None))
+    if arguments.get("pipeline_parallel_size", 1) > 1:
+        # Stages wait for each other in the order of the V1 runner's synchronous steps.
+        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+        arguments.setdefault("async_scheduling", False)
+    ours = engine_options(limits or EngineLimits())
     ours["additional_config"] = {**arguments.pop("additional_config", {}), **ours["additional_config"]}
     if arguments.get("distributed_executor_backend") == "ray":
         arguments["distributed_executor_backend"] = ray_executor()

@@ -102,9 +102,7 @@ class Engine:
             "max_num_seqs": 64,
             "disable_log_stats": True,
         }
-        is_asynchronous = options.pop("async_scheduling", None)
-        ours = engine_options(limits or EngineLimits(), async_scheduling=is_asynchronous)
-        llm = LLM(model=str(model), **ours, **(defaults | options))
+        llm = LLM(model=str(model), **engine_options(limits or EngineLimits()), **(defaults | options))
         self.use(llm)
 
     @classmethod

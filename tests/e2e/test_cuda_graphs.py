@@ -12,9 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from vllm import EngineArgs
 from vllm.config import CompilationConfig, CompilationMode, LoRAConfig, VllmConfig
+from vllm.platforms import current_platform
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+from vllm.v1.worker.gpu import cudagraph_utils
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from nnsight_engine.core.errors import UnsupportedOptionError
@@ -219,10 +223,112 @@ def test_pieces_that_do_not_end_at_taps_are_not_replayed(engine_config: VllmConf
     assert runner.choice(DECODING) == (NONE, 3)
 
 
-def test_the_other_runner_is_refused(engine_config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+# The same on the V2 runner.
+
+
+class Manager(CudaGraphManager):
+    """vLLM's manager of the V2 runner's graphs, as if it had captured them.
+
+    Args:
+        config: The engine's configuration.
+        varlen_decode: Whether full graphs serve decodes of different lengths.
+    """
+
+    def __init__(self, config: VllmConfig, *, varlen_decode: bool = False) -> None:
+        mode = config.compilation_config.cudagraph_mode
+        super().__init__(config, torch.device("cpu"), mode, 1, varlen_decode=varlen_decode)
+        self._graphs_captured = True
+
+    def choice(self, graphs: StepGraphs, tokens: dict[str, int]) -> tuple[str, int]:
+        """Return the mode and the number of rows of a step, asked for as the V2 runner does."""
+        numbers = list(tokens.values())
+        is_decode = max(numbers) == 1
+        with graphs.constraining(self):
+            chosen = self.dispatch(
+                len(numbers),
+                sum(numbers),
+                1 if is_decode else None,
+                num_active_loras=0,
+                max_query_len=1 if is_decode else None,
+            )
+        return chosen.cg_mode.name, chosen.num_tokens
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be the only pipeline stage, without processes."""
+    monkeypatch.setattr(
+        cudagraph_utils, "get_pp_group", lambda: SimpleNamespace(is_first_rank=True, is_last_rank=True)
+    )
+    monkeypatch.setattr(type(current_platform), "get_global_graph_pool", lambda _self: None)
+
+
+def manager_with(
+    engine_config: VllmConfig, mode: str, *, has_taps: bool = True, varlen_decode: bool = False
+) -> tuple[Manager, StepGraphs]:
+    config = copy.copy(engine_config)
+    config.compilation_config = on_gpu(mode)
+    graphs = StepGraphs(is_cut=has_taps and cut_at_taps(config.compilation_config))
+    return Manager(config, varlen_decode=varlen_decode), graphs
+
+
+@pytest.mark.usefixtures("stage")
+@pytest.mark.parametrize("varlen_decode", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "idle", "intervening"),
+    [
+        ("FULL_AND_PIECEWISE", FULL, PIECEWISE),
+        ("PIECEWISE", PIECEWISE, PIECEWISE),
+        ("FULL", FULL, NONE),
+        ("FULL_DECODE_ONLY", FULL, NONE),
+        ("NONE", NONE, NONE),
+    ],
+)
+def test_every_mode_of_graphs_on_the_v2_runner(
+    engine_config: VllmConfig, mode: str, idle: str, intervening: str, *, varlen_decode: bool
+) -> None:
+    manager, graphs = manager_with(engine_config, mode, varlen_decode=varlen_decode)
+    assert manager.choice(graphs, DECODING)[0] == idle
+    graphs.begin(["b"], set(), DECODING)
+    chosen, num_rows = manager.choice(graphs, DECODING)
+    assert chosen == intervening
+    assert num_rows == (3 if chosen == NONE else 4)
+    graphs.end()
+    assert manager.choice(graphs, DECODING)[0] == idle
+
+
+@pytest.mark.usefixtures("stage")
+def test_pieces_that_do_not_end_at_taps_are_not_replayed_on_the_v2_runner(engine_config: VllmConfig) -> None:
+    manager, graphs = manager_with(engine_config, "FULL_AND_PIECEWISE", has_taps=False)
+    graphs.begin(["b"], set(), DECODING)
+    assert manager.choice(graphs, DECODING) == (NONE, 3)
+    assert manager.choice(graphs, PROMPTS) == (NONE, 7)
+
+
+@pytest.mark.usefixtures("stage")
+def test_breakable_graphs_are_not_replayed(
+    engine_config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager, graphs = manager_with(engine_config, "FULL_AND_PIECEWISE")
+    monkeypatch.setattr(manager, "use_breakable_cg", True)
+    assert manager.choice(graphs, PROMPTS)[0] == PIECEWISE
+    graphs.begin(["b"], set(), PROMPTS)
+    assert manager.choice(graphs, PROMPTS) == (NONE, 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "option"),
+    [
+        ("prefill_context_parallel_size", 2, "--prefill-context-parallel-size"),
+        ("enable_batch_sharded_sampling", True, "--enable-batch-sharded-sampling"),
+    ],
+)
+def test_steps_that_are_divided_over_ranks_are_refused(
+    engine_config: VllmConfig, monkeypatch: pytest.MonkeyPatch, name: str, value: object, option: str
+) -> None:
     check_supported(engine_config)
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    with pytest.raises(UnsupportedOptionError, match="VLLM_USE_V2_MODEL_RUNNER"):
+    monkeypatch.setattr(engine_config.parallel_config, name, value)
+    with pytest.raises(UnsupportedOptionError, match=option):
         check_supported(engine_config, traces_only=True)
 
 

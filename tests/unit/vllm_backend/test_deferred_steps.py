@@ -22,7 +22,6 @@ from nnsight_engine.vllm_backend.compat import (
     attach_results,
     engine_options,
     is_single_tenant,
-    own_environment,
 )
 from nnsight_engine.vllm_backend.scheduler import InterventionScheduler
 from nnsight_engine.vllm_backend.sender_usage import SENDER_KEY
@@ -91,7 +90,6 @@ class Scheduling:
 
 @pytest.fixture(scope="module")
 def config() -> Any:
-    own_environment()
     model = str(bundled_model_path())
     args = EngineArgs(model, max_model_len=256, enforce_eager=True, **engine_options(EngineLimits()))
     config = args.create_engine_config()
