@@ -1,1 +1,1 @@
-"""The steps of vLLM's engine, and the names of vLLM on which the engine's code depends."""
+"""A step of the engine as interventions see it, whichever of vLLM's runners runs it."""

@@ -30,13 +30,15 @@ class UsedNames:
         read: Names without a signature: classes, fields, attributes, constants.
         called: Functions and methods that are called, with their signatures.
         overridden: Methods that are overridden, with their signatures.
-        is_subclassed: Whether this project derives a class, so that abstract methods must be overridden.
+        implemented: Abstract methods that are implemented, also those that only later versions have.
+        is_subclassed: Whether this project derives a class, so that abstract methods must be implemented.
     """
 
     owners: tuple[str, ...]
     read: tuple[str, ...]
     called: Mapping[str, str]
     overridden: Mapping[str, str]
+    implemented: tuple[str, ...]
     is_subclassed: bool
 
 
@@ -45,9 +47,13 @@ def _used(
     read: str = "",
     called: Mapping[str, str] = _NONE,
     overridden: Mapping[str, str] | None = None,
+    implemented: str = "",
 ) -> UsedNames:
-    """Return names; ``read`` has spaces between them, ``overridden`` is None for a class without subclass."""
-    return UsedNames(owners, tuple(read.split()), called, overridden or _NONE, overridden is not None)
+    """Return names: strings have spaces between them, a class without subclasses has no ``overridden``."""
+    is_subclassed = overridden is not None
+    return UsedNames(
+        owners, tuple(read.split()), called, overridden or _NONE, tuple(implemented.split()), is_subclassed
+    )
 
 
 _WORKER: Final = (
@@ -55,7 +61,8 @@ _WORKER: Final = (
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
         "vllm.v1.worker.cpu_model_runner:CPUModelRunner",
         read="compilation_config device discard_request_mask execute_model_state input_batch "
-        "intermediate_tensors kv_cache_config max_num_tokens num_prompt_logprobs requests vllm_config",
+        "input_ids intermediate_tensors kv_cache_config max_num_tokens num_prompt_logprobs requests "
+        "use_async_scheduling vllm_config",
         called={
             "get_model": "",
             "_dummy_run": "num_tokens, *, cudagraph_runtime_mode",
@@ -78,9 +85,41 @@ _WORKER: Final = (
         },
     ),
     _used(
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner",
+        "vllm.v1.worker.cpu.model_runner:CPUModelRunner",
+        read="compilation_config cudagraph_manager device kv_block_zeroer kv_cache_config model "
+        "prompt_logprobs_worker uses_inputs_embeds vllm_config",
+        called={"_dummy_run": "num_tokens", "_init_kv_zero_meta": ""},
+        overridden={
+            "load_model": "load_dummy_weights=False, **others",
+            "execute_model": "scheduler_output, *, dummy_run=False, **others",
+            "prepare_inputs": "scheduler_output, batch_req_state, batch_desc, num_active_loras, **others",
+            "sample": "hidden_states, input_batch, grammar_output",
+            "sample_tokens": "grammar_output",
+        },
+    ),
+    _used(
+        "vllm.v1.worker.gpu.input_batch:InputBatch",
+        read="idx_mapping_np input_ids num_computed_tokens_np num_scheduled_tokens num_tokens "
+        "num_tokens_after_padding prefill_len_np req_ids",
+    ),
+    _used(
+        "vllm.v1.worker.gpu.sample.prompt_logprob:PromptLogprobsWorker",
+        read="in_progress_prompt_logprobs uses_prompt_logprobs",
+    ),
+    _used(
+        "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager",
+        read="use_breakable_cg",
+        called={
+            "dispatch": "num_reqs, num_tokens, uniform_token_count, *, num_active_loras, max_query_len, "
+            "num_ubatches=1"
+        },
+    ),
+    _used("vllm.v1.worker.gpu.cudagraph_utils:BatchExecutionDescriptor", read="cg_mode num_reqs num_tokens"),
+    _used(
         "vllm.v1.worker.gpu_worker:Worker",
         "vllm.v1.worker.cpu_worker:CPUWorker",
-        read="device model_runner",
+        read="device model_runner vllm_config",
         overridden={
             "init_device": "",
             "initialize_from_config": "kv_cache_config",
@@ -94,13 +133,19 @@ _WORKER: Final = (
         read="generators num_computed_tokens_cpu num_reqs req_id_to_index req_ids token_ids_cpu",
     ),
     _used("vllm.v1.worker.gpu_input_batch:CachedRequestState", read="num_tokens"),
-    _used("vllm.v1.utils:CpuGpuBuffer", read="np"),
+    _used("vllm.v1.utils:CpuGpuBuffer", read="gpu np"),
     _used("vllm.forward_context", called={"get_forward_context": ""}),
     _used(
         "vllm.forward_context:ForwardContext",
         read="additional_kwargs cudagraph_runtime_mode skip_compiled",
     ),
     _used("vllm.v1.outputs", read="EMPTY_MODEL_RUNNER_OUTPUT ModelRunnerOutput"),
+    _used(
+        "vllm.v1.outputs:AsyncModelRunnerOutput",
+        called={"get_output": ""},
+        overridden={},
+        implemented="get_kv_connector_output get_output",
+    ),
     _used("vllm.v1.outputs:ModelRunnerOutput", read="req_id_to_index sampled_token_ids"),
     _used("vllm.v1.outputs:SamplerOutput", read="logprobs_tensors sampled_token_ids"),
     _used("vllm.v1.outputs:LogprobsTensors", read="logprob_token_ids logprobs selected_token_ranks"),
@@ -166,6 +211,7 @@ _MODEL: Final = (
 _SCHEDULER: Final = (
     _used(
         "vllm.v1.core.sched.scheduler:Scheduler",
+        "vllm.v1.core.sched.async_scheduler:AsyncScheduler",
         read="block_size finished_req_ids kv_cache_config kv_cache_manager max_num_active_reqs "
         "max_num_running_reqs max_num_scheduled_tokens need_mamba_block_aligned_split needs_kv_cache_zeroing "
         "requests running scheduler_config vllm_config waiting",
@@ -184,8 +230,14 @@ _SCHEDULER: Final = (
         read="finished_req_ids num_scheduled_tokens scheduled_cached_reqs scheduled_new_reqs "
         "total_num_scheduled_tokens",
     ),
-    _used("vllm.v1.core.sched.output:NewRequestData", read="block_ids req_id sampling_params"),
-    _used("vllm.v1.core.sched.output:CachedRequestData", read="new_block_ids req_ids"),
+    _used(
+        "vllm.v1.core.sched.output:NewRequestData",
+        read="block_ids prefill_token_ids prompt_embeds prompt_token_ids req_id sampling_params",
+    ),
+    _used(
+        "vllm.v1.core.sched.output:CachedRequestData",
+        read="all_token_ids new_block_ids req_ids resumed_req_ids",
+    ),
     _used(
         "vllm.v1.core.sched.request_queue:RequestQueue",
         called={"add_request": "request", "remove_requests": "requests"},
@@ -193,7 +245,7 @@ _SCHEDULER: Final = (
     _used(
         "vllm.v1.request:Request",
         read="client_index has_encoder_inputs is_prefill_chunk num_computed_tokens num_in_flight_tokens "
-        "num_tokens prompt_embeds request_id sampling_params status",
+        "num_output_placeholders num_tokens prompt_embeds request_id sampling_params status",
         called={"get_finished_reason": ""},
     ),
     _used(

@@ -30,13 +30,21 @@ class Difference:
 
 
 def differences(sources: VLLMSources, used: Iterable[UsedNames]) -> list[Difference]:
-    """Return the names that are gone or have another signature.
+    """Return the names that are gone or have another signature; once, if several owners share the change.
 
     Args:
         sources: The version of vLLM to compare.
         used: The names that are overridden or read.
     """
-    return [one for names in used for owner in names.owners for one in _compared(sources, owner, names)]
+    found: list[Difference] = []
+    for names in used:
+        changes: dict[tuple[str, str], Difference] = {}
+        for owner in names.owners:
+            for one in _compared(sources, owner, names):
+                member = one.name.partition(":")[2].partition(".")[2]
+                changes.setdefault((member or one.name, one.change), one)
+        found += changes.values()
+    return found
 
 
 def _compared(sources: VLLMSources, owner: str, names: UsedNames) -> Iterator[Difference]:
@@ -59,7 +67,7 @@ def _compared(sources: VLLMSources, owner: str, names: UsedNames) -> Iterator[Di
         yield from _change(f"{owner}.{name}", members.get(name), names.called.get(name), is_member=True)
     if names.is_subclassed:
         for name, member in members.items():
-            if is_abstract(member) and name not in names.overridden:
+            if is_abstract(member) and name not in {*names.overridden, *names.implemented}:
                 yield Difference(f"{owner}.{name}", "a new abstract method", is_overridden=True)
 
 

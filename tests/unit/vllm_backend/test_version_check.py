@@ -32,7 +32,7 @@ OWNERS = ("vllm.v1.core.sched.scheduler:Scheduler", "vllm.v1.core.sched.output:S
 @pytest.fixture(autouse=True)
 def few_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare few names: a comparison of all takes a second, and is made in ``test_vllm_names``."""
-    names = [one for one in check.USED_NAMES if set(OWNERS).issuperset(one.owners)]
+    names = [one for one in check.USED_NAMES if one.owners[0] in OWNERS]
     # The order in which they are compared is not the order of the message.
     monkeypatch.setattr(check, "USED_NAMES", sorted(names, key=lambda one: one.owners))
 
