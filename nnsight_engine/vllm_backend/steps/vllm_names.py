@@ -1,10 +1,9 @@
 """The names of vLLM that this project overrides or reads.
 
-``versions`` compares them with the sources of a version. The list is complete for the worker, the
-engine core and their configuration: imports, overridden methods, and attributes of objects that are passed to
-this project. For the server (``app``) it has what is overridden or private; request models, exceptions and
-other parts of vLLM's documented Python API are left out, and so are the modules of single models, which
-``families`` looks up in the loaded model.
+``versions`` compares them with the sources of a version. The list has all imports from modules of vLLM and
+all overridden methods; for the worker, the engine core and their configuration also the attributes that are
+read. Left out are the public names of the package ``vllm`` itself, fields of request models in the server,
+and the modules of single models, which ``families`` looks up in the loaded model.
 """
 
 from __future__ import annotations
