@@ -64,8 +64,8 @@ class VLLMSources:
                 return SourceName(f"{module}.{name}", None) if is_module else None
             node = names[name]
             if not isinstance(node, ast.ImportFrom):
-                is_known = isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-                return SourceName(module, node if is_known else None)
+                definition = node if isinstance(node, (*_METHODS, ast.ClassDef)) else None
+                return SourceName(module, definition)
             origin = self._origin(module, node)
             if origin.partition(".")[0] != _PACKAGE:
                 return SourceName(origin, None)
