@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from app.cli import main
-from nnsight_engine import VLLM
 from nnsight_engine.core.errors import UnsupportedOptionError
+from nnsight_engine.modeling.vllm import VLLM
+from nnsight_engine.vllm_backend.steps.vllm_names import USED_NAMES
 from nnsight_engine.vllm_backend.versions import check
 from nnsight_engine.vllm_backend.versions.check import VersionCheck, check_version
 from nnsight_engine.vllm_backend.versions.sources import VLLMSources
@@ -32,7 +33,7 @@ OWNERS = ("vllm.v1.core.sched.scheduler:Scheduler", "vllm.v1.core.sched.output:S
 @pytest.fixture(autouse=True)
 def few_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare few names: a comparison of all takes a second, and is made in ``test_vllm_names``."""
-    names = [one for one in check.USED_NAMES if one.owners[0] in OWNERS]
+    names = [one for one in USED_NAMES if one.owners[0] in OWNERS]
     # The order in which they are compared is not the order of the message.
     monkeypatch.setattr(check, "USED_NAMES", sorted(names, key=lambda one: one.owners))
 
