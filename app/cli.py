@@ -117,6 +117,13 @@ def serve(  # noqa: PLR0913 - one argument for each option
             "uncompiled."
         ),
     ] = None,
+    vllm_version_check: Annotated[
+        str | None,
+        _option(
+            "What happens with a version of vLLM that is not known: auto (the default: it is refused if a "
+            "method that the engine overrides has changed), strict, warn or off."
+        ),
+    ] = None,
     local_engine: Annotated[
         bool,
         typer.Option(
@@ -154,6 +161,7 @@ def serve(  # noqa: PLR0913 - one argument for each option
                 port=port,
                 sandbox=sandbox,
                 taps=taps,
+                vllm_version_check=vllm_version_check,
                 local_engine=local_engine or None,
                 local_engine_device=local_engine_device,
                 local_engine_dtype=local_engine_dtype,

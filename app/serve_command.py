@@ -42,6 +42,7 @@ from nnsight_engine.modeling.bundled import (
     intact_bundled_model,
 )
 from nnsight_engine.sandbox.confine import missing_namespaces
+from nnsight_engine.vllm_backend.versions.check import check_version
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +97,7 @@ def run(options: ServeOptions) -> None:
 def _serve(
     model: str | None, options: list[str], settings: Settings, console: Console, *, compiles: bool
 ) -> None:
+    check_version(settings.vllm_version_check)
     # The bundled model's checksums are verified during the import: hashing releases the GIL.
     bundled = settings.bundled_model_dir
     with _progress(console) as progress, ThreadPoolExecutor(1) as beside:

@@ -17,6 +17,7 @@ from app.trusted_proxies import check_proxies
 from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.core.sandbox_choice import check_sandbox
 from nnsight_engine.core.tap_choice import ALL_TAPS
+from nnsight_engine.vllm_backend.versions.check import VersionCheck
 
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
@@ -167,6 +168,12 @@ class Settings(BaseSettings):
         default=ALL_TAPS,
         description="Points of the residual stream with taps in the compiled model: `all`, `off`, or "
         "points such as `layers.4:20.output`.",
+    )
+    vllm_version_check: VersionCheck = Field(
+        default="auto",
+        description="What happens with a version of vLLM that is not known. `auto`: it is refused if a name "
+        "that the engine overrides has changed; `strict`: if any name that it uses has changed; `warn`: it "
+        "is used with a warning; `off`: it is used.",
     )
     max_capture_bytes_per_request: int = Field(
         default=256 * MIB, ge=0, description="Most captured bytes that one request may hold in the engine."

@@ -6,7 +6,7 @@ import argparse
 from typing import Final
 
 import torch
-from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.cli.serve import make_arg_parser, validate_parsed_serve_args  # there in all versions
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 

@@ -1,6 +1,6 @@
-"""The only module that depends on vLLM's version: locations of its classes, and supported options.
+"""What this project gives to vLLM and needs from it: its own classes' names, limits, and supported options.
 
-Written for vLLM 0.32, model runner V1. The rest of ``vllm_backend`` uses only stable parts of vLLM.
+Written for model runner V1. ``steps.vllm_names`` lists the names of vLLM on which this package depends.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from nnsight_engine.vllm_backend.prompts import INPUT_NAMES, Request, as_prompt,
 from nnsight_engine.vllm_backend.remote import VLLMDialect, local_tokenizer
 from nnsight_engine.vllm_backend.rpc_results import answer
 from nnsight_engine.vllm_backend.traces.points import LOGITS, SAMPLES, EnginePoints, StandardNames
+from nnsight_engine.vllm_backend.versions.check import check_from_environment
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -118,6 +119,7 @@ class VLLM(StandardNames):
                 return
             names: ClientNames = self.__dict__["_client_names"]
             message = names.write()
+            check_from_environment()
             host = _starting().start(
                 self.__dict__["_engine_args"],
                 self.__dict__["_limits"],

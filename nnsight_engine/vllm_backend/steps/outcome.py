@@ -64,6 +64,10 @@ class InterventionOutput(AsyncModelRunnerOutput):
         """Wait for the copies; return the output with the results."""
         return _with_results(self._output.get_output(), self._outcome)
 
+    def get_kv_connector_output(self) -> Any:
+        """Return what vLLM's output returns; vLLM calls this from 0.33 on."""
+        return self._output.get_kv_connector_output()
+
 
 def with_outcome(output: Any, outcome: StepOutcome) -> Any:
     """Return a runner's output with a step's results, which are made when the output arrives on the host."""

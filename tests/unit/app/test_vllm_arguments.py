@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.cli.serve import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from app.engine.vllm_arguments import parse

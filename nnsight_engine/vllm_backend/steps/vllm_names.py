@@ -1,0 +1,471 @@
+"""The names of vLLM that this project overrides or reads.
+
+``versions`` compares them with the sources of a version. The list has all imports from modules of vLLM and
+all overridden methods; for the worker, the engine core and their configuration also the attributes that are
+read. Left out are the public names of the package ``vllm`` itself, fields of request models in the server,
+and the modules of single models, which ``families`` looks up in the loaded model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+_NONE: Final[Mapping[str, str]] = MappingProxyType({})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class UsedNames:
+    """Names of a module or a class.
+
+    A signature is written as Python writes parameters, without ``self``. That of a called function has the
+    arguments that are passed, with a default for those that are passed only sometimes. That of an overridden
+    method has ``**others`` if the override passes on parameters that it does not know.
+
+    Attributes:
+        owners: ``module`` or ``module:Class``; each of them has all names.
+        read: Names without a signature: classes, fields, attributes, constants.
+        called: Functions and methods that are called, with their signatures.
+        overridden: Methods that are overridden, with their signatures.
+        implemented: Abstract methods that are implemented, also those that only later versions have.
+        is_subclassed: Whether this project derives a class, so that abstract methods must be implemented.
+    """
+
+    owners: tuple[str, ...]
+    read: tuple[str, ...]
+    called: Mapping[str, str]
+    overridden: Mapping[str, str]
+    implemented: tuple[str, ...]
+    is_subclassed: bool
+
+
+def _used(
+    *owners: str,
+    read: str = "",
+    called: Mapping[str, str] = _NONE,
+    overridden: Mapping[str, str] | None = None,
+    implemented: str = "",
+) -> UsedNames:
+    """Return names: strings have spaces between them, a class without subclasses has no ``overridden``."""
+    is_subclassed = overridden is not None
+    return UsedNames(
+        owners, tuple(read.split()), called, overridden or _NONE, tuple(implemented.split()), is_subclassed
+    )
+
+
+_WORKER: Final = (
+    _used(
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
+        "vllm.v1.worker.cpu_model_runner:CPUModelRunner",
+        read="compilation_config device discard_request_mask execute_model_state input_batch "
+        "input_ids intermediate_tensors kv_cache_config max_num_tokens num_prompt_logprobs requests "
+        "use_async_scheduling vllm_config",
+        called={
+            "get_model": "",
+            "_dummy_run": "num_tokens, *, cudagraph_runtime_mode",
+            "_init_kv_zero_meta": "",
+        },
+        overridden={
+            "load_model": "load_dummy_weights=False, **others",
+            "execute_model": "scheduler_output, intermediate_tensors=None, **others",
+            "sample_tokens": "grammar_output",
+            "_model_forward": "input_ids=None, positions=None, intermediate_tensors=None, "
+            "inputs_embeds=None, **others",
+            "_determine_batch_execution_and_padding": "*, num_tokens, num_reqs, "
+            "num_scheduled_tokens_np, max_num_scheduled_tokens, force_eager=False, "
+            "force_uniform_decode=None, **others",
+            "_sample": "logits, spec_decode_metadata, **others",
+            "_bookkeeping_sync": "scheduler_output, sampler_output, logits, hidden_states, "
+            "num_scheduled_tokens, **others",
+            "_get_prompt_logprobs_dict": "hidden_states, num_scheduled_tokens, **others",
+            "_zero_block_ids": "block_ids",
+        },
+    ),
+    _used(
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner",
+        "vllm.v1.worker.cpu.model_runner:CPUModelRunner",
+        read="compilation_config cudagraph_manager device kv_block_zeroer kv_cache_config model "
+        "prompt_logprobs_worker uses_inputs_embeds vllm_config",
+        called={"_dummy_run": "num_tokens", "_init_kv_zero_meta": ""},
+        overridden={
+            "load_model": "load_dummy_weights=False, **others",
+            "execute_model": "scheduler_output, *, dummy_run=False, **others",
+            "prepare_inputs": "scheduler_output, batch_req_state, batch_desc, num_active_loras, **others",
+            "sample": "hidden_states, input_batch, grammar_output",
+            "sample_tokens": "grammar_output",
+        },
+    ),
+    _used(
+        "vllm.v1.worker.gpu.input_batch:InputBatch",
+        read="idx_mapping_np input_ids num_computed_tokens_np num_scheduled_tokens num_tokens "
+        "num_tokens_after_padding prefill_len_np req_ids",
+    ),
+    _used(
+        "vllm.v1.worker.gpu.sample.prompt_logprob:PromptLogprobsWorker",
+        read="in_progress_prompt_logprobs uses_prompt_logprobs",
+    ),
+    _used(
+        "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager",
+        read="use_breakable_cg",
+        called={
+            "dispatch": "num_reqs, num_tokens, uniform_token_count, *, num_active_loras, max_query_len, "
+            "num_ubatches=1"
+        },
+    ),
+    _used("vllm.v1.worker.gpu.cudagraph_utils:BatchExecutionDescriptor", read="cg_mode num_reqs num_tokens"),
+    _used(
+        "vllm.v1.worker.gpu_worker:Worker",
+        "vllm.v1.worker.cpu_worker:CPUWorker",
+        read="device model_runner vllm_config",
+        overridden={
+            "init_device": "",
+            "initialize_from_config": "kv_cache_config",
+            "compile_or_warm_up_model": "",
+            "execute_model": "scheduler_output",
+        },
+    ),
+    _used("vllm.v1.worker.gpu_model_runner:ExecuteModelState", read="logits"),
+    _used(
+        "vllm.v1.worker.gpu_input_batch:InputBatch",
+        read="generators num_computed_tokens_cpu num_reqs req_id_to_index req_ids token_ids_cpu",
+    ),
+    _used("vllm.v1.worker.gpu_input_batch:CachedRequestState", read="num_tokens"),
+    _used("vllm.v1.utils:CpuGpuBuffer", read="gpu np"),
+    _used("vllm.forward_context", called={"get_forward_context": ""}),
+    _used(
+        "vllm.forward_context:ForwardContext",
+        read="additional_kwargs cudagraph_runtime_mode skip_compiled",
+    ),
+    _used("vllm.v1.outputs", read="EMPTY_MODEL_RUNNER_OUTPUT ModelRunnerOutput"),
+    _used(
+        "vllm.v1.outputs:AsyncModelRunnerOutput",
+        called={"get_output": ""},
+        overridden={},
+        implemented="get_kv_connector_output get_output",
+    ),
+    _used("vllm.v1.outputs:ModelRunnerOutput", read="req_id_to_index sampled_token_ids"),
+    _used("vllm.v1.outputs:SamplerOutput", read="logprobs_tensors sampled_token_ids"),
+    _used("vllm.v1.outputs:LogprobsTensors", read="logprob_token_ids logprobs selected_token_ranks"),
+    _used(
+        "vllm.utils.torch_utils",
+        called={"direct_register_custom_op": "op_name, op_func, *, mutates_args, fake_impl, target_lib"},
+    ),
+    _used("vllm.utils.import_utils", called={"resolve_obj_by_qualname": "qualname"}),
+)
+
+_MODEL: Final = (
+    _used(
+        "vllm.distributed",
+        called={"get_pp_group": "", "get_tp_group": "", "tensor_model_parallel_all_gather": "input_"},
+    ),
+    _used(
+        "vllm.distributed.parallel_state:GroupCoordinator",
+        read="cpu_group device rank_in_group ranks world_size",
+        called={"all_gather": "input_, *, dim", "broadcast": "input_", "broadcast_object": "obj=None"},
+    ),
+    _used("vllm.model_executor.layers.activation", read="GeluAndMul SiluAndMul"),
+    _used("vllm.model_executor.layers.layernorm", read="GemmaRMSNorm RMSNorm"),
+    _used(
+        "vllm.model_executor.layers.linear",
+        read="ColumnParallelLinear LinearBase MergedColumnParallelLinear QKVParallelLinear ReplicatedLinear "
+        "RowParallelLinear UnquantizedLinearMethod",
+    ),
+    _used("vllm.model_executor.layers.linear:LinearBase", read="input_size output_size quant_method tp_size"),
+    _used(
+        "vllm.model_executor.layers.linear:ColumnParallelLinear",
+        read="gather_output output_size_per_partition",
+    ),
+    _used("vllm.model_executor.layers.linear:MergedColumnParallelLinear", read="output_sizes"),
+    _used(
+        "vllm.model_executor.layers.linear:QKVParallelLinear",
+        read="head_size num_heads num_kv_head_replicas num_kv_heads v_head_size",
+    ),
+    _used(
+        "vllm.model_executor.layers.linear:RowParallelLinear",
+        read="input_is_parallel input_size_per_partition reduce_results",
+    ),
+    _used(
+        "vllm.model_executor.layers.vocab_parallel_embedding",
+        read="UnquantizedEmbeddingMethod VocabParallelEmbedding",
+    ),
+    _used(
+        "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding",
+        read="num_embeddings_per_partition org_vocab_size quant_method tp_size",
+    ),
+    _used(
+        "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod",
+        called={"apply": "layer, x, *, bias"},
+    ),
+    _used(
+        "vllm.model_executor.layers.attention:Attention",
+        read="head_size head_size_v impl num_heads num_kv_heads sliding_window",
+        called={"forward": "query, key, value"},
+    ),
+    _used("vllm.model_executor.models.utils", read="PPMissingLayer"),
+    _used("vllm.tokenizers", called={"cached_tokenizer_from_config": "model_config"}),
+)
+
+_SCHEDULER: Final = (
+    _used(
+        "vllm.v1.core.sched.scheduler:Scheduler",
+        "vllm.v1.core.sched.async_scheduler:AsyncScheduler",
+        read="block_size finished_req_ids kv_cache_config kv_cache_manager max_num_active_reqs "
+        "max_num_running_reqs max_num_scheduled_tokens need_mamba_block_aligned_split needs_kv_cache_zeroing "
+        "requests running scheduler_config vllm_config waiting",
+        called={"_preempt_request": "request, timestamp"},
+        overridden={
+            "__init__": "vllm_config, kv_cache_config, structured_output_manager, block_size, **others",
+            "add_request": "request",
+            "schedule": "**others",
+            "update_from_output": "scheduler_output, model_runner_output",
+            "finish_requests": "request_ids, finished_status",
+            "_get_new_block_ids_to_zero": "",
+        },
+    ),
+    _used(
+        "vllm.v1.core.sched.output:SchedulerOutput",
+        read="finished_req_ids num_scheduled_tokens scheduled_cached_reqs scheduled_new_reqs "
+        "total_num_scheduled_tokens",
+    ),
+    _used(
+        "vllm.v1.core.sched.output:NewRequestData",
+        read="block_ids prefill_token_ids prompt_embeds prompt_token_ids req_id sampling_params",
+    ),
+    _used(
+        "vllm.v1.core.sched.output:CachedRequestData",
+        read="all_token_ids new_block_ids req_ids resumed_req_ids",
+    ),
+    _used(
+        "vllm.v1.core.sched.request_queue:RequestQueue",
+        called={"add_request": "request", "remove_requests": "requests"},
+    ),
+    _used(
+        "vllm.v1.request:Request",
+        read="client_index has_encoder_inputs is_prefill_chunk num_computed_tokens num_in_flight_tokens "
+        "num_output_placeholders num_tokens prompt_embeds request_id sampling_params status",
+        called={"get_finished_reason": ""},
+    ),
+    _used(
+        "vllm.v1.request:RequestStatus",
+        read="FINISHED_ERROR FINISHED_STOPPED PREEMPTED RUNNING WAITING",
+    ),
+    _used(
+        "vllm.v1.core.kv_cache_manager:KVCacheManager",
+        read="block_pool coordinator",
+        called={"evict_blocks": "block_ids", "get_block_ids": "request_id", "take_new_block_ids": ""},
+    ),
+    _used("vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator", read="single_type_managers"),
+    _used(
+        "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager",
+        read="_record_new_block_ids kv_cache_spec",
+    ),
+    _used("vllm.v1.core.block_pool:BlockPool", called={"get_num_free_blocks": ""}),
+    _used("vllm.v1.kv_cache_interface", read="CircularBufferSpec MambaSpec"),
+    _used(
+        "vllm.v1.kv_cache_interface:KVCacheConfig", read="kv_cache_groups needs_kv_cache_zeroing num_blocks"
+    ),
+    _used("vllm.v1.kv_cache_interface:KVCacheGroupSpec", read="layer_names"),
+    _used("vllm.v1.engine", read="EngineCoreOutput EngineCoreOutputs"),
+    _used(
+        "vllm.v1.engine:EngineCoreOutput",
+        read="finish_reason finished kv_transfer_params new_token_ids request_id",
+    ),
+    _used("vllm.v1.engine:EngineCoreOutputs", read="outputs"),
+)
+
+_CONFIG: Final = (
+    _used("vllm.config", read="CUDAGraphMode CompilationConfig ModelConfig VllmConfig"),
+    _used(
+        "vllm.config:VllmConfig",
+        read="additional_config compilation_config kv_transfer_config lora_config model_config "
+        "parallel_config scheduler_config speculative_config structured_outputs_config use_v2_model_runner",
+    ),
+    _used(
+        "vllm.config:ParallelConfig",
+        read="data_parallel_size enable_dbo pipeline_parallel_size placement_group tensor_parallel_size "
+        "world_size",
+    ),
+    _used(
+        "vllm.config:SchedulerConfig", read="async_scheduling enable_chunked_prefill max_num_batched_tokens"
+    ),
+    _used(
+        "vllm.config:ModelConfig",
+        read="architectures dtype has_inner_state hf_config hf_text_config is_diffusion max_model_len "
+        "served_model_name tokenizer tokenizer_mode tokenizer_revision trust_remote_code",
+        called={"get_vocab_size": ""},
+    ),
+    _used(
+        "vllm.config:CompilationConfig",
+        read="cudagraph_mode splitting_ops static_forward_context",
+        called={"is_attention_compiled_piecewise": ""},
+    ),
+    _used(
+        "vllm.config:CUDAGraphMode",
+        read="NONE PIECEWISE",
+        called={"has_piecewise_cudagraphs": ""},
+    ),
+    _used("vllm.config.structured_outputs:StructuredOutputsConfig", read="backend"),
+    _used("vllm.platforms", read="current_platform"),
+    _used(
+        "vllm.platforms.interface:Platform",
+        read="device_type ray_device_key",
+        called={"is_cpu": ""},
+    ),
+    _used("vllm.platforms.cpu:CpuPlatform", read="ray_device_key", overridden={}),
+    _used(
+        "vllm.engine.arg_utils:AsyncEngineArgs",
+        read="additional_config async_scheduling disable_log_stats distributed_executor_backend "
+        "enable_log_requests scheduler_cls worker_cls",
+        called={"create_engine_config": "usage_context=None", "from_cli_args": "args"},
+    ),
+    _used("vllm.v1.executor", read="Executor"),
+    _used("vllm.v1.executor:Executor", called={"get_class": "vllm_config"}),
+    _used(
+        "vllm.v1.executor.ray_executor_v2:RayExecutorV2",
+        read="parallel_config shutting_down",
+        overridden={"_init_executor": "", "_build_runtime_env": "", "shutdown": ""},
+    ),
+    _used("vllm.v1.executor.ray_utils", read="ray", called={"assert_ray_available": ""}),
+)
+
+_CLIENT: Final = (
+    _used(
+        "vllm.v1.engine.async_llm:AsyncLLM",
+        read="engine_core errored input_processor output_handler output_processor renderer vllm_config",
+        called={
+            "abort": "request_id",
+            "from_engine_args": "engine_args",
+            "get_num_unfinished_requests": "",
+            "get_supported_tasks": "",
+            "get_tokenizer": "",
+            "is_sleeping": "",
+            "shutdown": "",
+            "_run_output_handler": "",
+        },
+        overridden={
+            "__init__": "vllm_config, executor_class, log_stats, *, usage_context=None, log_requests=True, "
+            "**others",
+            "add_request": "request_id, prompt, params, *, trace_headers=None, **others",
+            "collective_rpc": "method, *, args=(), **others",
+            "generate": "prompt, sampling_params, request_id, **others",
+        },
+    ),
+    _used("vllm.v1.engine.exceptions", read="EngineDeadError EngineGenerateError"),
+    _used("vllm.v1.engine.input_processor:InputProcessor", read="structured_outputs_config"),
+    _used(
+        "vllm.v1.engine.output_processor:OutputProcessor",
+        read="request_states",
+        called={
+            "add_request": "request, prompt, parent_req=None, request_index=0",
+            "process_outputs": "engine_core_outputs",
+        },
+    ),
+    _used(
+        "vllm.v1.engine.output_processor:RequestState",
+        read="detokenizer parent_req prompt_len request_id request_index",
+    ),
+    _used("vllm.v1.engine.parallel_sampling:ParentRequest", read="request_id"),
+    _used("vllm.v1.engine.detokenizer:IncrementalDetokenizer", called={"num_output_tokens": ""}),
+    _used("vllm.v1.engine.core_client:MPClient", read="resources", called={"shutdown": ""}),
+    _used("vllm.v1.engine.core_client:BackgroundResources", read="engine_manager"),
+    _used("vllm.v1.engine.utils:CoreEngineProcManager", read="processes"),
+    _used(
+        "vllm.entrypoints.llm:LLM",
+        read="llm_engine",
+        called={
+            "collective_rpc": "method, *, args",
+            "enqueue": "prompts, sampling_params, *, use_tqdm",
+            "get_tokenizer": "",
+            "wait_for_completion": "output_type, *, use_tqdm",
+        },
+    ),
+    _used(
+        "vllm.v1.engine.llm_engine:LLMEngine",
+        read="engine_core output_processor",
+        called={"abort_request": "request_ids, *, internal"},
+    ),
+    _used("vllm.exceptions", read="GracefulHTTPError VLLMClientError VLLMValidationError"),
+    _used("vllm.outputs", read="RequestOutput"),
+    _used("vllm.pooling_params", read="PoolingParams"),
+    _used("vllm.sampling_params", read="RequestOutputKind SamplingParams StructuredOutputsParams"),
+    _used(
+        "vllm.sampling_params:SamplingParams",
+        read="extra_args n output_kind prompt_logprobs stop structured_outputs",
+        called={
+            "clone": "",
+            "_validate_structured_outputs": "model_config, structured_outputs_config, tokenizer",
+        },
+    ),
+    _used("vllm.sampling_params:StructuredOutputsParams", read="_backend _backend_was_auto grammar"),
+    _used("vllm.usage.usage_lib", read="UsageContext"),
+    _used("vllm.tokenizers", called={"get_tokenizer": "tokenizer_name"}),
+    _used("vllm.v1.structured_output.request", called={"get_structured_output_key": "params"}),
+    _used(
+        "vllm.v1.structured_output.backend_guidance:GuidanceBackend",
+        "vllm.v1.structured_output.backend_lm_format_enforcer:LMFormatEnforcerBackend",
+        "vllm.v1.structured_output.backend_outlines:OutlinesBackend",
+        "vllm.v1.structured_output.backend_xgrammar:XgrammarBackend",
+        read="tokenizer vllm_config vocab_size",
+        called={"allocate_token_bitmask": "max_num_seqs", "compile_grammar": "request_type, grammar_spec"},
+    ),
+    _used(
+        "vllm.v1.structured_output.backend_types:StructuredOutputGrammar",
+        called={"fill_bitmask": "bitmask, batch_index"},
+    ),
+)
+
+_SERVER: Final = (
+    _used(
+        "vllm.entrypoints.launchers.api_server.app_state",
+        called={"init_app_state": "engine_client, state, args, supported_tasks"},
+    ),
+    _used(
+        "vllm.entrypoints.cli.serve",
+        called={"make_arg_parser": "parser", "validate_parsed_serve_args": "args"},
+    ),
+    _used("vllm.entrypoints.serve.engine.protocol", read="ErrorResponse"),
+    _used("vllm.entrypoints.serve.tokenize.protocol", read="DetokenizeRequest"),
+    _used("vllm.renderers.chat_utils", read="ChatTemplateContentFormatOption"),
+    _used("vllm.renderers.params", read="ChatParams TokenizeParams"),
+    _used("vllm.utils.argparse_utils", read="FlexibleArgumentParser"),
+    _used(
+        "vllm.entrypoints.serve.exception_handling.error_response",
+        called={"create_error_response": "message"},
+    ),
+    _used(
+        "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest",
+        "vllm.entrypoints.openai.completion.protocol:CompletionRequest",
+        called={"extract_structured_outputs": ""},
+        overridden={"to_sampling_params": "max_tokens, default_sampling_params, **others"},
+    ),
+    _used(
+        "vllm.entrypoints.serve.tokenize.protocol:TokenizeChatRequest",
+        overridden={
+            "build_chat_params": "default_template, default_template_content_format",
+            "build_tok_params": "model_config",
+        },
+    ),
+    _used(
+        "vllm.entrypoints.serve.tokenize.protocol:TokenizeCompletionRequest",
+        overridden={"build_tok_params": "model_config"},
+    ),
+    _used(
+        "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat",
+        called={
+            "create_chat_completion": "request, raw_request",
+            "create_streaming_error_response": "message",
+        },
+    ),
+    _used(
+        "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion",
+        called={"create_completion": "request, raw_request", "create_streaming_error_response": "message"},
+    ),
+    _used(
+        "vllm.entrypoints.serve.tokenize.serving:ServingTokenization",
+        called={"create_detokenize": "request, raw_request", "create_tokenize": "request, raw_request"},
+    ),
+)
+
+USED_NAMES: Final = (*_WORKER, *_MODEL, *_SCHEDULER, *_CONFIG, *_CLIENT, *_SERVER)

@@ -1,0 +1,98 @@
+"""The check of vLLM's version at start.
+
+This project extends vLLM's runner, worker and scheduler, which no version promises to keep. A version that is
+not known is compared with ``vllm_names`` before vLLM is imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, Literal, get_args
+
+from nnsight_engine.core.errors import UnsupportedOptionError
+from nnsight_engine.vllm_backend.steps.vllm_names import USED_NAMES
+from nnsight_engine.vllm_backend.versions.differences import Difference, differences
+from nnsight_engine.vllm_backend.versions.sources import VLLMSources
+
+logger = logging.getLogger(__name__)
+
+KNOWN_VERSIONS: Final = ("0.32", "0.33")
+"""Versions of which all names are as ``vllm_names`` says; tests compare them."""
+
+VersionCheck = Literal["auto", "strict", "warn", "off"]
+"""What happens with another version.
+
+``auto``: it is refused if an overridden name has changed, otherwise used with a warning. ``strict``: it is
+refused if any name has changed. ``warn``: it is used with a warning. ``off``: it is used.
+"""
+
+VARIABLE: Final = "NNSIGHT_ENGINE_VLLM_VERSION_CHECK"
+_RELEASE: Final = re.compile(r"(\d+\.\d+)\.\d+(\.post\d+)?")
+_MAX_SHOWN: Final = 10
+
+
+def check_version(choice: VersionCheck, sources: VLLMSources | None = None) -> None:
+    """Compare a version of vLLM that is not known, see ``VersionCheck``.
+
+    Args:
+        choice: What happens with such a version.
+        sources: Its sources; those of the installed version by default.
+
+    Raises:
+        UnsupportedOptionError: The version is refused.
+    """
+    sources = sources or _installed()
+    if choice == "off" or sources is None or _is_known(sources.version):
+        return
+    changed = differences(sources, USED_NAMES)
+    message = _message(sources.version, changed)
+    if (choice == "strict" and changed) or (choice == "auto" and any(one.is_overridden for one in changed)):
+        raise UnsupportedOptionError(
+            f"{message}. Install another version, or set {VARIABLE}=warn to try this one"
+        )
+    logger.warning("%s", message)
+
+
+def check_from_environment() -> None:
+    """Compare the installed version of vLLM as the environment variable says.
+
+    Raises:
+        UnsupportedOptionError: The version is refused, or the variable has another value.
+    """
+    value = os.environ.get(VARIABLE, "auto")
+    for choice in get_args(VersionCheck):
+        if value == choice:
+            check_version(choice)
+            return
+    raise UnsupportedOptionError(f"{VARIABLE} is one of {', '.join(get_args(VersionCheck))}, got {value!r}")
+
+
+def _installed() -> VLLMSources | None:
+    """Return the installed version's sources; None if vLLM is not installed."""
+    found = importlib.util.find_spec("vllm")
+    return None if found is None or found.origin is None else VLLMSources(Path(found.origin).parents[1])
+
+
+def _is_known(version: str) -> bool:
+    release = _RELEASE.fullmatch(version)
+    return release is not None and release[1] in KNOWN_VERSIONS
+
+
+def _message(version: str, changed: Sequence[Difference]) -> str:
+    begin = (
+        f"vLLM {version or 'of unknown version'} is not a version that this engine knows "
+        f"({', '.join(KNOWN_VERSIONS)})"
+    )
+    if not changed:
+        return f"{begin}; all names of vLLM that it uses are there"
+    shown = [str(one) for one in sorted(changed, key=lambda one: not one.is_overridden)[:_MAX_SHOWN]]
+    more = f"; and {len(changed) - len(shown)} more" if len(changed) > len(shown) else ""
+    return f"{begin}, and names of vLLM that it uses have changed: {'; '.join(shown)}{more}"
+
+
+__all__ = ["KNOWN_VERSIONS", "VARIABLE", "VersionCheck", "check_from_environment", "check_version"]

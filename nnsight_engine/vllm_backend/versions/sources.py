@@ -1,0 +1,198 @@
+"""vLLM's source files as syntax trees: which classes, methods and attributes they define.
+
+Nothing is imported, so the sources of any version can be read, installed or not. Griffe reads sources as
+well, but does not know attributes that are assigned outside ``__init__``, of which vLLM has many.
+"""
+
+from __future__ import annotations
+
+import ast
+import collections
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+_PACKAGE: Final = "vllm"
+_METHODS: Final = (ast.FunctionDef, ast.AsyncFunctionDef)
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SourceName:
+    """A name that a module or a class defines.
+
+    Attributes:
+        module: The module that defines it.
+        node: The function or class; None for other values.
+    """
+
+    module: str
+    node: _Function | ast.ClassDef | None
+
+
+class VLLMSources:
+    """The sources of one version of vLLM.
+
+    Args:
+        folder: The folder that contains the package ``vllm``, such as ``site-packages``.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._names: dict[str, dict[str, ast.stmt | None] | None] = {}
+        self._members: dict[ast.ClassDef, dict[str, SourceName]] = {}
+
+    @property
+    def version(self) -> str:
+        """The version without its local part, such as ``0.32.0``; empty if it is not known."""
+        tree = self._tree("vllm._version")
+        for node in () if tree is None else tree.body:
+            if isinstance(node, ast.Assign) and "__version__" in {
+                target.id for target in node.targets if isinstance(target, ast.Name)
+            }:
+                value = node.value
+                return str(value.value).partition("+")[0] if isinstance(value, ast.Constant) else ""
+        return ""
+
+    def find(self, module: str, name: str) -> SourceName | None:
+        """Return what a name of a module refers to; imports are followed as far as they stay in vLLM."""
+        for _ in range(10):
+            names = self._names_of(module)
+            if names is None or name not in names:
+                is_module = names is not None and self._path(f"{module}.{name}") is not None
+                return SourceName(f"{module}.{name}", None) if is_module else None
+            node = names[name]
+            if not isinstance(node, ast.ImportFrom):
+                definition = node if isinstance(node, (*_METHODS, ast.ClassDef)) else None
+                return SourceName(module, definition)
+            origin = self._origin(module, node)
+            if origin.partition(".")[0] != _PACKAGE:
+                return SourceName(origin, None)
+            name = next((one.name for one in node.names if (one.asname or one.name) == name), name)
+            module = origin
+        return None
+
+    def members(self, found: SourceName) -> dict[str, SourceName]:
+        """Return the methods and attributes of a class, those of its base classes in vLLM included."""
+        cls = found.node
+        if not isinstance(cls, ast.ClassDef):
+            return {}
+        if cls not in self._members:
+            own = {name: SourceName(found.module, node) for name, node in _members(cls).items()}
+            bases = [self._base(found.module, base) for base in cls.bases]
+            inherited = [self.members(base) for base in bases if base is not None]
+            self._members[cls] = dict(collections.ChainMap(own, *inherited))
+        return self._members[cls]
+
+    def _base(self, module: str, base: ast.expr) -> SourceName | None:
+        if isinstance(base, ast.Subscript):  # a generic class with its parameters
+            base = base.value
+        if isinstance(base, ast.Name):
+            return self.find(module, base.id)
+        if isinstance(base, ast.Attribute) and isinstance(base.value, ast.Name):
+            names = self._names_of(module) or {}
+            imported = names.get(base.value.id)
+            if isinstance(imported, ast.ImportFrom):
+                return self.find(f"{self._origin(module, imported)}.{base.value.id}", base.attr)
+        return None
+
+    def _names_of(self, module: str) -> dict[str, ast.stmt | None] | None:
+        """Return the names that a module defines; None if there is no such module."""
+        if module not in self._names:
+            tree = self._tree(module)
+            names: dict[str, ast.stmt | None] = {}
+            self._names[module] = None if tree is None else names
+            for name, node in () if tree is None else _bound(tree.body):
+                if name == "*" and isinstance(node, ast.ImportFrom):
+                    above = self._names_of(self._origin(module, node)) or {}
+                    names.update(dict.fromkeys((one for one in above if not one.startswith("_")), node))
+                else:
+                    names[name] = node
+        return self._names[module]
+
+    def _tree(self, module: str) -> ast.Module | None:
+        path = self._path(module)
+        return None if path is None else ast.parse(path.read_bytes())
+
+    def _path(self, module: str) -> Path | None:
+        base = self._folder.joinpath(*module.split("."))
+        found = (path for path in (base / "__init__.py", base.with_name(f"{base.name}.py")) if path.is_file())
+        return next(found, None)
+
+    def _origin(self, module: str, node: ast.ImportFrom) -> str:
+        """Return the full name of the module that an import statement reads."""
+        if not node.level:
+            return node.module or ""
+        path = self._path(module)
+        is_package = path is not None and path.name == "__init__.py"
+        parts = module.split(".")
+        parts = parts[: len(parts) - node.level + is_package]
+        return ".".join([*parts, node.module] if node.module else parts)
+
+
+def _bound(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt | None]]:
+    """Yield the names that statements bind, with the statement if it is a definition or an import."""
+    for node in body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if not {"overload", "setter"} & _decorators(node):
+                yield node.name, node
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((one.asname or one.name, node) for one in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((one.asname or one.name.partition(".")[0], None) for one in node.names)
+        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = (one for target in targets for one in ast.walk(target) if isinstance(one, ast.Name))
+            yield from ((one.id, None) for one in names)
+        else:  # statements with blocks of their own, such as `if TYPE_CHECKING`
+            for block in ("body", "orelse", "finalbody"):
+                yield from _bound(getattr(node, block, []))
+            for handler in getattr(node, "handlers", ()):
+                yield from _bound(handler.body)
+
+
+def _members(node: ast.ClassDef) -> dict[str, _Function | ast.ClassDef | None]:
+    """Return what a class defines itself: methods, class attributes, and attributes that methods assign."""
+    members: dict[str, _Function | ast.ClassDef | None] = {}
+    for method in node.body:
+        if isinstance(method, _METHODS) and method.args.args:
+            own = method.args.args[0].arg
+            for one in ast.walk(method):
+                if (
+                    isinstance(one, ast.Attribute)
+                    and isinstance(one.ctx, ast.Store)
+                    and isinstance(one.value, ast.Name)
+                    and one.value.id == own
+                ):
+                    members[one.attr] = None
+    for name, bound in _bound(node.body):
+        members[name] = bound if isinstance(bound, (*_METHODS, ast.ClassDef)) else None
+    return members
+
+
+def _decorators(node: _Function | ast.ClassDef) -> set[str]:
+    """Return the last parts of the names of a definition's decorators."""
+    return {ast.unparse(one).partition("(")[0].rpartition(".")[2] for one in node.decorator_list}
+
+
+def is_abstract(found: SourceName) -> bool:
+    """Return whether a name is an abstract method."""
+    return isinstance(found.node, _METHODS) and "abstractmethod" in _decorators(found.node)
+
+
+def parameters(found: SourceName, *, is_member: bool) -> ast.arguments | None:
+    """Return a function's parameters, those of a method without ``self``; None if it is no function."""
+    node = found.node
+    if not isinstance(node, _METHODS):
+        return None
+    decorators = _decorators(node)
+    if decorators & {"property", "cached_property"}:
+        return None
+    if not is_member or "staticmethod" in decorators:
+        return node.args
+    arguments = ast.parse(f"def f({ast.unparse(node.args)}): ...").body[0]
+    assert isinstance(arguments, ast.FunctionDef)  # noqa: S101 - just parsed
+    first = arguments.args.posonlyargs or arguments.args.args
+    del first[:1]
+    return arguments.args

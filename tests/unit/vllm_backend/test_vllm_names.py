@@ -1,0 +1,275 @@
+"""The list of vLLM's names that the engine depends on: compared with vLLM's sources and the engine's code."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import os
+import pkgutil
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import pytest
+
+import app.engine
+import nnsight_engine.vllm_backend
+from nnsight_engine.vllm_backend.steps.vllm_names import USED_NAMES, UsedNames
+from nnsight_engine.vllm_backend.versions.differences import differences, signature_changes
+from nnsight_engine.vllm_backend.versions.sources import VLLMSources
+from tests.unit.vllm_backend.vllm_copies import changed_copy, installed_folder
+
+PACKAGES = (nnsight_engine.vllm_backend, app.engine)
+"""The packages that know vLLM."""
+
+
+def test_all_names_are_as_the_engine_needs_them() -> None:
+    # VLLM_SOURCES: a folder with another version, such as an unpacked wheel.
+    folder = Path(os.environ.get("VLLM_SOURCES") or installed_folder())
+    sources = VLLMSources(folder)
+    assert sources.version
+    assert [str(one) for one in differences(sources, USED_NAMES)] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "old", "new", "expected"),
+    [
+        pytest.param(
+            "v1/worker/gpu_model_runner.py",
+            "    def _sample(\n",
+            "    def _draw(\n",
+            ["GPUModelRunner._sample: the name is gone"],
+            id="a method with another name",
+        ),
+        pytest.param(
+            "v1/worker/cpu_model_runner.py",
+            "    def _zero_block_ids(self, block_ids: list[int])",
+            "    def _zero_block_ids(self, block_ids: list[int], stream: int)",
+            ["CPUModelRunner._zero_block_ids: new required parameter `stream`"],
+            id="a change of one of several classes",
+        ),
+        pytest.param(
+            "v1/core/sched/scheduler.py",
+            "    def finish_requests(\n",
+            "    def close_requests(\n",
+            ["Scheduler.finish_requests: it has no implementation any more"],
+            id="a method that remains in an interface only",
+        ),
+        pytest.param(
+            "v1/core/sched/scheduler.py",
+            "    def add_request(self, request: Request)",
+            "    def add_request(self, request: Request, place: int)",
+            ["Scheduler.add_request: new required parameter `place`"],
+            id="a new required parameter",
+        ),
+        pytest.param(
+            "v1/core/sched/scheduler.py",
+            "    def add_request(self, request: Request)",
+            "    def add_request(self, request: Request, place: int = 0)",
+            ["Scheduler.add_request: new parameter `place`, which the override does not accept"],
+            id="a new parameter of a method whose override has no **kwargs",
+        ),
+        pytest.param(
+            "v1/core/kv_cache_manager.py",
+            "    def evict_blocks(self, block_ids: set[int])",
+            "    def evict_blocks(self, ids: set[int])",
+            [
+                "KVCacheManager.evict_blocks: parameter `block_ids` is gone",
+                "KVCacheManager.evict_blocks: new required parameter `ids`",
+            ],
+            id="a parameter with another name",
+        ),
+        pytest.param(
+            "v1/core/sched/output.py",
+            "    total_num_scheduled_tokens: int\n",
+            "",
+            ["SchedulerOutput.total_num_scheduled_tokens: the name is gone"],
+            id="a field removed",
+        ),
+        pytest.param(
+            "v1/core/sched/scheduler.py",
+            "        self.need_mamba_block_aligned_split = (",
+            "        is_split = (",
+            ["Scheduler.need_mamba_block_aligned_split: the name is gone"],
+            id="an attribute removed",
+        ),
+        pytest.param(
+            "engine/protocol.py",
+            "class EngineClient(ABC):\n",
+            "class EngineClient(ABC):\n    @abstractmethod\n    def rest(self) -> None: ...\n\n",
+            ["AsyncLLM.rest: a new abstract method"],
+            id="a new abstract method",
+        ),
+        pytest.param(
+            "v1/core/block_pool.py",
+            "class BlockPool:",
+            "class Pool:",
+            ["BlockPool: the class is gone"],
+            id="a class with another name",
+        ),
+    ],
+)
+def test_a_change_is_named(tmp_path: Path, path: str, old: str, new: str, expected: list[str]) -> None:
+    sources = changed_copy(tmp_path, (f"vllm/{path}", old, new))
+    classes = {re.split("[.:]", line)[0] for line in expected}
+    used = [one for one in USED_NAMES if classes & {owner.partition(":")[2] for owner in one.owners}]
+    found = differences(sources, used)
+    assert [f"{one.name.partition(':')[2]}: {one.change}" for one in found] == expected
+
+
+@pytest.mark.parametrize(
+    ("expected", "actual", "changes"),
+    [
+        ("a, b=None", "a, b=None, c=1", []),
+        ("a, *, b", "a, c=1, b=2", []),
+        ("a, b", "*values", []),
+        ("*, a", "**values", []),
+        ("a, b", "b, a", ["parameter `a` has moved", "parameter `b` has moved"]),
+        ("a", "*, a", ["parameter `a` has moved"]),
+        ("a, b=None", "a, b", ["parameter `b` is required now"]),
+        ("a, *, b", "a", ["parameter `b` is gone"]),
+    ],
+)
+def test_calls_stay_valid(expected: str, actual: str, changes: list[str]) -> None:
+    assert list(signature_changes(_arguments(expected), _arguments(actual), is_overridden=False)) == changes
+
+
+def test_each_override_is_listed_and_accepts_what_the_list_says() -> None:
+    num_overrides = 0
+    for cls in _extended_classes():
+        listed = {name: signature for used in _entries(cls) for name, signature in used.overridden.items()}
+        implemented = {name for used in _entries(cls) for name in used.implemented}
+        assert implemented <= set(dir(cls)), cls
+        for name, function in _overrides(cls):
+            if name in implemented:
+                continue
+            assert name in listed, f"{function.__qualname__} overrides a method that vllm_names does not list"
+            wanted = _arguments(listed[name])
+            signature = inspect.signature(function)
+            signature.bind(
+                None,
+                *(one.arg for one in wanted.args),
+                **{one.arg: None for one in wanted.kwonlyargs},
+                **({"another": None} if wanted.kwarg is not None else {}),
+            )
+            num_overrides += 1
+    assert num_overrides > 20
+
+
+def test_each_attribute_that_subclasses_read_is_listed() -> None:
+    sources = VLLMSources(installed_folder())
+    num_read = 0
+    for cls in _extended_classes():
+        entries = _entries(cls)
+        listed = {name for used in entries for name in (*used.read, *used.called, *used.overridden)}
+        found = [sources.find(*_theirs(cls)[0])]
+        members = {name for one in found if one is not None for name in sources.members(one)}
+        for own in _ours(cls):
+            for name in _names_of_self(own) & members:
+                assert name in listed, f"{own.__name__} reads self.{name}, which vllm_names does not list"
+                num_read += 1
+    assert num_read > 40
+
+
+def test_each_import_is_listed() -> None:
+    listed = {
+        (owner.partition(":")[0], name)
+        for used in USED_NAMES
+        for owner in used.owners
+        for name in ([owner.partition(":")[2]] if ":" in owner else [*used.read, *used.called])
+    }
+    imported = {
+        (node.module, name.name): path
+        for package in (app, nnsight_engine)
+        for path in Path(package.__path__[0]).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm.")
+        for name in node.names
+    }
+    assert len(imported) > 40
+    assert {one: path.name for one, path in imported.items() if one not in listed} == {}
+
+
+def _arguments(signature: str) -> ast.arguments:
+    (function,) = ast.parse(f"def f({signature}): ...").body
+    assert isinstance(function, ast.FunctionDef)
+    return function.args
+
+
+def _extended_classes() -> list[type]:
+    """Return the project's classes that derive from a class of vLLM."""
+    from vllm.v1.worker.cpu import model_runner as cpu_v2  # noqa: PLC0415 - slow
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner  # noqa: PLC0415 - slow
+    from vllm.v1.worker.gpu import model_runner as gpu_v2  # noqa: PLC0415 - slow
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # noqa: PLC0415 - slow
+
+    from nnsight_engine.vllm_backend.steps.runner_v1 import V1RunnerMixin  # noqa: PLC0415 - slow
+    from nnsight_engine.vllm_backend.steps.runner_v2 import V2RunnerMixin  # noqa: PLC0415 - slow
+
+    runners: list[tuple[type, Any]] = [
+        (V1RunnerMixin, GPUModelRunner),
+        (V1RunnerMixin, CPUModelRunner),
+        (V2RunnerMixin, gpu_v2.GPUModelRunner),
+        (V2RunnerMixin, cpu_v2.CPUModelRunner),
+    ]
+    found = [type(f"Intervention{theirs.__name__}", (mixin, theirs), {}) for mixin, theirs in runners]
+    for package in PACKAGES:
+        for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            module = importlib.import_module(info.name)
+            found += [
+                one
+                for one in vars(module).values()
+                if isinstance(one, type) and one.__module__ == info.name and _theirs(one)
+            ]
+    assert len(found) > 8
+    return found
+
+
+def _theirs(cls: type) -> list[tuple[str, str]]:
+    """Return the module and name of the classes of vLLM from which a class derives, nearest first."""
+    return [(one.__module__, one.__qualname__) for one in cls.__mro__ if _is_theirs(one)]
+
+
+def _is_theirs(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] == "vllm"
+
+
+def _ours(cls: type) -> list[type]:
+    names = {package.__name__.partition(".")[0] for package in PACKAGES}
+    return [one for one in cls.__mro__ if one.__module__.partition(".")[0] in names]
+
+
+def _entries(cls: type) -> list[UsedNames]:
+    owners = {f"{module}:{name}" for module, name in _theirs(cls)}
+    return [used for used in USED_NAMES if owners & set(used.owners)]
+
+
+def _overrides(cls: type) -> Iterator[tuple[str, FunctionType]]:
+    """Yield the methods of the project's that hide one of vLLM's."""
+    for one in _ours(cls):
+        for name, value in vars(one).items():
+            # A function from elsewhere was added by a decorator or a metaclass.
+            is_own = isinstance(value, FunctionType) and value.__module__ == one.__module__
+            if is_own and any(name in vars(base) for base in cls.__mro__ if _is_theirs(base)):
+                yield name, value
+
+
+def _names_of_self(cls: type) -> set[str]:
+    if cls.__qualname__ not in {node.name for node in _classes_in(cls)}:
+        return set()  # made by ``type``
+    tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    }
+
+
+def _classes_in(cls: type) -> list[ast.ClassDef]:
+    module = inspect.getmodule(cls)
+    assert module is not None
+    return [one for one in ast.parse(inspect.getsource(module)).body if isinstance(one, ast.ClassDef)]
