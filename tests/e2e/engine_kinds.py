@@ -79,13 +79,6 @@ class EngineKind:
             }
         return found
 
-    def our_options(self, model: Path) -> dict[str, Any]:
-        """Return the same for an engine of this project, which is synchronous by itself."""
-        found = self.options(model)
-        if not self.is_async:
-            del found["async_scheduling"]
-        return found
-
 
 KINDS: Final = tuple(
     EngineKind(runner, is_async, speculation)
@@ -129,7 +122,7 @@ def environment(kind: EngineKind) -> dict[str, str]:
 def options_of_process(model: Path | str) -> dict[str, Any]:
     """Return the engine arguments of the kind of which this process was started, if of any."""
     name = os.environ.get(KIND)
-    return {} if name is None else EngineKind.named(name).our_options(Path(model))
+    return {} if name is None else EngineKind.named(name).options(Path(model))
 
 
 @contextlib.contextmanager

@@ -53,7 +53,7 @@ def draw(world: World, seed: int) -> list[Json]:
 
 def play(kind: EngineKind, shape: str, model: Path, seed: int) -> tuple[list[Answer], dict[str, int]]:
     """Return the answers that an engine gives, and what came up."""
-    options = kind.our_options(model) | SHAPES[shape]
+    options = kind.options(model) | SHAPES[shape]
     with prepared(kind):
         vllm = VLLM(
             str(model),

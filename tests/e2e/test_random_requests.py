@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.check_process import report_of
+from tests.e2e.engine_kinds import KINDS as ALL
 from tests.e2e.engine_kinds import V1_SYNC, V2_SYNC, EngineKind, environment
 from tests.e2e.random_requests import MODEL
 from tests.e2e.same_answers import decoded, differences
@@ -16,7 +17,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
 Answers = list[dict[str, Any]]
 SEED = 7
-KINDS: tuple[EngineKind, ...] = (V1_SYNC,)
+KINDS: tuple[EngineKind, ...] = tuple(kind for kind in ALL if kind.speculation is None)
 """Which kinds of engine this project supports."""
 REFERENCE = f"{V1_SYNC}:roomy"
 NAMES = [f"{kind}:tight" for kind in KINDS]
