@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal
 
 from transformers import AutoModelForCausalLM
 from vllm.platforms import current_platform
@@ -55,8 +55,8 @@ class EngineKind:
         scheduling = "async" if self.is_async else "sync"
         return "-".join([self.runner, scheduling, *([self.speculation] if self.speculation else [])])
 
-    @classmethod
-    def named(cls, name: str) -> Self:
+    @staticmethod
+    def named(name: str) -> EngineKind:
         """Return the kind of a name; raises KeyError if vLLM allows none of that name."""
         return {str(kind): kind for kind in KINDS}[name]
 
@@ -80,11 +80,11 @@ class EngineKind:
         return found
 
 
+_RUNNERS: Final[tuple[Runner, ...]] = ("v1", "v2")
+_SPECULATIONS: Final[tuple[Speculation | None, ...]] = (None, "ngram", "self_draft", "small_draft")
 KINDS: Final = tuple(
     EngineKind(runner, is_async, speculation)
-    for runner, is_async, speculation in itertools.product(
-        ("v1", "v2"), (False, True), (None, "ngram", "self_draft", "small_draft")
-    )
+    for runner, is_async, speculation in itertools.product(_RUNNERS, (False, True), _SPECULATIONS)
     if not (is_async and speculation == "ngram")
 )
 """What vLLM 0.32 allows: n-grams are looked up on the host, which does not know the last token in time."""

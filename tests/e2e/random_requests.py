@@ -8,6 +8,7 @@ as ``v1-sync:tight``, kind and shape, on the model in the folder. It writes the 
 from __future__ import annotations
 
 import json
+import random
 import sys
 from collections import Counter
 from pathlib import Path
@@ -26,29 +27,48 @@ from tests.e2e.harness import Engine
 from tests.e2e.same_answers import encoded
 
 MODEL: Final = "model"
-NUM_REQUESTS: Final = 12
+NUM_REQUESTS: Final = 16
 NUM_CASES: Final = 2
 """How often so many requests meet on one engine; it ends empty each time."""
+BLOCK: Final = 32
+NUM_BLOCKS: Final = 4
+"""Blocks of keys and values in the tight shape, beside the one that vLLM does not use."""
 SHAPES: Final[dict[str, dict[str, Any]]] = {
     "roomy": {"max_num_batched_tokens": 512, "max_num_seqs": 16},
-    "tight": {"max_num_batched_tokens": 24, "max_num_seqs": 6, "num_gpu_blocks_override": 5},
+    "tight": {"max_num_batched_tokens": 24, "max_num_seqs": 6, "num_gpu_blocks_override": NUM_BLOCKS + 1},
 }
 """Engines that compute each prompt in one step, and such as chunk prompts and preempt requests."""
 _MAX_PROMPT: Final = 40
 _MAX_GENERATED: Final = 20
+_NEARLY_A_BLOCK: Final = BLOCK - 4
+_LAST_ARRIVAL: Final = 5
 _SAMPLING: Final = ("logprobs", "stop_token_ids")
 
 
 def draw(world: World, seed: int) -> list[Json]:
-    """Return the requests of a seed, greedy: random numbers are the runner's own."""
-    author, found = Author(world, seed), list[Json]()
+    """Return the requests of a seed, greedy: random numbers are the runner's own.
+
+    The first ones are such as need more blocks than the tight shape has, and one that leaves.
+    """
+    author, pick, found = Author(world, seed), random.Random(seed), list[Json]()
     while len(found) < NUM_REQUESTS:
         found += [request for request in author.case() if request["arrives"] < AFTER_ALL]
+    crowd = [_growing(pick.choices(world.vocab, k=_NEARLY_A_BLOCK)) for _ in range(NUM_BLOCKS)]
     return [
         request
-        | {"sampling": {name: request["sampling"][name] for name in _SAMPLING if name in request["sampling"]}}
-        for request in found[:NUM_REQUESTS]
+        | {"arrives": min(request["arrives"], _LAST_ARRIVAL), "sampling": _greedy(request["sampling"])}
+        for request in [*crowd, crowd[0] | {"leaves": 9}, *found][:NUM_REQUESTS]
     ]
+
+
+def _growing(ids: list[int]) -> Json:
+    capture = {"op": "capture", "at": "layers.*.output", "name": "read"}
+    sampling = {"logprobs": 2}
+    return {"ids": ids, "interventions": [capture], "max_tokens": 12, "sampling": sampling, "arrives": 0}
+
+
+def _greedy(sampling: Json) -> Json:
+    return {name: value for name, value in sampling.items() if name in _SAMPLING}
 
 
 def play(kind: EngineKind, shape: str, model: Path, seed: int) -> tuple[list[Answer], dict[str, int]]:
@@ -59,7 +79,7 @@ def play(kind: EngineKind, shape: str, model: Path, seed: int) -> tuple[list[Ans
             str(model),
             dispatch=True,
             dtype="float32",
-            block_size=32,
+            block_size=BLOCK,
             max_model_len=96,
             enforce_eager=True,
             **options,

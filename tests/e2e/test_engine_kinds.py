@@ -21,7 +21,7 @@ LEAST: tuple[EngineKind, ...] = (V1_SYNC, EngineKind("v2", is_async=True))
 def generated(folder: Path, kinds: tuple[EngineKind, ...]) -> dict[EngineKind, dict[str, Any]]:
     """Return what engines of some kinds generate, by kind."""
     write_checkpoint("llama", folder / MODEL)
-    found = {}
+    found: dict[EngineKind, dict[str, Any]] = {}
     for first in (V1_SYNC, V2_SYNC):
         names = [str(kind) for kind in kinds if kind.runner == first.runner]
         report = report_of("tests.e2e.plain_kinds_check", folder, names, environment=environment(first))

@@ -17,7 +17,7 @@ from nnsight_engine.plans.collect.results import (
 )
 from tests.e2e.fuzz.judge import Choice
 from tests.e2e.fuzz.player import Answer
-from tests.e2e.same_answers import decoded, differences, encoded
+from tests.e2e.same_answers import CHUNKED_TRACE, ONE_STEP, decoded, differences, encoded
 
 ROWS = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
 
@@ -56,5 +56,6 @@ def test_what_differs_is_found(other: Answer) -> None:
 
 
 def test_a_request_that_needs_its_prompt_in_one_step_may_fail_where_prompts_are_chunked() -> None:
-    assert not found(answer(), Answer(error=("prompt_was_chunked", "")))
+    assert not found(answer(), Answer(error=("unsupported_combination", f"it {ONE_STEP}")))
+    assert not found(answer(), Answer(error=(CHUNKED_TRACE, "")))
     assert found(answer(), Answer(error=("internal", "")))
