@@ -27,10 +27,12 @@ SECONDS: Final = {
     "tests/e2e/test_compile_cache.py": 130,
     "tests/e2e/test_compiled.py": 100,
     "tests/e2e/test_cuda_graphs.py": 90,
+    "tests/e2e/test_engine_kinds.py": 120,
     "tests/e2e/test_fair_scheduling.py": 160,
     "tests/e2e/test_families.py": 200,
     "tests/e2e/test_fuzz.py": 400,
     "tests/e2e/test_loadtests.py": 100,
+    "tests/e2e/test_random_requests.py": 90,
     "tests/e2e/test_traces_processes.py": 75,
     "tests/e2e/test_traces_tensor_parallel.py": 250,
 }

@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,9 +21,16 @@ _TIMEOUT_S: Final = 600
 _OUTPUT_SHOWN: Final = 6000
 
 
-def report_of(module: str, folder: Path, names: Sequence[str] = (), *, engine_in_process: bool = True) -> Any:
+def report_of(
+    module: str,
+    folder: Path,
+    names: Sequence[str] = (),
+    *,
+    engine_in_process: bool = True,
+    environment: Mapping[str, str] | None = None,
+) -> Any:
     """Run the checks and return their report; raises AssertionError with the output when there is none."""
-    environment = {
+    variables = {
         **os.environ,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if engine_in_process else "1",
         "VLLM_CACHE_ROOT": str(own_cache(folder / "cache")),
@@ -34,7 +41,7 @@ def report_of(module: str, folder: Path, names: Sequence[str] = (), *, engine_in
     done = subprocess.run(
         [sys.executable, "-m", module, str(folder), *names],
         cwd=_PROJECT,
-        env=environment,
+        env={**variables, **(environment or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         timeout=_TIMEOUT_S,

@@ -37,6 +37,7 @@ from nnsight_engine.vllm_backend.call import prepare_params, salted
 from nnsight_engine.vllm_backend.compat import EngineLimits, engine_options
 from nnsight_engine.vllm_backend.output_payloads import deliver_payloads
 from nnsight_engine.vllm_backend.result_router import ResultRouter
+from tests.e2e.engine_kinds import options_of_process
 
 Interventions = list[dict[str, Any]]
 
@@ -102,7 +103,8 @@ class Engine:
             "max_num_seqs": 64,
             "disable_log_stats": True,
         }
-        llm = LLM(model=str(model), **engine_options(limits or EngineLimits()), **(defaults | options))
+        ours = engine_options(limits or EngineLimits())
+        llm = LLM(model=str(model), **(ours | defaults | options_of_process(model) | options))
         self.use(llm)
 
     @classmethod

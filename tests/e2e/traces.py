@@ -23,6 +23,7 @@ from nnsight_engine.vllm_backend.request_tracer import RequestTracer, SentTrace
 from nnsight_engine.vllm_backend.rpc_results import PENDING, answer
 from nnsight_engine.vllm_backend.traced_requests import results_of
 from nnsight_engine.vllm_backend.vllm import VLLM
+from tests.e2e.engine_kinds import options_of_process
 
 _COLLECT_S: Final = 120
 
@@ -31,7 +32,7 @@ _COLLECT_S: Final = 120
 def traced_engine(model: Path, **options: Any) -> Iterator[VLLM]:
     """Start an engine in this process, eager and in float32; in the end it holds nothing of any trace."""
     defaults = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512}
-    engine = VLLM(str(model), dispatch=True, **{**defaults, **options})
+    engine = VLLM(str(model), dispatch=True, **{**defaults, **options_of_process(model), **options})
     yield engine
     assert not live_objects(engine)
     engine.shutdown()

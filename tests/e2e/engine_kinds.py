@@ -1,0 +1,153 @@
+"""Kinds of vLLM's engine, by model runner, scheduling and speculation, and what each needs on a CPU.
+
+An engine with runner V1 of any kind runs in a test's process, inside ``prepared``. Runner V2 needs Triton
+before vLLM is imported, so its engines run in processes that ``environment`` is given to; they and their
+children load the plugin ``kind_platform``.
+
+``python -m tests.e2e.engine_kinds KIND ARGUMENTS...`` runs pytest in such a process; engines of
+``harness`` and ``traces`` are of that kind then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from transformers import AutoModelForCausalLM
+from vllm.platforms import current_platform
+
+from tests.e2e.kind_platform import KIND, KindPlatform
+
+Runner = Literal["v1", "v2"]
+Speculation = Literal["ngram", "self_draft", "small_draft"]
+NUM_DRAFTS: Final = 3
+INTERPRETED: Final = {"TRITON_INTERPRET": "1"}
+"""What Triton reads at its import: kernels are interpreted."""
+_PROJECT: Final = Path(__file__).resolve().parents[2]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineKind:
+    """One kind of engine.
+
+    Attributes:
+        runner: vLLM's model runner.
+        is_async: Whether a step is scheduled while the one before it runs.
+        speculation: What proposes drafts, if anything: ``ngram`` repeats the text, ``self_draft`` is the
+            model itself, whose drafts are accepted, ``small_draft`` its first layer, whose drafts are mostly
+            refused.
+    """
+
+    runner: Runner
+    is_async: bool
+    speculation: Speculation | None = None
+
+    def __str__(self) -> str:
+        """Return its name, as ``named`` reads it."""
+        scheduling = "async" if self.is_async else "sync"
+        return "-".join([self.runner, scheduling, *([self.speculation] if self.speculation else [])])
+
+    @staticmethod
+    def named(name: str) -> EngineKind:
+        """Return the kind of a name; raises KeyError if vLLM allows none of that name."""
+        return {str(kind): kind for kind in KINDS}[name]
+
+    def options(self, model: Path) -> dict[str, Any]:
+        """Return vLLM's engine arguments for it, beside those of the model."""
+        found: dict[str, Any] = {"async_scheduling": self.is_async}
+        if self.speculation == "ngram":
+            found["speculative_config"] = {
+                "method": "ngram",
+                "prompt_lookup_min": 1,
+                "prompt_lookup_max": 3,
+                "num_speculative_tokens": NUM_DRAFTS,
+            }
+        elif self.speculation is not None:
+            draft = model if self.speculation == "self_draft" else first_layer(model)
+            found["speculative_config"] = {
+                "method": "draft_model",
+                "model": str(draft),
+                "num_speculative_tokens": NUM_DRAFTS,
+            }
+        return found
+
+
+_RUNNERS: Final[tuple[Runner, ...]] = ("v1", "v2")
+_SPECULATIONS: Final[tuple[Speculation | None, ...]] = (None, "ngram", "self_draft", "small_draft")
+KINDS: Final = tuple(
+    EngineKind(runner, is_async, speculation)
+    for runner, is_async, speculation in itertools.product(_RUNNERS, (False, True), _SPECULATIONS)
+    if not (is_async and speculation == "ngram")
+)
+"""What vLLM 0.32 allows: n-grams are looked up on the host, which does not know the last token in time."""
+V1_SYNC: Final = EngineKind("v1", is_async=False)
+"""The kind that others are compared with."""
+V2_SYNC: Final = EngineKind("v2", is_async=False)
+
+
+@functools.cache
+def first_layer(model: Path) -> Path:
+    """Write a draft model: the embedding, the first layer and the unembedding of a model."""
+    folder = tempfile.TemporaryDirectory()
+    _FOLDERS.append(folder)
+    draft = AutoModelForCausalLM.from_pretrained(model, num_hidden_layers=1, local_files_only=True)
+    draft.save_pretrained(folder.name)
+    return Path(folder.name)
+
+
+_FOLDERS: Final[list[tempfile.TemporaryDirectory[str]]] = []
+"""Drafts, until the process ends."""
+
+
+def environment(kind: EngineKind) -> dict[str, str]:
+    """Return the variables of a process whose engines are of a kind, or of others with its runner."""
+    path = [str(_PROJECT / "tests/e2e/kind_plugin"), str(_PROJECT), os.environ.get("PYTHONPATH", "")]
+    is_v2 = kind.runner == "v2"
+    found = {
+        KIND: str(kind),
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "VLLM_USE_V2_MODEL_RUNNER": str(int(is_v2)),
+    }
+    return found | (INTERPRETED if is_v2 else {})
+
+
+def options_of_process(model: Path | str) -> dict[str, Any]:
+    """Return the engine arguments of the kind of which this process was started, if of any."""
+    name = os.environ.get(KIND)
+    return {} if name is None else EngineKind.named(name).options(Path(model))
+
+
+@contextlib.contextmanager
+def prepared(kind: EngineKind) -> Iterator[None]:
+    """Have this process start engines of a kind.
+
+    Raises:
+        ValueError: Its runner is not the one of the process, which vLLM reads once.
+    """
+    runner = "v2" if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" else "v1"
+    if kind.runner != runner:
+        raise ValueError(f"engines of this process have runner {runner}, got {kind}; start another process")
+    before = type(current_platform)
+    current_platform.__class__ = KindPlatform  # vLLM's modules share the instance
+    try:
+        yield
+    finally:
+        current_platform.__class__ = before
+
+
+def main(name: str, arguments: list[str]) -> None:
+    """Become pytest, with engines of a kind."""
+    command = [sys.executable, "-m", "pytest", "--numprocesses", "0", *arguments]
+    os.execve(sys.executable, command, {**os.environ, **environment(EngineKind.named(name))})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,126 @@
+"""The same random requests on engines of several kinds, with what the engine does beside them.
+
+``python -m tests.e2e.random_requests FOLDER SEED NAME...`` plays them on one engine after another, each named
+as ``v1-sync:tight``, kind and shape, on the model in the folder. It writes the answers as ``NAME``, and
+``report.json``: by name, what came up. All kinds of a call have one model runner.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from nnsight_engine.vllm_backend.vllm import VLLM
+from tests.e2e.check_process import REPORT
+from tests.e2e.engine_kinds import EngineKind, prepared
+from tests.e2e.fuzz.cases import AFTER_ALL, Author
+from tests.e2e.fuzz.expected import Twin
+from tests.e2e.fuzz.player import Answer, Player
+from tests.e2e.fuzz.world import Json, World
+from tests.e2e.harness import Engine
+from tests.e2e.same_answers import encoded
+
+MODEL: Final = "model"
+NUM_REQUESTS: Final = 16
+NUM_CASES: Final = 2
+"""How often so many requests meet on one engine; it ends empty each time."""
+BLOCK: Final = 32
+NUM_BLOCKS: Final = 4
+"""Blocks of keys and values in the tight shape, beside the one that vLLM does not use."""
+SHAPES: Final[dict[str, dict[str, Any]]] = {
+    "roomy": {"max_num_batched_tokens": 512, "max_num_seqs": 16},
+    "tight": {"max_num_batched_tokens": 24, "max_num_seqs": 6, "num_gpu_blocks_override": NUM_BLOCKS + 1},
+}
+"""Engines that compute each prompt in one step, and such as chunk prompts and preempt requests."""
+_MAX_PROMPT: Final = 40
+_MAX_GENERATED: Final = 20
+_NEARLY_A_BLOCK: Final = BLOCK - 4
+_LAST_ARRIVAL: Final = 5
+_SAMPLING: Final = ("logprobs", "stop_token_ids")
+
+
+def draw(world: World, seed: int) -> list[Json]:
+    """Return the requests of a seed, greedy: random numbers are the runner's own.
+
+    The first ones are such as need more blocks than the tight shape has, and one that leaves.
+    """
+    author, pick, found = Author(world, seed), random.Random(seed), list[Json]()
+    while len(found) < NUM_REQUESTS:
+        found += [request for request in author.case() if request["arrives"] < AFTER_ALL]
+    crowd = [_growing(pick.choices(world.vocab, k=_NEARLY_A_BLOCK)) for _ in range(NUM_BLOCKS)]
+    return [
+        request
+        | {"arrives": min(request["arrives"], _LAST_ARRIVAL), "sampling": _greedy(request["sampling"])}
+        for request in [*crowd, crowd[0] | {"leaves": 9}, *found][:NUM_REQUESTS]
+    ]
+
+
+def _growing(ids: list[int]) -> Json:
+    capture = {"op": "capture", "at": "layers.*.output", "name": "read"}
+    sampling = {"logprobs": 2}
+    return {"ids": ids, "interventions": [capture], "max_tokens": 12, "sampling": sampling, "arrives": 0}
+
+
+def _greedy(sampling: Json) -> Json:
+    return {name: value for name, value in sampling.items() if name in _SAMPLING}
+
+
+def play(kind: EngineKind, shape: str, model: Path, seed: int) -> tuple[list[Answer], dict[str, int]]:
+    """Return the answers that an engine gives, and what came up."""
+    options = kind.options(model) | SHAPES[shape]
+    with prepared(kind):
+        vllm = VLLM(
+            str(model),
+            dispatch=True,
+            dtype="float32",
+            block_size=BLOCK,
+            max_model_len=96,
+            enforce_eager=True,
+            **options,
+        )
+    engine = Engine.around(vllm.engine)
+    answers, counts = [], Counter[str]()
+    for number in range(NUM_CASES):
+        requests = draw(_world(engine, model), seed + number)
+        played = Player(vllm, engine, requests).play()
+        answers += played
+        for request, answer in zip(requests, played, strict=True):
+            counts[answer.error[0] if answer.error else "answered"] += 1
+            counts["preempted"] += answer.recomputed > 0
+            counts["left"] += "leaves" in request
+            counts["traced"] += "trace" in request
+            counts.update(operation["op"] for operation in request["interventions"])
+    counts.update({f"left behind: {name}": count for name, count in engine.held().items() if count})
+    vllm.shutdown()
+    return answers, dict(counts)
+
+
+def _world(engine: Engine, model: Path) -> World:
+    def encode(text: str) -> list[int]:
+        ids: list[int] = engine.tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    twin = Twin(model, torch.float32, torch.float32, encode)
+    return World.of(
+        engine.spec, twin, engine.tokenizer.decode, max_prompt=_MAX_PROMPT, max_generated=_MAX_GENERATED
+    )
+
+
+def main(folder: Path, seed: int, names: list[str]) -> None:
+    """Play on each engine, and report."""
+    report = {}
+    for name in names:
+        kind, shape = name.split(":")
+        answers, report[name] = play(EngineKind.named(kind), shape, folder / MODEL, seed)
+        (folder / name).write_bytes(encoded(answers))
+    (folder / REPORT).write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

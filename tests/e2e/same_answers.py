@@ -1,0 +1,90 @@
+"""Compares the answers of two engines: tokens and positions exactly, numbers within rounding.
+
+Answers are as ``encoded`` writes and ``decoded`` reads them: the dataclasses' fields as dictionaries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import msgspec
+import torch
+
+from nnsight_engine.core.tensor_bytes import tensor_from_bytes
+from tests.e2e.fuzz.judge import ROUNDING
+from tests.e2e.fuzz.player import Answer
+
+TOLERANCE: Final = 1e-4
+"""How far numbers may differ, as a part of the largest beside them, or of 1 if that is larger."""
+CHUNKED_TRACE: Final = "chunked_trace"
+ONE_STEP: Final = "needs the whole prompt in one step"
+"""Errors of requests that need their prompt in one step, which not every engine computes so."""
+_OF_THE_STEPS: Final = frozenset({"cached_tokens", "recomputed_tokens", "recomputed", "cached", "tier"})
+"""What is said about the steps, which differ between engines."""
+
+
+_TENSOR: Final = {"dtype", "shape", "data"}
+
+
+def encoded(answers: Sequence[Answer]) -> bytes:
+    """Return answers as bytes."""
+    return msgspec.msgpack.encode(answers)
+
+
+def decoded(data: bytes) -> list[dict[str, Any]]:
+    """Return answers from bytes."""
+    return msgspec.msgpack.decode(data, strict=False, type=list[dict[str, Any]])
+
+
+def differences(got: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    """Return in what an answer differs from another, or nothing where one of them had to be an error."""
+    if _was_chunked(got) or _was_chunked(wanted):
+        return []
+    return list(_differences("answer", got, wanted))
+
+
+def _was_chunked(answer: dict[str, Any]) -> bool:
+    code, message = answer["error"] or ("", "")
+    return code == CHUNKED_TRACE or ONE_STEP in message
+
+
+def _differences(path: str, got: Any, wanted: Any) -> Iterator[str]:
+    if isinstance(got, dict) and isinstance(wanted, dict) and got.keys() == wanted.keys():
+        if got.keys() == _TENSOR:
+            yield from _of_tensors(path, got, wanted)
+            return
+        for key in got.keys() - _OF_THE_STEPS:
+            yield from _differences(f"{path}.{key}", got[key], wanted[key])
+    elif isinstance(got, list) and isinstance(wanted, list) and len(got) == len(wanted):
+        if all(isinstance(number, float) for number in [*got, *wanted]):
+            yield from _of_numbers(path, torch.tensor(got), torch.tensor(wanted), TOLERANCE)
+            return
+        for index, (one, other) in enumerate(zip(got, wanted, strict=True)):
+            yield from _differences(f"{path}[{index}]", one, other)
+    elif isinstance(got, float) and isinstance(wanted, float):
+        yield from _of_numbers(path, torch.tensor([got]), torch.tensor([wanted]), TOLERANCE)
+    elif got != wanted:
+        yield f"{path} is {str(got)[:200]}, not {str(wanted)[:200]}"
+
+
+def _of_tensors(path: str, got: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:
+    kind, shape = got["dtype"], got["shape"]
+    if (kind, shape) != (wanted["dtype"], wanted["shape"]):
+        yield f"{path} is {kind} {shape}, not {wanted['dtype']} {wanted['shape']}"
+    elif kind == "int64":
+        if got["data"] != wanted["data"]:
+            yield f"{path} has other integers"
+    else:
+        rounding = 0.0 if kind == "float32" else 2 * ROUNDING[kind]
+        one, other = (tensor_from_bytes(kind, shape, tensor["data"]).float() for tensor in (got, wanted))
+        yield from _of_numbers(path, one, other, TOLERANCE + rounding)
+
+
+def _of_numbers(path: str, got: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> Iterator[str]:
+    if not wanted.numel():
+        return
+    off = float((got - wanted).abs().max())
+    allowed = tolerance * max(1.0, float(wanted.abs().max()))
+    if not off <= allowed:
+        yield f"{path} is off by {off:.3g}; {allowed:.3g} is allowed"

@@ -1,0 +1,50 @@
+"""Triton without a GPU: its interpreter runs vLLM's kernels, which is what model runner V2 needs on a CPU.
+
+Triton decides at its import whether kernels are interpreted, by a variable that ``engine_kinds`` sets. vLLM
+looks for Triton's backend of CPUs at its own import, so ``install`` is called before that.
+Sampling by top-k and top-p together does not run: vLLM's kernel uses a loop's index as a tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch._inductor.config as inductor
+from triton.backends import backends
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, interpreter_builder
+from typing_extensions import override
+
+
+class BooleanMasks(InterpreterBuilder):
+    """The interpreter, for kernels whose masks are integers."""
+
+    @override
+    def create_masked_load(self, ptrs: Any, mask: TensorHandle, *others: Any) -> Any:
+        return super().create_masked_load(ptrs, _as_bool(mask), *others)
+
+    @override
+    def create_masked_store(self, ptrs: Any, value: Any, mask: TensorHandle, *others: Any) -> Any:
+        return super().create_masked_store(ptrs, value, _as_bool(mask), *others)
+
+
+class Backend:
+    """Stands for a backend of Triton for CPUs, of which vLLM asks only whether its driver is active."""
+
+    class driver:  # noqa: N801 - an attribute of Triton's backends
+        """The driver."""
+
+        @staticmethod
+        def is_active() -> bool:
+            """Return that it is."""
+            return True
+
+
+def install() -> None:
+    """Have vLLM's kernels interpreted in this process."""
+    interpreter_builder.__class__ = BooleanMasks  # Triton's modules share the instance
+    backends["cpu"] = Backend
+    inductor.triton_disable_device_detection = True  # it would ask that backend for a target
+
+
+def _as_bool(mask: TensorHandle) -> TensorHandle:
+    return TensorHandle(mask.data.astype(bool), mask.dtype)

@@ -1,0 +1,61 @@
+"""The comparison of two engines' answers finds what differs, and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from nnsight_engine.core.tensor_bytes import tensor_to_bytes
+from nnsight_engine.plans.collect.results import (
+    CollectedCapture,
+    CollectedLens,
+    CollectedResults,
+    CollectedToken,
+    TensorResult,
+)
+from tests.e2e.fuzz.judge import Choice
+from tests.e2e.fuzz.player import Answer
+from tests.e2e.same_answers import CHUNKED_TRACE, ONE_STEP, decoded, differences, encoded
+
+ROWS = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
+
+
+def answer(
+    rows: torch.Tensor = ROWS, positions: tuple[int, ...] = (3, 4), token: int = 5, rank: int = 1
+) -> Answer:
+    """Return an answer with two results."""
+    data = tensor_to_bytes(rows)
+    capture = CollectedCapture(
+        "c", list(positions), "none", {"logits": TensorResult("float32", (2, 8), data)}
+    )
+    lens = CollectedLens("l", [3], {0: [([], [CollectedToken(7, -1.5, rank)])]})
+    return Answer([Choice([1, token], [{1: -0.5}, {token: -0.25}], CollectedResults([capture, lens]))])
+
+
+def found(got: Answer, wanted: Answer) -> list[str]:
+    """Return the differences of two answers that were written and read."""
+    one, other = decoded(encoded([got, wanted]))
+    return differences(one, other)
+
+
+def test_rounding_and_the_way_of_the_steps_are_no_differences() -> None:
+    assert not found(answer(), answer(ROWS + 1e-5))
+    assert not found(answer(), dataclasses.replace(answer(), recomputed=3, cached=32))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [answer(ROWS + 1e-3), answer(positions=(3, 5)), answer(token=6), answer(rank=2), Answer()],
+    ids=["a value", "a position", "a token", "a rank", "no choice"],
+)
+def test_what_differs_is_found(other: Answer) -> None:
+    assert found(answer(), other)
+    assert found(other, answer())
+
+
+def test_a_request_that_needs_its_prompt_in_one_step_may_fail_where_prompts_are_chunked() -> None:
+    assert not found(answer(), Answer(error=("unsupported_combination", f"it {ONE_STEP}")))
+    assert not found(answer(), Answer(error=(CHUNKED_TRACE, "")))
+    assert found(answer(), Answer(error=("internal", "")))
