@@ -167,10 +167,10 @@ class JobDispatcher:
         caller = caller or ANONYMOUS
         reserved: list[Reservation] = []
 
-        async def set_aside(estimate: Estimate) -> None:
-            reserved.extend(await self._callers.rates.set_aside(caller, estimate))
+        async def reserve(estimate: Estimate) -> None:
+            reserved.extend(await self._callers.rates.reserve_unchecked(caller, estimate))
 
-        run = JobRun(job, self._tools, slot, sandbox_of=sandbox_of, set_aside=set_aside, refusal=refusal)
+        run = JobRun(job, self._tools, slot, sandbox_of=sandbox_of, reserve=reserve, refusal=refusal)
         run.context.principal = caller
         self._runs[job.id] = run
         with working_for(run.context):  # a task inherits it where it is created

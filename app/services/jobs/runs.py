@@ -101,7 +101,7 @@ class JobRun:
         slot: Its slot among the running jobs.
         refusal: The error to end the job with instead of running it.
         sandbox_of: The tenant in whose sandbox it runs; None if it runs in the engine's own process.
-        set_aside: Called once with the usage that the trace declares.
+        reserve: Called once with the usage that the trace declares.
 
     Attributes:
         context: The context of the run, with its audit record.
@@ -116,7 +116,7 @@ class JobRun:
         *,
         sandbox_of: str | None,
         refusal: ApiError | None = None,
-        set_aside: Callable[[Estimate], Awaitable[None]] | None = None,
+        reserve: Callable[[Estimate], Awaitable[None]] | None = None,
     ) -> None:
         self._job = job
         self._sandbox_of = sandbox_of
@@ -125,7 +125,7 @@ class JobRun:
         self._refusal = refusal
         self.context = RequestContext(tenant=job.owner, meter=UsageMeter(job.key_id), record=run_record(job))
         self.ended: JobStatus | None = None
-        self._set_aside = set_aside
+        self._reserve = reserve
         self._dispatched: JobEvent | None = None
         self._events = EventWriter(self._append_events)
         self._prints = JobPrints(tools.files.space, job.holder)
@@ -243,8 +243,8 @@ class JobRun:
             raise ApiError(ErrorCode.INTERNAL, _NO_REQUEST) from error
         await self.context.record.note_trace(request)
         self._tools.check(request.head)
-        if self._set_aside is not None:
-            await self._set_aside(of_trace(request.head))
+        if self._reserve is not None:
+            await self._reserve(of_trace(request.head))
         # No client reads outputs as they are produced, so the engine need not send them.
         request.head = msgspec.structs.replace(request.head, streams=False)
         request.sandbox_of = self._sandbox_of
