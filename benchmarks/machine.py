@@ -68,9 +68,13 @@ class OtherWork:
     def __init__(self) -> None:
         self._begin, self._before = time.perf_counter(), _others_s()
 
+    def seconds(self) -> float:
+        """Return how long they have computed."""
+        return max(0.0, _others_s() - self._before)
+
     def num_cores(self) -> float:
         """Return how many cores they have used, on average."""
-        return max(0.0, _others_s() - self._before) / (time.perf_counter() - self._begin)
+        return self.seconds() / (time.perf_counter() - self._begin)
 
 
 def announced_machine(console: Console) -> Machine:
