@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.case import Plan
-from benchmarks.machine import announced_machine
+from benchmarks.machine import OtherWork, announced_machine, load_line
 from benchmarks.process import ChildObject, ProcessError
 from benchmarks.report import BenchmarkReport, ReportError, rows_of
 from benchmarks.runner import CaseResult, parser_of
@@ -42,8 +42,10 @@ def main() -> int:
     try:
         with console_progress("Bundled model") as progress:
             bundled_model_path(progress=progress)
+        others = OtherWork()
         plan, results = _measured(args, options, console)
-        machine = dataclasses.replace(machine, versions={**plan.versions, **machine.versions})
+        versions = {**plan.versions, **machine.versions}
+        machine = dataclasses.replace(machine, versions=versions, other_cores=others.num_cores())
         name, rows = args.table + plan.suffix, rows_of(results)
         report = BenchmarkReport(machine, name, plan.text, [command], rows)
         report = report.added_to(args.output) if args.add else report
@@ -52,6 +54,7 @@ def main() -> int:
         console.print(f"benchmarks: {error}", markup=False, soft_wrap=True)
         return 1
     console.print("\n".join(report.table()), markup=False, highlight=False, soft_wrap=True)
+    console.print(load_line(machine), highlight=False, soft_wrap=True)
     if args.quick or args.profile:
         console.print("Nothing was written.")
     else:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,6 +30,7 @@ from nnsight_engine.plans.records import StepResults
 from nnsight_engine.plans.request_plan import RequestPlan
 from nnsight_engine.plans.step.plan import StepPlan
 from nnsight_engine.vllm_backend.families import FAMILIES, ModelPoints
+from nnsight_engine.vllm_backend.steps.step import RequestRows, Step
 from nnsight_engine.vllm_backend.steps.worker_state import WorkerState
 
 _SHAPE: Final = LayerSizes(num_layers=30, hidden_size=576)
@@ -76,6 +78,39 @@ class PlanCheckError(Exception):
     """A plan did not do what its operations say, or would have waited for the device."""
 
 
+class _DecodeStep(Step):
+    """A step in which each request has one row, at the same position."""
+
+    def __init__(
+        self,
+        request_ids: Sequence[str],
+        position: int,
+        known_ids: npt.NDArray[np.int32],
+        token_ids: torch.Tensor,
+    ) -> None:
+        num_rows = len(request_ids)
+        super().__init__(
+            request_ids,
+            np.full(num_rows, position, np.int32),
+            num_rows=num_rows,
+            num_padded_rows=num_rows,
+            token_ids=token_ids,
+            is_repeatable=True,
+        )
+        self._known_ids = known_ids
+
+    def row_counts(self) -> npt.NDArray[np.integer]:
+        return np.ones(self.num_rows, np.int32)
+
+    def is_sampled(self, rows: RequestRows) -> bool:
+        del rows
+        return True
+
+    def known_ids(self, rows: RequestRows) -> npt.NDArray[np.int32]:
+        del rows
+        return self._known_ids
+
+
 class _StandIn:
     """Requests that decode on the stand-in, step by step."""
 
@@ -107,7 +142,8 @@ class _StandIn:
             self._state.begin([(request_id, {"plan": compiled.plan, "tensors": tensors})], set())
             self._outbox.open(request_id, compiled.plan, stops_outside=False)
         self._position = len(_PROMPT)
-        self._token_ids = np.zeros(_MANY_TOKENS, np.int32)
+        self._known_ids = np.zeros(_MANY_TOKENS, np.int32)
+        self._token_ids = torch.zeros(num_requests, dtype=torch.int32, device=device)
         self._device = device
 
     def plain(self) -> torch.Tensor:
@@ -147,16 +183,8 @@ class _StandIn:
     def _plan(self) -> StepPlan | None:
         self._position += 1
         self._state.begin([], set())
-        positions = np.full(len(self._request_ids), self._position, np.int32)
-        plan = self._state.go_on(self._request_ids, positions)
-        if plan is None:
-            spans = [
-                self._state.span(request_id, row, 1, self._position, self._token_ids)
-                for row, request_id in enumerate(self._request_ids)
-            ]
-            plan = self._state.plan([span for span in spans if span is not None])
-            self._state.may_go_on(plan, self._request_ids, positions)
-        return plan
+        step = _DecodeStep(self._request_ids, self._position, self._known_ids, self._token_ids)
+        return self._state.plan(step)
 
     def _planned_forward(self, plan: StepPlan | None) -> torch.Tensor:
         if plan is None:
@@ -174,7 +202,8 @@ class _StandIn:
         return torch.stack(outputs)
 
     def _take(self, plan: StepPlan | None) -> StepResults:
-        results = self._state.finish(plan, [], {})
+        delivery = self._state.leave(plan)
+        results = None if delivery is None else delivery.results([], {})
         if results is None or results.failures:
             raise PlanCheckError(f"a plan failed: {None if results is None else results.failures}")
         self._outbox.absorb(results)

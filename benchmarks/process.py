@@ -54,6 +54,7 @@ class ChildObject:
         limit_s: float | None = None,
     ) -> None:
         self._factory, self._limit_s = factory, limit_s
+        self._is_given_up = False
         self._connection, other = Pipe()
         self._printed: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         try:
@@ -90,12 +91,15 @@ class ChildObject:
         self._printed.close()
 
     def call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """Call a method; raises ProcessError where it fails."""
+        """Call a method; raises ProcessError where it fails, or where an earlier call took too long."""
         try:
-            self._connection.send((method, arguments, named))
-            if not self._connection.poll(self._limit_s):
+            if not self._is_given_up:
+                self._connection.send((method, arguments, named))
+                self._is_given_up = not self._connection.poll(self._limit_s)
+            if self._is_given_up:
                 self._process.kill()
-                raise ProcessError(f"no answer within {self._limit_s} s", self.printed())
+                message = f"{self._factory} was ended: it gave no answer within {self._limit_s} s"
+                raise ProcessError(message, self.printed())
             return self._connection.recv()
         except (EOFError, OSError) as error:
             status, output = self._process.wait(), self.printed()

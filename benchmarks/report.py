@@ -166,9 +166,10 @@ class BenchmarkReport:
             )
         keys = {row.key for row in self.rows}
         others = [row for row in msgspec.convert(content["rows"], list[Row]) if row.key not in keys]
-        busier = max(before, self.machine, key=lambda machine: machine.load)
         commands = [*content["commands"], *self.commands]
-        return dataclasses.replace(self, machine=busier, commands=commands, rows=[*others, *self.rows])
+        return dataclasses.replace(
+            self, machine=self.machine.busier(before), commands=commands, rows=[*others, *self.rows]
+        )
 
     def write(self, folder: Path) -> Path:
         """Write ``<date>-<name>.md`` and ``.json``, and return the markdown file."""

@@ -156,7 +156,7 @@ class Quotas:
             raise await self._used_up(group, Quota.TOKENS, most, reservation)
         return _headers(most, used)
 
-    async def set_aside(self, groups: Sequence[QuotaGroup], estimate: Estimate) -> list[Reservation]:
+    async def reserve_unchecked(self, groups: Sequence[QuotaGroup], estimate: Estimate) -> list[Reservation]:
         """Reserve tokens for work that runs in any case.
 
         Returns:
@@ -177,10 +177,10 @@ class Quotas:
     ) -> None:
         """Count the usage of a request that is over, and release what it reserved and did not use."""
         await meter.settled()
-        aside = {one.name: one for one in reserved}
+        by_name = {one.name: one for one in reserved}
         for group, quota, most in _limited(groups, Quota):
             name, used = _name(group, quota), quota.used(meter)
-            reservation = aside.get(name)
+            reservation = by_name.get(name)
             if reservation is not None:
                 await self._counts.release(reservation, reservation.amount - used)
             beyond = used - (0 if reservation is None else reservation.amount)

@@ -151,9 +151,9 @@ class Rates:
 
         return Admitted(headers, meter, groups, self._quotas, release)
 
-    async def set_aside(self, caller: Principal, estimate: Estimate) -> list[Reservation]:
+    async def reserve_unchecked(self, caller: Principal, estimate: Estimate) -> list[Reservation]:
         """Reserve the tokens of work that is not a request, such as a job, when it begins."""
-        return await self._quotas.set_aside(groups_of(caller), estimate)
+        return await self._quotas.reserve_unchecked(groups_of(caller), estimate)
 
     async def count(self, caller: Principal, meter: UsageMeter, reserved: Sequence[Reservation] = ()) -> None:
         """Count the usage of such work, and release what it reserved and did not use."""

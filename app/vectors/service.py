@@ -144,10 +144,6 @@ class VectorService:
         await self._store.remove(vector_id, caller.tenant)
         await self.count()
 
-    async def bytes_of(self, tenant: str) -> int:
-        """Return the total bytes of a tenant's vectors."""
-        return (await self._store.used_bytes()).get(Holder(tenant), 0)
-
     async def resolved(self, interventions: Sequence[Intervention], tenant: str) -> tuple[Intervention, ...]:
         """Return a request's operations with the vectors' values in place of their names.
 

@@ -47,7 +47,7 @@ def plan(args: argparse.Namespace, stack: contextlib.ExitStack) -> Plan:
         measures = (
             ratio("flooded", "quiet", _TARGET if has_shares else None),
             ratio("flooded, 9 of 10", "quiet"),
-            ratio("flood's tokens/s beside", "flood's tokens/s alone"),
+            ratio("flood beside, per token", "flood alone, per token"),
         )
         size, repeats = ("with shares", None) if has_shares else ("without", 1)
         cases += [
@@ -90,16 +90,17 @@ class _TwoTenants:
             "flooded": statistics.median(flooded),
             "quiet": statistics.median(quiet),
             "flooded, 9 of 10": statistics.quantiles(flooded, n=10)[-1],
-            "flood's tokens/s beside": flooding.result(),
-            "flood's tokens/s alone": self._flood(flood),
+            "flood beside, per token": flooding.result(),
+            "flood alone, per token": self._flood(flood),
         }
 
     def _first_tokens(self) -> list[float]:
         return self._send(0, max_concurrency=1, request_rate=7.0, num_prompts=10, **_FEW).first_s
 
     def _flood(self, name: str) -> float:
-        """Return a flood's tokens a second, of prompts and of answers."""
-        return self._send(1, max_concurrency=64, num_prompts=self._flood_size, **_FLOODS[name]).tokens_per_s
+        """Return the seconds of a flood for each of its tokens, of prompts and of answers."""
+        sent = self._send(1, max_concurrency=64, num_prompts=self._flood_size, **_FLOODS[name])
+        return 1 / sent.tokens_per_s
 
     def _send(self, tenant: int, **options: float) -> LoadOutcome:
         outcome: LoadOutcome = self._clients[tenant].call(

@@ -439,7 +439,7 @@ class Envoy(CallValues, EnvoyTree, Batchable):
         if isinstance(value, _METHODS):
             return self._traceable(name, value)
         if isinstance(value, torch.Tensor):
-            return self._interleaver.held(str(self.path), name, value)
+            return self._interleaver.whole_tensor(str(self.path), name, value)
         return value
 
     def _traceable(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:

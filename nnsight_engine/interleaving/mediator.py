@@ -168,7 +168,7 @@ class Mediator:
         self.interleaver = interleaver
         self.worker = self.runs_on.take()
         self._modes = self._new_modes()
-        answer = self._go_on(self.runs_on.start, self._work)
+        answer = self._run_block(self.runs_on.start, self._work)
         if answer is not NOTHING:
             self.respond(answer)
 
@@ -185,7 +185,7 @@ class Mediator:
             interleaver.unqueue(self)
             self.waiting = None
             self._modes.enter()
-            answer = self._go_on(self.runs_on.resume, answer)
+            answer = self._run_block(self.runs_on.resume, answer)
             refused += 1
             if refused > _MAX_REFUSED and type(answer) is Raise:
                 interleaver.failed(answer.error)  # it catches the error and asks again, presumably forever
@@ -208,7 +208,7 @@ class Mediator:
             self.fail(error("the trace ended while this block waited"))
         self.worker = None
 
-    def _go_on(self, how: Callable[[Any, Any], Any], payload: Any) -> Any:
+    def _run_block(self, how: Callable[[Any, Any], Any], payload: Any) -> Any:
         """Run the block until it hands over. Its modes must have been entered, since they may differ.
 
         Records the block's next request, and returns an answer that can be given at once, or ``NOTHING``.

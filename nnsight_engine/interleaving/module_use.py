@@ -30,6 +30,6 @@ class ModuleUse:
     def called_directly(self, path: str) -> None:
         """Record a direct call of the module at ``path``, beside ``applied``; a subclass may reject it."""
 
-    def held(self, path: str, name: str, value: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - a hook
-        """Return a tensor that the module at ``path`` has under this name."""
+    def whole_tensor(self, path: str, name: str, value: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - a hook
+        """Return a tensor of the module at ``path``, whole; a subclass may gather its parts."""
         return value

@@ -337,11 +337,11 @@ class ThreadMediator(Mediator):
     def _new_modes(self) -> Modes:
         return _OwnModes()
 
-    def _go_on(self, how: Callable[[Any, Any], Any], payload: Any) -> Any:
+    def _run_block(self, how: Callable[[Any, Any], Any], payload: Any) -> Any:
         begin = time.monotonic()
         self._random.exchange()
         try:
-            return super()._go_on(how, payload)
+            return super()._run_block(how, payload)
         finally:
             self._random.exchange()
             self.spent_s += time.monotonic() - begin

@@ -7,7 +7,6 @@ batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar, Final
 
 import torch
@@ -17,6 +16,7 @@ from nnsight_engine.modeling.diffuser import Diffuser, diffusers, pipeline_class
 from nnsight_engine.modeling.diffusion_steps import with_last_step
 from nnsight_engine.modeling.huggingface import HuggingFaceModel
 from nnsight_engine.modeling.invokes import without_input
+from nnsight_engine.modeling.mixins.generating import GeneratingMixin
 from nnsight_engine.modeling.prompts import INPUTS, Prepared, as_lists, count_rows, join_arguments
 from nnsight_engine.modeling.spread_rows import SpreadBatcher
 
@@ -24,7 +24,7 @@ _MAX_BLOCKS: Final = 3
 """Guidance repeats the batch twice; guidance by text and image, three times."""
 
 
-class DiffusionModel(HuggingFaceModel):
+class DiffusionModel(GeneratingMixin, HuggingFaceModel):
     """A diffusion pipeline.
 
     Its models are modules of this one, under the pipeline's names: ``unet``, ``vae``, ``text_encoder``.
@@ -104,17 +104,6 @@ class DiffusionModel(HuggingFaceModel):
         ]
         return super()._run_module(*moved[: len(args)], **dict(zip(kwargs, moved[len(args) :], strict=True)))
 
-    def _call_method(
-        self, name: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Call a method of the module outside a trace; ``generate`` accepts ``seed=`` there too."""
-        if name != "generate":
-            return super()._call_method(name, method, args, kwargs)
-        self.dispatch()
-        if self._has_input(args, kwargs):
-            args, kwargs, _ = self._prepare_input(*args, **kwargs)
-        return self._run_pipeline(*args, **kwargs)
-
     def __nnsight_generate__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the pipeline, as ``with model.generate(...)`` does: each call of the denoiser is a step.
 
@@ -129,9 +118,9 @@ class DiffusionModel(HuggingFaceModel):
             batcher.copies = frozenset({1, _images_per_prompt(kwargs)})
             batcher.num_blocks = _MAX_BLOCKS
         pipeline = self._diffuser.pipeline
-        return self._run_pipeline(*args, **with_last_step(pipeline, kwargs, interleaver.end_loops))
+        return self._generate(*args, **with_last_step(pipeline, kwargs, interleaver.end_loops))
 
-    def _run_pipeline(self, *args: Any, seed: int | None = None, **kwargs: Any) -> Any:
+    def _generate(self, *args: Any, seed: int | None = None, **kwargs: Any) -> Any:
         if self._has_input(args, kwargs):
             kwargs = as_lists(kwargs, count_rows(args, kwargs))
         if seed is not None:

@@ -7,7 +7,7 @@ model's forward, or to ``generate``, and apply to all rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -18,6 +18,7 @@ from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.interleaving.batching import Batcher
 from nnsight_engine.modeling.generator import Generator, TokenFeed, rows_per_input, takes_streamer
 from nnsight_engine.modeling.invokes import join_shared, without_input
+from nnsight_engine.modeling.mixins.generating import GeneratingMixin
 from nnsight_engine.modeling.rows import (
     ROW_INPUTS,
     TOKEN_INPUTS,
@@ -39,7 +40,7 @@ _GENERATION_ONLY: Final = frozenset(
 )
 
 
-class LanguageModel(TransformersModel):
+class LanguageModel(GeneratingMixin, TransformersModel):
     """A language model and its tokenizer.
 
     Attributes:
@@ -189,15 +190,7 @@ class LanguageModel(TransformersModel):
             )
         return super()._run_module(*args, **self._on_device(kwargs))
 
-    def _call_method(
-        self, name: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Call a method of the module outside a trace; ``generate`` accepts any input there too."""
-        if name != "generate":
-            return super()._call_method(name, method, args, kwargs)
-        self.dispatch()
-        if self._has_input(args, kwargs):
-            args, kwargs, _ = self._prepare_input(*args, **kwargs)
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module
         return module.generate(*args, **self._for_generation(kwargs))
 

@@ -168,13 +168,11 @@ class CompiledRequest(msgspec.Struct, frozen=True):
         tensors: Content of every tensor the plan names, by key.
         reads_prompt: Whether an operation needs values or keys of prompt positions, so that the
             prefix cache must not be read.
-        prompt_bytes: Lower bound on the captured bytes over the prompt.
     """
 
     plan: RequestPlan
     tensors: dict[str, TensorData]
     reads_prompt: bool
-    prompt_bytes: int
 
 
 _ENCODER = msgspec.msgpack.Encoder()

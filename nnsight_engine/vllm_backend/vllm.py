@@ -16,7 +16,8 @@ from nnsight_engine.envoys.envoy_map import EnvoyMap, check_envoys
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
 from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.modeling.wrapper import WrapperModule
-from nnsight_engine.remote_backend.client.backend import Remote, RemoteBackend, chosen_backend
+from nnsight_engine.remote_backend.client.backend import RemoteBackend
+from nnsight_engine.remote_backend.client.location import Remote, chosen_backend
 from nnsight_engine.remote_backend.identity import name_of
 from nnsight_engine.serialization import restore_error
 from nnsight_engine.tracing.tracer import Backend, refuse_statement

@@ -21,12 +21,10 @@ from typing import Final, Self
 
 import httpx
 
+from benchmarks.servers import ServerError
+
 PROJECT: Final = Path(__file__).resolve().parents[2]
 _OUTPUT_SHOWN: Final = 8000
-
-
-class ServerError(Exception):
-    """A server that does not come up; the message ends with what it wrote."""
 
 
 class Server:

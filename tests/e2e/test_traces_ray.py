@@ -24,6 +24,7 @@ from ray._private import services
 from nnsight_engine import save
 from nnsight_engine.vllm_backend import ray_plugin
 from nnsight_engine.vllm_backend.vllm import VLLM
+from tests.e2e.sandboxed import in_sandboxes
 from tests.e2e.traces import traced_engine
 from tests.families.checkpoints import write_checkpoint
 
@@ -72,11 +73,17 @@ def expected(checkpoint: Path) -> Values:
 
 
 def check(checkpoint: Path, expected: Values, option: str) -> None:
-    """Compare two workers of Ray's with one of our own; ``option`` says what two are for."""
+    """Compare trusted and sandboxed blocks over two workers of Ray's with one worker of our own.
+
+    ``option`` says what the two are for.
+    """
     options: dict[str, Any] = {"max_model_len": 64, "num_gpu_blocks_override": 32}
     options |= {"distributed_executor_backend": "ray", option: 2}
     with traced_engine(checkpoint, **options) as model:
         torch.testing.assert_close(traced(model), expected, rtol=1e-3, atol=1e-4)
+        with in_sandboxes(model):
+            sandboxed = traced(model)
+        torch.testing.assert_close(sandboxed, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_a_cluster_is_started_and_ended_with_the_engine(checkpoint: Path, expected: Values) -> None:

@@ -15,7 +15,7 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobEvent, JobSummary
 from app.allowance import Allowance
 from app.audit.log import AuditLog
-from app.services.jobs import runs
+from app.services.jobs import run_output, runs
 from app.services.jobs.local_calls import LocalCalls
 from app.services.jobs.runs import Ending, JobRun, JobTools
 from app.services.jobs.slots import JobSlots
@@ -240,7 +240,7 @@ async def test_a_job_goes_on_while_its_events_cannot_be_written_and_loses_none(b
 async def test_a_job_is_dispatched_when_its_engine_takes_it(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, taken_s: float
 ):
-    monkeypatch.setattr(runs, "_TAKEN_S", taken_s)
+    monkeypatch.setattr(run_output, "_TAKEN_S", taken_s)
     monkeypatch.setattr(runs, "_BUSY_DELAYS_S", (0.0,))
     engine = SlowToRefuse()
     job = await bench.claimed()

@@ -21,10 +21,10 @@ from app.allowance import Allowance
 from app.auth.principal import ANONYMOUS, Principal
 from app.lifecycle import Lifecycle, Phase
 from app.services.jobs.callers import JobCallers, RunOver
+from app.services.jobs.cleanup import JobCleanup
 from app.services.jobs.runs import Ending, JobRun, JobTools, record_interrupted
 from app.services.jobs.slots import JobSlot, JobSlots
 from app.storage.jobs.leases import LEASE_S
-from app.storage.jobs.store import JobStore
 from app.storage.tables import JobRow
 from nnsight_engine.core.work_context import working_for
 
@@ -44,7 +44,7 @@ class JobDispatcher:
 
     Args:
         tools: The services that running a job needs.
-        store: Removes jobs that were deleted while they ran.
+        cleanup: Removes jobs that were deleted while they ran.
         lifecycle: Determines whether jobs may begin, and counts the running ones as in flight.
         model: Returns the name of the served model.
         allowance: The jobs that may run here, of all tenants and of one; those that wait for a busy engine do
@@ -56,14 +56,14 @@ class JobDispatcher:
         self,
         tools: JobTools,
         *,
-        store: JobStore,
+        cleanup: JobCleanup,
         lifecycle: Lifecycle,
         model: Callable[[], str],
         allowance: Allowance,
         callers: JobCallers,
     ) -> None:
         self._tools = tools
-        self._store = store
+        self._cleanup = cleanup
         self._lifecycle = lifecycle
         self._model = model
         self._slots = JobSlots(allowance.total, self.wake)
@@ -167,10 +167,10 @@ class JobDispatcher:
         caller = caller or ANONYMOUS
         reserved: list[Reservation] = []
 
-        async def set_aside(estimate: Estimate) -> None:
-            reserved.extend(await self._callers.rates.set_aside(caller, estimate))
+        async def reserve(estimate: Estimate) -> None:
+            reserved.extend(await self._callers.rates.reserve_unchecked(caller, estimate))
 
-        run = JobRun(job, self._tools, slot, sandbox_of=sandbox_of, set_aside=set_aside, refusal=refusal)
+        run = JobRun(job, self._tools, slot, sandbox_of=sandbox_of, reserve=reserve, refusal=refusal)
         run.context.principal = caller
         self._runs[job.id] = run
         with working_for(run.context):  # a task inherits it where it is created
@@ -209,10 +209,7 @@ class JobDispatcher:
             over = self._callers.watch(run.context, job.traceparent)
             with self._lifecycle.serving():
                 await run.run()
-                gone = await self._store.remove_ended(job.id)
-                await self._tools.files.remove(gone.ids)
-                for holder, num_bytes in gone.freed:
-                    self._tools.files.space.free(num_bytes, holder)
+                await self._cleanup.remove_ended(job.id)
         except Exception:
             # The job keeps its lease until it expires, and is then recovered as lost.
             logger.exception("the end of job %s could not be recorded", job.id)

@@ -1,4 +1,4 @@
-"""One run of a job: frames come from its engine, events go to the database, the result to a file.
+"""One run of a job: its trace on an engine, and the record of how it ended.
 
 Only the final frames are stored, the ones that ``POST /v1/traces`` would send last. Invariant: a result is
 complete on disk before its job is recorded as ended, and a job that did not finish has no result.
@@ -14,36 +14,31 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final
 
 import msgspec
 
 from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.jobs import JobEvent, JobStatus
+from api_schemas.jobs import JobStatus
 from app.admission.estimates import Estimate, of_trace
 from app.audit.log import AuditLog
 from app.audit.records import Record
 from app.errors import internal_error
 from app.request_context import RequestContext
 from app.services.jobs.local_calls import LocalCalls
-from app.services.jobs.run_events import EventWriter, JobPrints
+from app.services.jobs.run_output import RunOutput
 from app.services.jobs.slots import JobSlot
 from app.services.traces.service import TraceService
 from app.storage.jobs.files import JobFiles
-from app.storage.jobs.leases import MAX_INTERRUPTIONS, JobEnd, JobLeases, LeaseLostError, kind_of
-from app.storage.jobs.result_file import ResultFile
-from app.storage.jobs.states import CANCELLED_MESSAGE, now
+from app.storage.jobs.leases import MAX_INTERRUPTIONS, JobEnd, JobLeases, LeaseLostError
+from app.storage.jobs.states import CANCELLED_MESSAGE
 from app.storage.tables import JobRow
 from nnsight_engine.core.metering import UsageMeter
-from nnsight_engine.remote_backend.frames import Frame, FrameKind
-from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
+from nnsight_engine.remote_backend.messages import TraceHead
 from nnsight_engine.serialization import DecodeError
 
 logger = logging.getLogger(__name__)
-
-_TAKEN_S: Final = 0.2
-"""An engine that has not refused a job within this time has accepted it, even if it sends no frame yet."""
 
 _BUSY_DELAYS_S: Final = (1.0, 2.0, 5.0)
 """Delays before a job retries an engine whose queue is full; the last one repeats."""
@@ -51,7 +46,6 @@ _BUSY_DELAYS_S: Final = (1.0, 2.0, 5.0)
 _NO_REQUEST: Final = (
     "The job's request on the server's disk is missing or damaged; send the trace as a new job."
 )
-_BUSY: Final = "The engine's own queue is full; the job waits until it has room."
 _NO_ENGINE: Final = frozenset({ErrorCode.STARTING, ErrorCode.ENGINE_RESTARTING})
 """Errors of an engine that was not available when the job was sent to it, so that nothing has run."""
 
@@ -101,7 +95,7 @@ class JobRun:
         slot: Its slot among the running jobs.
         refusal: The error to end the job with instead of running it.
         sandbox_of: The tenant in whose sandbox it runs; None if it runs in the engine's own process.
-        set_aside: Called once with the usage that the trace declares.
+        reserve: Called once with the usage that the trace declares.
 
     Attributes:
         context: The context of the run, with its audit record.
@@ -116,21 +110,22 @@ class JobRun:
         *,
         sandbox_of: str | None,
         refusal: ApiError | None = None,
-        set_aside: Callable[[Estimate], Awaitable[None]] | None = None,
+        reserve: Callable[[Estimate], Awaitable[None]] | None = None,
     ) -> None:
         self._job = job
         self._sandbox_of = sandbox_of
         self._tools = tools
-        self._slot = slot
         self._refusal = refusal
         self.context = RequestContext(tenant=job.owner, meter=UsageMeter(job.key_id), record=run_record(job))
         self.ended: JobStatus | None = None
-        self._set_aside = set_aside
-        self._dispatched: JobEvent | None = None
-        self._events = EventWriter(self._append_events)
-        self._prints = JobPrints(tools.files.space, job.holder)
-        self._has_result = False
-        self._failure: JobEnd | None = None
+        self._reserve = reserve
+        self._output = RunOutput(
+            job,
+            slot,
+            files=tools.files,
+            leases=tools.leases,
+            notify_followers=tools.notify_followers,
+        )
         self._task: asyncio.Task[None] | None = None
         self._ending: Ending | None = None
         self._is_over = False
@@ -155,11 +150,10 @@ class JobRun:
         self._task = asyncio.current_task()
         if self._ending is not None and self._task is not None:
             self._task.cancel()  # it was ended before its first step
-        result = self._tools.files.new_result(self._job.id, self._job.attempt, self._job.holder)
-        has_result = False
+        result, has_result = self._output.result, False
         self._tools.log.begin(self.context.record)
         try:
-            end = await self._finished(await self._end(result), result)
+            end = await self._finished(await self._end())
             has_result = end is not None and end.result_bytes is not None
             if not has_result:
                 await result.discard()  # on a full disk, the database may need this space
@@ -172,7 +166,7 @@ class JobRun:
             self._record_run(None)
         finally:
             self._tools.log.drop(self.context.record)
-            self._prints.close()
+            self._output.close()
             try:
                 if has_result:
                     result.leave()
@@ -198,20 +192,20 @@ class JobRun:
         if record.tenant:
             self._tools.log.add(record)
 
-    async def _finished(self, end: JobEnd | None, result: ResultFile) -> JobEnd | None:
+    async def _finished(self, end: JobEnd | None) -> JobEnd | None:
         """Return how the job ended, once its result is flushed to disk; an error if that fails."""
         if end is None or end.result_bytes is None:
             return end
         try:
-            await result.finish()
+            await self._output.result.finish()
         except ApiError as error:
             return self._refused(error)
         return end
 
-    async def _end(self, result: ResultFile) -> JobEnd | None:
+    async def _end(self) -> JobEnd | None:
         """Run the trace and return how it ended; None if it is to run again."""
         try:
-            await self._run_attempts(result)
+            await self._run_attempts()
         except asyncio.CancelledError:
             return self._ended_early()
         except ApiError as error:
@@ -224,16 +218,9 @@ class JobRun:
             return self._refused(internal_error())
         finally:
             self._is_over = True
-        failure = self._failure
-        if not self._has_result:
-            return failure or JobEnd(
-                JobStatus.ERROR, "The engine ended the trace without a result.", ErrorCode.INTERNAL
-            )
-        if failure is None:
-            return JobEnd(JobStatus.COMPLETED, result_bytes=result.num_bytes)
-        return JobEnd(failure.status, failure.message, failure.code, result.num_bytes)
+        return self._output.end
 
-    async def _run_attempts(self, result: ResultFile) -> None:
+    async def _run_attempts(self) -> None:
         if self._refusal is not None:
             raise self._refusal
         try:
@@ -243,8 +230,8 @@ class JobRun:
             raise ApiError(ErrorCode.INTERNAL, _NO_REQUEST) from error
         await self.context.record.note_trace(request)
         self._tools.check(request.head)
-        if self._set_aside is not None:
-            await self._set_aside(of_trace(request.head))
+        if self._reserve is not None:
+            await self._reserve(of_trace(request.head))
         # No client reads outputs as they are produced, so the engine need not send them.
         request.head = msgspec.structs.replace(request.head, streams=False)
         request.sandbox_of = self._sandbox_of
@@ -254,68 +241,16 @@ class JobRun:
         request.call_client = functools.partial(self._tools.calls.call, self._job.id)
         for count in itertools.count():
             try:
-                await self._run_attempt(request, result)
+                frames = self._tools.traces.run(request, self._job.id, self.context.meter)
+                async with contextlib.aclosing(frames):
+                    await self._output.take_all(frames)
             except ApiError as error:
                 # The engine's queue is full of other traces: a job waits and retries.
                 if error.code is not ErrorCode.QUEUE_FULL:
                     raise
-                if count == 0 or self._dispatched is None:
-                    self._events.put(now(JobStatus.QUEUED, _BUSY))
-                delay_s = _BUSY_DELAYS_S[min(count, len(_BUSY_DELAYS_S) - 1)]
-                await self._slot.wait(kind_of(self._job), delay_s)
+                await self._output.wait_for_engine(_BUSY_DELAYS_S[min(count, len(_BUSY_DELAYS_S) - 1)])
             else:
                 return
-
-    async def _run_attempt(self, request: TraceRequest, result: ResultFile) -> None:
-        async with contextlib.aclosing(
-            self._tools.traces.run(request, self._job.id, self.context.meter)
-        ) as frames:
-            # The first frame is the service's own and precedes the engine's answer. The job counts as
-            # dispatched only once the engine has accepted it.
-            self._dispatched = JobEvent.model_validate_json(bytes((await anext(frames)).data))
-            timer = asyncio.get_running_loop().call_later(_TAKEN_S, self._report_dispatched)
-            try:
-                await self._take_all(frames, result)
-            finally:
-                timer.cancel()
-
-    def _report_dispatched(self) -> None:
-        event, self._dispatched = self._dispatched, None
-        if event is not None:
-            self._events.put(event)
-            self._slot.accepted()
-
-    async def _take_all(self, frames: AsyncGenerator[Frame, None], result: ResultFile) -> None:
-        async for frame in frames:
-            self._report_dispatched()
-            if frame.kind is FrameKind.ERROR:
-                self._has_result = False
-                self._failure = _failure_of(frame.json())
-                return
-            await self._take(frame, result)
-
-    async def _take(self, frame: Frame, result: ResultFile) -> None:
-        match frame.kind:
-            case FrameKind.EVENT:
-                await self._take_event(JobEvent.model_validate_json(bytes(frame.data)))
-            case FrameKind.OUTPUTS:
-                await result.write(frame)
-            case FrameKind.RESULT:
-                await result.write(frame)
-                self._has_result = True
-            case _:
-                pass  # only for a client that follows the trace as it runs
-
-    async def _take_event(self, event: JobEvent) -> None:
-        event.time = event.time or time.time()
-        if event.status is JobStatus.ERROR:
-            # A block's exception: the result that contains it follows, and the job ends only then.
-            self._failure = JobEnd(JobStatus.ERROR, event.message, ErrorCode.BLOCK_FAILED)
-        elif event.status is JobStatus.LOG:
-            if self._prints.admit(event):
-                await self._events.add(event)
-        elif not event.status.is_final and event.status is not JobStatus.RECEIVED:
-            await self._events.add(event)
 
     def _refused(self, error: ApiError) -> JobEnd | None:
         """Return how a job ended that its engine did not run to the end; None if it is to run again."""
@@ -358,16 +293,11 @@ class JobRun:
         await self._record_end_once(end)
 
     async def _record_end_once(self, end: JobEnd | None) -> None:
-        await self._events.settle()
+        await self._output.settle()
         if end is None:
             await self._tools.leases.give_back(self._job, was_interrupted=self._was_interrupted)
         else:
-            self._prints.written([await self._tools.leases.end(self._job, end)])
-
-    async def _append_events(self, events: list[JobEvent]) -> None:
-        await self._tools.leases.append_events(self._job, events)
-        self._prints.written(events)
-        self._tools.notify_followers(self._job.id)
+            self._output.count_end(await self._tools.leases.end(self._job, end))
 
 
 def run_record(job: JobRow, error: str = "") -> Record:
@@ -382,15 +312,6 @@ def record_interrupted(jobs: Sequence[JobRow], log: AuditLog) -> None:
     for job in jobs:
         if job.owner and job.started_at is not None:
             log.add(run_record(job, ErrorCode.INTERRUPTED))
-
-
-def _failure_of(body: Any) -> JobEnd:
-    """Return the end of a job whose engine sent an error object in OpenAI's format."""
-    try:
-        info = body["error"]
-        return JobEnd(JobStatus.ERROR, str(info["message"]), str(info["code"])[:64])
-    except (KeyError, TypeError):
-        return JobEnd(JobStatus.ERROR, "The engine failed without a reason.", ErrorCode.INTERNAL)
 
 
 __all__ = ["Ending", "JobRun", "JobTools", "record_interrupted", "run_record"]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
-import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -24,6 +23,7 @@ from app.engine.served_model import ServedModel
 from app.lifecycle import Lifecycle
 from app.services.jobs.api_objects import error_frame, job_of, summary_of
 from app.services.jobs.callers import JobCallers
+from app.services.jobs.cleanup import JobCleanup
 from app.services.jobs.dispatch import JobDispatcher
 from app.services.jobs.feed import JobFeed
 from app.services.jobs.local_calls import LocalCalls
@@ -33,20 +33,18 @@ from app.services.traces.service import TraceService
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.engines import location_of
-from app.storage.jobs.files import ORPHAN_S, JobFiles
+from app.storage.jobs.files import JobFiles
 from app.storage.jobs.leases import JobLeases
 from app.storage.jobs.quota import JOB_BYTES, JobStorageQuota
-from app.storage.jobs.store import Accepted, JobStore, NewJob, RemovedJobs
+from app.storage.jobs.removal import RemovedJobs
+from app.storage.jobs.store import Accepted, JobStore, NewJob
 from app.storage.open_files import OpenResult
 from app.storage.storage_usage import Holder, StoredBytes
 from app.tenant_budget import TenantBudget
 from nnsight_engine.remote_backend.messages import TraceHead
 from nnsight_engine.serialization import DecodeError
 
-logger = logging.getLogger(__name__)
-
 _ID_BYTES: Final = 24
-_MAX_SWEEP_S: Final = 60.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,12 +108,12 @@ class JobService:
         space = JobStorageQuota(self._budget.job_bytes, stored)
         self._files = JobFiles(folder_of(settings), space)
         self._store = JobStore(self._database, waiting=self._budget.waiting_jobs, ttl_s=settings.job_ttl_s)
+        self._cleanup = JobCleanup(self._database, self._files, ttl_s=settings.job_ttl_s)
         self._feed = JobFeed(self._store)
         self._served = served
         self._log = log
         self.local_calls = LocalCalls(settings.local_block_timeout_s)
         self._dispatcher: JobDispatcher | None = None
-        self._sweeper: asyncio.Task[None] | None = None
 
     @property
     def num_followers(self) -> int:
@@ -158,8 +156,7 @@ class JobService:
             lost = await leases.recover(dead=own.dead)
             record_interrupted(lost, self._log)
             await self._files.remove_results([(job.id, job.attempt) for job in lost])
-            await self._files.remove_others(await self._store.known())
-            self._files.space.set_stored(await self._store.used_bytes())
+            await self._cleanup.start()
         except BaseException:
             await self.stop()
             raise
@@ -174,23 +171,20 @@ class JobService:
         )
         self._dispatcher = JobDispatcher(
             tools,
-            store=self._store,
+            cleanup=self._cleanup,
             lifecycle=self._lifecycle,
             model=lambda: self._served().names[0],
             allowance=self._budget.running_jobs,
             callers=self._callers,
         )
         self._dispatcher.start()
-        self._sweeper = asyncio.create_task(self._sweep(), name="jobs-sweep")
 
     async def stop(self) -> None:
         """Return running jobs to the queue, and close; idempotent."""
         dispatcher, self._dispatcher = self._dispatcher, None
         if dispatcher is not None:
             await dispatcher.stop()
-        if self._sweeper is not None:
-            self._sweeper.cancel()
-            await asyncio.gather(self._sweeper, return_exceptions=True)
+        await self._cleanup.stop()
         await self._feed.close()
         await self._files.close()
 
@@ -254,10 +248,10 @@ class JobService:
         try:
             accepted = await self._store.accept(new)
         except Exception:
-            await self._forget(never_was)
+            await self._cleanup.remove_files(never_was)
             raise
         if not accepted.is_new:
-            await self._forget(never_was)
+            await self._cleanup.remove_files(never_was)
         self._wake()
         return accepted
 
@@ -300,7 +294,7 @@ class JobService:
         """
         gone = await self._store.remove(job_id, owner)
         self._report_cancelled(job_id)
-        await self._forget(gone)
+        await self._cleanup.remove_files(gone)
 
     async def rerun(self, job_id: str, holder: Holder, traceparent: str = "") -> Job:
         """Queue a job that failed or was cancelled again, now owned by the key of this request.
@@ -357,27 +351,6 @@ class JobService:
         self._feed.notify(job_id)
         if self._dispatcher is not None:
             self._dispatcher.cancel(job_id)
-
-    async def _forget(self, gone: RemovedJobs) -> None:
-        await self._files.remove(gone.ids)
-        for holder, num_bytes in gone.freed:
-            self._files.space.free(num_bytes, holder)
-
-    async def _sweep(self) -> None:
-        interval_s = min(_MAX_SWEEP_S, max(0.05, self._settings.job_ttl_s / 4))
-        others_at = time.monotonic()
-        while True:
-            await asyncio.sleep(interval_s)
-            try:
-                while (gone := await self._store.remove_expired(time.time())).ids:
-                    await self._forget(gone)
-                self._files.space.set_stored(await self._store.used_bytes())
-                if time.monotonic() - others_at > ORPHAN_S:
-                    # Files of servers that died between writing a job's files and inserting its row.
-                    others_at = time.monotonic()
-                    await self._files.remove_others(await self._store.known())
-            except Exception:
-                logger.exception("removing expired jobs failed; retrying")
 
 
 def folder_of(settings: Settings) -> Path:

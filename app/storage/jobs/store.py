@@ -1,7 +1,7 @@
 """Jobs in the database from the perspective of clients: accept, list, follow, cancel, remove, rerun.
 
 Jobs are accepted once per idempotency key. A job is in the database before its client gets a response.
-``leases`` contains the operations of the servers that run jobs.
+``leases`` contains the operations of the servers that run jobs, ``removal`` those on jobs that have ended.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Final
 
-from sqlalchemy import ColumnElement, delete, func, select
+from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -17,12 +17,11 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobEvent, JobStatus, JobSummary
 from app.allowance import Allowance
 from app.storage.database import Database
-from app.storage.jobs.quota import JOB_BYTES
+from app.storage.jobs.removal import RemovedJobs, removed
 from app.storage.jobs.states import FINAL, add_events, cancelled, change, now, row_of
 from app.storage.storage_usage import Holder
 from app.storage.tables import EventRow, JobRow
 
-_MAX_EXPIRED: Final = 200
 _MAX_PAGE_CHARS: Final = 256 * 1024
 """The size of a page of events, which each follower holds in memory while its client reads."""
 _FETCHED: Final = 20
@@ -71,14 +70,6 @@ class EventPage:
     events: list[JobEvent]
     num_events: int
     is_last: bool
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RemovedJobs:
-    """Removed jobs: their ids, and for each its holder and its size in bytes."""
-
-    ids: list[str]
-    freed: list[tuple[Holder, int]]
 
 
 class JobStore:
@@ -216,31 +207,7 @@ class JobStore:
             self._cancel(session, job)
             # Its idempotency key may be used again.
             change(session, job.number, events=[], removed=True, idempotency_key=None)
-            return _removed(session, [_fresh(session, job)])
-
-        return await self._database.write(write)
-
-    async def remove_ended(self, job_id: str) -> RemovedJobs:
-        """Remove a job whose removal was requested while it ran, after its end."""
-
-        def write(session: Session) -> RemovedJobs:
-            return _removed(
-                session, list(session.scalars(select(JobRow).where(JobRow.id == job_id, JobRow.removed)))
-            )
-
-        return await self._database.write(write)
-
-    async def remove_expired(self, now_s: float) -> RemovedJobs:
-        """Remove a bounded number of jobs that have expired, or whose removal is pending."""
-
-        def write(session: Session) -> RemovedJobs:
-            over = (JobRow.expires_at <= now_s) | JobRow.removed
-            return _removed(
-                session,
-                list(
-                    session.scalars(select(JobRow).where(over, JobRow.status.in_(FINAL)).limit(_MAX_EXPIRED))
-                ),
-            )
+            return removed(session, [_fresh(session, job)])
 
         return await self._database.write(write)
 
@@ -303,18 +270,6 @@ class JobStore:
             return {row[0]: row[1] for row in counts}, session.scalar(oldest)
 
         return await self._database.read(read)
-
-    async def known(self) -> set[str]:
-        """Return the ids of all jobs."""
-        return set(await self._database.read(lambda session: session.scalars(select(JobRow.id)).all()))
-
-    async def used_bytes(self) -> dict[Holder, int]:
-        """Return the bytes of all jobs by holder."""
-        of_files = JobRow.request_bytes + func.coalesce(JobRow.result_bytes, 0)
-        total = func.sum(of_files + JobRow.event_bytes + JOB_BYTES)
-        wanted = select(JobRow.owner, JobRow.key_id, total).group_by(JobRow.owner, JobRow.key_id)
-        rows = await self._database.read(lambda session: session.execute(wanted).all())
-        return {Holder(row[0], row[1]): int(row[2] or 0) for row in rows}
 
     def _accept(self, session: Session, new: NewJob) -> Accepted:
         if new.idempotency_key is not None:
@@ -418,29 +373,4 @@ def _same(before: JobRow, new: NewJob) -> Accepted:
     )
 
 
-def _removed(session: Session, jobs: list[JobRow]) -> RemovedJobs:
-    # The status is checked again: on a database with concurrent writers a job may have been requeued.
-    gone = session.execute(
-        delete(JobRow)
-        .where(JobRow.number.in_([job.number for job in jobs]), JobRow.status.in_(FINAL))
-        .returning(
-            JobRow.id,
-            JobRow.owner,
-            JobRow.key_id,
-            JobRow.request_bytes,
-            JobRow.result_bytes,
-            JobRow.event_bytes,
-        )
-        .execution_options(synchronize_session=False)
-    ).all()
-    freed = [
-        (
-            Holder(job.owner, job.key_id),
-            job.request_bytes + (job.result_bytes or 0) + job.event_bytes + JOB_BYTES,
-        )
-        for job in gone
-    ]
-    return RemovedJobs([job.id for job in gone], freed)
-
-
-__all__ = ["Accepted", "EventPage", "JobStore", "NewJob", "RemovedJobs", "not_found"]
+__all__ = ["Accepted", "EventPage", "JobStore", "NewJob", "not_found"]

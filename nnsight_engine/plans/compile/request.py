@@ -107,7 +107,7 @@ def compile_request(
         stream=stream,
         fingerprint=_fingerprint(planned, scope),
     )
-    return CompiledRequest(plan, compiler.tensors, needs_prompt, num_bytes)
+    return CompiledRequest(plan, compiler.tensors, needs_prompt)
 
 
 def _names(ops: Mapping[int, Operation]) -> dict[int, str]:

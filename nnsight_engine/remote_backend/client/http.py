@@ -23,17 +23,16 @@ import httpx
 from api_schemas.jobs import JobStatus
 from nnsight_engine.core.config import CONFIG
 from nnsight_engine.remote_backend.client.address import normalized
+from nnsight_engine.remote_backend.client.received_frames import MAX_FRAME_BYTES, Download, frames_of
 from nnsight_engine.remote_backend.client.retry import Retry
 from nnsight_engine.remote_backend.client.transport import Progress
 from nnsight_engine.remote_backend.errors import RemoteConnectionError, RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameReader
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE, TraceRequest
-from nnsight_engine.serialization import DecodeError
 
 _CONNECT_S: Final = 10.0
 _READ_S: Final = 3600.0
 """Read timeout between two frames: a block may compute for a long time without producing any."""
-MAX_FRAME_BYTES: Final = 16 * 2**30
 _CHUNK_BYTES: Final = 2**20
 
 
@@ -65,7 +64,7 @@ class HttpTransport:
         """Send a trace, and yield the frames of the response; see ``Transport``."""
         response = self._with_retries(lambda: self._post("/v1/traces", request, progress, stream=True))
         try:
-            yield from _frames(response.iter_raw(), progress)
+            yield from frames_of(response.iter_raw(), progress)
         except httpx.TransportError as error:
             raise self._connection_broke(error) from error
         finally:
@@ -119,7 +118,7 @@ class HttpTransport:
 
     def result(self, job_id: str, progress: Progress | None = None) -> list[Frame]:
         """Return the frames of a job's result; an interrupted download resumes where it stopped."""
-        download, tries = _Download(), Retry(self.url)
+        download, tries = Download(), Retry(self.url)
         while True:
             num_bytes = download.num_bytes
             try:
@@ -129,16 +128,11 @@ class HttpTransport:
                 if download.num_bytes > num_bytes:
                     tries.progressed()
                 tries.wait(error)
-        if not download.reader.is_between:
-            raise DecodeError("the job's result ends within a frame")
-        return download.frames
+        return download.frames()
 
-    def _fetch(self, job_id: str, download: _Download, progress: Progress | None) -> None:
-        headers = {}
-        if download.num_bytes:
-            headers = {"range": f"bytes={download.num_bytes}-", "if-range": download.tag}
+    def _fetch(self, job_id: str, download: Download, progress: Progress | None) -> None:
         path = f"{self.url}/v1/jobs/{job_id}/result"
-        response = self._send("GET", path, headers=headers, stream=True)
+        response = self._send("GET", path, headers=download.headers(), stream=True)
         with contextlib.closing(response):
             if response.status_code != httpx.codes.PARTIAL_CONTENT:
                 download.restart(response.headers.get("etag", ""))
@@ -284,25 +278,6 @@ class HttpTransport:
                 await asyncio.sleep(tries.pause_s(error))
 
 
-class _Download:
-    """A frame stream that is downloaded over several connections."""
-
-    def __init__(self) -> None:
-        self.restart("")
-
-    def restart(self, tag: str) -> None:
-        """Start again at the first byte of the version with this entity tag."""
-        self.tag = tag
-        self.reader = FrameReader(MAX_FRAME_BYTES)
-        self.frames: list[Frame] = []
-        self.num_bytes = 0
-
-    def take(self, chunk: bytes, progress: Progress | None) -> None:
-        self.num_bytes += len(chunk)
-        self.frames.extend(self.reader.feed(chunk))
-        _report(self.reader, progress)
-
-
 @functools.cache
 def _client(pid: int) -> httpx.Client:
     """Return the connection pool of this process; a forked process needs its own."""
@@ -328,19 +303,6 @@ def _pieces(content: bytes, progress: Progress | None) -> Iterator[bytes]:
         yield content[start : start + _CHUNK_BYTES]
         if progress is not None:
             progress("upload", min(start + _CHUNK_BYTES, len(content)), len(content))
-
-
-def _frames(chunks: Iterator[bytes], progress: Progress | None) -> Iterator[Frame]:
-    reader = FrameReader(MAX_FRAME_BYTES)
-    for chunk in chunks:
-        yield from reader.feed(chunk)
-        _report(reader, progress)
-
-
-def _report(reader: FrameReader, progress: Progress | None) -> None:
-    pending = reader.pending
-    if progress is not None and pending is not None and pending[1] > _CHUNK_BYTES:
-        progress("download", *pending)
 
 
 def _object(response: httpx.Response) -> dict[str, Any]:

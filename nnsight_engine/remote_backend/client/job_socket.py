@@ -14,7 +14,8 @@ from typing import Any, Final
 from websockets.exceptions import ConnectionClosedOK, InvalidStatus, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
-from nnsight_engine.remote_backend.client.http import MAX_FRAME_BYTES, HttpTransport, seconds_until
+from nnsight_engine.remote_backend.client.http import HttpTransport, seconds_until
+from nnsight_engine.remote_backend.client.received_frames import MAX_FRAME_BYTES
 from nnsight_engine.remote_backend.errors import RemoteConnectionError, RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameReader, called, calling
 

@@ -91,7 +91,7 @@ class EditMediator(ThreadMediator):
         self._edit: PointEdit | None = None
         self.label = label
 
-    def _go_on(self, how: Callable[[Any, Any], Any], payload: Any) -> Any:
+    def _run_block(self, how: Callable[[Any, Any], Any], payload: Any) -> Any:
         request = cast("TracedRequest", self.interleaver)
         request.last_label = self.label
 
@@ -100,7 +100,7 @@ class EditMediator(ThreadMediator):
             self._see_edit()
             return event
 
-        return super()._go_on(then_look, payload)
+        return super()._run_block(then_look, payload)
 
     def _see_edit(self) -> None:
         """Apply the edit if the block has edited the tensor that was computed for it."""

@@ -178,7 +178,7 @@ class TpLeaderDispatcher(TraceDispatcher):
             raise SpreadModuleError.direct_call(path)
         super().called_directly(path)
 
-    def held(self, path: str, name: str, value: torch.Tensor) -> torch.Tensor:
+    def whole_tensor(self, path: str, name: str, value: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the module at ``path``, gathered to the whole if each rank has a part."""
         if not self.spread.shards.has_parts(path):
             return value

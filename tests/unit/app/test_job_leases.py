@@ -17,6 +17,7 @@ from app.allowance import Allowance
 from app.storage.database import Database
 from app.storage.jobs import leases
 from app.storage.jobs.leases import LEASE_S, MAX_INTERRUPTIONS, JobEnd, JobLeases, LeaseLostError
+from app.storage.jobs.removal import JobRemoval
 from app.storage.jobs.store import JobStore, NewJob
 from app.storage.tables import JobRow
 
@@ -209,7 +210,7 @@ async def test_a_job_that_was_to_end_is_not_given_back_to_run_again(servers: Ser
     assert (row.status, row.code, row.lease_by) == ("CANCELLED", "job_cancelled", None)
     assert row.expires_at is not None
     assert (await servers.store.events(cancelled_id, "", after=0, limit=9)).events[-1].status == "CANCELLED"
-    assert (await servers.store.remove_expired(0)).ids == [removed_id]
+    assert (await JobRemoval(servers.database).remove_expired(0)).ids == [removed_id]
 
 
 async def test_a_job_that_was_to_end_and_waits_all_the_same_ends_and_never_runs(servers: Servers):

@@ -55,8 +55,10 @@ def test_a_child_answers_until_it_fails_and_then_says_why() -> None:
 
 
 def test_a_child_that_does_not_answer_in_time_is_given_up() -> None:
-    with ChildObject(ECHO, limit_s=0.01) as child, pytest.raises(ProcessError, match="no answer within"):
-        child.call("wait", 60)
+    with ChildObject(ECHO, limit_s=0.01) as child:
+        for _ in range(2):
+            with pytest.raises(ProcessError, match="gave no answer within"):
+                child.call("wait", 60)
 
 
 @pytest.mark.heavy

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import machine as machine_module
 from benchmarks.case import BenchmarkCase, Measure, NotMeasuredError, Plan, Sample, Sampler, difference, ratio
-from benchmarks.machine import Machine
+from benchmarks.machine import Machine, OtherWork
 from benchmarks.report import BenchmarkReport, ReportError, Row, rows_of
 from benchmarks.runner import run
 from benchmarks.tables.serving import chosen
@@ -139,6 +143,35 @@ def test_parts_make_one_table_and_a_case_measured_again_replaces_its_row(tmp_pat
     assert {row.case: row.value for row in whole.rows} == {"steered": 0.9, "idle": 0.99}
     assert len(whole.commands) == 2
     assert "busy" in whole.to_markdown()
+
+
+def test_a_table_shows_that_others_used_the_cores_during_its_run(tmp_path: Path) -> None:
+    calm = dataclasses.replace(HERE, other_cores=0.02)
+    one = case("idle", pairs([1.0] * 3, [1.0] * 3), ratio("ours", "plain"))
+    text = report_of(one, machine=calm).to_markdown()
+    assert "Other processes used 0.02 cores" in text
+    assert "busy" not in text
+    report_of(one, machine=dataclasses.replace(HERE, other_cores=0.9)).write(tmp_path)
+    added = report_of(one, machine=calm).added_to(tmp_path).to_markdown()
+    assert "Other processes used 0.90 cores" in added
+    assert "busy" in added
+
+
+def test_the_work_of_children_is_not_that_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stat, ticks, before = tmp_path / "stat", os.sysconf("SC_CLK_TCK"), sum(os.times()[:4])
+
+    def counted(others_s: float) -> None:
+        ours_s = sum(os.times()[:4]) - before
+        stat.write_text(f"cpu  {round((1000 + others_s + ours_s) * ticks)} 0 0 77 0\n")
+
+    monkeypatch.setattr(machine_module, "_STAT", stat)
+    counted(0.0)
+    work = OtherWork()
+    busy = "import time\nwhile time.process_time() < 0.6: pass"
+    subprocess.run([sys.executable, "-c", busy], check=True)
+    counted(others_s=3.0)
+    assert sum(os.times()[2:4]) > 0.5
+    assert work.seconds() == pytest.approx(3.0, abs=0.2)
 
 
 def test_a_table_never_mixes_commits(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from nnsight_engine.plans.request_plan import (
     RequestPlan,
     WhereRule,
 )
+from tests.unit.plans.captured_bytes import captured_bytes
 
 VALUES = ("steer", "ablate", "patch", "capture", "probe")
 SPEC = ModelSpec(
@@ -77,7 +78,7 @@ def steer(**change: Any) -> dict[str, Any]:
 
 def test_no_operations_make_an_empty_plan() -> None:
     request = compiled()
-    assert request == CompiledRequest(RequestPlan(5, (), stream=True), {}, reads_prompt=False, prompt_bytes=0)
+    assert request == CompiledRequest(RequestPlan(5, (), stream=True), {}, reads_prompt=False)
 
 
 def test_a_steer_keeps_vector_and_scale_apart() -> None:
@@ -93,7 +94,8 @@ def test_a_steer_keeps_vector_and_scale_apart() -> None:
     tensor = request.tensors[op.tensor]
     assert (tensor.dtype, tensor.shape, tensor.data) == ("float32", (8,), struct.pack("<8f", *vector()))
     assert tensor.key() == op.tensor
-    assert (request.reads_prompt, request.prompt_bytes) == (False, 0)
+    assert not request.reads_prompt
+    assert captured_bytes(steer(), spec=SPEC, prompt=PROMPT) == 0
 
 
 def test_patterns_expand_and_one_vector_may_differ_per_site() -> None:
@@ -157,7 +159,7 @@ def test_a_patch_per_point_sorts_every_points_rows() -> None:
 
 
 def test_reads_have_names_dtypes_and_bytes() -> None:
-    request = compiled(
+    operations = [
         steer(),
         {"op": "capture", "at": ["layers.0.output", "layers.0.mlp.act"], "where": {"positions": [-1, 9]}},
         {"op": "capture", "at": "layers.3.output", "reduce": "mean", "dtype": "float16", "name": "mean"},
@@ -165,7 +167,8 @@ def test_reads_have_names_dtypes_and_bytes() -> None:
         {"op": "probe", "at": "layers.*.output", "weights": vector(), "bias": 0.5},
         {"op": "logit_lens", "layers": "1:3", "top_k": 2, "targets": ["abc", 4]},
         {"op": "capture", "at": "samples"},
-    )
+    ]
+    request = compiled(*operations)
     _, rows, mean, last, probe, lens, samples = request.plan.ops
     assert [op.name for op in request.plan.ops] == [
         "",
@@ -191,7 +194,7 @@ def test_reads_have_names_dtypes_and_bytes() -> None:
         "lens": 5 * 2 * 4 * 8,
         "ids": 5 * 8,
     }
-    assert request.prompt_bytes == sum(expected.values())
+    assert captured_bytes(*operations, spec=SPEC, prompt=PROMPT) == sum(expected.values())
     assert request.reads_prompt
 
 

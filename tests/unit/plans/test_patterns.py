@@ -26,6 +26,7 @@ from nnsight_engine.plans.step.host_arena import HostArena
 from nnsight_engine.plans.step.ledger import ByteLedger
 from nnsight_engine.plans.step.patterns import AttentionForm, AttentionKeyStore, ComputePattern
 from nnsight_engine.plans.step.plan import Span
+from tests.unit.plans.captured_bytes import captured_bytes
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 3
 VALUES = ("steer", "ablate", "patch", "capture", "probe")
@@ -97,13 +98,14 @@ def test_a_pattern_of_generated_positions_still_needs_the_prompt_computed() -> N
     ],
 )
 def test_the_prompt_is_counted_with_its_keys(fields: dict[str, Any], num_numbers: int, num_keys: int) -> None:
-    request = compiled(capture("layers.*.attn.pattern", dtype="float16", **fields))
-    assert request.prompt_bytes == 2 * (num_numbers * 2 + num_keys * KEY_BYTES)
+    patterns = capture("layers.*.attn.pattern", dtype="float16", **fields)
+    assert captured_bytes(patterns, spec=SPEC, prompt=PROMPT) == 2 * (num_numbers * 2 + num_keys * KEY_BYTES)
 
 
 def test_keys_of_a_layer_are_counted_once() -> None:
-    one = compiled(capture(name="a")).prompt_bytes
-    both = compiled(capture(name="a"), capture(name="b", where={"positions": [0]})).prompt_bytes
+    first, second = capture(name="a"), capture(name="b", where={"positions": [0]})
+    one = captured_bytes(first, spec=SPEC, prompt=PROMPT)
+    both = captured_bytes(first, second, spec=SPEC, prompt=PROMPT)
     assert both - one == HEADS * 4
 
 

@@ -1,0 +1,159 @@
+"""The frames of one run of a job: events go to the database, the final frames to the result's file."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, Final
+
+from api_schemas.errors import ErrorCode
+from api_schemas.jobs import JobEvent, JobStatus
+from app.services.jobs.run_events import EventWriter, JobPrints
+from app.services.jobs.slots import JobSlot
+from app.storage.jobs.files import JobFiles
+from app.storage.jobs.leases import JobEnd, JobLeases, kind_of
+from app.storage.jobs.result_file import ResultFile
+from app.storage.jobs.states import now
+from app.storage.tables import JobRow
+from nnsight_engine.remote_backend.frames import Frame, FrameKind
+
+_TAKEN_S: Final = 0.2
+"""An engine that has not refused a job within this time has accepted it, even if it sends no frame yet."""
+
+_BUSY: Final = "The engine's own queue is full; the job waits until it has room."
+
+
+class RunOutput:
+    """What the engine sends during one run.
+
+    Args:
+        job: The row as it was claimed.
+        slot: Its slot among the running jobs.
+        files: Stores the result.
+        leases: Writes events to the database.
+        notify_followers: Called with the job's id after something was written to the database.
+
+    Attributes:
+        result: The final frames.
+    """
+
+    def __init__(
+        self,
+        job: JobRow,
+        slot: JobSlot,
+        *,
+        files: JobFiles,
+        leases: JobLeases,
+        notify_followers: Callable[[str], None],
+    ) -> None:
+        self.result: ResultFile = files.new_result(job.id, job.attempt, job.holder)
+        self._job = job
+        self._slot = slot
+        self._leases = leases
+        self._notify_followers = notify_followers
+        self._events = EventWriter(self._append_events)
+        self._prints = JobPrints(files.space, job.holder)
+        self._dispatched: JobEvent | None = None
+        self._was_busy = False
+        self._has_result = False
+        self._failure: JobEnd | None = None
+
+    @property
+    def end(self) -> JobEnd:
+        """How the job has ended, once the engine has sent everything."""
+        failure = self._failure
+        if not self._has_result:
+            return failure or JobEnd(
+                JobStatus.ERROR, "The engine ended the trace without a result.", ErrorCode.INTERNAL
+            )
+        if failure is None:
+            return JobEnd(JobStatus.COMPLETED, result_bytes=self.result.num_bytes)
+        return JobEnd(failure.status, failure.message, failure.code, self.result.num_bytes)
+
+    async def take_all(self, frames: AsyncGenerator[Frame, None]) -> None:
+        """Take the frames of an attempt.
+
+        Raises:
+            ApiError: The engine does not take the trace, or has failed.
+            LeaseLostError: The job is no longer ours.
+        """
+        # The first frame is the service's own and precedes the engine's answer. The job counts as dispatched
+        # only once the engine has accepted it.
+        self._dispatched = JobEvent.model_validate_json(bytes((await anext(frames)).data))
+        timer = asyncio.get_running_loop().call_later(_TAKEN_S, self._report_dispatched)
+        try:
+            async for frame in frames:
+                self._report_dispatched()
+                if frame.kind is FrameKind.ERROR:
+                    self._has_result = False
+                    self._failure = _failure_of(frame.json())
+                    return
+                await self._take(frame)
+        finally:
+            timer.cancel()
+
+    async def wait_for_engine(self, delay_s: float) -> None:
+        """Give up the slot for a while, since the engine's queue is full, and report it if that is news."""
+        if not self._was_busy or self._dispatched is None:
+            self._events.put(now(JobStatus.QUEUED, _BUSY))
+        self._was_busy = True
+        await self._slot.wait(kind_of(self._job), delay_s)
+
+    async def settle(self) -> None:
+        """Wait until all events are in the database."""
+        await self._events.settle()
+
+    def count_end(self, event: JobEvent) -> None:
+        """Count the last event, which is in the database, as stored."""
+        self._prints.written([event])
+
+    def close(self) -> None:
+        """Release the space that was reserved for events; idempotent."""
+        self._prints.close()
+
+    def _report_dispatched(self) -> None:
+        event, self._dispatched = self._dispatched, None
+        if event is not None:
+            self._events.put(event)
+            self._slot.accepted()
+
+    async def _take(self, frame: Frame) -> None:
+        match frame.kind:
+            case FrameKind.EVENT:
+                await self._take_event(JobEvent.model_validate_json(bytes(frame.data)))
+            case FrameKind.OUTPUTS:
+                await self.result.write(frame)
+            case FrameKind.RESULT:
+                await self.result.write(frame)
+                self._has_result = True
+            case _:
+                pass  # only for a client that follows the trace as it runs
+
+    async def _take_event(self, event: JobEvent) -> None:
+        event.time = event.time or time.time()
+        if event.status is JobStatus.ERROR:
+            # A block's exception: the result that contains it follows, and the job ends only then.
+            self._failure = JobEnd(JobStatus.ERROR, event.message, ErrorCode.BLOCK_FAILED)
+        elif event.status is JobStatus.LOG:
+            if self._prints.admit(event):
+                await self._events.add(event)
+        elif not event.status.is_final and event.status is not JobStatus.RECEIVED:
+            await self._events.add(event)
+
+    async def _append_events(self, events: list[JobEvent]) -> None:
+        await self._leases.append_events(self._job, events)
+        self._prints.written(events)
+        self._notify_followers(self._job.id)
+
+
+def _failure_of(body: Any) -> JobEnd:
+    """Return the end of a job whose engine sent an error object in OpenAI's format."""
+    try:
+        info = body["error"]
+        return JobEnd(JobStatus.ERROR, str(info["message"]), str(info["code"])[:64])
+    except (KeyError, TypeError):
+        return JobEnd(JobStatus.ERROR, "The engine failed without a reason.", ErrorCode.INTERNAL)
+
+
+__all__ = ["RunOutput"]
