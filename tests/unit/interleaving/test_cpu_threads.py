@@ -56,9 +56,9 @@ from nnsight_engine.interleaving.cpu_threads import compute_on_one_thread
 
 def count(limit):
     limit()
-    before = len(os.listdir("/proc/self/task"))
+    before = set(os.listdir("/proc/self/task"))
     {kernel}
-    print(len(os.listdir("/proc/self/task")) - before)
+    print(len(set(os.listdir("/proc/self/task")) - before))
 
 torch.set_num_threads(2)
 for limit in (compute_on_one_thread, torch.get_num_threads):
