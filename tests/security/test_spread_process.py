@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -44,6 +46,8 @@ _PROMPT: Final = 3
 _NEIGHBOUR: Final = 2
 _STEPS: Final = 3
 _WAIT_S: Final = 120
+_MANY: Final = 1100
+"""More traces than a worker stores for collection."""
 _SPREAD: Final = "model.model.layers.1.output"
 _HEAD: Final = "model.lm_head"
 _POINTS: Final[Any] = SimpleNamespace(
@@ -343,6 +347,35 @@ def test_a_block_over_two_ranks_does_what_it_does_over_one(
     assert leading.undone == following.undone
     assert leading.undone or seconds == "0", "every step was waited for, so nothing was shown"
     assert num_calls[0] == num_calls[1] > 0
+
+
+class _Key(str):
+    """A trace's key, of which a test sees whether anything still refers to it."""
+
+    __slots__ = ("__weakref__",)
+
+
+def test_traces_that_are_never_collected_leave_no_key_on_any_rank(server: ForkServer) -> None:
+    orders: queue.Queue[Order] = queue.Queue()
+    meet, parts = threading.Barrier(2), [None, None]
+    first, second = (QueuedRanks(rank, orders, meet, parts) for rank in range(2))
+    leader = Leader(first, dataclasses.replace(LIMITS, max_sandboxes=0), server)
+    follower = Follower(second)
+    plain = entry_of("model.samples.output").to_plain()
+    keys = []
+    for number in range(_MANY):
+        key = _Key(number)
+        keys.append(weakref.ref(key))
+        facts = StepFacts([(str(number), {**plain, "key": key})], {str(number - 1)})
+        for traces in (leader, follower):  # the leading rank does not wait for the other
+            traces.begin(facts)
+        assert leader.end() == [str(number)]
+        assert follower.end() == []
+        del key, facts
+    gc.collect()  # errors refer to the frames that raised them
+    num_left = leader.num_live()["traces"]
+    assert 0 < num_left < _MANY
+    assert sum(key() is not None for key in keys) == num_left
 
 
 REFUSED: Final = """

@@ -126,8 +126,8 @@ class TpFollowerTraces(PeerTraces):
 
     def has_collected(self, key: str, results: Mapping[str, Any], wait_s: float) -> bool:
         """Execute the leading rank's orders while it waits for a trace; return whether it has ended."""
-        del results, wait_s
-        return key not in self.known.sandboxed_keys or self.dispatcher.follow_to_answer()
+        del key, results, wait_s
+        return self.dispatcher.follow_to_answer()
 
     def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> list[Piece]:
         """Execute the leading rank's orders while it closes a trace; return no results."""

@@ -269,8 +269,6 @@ class TpLeaderTraces(WorkerTraces):
 
     def has_collected(self, key: str, results: Mapping[str, Any], wait_s: float) -> bool:
         """Wait up to ``wait_s`` for a sandboxed trace to close; return whether its result is ready."""
-        if key not in self._known.sandboxed_keys:
-            return True
         with self.dispatcher.leading() as turn:
             turn.is_true = super().has_collected(key, results, wait_s)
             return turn.is_true
@@ -278,12 +276,9 @@ class TpLeaderTraces(WorkerTraces):
     def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> list[Piece]:
         """Close a trace whose requests have ended, and return its saved values."""
         with self.dispatcher.leading():
-            if index is None:
-                self._known.close(key)
             return super().collect(key, results, index)
 
     def drop(self, key: str) -> float | None:
         """Close a trace that no client will collect."""
         with self.dispatcher.leading():
-            self._known.close(key)
             return super().drop(key)

@@ -476,9 +476,6 @@ class WorkerTraces:
         Raises:
             RuntimeError: The trace is sandboxed and its values have not arrived, see ``has_collected``.
         """
-        return self._collect(key, results, index)
-
-    def _collect(self, key: str, results: Mapping[str, Any], index: int | None) -> list[Piece]:
         if index is None:
             self._held.pop(key, None)
         pieces = self._collected(key, results, index)
@@ -533,14 +530,11 @@ class WorkerTraces:
 
     def drop(self, key: str) -> float | None:
         """Close the rest of a trace that no client will collect; return ``last_spent_s``."""
-        return self._drop(key)
-
-    def _drop(self, key: str) -> float:
         self._held.pop(key, None)
         self.last_spent_s = 0.0
         self._spent_s[key] += self.sandboxes.drop(key)
         if key in self._by_key:
-            self._collect(key, {}, None)
+            self.collect(key, {})
         self._spent_s.pop(key, None)
         self.take_remaining(key)
         return self.last_spent_s
@@ -554,6 +548,6 @@ class WorkerTraces:
             return
         for key in list(self._by_key):
             if not any(map(self.has_block, self._by_key[key])):
-                self._drop(key)
+                self.drop(key)
                 if len(self._by_key) <= _MAX_UNCOLLECTED:
                     return

@@ -17,7 +17,6 @@ from nnsight_engine.vllm_backend.traces.edits import EditStore
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_pool import SandboxPool
 from nnsight_engine.vllm_backend.traces.stages.early_stage import EarlyStageTraces
-from nnsight_engine.vllm_backend.traces.step_facts import KnownRequests
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 
@@ -66,5 +65,4 @@ def test_code_is_not_trusted_by_omission() -> None:
 
 def test_an_early_stage_has_no_results() -> None:
     traces = EarlyStageTraces.__new__(EarlyStageTraces)
-    traces.known = KnownRequests()
     assert traces.collect("key", {}) == []

@@ -14,14 +14,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.serialization import EncodeError, restore_error
-from nnsight_engine.serialization.message.table import Piece
 from nnsight_engine.vllm_backend.model_outline import OutlineEntry, outline_of
 from nnsight_engine.vllm_backend.traces.errors import StageError
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
@@ -215,17 +214,6 @@ class LastStageTraces(WorkerTraces):
             for session in self.sandboxes.active:
                 session.connection.give_up(StageError.unlike())
         return self.in_step
-
-    def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> list[Piece]:
-        """Close a trace whose requests have ended, and return its saved values."""
-        if index is None:
-            self._known.close(key)
-        return super().collect(key, results, index)
-
-    def drop(self, key: str) -> float | None:
-        """Close a trace that no client will collect."""
-        self._known.close(key)
-        return super().drop(key)
 
     # Calls of remote modules by blocks.
 
