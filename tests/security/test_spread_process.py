@@ -21,10 +21,8 @@ from typing import Any, Final, cast
 import pytest
 import torch
 
-from api_schemas.request_traces import Trace
 from nnsight_engine.sandbox.forkserver import ForkServer
 from nnsight_engine.serialization import decode, encode
-from nnsight_engine.vllm_backend.request_code import encoded_code
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.names import Names
 from nnsight_engine.vllm_backend.traces.peer_traces import PeerTraces
@@ -40,11 +38,20 @@ from nnsight_engine.vllm_backend.traces.tp_collectives import TpCollectives
 from nnsight_engine.vllm_backend.traces.tp_follower import TpFollowerDispatcher, TpFollowerTraces
 from nnsight_engine.vllm_backend.traces.tp_leader import TpLeaderTraces
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
-from tests.security.played import LAYERS, LIMITS, VOCABULARY, WIDTH, Outline, Places
+from tests.security.played import (
+    LAYERS,
+    LIMITS,
+    NEIGHBOUR,
+    PROMPT,
+    STEPS,
+    VOCABULARY,
+    WIDTH,
+    Outline,
+    Places,
+    code_lasting,
+    entry_of,
+)
 
-_PROMPT: Final = 3
-_NEIGHBOUR: Final = 2
-_STEPS: Final = 3
 _WAIT_S: Final = 120
 _MANY: Final = 1100
 """More traces than a worker stores for collection."""
@@ -53,29 +60,6 @@ _HEAD: Final = "model.lm_head"
 _POINTS: Final[Any] = SimpleNamespace(
     tensor_parallel_size=2, num_kv_heads=2, local_layers=(), layers=(), model=torch.nn.Linear(1, 1)
 )
-
-CODE: Final = """
-import time
-def busy():
-    end = time.perf_counter() + SECONDS
-    while time.perf_counter() < end:
-        pass
-busy()
-seen = [].save()
-for step in tracer.iter[:3]:
-    first = model.layers[0].output.sum().item()
-    busy()
-    model.layers[1].output = model.lm_head(model.layers[1].output)
-    busy()
-    model.layers[2].output[:] *= 3
-    last = model.layers[3].output[-1].sum().item()
-    model.logits.output[:, 5] = 7
-    busy()
-    token = model.samples.output.item()
-    model.samples.output[:] = token + 1
-    seen.append((step, first, last, token))
-busy()
-"""
 
 
 def double(rows: torch.Tensor) -> torch.Tensor:
@@ -119,11 +103,6 @@ class Served(Places):
     def begin(self, path: str, args: Any, kwargs: Any) -> ModuleCall:
         assert (path, kwargs) == (_HEAD, {})
         return ModuleCall(path, self.apply, args, args[0].ndim - 1, 1)
-
-
-def entry_of(code: str) -> TraceEntry:
-    data = encoded_code(Trace(op="trace", code=code), "test")
-    return TraceEntry("key", 0, 1, data, [{}], sandbox_of="tenant")
 
 
 # Ranks.
@@ -237,7 +216,7 @@ def _layers(
 
 def _behind(traces: WorkerTraces | PeerTraces, hidden: torch.Tensor) -> list[Any]:
     logits = torch.zeros(1, VOCABULARY)
-    logits[0] = hidden[-_NEIGHBOUR - 1, 0]
+    logits[0] = hidden[-NEIGHBOUR - 1, 0]
     logits = traces.on_logits(logits) if traces.in_step else logits
     samples = torch.tensor([[3]])
     samples = traces.on_samples(samples) if traces.in_step else samples
@@ -246,7 +225,7 @@ def _behind(traces: WorkerTraces | PeerTraces, hidden: torch.Tensor) -> list[Any
 
 def _hidden(done: int, num_rows: int) -> torch.Tensor:
     rows = torch.arange(done, done + num_rows).float()[:, None].expand(-1, WIDTH)
-    return torch.cat([rows, torch.zeros(_NEIGHBOUR, WIDTH)])
+    return torch.cat([rows, torch.zeros(NEIGHBOUR, WIDTH)])
 
 
 def play(
@@ -257,8 +236,8 @@ def play(
     """Play the runner to one request, as each worker does, until it has all its tokens."""
     played, done, step = Played(None, [], []), 0, 0
     arrived: list[tuple[str, Any]] = [("own", entry.to_plain())]
-    while step < _STEPS:
-        num_rows = _PROMPT if not step else 1
+    while step < STEPS:
+        num_rows = PROMPT if not step else 1
         facts = StepFacts(arrived, (), {"own"})
         arrived = []
         traces.before(facts)
@@ -294,7 +273,7 @@ def block_of(traces: WorkerTraces | PeerTraces) -> Any:
 
 def _whole(traces: WorkerTraces | PeerTraces, ranks: Ranks | None) -> Any:
     def forward(done: int, num_rows: int) -> list[Any]:
-        traces.step(spans_of(done, num_rows), num_rows + _NEIGHBOUR)
+        traces.step(spans_of(done, num_rows), num_rows + NEIGHBOUR)
         traces.dispatcher.listen()
         hidden = _layers(traces, _hidden(done, num_rows), range(LAYERS), ranks)
         traces.dispatcher.pause()
@@ -334,18 +313,18 @@ def over_ranks(server: ForkServer, code: str, wait_s: float) -> tuple[list[Playe
     return played, [cast("Any", one.dispatcher.spread).num_calls for one in (leader, follower)]
 
 
-@pytest.mark.parametrize(("seconds", "wait_s"), [("0", 5.0), ("0.06", 0.005)], ids=["waited for", "deferred"])
+@pytest.mark.parametrize(("seconds", "wait_s"), [(0.0, 5.0), (0.06, 0.005)], ids=["waited for", "deferred"])
 def test_a_block_over_two_ranks_does_what_it_does_over_one(
-    server: ForkServer, seconds: str, wait_s: float
+    server: ForkServer, seconds: float, wait_s: float
 ) -> None:
-    alone = over_one(server, CODE.replace("SECONDS", "0"), 5.0)
-    (leading, following), num_calls = over_ranks(server, CODE.replace("SECONDS", seconds), wait_s)
-    assert len(alone.saves["seen"]) == _STEPS
+    alone = over_one(server, code_lasting(0), 5.0)
+    (leading, following), num_calls = over_ranks(server, code_lasting(seconds), wait_s)
+    assert len(alone.saves["seen"]) == STEPS
     assert leading.saves == alone.saves
     assert following.saves is None
     assert leading.states == following.states == alone.states
     assert leading.undone == following.undone
-    assert leading.undone or seconds == "0", "every step was waited for, so nothing was shown"
+    assert leading.undone or seconds == 0, "every step was waited for, so nothing was shown"
     assert num_calls[0] == num_calls[1] > 0
 
 
@@ -388,9 +367,9 @@ def test_a_place_that_cannot_be_provided_fails_a_block_that_has_read_another(ser
     traces = One(server, 5.0)
     facts = StepFacts([("own", entry_of(REFUSED).to_plain())], (), {"own"})
     traces.begin(facts)
-    traces.step(spans_of(0, _PROMPT), _PROMPT + _NEIGHBOUR)
+    traces.step(spans_of(0, PROMPT), PROMPT + NEIGHBOUR)
     traces.dispatcher.listen()
-    _layers(traces, _hidden(0, _PROMPT), [0], None)
+    _layers(traces, _hidden(0, PROMPT), [0], None)
     traces.dispatcher.fail(_SPREAD, RuntimeError("the ranks' parts do not fit"))
     traces.dispatcher.pause()
     assert traces.end() == ["own"]
@@ -444,7 +423,7 @@ def over_stages(server: ForkServer, code: str, wait_s: float) -> list[Played]:
     last = LastStage(QueuedLink(down, up), limits, server)
 
     def first_half(done: int, num_rows: int) -> list[Any]:
-        is_traced = early.step(spans_of(done, num_rows), num_rows + _NEIGHBOUR)
+        is_traced = early.step(spans_of(done, num_rows), num_rows + NEIGHBOUR)
         with early.running() if is_traced else contextlib.nullcontext():
             hidden = _layers(early, _hidden(done, num_rows), range(LAYERS // 2), None)
         passed.put(hidden)
@@ -452,7 +431,7 @@ def over_stages(server: ForkServer, code: str, wait_s: float) -> list[Played]:
 
     def second_half(done: int, num_rows: int) -> list[Any]:
         hidden = passed.get(timeout=_WAIT_S)
-        last.step(spans_of(done, num_rows), num_rows + _NEIGHBOUR)
+        last.step(spans_of(done, num_rows), num_rows + NEIGHBOUR)
         last.dispatcher.listen()
         hidden = _layers(last, hidden, range(LAYERS // 2, LAYERS), None)
         last.dispatcher.pause()
@@ -466,12 +445,12 @@ def over_stages(server: ForkServer, code: str, wait_s: float) -> list[Played]:
     return played
 
 
-@pytest.mark.parametrize(("seconds", "wait_s"), [("0", 5.0), ("0.06", 0.005)], ids=["quick", "slow"])
+@pytest.mark.parametrize(("seconds", "wait_s"), [(0.0, 5.0), (0.06, 0.005)], ids=["quick", "slow"])
 def test_a_block_over_two_stages_does_what_it_does_over_one(
-    server: ForkServer, seconds: str, wait_s: float
+    server: ForkServer, seconds: float, wait_s: float
 ) -> None:
-    alone = over_one(server, CODE.replace("SECONDS", "0"), 5.0)
-    last, _ = over_stages(server, CODE.replace("SECONDS", seconds), wait_s)
+    alone = over_one(server, code_lasting(0), 5.0)
+    last, _ = over_stages(server, code_lasting(seconds), wait_s)
     assert last.saves == alone.saves
     assert last.states == alone.states
     assert last.undone == [], "over stages a step waits for its blocks"
