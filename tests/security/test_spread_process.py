@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import gc
 import queue
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,10 +22,11 @@ import torch
 
 from nnsight_engine.sandbox.forkserver import ForkServer
 from nnsight_engine.serialization import decode, encode
+from nnsight_engine.serialization.message.table import Piece
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.names import Names
 from nnsight_engine.vllm_backend.traces.peer_traces import PeerTraces
-from nnsight_engine.vllm_backend.traces.ranks import Order, Ranks
+from nnsight_engine.vllm_backend.traces.ranks import Ranks
 from nnsight_engine.vllm_backend.traces.remote_modules import described, tree
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
 from nnsight_engine.vllm_backend.traces.sandboxed.module_call import ModuleCall
@@ -38,6 +38,7 @@ from nnsight_engine.vllm_backend.traces.tp_collectives import TpCollectives
 from nnsight_engine.vllm_backend.traces.tp_follower import TpFollowerDispatcher, TpFollowerTraces
 from nnsight_engine.vllm_backend.traces.tp_leader import TpLeaderTraces
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
+from tests.fakes.ranks import two_ranks
 from tests.security.played import (
     LAYERS,
     LIMITS,
@@ -106,30 +107,6 @@ class Served(Places):
 
 
 # Ranks.
-
-
-class QueuedRanks(Ranks):
-    """Two ranks in two threads."""
-
-    def __init__(
-        self, rank: int, orders: queue.Queue[Order], meet: threading.Barrier, parts: list[Any]
-    ) -> None:
-        self.rank, self.size = rank, 2
-        self._group: Any = SimpleNamespace(device=torch.device("cpu"))
-        self._orders, self._meet, self._parts = orders, meet, parts
-
-    def broadcast(self, order: Order, tensors: Sequence[torch.Tensor] = ()) -> None:
-        self._orders.put(order)
-
-    def next_order(self) -> Order:
-        return self._orders.get(timeout=_WAIT_S)
-
-    def gather(self, part: torch.Tensor) -> torch.Tensor:
-        self._parts[self.rank] = part
-        self._meet.wait(_WAIT_S)
-        whole = torch.stack(self._parts)
-        self._meet.wait(_WAIT_S)
-        return whole
 
 
 class PlayedShards:
@@ -301,9 +278,7 @@ def over_one(server: ForkServer, code: str, wait_s: float) -> Played:
 
 
 def over_ranks(server: ForkServer, code: str, wait_s: float) -> tuple[list[Played], list[int]]:
-    orders: queue.Queue[Order] = queue.Queue()
-    meet, parts = threading.Barrier(2), [None, None]
-    first, second = (QueuedRanks(rank, orders, meet, parts) for rank in range(2))
+    first, second, orders = two_ranks()
     leader = Leader(first, dataclasses.replace(LIMITS, sandbox_wait_s=wait_s), server)
     follower = Follower(second)
     with ThreadPoolExecutor(1) as pool:
@@ -335,9 +310,7 @@ class _Key(str):
 
 
 def test_traces_that_are_never_collected_leave_no_key_on_any_rank(server: ForkServer) -> None:
-    orders: queue.Queue[Order] = queue.Queue()
-    meet, parts = threading.Barrier(2), [None, None]
-    first, second = (QueuedRanks(rank, orders, meet, parts) for rank in range(2))
+    first, second, _ = two_ranks()
     leader = Leader(first, dataclasses.replace(LIMITS, max_sandboxes=0), server)
     follower = Follower(second)
     plain = entry_of("model.samples.output").to_plain()
@@ -385,12 +358,11 @@ class QueuedLink:
     def __init__(self, there: queue.Queue[bytes], here: queue.Queue[bytes]) -> None:
         self._there, self._here = there, here
 
-    def send(self, *message: Any, reference: Any = None) -> None:
-        self._there.put(encode(message, reference=reference))
+    def send(self, message: Sequence[Piece]) -> None:
+        self._there.put(b"".join(message))
 
-    def receive(self, *, resolve: Any = None) -> tuple[Any, ...]:
-        found: tuple[Any, ...] = decode(bytearray(self._here.get(timeout=_WAIT_S)), resolve=resolve)
-        return found
+    def receive(self) -> memoryview:
+        return memoryview(bytearray(self._here.get(timeout=_WAIT_S)))
 
 
 class LastStage(LastStageTraces):
@@ -411,7 +383,7 @@ class EarlyStage(EarlyStageTraces):
         dispatcher = EarlyStageDispatcher(link, [])
         PeerTraces.__init__(self, dispatcher, cast("Any", model))
         self.dispatcher.model = cast("Any", model)
-        link.send(described(Outline()))
+        link.send([encode(described(Outline()))])
 
 
 def over_stages(server: ForkServer, code: str, wait_s: float) -> list[Played]:
