@@ -29,7 +29,7 @@ from nnsight_engine.plans.records import StepResults
 from nnsight_engine.plans.request_plan import RequestPlan
 from nnsight_engine.plans.step.plan import StepPlan
 from nnsight_engine.vllm_backend.families import FAMILIES, ModelPoints
-from nnsight_engine.vllm_backend.worker_state import WorkerState
+from nnsight_engine.vllm_backend.steps.worker_state import WorkerState
 
 _SHAPE: Final = LayerSizes(num_layers=30, hidden_size=576)
 _PROMPT: Final = (1, 2, 3, 4)

@@ -35,7 +35,7 @@ def parse(arguments: list[str], *, compiles: bool = False) -> argparse.Namespace
     refuse_ignored(args, parser)
     validate_parsed_serve_args(args)
     args.model = args.model_tag
-    for option in ("async_scheduling", "worker_cls", "scheduler_cls"):
+    for option in ("worker_cls", "scheduler_cls"):
         if getattr(args, option) not in {None, False, "auto"}:
             flag = f"--{option.replace('_', '-')}"
             raise UnsupportedOptionError(

@@ -159,7 +159,7 @@ class VLLMEngineClient:
             fair_step=self._settings.fair_step,
             taps=self._settings.taps,
         )
-        options = engine_options(limits)
+        options = engine_options(limits, async_scheduling=self._args.async_scheduling)
         options["additional_config"] = {
             **(self._args.additional_config or {}),
             **options["additional_config"],

@@ -6,7 +6,8 @@ rest of the program:
 
 - A class that has an attribute of that name keeps its own.
 - Classes themselves do not have the method; otherwise a dataclass field of that name would get it as its
-  default.
+  default. Exception: ``importlib.metadata`` of Python 3.12 and 3.13 looks up each name in the dicts of its
+  classes' bases on the class, and every entry point would fail.
 - ``dir`` does not list it: torch, anyio and others loop over ``dir`` while they are imported and fail on
   unknown names.
 - ``when`` hides it outside of traces, because mocks, proxies and lazy objects answer any name through
@@ -18,12 +19,17 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import importlib.metadata
 import sys
 import types
 from collections.abc import Callable, Iterable
+from typing import Final
 
 Method = Callable[[object], object]
 Condition = Callable[[], bool]
+
+_LOOKS_UP_ALL_NAMES: Final[type | None] = getattr(importlib.metadata, "DeprecatedNonAbstract", None)
+"""The base class of those classes in ``importlib.metadata``; None in versions of Python without it."""
 
 _NEXT_STEP = "call the function itself instead of the method"
 # A prototype of our own: setting argtypes on ctypes.pythonapi.PyType_Modified would affect all its users.
@@ -51,9 +57,15 @@ class _Mounted:
         self.function = function
         self.when = when
 
-    def __get__(self, instance: object, owner: type | None = None) -> Callable[[], object]:
+    def __get__(self, instance: object, owner: type | None = None) -> Callable[[], object] | _Mounted:
         if instance is None and owner is not types.NoneType:
             # Looked up on a class. For None itself the instance is None too, but the owner is NoneType.
+            if (
+                _LOOKS_UP_ALL_NAMES is not None
+                and owner is not None
+                and issubclass(owner, _LOOKS_UP_ALL_NAMES)
+            ):
+                return self
             raise AttributeError(f"type object {getattr(owner, '__name__', '?')!r} has no {self.name!r}")
         if owner is not _Probe and not self.when():
             raise AttributeError(f"{type(instance).__name__!r} object has no attribute {self.name!r}")

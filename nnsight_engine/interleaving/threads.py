@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from nnsight_engine.interleaving.call_stacks import Done
+from nnsight_engine.interleaving.cpu_threads import compute_on_one_thread
 from nnsight_engine.interleaving.events import Events
 from nnsight_engine.interleaving.mediator import Mediator, Modes, Raise, named
 from nnsight_engine.interleaving.random_streams import RandomStreams
@@ -126,6 +127,7 @@ class ThreadStack:
 
     def _run(self) -> None:
         torch.set_grad_enabled(False)
+        compute_on_one_thread()
         self._take_over()
         job, self._given = self._given, None
         try:

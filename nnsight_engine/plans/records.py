@@ -179,6 +179,13 @@ class StepResults:
     throttled: frozenset[str] | None = None
     """Tenants whose sandboxed requests must not be scheduled now; None if unchanged."""
 
+    def add_reports(self, other: StepResults) -> None:
+        """Take over the reports of traces from other results."""
+        self.ended.extend(other.ended)
+        self.reports.update(other.reports)
+        self.undone.extend(other.undone)
+        self.waiting, self.throttled = other.waiting, other.throttled
+
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Payload)

@@ -31,7 +31,7 @@ def evaluate(
     Returns:
         ``[n]``, True for a match.
     """
-    mask = _by_position(rule, positions, prompt_len)
+    mask = by_position(rule, positions, prompt_len)
     if rule.tokens is not None:
         mask &= np.isin(token_ids, np.asarray(rule.tokens, np.int64))
     if rule.exclude is not None:
@@ -67,7 +67,7 @@ def may_generate(rule: WhereRule, prompt_len: int, num_positions: int) -> bool:
         candidates = np.asarray([p for p in rule.positions if start <= p < stop], np.int64)
     exclude = rule.exclude
     if exclude is not None and _excludes_all_tokens(rule, exclude):
-        candidates = candidates[~_by_position(exclude, candidates, prompt_len)]
+        candidates = candidates[~by_position(exclude, candidates, prompt_len)]
     return len(candidates) > 0
 
 
@@ -93,7 +93,7 @@ def _excludes_all_tokens(rule: WhereRule, exclude: WhereRule) -> bool:
     return rule.tokens is not None and set(rule.tokens) <= set(exclude.tokens)
 
 
-def _by_position(rule: WhereRule, positions: Positions, prompt_len: int) -> Mask:
+def by_position(rule: WhereRule, positions: Positions, prompt_len: int) -> Mask:
     """Apply phase, range and positions; ignore tokens and ``exclude``."""
     if rule.phase == "prompt":
         mask = positions < prompt_len

@@ -35,7 +35,7 @@ WORKER_CLASS: Final = "nnsight_engine.vllm_backend.worker.InterventionWorker"
 _RAY_EXECUTOR: Final = "nnsight_engine.vllm_backend.ray_executor.ClusterExecutor"
 SCHEDULER_CLASS: Final = "nnsight_engine.vllm_backend.scheduler.InterventionScheduler"
 _RESULTS_ATTRIBUTE: Final = "nnsight_engine_results"
-_ALONE_ATTRIBUTE: Final = "nnsight_engine_alone"
+_FACTS_ATTRIBUTE: Final = "nnsight_engine_facts"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,16 +101,19 @@ class EngineLimits:
         return cls(**entry.get("limits", {}))
 
 
-def engine_options(limits: EngineLimits) -> dict[str, Any]:
+def engine_options(limits: EngineLimits, *, async_scheduling: bool | None = None) -> dict[str, Any]:
     """Return the engine arguments that add interventions to vLLM's engine.
 
     Pass them to ``vllm.LLM`` or ``AsyncEngineArgs`` together with other arguments.
+
+    Args:
+        limits: Limits that the worker enforces.
+        async_scheduling: As in vLLM's engine arguments, but None turns it off.
     """
     return {
         "worker_cls": WORKER_CLASS,
         "scheduler_cls": SCHEDULER_CLASS,
-        # Bookkeeping needs the sampled token ids, and results must leave with their own step.
-        "async_scheduling": False,
+        "async_scheduling": bool(async_scheduling),
         "additional_config": {CONFIG_KEY: {"limits": dataclasses.asdict(limits)}},
     }
 
@@ -140,9 +143,10 @@ def check_supported(config: VllmConfig, *, traces_only: bool = False) -> None:
         ),
         "--data-parallel-size": parallel.data_parallel_size > 1,
         "--speculative-config": config.speculative_config is not None,
-        "--async-scheduling": bool(config.scheduler_config.async_scheduling),
+        "--async-scheduling with --pipeline-parallel-size": (
+            has_stages and bool(config.scheduler_config.async_scheduling)
+        ),
         "--kv-transfer-config": config.kv_transfer_config is not None,
-        "VLLM_USE_V2_MODEL_RUNNER=1": config.use_v2_model_runner,
         "--enable-dbo": bool(getattr(parallel, "enable_dbo", False)),
     }
     if config.lora_config is not None:
@@ -210,14 +214,25 @@ def detach_results(output: Any) -> StepResults | None:
     return getattr(output, _RESULTS_ATTRIBUTE, None)
 
 
-def mark_single_tenant(scheduled: Any, *, alone: bool) -> None:
-    """Record on a scheduler's output whether all requests in the scheduler belong to one tenant."""
-    setattr(scheduled, _ALONE_ATTRIBUTE, alone)
+def mark_step(scheduled: Any, *, is_single_tenant: bool, is_alone: bool) -> None:
+    """Record facts on a scheduler's output.
+
+    Args:
+        scheduled: The scheduler's output.
+        is_single_tenant: Whether all requests in the scheduler belong to one tenant.
+        is_alone: Whether no other step is under way.
+    """
+    setattr(scheduled, _FACTS_ATTRIBUTE, (is_single_tenant, is_alone))
 
 
 def is_single_tenant(scheduled: Any) -> bool:
-    """Return the value recorded by ``mark_single_tenant``."""
-    return bool(getattr(scheduled, _ALONE_ATTRIBUTE, False))
+    """Return the value recorded by ``mark_step``."""
+    return bool(getattr(scheduled, _FACTS_ATTRIBUTE, (False, True))[0])
+
+
+def is_alone(scheduled: Any) -> bool:
+    """Return the value recorded by ``mark_step``."""
+    return bool(getattr(scheduled, _FACTS_ATTRIBUTE, (False, True))[1])
 
 
 def record_allocated_blocks(manager: Any) -> None:

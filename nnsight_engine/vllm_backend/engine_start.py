@@ -41,7 +41,8 @@ def start(
     """
     own_environment()
     arguments = dict(engine_args)
-    ours = engine_options(limits or EngineLimits())
+    limits = limits or EngineLimits()
+    ours = engine_options(limits, async_scheduling=arguments.pop("async_scheduling", None))
     ours["additional_config"] = {**arguments.pop("additional_config", {}), **ours["additional_config"]}
     if arguments.get("distributed_executor_backend") == "ray":
         arguments["distributed_executor_backend"] = ray_executor()

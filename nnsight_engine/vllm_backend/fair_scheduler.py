@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -66,8 +66,8 @@ class FairScheduler(Scheduler):
         self.sharing = SenderUsage(limits.fair_window_s, limits.fair_step)
         self.whole_step_tokens: int = self.max_num_scheduled_tokens
         self._checked_at = 0.0
-        self._was_empty = False
-        self._began: _StartedStep | None = None
+        self._is_exclusive = self._was_empty = False
+        self._in_flight: deque[_StartedStep | None] = deque()
         self._busy_since: float | None = None
 
     def add_request(self, request: Request) -> None:
@@ -78,16 +78,21 @@ class FairScheduler(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step, for all requests or for those whose turn it is."""
         if not self.sharing:
-            return self.schedule_all(*args, **kwargs)
+            output = self.schedule_all(*args, **kwargs)
+            self._in_flight.append(None)
+            return output
         began = time.perf_counter()
+        self._is_exclusive = False
         if len(self.sharing) == 1 and len(self.running) <= self.max_num_running_reqs:
             output = self.schedule_all(*args, **kwargs)
         else:
             with self._limited_queues():
                 output = self.schedule_all(*args, **kwargs)
         scheduled = output.num_scheduled_tokens
+        # If light requests could not start for lack of blocks, the next step is for all again.
+        self._was_empty = self._is_exclusive and not scheduled
         # The tenants are recorded now: a request that is aborted while the step runs is still charged for it.
-        self._began = (
+        self._in_flight.append(
             _StartedStep(began, sum(scheduled.values()), self._shares(scheduled)) if scheduled else None
         )
         return output
@@ -100,15 +105,15 @@ class FairScheduler(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """Process a step's results, and charge the step to its tenants."""
-        if self._began is not None:
-            began, num_tokens, shares = self._began
-            self._began = None
+        started = self._in_flight.popleft()
+        if started is not None:
             moment = time.perf_counter()
-            self.sharing.times.add(num_tokens, moment - began)
+            busy_since = started.moment if self._busy_since is None else self._busy_since
+            # A step that was scheduled while another was under way has begun when that one ended.
+            self.sharing.times.add(started.num_tokens, moment - max(started.moment, busy_since))
             # Time between steps is charged as well, since other tenants lose it too, unless the engine was
             # idle.
-            seconds = moment - (began if self._busy_since is None else self._busy_since)
-            self.sharing.charge(shares, seconds)
+            self.sharing.charge(started.shares, moment - busy_since)
             self._busy_since = moment
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
@@ -147,14 +152,12 @@ class FairScheduler(Scheduler):
             if light_senders
             else []
         )
-        if self._is_exclusive(first, waiting):
+        if self._is_for_light(first, waiting):
+            self._is_exclusive = True
             self._make_room(waiting, rest)
             with self._only_light(first, rest, light_senders):
                 yield
-                # If light requests could not start for lack of blocks, the next step is for all again.
-                self._was_empty = not any(one.num_in_flight_tokens for one in self.running)
             return
-        self._was_empty = False
         limit = self.max_num_scheduled_tokens
         self.running = [*first, *rest]
         if light_senders and rest and not self.need_mamba_block_aligned_split:
@@ -173,7 +176,7 @@ class FairScheduler(Scheduler):
             self._checked_at = moment
             self.sharing.keep({_sender(request) for request in self.requests.values()})
 
-    def _is_exclusive(self, running: list[Request], waiting: list[Request]) -> bool:
+    def _is_for_light(self, running: list[Request], waiting: list[Request]) -> bool:
         """Return whether the step is for light requests alone: one is about to start, or in its prefill."""
         if self._was_empty:
             return False
@@ -215,17 +218,17 @@ class FairScheduler(Scheduler):
         limit = left = max(self.sharing.times.short, len(first) + 1)
         num_going = 0
         while left > 0 and num_going < len(self.running):
-            left -= _missing(self.running[num_going])
+            left -= missing(self.running[num_going])
             num_going += 1
         going, paused = self.running[:num_going], self.running[num_going:]
         wanted = {one for request in going for one in self.group_members(request)}
         beside = [request for request in paused if request.request_id in wanted]
         if beside:
             self.running = [*going, *beside, *(request for request in paused if request not in beside)]
-            limit += sum(map(_missing, beside))
+            limit += sum(map(missing, beside))
         following = next(iter(self.waiting), None)
         if left > 0 and following is not None and self.needs_single_step(following):
-            limit = limit - left + max(left, _missing(following))
+            limit = limit - left + max(left, missing(following))
         return limit
 
     def _without_slots(self) -> tuple[list[Request], list[Request]]:
@@ -253,8 +256,9 @@ def _sender(request: Request) -> str:
     return sender if isinstance(sender, str) else ""
 
 
-def _missing(request: Request) -> int:
-    return int(request.num_tokens - request.num_computed_tokens)
+def missing(request: Request) -> int:
+    """Return how many tokens of a request can be computed, including one that is being sampled."""
+    return int(request.num_tokens + request.num_output_placeholders - request.num_computed_tokens)
 
 
-__all__ = ["FairScheduler"]
+__all__ = ["FairScheduler", "missing"]

@@ -12,9 +12,11 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import msgspec
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
@@ -27,11 +29,11 @@ from nnsight_engine.vllm_backend.compat import (
     brings,
     detach_results,
     entry_of,
-    mark_single_tenant,
+    mark_step,
     record_allocated_blocks,
 )
 from nnsight_engine.vllm_backend.content_logs import redact_content
-from nnsight_engine.vllm_backend.fair_scheduler import FairScheduler
+from nnsight_engine.vllm_backend.fair_scheduler import FairScheduler, missing
 from nnsight_engine.vllm_backend.processes import end_with_parent
 from nnsight_engine.vllm_backend.tensor_interning import TensorTable
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY, TraceEntry
@@ -71,6 +73,14 @@ class InterventionScheduler(FairScheduler):
 
     max_num_running_reqs: int
     max_num_active_reqs: int
+
+    def __new__(cls, vllm_config: VllmConfig, *_args: Any, **_kwargs: Any) -> Self:
+        """Return a scheduler of the kind that the configuration asks for."""
+        is_asynchronous = bool(vllm_config.scheduler_config.async_scheduling)
+        bases = (cls, AsyncScheduler) if is_asynchronous and not issubclass(cls, AsyncScheduler) else (cls,)
+        kind = type(f"Async{cls.__name__}", bases, {}) if len(bases) > 1 else cls
+        new: Self = super().__new__(kind)
+        return new
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -128,9 +138,11 @@ class InterventionScheduler(FairScheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step, without the requests that wait for their blocks and those of resting tenants."""
         held = self._waiting.union(self._all_throttled()) if self._throttled else self._waiting
+        if self._traced and self._in_flight:
+            held = held.union(self._traced_in_flight())
         with self._without(held) if held else contextlib.nullcontext():
             output = super().schedule(*args, **kwargs)
-        mark_single_tenant(output, alone=len(self.sharing) == 1)
+        mark_step(output, is_single_tenant=len(self.sharing) == 1, is_alone=len(self._in_flight) == 1)
         self._unclean.note(output)
         return output
 
@@ -139,6 +151,11 @@ class InterventionScheduler(FairScheduler):
         allocated = self.kv_cache_manager.take_new_block_ids()
         blocks = allocated if self.needs_kv_cache_zeroing else self._unclean.among(allocated)
         return blocks or None
+
+    def _traced_in_flight(self) -> list[str]:
+        """Return the traced requests of steps under way: their blocks decide about their next step."""
+        self._traced &= self.requests.keys()
+        return [one for one in self._traced if self.requests[one].num_in_flight_tokens]
 
     def _all_throttled(self) -> list[str]:
         """Return the requests of resting tenants, whose sandboxed code has delayed other tenants."""
@@ -206,12 +223,10 @@ class InterventionScheduler(FairScheduler):
         """
         self._traced &= self.requests.keys()
         limit = self.whole_step_tokens
-        left = self.max_num_scheduled_tokens - sum(
-            request.num_tokens - request.num_computed_tokens for request in self.running
-        )
+        left = self.max_num_scheduled_tokens - sum(missing(request) for request in self.running)
         waiting = list(self.waiting)
         for place, request in enumerate(waiting):
-            needed = request.num_tokens - request.num_computed_tokens
+            needed = missing(request)
             if request.request_id in self._traced and left < needed <= limit:
                 held = waiting[place:]
                 self.waiting.remove_requests(held)
@@ -273,6 +288,7 @@ class InterventionScheduler(FairScheduler):
             return
         if request.num_computed_tokens > num_tokens:
             request.num_computed_tokens -= num_tokens
+            request.num_output_placeholders = 0  # of the token that was not sampled
             return
         # The step was the whole prompt: queue the request as if it had just arrived, so that its prompt is
         # not split over several steps.

@@ -1,7 +1,7 @@
 """The worker class that vLLM loads by name: the platform's own worker with an extended runner.
 
 vLLM imports this module in every worker process. The runner is vLLM's; before the model is loaded, its class
-is replaced by a subclass with ``InterventionRunnerMixin`` in front.
+is replaced by a subclass with an adapter of ``steps`` in front.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from nnsight_engine.serialization import encode_error
 from nnsight_engine.vllm_backend.compat import platform_worker_class
 from nnsight_engine.vllm_backend.model_outline import OutlineEntry
 from nnsight_engine.vllm_backend.rpc_results import PENDING
-from nnsight_engine.vllm_backend.runner import InterventionRunnerMixin
-from nnsight_engine.vllm_backend.seeded_chunks import SeededChunksMixin
 from nnsight_engine.vllm_backend.shared_memory_results import leave
+from nnsight_engine.vllm_backend.steps.handler import StepHandler
+from nnsight_engine.vllm_backend.steps.runner_v1 import V1RunnerMixin
+from nnsight_engine.vllm_backend.steps.runner_v2 import V2RunnerMixin
+from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 
 _COLLECT_S: Final = 0.01
 """Seconds that the engine waits for a trace's results before it continues with other requests."""
@@ -30,19 +32,23 @@ class InterventionWorker(_PlatformWorker):
         super().init_device()
         runner = self.model_runner
         cls = type(runner)
-        runner.__class__ = type(
-            f"Intervention{cls.__name__}", (InterventionRunnerMixin, SeededChunksMixin, cls), {}
-        )
+        adapter = V2RunnerMixin if self.vllm_config.use_v2_model_runner else V1RunnerMixin
+        runner.__class__ = type(f"Intervention{cls.__name__}", (adapter, cls), {})
+
+    @property
+    def _handler(self) -> StepHandler:
+        handler: StepHandler = self.model_runner.handler
+        return handler
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Allocate the KV cache as the platform does, and prepare to zero blocks, see ``UncleanBlocks``."""
         super().initialize_from_config(kv_cache_config)
-        if self.device.type != "cpu" and not kv_cache_config.needs_kv_cache_zeroing:
-            self.model_runner._init_kv_zero_meta()  # noqa: SLF001 - vLLM's worker calls it too
+        if not kv_cache_config.needs_kv_cache_zeroing:  # else vLLM prepares for it
+            self.model_runner.prepare_zeroing()
 
     def compile_or_warm_up_model(self) -> Any:
         """Enable serving blocks in compiled steps, then compile and warm up as the platform does."""
-        self.model_runner.learn_route()
+        self._handler.learn_route(self.model_runner.dummy_run)
         return super().compile_or_warm_up_model()
 
     def execute_model(self, scheduler_output: Any) -> Any:
@@ -50,43 +56,39 @@ class InterventionWorker(_PlatformWorker):
 
         The last stage of a pipeline first serves the earlier stages, which would otherwise wait for it.
         """
-        self.model_runner.serve_stages(scheduler_output)
+        self._handler.serve_stages(scheduler_output, self.model_runner.due_prompt_logprobs)
         return super().execute_model(scheduler_output)
 
     # Called over vLLM's RPC, on all workers. Of these, one runs the blocks; what concerns blocks, it answers.
 
     def describe_interventions(self) -> dict[str, Any]:
         """Return the model's description as plain values; called over vLLM's RPC."""
-        plain: dict[str, Any] = self.model_runner.model_spec.to_plain()
-        return plain if self.model_runner.runs_blocks else {}
+        return self._handler.model_spec.to_plain() if self._handler.runs_blocks else {}
 
     def describe_traces(self) -> dict[str, Any]:
         """Return the model's description for traces as plain values; called over vLLM's RPC."""
-        plain: dict[str, Any] = self.model_runner.trace_spec.to_plain()
-        return plain if self.model_runner.runs_blocks else {}
+        return self._handler.trace_spec.to_plain() if self._handler.runs_blocks else {}
 
     def count_interventions(self) -> dict[str, int]:
         """Return the number of resources that live requests hold; called over vLLM's RPC."""
-        counts: dict[str, int] = self.model_runner.interventions.num_live()
-        return {**counts, **self.model_runner.traces.num_live()}
+        return {**self._handler.interventions.num_live(), **self._handler.traces.num_live()}
 
     def count_events(self) -> dict[str, Any]:
         """Return ``EngineCounts`` as plain values; called over vLLM's RPC."""
-        runner = self.model_runner
-        runner.counts.sandboxes = runner.traces.count_sandboxes()
-        plain: dict[str, Any] = runner.counts.to_plain()
-        return plain if runner.runs_blocks else {}
+        handler = self._handler
+        handler.counts.sandboxes = handler.traces.count_sandboxes()
+        return handler.counts.to_plain() if handler.runs_blocks else {}
 
     def hold_trace(self, key: str, data: bytes) -> None:
         """Store the blocks of a trace ahead of its requests, which carry none; called over vLLM's RPC."""
-        self.model_runner.traces.hold(key, data)
+        self._handler.traces.hold(key, data)
 
     def collect_trace(self, key: str, results: dict[str, Any], index: int | None = None) -> bytes:
         """Return the encoded results of a trace, or of one of its blocks; called over vLLM's RPC.
 
         The requests of these blocks must have ended.
         """
-        return b"".join(self.model_runner.traces.collect(key, results, index))
+        return b"".join(self._handler.traces.collect(key, results, index))
 
     def finish_trace(
         self, key: str, results: dict[str, Any], path: str | None = None
@@ -101,49 +103,46 @@ class InterventionWorker(_PlatformWorker):
             results: The results of its requests.
             path: File for large results; if it is written, the results in the return value are None.
         """
-        if not self.model_runner.traces.has_collected(key, results, _COLLECT_S):
+        traces = self._handler.traces
+        if not traces.has_collected(key, results, _COLLECT_S):
             return PENDING
-        pieces = self.model_runner.traces.collect(key, results)
-        if not pieces:
+        pieces = traces.collect(key, results)
+        if not isinstance(traces, WorkerTraces):
             return None
         is_left = path is not None and leave(pieces, path)
         saved = None if is_left else b"".join(pieces)
-        traces = self.model_runner.traces
         printed, failure = traces.take_remaining(key)
         return saved, printed, failure, traces.last_spent_s, traces.last_tier, traces.last_has_begun
 
     def drop_trace(self, key: str) -> float | None:
         """Drop a trace without collecting it; return the seconds it took; called over vLLM's RPC."""
-        spent_s: float | None = self.model_runner.traces.drop(key)
-        return spent_s
+        return self._handler.traces.drop(key)
 
     def prepare_sandbox(self) -> tuple[bool, dict[str, Any] | None] | None:
         """Start sandboxes if necessary; called over vLLM's RPC.
 
         Returns whether one is ready, and the encoded error if there can be none; None on other workers.
         """
-        if not self.model_runner.runs_blocks:
+        traces = self._handler.traces
+        if not isinstance(traces, WorkerTraces):
             return None
         try:
-            return self.model_runner.traces.prepare_sandbox(), None
+            return traces.prepare_sandbox(), None
         except Exception as error:  # noqa: BLE001 - returned to the caller
             return False, encode_error(error)
 
     def adopt_names(self, data: bytes) -> dict[str, Any] | None:
         """Install a client's names and envoy classes; return the encoded error; called over vLLM's RPC."""
-        failure: dict[str, Any] | None = self.model_runner.traces.adopt(data)
-        return failure
+        return self._handler.traces.adopt(data)
 
     def keep_edit(self, name: str, data: bytes) -> dict[str, Any] | None:
         """Store an edit under a name; return the encoded error; called over vLLM's RPC."""
-        failure: dict[str, Any] | None = self.model_runner.traces.keep_edit(name, data)
-        return failure
+        return self._handler.traces.keep_edit(name, data)
 
     def remove_edit(self, name: str) -> None:
         """Remove an edit; called over vLLM's RPC."""
-        self.model_runner.traces.remove_edit(name)
+        self._handler.traces.remove_edit(name)
 
     def outline_model(self) -> list[OutlineEntry]:
         """List the model's modules; called over vLLM's RPC."""
-        entries: list[OutlineEntry] = self.model_runner.traces.outline()
-        return entries
+        return self._handler.traces.outline()

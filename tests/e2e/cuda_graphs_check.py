@@ -52,7 +52,7 @@ class Steps:
         """Listen."""
         self._chosen: list[tuple[str, int]] = []
         self._runner = model.engine.llm_engine.model_executor.driver_worker.worker.model_runner
-        self._before = Counter(self._runner.counts.steps)
+        self._before = Counter(self._runner.handler.counts.steps)
         forward = self._runner._model_forward  # noqa: SLF001 - vLLM's own, which each step calls
 
         def noting(*args: Any, **kwargs: Any) -> Any:
@@ -65,7 +65,7 @@ class Steps:
     def take(self) -> dict[str, Any]:
         """Return what was noted since the last time."""
         chosen, self._chosen = self._chosen, []
-        after = Counter(self._runner.counts.steps)
+        after = Counter(self._runner.handler.counts.steps)
         before, self._before = self._before, after
         return {"steps": chosen, "tiers": dict(after - before)}
 

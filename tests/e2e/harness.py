@@ -102,7 +102,9 @@ class Engine:
             "max_num_seqs": 64,
             "disable_log_stats": True,
         }
-        llm = LLM(model=str(model), **engine_options(limits or EngineLimits()), **(defaults | options))
+        is_asynchronous = options.pop("async_scheduling", None)
+        ours = engine_options(limits or EngineLimits(), async_scheduling=is_asynchronous)
+        llm = LLM(model=str(model), **ours, **(defaults | options))
         self.use(llm)
 
     @classmethod

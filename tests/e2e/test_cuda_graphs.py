@@ -7,6 +7,7 @@ There is no GPU here. vLLM's own configuration, dispatcher and runner choose as 
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,8 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.vllm_backend.compat import check_supported
-from nnsight_engine.vllm_backend.graphs import TAP_OPS, StepGraphs, cut_at_taps
-from nnsight_engine.vllm_backend.runner import InterventionRunnerMixin
+from nnsight_engine.vllm_backend.steps.graphs import TAP_OPS, StepGraphs, cut_at_taps
+from nnsight_engine.vllm_backend.steps.runner_v1 import V1RunnerMixin
 from tests.e2e.check_process import report_of
 from tests.families.checkpoints import NUM_LAYERS, write_checkpoint
 
@@ -110,7 +111,7 @@ def test_on_a_cpu_nothing_is_cut(engine_config: VllmConfig) -> None:
     assert not set(TAP_OPS) & set(config.splitting_ops or [])
 
 
-class ChoosingRunner(InterventionRunnerMixin, GPUModelRunner):
+class ChoosingRunner(V1RunnerMixin, GPUModelRunner):
     """As much of vLLM's runner, with interventions, as chooses a step's graph."""
 
     def __init__(self, config: VllmConfig, *, has_taps: bool) -> None:
@@ -118,7 +119,10 @@ class ChoosingRunner(InterventionRunnerMixin, GPUModelRunner):
         self.vllm_config = config
         self.model_config = config.model_config
         self.uniform_decode_query_len = 1
-        self.graphs = StepGraphs(is_cut=has_taps and cut_at_taps(config.compilation_config))
+        self.handler: Any = SimpleNamespace()
+        self.graphs = self.handler.graphs = StepGraphs(
+            is_cut=has_taps and cut_at_taps(config.compilation_config)
+        )
         self.cudagraph_dispatcher = CudagraphDispatcher(config)
         self.cudagraph_dispatcher.initialize_cudagraph_keys(config.compilation_config.cudagraph_mode)
 

@@ -142,7 +142,7 @@ def test_ranks_sample_alike_whatever_a_block_draws(model: VLLM) -> None:
 
 def count_words(worker: Any, counts: bool) -> int:
     """Count, from now on, how often the leading rank says something; returns how often it has."""
-    dispatcher = worker.model_runner.traces.dispatcher
+    dispatcher = worker.model_runner.handler.traces.dispatcher
     told = dispatcher.__dict__.setdefault("told", [])
     if counts:
         ranks = dispatcher.spread.ranks

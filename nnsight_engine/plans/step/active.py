@@ -75,7 +75,8 @@ class ActiveRequest:
 
     During a run of steady steps (``steady_run``) progress is counted for all requests together; it is added
     here when the run is settled. ``failed`` holds the ids of all live requests that have failed, this one
-    included; the set is shared by all requests of a registrar.
+    included; the set is shared by all requests of a registrar. ``delivery_s`` belongs to the thread that
+    delivers results, everything else to the thread that runs steps.
     """
 
     request_id: str
@@ -88,6 +89,7 @@ class ActiveRequest:
     recomputed_tokens: int = 0
     tier: str = "tap"
     spent_s: float = 0.0
+    delivery_s: float = 0.0
     failure: Failure | None = None
     reductions: set[int] = dataclasses.field(default_factory=set)
     means: dict[tuple[int, int], torch.Tensor] = dataclasses.field(default_factory=dict)
@@ -96,9 +98,16 @@ class ActiveRequest:
 
     def info(self) -> StepInfo:
         """Return the progress so far, for the response's provenance."""
-        return StepInfo(
-            self.first_position, self.end_position, self.recomputed_tokens, self.tier, self.spent_s
-        )
+        spent_s = self.spent_s + self.delivery_s
+        return StepInfo(self.first_position, self.end_position, self.recomputed_tokens, self.tier, spent_s)
+
+    def advance(self, start: int, stop: int) -> None:
+        """Record that positions from ``start`` to ``stop`` were computed."""
+        if self.first_position < 0:
+            self.first_position = start
+            self.end_position = start
+        self.recomputed_tokens += max(0, min(self.end_position, stop) - start)
+        self.end_position = max(self.end_position, stop)
 
     def fail(self, code: str, message: str) -> None:
         """Mark the request as failed; later calls keep the first reason."""

@@ -19,6 +19,7 @@ from nnsight_engine.plans.records import leaf_width, may_overflow, width_classes
 from nnsight_engine.plans.request_plan import SAMPLES, OperationKind
 from nnsight_engine.plans.step.active import ActiveOp, ActiveRequest, SiteKey
 from nnsight_engine.plans.step.context import StepContext
+from nnsight_engine.plans.step.host_arena import to_device
 from nnsight_engine.plans.step.kernel_factory import (
     GroupKey,
     KernelFactory,
@@ -33,8 +34,9 @@ from nnsight_engine.plans.step.operation_rows import (
     named_offsets,
     number_logits_rows,
 )
-from nnsight_engine.plans.step.pattern_planner import PatternPlanner
-from nnsight_engine.plans.step.plan import KernelGroup, ReadGroup, ReadSlice, Span, StepPlan
+from nnsight_engine.plans.step.pattern_planner import PatternPlanner, PatternRows
+from nnsight_engine.plans.step.plan import KernelGroup, PlannedSample, ReadGroup, ReadSlice, Span, StepPlan
+from nnsight_engine.plans.step.token_masks import TokenMasks
 from nnsight_engine.plans.step.writes import Kernel
 
 
@@ -48,11 +50,13 @@ class StepBuilder:
     def __init__(self, context: StepContext) -> None:
         self._context = context
         self._patterns = PatternPlanner(context)
+        self._masks = TokenMasks(context.device)
         self._last: StepPlan | None = None
 
     def forget(self) -> None:
         """Drop the cached plan, with its buffers and its references to requests."""
         self._last = None
+        self._masks.forget()
 
     def plan(self, spans: list[Span]) -> StepPlan:
         """Return the plan of a step, reusing the last one if only the positions changed."""
@@ -84,24 +88,26 @@ class StepBuilder:
         work: list[OperationRows] = []
         stages: dict[SiteKey, int] = defaultdict(int)
         reserved = StepBytes()
-        patterns: list[tuple[ActiveOp, RowArray]] = []
+        patterns: list[PatternRows] = []
         for active in span.request.ops:
-            offsets = named_offsets(span, active)
+            offsets, is_masked = named_offsets(span, active)
+            mask = self._mask(span, active, offsets) if is_masked else None
             if active.op.captures_patterns:
                 # Planned even if no row is captured: the keys of every step must be stored.
-                patterns.append((active, offsets))
+                patterns.append(PatternRows(active, offsets, mask))
                 continue
             if not len(offsets):
                 continue
             if active.keys[0] == SAMPLES:
                 # Sampled ids exist only after the forward pass; no other point shares their operation.
                 if offsets[-1] == span.num_rows - 1:
-                    plan.samples.append((span.request, active))
+                    own = None if mask is None else plan.add_mask(mask[-1:])
+                    plan.samples.append(PlannedSample(span.request, active, own))
                 continue
             numbers = tuple(stages[key] for key in active.keys)
             for key in active.keys:
                 stages[key] += 1
-            work.append(OperationRows(span, active, offsets, numbers, offsets + span.row))
+            work.append(OperationRows(span, active, offsets, numbers, offsets + span.row, mask))
             self._context.count_rows(reserved, active.op, len(offsets))
         new = self._new_reductions(span.request, work)
         is_planned = not patterns or self._patterns.plan(plan, span, patterns)
@@ -112,6 +118,15 @@ class StepBuilder:
         plan.reserved[span.request.request_id] = StepBytes()
         # Its writes go on: others may already share the keys and values of this very step.
         return [item for item in work if not item.active.op.reads]
+
+    def _mask(self, span: Span, active: ActiveOp, offsets: RowArray) -> torch.Tensor:
+        """Return which rows of a span an operation's rule names."""
+        if span.step_token_ids is None:
+            raise RuntimeError("the step's tokens are known neither to the host nor on the device")
+        token_ids = span.step_token_ids[to_device(offsets + span.row, self._context.device)]
+        return self._masks.mask(
+            active.op.where, offsets + span.start, token_ids, span.request.plan.prompt_len
+        )
 
     def _reserve(self, span: Span, reserved: StepBytes, once: int = 0) -> bool:
         """Count a step's bytes; over a limit the request fails and nothing is allocated for it.
@@ -174,7 +189,8 @@ class StepBuilder:
     ) -> None:
         op = items[0].active.op
         num_rows = sum(len(item.offsets) for item in items)
-        group = ReadGroup([], [])
+        masks = [item.mask for item in items if item.mask is not None]
+        group = ReadGroup([], [], plan.add_mask(torch.cat(masks)) if masks else None)
         start = 0
         for item in items:
             stop = start + len(item.offsets)
@@ -221,17 +237,19 @@ def _signature(spans: list[Span]) -> tuple[object, ...] | None:
 
 def _read_key(item: OperationRows) -> GroupKey:
     op = item.active.op
+    form = (op.kind, item.mask is not None, item.active.keys, item.stages)
     if op.kind is OperationKind.LENS:
-        return (op.kind, item.active.keys, item.stages, op.top_k, op.targets)
+        return (*form, op.top_k, op.targets)
     if op.kind is OperationKind.PROBE:
-        return (op.kind, item.active.keys, item.stages)
+        return form
     # A run stores every step of an unreduced read and a single row of a reduced one.
-    return (op.kind, item.active.keys, item.stages, op.dtype, op.reduce)
+    return (*form, op.dtype, op.reduce)
 
 
 def _write_member(item: OperationRows, site_index: int, key: SiteKey) -> KernelMember:
     op = item.active.op
     member = KernelMember(item.span.request, item.active, site_index, item.rows_at(key))
+    member.mask = item.mask_at(key)
     if op.kind is OperationKind.PATCH:
         absolute = item.offsets_at(key) + item.span.start
         positions = np.asarray(op.where.positions, np.int64)

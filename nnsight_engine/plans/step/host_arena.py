@@ -1,13 +1,15 @@
 """Asynchronous copies between a device and its host.
 
 A copy to or from pageable host memory blocks the host until the device is done. Copies to the device
-therefore go through pinned memory, which torch caches for reuse; copies from the device go into one pinned
-buffer, the same at each step.
+therefore go through pinned memory, which torch caches for reuse; copies from the device go into pinned
+buffers, which are used again once their values have been read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -26,68 +28,93 @@ def to_device(values: npt.NDArray[np.generic] | torch.Tensor, device: torch.devi
     return host.to(device)
 
 
-class HostArena:
-    """Host memory that a step's values are copied into.
+class HostCopy:
+    """The values of one step, on their way to the host.
 
-    Copies start before the next synchronization with the device; values are read after it.
+    Args:
+        values: Host tensors, valid within ``arrived``.
+        sources: The tensors on the device, which must not be freed before the copies are done.
+        event: Recorded behind the copies; None if they are done.
+        memory: The host memory that the values lie in.
+        free: Memory that can be used again.
+    """
+
+    def __init__(
+        self,
+        values: list[torch.Tensor],
+        sources: Sequence[torch.Tensor] = (),
+        event: torch.cuda.Event | None = None,
+        memory: torch.Tensor | None = None,
+        free: deque[torch.Tensor] | None = None,
+    ) -> None:
+        self.values = values
+        self._sources = sources
+        self._event = event
+        self._memory = memory
+        self._free = free
+
+    @contextlib.contextmanager
+    def arrived(self) -> Iterator[None]:
+        """Wait for the values; after the context their memory is used for others. Any thread may call it."""
+        if self._event is not None:
+            self._event.synchronize()
+        yield
+        self._sources = ()
+        if self._free is not None and self._memory is not None:
+            self._free.append(self._memory)
+            self._memory = None
+
+    def precede_writes(self) -> None:
+        """Let later work on the current stream wait for the copies: it may change the sources."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+
+
+class HostArena:
+    """Host memory that the values of steps are copied into.
 
     Args:
         device: The device that the values are copied from.
     """
 
     def __init__(self, device: torch.device) -> None:
-        is_cuda = device.type == "cuda"
         self._device = device
-        self._stream = torch.cuda.Stream(device) if is_cuda else None
-        self._copied_event = torch.cuda.Event() if is_cuda else None
-        self._memory = torch.empty(0, dtype=torch.uint8)
-        self._sources: list[torch.Tensor] = []
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._free: deque[torch.Tensor] = deque()
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of the host memory."""
-        return len(self._memory)
-
-    def start_copy(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Start copying a step's values to the host, concurrently with the device's next work.
-
-        They overwrite the values of the previous call.
-
-        Returns:
-            Host tensors, each contiguous and of the value's shape; valid once ``wait`` has returned.
-        """
-        self._fit(sum(map(_aligned, values)))
-        if self._stream is None or self._copied_event is None:
-            return self._copied(values)
+    def start_copy(self, values: Sequence[torch.Tensor]) -> HostCopy:
+        """Start copying a step's values to the host, concurrently with the device's next work."""
+        memory = self._memory(sum(map(_aligned, values)))
+        if self._stream is None:
+            return HostCopy(_copied(values, memory), memory=memory, free=self._free)
+        event = torch.cuda.Event()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            host = self._copied(values)
-            self._copied_event.record()
-        # The device memory must not be reused before the copies are done.
-        self._sources = list(values)
-        return host
+            host = _copied(values, memory, non_blocking=True)
+            event.record()
+        return HostCopy(host, list(values), event, memory, self._free)
 
-    def wait(self) -> None:
-        """Block until the values have arrived; return at once if the device was synchronized since."""
-        if self._copied_event is not None:
-            self._copied_event.synchronize()
-        self._sources = []
+    def _memory(self, num_bytes: int) -> torch.Tensor:
+        """Return free memory of at least this size."""
+        memory = self._free.popleft() if self._free else torch.empty(0, dtype=torch.uint8)
+        if num_bytes <= len(memory):
+            return memory
+        size = max(num_bytes, 2 * len(memory), _MIN_BYTES)
+        # Inference tensors may not be changed outside of inference mode; this memory is used in both.
+        with torch.inference_mode(mode=False):
+            return torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
 
-    def _fit(self, num_bytes: int) -> None:
-        if num_bytes > len(self._memory):
-            size = max(num_bytes, 2 * len(self._memory), _MIN_BYTES)
-            # Inference tensors may not be changed outside of inference mode; this buffer is used in both.
-            with torch.inference_mode(mode=False):
-                self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
 
-    def _copied(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        host, start = [], 0
-        is_beside = self._stream is not None
-        for value in values:
-            place = self._memory[start : start + value.numel() * value.itemsize]
-            host.append(place.view(value.dtype).view(value.shape).copy_(value, non_blocking=is_beside))
-            start += _aligned(value)
-        return host
+def _copied(
+    values: Sequence[torch.Tensor], memory: torch.Tensor, *, non_blocking: bool = False
+) -> list[torch.Tensor]:
+    """Copy values into host memory; return them there, each contiguous and of the value's shape."""
+    host, start = [], 0
+    for value in values:
+        own = memory[start : start + value.numel() * value.itemsize]
+        host.append(own.view(value.dtype).view(value.shape).copy_(value, non_blocking=non_blocking))
+        start += _aligned(value)
+    return host
 
 
 def _aligned(value: torch.Tensor) -> int:

@@ -34,6 +34,7 @@ class KernelMember:
         rows: Rows of the step's tensor at this site, ascending.
         patch_rows: PATCH: row of the values for each of ``rows``.
         source_rows: MEAN: rows to average, or None if this step does not have all of them.
+        mask: Which of the rows are written, on the device; None for all.
     """
 
     request: ActiveRequest
@@ -42,10 +43,15 @@ class KernelMember:
     rows: RowArray
     patch_rows: RowArray | None = None
     source_rows: RowArray | None = None
+    mask: torch.Tensor | None = None
 
 
 def group_key(member: KernelMember) -> GroupKey:
     """Return the key shared by writing members that one kernel can serve."""
+    return (member.mask is not None, *_form(member))
+
+
+def _form(member: KernelMember) -> GroupKey:
     op = member.active.op
     match op.kind:
         case OperationKind.ADD | OperationKind.NORM_MATCH:
@@ -83,7 +89,9 @@ class KernelFactory:
 
     def build(self, members: list[KernelMember]) -> writes.Kernel:
         """Return one kernel for writing members that share a group key."""
-        return self._builders[members[0].active.op.kind](members)
+        kernel = self._builders[members[0].active.op.kind](members)
+        masks = [member.mask for member in members if member.mask is not None]
+        return writes.Masked(kernel, self.row_index(members), torch.cat(masks)) if masks else kernel
 
     def read(
         self, members: list[KernelMember], out: torch.Tensor, overflows: torch.Tensor | None = None

@@ -2,7 +2,7 @@
 
 Computed in float32, whatever dtype the model uses. Float32 copies of many rows over the whole vocabulary are
 large, and on a CPU page faults on fresh memory cost more than the arithmetic: so a few rows at a time are
-computed in two buffers that are reused. ``results_reader`` calls this with rows of all requests and layers.
+computed in two buffers that are reused. ``collection`` calls this with rows of all requests and layers.
 """
 
 from __future__ import annotations

@@ -6,11 +6,14 @@ import dataclasses
 from collections import defaultdict
 
 import numpy as np
+import torch
 
 from nnsight_engine.plans.request_plan import LOGITS, OperationKind
 from nnsight_engine.plans.step.active import ActiveOp, SiteKey
+from nnsight_engine.plans.step.host_arena import to_device
 from nnsight_engine.plans.step.kernel_factory import RowArray
 from nnsight_engine.plans.step.plan import Span, StepPlan
+from nnsight_engine.plans.step.token_masks import may_match, must_match
 from nnsight_engine.plans.where import evaluate
 
 
@@ -24,8 +27,10 @@ class OperationRows:
         offsets: Offsets of the rows in the span, ascending.
         stages: Stage of the operation at each of its sites.
         rows: The same rows as indices into the step's tensors.
+        mask: Which of the rows the operation's rule names, ``[rows]`` on the device; None for all.
         logits_rows: Those rows that need logits, as indices into the plan's ``logits_rows``.
         logits_offsets: Offsets in the span of ``logits_rows``.
+        logits_mask: Their mask.
     """
 
     span: Span
@@ -33,8 +38,10 @@ class OperationRows:
     offsets: RowArray
     stages: tuple[int, ...] = ()
     rows: RowArray = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
+    mask: torch.Tensor | None = None
     logits_rows: RowArray = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
     logits_offsets: RowArray = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
+    logits_mask: torch.Tensor | None = None
 
     def rows_at(self, key: SiteKey) -> RowArray:
         """Return row indices into the site's tensor; at ``logits`` they index the plan's ``logits_rows``."""
@@ -44,23 +51,38 @@ class OperationRows:
         """Return the offsets in the span that belong to ``rows_at``."""
         return self.logits_offsets if key == LOGITS else self.offsets
 
+    def mask_at(self, key: SiteKey) -> torch.Tensor | None:
+        """Return the mask of ``rows_at``."""
+        return self.logits_mask if key == LOGITS else self.mask
 
-def named_offsets(span: Span, active: ActiveOp) -> RowArray:
-    """Return the rows of the span on which the operation acts, as offsets from the span's first row."""
+
+def named_offsets(span: Span, active: ActiveOp) -> tuple[RowArray, bool]:
+    """Return the rows of the span on which the operation acts, as offsets from the span's first row.
+
+    Returns:
+        The offsets, and whether the device decides which of them the operation's rule names.
+    """
     plan = span.request.plan
     # Positions delivered before a preemption are not delivered again.
     first = max(span.start, span.request.end_position) if active.op.reads else span.start
     if first >= span.stop:
-        return np.empty(0, np.int64)
+        return np.empty(0, np.int64), False
+    is_masked = False
     if active.constant is not None and first >= plan.prompt_len:
         named = np.full(span.stop - first, active.constant)
     else:
         positions = np.arange(first, span.stop, dtype=np.int64)
         token_ids = span.token_ids[first : span.stop].astype(np.int64)
-        named = evaluate(active.op.where, positions, token_ids, plan.prompt_len)
+        known, unknown = positions[: len(token_ids)], positions[len(token_ids) :]
+        named = evaluate(active.op.where, known, token_ids, plan.prompt_len)
+        if len(unknown):
+            may = may_match(active.op.where, unknown, plan.prompt_len)
+            is_masked = bool((may & ~must_match(active.op.where, unknown, plan.prompt_len)).any())
+            named = np.concatenate([named, may])
     offsets: RowArray = np.flatnonzero(named) + (first - span.start)
     # A `last` reduction keeps the last named row only.
-    return offsets[-1:] if active.op.reduce == "last" else offsets
+    is_last = active.op.reduce == "last" and not is_masked
+    return offsets[-1:] if is_last else offsets, is_masked
 
 
 def number_logits_rows(plan: StepPlan, work: list[OperationRows]) -> None:
@@ -84,6 +106,8 @@ def number_logits_rows(plan: StepPlan, work: list[OperationRows]) -> None:
         wanted += needed[item.span.request.request_id]
         kept = np.isin(item.rows, np.concatenate(wanted))
         item.logits_rows, item.logits_offsets = item.rows[kept], item.offsets[kept]
+        if item.mask is not None:
+            item.logits_mask = item.mask[to_device(np.flatnonzero(kept), item.mask.device)]
         plan.writes_logits |= not item.active.op.reads
     plan.logits_rows = np.unique(np.concatenate([item.logits_rows for item in at_logits]))
     for item in at_logits:

@@ -7,6 +7,7 @@ request computes, captured or not, before that step's patterns are computed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +25,20 @@ from nnsight_engine.plans.step.writes import Kernel
 from nnsight_engine.plans.where import last_position
 
 
+class PatternRows(NamedTuple):
+    """The rows of which a request captures patterns in a step.
+
+    Attributes:
+        active: The operation.
+        offsets: Offsets of the rows in the request's span.
+        mask: Which of them its rule names, see ``OperationRows``.
+    """
+
+    active: ActiveOp
+    offsets: RowArray
+    mask: torch.Tensor | None
+
+
 class PatternPlanner:
     """Plans the pattern captures of one request in a step.
 
@@ -34,14 +49,13 @@ class PatternPlanner:
     def __init__(self, context: StepContext) -> None:
         self._context = context
 
-    def plan(self, plan: StepPlan, span: Span, captures: Sequence[tuple[ActiveOp, RowArray]]) -> bool:
+    def plan(self, plan: StepPlan, span: Span, captures: Sequence[PatternRows]) -> bool:
         """Add a request's pattern captures to a step, or mark the request failed.
 
         Args:
             plan: The step.
             span: The request's rows in it.
-            captures: All its operations that capture patterns, and the offsets in the span at
-                which each captures in this step.
+            captures: All its operations that capture patterns, and the rows of each in this step.
 
         Returns:
             Whether the request goes on.
@@ -51,18 +65,18 @@ class PatternPlanner:
         try:
             for layer, stop in open_until.items():
                 self._plan_keys(plan, span, layer, stop)
-            for active, offsets in captures:
-                if len(offsets):
-                    self._plan_rows(plan, span, active, offsets)
+            for rows in captures:
+                if len(rows.offsets):
+                    self._plan_rows(plan, span, rows)
         except InterventionError as error:
             span.request.fail(error.code, error.message)
             return False
         return True
 
-    def _open_until(self, span: Span, captures: Sequence[tuple[ActiveOp, RowArray]]) -> dict[int, int]:
+    def _open_until(self, span: Span, captures: Sequence[PatternRows]) -> dict[int, int]:
         """Return, for each layer that still captures, one past the last position that may be captured."""
         found: dict[int, int] = {}
-        for active, _ in captures:
+        for active in (rows.active for rows in captures):
             last = last_position(active.op.where, span.request.plan.prompt_len)
             if last is not None and span.request.end_position > last:
                 continue
@@ -107,7 +121,8 @@ class PatternPlanner:
             context.ledger.give_back(request.request_id, old_bytes)
         return store
 
-    def _plan_rows(self, plan: StepPlan, span: Span, active: ActiveOp, offsets: RowArray) -> None:
+    def _plan_rows(self, plan: StepPlan, span: Span, captured: PatternRows) -> None:
+        active, offsets, mask = captured
         positions = (offsets + span.start).tolist()
         num_heads, device = active.widths[0], self._context.device
         dtype = self._context.capture_dtype(active.op)
@@ -128,7 +143,8 @@ class PatternPlanner:
             store = span.request.patterns.stores[site.layer]
             kernel = ComputePattern(store, form, rows, at, positions, out[index])
             self._add_group(plan, kernel, KernelMember(span.request, active, index, offsets + span.row))
-        plan.patterns.append(PatternRead(span.request, active, positions, out))
+        index_of_mask = None if mask is None else plan.add_mask(mask)
+        plan.patterns.append(PatternRead(span.request, active, positions, out, index_of_mask))
 
     def _reserve_rows(
         self, span: Span, active: ActiveOp, num_rows: int, num_keys: int, row_bytes: int

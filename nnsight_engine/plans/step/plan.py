@@ -1,7 +1,7 @@
 """The interventions of one step, batched over the requests of the step.
 
 A plan is built before the forward pass from the requests' row spans, run by taps and hooks as the
-forward pass reaches their sites, and harvested after sampling. It records the sites that were reached,
+forward pass reaches their sites, and collected before sampling. It records the sites that were reached,
 so that a site which was not (for example in a graph replayed without its taps) fails
 its requests instead of returning an unsteered completion.
 """
@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,7 @@ import torch
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.plans.request_plan import PlannedSite
 from nnsight_engine.plans.step.active import ActiveOp, ActiveRequest, SiteKey
+from nnsight_engine.plans.step.host_arena import HostCopy
 from nnsight_engine.plans.step.kernel_factory import KernelFactory, KernelMember
 from nnsight_engine.plans.step.ledger import StepBytes
 from nnsight_engine.plans.step.logits_rows import LogitsRows
@@ -34,11 +36,11 @@ class Span:
     """A request's rows in one step.
 
     Attributes:
-        request: The request.
-        row: First row in the step's tensors.
-        num_rows: Number of rows.
-        start: Absolute position of the first row.
-        token_ids: Ids of the request's tokens by absolute position, at least up to the span's end.
+        request: The request. row: First row in the step's tensors. num_rows: Number of rows. start: Absolute
+        position of the first row. token_ids: Ids of the request's tokens by absolute position, as far as the
+        host knows them. step_token_ids: Ids of the tokens of all rows of the step, on the device; None only
+        if the host knows all
+            ids of the span.
     """
 
     request: ActiveRequest
@@ -46,6 +48,7 @@ class Span:
     num_rows: int
     start: int
     token_ids: npt.NDArray[np.int32]
+    step_token_ids: torch.Tensor | None = None
 
     @property
     def stop(self) -> int:
@@ -120,26 +123,33 @@ class ReadGroup:
         buffers: One per width class of the sites, in order; probes have one ``[rows, sites]``. Captures
             that may overflow have one more, ``[rows, sites]``, see ``may_overflow``.
         slices: Assignment of rows to requests.
-        parts: The contents of the step's records for all rows, on their way to the host; None before.
+        mask: Index of the mask of the rows among the plan's masks; None if the operations act on all of them.
+        num_parts: Number of parts of a record, once collected.
     """
 
     buffers: list[torch.Tensor]
     slices: list[ReadSlice]
-    parts: list[torch.Tensor] | None = None
+    mask: int | None = None
+    num_parts: int = 0
 
 
 @dataclasses.dataclass(slots=True)
 class PatternRead:
-    """One capture's attention patterns: ``out`` is ``[sites, rows, heads, last position + 1]``.
-
-    ``part`` is the copy on its way to the host; None before.
-    """
+    """One capture's attention patterns, ``[sites, rows, heads, last position + 1]``; ``mask`` as above."""
 
     request: ActiveRequest
     active: ActiveOp
     positions: list[int]
     out: torch.Tensor
-    part: torch.Tensor | None = None
+    mask: int | None = None
+
+
+class PlannedSample(NamedTuple):
+    """A capture of the id that is sampled for a request; ``mask`` as above."""
+
+    request: ActiveRequest
+    active: ActiveOp
+    mask: int | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -150,14 +160,16 @@ class StepPlan:
         spans: Rows of the participating requests, by request id.
         factory: Builds the kernels.
         groups: Kernels by site, in the order in which they run.
-        reads: Buffers to harvest.
-        patterns: Attention patterns to harvest.
-        samples: Captures of sampled ids: request and operation.
+        reads: Buffers to collect.
+        patterns: Attention patterns to collect.
+        samples: Captures of sampled ids.
+        masks: Which rows are named by operations whose rules the device decides, see ``token_masks``.
         logits_rows: Batch rows whose logits the ``logits`` site needs, ascending.
         logits_from: Source of those logits, once known.
         writes_logits: Whether any operation changes logits.
         reserved: Bytes that each request needs in every step that runs this plan.
         signature: Key that the next step must match to reuse this plan; None forbids reuse.
+        copy: The values that the step has read, on their way to the host; None before ``collect``.
         ran: Sites reached so far.
         spent_s: Seconds that interventions have taken in this step so far.
         is_uncompiled: Whether any step of this plan ran uncompiled.
@@ -170,12 +182,14 @@ class StepPlan:
     groups: dict[SiteKey, list[KernelGroup]] = dataclasses.field(default_factory=dict)
     reads: list[ReadGroup] = dataclasses.field(default_factory=list)
     patterns: list[PatternRead] = dataclasses.field(default_factory=list)
-    samples: list[tuple[ActiveRequest, ActiveOp]] = dataclasses.field(default_factory=list)
+    samples: list[PlannedSample] = dataclasses.field(default_factory=list)
+    masks: list[torch.Tensor] = dataclasses.field(default_factory=list)
     logits_rows: npt.NDArray[np.int64] = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
     logits_from: LogitsRows | None = None
     writes_logits: bool = False
     reserved: dict[str, StepBytes] = dataclasses.field(default_factory=dict)
     signature: tuple[object, ...] | None = None
+    copy: HostCopy | None = None
     ran: set[SiteKey] = dataclasses.field(default_factory=set)
     spent_s: float = 0.0
     is_uncompiled: bool = False
@@ -193,6 +207,11 @@ class StepPlan:
         for group in groups:
             group.run(hidden, residual)
         self.spent_s += time.monotonic() - begin
+
+    def add_mask(self, mask: torch.Tensor) -> int:
+        """Add a mask; return its index."""
+        self.masks.append(mask)
+        return len(self.masks) - 1
 
     def hook_sites(self) -> Sequence[PlannedSite]:
         """Return the sites that only an uncompiled step with hooks reaches."""
@@ -244,20 +263,21 @@ class StepPlan:
             for span in self.spans.values():
                 span.request.tier = "eager"
 
-    def take_time(self, seconds: float) -> float:
-        """Return the step's time plus ``seconds``, and reset it."""
-        seconds, self.spent_s = seconds + self.spent_s, 0.0
+    def take_time(self) -> float:
+        """Return the step's time, and reset it."""
+        seconds, self.spent_s = self.spent_s, 0.0
         return seconds
 
-    def share_time(self, seconds: float) -> None:
-        """Distribute the step's time plus ``seconds`` over its requests, weighted by rows times points."""
+    def share_time(self) -> None:
+        """Distribute the step's time over its requests, weighted by rows times points."""
         works = [span.num_rows * span.request.plan.num_points for span in self.spans.values()]
-        per_work = self.take_time(seconds) / max(1, sum(works))
+        per_work = self.take_time() / max(1, sum(works))
         for span, work in zip(self.spans.values(), works, strict=True):
             span.request.spent_s += work * per_work
 
     def reset(self) -> None:
         """Reset the plan for the next step, whose rows are the same."""
         self.ran.clear()
-        for group in self.reads:
-            group.parts = None
+        if self.copy is not None:
+            self.copy.precede_writes()
+            self.copy = None

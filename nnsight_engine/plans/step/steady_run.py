@@ -9,6 +9,8 @@ reaches.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -29,25 +31,26 @@ class SteadyRun:
         plan: The plan.
         num_steps: Steps since the last settlement, including the one in progress.
         point_s: Seconds that these took, per point at which a request's operations act.
+        delivery_point_s: Seconds that the delivery of their results took, likewise.
     """
 
     def __init__(
         self,
         plan: StepPlan,
-        request_ids: list[str],
+        request_ids: Sequence[str],
         positions: npt.NDArray[np.integer],
         ledger: ByteLedger,
     ) -> None:
         """Start after the step that the plan was built for."""
         self.plan = plan
         self.num_steps = 0
-        self.point_s = 0.0
+        self.point_s = self.delivery_point_s = 0.0
         self._request_ids = list(request_ids)
         self._positions = positions.astype(np.int64)
         self._ledger = ledger
         self._num_points = self._kept = self._scratch = self._max_steps = 0
 
-    def go_on(self, request_ids: list[str], positions: npt.NDArray[np.integer]) -> bool:
+    def go_on(self, request_ids: Sequence[str], positions: npt.NDArray[np.integer]) -> bool:
         """Prepare the plan for the next step and return True, or return False if the run ends.
 
         Args:
@@ -77,9 +80,13 @@ class SteadyRun:
             for request_id, reserved in plan.reserved.items()
         )
 
-    def count(self, seconds: float) -> None:
-        """Add the time of the step's interventions and ``seconds`` more to the run's time."""
-        self.point_s += self.plan.take_time(seconds) / self._num_points
+    def count_time(self) -> None:
+        """Add the time of the step's interventions to the run's time."""
+        self.point_s += self.plan.take_time() / self._num_points
+
+    def note_delivery(self, seconds: float) -> None:
+        """Add the time that the delivery of a step's results took; may be called from another thread."""
+        self.delivery_point_s += seconds / self._num_points
 
     def give_back(self) -> None:
         """Release the bytes needed only during the step."""
@@ -95,7 +102,7 @@ class SteadyRun:
         for request_id, span in self.plan.spans.items() if num_steps else ():
             request = span.request
             request.end_position += done
-            request.spent_s += self.point_s * request.plan.num_points
+            request.spent_s += (self.point_s + self.delivery_point_s) * request.plan.num_points
             span.start += num_steps
             self._ledger.assign(request_id, num_steps * self.plan.reserved[request_id].kept)
-        self.num_steps, self.point_s = 0, 0.0
+        self.num_steps, self.point_s, self.delivery_point_s = 0, 0.0, 0.0

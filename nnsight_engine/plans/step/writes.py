@@ -139,6 +139,24 @@ class Set:
 
 
 @dataclasses.dataclass(slots=True)
+class Masked:
+    """Another kernel, on its rows where ``mask``, ``[rows]``, is True; the others keep their bits."""
+
+    kernel: Kernel
+    rows: torch.Tensor
+    mask: torch.Tensor
+
+    def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Run the kernel, and restore the other rows."""
+        tensors = [hidden] if residual is None else [hidden, residual]
+        before = [tensor.index_select(0, self.rows) for tensor in tensors]
+        self.kernel.run(hidden, residual)
+        for tensor, old in zip(tensors, before, strict=True):
+            mask = self.mask.view(-1, *[1] * (tensor.ndim - 1))
+            tensor.index_copy_(0, self.rows, torch.where(mask, tensor.index_select(0, self.rows), old))
+
+
+@dataclasses.dataclass(slots=True)
 class SetMean:
     """``x = mean of x over the request's matching prompt positions``, for one request at one site.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -180,3 +181,23 @@ def test_libraries_import_after_a_mount_and_it_works_until_the_interpreter_is_go
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert sorted(answer.stdout.split("\n")) == ["", "atexit None", "late 3"]
     assert answer.stderr == ""
+
+
+@pytest.mark.parametrize("python", [sys.executable, "python3.12", "python3.13"])
+def test_the_packages_that_are_installed_can_be_listed_after_a_mount(python: str) -> None:
+    # The module needs no other package, so it also runs in a Python without ours.
+    program = (
+        "import copy, importlib.metadata, sys\n"
+        "sys.path.append('.')\n"
+        "from nnsight_engine.core.object_methods import mount\n"
+        "mount('save', copy.copy)\n"
+        "importlib.metadata.entry_points(group='console_scripts')\n"
+        "print(list(importlib.metadata.distributions())[:0].save())\n"
+    )
+    if (
+        not shutil.which(python)
+        or subprocess.run([python, "-V"], capture_output=True, check=False).returncode
+    ):
+        pytest.skip(f"{python} is not installed")
+    answer = subprocess.run([python, "-I", "-c", program], capture_output=True, text=True, check=True)
+    assert answer.stdout == "[]\n"

@@ -1,4 +1,4 @@
-"""What a step reads comes into memory that is kept, and is there until the next step's comes."""
+"""The values that a step reads are copied into memory that is used again once they have been delivered."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nnsight_engine.plans.step.host_arena import HostArena, to_device
+from nnsight_engine.plans.step.host_arena import HostArena, HostCopy, to_device
 
 CPU = torch.device("cpu")
 
@@ -21,37 +21,41 @@ def some_values(scale: float) -> list[torch.Tensor]:
     ]
 
 
-def test_values_come_as_they_were_when_they_were_brought() -> None:
-    arena = HostArena(CPU)
+def test_values_come_as_they_were_when_they_were_copied() -> None:
     values = some_values(1)
-    host = arena.start_copy(values)
+    copy = HostArena(CPU).start_copy(values)
     for value in values:
         value.zero_()
-    arena.wait()
-    for value, expected in zip(host, some_values(1), strict=True):
-        assert value.dtype == expected.dtype
-        assert value.is_contiguous()
-        assert torch.equal(value, expected)
+    with copy.arrived():
+        for value, expected in zip(copy.values, some_values(1), strict=True):
+            assert value.dtype == expected.dtype
+            assert value.is_contiguous()
+            assert torch.equal(value, expected)
 
 
-def test_every_step_has_the_same_memory() -> None:
+def test_memory_is_used_again_once_its_values_were_read() -> None:
     arena = HostArena(CPU)
     first = arena.start_copy(some_values(1))
-    num_bytes = arena.num_bytes
     second = arena.start_copy(some_values(2))
-    assert [value.data_ptr() for value in first] == [value.data_ptr() for value in second]
-    assert torch.equal(first[0], some_values(2)[0])
-    assert arena.num_bytes == num_bytes
+    with first.arrived():
+        assert torch.equal(first.values[0], some_values(1)[0]), "the second step has memory of its own"
+    third = arena.start_copy(some_values(3))
+    assert addresses(third) == addresses(first)
+    with second.arrived():
+        assert torch.equal(second.values[0], some_values(2)[0])
+    with third.arrived():
+        assert torch.equal(third.values[0], some_values(3)[0])
 
 
-def test_a_larger_step_gets_more_and_takes_nothing_from_the_one_before() -> None:
+def test_a_larger_step_gets_more() -> None:
     arena = HostArena(CPU)
-    (small,) = arena.start_copy([torch.ones(4)])
-    before = arena.num_bytes
-    (large,) = arena.start_copy([torch.full((before // 4 + 1,), 3.0)])
-    assert arena.num_bytes == 2 * before
-    assert torch.equal(large, torch.full_like(large, 3.0))
-    assert small.tolist() == [1.0] * 4
+    small = arena.start_copy([torch.ones(4)])
+    with small.arrived():
+        assert small.values[0].tolist() == [1.0] * 4
+    size = 1 << 20
+    large = arena.start_copy([torch.full((size,), 3.0)])
+    with large.arrived():
+        assert torch.equal(large.values[0], torch.full((size,), 3.0))
 
 
 @pytest.mark.parametrize("is_inside_first", [True, False])
@@ -59,8 +63,13 @@ def test_steps_run_in_and_out_of_inference(*, is_inside_first: bool) -> None:
     arena = HostArena(CPU)
     for is_inside in (is_inside_first, not is_inside_first):
         with torch.inference_mode(mode=is_inside):
-            (value,) = arena.start_copy([torch.full((3,), float(is_inside))])
-            assert value.tolist() == [float(is_inside)] * 3
+            copy = arena.start_copy([torch.full((3,), float(is_inside))])
+            with copy.arrived():
+                assert copy.values[0].tolist() == [float(is_inside)] * 3
+
+
+def addresses(copy: HostCopy) -> list[int]:
+    return [value.data_ptr() for value in copy.values]
 
 
 def test_an_array_on_the_hosts_device_is_the_array() -> None:

@@ -22,11 +22,11 @@ from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.records import Payload
 from nnsight_engine.plans.step.active import Registrar
 from nnsight_engine.plans.step.builder import StepBuilder
+from nnsight_engine.plans.step.collection import StepCollection, step_delivery
 from nnsight_engine.plans.step.context import StepContext
 from nnsight_engine.plans.step.ledger import ByteLedger
 from nnsight_engine.plans.step.patterns import AttentionForm
 from nnsight_engine.plans.step.plan import Span
-from nnsight_engine.plans.step.results_reader import StepResultsReader
 from nnsight_engine.plans.step.writes import NormMatch, Project
 
 WIDTH, PROMPT = 4, [7, 8, 9]
@@ -74,9 +74,8 @@ def collector_of(
     plan = builder.plan([Span(active, 0, len(PROMPT), 0, np.array(PROMPT, np.int32))])
     for tap in (1, 2):
         plan.run(tap, values.to(dtype), torch.zeros_like(values).to(dtype))
-    results_reader = StepResultsReader(lambda _: None, None)
-    results_reader.collect(plan)
-    results = results_reader.read_step(plan, [[1]], {"r": 0})
+    StepCollection(lambda _: None, None).collect(plan)
+    results = step_delivery(plan).results([[1]], {"r": 0})
     pending = PendingResults(request.plan, stops_outside=False)
     pending.absorb(results.records["r"], results.infos["r"], results.failures.get("r"))
     payload = pending.take(final=True)

@@ -20,12 +20,12 @@ from nnsight_engine.plans.records import Payload
 from nnsight_engine.plans.request_plan import CompiledRequest, PlannedSite
 from nnsight_engine.plans.step.active import ActiveRequest, Registrar
 from nnsight_engine.plans.step.builder import StepBuilder
+from nnsight_engine.plans.step.collection import StepCollection, step_delivery
 from nnsight_engine.plans.step.context import StepContext
 from nnsight_engine.plans.step.host_arena import HostArena
 from nnsight_engine.plans.step.ledger import ByteLedger
 from nnsight_engine.plans.step.patterns import AttentionForm, AttentionKeyStore, ComputePattern
 from nnsight_engine.plans.step.plan import Span
-from nnsight_engine.plans.step.results_reader import StepResultsReader
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 3
 VALUES = ("steer", "ablate", "patch", "capture", "probe")
@@ -157,7 +157,7 @@ class Worker:
         context = StepContext(SPEC, torch.float32, device, self.ledger, lambda _layer: FORM)
         self.builder = StepBuilder(context)
         self.request: ActiveRequest = Registrar(context).register("r", request.plan, {})
-        self.results_reader = StepResultsReader(lambda rows: rows, HostArena(device))
+        self.collection = StepCollection(lambda rows: rows, HostArena(device))
         self.pending = PendingResults(request.plan, stops_outside=False)
         self.queries, self.keys = torch.randn(64, HEADS, HEAD_DIM), torch.randn(64, KV_HEADS, HEAD_DIM)
 
@@ -172,8 +172,8 @@ class Worker:
             queries = torch.cat([other.expand(-1, HEADS, -1), self.queries[start:stop]])
             plan.run(site, queries, torch.cat([other.expand(-1, KV_HEADS, -1), self.keys[start:stop]]))
         plan.fail_unreached()
-        self.results_reader.collect(plan)
-        results = self.results_reader.read_step(plan, [], {})
+        self.collection.collect(plan)
+        results = step_delivery(plan).results([], {})
         self.pending.absorb(results.records.get("r", []), results.infos.get("r"), results.failures.get("r"))
         return bool(sites)
 

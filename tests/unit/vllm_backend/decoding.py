@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -18,7 +19,8 @@ from nnsight_engine.plans.records import Payload, StepResults
 from nnsight_engine.plans.request_plan import CompiledRequest
 from nnsight_engine.plans.step.plan import StepPlan
 from nnsight_engine.vllm_backend.families import FAMILIES, ModelPoints
-from nnsight_engine.vllm_backend.worker_state import WorkerState
+from nnsight_engine.vllm_backend.steps.step import RequestRows, Step
+from nnsight_engine.vllm_backend.steps.worker_state import WorkerState
 
 HIDDEN, VOCAB, LAYERS = 4, 6, 2
 OPERATIONS = ("steer", "ablate", "patch", "capture", "probe", "logit_lens")
@@ -39,6 +41,10 @@ SPEC = ModelSpec(
     ),
     max_capture_bytes=1 << 20,
 )
+
+
+TOKEN_IDS = np.arange(SPEC.max_model_len, dtype=np.int32) % VOCAB
+"""The token at each position, of every request."""
 
 
 class StandIn(nn.Module):
@@ -76,14 +82,65 @@ class Rows:
     num_rows: int
 
 
+class PlayedStep(Step):
+    """A step over given rows.
+
+    Args:
+        batch: The rows of each request.
+        shares: Whether steps may go on with the one before.
+        num_known: Number of tokens of each request whose ids the host knows; None for all.
+    """
+
+    def __init__(self, batch: Sequence[Rows], *, shares: bool, num_known: int | None = None) -> None:
+        self._counts = np.array([rows.num_rows for rows in batch])
+        self._shares = shares
+        self._num_known = num_known
+        positions = [np.arange(rows.start, rows.start + rows.num_rows) for rows in batch]
+        num_rows = int(self._counts.sum())
+        super().__init__(
+            [rows.request_id for rows in batch],
+            np.array([rows.start for rows in batch], np.int32),
+            num_rows=num_rows,
+            num_padded_rows=num_rows,
+            token_ids=torch.from_numpy(TOKEN_IDS[np.concatenate(positions)]),
+            is_repeatable=True,
+        )
+
+    @property
+    def has_one_row_each(self) -> bool:
+        return self._shares and super().has_one_row_each
+
+    def row_counts(self) -> npt.NDArray[np.integer]:
+        return self._counts
+
+    def is_sampled(self, rows: RequestRows) -> bool:
+        del rows
+        return True
+
+    def known_ids(self, rows: RequestRows) -> npt.NDArray[np.int32]:
+        del rows
+        return TOKEN_IDS if self._num_known is None else TOKEN_IDS[: self._num_known]
+
+
 class Worker:
     """A worker's state, fed with steps as the runner feeds it.
 
     Args:
         shares: Whether steps may go on with the one before; else each is told request by request.
+        is_asynchronous: Whether results may be delivered while the next step runs.
+        num_known: See ``PlayedStep``.
     """
 
-    def __init__(self, *, shares: bool, max_request_bytes: int = 1 << 20, max_bytes: int = 1 << 20) -> None:
+    num_known: int | None = None
+
+    def __init__(
+        self,
+        *,
+        shares: bool,
+        is_asynchronous: bool = False,
+        max_request_bytes: int = 1 << 20,
+        max_bytes: int = 1 << 20,
+    ) -> None:
         self.model = StandIn()
         points = ModelPoints(
             model=self.model,
@@ -106,11 +163,11 @@ class Worker:
             torch.device("cpu"),
             max_request_bytes=max_request_bytes,
             max_engine_bytes=max_bytes,
+            is_asynchronous=is_asynchronous,
         )
         self.outbox = Outbox()
         self.num_shared = 0
         self._shares = shares
-        self._token_ids = np.arange(SPEC.max_model_len, dtype=np.int32) % VOCAB
 
     def begin(self, arrived: dict[str, CompiledRequest], finished: set[str]) -> None:
         entries = []
@@ -122,22 +179,7 @@ class Worker:
     def plan(self, batch: Sequence[Rows]) -> StepPlan | None:
         if self.state.idle:
             return None
-        request_ids = [rows.request_id for rows in batch]
-        positions = np.array([rows.start for rows in batch], np.int32)
-        is_decode = self._shares and all(rows.num_rows == 1 for rows in batch)
-        plan = self.state.go_on(request_ids, positions) if is_decode else None
-        if plan is not None:
-            return plan
-        spans, row = [], 0
-        for rows in batch:
-            span = self.state.span(rows.request_id, row, rows.num_rows, rows.start, self._token_ids)
-            row += rows.num_rows
-            if span is not None:
-                spans.append(span)
-        plan = self.state.plan(spans)
-        if is_decode:
-            self.state.may_go_on(plan, request_ids, positions)
-        return plan
+        return self.state.plan(PlayedStep(batch, shares=self._shares, num_known=self.num_known))
 
     def run(
         self, plan: StepPlan | None, hidden: torch.Tensor, ends: torch.Tensor, *, skipped_tap: int = -1
@@ -156,11 +198,18 @@ class Worker:
             self.state.collect(plan)
         return [[token] for token in logits.argmax(dim=-1).tolist()]
 
+    def delivery(
+        self, plan: StepPlan | None, batch: Sequence[Rows], sampled: list[list[int]]
+    ) -> Callable[[], StepResults | None]:
+        """End the step; the result delivers its results."""
+        delivery = self.state.leave(plan)
+        order = {rows.request_id: row for row, rows in enumerate(batch)}
+        return lambda: None if delivery is None else delivery.results(sampled, order)
+
     def finish(
         self, plan: StepPlan | None, batch: Sequence[Rows], sampled: list[list[int]]
     ) -> StepResults | None:
-        order = {rows.request_id: row for row, rows in enumerate(batch)}
-        results = self.state.finish(plan, sampled, order)
+        results = self.delivery(plan, batch, sampled)()
         self.num_shared += results is not None and results.run_step is not None
         self.outbox.absorb(results)
         return results

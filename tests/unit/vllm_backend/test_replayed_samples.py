@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from nnsight_engine.interleaving.threads import TimeBudgetError
-from nnsight_engine.vllm_backend.replayed_samples import ReplayedSamples
+from nnsight_engine.vllm_backend.steps.replayed_samples import ReplayedSamples
 from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_main import WaitingThreads
 
 

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from nnsight_engine.vllm_backend.compat import detach_results
-from nnsight_engine.vllm_backend.replayed_samples import ReplayedSamples
-from nnsight_engine.vllm_backend.runner import InterventionRunnerMixin
-from nnsight_engine.vllm_backend.seeded_chunks import SeededChunksMixin
+from nnsight_engine.vllm_backend.steps.replayed_samples import ReplayedSamples
+from nnsight_engine.vllm_backend.steps.runner_v1 import V1RunnerMixin
+from nnsight_engine.vllm_backend.steps.trace_reports import TraceReports
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 
 
@@ -75,9 +74,9 @@ class _Vllm:
         return SimpleNamespace(sampled_token_ids=tokens, logprobs_tensors=None)
 
 
-class _Runner(InterventionRunnerMixin, SeededChunksMixin, _Vllm):
+class _Runner(V1RunnerMixin, _Vllm):
     def __init__(self, traces: WorkerTraces) -> None:
-        self.traces = traces
+        self.handler: Any = SimpleNamespace(traces=traces)
         self._samples = ReplayedSamples()
         names = {"other": 0, "own": 1}
         generators = {row: torch.Generator().manual_seed(row) for row in names.values()}
@@ -109,20 +108,20 @@ def test_a_token_that_was_shown_is_the_one_that_leaves_later() -> None:
     plain = _Runner(_Traces(leaves=False))
     first, second = plain.sampled(), plain.sampled()
     traces = _Traces(leaves=True)
-    runner = _Runner(traces)
+    runner, reports = _Runner(traces), TraceReports(traces)
     assert runner.sampled() == [first[0], -1]
     assert traces.shown == first
-    results = runner._with_blocks(traces, None)
+    results = reports.end_step()
     assert results is not None
     assert (results.undone, results.waiting) == (["own"], frozenset({"own"}))
     traces.leaves = False
     traces.sandboxes.waiting = frozenset()
     assert runner.sampled() == [second[0], first[1]]
-    results = runner._with_blocks(traces, None)
+    results = reports.end_step()
     assert results is not None
     assert (results.undone, results.waiting) == ([], frozenset())
     assert runner.sampled()[1] == second[1]
-    assert runner._with_blocks(traces, None) is None, "nothing is new"
+    assert reports.end_step() is None, "nothing is new"
 
 
 def test_a_block_that_has_left_before_has_no_token() -> None:
@@ -138,15 +137,15 @@ def test_a_block_that_has_left_before_has_no_token() -> None:
 
 def test_the_end_of_a_pause_is_reported_without_a_block() -> None:
     traces = _Traces(leaves=False)
-    runner = _Runner(traces)
+    reports = TraceReports(traces)
     traces.sandboxes.throttled = frozenset({"many"})
-    results = runner._with_blocks(traces, None)
+    results = reports.end_step()
     assert results is not None
     assert results.throttled == frozenset({"many"})
     traces.is_empty = True
-    assert runner._idle(SimpleNamespace()) is not None
+    assert reports.end_idle_step(is_alone=True) is None, "nothing is new"
     traces.sandboxes.throttled = frozenset()
-    told = detach_results(runner._idle(SimpleNamespace()))
-    assert told is not None
-    assert told.throttled == frozenset()
-    assert detach_results(runner._idle(SimpleNamespace())) is None
+    results = reports.end_idle_step(is_alone=True)
+    assert results is not None
+    assert results.throttled == frozenset()
+    assert reports.end_idle_step(is_alone=True) is None

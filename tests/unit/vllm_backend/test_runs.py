@@ -6,16 +6,16 @@ import dataclasses
 import random
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from nnsight_engine.plans.records import Failure, Payload, StepResults
 from nnsight_engine.plans.request_plan import CompiledRequest
 from nnsight_engine.plans.step.plan import StepPlan
-from tests.unit.vllm_backend.decoding import HIDDEN, Rows, Worker, compiled, ends_of, hidden_of
+from tests.unit.vllm_backend.decoding import HIDDEN, PlayedStep, Rows, Worker, compiled, ends_of, hidden_of
 
 OPERATIONS: list[dict[str, Any]] = [
     {"op": "steer", "at": "layers.0.output", "vector": [1.0, 0, 0, 2]},
@@ -67,9 +67,20 @@ class Schedule:
     Args:
         seed: Decides everything.
         is_calm: Whether little happens beside decoding, so that runs are long.
+        operations: Requests have up to four of them.
+        has_faults: Whether the model sometimes misses a point, or has a value of the wrong shape there.
     """
 
-    def __init__(self, seed: int, *, is_calm: bool) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        is_calm: bool,
+        operations: Sequence[dict[str, Any]] = OPERATIONS,
+        has_faults: bool = True,
+    ) -> None:
+        self._operations = operations
+        self._has_faults = has_faults
         self._rng = random.Random(seed)
         self._rate = 0.06 if is_calm else 0.25
         self._num_requests = 0
@@ -104,7 +115,7 @@ class Schedule:
         prompt_len = rng.randint(2, 7)
         raw = [
             one | {"name": f"n{index}"} if one["op"] in {"capture", "probe", "logit_lens"} else one
-            for index, one in enumerate(rng.sample(OPERATIONS, rng.randint(0, 4)))
+            for index, one in enumerate(rng.sample(self._operations, rng.randint(0, 4)))
         ]
         request = compiled(raw, prompt_len, stream=rng.random() < 0.3) if raw else None
         life = Living(self._num_requests, prompt_len, request, rng.random() < 0.2, num_known=prompt_len)
@@ -127,6 +138,7 @@ class Schedule:
         plan = worker.plan(batch)
         hidden = hidden_of(batch)
         is_narrow, skips = rng.random() < self._rate / 8, rng.random() < self._rate / 8
+        is_narrow, skips = is_narrow and self._has_faults, skips and self._has_faults
         tap = 1 if skips else -1
         if plan is not None and rng.random() < self._rate / 2:
             plan.record_uncompiled()
@@ -191,7 +203,7 @@ MEAN = CAPTURE | {"reduce": "mean", "name": "mean"}
 class Decoding:
     """Requests that decode together, two positions into their answers."""
 
-    def __init__(self, raws: list[list[dict[str, Any]]], **limits: int) -> None:
+    def __init__(self, raws: list[list[dict[str, Any]]], **limits: Any) -> None:
         self.worker = Worker(shares=True, **limits)
         self.names = [f"r{index}" for index in range(len(raws))]
         requests = {name: compiled(raw, 2) for name, raw in zip(self.names, raws, strict=True) if raw}
@@ -225,9 +237,8 @@ def num_calls(decoding: Decoding) -> int:
     """Return how often Python calls anything for one more step, all but the stand-in itself."""
     decoding.worker.begin({}, set())
     decoding.rows = [dataclasses.replace(rows, start=rows.start + 1) for rows in decoding.rows]
-    request_ids = [rows.request_id for rows in decoding.rows]
-    positions = np.array([rows.start for rows in decoding.rows], np.int32)
-    order = {request_id: row for row, request_id in enumerate(request_ids)}
+    step = PlayedStep(decoding.rows, shares=True)
+    order = {request_id: row for row, request_id in enumerate(step.request_ids)}
     hidden = hidden_of(decoding.rows)
     counted = Counter[str]()
 
@@ -237,12 +248,14 @@ def num_calls(decoding: Decoding) -> int:
     state = decoding.worker.state
     sys.setprofile(count)
     try:
-        plan = state.go_on(request_ids, positions)
+        plan = state.plan(step)
         assert plan is not None
         for tap in (1, 2):
             plan.run(tap, hidden, None)
         state.collect(plan)
-        results = state.finish(plan, decoding.sampled, order)
+        delivery = state.leave(plan)
+        assert delivery is not None
+        results = delivery.results(decoding.sampled, order)
         decoding.worker.outbox.absorb(results)
     finally:
         sys.setprofile(None)

@@ -9,7 +9,9 @@ interventions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm.config import CUDAGraphMode
@@ -80,3 +82,32 @@ class StepGraphs:
         # Only uniform decode batches have full graphs beside the pieces, so treat this one as mixed.
         decided = decide(**{**options, "force_uniform_decode": False})
         return decided if decided[0] in self._modes else decide(**{**options, "force_eager": True})
+
+    @contextlib.contextmanager
+    def constraining(self, manager: Any) -> Iterator[None]:
+        """Constrain, within the context, the choices of the V2 runner's ``CudaGraphManager`` likewise.
+
+        Args:
+            manager: The manager; None before it exists, when no step has a graph.
+        """
+        if not self._keeps_taps or manager is None:
+            yield
+            return
+        dispatch = manager.dispatch
+
+        def choose(num_reqs: int, num_tokens: int, _uniform: int | None, **options: Any) -> Any:
+            # Full graphs are for batches of decodes: treat this one as mixed, as above.
+            options["max_query_len"] = None
+            chosen = dispatch(num_reqs, num_tokens, None, **options)
+            # Breakable graphs replay without calling the model.
+            if chosen.cg_mode in self._modes and not manager.use_breakable_cg:
+                return chosen
+            return dataclasses.replace(
+                chosen, cg_mode=CUDAGraphMode.NONE, num_tokens=num_tokens, num_reqs=num_reqs
+            )
+
+        manager.dispatch = choose
+        try:
+            yield
+        finally:
+            del manager.dispatch

@@ -1,7 +1,7 @@
 """State of the declarative interventions of one worker: live requests, the step's plan, the model's points.
 
-The methods follow a step: ``begin`` with the scheduler's output, ``go_on`` or ``plan`` when the batch's rows
-are final, ``on_hidden``, ``on_logits`` and ``collect`` after the model, ``finish`` after sampling. An error
+The methods follow a step: ``begin`` with the scheduler's output, ``plan`` when the batch's rows
+are final, ``on_hidden``, ``on_logits`` and ``collect`` after the model, ``leave`` after sampling. An error
 of one request is stored with the request and never raised.
 """
 
@@ -18,19 +18,21 @@ import torch
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.tensor_bytes import DTYPES
-from nnsight_engine.plans.records import Failure, StepResults
+from nnsight_engine.plans.records import Failure
 from nnsight_engine.plans.request_plan import LOGITS, PlannedSite
 from nnsight_engine.plans.step.active import ActiveRequest, Registrar
 from nnsight_engine.plans.step.builder import StepBuilder
+from nnsight_engine.plans.step.collection import StepCollection, run_delivery, step_delivery
 from nnsight_engine.plans.step.context import StepContext
-from nnsight_engine.plans.step.host_arena import HostArena
+from nnsight_engine.plans.step.delivery import Delivery, RefusedDelivery
+from nnsight_engine.plans.step.host_arena import HostArena, HostCopy
 from nnsight_engine.plans.step.ledger import ByteLedger
 from nnsight_engine.plans.step.logits_rows import LogitsRows
 from nnsight_engine.plans.step.plan import Span, StepPlan
-from nnsight_engine.plans.step.results_reader import StepResultsReader
 from nnsight_engine.plans.step.steady_run import SteadyRun
 from nnsight_engine.vllm_backend.attention_hooks import attention_form
 from nnsight_engine.vllm_backend.families import ModelPoints
+from nnsight_engine.vllm_backend.steps.step import Step
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ class WorkerState:
         device: The model's device.
         max_request_bytes: Limit on the captures of one request.
         max_engine_bytes: Limit on the captures that all live requests hold together.
+        is_asynchronous: Whether a step's results may be delivered while the next one runs.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class WorkerState:
         *,
         max_request_bytes: int,
         max_engine_bytes: int,
+        is_asynchronous: bool = False,
     ) -> None:
         self.points = points
         self.spec = spec
@@ -69,9 +73,9 @@ class WorkerState:
         )
         self._registrar = Registrar(context)
         self._builder = StepBuilder(context)
-        self._results_reader = StepResultsReader(
-            points.lens_logits, None if device.type == "cpu" else HostArena(device)
-        )
+        # On a CPU the values are on the host already, but the next step overwrites them.
+        is_copied = is_asynchronous or device.type != "cpu"
+        self._collection = StepCollection(points.lens_logits, HostArena(device) if is_copied else None)
         self._active: dict[str, ActiveRequest] = {}
         self._refused: dict[str, Failure] = {}
         self._run: SteadyRun | None = None
@@ -136,37 +140,36 @@ class WorkerState:
         """Whether no live request intervenes."""
         return not self._active
 
-    def span(self, request_id: str, row: int, num_rows: int, start: int, tokens: Any) -> Span | None:
-        """Return the request's span in this step, or None if it does not intervene."""
-        request = self._active.get(request_id)
-        if request is None:
-            return None
-        return Span(request, row, num_rows, start, tokens)
+    def plan(self, step: Step) -> StepPlan | None:
+        """Return the step's plan, or None if no request of the step intervenes."""
+        # A steady run has one row per request, so its rows need no counting.
+        if not step.has_one_row_each:
+            self._end_run()
+            return self._plan(step)
+        plan = self._next_of_run(step)
+        if plan is not None:
+            return plan
+        self._end_run()
+        plan = self._plan(step)
+        if plan is not None and plan.signature is not None:
+            self._run = SteadyRun(plan, step.request_ids, step.starts, self._ledger)
+            self._is_next = True
+        return plan
 
-    def go_on(self, request_ids: list[str], positions: npt.NDArray[np.integer]) -> StepPlan | None:
-        """Return the last step's plan if it also serves this step, else None.
-
-        Args:
-            request_ids: The step's requests by row; each has exactly one row.
-            positions: Positions of their rows.
-        """
+    def _next_of_run(self, step: Step) -> StepPlan | None:
+        """Return the last step's plan if it also serves this step, else None."""
         run = self._run
-        if run is None or self._registrar.failed or not run.go_on(request_ids, positions):
+        if run is None or self._registrar.failed or not run.go_on(step.request_ids, step.starts):
             return None
         self._is_next = True
         return run.plan
 
-    def may_go_on(
-        self, plan: StepPlan | None, request_ids: list[str], positions: npt.NDArray[np.integer]
-    ) -> None:
-        """Start a run with this step's plan, if the plan is steady; arguments as in ``go_on``."""
-        if plan is not None and plan.signature is not None:
-            self._run = SteadyRun(plan, request_ids, positions, self._ledger)
-            self._is_next = True
-
-    def plan(self, spans: list[Span]) -> StepPlan | None:
-        """Return the step's plan, or None if no request of the step intervenes."""
-        self._end_run()
+    def _plan(self, step: Step) -> StepPlan | None:
+        spans = [
+            Span(request, rows.row, rows.num_rows, rows.start, step.known_ids(rows), step.token_ids)
+            for rows in step.rows()
+            if (request := self._active.get(rows.request_id)) is not None
+        ]
         if not spans:
             return None
         try:
@@ -230,52 +233,32 @@ class WorkerState:
     def collect(self, plan: StepPlan) -> None:
         """Start copying the step's reads to the host, before sampling waits for the device."""
         try:
-            self._results_reader.collect(plan)
+            self._collection.collect(plan)
         except Exception as error:
             logger.exception("what a step has read could not be collected")
             for span in plan.spans.values():
                 span.request.fail("intervention_failed", f"results could not be collected: {error}")
+            plan.reads, plan.patterns, plan.copy = [], [], HostCopy([])
+            self._builder.forget()
 
-    def finish(
-        self, plan: StepPlan | None, sampled: Sequence[Sequence[int]], order: dict[str, int]
-    ) -> StepResults | None:
-        """Return the step's results, or None if no request intervened."""
-        refused, results = self._refused, None
+    def leave(self, plan: StepPlan | None) -> Delivery | None:
+        """End the step; return the delivery of its results, or None if no request intervened."""
+        delivery: Delivery | None = None
         if plan is not None:
             plan.fail_unreached()
-            results = self._finish_run(plan, sampled, order) or self._finish_each(plan, sampled, order)
-        if refused:
-            results = results or StepResults({}, {}, {})
-            results.failures.update(refused)
-        return results
+            delivery = self._leave_run(plan) or step_delivery(plan)
+        if not self._refused:
+            return delivery
+        return RefusedDelivery(delivery, dict(self._refused))
 
-    def _finish_run(
-        self, plan: StepPlan, sampled: Sequence[Sequence[int]], order: dict[str, int]
-    ) -> StepResults | None:
-        """Return the results of a run's step, or None if they must be reported request by request."""
+    def _leave_run(self, plan: StepPlan) -> Delivery | None:
+        """Return the delivery of a run's step, or None if it must be reported request by request."""
         run = self._run
         if run is None or not run.num_steps:
             self._builder.give_back(plan)
             return None
         run.give_back()
-        if not (self._registrar.failed or plan.is_unreported):
-            try:
-                return self._results_reader.read_run(run, sampled, order)
-            except Exception:
-                # The caller falls back to harvesting request by request, which finds the one at fault.
-                logger.exception("a run's step could not be harvested")
-        run.settle(is_under_way=True)
-        return None
-
-    def _finish_each(
-        self, plan: StepPlan, sampled: Sequence[Sequence[int]], order: dict[str, int]
-    ) -> StepResults:
-        try:
-            return self._results_reader.read_step(plan, sampled, order)
-        except Exception as error:
-            logger.exception("a step could not be harvested")
-            self._builder.forget()
-            for span in plan.spans.values():
-                span.request.fail("intervention_failed", f"results could not be collected: {error}")
-            failures = {key: span.request.failure for key, span in plan.spans.items() if span.request.failure}
-            return StepResults({}, {}, failures)
+        if self._registrar.failed or plan.is_unreported:
+            run.settle(is_under_way=True)
+            return None
+        return run_delivery(run)

@@ -1,0 +1,151 @@
+"""Copies the values that a step has read to the host, and makes the delivery of its results.
+
+``collect``, before sampling, starts the copies; lens projections happen there, batched over layers and
+requests, outside the compiled step. ``delivery`` and ``run_delivery``, after sampling, end the step for its
+requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+
+from nnsight_engine.plans.records import RunGroup, RunOpening
+from nnsight_engine.plans.request_plan import OperationKind
+from nnsight_engine.plans.step.delivery import Participant, ReadRows, RunDelivery, StepDelivery
+from nnsight_engine.plans.step.host_arena import HostArena, HostCopy
+from nnsight_engine.plans.step.lens import LensReader
+from nnsight_engine.plans.step.plan import PlannedSample, ReadGroup, StepPlan
+from nnsight_engine.plans.step.steady_run import SteadyRun
+
+logger = logging.getLogger(__name__)
+
+LENS_CHUNK_ROWS = 128
+"""Rows projected to the vocabulary at once, which limits the scratch memory of a lens."""
+
+LensLogits = Callable[[torch.Tensor], torch.Tensor | None]
+"""Maps residual stream ``[rows, hidden]`` to logits ``[rows, vocabulary]``; None on a rank without them."""
+
+
+class StepCollection:
+    """Collects the values of executed step plans.
+
+    Args:
+        lens_logits: Final norm and unembedding of the model. arena: Destination of the values; None if they
+        are on the host already, and are delivered before the next
+            step overwrites them.
+    """
+
+    def __init__(self, lens_logits: LensLogits, arena: HostArena | None) -> None:
+        self._lens_logits = lens_logits
+        self._lens_reader = LensReader()
+        self._arena = arena
+
+    def collect(self, plan: StepPlan) -> None:
+        """Start copying the values that an executed plan has read to the host; does not wait for them."""
+        begin = time.monotonic()
+        sources: list[torch.Tensor] = []
+        for group in plan.reads:
+            try:
+                parts = self._parts(group)
+            except Exception as error:
+                logger.exception("a group of reads could not be collected")
+                for piece in group.slices:
+                    piece.request.fail("intervention_failed", f"results could not be collected: {error}")
+                parts = []
+            group.num_parts = len(parts)
+            sources += parts
+        sources += [pattern.out for pattern in plan.patterns]
+        sources += plan.masks
+        plan.copy = HostCopy(sources) if self._arena is None else self._arena.start_copy(sources)
+        plan.spent_s += time.monotonic() - begin
+
+    def _parts(self, group: ReadGroup) -> list[torch.Tensor]:
+        """Return the content of a group's records on the device, each ``[rows, sites, …]``."""
+        op = group.slices[0].active.op
+        if op.kind is OperationKind.LENS:
+            return self._lens(group.buffers[0], op.top_k, op.targets)
+        return group.buffers
+
+    def _lens(self, residual: torch.Tensor, top_k: int, targets: tuple[int, ...]) -> list[torch.Tensor]:
+        """Return the tensors of ``LensReader.read``, each ``[rows, sites, …]``; empty without logits."""
+        num_rows, num_sites, hidden = residual.shape
+        chunks = []
+        for rows in residual.reshape(-1, hidden).split(LENS_CHUNK_ROWS):
+            logits = self._lens_logits(rows)
+            if logits is None:
+                # Another rank has the logits, and only its results are sent.
+                return []
+            chunks.append(self._lens_reader.read(logits, top_k, targets))
+        columns = [torch.cat(column) for column in zip(*chunks, strict=True)]
+        return [column.reshape(num_rows, num_sites, -1) for column in columns]
+
+
+def step_delivery(plan: StepPlan) -> StepDelivery:
+    """Advance the requests of an executed and collected plan, and return the delivery of its results."""
+    copy, reads, rest = _taken(plan)
+    patterns, masks = rest[: len(plan.patterns)], rest[len(plan.patterns) :]
+    plan.share_time()
+    plan.is_unreported = False
+    participants = {}
+    for request_id, span in plan.spans.items():
+        request = span.request
+        request.advance(span.start, span.stop)
+        participants[request_id] = Participant(
+            request, span.start, span.stop, request.info(), request.failure
+        )
+    return StepDelivery(
+        copy,
+        participants,
+        [ReadRows(group.slices, parts, group.mask) for group, parts in zip(plan.reads, reads, strict=True)],
+        list(zip(plan.patterns, patterns, strict=True)),
+        plan.samples,
+        masks,
+    )
+
+
+def run_delivery(run: SteadyRun) -> RunDelivery:
+    """Return the delivery of the results of a run's step, which is executed and collected."""
+    plan = run.plan
+    copy, reads, _ = _taken(plan)
+    run.count_time()
+    samples = [[sample.request.request_id for sample in captures] for _, captures in _samples(plan)]
+    opening = _opening(plan) if run.num_steps == 1 else None
+    return RunDelivery(copy, run, run.num_steps, run.point_s, reads, samples, opening)
+
+
+def _taken(plan: StepPlan) -> tuple[HostCopy, list[list[torch.Tensor]], list[torch.Tensor]]:
+    """Return the copy of a plan's values, those of each group of reads, and those of patterns and masks."""
+    copy = plan.copy
+    if copy is None:
+        raise RuntimeError("the reads of this step were never collected")
+    values = iter(copy.values)
+    reads = [[next(values) for _ in range(group.num_parts)] for group in plan.reads]
+    return copy, reads, list(values)
+
+
+def _samples(plan: StepPlan) -> list[tuple[str, list[PlannedSample]]]:
+    """Return the captures of sampled ids, grouped by reduction."""
+    groups: dict[str, list[PlannedSample]] = {}
+    for sample in plan.samples:
+        groups.setdefault(sample.active.op.reduce, []).append(sample)
+    return list(groups.items())
+
+
+def _opening(plan: StepPlan) -> RunOpening:
+    """Return the participants of a run of a plan and their reads."""
+    reads = [
+        RunGroup(
+            group.slices[0].active.op.reduce,
+            [(piece.request.request_id, piece.active.index) for piece in group.slices],
+        )
+        for group in plan.reads
+    ]
+    samples = [
+        RunGroup(reduce, [(sample.request.request_id, sample.active.index) for sample in captures])
+        for reduce, captures in _samples(plan)
+    ]
+    return RunOpening(list(plan.spans), [*reads, *samples])

@@ -1,0 +1,246 @@
+"""Results of an executed step on their way to the scheduler.
+
+A step's work ends when its copies to the host have been started; its results are needed when the sampled
+tokens are known, which may be while a later step runs, on another thread. So a delivery has its own record of
+all that the results consist of. It changes nothing that planning uses, and nothing is planned from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nnsight_engine.plans.records import Failure, RunOpening, RunStep, StepInfo, StepRecord, StepResults
+from nnsight_engine.plans.step.active import ActiveRequest
+from nnsight_engine.plans.step.host_arena import HostCopy
+from nnsight_engine.plans.step.plan import PatternRead, PlannedSample, ReadSlice
+from nnsight_engine.plans.step.steady_run import SteadyRun
+
+logger = logging.getLogger(__name__)
+
+SampledIds = Sequence[Sequence[int]]
+"""Sampled token ids of each request of a step, empty for an incomplete prompt."""
+
+
+class Delivery(Protocol):
+    """The results of one step, once its sampled tokens are known."""
+
+    def results(self, sampled: SampledIds, order: dict[str, int]) -> StepResults:
+        """Return the results; called once.
+
+        Args:
+            sampled: Sampled ids; empty on ranks whose results are not used.
+            order: Index of each request in ``sampled``.
+        """
+
+
+@dataclasses.dataclass(slots=True)
+class Participant:
+    """A request of the step.
+
+    Attributes:
+        request: The request.
+        start: Position of its first row in the step.
+        stop: One past the position of its last row.
+        info: Its progress after the step.
+        failure: Reason for its failure, or None.
+    """
+
+    request: ActiveRequest
+    start: int
+    stop: int
+    info: StepInfo
+    failure: Failure | None
+
+    @property
+    def work(self) -> int:
+        """The request's weight in the division of the step's time."""
+        return (self.stop - self.start) * self.request.plan.num_points
+
+
+class ReadRows(NamedTuple):
+    """The values of a group of reads.
+
+    Attributes:
+        slices: The rows of each request.
+        parts: The parts of the records, for all rows.
+        mask: Index of the mask of the rows; None if all are delivered.
+    """
+
+    slices: list[ReadSlice]
+    parts: list[torch.Tensor]
+    mask: int | None
+
+
+@dataclasses.dataclass(slots=True)
+class StepDelivery:
+    """Results of a step that are reported request by request.
+
+    Attributes:
+        copy: The values that were read, on their way to the host.
+        participants: The step's requests.
+        reads: The values of each group of reads.
+        patterns: Attention patterns and the copy of each.
+        samples: Captures of sampled ids.
+        masks: The rows that are delivered, where the device has decided that.
+    """
+
+    copy: HostCopy
+    participants: dict[str, Participant]
+    reads: list[ReadRows]
+    patterns: list[tuple[PatternRead, torch.Tensor]]
+    samples: list[PlannedSample]
+    masks: list[torch.Tensor]
+
+    def results(self, sampled: SampledIds, order: dict[str, int]) -> StepResults:
+        """Return the records of every request, see ``Delivery``."""
+        begin = time.monotonic()
+        records: dict[str, list[StepRecord]] = defaultdict(list)
+        failures = {key: one.failure for key, one in self.participants.items() if one.failure is not None}
+        with self.copy.arrived():
+            masks = [host_view(mask).astype(np.bool_) for mask in self.masks]
+            for read in self.reads:
+                try:
+                    self._read(read, None if read.mask is None else masks[read.mask], records)
+                except Exception as error:
+                    logger.exception("a group of reads could not be delivered")
+                    failure = Failure("intervention_failed", f"results could not be collected: {error}")
+                    for piece in read.slices:
+                        failures.setdefault(piece.request.request_id, failure)
+            for pattern, part in self.patterns:
+                record = _pattern_record(pattern, part, masks)
+                if record is not None:
+                    records[pattern.request.request_id].append(record)
+        for request, active, mask in self.samples:
+            ids = sampled[order[request.request_id]] if sampled else []
+            if ids and (mask is None or masks[mask][0]):
+                position = self.participants[request.request_id].stop - 1
+                data = np.asarray(ids[:1], np.int64).tobytes()
+                records[request.request_id].append(StepRecord(active.index, [position], [data]))
+        for request_id in failures:
+            records.pop(request_id, None)
+        self._share_time(time.monotonic() - begin)
+        infos = {request_id: one.info for request_id, one in self.participants.items()}
+        return StepResults(dict(records), infos, failures)
+
+    def _read(
+        self, read: ReadRows, mask: npt.NDArray[np.bool_] | None, records: dict[str, list[StepRecord]]
+    ) -> None:
+        views = [host_view(part) for part in read.parts]
+        for piece in read.slices:
+            own = [view[piece.start : piece.stop] for view in views]
+            positions = piece.offsets + self.participants[piece.request.request_id].start
+            reduce = piece.active.op.reduce
+            if mask is not None:
+                named = np.flatnonzero(mask[piece.start : piece.stop])
+                if reduce == "last":
+                    named = named[-1:]
+                if not len(named):
+                    continue
+                own, positions = [rows[named] for rows in own], positions[named]
+            data = [_reduced(rows, reduce) for rows in own]
+            records[piece.request.request_id].append(StepRecord(piece.active.index, positions.tolist(), data))
+
+    def _share_time(self, seconds: float) -> None:
+        """Divide the time that delivering has taken among the requests, by rows times points."""
+        per_work = seconds / max(1, sum(one.work for one in self.participants.values()))
+        for one in self.participants.values():
+            one.request.delivery_s += one.work * per_work
+            one.info.spent_s += one.work * per_work
+
+
+@dataclasses.dataclass(slots=True)
+class RunDelivery:
+    """Results of a step of a run, for all its requests together.
+
+    Attributes:
+        copy: The values that were read, on their way to the host.
+        run: The run.
+        num_steps: Steps of the run so far, this one included.
+        point_s: Seconds that they took, see ``RunStep``.
+        reads: For each group of reads, the parts of the records.
+        samples: Captures of sampled ids, grouped as in the run's opening.
+        opening: See ``RunStep``.
+    """
+
+    copy: HostCopy
+    run: SteadyRun
+    num_steps: int
+    point_s: float
+    reads: list[list[torch.Tensor]]
+    samples: list[list[str]]
+    opening: RunOpening | None
+
+    def results(self, sampled: SampledIds, order: dict[str, int]) -> StepResults:
+        """Return the step, see ``Delivery``."""
+        begin = time.monotonic()
+        with self.copy.arrived():
+            parts = [[host_view(part).tobytes() for part in group] for group in self.reads]
+        for request_ids in self.samples:
+            ids = [sampled[order[request_id]][0] for request_id in request_ids] if sampled else []
+            parts.append([np.asarray(ids, np.int64).tobytes()])
+        self.run.note_delivery(time.monotonic() - begin)
+        point_s = self.point_s + self.run.delivery_point_s
+        return StepResults({}, {}, {}, RunStep(self.num_steps, point_s, parts, self.opening))
+
+
+@dataclasses.dataclass(slots=True)
+class RefusedDelivery:
+    """Failures of requests that could not be registered, with the results of the others.
+
+    Attributes:
+        others: The delivery of the step, None for a step without interventions.
+        failures: Each request's failure.
+    """
+
+    others: Delivery | None
+    failures: dict[str, Failure]
+
+    def results(self, sampled: SampledIds, order: dict[str, int]) -> StepResults:
+        """Return the results with the failures, see ``Delivery``."""
+        results = StepResults({}, {}, {}) if self.others is None else self.others.results(sampled, order)
+        results.failures.update(self.failures)
+        return results
+
+
+def host_view(host: torch.Tensor) -> npt.NDArray[np.generic]:
+    """Return a tensor's content, as integers if numpy lacks its dtype."""
+    if host.dtype is torch.bfloat16:
+        host = host.view(torch.int16)
+    array: npt.NDArray[np.generic] = host.numpy()
+    return array
+
+
+def _pattern_record(
+    pattern: PatternRead, part: torch.Tensor, masks: list[npt.NDArray[np.bool_]]
+) -> StepRecord | None:
+    """Return the record of attention patterns ``[sites, rows, heads, keys]``; None if no row is delivered."""
+    view, positions = host_view(part), pattern.positions
+    if pattern.mask is not None:
+        named = np.flatnonzero(masks[pattern.mask])
+        if pattern.active.op.reduce == "last":
+            named = named[-1:]
+        if not len(named):
+            return None
+        positions = [positions[row] for row in named]
+        view = view[:, named, :, : positions[-1] + 1]
+    return StepRecord(pattern.active.index, positions, [view.tobytes()])
+
+
+def _reduced(rows: npt.NDArray[Any], reduce: str) -> bytes:
+    """Return the content of one request's rows of a part, ``[rows, sites, …]``, reduced as requested."""
+    if reduce == "mean":
+        # The buffer of a mean is float32, whatever dtype it is returned in.
+        rows = rows.sum(axis=0, dtype=np.float32)
+    elif reduce == "last":
+        rows = rows[-1]
+    data: bytes = rows.tobytes()
+    return data

@@ -1,0 +1,74 @@
+"""Rules about tokens whose ids only the device knows.
+
+With asynchronous scheduling, and with vLLM's V2 runner, a step is planned before the host knows the tokens
+that were sampled last. Which rows such a rule names is then decided on the device: the plan covers every row
+that it may name, and a mask says which of them it does name.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nnsight_engine.plans.request_plan import WhereRule
+from nnsight_engine.plans.step.host_arena import to_device
+from nnsight_engine.plans.where import Mask, Positions, by_position
+
+
+def may_match(rule: WhereRule, positions: Positions, prompt_len: int) -> Mask:
+    """Return which positions the rule matches for some token."""
+    mask = by_position(rule, positions, prompt_len)
+    return mask if rule.exclude is None else mask & ~must_match(rule.exclude, positions, prompt_len)
+
+
+def must_match(rule: WhereRule, positions: Positions, prompt_len: int) -> Mask:
+    """Return which positions the rule matches for every token."""
+    if rule.tokens is not None:
+        return np.zeros(len(positions), np.bool_)
+    mask = by_position(rule, positions, prompt_len)
+    return mask if rule.exclude is None else mask & ~may_match(rule.exclude, positions, prompt_len)
+
+
+class TokenMasks:
+    """Evaluates rules on a device.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sets: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def forget(self) -> None:
+        """Free the sets of tokens of earlier rules."""
+        self._sets.clear()
+
+    def mask(
+        self, rule: WhereRule, positions: Positions, token_ids: torch.Tensor, prompt_len: int
+    ) -> torch.Tensor:
+        """Return which positions the rule matches, without waiting for the device.
+
+        Args:
+            rule: The rule.
+            positions: Absolute positions, ``[n]``.
+            token_ids: Input token at each of them, ``[n]``, on the device.
+            prompt_len: Number of prompt tokens.
+
+        Returns:
+            ``[n]``, True for a match, on the device.
+        """
+        mask = to_device(by_position(rule, positions, prompt_len), self._device)
+        if rule.tokens is not None:
+            mask = mask & torch.isin(token_ids, self._set(rule.tokens))
+        if rule.exclude is not None:
+            mask = mask & ~self.mask(rule.exclude, positions, token_ids, prompt_len)
+        return mask
+
+    def _set(self, tokens: tuple[int, ...]) -> torch.Tensor:
+        found = self._sets.get(tokens)
+        if found is None:
+            ids: npt.NDArray[np.int64] = np.asarray(tokens, np.int64)
+            found = self._sets[tokens] = to_device(ids, self._device)
+        return found

@@ -1,0 +1,317 @@
+"""The work of interventions in each phase of a step, whichever runner runs the step.
+
+A runner's adapter calls ``begin`` with the scheduler's output, ``forward`` around the model, ``on_logits``
+before sampling and ``leave`` after it. A step without interventions runs
+vLLM's code unchanged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.forward_context import get_forward_context
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from nnsight_engine.core.engine_counts import EngineCounts
+from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.core.tap_choice import NO_TAPS, chosen_taps
+from nnsight_engine.plans.request_plan import PLAN_KEY
+from nnsight_engine.plans.step.plan import StepPlan
+from nnsight_engine.vllm_backend.compat import EngineLimits, brings, describe_model, is_single_tenant
+from nnsight_engine.vllm_backend.families import resolve_points
+from nnsight_engine.vllm_backend.hooks import hooked
+from nnsight_engine.vllm_backend.steps.graphs import StepGraphs, cut_at_taps
+from nnsight_engine.vllm_backend.steps.outcome import StepOutcome
+from nnsight_engine.vllm_backend.steps.step import Step
+from nnsight_engine.vllm_backend.steps.trace_reports import TraceReports
+from nnsight_engine.vllm_backend.steps.worker_state import WorkerState
+from nnsight_engine.vllm_backend.taps import CONTEXT_KEY, TapStep, install_taps, untapped
+from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
+from nnsight_engine.vllm_backend.traces.module_order import UntappedError
+from nnsight_engine.vllm_backend.traces.placement import traces_of_worker
+from nnsight_engine.vllm_backend.traces.request import TraceSpan
+from nnsight_engine.vllm_backend.traces.step_facts import StepFacts
+from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
+
+
+@dataclasses.dataclass(slots=True)
+class RunningStep:
+    """A planned step between its forward pass and the collection of its results."""
+
+    step: Step
+    plan: StepPlan
+    hidden: torch.Tensor
+
+
+class StepHandler:
+    """The interventions of one worker.
+
+    Args:
+        load: Loads the runner's model and returns it.
+        config: vLLM's configuration.
+        device: The model's device.
+
+    Attributes:
+        interventions: The declarative interventions.
+        traces: The traces.
+        reports: The reports of traces to the scheduler.
+        taps: The numbers of the taps that are installed.
+        graphs: Chooses the kind of CUDA graph of each step.
+        counts: Counts of steps by tier, and of sandbox events.
+    """
+
+    def __init__(self, load: Callable[[], nn.Module], config: VllmConfig, device: torch.device) -> None:
+        """Load the model, then install taps in it, before anything is compiled."""
+        limits = EngineLimits.read(config)
+        parallel = config.parallel_config
+        has_taps = limits.taps != NO_TAPS and parallel.pipeline_parallel_size == 1
+        self._config = config
+        self.graphs = StepGraphs(is_cut=has_taps and cut_at_taps(config.compilation_config))
+        self._model = model = load()
+        points = resolve_points(
+            model, config.model_config.hf_text_config, tensor_parallel_size=parallel.tensor_parallel_size
+        )
+        self.taps: frozenset[int] = frozenset()
+        if has_taps:  # a pipeline of several stages has no taps and supports traces only
+            self.taps = chosen_taps(limits.taps, len(points.layers))
+            install_taps(points.layers, points.family.hidden_index, self.taps)
+        self.counts = EngineCounts()
+        self.traces = traces_of_worker(points, config, limits)
+        self.reports = TraceReports(self.traces)
+        self.interventions = WorkerState(
+            points,
+            describe_model(points, config, limits),
+            device,
+            max_request_bytes=limits.max_capture_bytes_per_request,
+            max_engine_bytes=limits.max_capture_bytes_engine,
+            is_asynchronous=bool(config.scheduler_config.async_scheduling),
+        )
+        self._running: RunningStep | None = None
+        self._spent_s = 0.0
+
+    @property
+    def model_spec(self) -> ModelSpec:
+        """The loaded model's description."""
+        return self.interventions.spec
+
+    @property
+    def trace_spec(self) -> ModelSpec:
+        """The model's description for traces; includes the leaves that are sharded over ranks."""
+        leaves = self.interventions.points.leaf_specs(wholes=True)
+        return dataclasses.replace(self.model_spec, leaves=leaves)
+
+    @property
+    def runs_blocks(self) -> bool:
+        """Whether the blocks of traces run on this worker; of several ranks or stages, they run on one."""
+        return self.traces.runs_blocks
+
+    def learn_route(self, dummy_run: Callable[[], Any]) -> None:
+        """Enable serving blocks at the taps, if a step can be run twice and there is only one worker.
+
+        Args:
+            dummy_run: Runs the model on one token, without a CUDA graph.
+        """
+        config, traces = self._config, self.traces
+        if (
+            not isinstance(traces, WorkerTraces)
+            or config.parallel_config.world_size > 1
+            or config.model_config.has_inner_state  # a second run would advance the state again
+            or not self.taps
+        ):
+            return
+        handle = self._model.register_forward_pre_hook(_uncompiled)
+        try:
+            traces.learn_route(dummy_run, self.taps)
+        finally:
+            handle.remove()
+
+    # Phases of a step.
+
+    def serve_stages(self, scheduled: SchedulerOutput, due_prompt_logprobs: Collection[str]) -> None:
+        """Serve values of earlier stages to blocks, if this is the last of several pipeline stages.
+
+        Args:
+            scheduled: The scheduler's output.
+            due_prompt_logprobs: Earlier requests whose prompt logprobs are being computed.
+        """
+        if self.traces.serves_stages:
+            self.traces.before(self._facts(scheduled, _arrived(scheduled, TRACE_KEY), due_prompt_logprobs))
+
+    def begin(self, scheduled: SchedulerOutput, due_prompt_logprobs: Collection[str]) -> None:
+        """Register the requests that arrived and release those that finished; arguments as above."""
+        finished = scheduled.finished_req_ids
+        planned, traced = _arrived(scheduled, PLAN_KEY), _arrived(scheduled, TRACE_KEY)
+        self.interventions.begin(planned, finished)
+        self._running = None
+        if traced or self.reports.is_due:
+            self.traces.begin(self._facts(scheduled, traced, due_prompt_logprobs))
+        arrived = (name for name, _ in (*planned, *traced))
+        self.graphs.begin(arrived, finished, scheduled.num_scheduled_tokens)
+
+    def _facts(
+        self,
+        scheduled: SchedulerOutput,
+        traced: Sequence[tuple[str, Any]],
+        due_prompt_logprobs: Collection[str],
+    ) -> StepFacts:
+        """Return the facts about a step, given its new traced requests."""
+        # A step cannot be undone for requests whose values operations have already read, and for those whose
+        # prompt logprobs vLLM returns only once, unless it is undone before they are computed.
+        new = [
+            request.req_id
+            for request in scheduled.scheduled_new_reqs
+            if request.sampling_params is not None and request.sampling_params.prompt_logprobs is not None
+        ]
+        return StepFacts(
+            traced,
+            scheduled.finished_req_ids,
+            scheduled.num_scheduled_tokens,
+            is_single_tenant(scheduled),
+            set(self.interventions.live),
+            {*due_prompt_logprobs, *new},
+        )
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no live request intervenes."""
+        return self.interventions.idle and self.traces.idle
+
+    def plain_forward(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Run the model for a step without interventions."""
+        self.counts.steps["plain"] += 1
+        return run()
+
+    def forward(self, step: Step, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Run the model within its forward context, with the step's interventions.
+
+        Args:
+            step: The step.
+            run: Runs the model.
+
+        Returns:
+            The model's output; hidden states ``[rows, hidden]`` on the last pipeline stage.
+        """
+        plan = None if self.interventions.idle else self._timed_plan(step)
+        traced = not self.traces.idle and self._begin_traced_step(step)
+        if plan is None and not traced:
+            return self.plain_forward(run)
+        context = get_forward_context()
+        tap_step = TapStep(plan, self.traces.dispatcher if traced else None)
+        context.additional_kwargs[CONTEXT_KEY] = tap_step
+        with contextlib.ExitStack() as stack:
+            missing = set() if plan is None else plan.taps() - self.taps
+            if plan is not None and (missing or plan.hook_sites()):
+                _call_modules(context)
+                points = self.interventions.points
+                stack.enter_context(hooked(points, plan, tap_step.is_models_own))
+                stack.enter_context(untapped(points.layers, points.family.hidden_index, missing, tap_step))
+            hidden = self._traced_forward(step, run, context) if traced else run()
+        self._note_tier(plan, is_uncompiled=context.skip_compiled)
+        if plan is not None:
+            self.interventions.on_hidden(plan, hidden)
+            self._running = RunningStep(step, plan, hidden)
+        return hidden
+
+    def _timed_plan(self, step: Step) -> StepPlan | None:
+        begin = time.monotonic()
+        plan = self.interventions.plan(step)
+        self._spent_s = time.monotonic() - begin
+        return plan
+
+    def _begin_traced_step(self, step: Step) -> bool:
+        spans = [
+            TraceSpan(
+                rows.request_id,
+                rows.index,
+                rows.row,
+                rows.num_rows,
+                rows.start,
+                complete=step.is_sampled(rows),
+            )
+            for rows in step.rows()
+            if self.traces.takes_part(rows.request_id)
+        ]
+        return self.traces.step(spans, step.num_padded_rows)
+
+    def _note_tier(self, plan: StepPlan | None, *, is_uncompiled: bool) -> None:
+        """Record on which tier a step with interventions ran, for all its requests."""
+        self.counts.steps["eager" if is_uncompiled else "tap"] += 1
+        self.traces.dispatcher.is_uncompiled = is_uncompiled
+        if plan is not None and is_uncompiled:
+            plan.record_uncompiled()
+
+    def _traced_forward(self, step: Step, run: Callable[[], torch.Tensor], context: Any) -> torch.Tensor:
+        """Run the model with blocks; again uncompiled if the blocks request more than the taps provide."""
+        traces = self.traces
+        if isinstance(traces, WorkerTraces) and traces.by_taps and step.is_repeatable:
+            try:
+                with traces.tapped():
+                    return run()
+            except UntappedError:
+                traces.again()
+        _call_modules(context)
+        with traces.running():
+            return run()
+
+    def on_logits(self, logits: torch.Tensor | None, unembed: Callable[[torch.Tensor], Any]) -> Any:
+        """Run the operations at the logits, and return the logits from which tokens are to be sampled.
+
+        Args:
+            logits: ``[requests, vocabulary]``; None on a rank without logits, whose results are not used.
+            unembed: The model's own unembedding.
+        """
+        running = self._running
+        if running is not None:
+            if logits is not None:
+                last_rows = running.step.last_rows()
+                self.interventions.on_logits(running.plan, running.hidden, logits, last_rows, unembed)
+            self.interventions.collect(running.plan)
+        if logits is None or not self.traces.in_step:
+            return logits
+        return self.traces.on_logits(logits)
+
+    def leave(self) -> StepOutcome | None:
+        """End the step; return its outcome, None if there is nothing to send.
+
+        Called after sampling has been started; does not wait for the device.
+        """
+        running, self._running = self._running, None
+        plan = None if running is None else running.plan
+        begin = time.monotonic()
+        # Read before ``leave``, which distributes the plan's time over its requests and resets it.
+        spent_s = 0.0 if plan is None else self._spent_s + plan.spent_s
+        delivery = self.interventions.leave(plan)
+        served = self.traces if self.traces.in_step else None
+        reported = self.reports.end_step()
+        if plan is None and served is None:
+            has_sent = delivery is not None or reported is not None
+            return StepOutcome(delivery, reported, None, self.counts) if has_sent else None
+        spent_s += time.monotonic() - begin + (0.0 if served is None else served.last_step_s)
+        return StepOutcome(delivery, reported, spent_s, self.counts)
+
+
+def _uncompiled(*_: Any) -> None:
+    """Forward pre-hook: run the model's modules one by one."""
+    _call_modules(get_forward_context())
+
+
+def _call_modules(context: Any) -> None:
+    """Make a step call the model's modules one by one, neither compiled nor replayed from a CUDA graph."""
+    context.skip_compiled = True
+    context.cudagraph_runtime_mode = CUDAGraphMode.NONE
+
+
+def _arrived(scheduled: SchedulerOutput, key: str) -> list[tuple[str, Any]]:
+    """Return the new requests whose ``extra_args`` have an entry under ``key``, with the entry."""
+    return [
+        (request.req_id, request.sampling_params.extra_args[key])
+        for request in scheduled.scheduled_new_reqs
+        if brings(request.sampling_params, key)
+    ]

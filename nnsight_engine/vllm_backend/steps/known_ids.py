@@ -1,0 +1,41 @@
+"""Token ids that the host knows when a step is planned before the tokens of the step before have arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+class KnownIds(dict[str, npt.NDArray[np.int32]]):
+    """For each request that intervenes, the ids of its prompt, and of tokens from before a preemption."""
+
+    def begin(self, scheduled: Any, live: Collection[str]) -> None:
+        """Record the requests that arrive with a step or come back in it, and forget those that have
+        finished.
+
+        Args:
+            scheduled: The scheduler's output.
+            live: The requests that intervene.
+        """
+        if not (live or self):
+            return
+        for request_id in scheduled.finished_req_ids:
+            self.pop(request_id, None)
+        for request in scheduled.scheduled_new_reqs:
+            if request.req_id in live:
+                self[request.req_id] = _ids_of(request)
+        cached = scheduled.scheduled_cached_reqs
+        for request_id in cached.resumed_req_ids:
+            if request_id in live and request_id in cached.all_token_ids:
+                self[request_id] = np.asarray(cached.all_token_ids[request_id], np.int32)
+
+
+def _ids_of(request: Any) -> npt.NDArray[np.int32]:
+    # The V2 runner receives a preempted request as a new one, with the tokens that it had generated.
+    ids = request.prefill_token_ids or request.prompt_token_ids
+    if ids is None:  # a prompt of embeddings, to which no rule about tokens applies
+        return np.full(len(request.prompt_embeds), -1, np.int32)
+    return np.asarray(ids, np.int32)

@@ -1,0 +1,238 @@
+"""Adapter of vLLM's V2 model runner.
+
+A step is final in the return value of ``prepare_inputs``. The model is called within ``execute_model``, its
+logits are computed within ``sample``; for the length of each, ``model`` is a ``ModelProxy``. The runner's
+output waits for its copy to the host, and so do the results of the step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nnsight_engine.plans.step.host_arena import to_device
+from nnsight_engine.vllm_backend.compat import attach_results, is_alone, zero_blocks
+from nnsight_engine.vllm_backend.steps.handler import StepHandler
+from nnsight_engine.vllm_backend.steps.known_ids import KnownIds
+from nnsight_engine.vllm_backend.steps.outcome import with_outcome
+from nnsight_engine.vllm_backend.steps.replayed_samples import ReplayedSamples
+from nnsight_engine.vllm_backend.steps.step import RequestRows, Step
+
+
+class V2Step(Step):
+    """A step of the V2 runner.
+
+    Args:
+        batch: The runner's ``InputBatch``.
+        known_ids: The tokens that the host knows.
+        is_repeatable: See ``Step``.
+    """
+
+    def __init__(self, batch: Any, known_ids: KnownIds, *, is_repeatable: bool) -> None:
+        self.batch = batch
+        self._known_ids = known_ids
+        super().__init__(
+            batch.req_ids,
+            batch.num_computed_tokens_np,
+            num_rows=batch.num_tokens,
+            num_padded_rows=batch.num_tokens_after_padding,
+            token_ids=batch.input_ids,
+            is_repeatable=is_repeatable,
+        )
+
+    def row_counts(self) -> npt.NDArray[np.integer]:
+        """Return the number of rows of each request."""
+        counts: npt.NDArray[np.integer] = self.batch.num_scheduled_tokens
+        return counts
+
+    def is_sampled(self, rows: RequestRows) -> bool:
+        """Return whether a token of the request is sampled, see ``Step``."""
+        return rows.start + rows.num_rows >= int(self.batch.prefill_len_np[rows.index])
+
+    def known_ids(self, rows: RequestRows) -> npt.NDArray[np.int32]:
+        """Return the ids of a request's prompt; tokens that were sampled are known to the device."""
+        return self._known_ids[rows.request_id]
+
+
+class ModelProxy:
+    """Stands for the model while the runner calls it.
+
+    Args:
+        model: The model.
+        replaced: Functions to be called in place of the model's methods of the same name.
+    """
+
+    def __init__(self, model: Any, **replaced: Callable[..., Any]) -> None:
+        self._model = model
+        self._replaced = replaced
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a replaced method, else the model's attribute."""
+        return self._replaced.get(name) or getattr(self._model, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the replaced ``forward``, else the model."""
+        return self._replaced.get("forward", self._model)(*args, **kwargs)
+
+
+class BlockZeroer:
+    """Zeroes blocks of the KV cache on a CPU, in place of vLLM's kernel for GPUs.
+
+    Args:
+        runner: The runner.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+
+    def zero_block_ids(self, block_ids: list[int]) -> None:
+        """Zero blocks."""
+        zero_blocks(self._runner, block_ids)
+
+
+class V2RunnerMixin:
+    """Mixin in front of the V2 runner's class.
+
+    Attributes:
+        handler: The interventions.
+        known_ids: The tokens that the host knows.
+    """
+
+    handler: StepHandler
+    known_ids: KnownIds
+    model: Any
+    _samples: ReplayedSamples
+    _prepared: V2Step | None = None
+    _skipped: npt.NDArray[np.integer] | None = None
+    _has_called: bool = False
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the model with its interventions."""
+        load = super().load_model  # type: ignore[misc]
+
+        def loaded() -> Any:
+            load(*args, **kwargs)
+            return self.model
+
+        self.handler = StepHandler(loaded, self.vllm_config, self.device)  # type: ignore[attr-defined]
+        self._samples = ReplayedSamples()
+        self.known_ids = KnownIds()
+
+    @property
+    def due_prompt_logprobs(self) -> Collection[str]:
+        """The requests whose prompt logprobs are being computed."""
+        worker = self.prompt_logprobs_worker  # type: ignore[attr-defined] # vLLM's runner has it
+        due: Collection[str] = () if worker is None else worker.in_progress_prompt_logprobs.keys()
+        return due
+
+    def dummy_run(self) -> None:
+        """Run the model on one token, without a CUDA graph."""
+        self._dummy_run(1)  # type: ignore[attr-defined]
+
+    def execute_model(self, scheduler_output: Any, *args: Any, dummy_run: bool = False, **kwargs: Any) -> Any:
+        """Register new requests, release finished ones, then run the step."""
+        execute = functools.partial(super().execute_model, scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        if dummy_run:
+            return execute(dummy_run=True)
+        handler, model = self.handler, self.model
+        handler.begin(scheduler_output, self.due_prompt_logprobs)
+        self._samples.forget(scheduler_output.finished_req_ids)
+        self.known_ids.begin(scheduler_output, handler.interventions.live)
+        self.model = ModelProxy(model, forward=functools.partial(self._forward, model))
+        self._has_called = False
+        try:
+            with handler.graphs.constraining(self.cudagraph_manager):  # type: ignore[attr-defined] # vLLM's runner has it
+                output = execute()
+        finally:
+            self.model, self._prepared = model, None
+            handler.graphs.end()
+        if not scheduler_output.total_num_scheduled_tokens:
+            results = handler.reports.end_idle_step(is_alone=is_alone(scheduler_output))
+            return output if results is None else attach_results(output, results)
+        if not self._has_called:  # a full graph was replayed
+            handler.counts.steps["plain"] += 1
+        return output
+
+    def prepare_zeroing(self) -> None:
+        """Make ready to zero blocks of the KV cache, see ``UncleanBlocks``."""
+        if self.device.type == "cpu":  # type: ignore[attr-defined] # vLLM's runner has it
+            self.kv_block_zeroer = BlockZeroer(self)
+        else:
+            self._init_kv_zero_meta()  # type: ignore[attr-defined] # as above
+
+    def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the final batch of a step."""
+        batch = super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]
+        if not self.handler.is_idle:
+            # The model changes input embeddings in place, so it cannot be run on them a second time.
+            is_repeatable = not self.uses_inputs_embeds  # type: ignore[attr-defined]
+            self._prepared = V2Step(batch, self.known_ids, is_repeatable=is_repeatable)
+        return batch
+
+    def _forward(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        self._has_called = True
+        run = functools.partial(model, *args, **kwargs)
+        step = self._prepared
+        return self.handler.plain_forward(run) if step is None else self.handler.forward(step, run)
+
+    def sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
+        """Run the operations at the logits, sample, and offer the samples to traces."""
+        handler, model = self.handler, self.model
+
+        def compute_logits(rows: torch.Tensor) -> Any:
+            return handler.on_logits(model.compute_logits(rows), model.compute_logits)
+
+        self.model = ModelProxy(model, compute_logits=compute_logits)
+        try:
+            sampled = super().sample(hidden_states, input_batch, grammar_output)  # type: ignore[misc]
+        finally:
+            self.model = model
+        if not handler.traces.in_step:
+            return sampled
+        output, num_sampled, num_rejected = sampled
+        return self._offered(output, num_sampled, num_rejected, input_batch)
+
+    def _offered(
+        self, output: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, batch: Any
+    ) -> tuple[Any, torch.Tensor, torch.Tensor]:
+        """Offer the samples to traces; return them without those of requests that are undone."""
+        traces = self.handler.traces
+        rows = {request_id: row for row, request_id in enumerate(batch.req_ids)}
+        undone_before = set(traces.undone)
+        self._samples.put_back(output, rows, undone_before)
+        sampled = output.sampled_token_ids
+        output.sampled_token_ids = traces.on_samples(sampled)
+        undone = [request_id for request_id in traces.undone if request_id in rows]
+        if not undone:
+            return output, num_sampled, num_rejected
+        for request_id in undone:
+            if request_id not in undone_before:
+                self._samples.keep(request_id, rows[request_id], sampled, output, {})
+        # Rows that are rejected are computed again.
+        indexes = np.array([rows[request_id] for request_id in undone], np.int64)
+        index = to_device(indexes, num_sampled.device)
+        counts = to_device(batch.num_scheduled_tokens[indexes], num_sampled.device)
+        num_sampled = num_sampled.index_fill(0, index, 0)
+        num_rejected = num_rejected.index_copy(0, index, counts.to(num_rejected.dtype))
+        self._skip_prompt_logprobs(batch.idx_mapping_np[indexes])
+        return output, num_sampled, num_rejected
+
+    def _skip_prompt_logprobs(self, slots: npt.NDArray[np.integer]) -> None:
+        """Leave out the prompt logprobs of requests whose rows are computed again."""
+        uses = self.prompt_logprobs_worker.uses_prompt_logprobs  # type: ignore[attr-defined] # vLLM's runner has it
+        self._skipped = slots[uses[slots]]
+        uses[self._skipped] = False
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Sample, and let the step's results leave with the output."""
+        output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        if self._skipped is not None:
+            self.prompt_logprobs_worker.uses_prompt_logprobs[self._skipped] = True  # type: ignore[attr-defined] # as above
+            self._skipped = None
+        outcome = self.handler.leave()
+        return output if outcome is None else with_outcome(output, outcome)

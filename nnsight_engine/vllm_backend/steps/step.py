@@ -1,0 +1,96 @@
+"""One step as a runner is about to run it: which rows of its tensors belong to which request.
+
+Each of vLLM's runners keeps its batch in another form. Its adapter (``runner_v1``, ``runner_v2``) makes a
+``Step`` of it as soon as the batch is final.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestRows:
+    """The rows of one request.
+
+    Attributes:
+        request_id: vLLM's id.
+        index: Position among the step's requests: the row of a value with one row per request.
+        row: First row in the step's tensors.
+        num_rows: Number of rows.
+        start: Absolute position of the first row.
+    """
+
+    request_id: str
+    index: int
+    row: int
+    num_rows: int
+    start: int
+
+
+class Step(abc.ABC):
+    """The rows of one step.
+
+    Args:
+        request_ids: The step's requests, in the order of their rows.
+        starts: Absolute position of each request's first row.
+        num_rows: Number of rows of all requests, without padding.
+        num_padded_rows: Number of rows of the step's tensors.
+        token_ids: Ids of the tokens of all rows, ``[padded rows]`` on the device.
+        is_repeatable: Whether the model can be run on the same inputs again.
+    """
+
+    def __init__(
+        self,
+        request_ids: Sequence[str],
+        starts: npt.NDArray[np.integer],
+        *,
+        num_rows: int,
+        num_padded_rows: int,
+        token_ids: torch.Tensor,
+        is_repeatable: bool,
+    ) -> None:
+        self.request_ids = request_ids
+        self.starts = starts
+        self.num_rows = num_rows
+        self.num_padded_rows = num_padded_rows
+        self.token_ids = token_ids
+        self.is_repeatable = is_repeatable
+
+    @abc.abstractmethod
+    def row_counts(self) -> npt.NDArray[np.integer]:
+        """Return the number of rows of each request."""
+
+    @abc.abstractmethod
+    def is_sampled(self, rows: RequestRows) -> bool:
+        """Return whether a token of the request is sampled: its prompt ends in this step or has ended."""
+
+    @abc.abstractmethod
+    def known_ids(self, rows: RequestRows) -> npt.NDArray[np.int32]:
+        """Return the ids of a request's tokens by absolute position, as far as the host knows them."""
+
+    @property
+    def has_one_row_each(self) -> bool:
+        """Whether each request has one row: it decodes, or computes its prompt's last token."""
+        return self.num_rows == len(self.request_ids)
+
+    def rows(self) -> Iterator[RequestRows]:
+        """Yield the rows of each request."""
+        row = 0
+        for index, (request_id, count, start) in enumerate(
+            zip(self.request_ids, self.row_counts().tolist(), self.starts.tolist(), strict=True)
+        ):
+            yield RequestRows(request_id, index, row, count, start)
+            row += count
+
+    def last_rows(self) -> npt.NDArray[np.int64]:
+        """Return the last row of each request, from which its logits are computed."""
+        if self.has_one_row_each:
+            return np.arange(self.num_rows, dtype=np.int64)
+        return np.cumsum(self.row_counts(), dtype=np.int64) - 1
