@@ -238,7 +238,7 @@ class SandboxTraces(WorkerTraces):
         self._leftovers.draw_anew()
         self._threads = self._block_threads = WaitingThreads(self._threads.budget_s, num_blocks)
         most = self._limits.sandbox_message_bytes
-        self._closing = TraceEnd(self._threads, most, most)
+        self.store.threads, self.store.closing = self._threads, TraceEnd(self._threads, most, most)
         warm_up(self)
         self._leftovers = Leftovers()
         return self.serve
