@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +25,9 @@ from tests.e2e.traces import (
     HeldTracer,
     Plain,
     counted_recomputations,
+    errors_beside,
     live_objects,
+    random_state,
     run_and_abort,
     run_together,
     traced_engine,
@@ -126,40 +129,34 @@ def test_sandboxed_blocks_give_what_trusted_ones_give(model: VLLM, scenario: Sce
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def logprobs(ran: Any, name: str) -> list[dict[int, float]]:
-    """Return the log probabilities of each of a request's tokens."""
-    return [
-        {token: one.logprob for token, one in step.items()} for step in ran.outputs[name].outputs[0].logprobs
-    ]
-
-
 def failing(model: VLLM) -> list[SentTrace]:
     """Return traces that end badly, each in its own way."""
+    opened = functools.partial(model.trace, PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY)
     held = []
-    with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as tracer:
+    with opened() as tracer:
         model.layers[1].attn.q.sum()
         raise KeyError("mine")
     held.append(tracer)
-    with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as tracer:
+    with opened() as tracer:
         model.layers[1].attn.q.sum()
         while True:
             pass
     held.append(tracer)
-    with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as tracer:
+    with opened() as tracer:
         model.layers[1].attn.q.sum()
         exec("import os; os._exit(0)")
     held.append(tracer)
-    with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as tracer:
+    with opened() as tracer:
         while True:
             model.lm_head(torch.ones(4, 128))
     held.append(tracer)
-    with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as tracer:
+    with opened() as tracer:
         model.lm_head(torch.ones(4, 7))
     held.append(tracer)
-    with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as tracer:
+    with opened() as tracer:
         model.model.layers[1].mlp.down_proj.weight.sum()
     held.append(tracer)
-    with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as tracer:
+    with opened() as tracer:
         model.layers[1].attn.q = torch.zeros(len(PROMPT), 2, 32)
     held.append(tracer)
     return [tracer.sent for tracer in held]
@@ -171,13 +168,7 @@ def test_blocks_that_fail_fail_alone(model: VLLM) -> None:
     with in_sandboxes(model):
         with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as idle:
             pass
-        calm = run_together(model, [idle.sent], plain, late=1, max_steps=_MAX_STEPS)
-        found = []
-        for sent in failing(model):
-            ran = run_together(model, [sent], plain, late=1, max_steps=_MAX_STEPS)
-            assert ran.tokens("plain-0") == calm.tokens("plain-0")
-            assert logprobs(ran, "plain-0") == logprobs(calm, "plain-0")
-            found.append(ran.outcomes[0].error)
+        found = errors_beside(model, idle.sent, failing(model), plain, _MAX_STEPS)
     endless = (TimeBudgetError, SandboxEndedError, SandboxedError)
     assert [type(error).__name__ for error in found if not isinstance(error, endless)] == [
         "KeyError",
@@ -224,13 +215,6 @@ def test_preempted_and_deferred_blocks_see_each_step_once(model: VLLM) -> None:
         assert mine.error is None
         assert mine.saves["tokens"] == alone.saves["tokens"] == together.tokens(f"trace-{number}")
         torch.testing.assert_close(mine.saves["rows"], alone.saves["rows"], rtol=1e-3, atol=1e-3)
-
-
-def random_state(worker: Any) -> list[int]:
-    """Return the state of the generator that a rank samples with."""
-    del worker
-    state: list[int] = torch.default_generator.get_state().tolist()
-    return state
 
 
 def test_ranks_sample_alike_when_a_step_goes_on_without_a_block(model: VLLM) -> None:

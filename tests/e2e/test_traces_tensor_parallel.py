@@ -30,7 +30,16 @@ from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.check_process import report_of
 from tests.e2e.point_blocks import OTHER, PROMPT
 from tests.e2e.tensor_parallel_check import BLOCKS
-from tests.e2e.traces import HeldTracer, Plain, run_together, traced_engine
+from tests.e2e.traces import (
+    HeldTracer,
+    Plain,
+    errors_beside,
+    live_objects,
+    random_state,
+    run_and_abort,
+    run_together,
+    traced_engine,
+)
 from tests.families.checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.e2e
@@ -79,13 +88,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLM]:
             yield model
 
 
-def logprobs(ran: Any, name: str) -> list[dict[int, float]]:
-    """Return the log probabilities of each of a request's tokens."""
-    return [
-        {token: one.logprob for token, one in step.items()} for step in ran.outputs[name].outputs[0].logprobs
-    ]
-
-
 def still_works(model: VLLM) -> bool:
     """Tell whether a block is served as it should be."""
     with model.trace(PROMPT, max_tokens=2, **GREEDY) as tracer:
@@ -124,13 +126,6 @@ def test_what_differs_between_processes_is_one_value(model: VLLM) -> None:
         model.layers[1].attn.q = noise
         given = model.logits.output.save()
     assert torch.equal(drawn, given)
-
-
-def random_state(worker: Any) -> list[int]:
-    """Return the state of the generator that a rank samples with."""
-    del worker
-    state: list[int] = torch.default_generator.get_state().tolist()
-    return state
 
 
 def test_ranks_sample_alike_whatever_a_block_draws(model: VLLM) -> None:
@@ -189,7 +184,7 @@ def test_neighbours_keep_every_bit(model: VLLM) -> None:
     wild = run_together(model, [held.sent], plain, late=1)
     assert wild.tokens("trace-0") == [5] * 6
     for number in range(len(plain)):
-        assert logprobs(wild, f"plain-{number}") == logprobs(calm, f"plain-{number}")
+        assert wild.logprobs(f"plain-{number}") == calm.logprobs(f"plain-{number}")
 
 
 def generating(model: VLLM, number: int) -> SentTrace:
@@ -278,12 +273,7 @@ def test_whoever_fails_fails_alone(model: VLLM) -> None:
     plain = [Plain({"prompt_token_ids": OTHER}, params)]
     with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as idle:
         pass
-    calm = run_together(model, [idle.sent], plain, late=1)
-    found = []
-    for sent in failing(model):
-        ran = run_together(model, [sent], plain, late=1)
-        assert ran.tokens("plain-0") == calm.tokens("plain-0")
-        found.append(ran.outcomes[0].error)
+    found = errors_beside(model, idle.sent, failing(model), plain)
     names = [type(error).__name__ for error in found]
     assert names[:4] == ["KeyError", *[TimeBudgetError.__name__] * 3]
     assert names[4:6] == ["RuntimeError", "ValueError"]
@@ -312,15 +302,20 @@ def test_a_thread_of_the_blocks_own_cannot_call_all_ranks(model: VLLM) -> None:
     assert still_works(model)
 
 
-def test_a_block_stops_or_is_aborted(model: VLLM) -> None:
+def test_a_block_that_stops_ends_its_request(model: VLLM) -> None:
     with model.trace(PROMPT, max_tokens=8, **GREEDY) as tracer:
         queries = model.layers[1].attn.q.save()
         tracer.stop()
     assert queries.shape == (len(PROMPT), 4, 32)
+    assert still_works(model)
+
+
+def test_an_aborted_request_leaves_nothing(model: VLLM) -> None:
     with model.trace(PROMPT, max_tokens=100, tracer_cls=HeldTracer, **GREEDY) as held:
         for _ in held.iter[:]:
             model.layers[1].attn.q[:] = 0
-    assert run_together(model, [held.sent], abort={"trace-0": 4}).num_steps < 20
+    assert run_and_abort(model, held.sent, num_tokens=4) == {"traced": 1, "traces": 1}
+    assert not live_objects(model)
     assert still_works(model)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+import torch
 from typing_extensions import override
 from vllm import RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
@@ -76,6 +77,13 @@ class Ran:
         """Return a request's tokens."""
         return list(self.outputs[name].outputs[0].token_ids)
 
+    def logprobs(self, name: str) -> list[dict[int, float]]:
+        """Return the log-probabilities at each of a request's tokens."""
+        return [
+            {token: one.logprob for token, one in step.items()}
+            for step in self.outputs[name].outputs[0].logprobs or ()
+        ]
+
 
 def run_together(
     model: VLLM,
@@ -83,7 +91,6 @@ def run_together(
     plain: Sequence[Plain] = (),
     *,
     late: int = 0,
-    abort: dict[str, int] | None = None,
     max_steps: int = 2000,
 ) -> Ran:
     """Run traces of one request each, and plain requests, in one engine at the same time.
@@ -93,7 +100,6 @@ def run_together(
         traces: Named ``trace-0`` and so on; the outcome of each is found by its number.
         plain: Named ``plain-0`` and so on.
         late: How many steps after the plain requests the traces come.
-        abort: Requests to abort, with the step after which.
         max_steps: How many steps the engine may take; those without tokens wait for sandbox processes.
     """
     engine: Any = model.engine.llm_engine
@@ -115,9 +121,6 @@ def run_together(
             outputs[output.request_id] = output
         num_steps += 1
         assert num_steps < max_steps, "the engine does not come to an end"
-        gone = [name for name, step in (abort or {}).items() if step == num_steps]
-        if gone:
-            engine.abort_request(gone)
     outcomes = {}
     for number, trace in enumerate(traces):
         own = [outputs[f"trace-{number}"]] if f"trace-{number}" in outputs else []
@@ -125,6 +128,38 @@ def run_together(
         if found:
             outcomes[number] = found[0]
     return Ran(outcomes, outputs, num_steps)
+
+
+def errors_beside(
+    model: VLLM, idle: SentTrace, traces: Sequence[SentTrace], plain: Sequence[Plain], max_steps: int = 2000
+) -> list[BaseException | None]:
+    """Run traces one by one, each beside plain requests, which keep every bit; return the traces' errors.
+
+    Args:
+        model: The engine.
+        idle: A trace that does nothing, with whose plain requests those of the others are compared.
+        traces: The traces.
+        plain: The requests beside each; at least one has log-probabilities.
+        max_steps: See ``run_together``.
+    """
+    calm = run_together(model, [idle], plain, late=1, max_steps=max_steps)
+    names = [f"plain-{number}" for number in range(len(plain))]
+    assert any(map(calm.logprobs, names))
+    errors = []
+    for trace in traces:
+        ran = run_together(model, [trace], plain, late=1, max_steps=max_steps)
+        for name in names:
+            assert ran.tokens(name) == calm.tokens(name)
+            assert ran.logprobs(name) == calm.logprobs(name)
+        errors.append(ran.outcomes[0].error)
+    return errors
+
+
+def random_state(worker: Any) -> list[int]:
+    """Return the state of the generator with which a worker samples."""
+    del worker
+    state: list[int] = torch.default_generator.get_state().tolist()
+    return state
 
 
 def run_and_abort(model: VLLM, trace: SentTrace, num_tokens: int) -> dict[str, int]:

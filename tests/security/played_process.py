@@ -16,12 +16,11 @@ import torch
 from nnsight_engine.sandbox.channel import EngineSide, Memory, SandboxSide
 from nnsight_engine.sandbox.errors import SandboxEndedError, SandboxUnavailableError
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
+from nnsight_engine.vllm_backend.traces.messages import Offer, packed
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
 from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     BeginRequests,
     ContinueReply,
-    Offer,
-    packed,
     read_by_sandbox,
 )
 from nnsight_engine.vllm_backend.traces.sandboxed.module_call import ModuleCall

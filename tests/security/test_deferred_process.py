@@ -10,16 +10,10 @@ import torch
 
 from nnsight_engine.sandbox.channel import SandboxSide
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
+from nnsight_engine.vllm_backend.traces.messages import Offer, Tensors, packed, slot_of
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
 from nnsight_engine.vllm_backend.traces.sandboxed import sandbox_session as session_module
-from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
-    ContinueReply,
-    Offer,
-    Tensors,
-    packed,
-    read_by_sandbox,
-    slot_of,
-)
+from nnsight_engine.vllm_backend.traces.sandboxed.messages import ContinueReply, read_by_sandbox
 from nnsight_engine.vllm_backend.traces.sandboxed.wait_budget import WaitBudget
 from tests.security.played_process import (
     LATER,

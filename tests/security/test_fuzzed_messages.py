@@ -20,15 +20,13 @@ from hypothesis import strategies as st
 
 from nnsight_engine.sandbox.channel import EngineSide, Memory, SandboxSide
 from nnsight_engine.sandbox.errors import SandboxEndedError
+from nnsight_engine.vllm_backend.traces.messages import ValueSlot, packed, slot_of
 from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     CallRequest,
     Collected,
     ContinueReply,
     SandboxReply,
-    ValueSlot,
-    packed,
     read_by_worker,
-    slot_of,
 )
 from tests.security.played_process import LAYER, NUM_ROWS, World, wanting
 

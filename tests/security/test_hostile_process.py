@@ -13,6 +13,7 @@ import torch
 from nnsight_engine.remote_backend.prints import MAX_BYTES
 from nnsight_engine.sandbox.channel import Memory, SandboxSide
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
+from nnsight_engine.vllm_backend.traces.messages import ValueSlot, packed, slot_of
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
 from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     BeginRequests,
@@ -20,10 +21,7 @@ from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     Collected,
     ContinueReply,
     SandboxReply,
-    ValueSlot,
-    packed,
     read_by_sandbox,
-    slot_of,
 )
 from tests.security.played_process import (
     CALL_ROWS,

@@ -16,6 +16,7 @@ import torch
 from nnsight_engine.sandbox.channel import EngineSide, SandboxSide
 from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
+from nnsight_engine.vllm_backend.traces.messages import packed, slot_of
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
 from nnsight_engine.vllm_backend.traces.sandboxed import connection as connection_module
 from nnsight_engine.vllm_backend.traces.sandboxed import wait_budget as waiting_module
@@ -24,9 +25,7 @@ from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     CallRequest,
     Collected,
     ContinueReply,
-    packed,
     read_by_sandbox,
-    slot_of,
 )
 from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_session import SandboxSession
 from nnsight_engine.vllm_backend.traces.sandboxed.wait_budget import WaitBudget

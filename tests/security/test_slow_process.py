@@ -7,28 +7,32 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import pytest
 import torch
 
-from api_schemas.request_traces import Trace
 from nnsight_engine.sandbox.forkserver import ForkServer
 from nnsight_engine.serialization import decode
-from nnsight_engine.vllm_backend.request_code import encoded_code
-from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
 from nnsight_engine.vllm_backend.traces.sandboxed.module_call import ModuleCall
 from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_pool import SandboxPool
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
-from tests.security.played import LAYERS, LIMITS, REFUSED, VOCABULARY, WIDTH, Places
+from tests.security.played import (
+    LAYERS,
+    LIMITS,
+    NEIGHBOUR,
+    PROMPT,
+    REFUSED,
+    STEPS,
+    VOCABULARY,
+    WIDTH,
+    Places,
+    code_lasting,
+    entry_of,
+)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the process sandbox is Linux's")
-
-_PROMPT: Final = 3
-_NEIGHBOUR: Final = 2
-"""Rows of somebody else's in each step, before the block's own."""
-_STEPS: Final = 3
 
 
 class _Served(Places):
@@ -60,16 +64,14 @@ def play(server: ForkServer, code: str, wait_s: float) -> Played:
     dispatcher.place.tokens = {"model.samples.output": VOCABULARY}
     pool = SandboxPool(dispatcher, dataclasses.replace(LIMITS, sandbox_wait_s=wait_s))
     pool.open(server, cast("Any", _Served()), LIMITS.sandbox_message_bytes)
-    data = encoded_code(Trace(op="trace", code=code), "test")
-    entry = TraceEntry("key", 0, 1, data, [{}], sandbox_of="tenant")
     pool.begin(set())
-    pool.arrive("own", entry, 1, "tenant")
+    pool.arrive("own", entry_of(code), 1, "tenant")
     played, done, step = Played({}, [], 0, []), 0, 0
-    while step < _STEPS:
+    while step < STEPS:
         if played.num_run:
             pool.begin(set())
-        num_rows = _PROMPT if not step else 1
-        shift = _NEIGHBOUR if played.num_run % 2 else 0  # where its rows are may be another place each time
+        num_rows = PROMPT if not step else 1
+        shift = NEIGHBOUR if played.num_run % 2 else 0  # where its rows are may be another place each time
         ended_with = _step(dispatcher, pool, done, num_rows, shift)
         is_undone = pool.undone == ["own"]
         assert pool.end()[0] == []
@@ -96,7 +98,7 @@ def play(server: ForkServer, code: str, wait_s: float) -> Played:
 def _step(
     dispatcher: TraceDispatcher, pool: SandboxPool, done: int, num_rows: int, shift: int, name: str = "own"
 ) -> tuple[list[Any], list[float]]:
-    total = num_rows + _NEIGHBOUR
+    total = num_rows + NEIGHBOUR
     own = slice(shift, shift + num_rows)
     dispatcher.begin()
     pool.step([TraceSpan(name, int(shift > 0), shift, num_rows, done, complete=True)], total)
@@ -119,38 +121,12 @@ def _step(
     return [states, logits[row].tolist(), samples[row].tolist()], others
 
 
-CODE: Final = """
-import time
-def busy():
-    end = time.perf_counter() + SECONDS
-    while time.perf_counter() < end:
-        pass
-busy()
-seen = [].save()
-for step in tracer.iter[:3]:
-    busy()
-    first = model.layers[0].output.sum().item()
-    busy()
-    model.layers[1].output[:] *= 3
-    model.layers[2].output = model.lm_head(model.layers[2].output)
-    busy()
-    last = model.layers[3].output[-1].sum().item()
-    model.logits.output[:, 5] = 7
-    busy()
-    token = model.samples.output.item()
-    model.samples.output[:] = token + 1
-    busy()
-    seen.append((step, first, last, token))
-busy()
-"""
-
-
 def test_a_step_that_goes_on_without_a_block_changes_nothing_of_what_it_does(server: ForkServer) -> None:
-    patient = play(server, CODE.replace("SECONDS", "0"), wait_s=5.0)
-    hurried = play(server, CODE.replace("SECONDS", "0.06"), wait_s=0.005)
-    assert patient.num_run == _STEPS
-    assert hurried.num_run > 4 * _STEPS, "every step was waited for, so nothing was shown"
-    assert len(patient.saves["seen"]) == _STEPS
+    patient = play(server, code_lasting(0), wait_s=5.0)
+    hurried = play(server, code_lasting(0.06), wait_s=0.005)
+    assert patient.num_run == STEPS
+    assert hurried.num_run > 4 * STEPS, "every step was waited for, so nothing was shown"
+    assert len(patient.saves["seen"]) == STEPS
     assert hurried.saves == patient.saves
     assert hurried.ended_with == patient.ended_with
     assert hurried.neighbours == patient.neighbours
@@ -160,12 +136,11 @@ def test_a_step_that_goes_on_without_a_block_changes_nothing_of_what_it_does(ser
 
 def _trace(pool: SandboxPool, dispatcher: TraceDispatcher, code: str, key: str = "key") -> dict[str, Any]:
     """Run a trace until it has ended; return what came of its block."""
-    data = encoded_code(Trace(op="trace", code=code), "test")
     pool.begin(set())
-    pool.arrive(key, TraceEntry(key, 0, 1, data, [{}], sandbox_of="tenant"), 1, "tenant")
+    pool.arrive(key, entry_of(code, key), 1, "tenant")
     step = 0
-    while step < _STEPS:
-        _step(dispatcher, pool, step and step + _PROMPT - 1, 1 if step else _PROMPT, 0, key)
+    while step < STEPS:
+        _step(dispatcher, pool, step and step + PROMPT - 1, 1 if step else PROMPT, 0, key)
         is_undone = bool(pool.undone)
         ended, _ = pool.end()
         dispatcher.end()
@@ -306,11 +281,11 @@ def test_all_traces_of_a_tenant_have_one_allowance_in_a_step(server: ForkServer)
     pool.open(server, cast("Any", _Served()), LIMITS.sandbox_message_bytes)
     code = "import time\nx = model.layers[1].output\nend = time.perf_counter() + SECONDS\n"
     code += "while time.perf_counter() < end:\n    pass\nmodel.layers[2].output[:] = 9"
-    data = encoded_code(Trace(op="trace", code=code.replace("SECONDS", str(busy_s))), "test")
+    code = code.replace("SECONDS", str(busy_s))
     pool.begin(set())
     names = [f"own-{number}" for number in range(count)]
     for number, name in enumerate(names):
-        pool.arrive(name, TraceEntry(name, 0, 1, data, [{}], sandbox_of="tenant"), number, "tenant")
+        pool.arrive(name, entry_of(code, name), number, "tenant")
     pool.wait_for_any(1.0)
     while pool.waiting:
         pool.wait_for_any(1.0)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
+import logging
 import queue
-import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -19,14 +21,13 @@ from typing import Any, Final, cast
 import pytest
 import torch
 
-from api_schemas.request_traces import Trace
 from nnsight_engine.sandbox.forkserver import ForkServer
 from nnsight_engine.serialization import decode, encode
-from nnsight_engine.vllm_backend.request_code import encoded_code
+from nnsight_engine.serialization.message.table import Piece
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.names import Names
 from nnsight_engine.vllm_backend.traces.peer_traces import PeerTraces
-from nnsight_engine.vllm_backend.traces.ranks import Order, Ranks
+from nnsight_engine.vllm_backend.traces.ranks import Ranks
 from nnsight_engine.vllm_backend.traces.remote_modules import described, tree
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
 from nnsight_engine.vllm_backend.traces.sandboxed.module_call import ModuleCall
@@ -38,40 +39,29 @@ from nnsight_engine.vllm_backend.traces.tp_collectives import TpCollectives
 from nnsight_engine.vllm_backend.traces.tp_follower import TpFollowerDispatcher, TpFollowerTraces
 from nnsight_engine.vllm_backend.traces.tp_leader import TpLeaderTraces
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
-from tests.security.played import LAYERS, LIMITS, VOCABULARY, WIDTH, Outline, Places
+from tests.fakes.ranks import two_ranks
+from tests.security.played import (
+    LAYERS,
+    LIMITS,
+    NEIGHBOUR,
+    PROMPT,
+    STEPS,
+    VOCABULARY,
+    WIDTH,
+    Outline,
+    Places,
+    code_lasting,
+    entry_of,
+)
 
-_PROMPT: Final = 3
-_NEIGHBOUR: Final = 2
-_STEPS: Final = 3
 _WAIT_S: Final = 120
+_MANY: Final = 1100
+"""More traces than a worker stores for collection."""
 _SPREAD: Final = "model.model.layers.1.output"
 _HEAD: Final = "model.lm_head"
 _POINTS: Final[Any] = SimpleNamespace(
     tensor_parallel_size=2, num_kv_heads=2, local_layers=(), layers=(), model=torch.nn.Linear(1, 1)
 )
-
-CODE: Final = """
-import time
-def busy():
-    end = time.perf_counter() + SECONDS
-    while time.perf_counter() < end:
-        pass
-busy()
-seen = [].save()
-for step in tracer.iter[:3]:
-    first = model.layers[0].output.sum().item()
-    busy()
-    model.layers[1].output = model.lm_head(model.layers[1].output)
-    busy()
-    model.layers[2].output[:] *= 3
-    last = model.layers[3].output[-1].sum().item()
-    model.logits.output[:, 5] = 7
-    busy()
-    token = model.samples.output.item()
-    model.samples.output[:] = token + 1
-    seen.append((step, first, last, token))
-busy()
-"""
 
 
 def double(rows: torch.Tensor) -> torch.Tensor:
@@ -117,36 +107,7 @@ class Served(Places):
         return ModuleCall(path, self.apply, args, args[0].ndim - 1, 1)
 
 
-def entry_of(code: str) -> TraceEntry:
-    data = encoded_code(Trace(op="trace", code=code), "test")
-    return TraceEntry("key", 0, 1, data, [{}], sandbox_of="tenant")
-
-
 # Ranks.
-
-
-class QueuedRanks(Ranks):
-    """Two ranks in two threads."""
-
-    def __init__(
-        self, rank: int, orders: queue.Queue[Order], meet: threading.Barrier, parts: list[Any]
-    ) -> None:
-        self.rank, self.size = rank, 2
-        self._group: Any = SimpleNamespace(device=torch.device("cpu"))
-        self._orders, self._meet, self._parts = orders, meet, parts
-
-    def broadcast(self, order: Order, tensors: Sequence[torch.Tensor] = ()) -> None:
-        self._orders.put(order)
-
-    def next_order(self) -> Order:
-        return self._orders.get(timeout=_WAIT_S)
-
-    def gather(self, part: torch.Tensor) -> torch.Tensor:
-        self._parts[self.rank] = part
-        self._meet.wait(_WAIT_S)
-        whole = torch.stack(self._parts)
-        self._meet.wait(_WAIT_S)
-        return whole
 
 
 class PlayedShards:
@@ -233,7 +194,7 @@ def _layers(
 
 def _behind(traces: WorkerTraces | PeerTraces, hidden: torch.Tensor) -> list[Any]:
     logits = torch.zeros(1, VOCABULARY)
-    logits[0] = hidden[-_NEIGHBOUR - 1, 0]
+    logits[0] = hidden[-NEIGHBOUR - 1, 0]
     logits = traces.on_logits(logits) if traces.in_step else logits
     samples = torch.tensor([[3]])
     samples = traces.on_samples(samples) if traces.in_step else samples
@@ -242,7 +203,7 @@ def _behind(traces: WorkerTraces | PeerTraces, hidden: torch.Tensor) -> list[Any
 
 def _hidden(done: int, num_rows: int) -> torch.Tensor:
     rows = torch.arange(done, done + num_rows).float()[:, None].expand(-1, WIDTH)
-    return torch.cat([rows, torch.zeros(_NEIGHBOUR, WIDTH)])
+    return torch.cat([rows, torch.zeros(NEIGHBOUR, WIDTH)])
 
 
 def play(
@@ -253,8 +214,8 @@ def play(
     """Play the runner to one request, as each worker does, until it has all its tokens."""
     played, done, step = Played(None, [], []), 0, 0
     arrived: list[tuple[str, Any]] = [("own", entry.to_plain())]
-    while step < _STEPS:
-        num_rows = _PROMPT if not step else 1
+    while step < STEPS:
+        num_rows = PROMPT if not step else 1
         facts = StepFacts(arrived, (), {"own"})
         arrived = []
         traces.before(facts)
@@ -290,7 +251,7 @@ def block_of(traces: WorkerTraces | PeerTraces) -> Any:
 
 def _whole(traces: WorkerTraces | PeerTraces, ranks: Ranks | None) -> Any:
     def forward(done: int, num_rows: int) -> list[Any]:
-        traces.step(spans_of(done, num_rows), num_rows + _NEIGHBOUR)
+        traces.step(spans_of(done, num_rows), num_rows + NEIGHBOUR)
         traces.dispatcher.listen()
         hidden = _layers(traces, _hidden(done, num_rows), range(LAYERS), ranks)
         traces.dispatcher.pause()
@@ -318,9 +279,7 @@ def over_one(server: ForkServer, code: str, wait_s: float) -> Played:
 
 
 def over_ranks(server: ForkServer, code: str, wait_s: float) -> tuple[list[Played], list[int]]:
-    orders: queue.Queue[Order] = queue.Queue()
-    meet, parts = threading.Barrier(2), [None, None]
-    first, second = (QueuedRanks(rank, orders, meet, parts) for rank in range(2))
+    first, second, orders = two_ranks()
     leader = Leader(first, dataclasses.replace(LIMITS, sandbox_wait_s=wait_s), server)
     follower = Follower(second)
     with ThreadPoolExecutor(1) as pool:
@@ -330,19 +289,49 @@ def over_ranks(server: ForkServer, code: str, wait_s: float) -> tuple[list[Playe
     return played, [cast("Any", one.dispatcher.spread).num_calls for one in (leader, follower)]
 
 
-@pytest.mark.parametrize(("seconds", "wait_s"), [("0", 5.0), ("0.06", 0.005)], ids=["waited for", "deferred"])
+@pytest.mark.parametrize(("seconds", "wait_s"), [(0.0, 5.0), (0.06, 0.005)], ids=["waited for", "deferred"])
 def test_a_block_over_two_ranks_does_what_it_does_over_one(
-    server: ForkServer, seconds: str, wait_s: float
+    server: ForkServer, seconds: float, wait_s: float
 ) -> None:
-    alone = over_one(server, CODE.replace("SECONDS", "0"), 5.0)
-    (leading, following), num_calls = over_ranks(server, CODE.replace("SECONDS", seconds), wait_s)
-    assert len(alone.saves["seen"]) == _STEPS
+    alone = over_one(server, code_lasting(0), 5.0)
+    (leading, following), num_calls = over_ranks(server, code_lasting(seconds), wait_s)
+    assert len(alone.saves["seen"]) == STEPS
     assert leading.saves == alone.saves
     assert following.saves is None
     assert leading.states == following.states == alone.states
     assert leading.undone == following.undone
-    assert leading.undone or seconds == "0", "every step was waited for, so nothing was shown"
+    assert leading.undone or seconds == 0, "every step was waited for, so nothing was shown"
     assert num_calls[0] == num_calls[1] > 0
+
+
+class _Key(str):
+    """A trace's key, of which a test sees whether anything still refers to it."""
+
+    __slots__ = ("__weakref__",)
+
+
+def test_traces_that_are_never_collected_leave_no_key_on_any_rank(
+    server: ForkServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "nnsight_engine")  # a stored record of an error refers to its frames
+    first, second, _ = two_ranks()
+    leader = Leader(first, dataclasses.replace(LIMITS, max_sandboxes=0), server)
+    follower = Follower(second)
+    plain = entry_of("model.samples.output").to_plain()
+    keys = []
+    for number in range(_MANY):
+        key = _Key(number)
+        keys.append(weakref.ref(key))
+        facts = StepFacts([(str(number), {**plain, "key": key})], {str(number - 1)})
+        for traces in (leader, follower):  # the leading rank does not wait for the other
+            traces.begin(facts)
+        assert leader.end() == [str(number)]
+        assert follower.end() == []
+        del key, facts
+    gc.collect()  # errors refer to the frames that raised them
+    num_left = leader.num_live()["traces"]
+    assert 0 < num_left < _MANY
+    assert sum(key() is not None for key in keys) == num_left
 
 
 REFUSED: Final = """
@@ -355,9 +344,9 @@ def test_a_place_that_cannot_be_provided_fails_a_block_that_has_read_another(ser
     traces = One(server, 5.0)
     facts = StepFacts([("own", entry_of(REFUSED).to_plain())], (), {"own"})
     traces.begin(facts)
-    traces.step(spans_of(0, _PROMPT), _PROMPT + _NEIGHBOUR)
+    traces.step(spans_of(0, PROMPT), PROMPT + NEIGHBOUR)
     traces.dispatcher.listen()
-    _layers(traces, _hidden(0, _PROMPT), [0], None)
+    _layers(traces, _hidden(0, PROMPT), [0], None)
     traces.dispatcher.fail(_SPREAD, RuntimeError("the ranks' parts do not fit"))
     traces.dispatcher.pause()
     assert traces.end() == ["own"]
@@ -373,12 +362,11 @@ class QueuedLink:
     def __init__(self, there: queue.Queue[bytes], here: queue.Queue[bytes]) -> None:
         self._there, self._here = there, here
 
-    def send(self, *message: Any, reference: Any = None) -> None:
-        self._there.put(encode(message, reference=reference))
+    def send(self, message: Sequence[Piece]) -> None:
+        self._there.put(b"".join(message))
 
-    def receive(self, *, resolve: Any = None) -> tuple[Any, ...]:
-        found: tuple[Any, ...] = decode(bytearray(self._here.get(timeout=_WAIT_S)), resolve=resolve)
-        return found
+    def receive(self) -> memoryview:
+        return memoryview(bytearray(self._here.get(timeout=_WAIT_S)))
 
 
 class LastStage(LastStageTraces):
@@ -399,7 +387,7 @@ class EarlyStage(EarlyStageTraces):
         dispatcher = EarlyStageDispatcher(link, [])
         PeerTraces.__init__(self, dispatcher, cast("Any", model))
         self.dispatcher.model = cast("Any", model)
-        link.send(described(Outline()))
+        link.send([encode(described(Outline()))])
 
 
 def over_stages(server: ForkServer, code: str, wait_s: float) -> list[Played]:
@@ -411,7 +399,7 @@ def over_stages(server: ForkServer, code: str, wait_s: float) -> list[Played]:
     last = LastStage(QueuedLink(down, up), limits, server)
 
     def first_half(done: int, num_rows: int) -> list[Any]:
-        is_traced = early.step(spans_of(done, num_rows), num_rows + _NEIGHBOUR)
+        is_traced = early.step(spans_of(done, num_rows), num_rows + NEIGHBOUR)
         with early.running() if is_traced else contextlib.nullcontext():
             hidden = _layers(early, _hidden(done, num_rows), range(LAYERS // 2), None)
         passed.put(hidden)
@@ -419,7 +407,7 @@ def over_stages(server: ForkServer, code: str, wait_s: float) -> list[Played]:
 
     def second_half(done: int, num_rows: int) -> list[Any]:
         hidden = passed.get(timeout=_WAIT_S)
-        last.step(spans_of(done, num_rows), num_rows + _NEIGHBOUR)
+        last.step(spans_of(done, num_rows), num_rows + NEIGHBOUR)
         last.dispatcher.listen()
         hidden = _layers(last, hidden, range(LAYERS // 2, LAYERS), None)
         last.dispatcher.pause()
@@ -433,12 +421,12 @@ def over_stages(server: ForkServer, code: str, wait_s: float) -> list[Played]:
     return played
 
 
-@pytest.mark.parametrize(("seconds", "wait_s"), [("0", 5.0), ("0.06", 0.005)], ids=["quick", "slow"])
+@pytest.mark.parametrize(("seconds", "wait_s"), [(0.0, 5.0), (0.06, 0.005)], ids=["quick", "slow"])
 def test_a_block_over_two_stages_does_what_it_does_over_one(
-    server: ForkServer, seconds: str, wait_s: float
+    server: ForkServer, seconds: float, wait_s: float
 ) -> None:
-    alone = over_one(server, CODE.replace("SECONDS", "0"), 5.0)
-    last, _ = over_stages(server, CODE.replace("SECONDS", seconds), wait_s)
+    alone = over_one(server, code_lasting(0), 5.0)
+    last, _ = over_stages(server, code_lasting(seconds), wait_s)
     assert last.saves == alone.saves
     assert last.states == alone.states
     assert last.undone == [], "over stages a step waits for its blocks"

@@ -5,71 +5,47 @@ Wherever a block may read or change a value, they execute the leading rank's ord
 continue. So random draws, control flow and lifetimes of blocks cannot diverge between ranks, and no rank
 waits for one that is elsewhere.
 
-Orders are sent as vLLM's ranks send objects to each other; tensors by the collectives of the group.
+Orders are sent as vLLM's ranks send objects to each other, tensors on a device by collectives of the group.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import torch
+from typing_extensions import override
 from vllm.distributed import get_tp_group
 
 from nnsight_engine.core.tensor_bytes import flat_bytes
+from nnsight_engine.core.trees import tensors
+from nnsight_engine.serialization import decode
+from nnsight_engine.serialization.values import encode_pieces
 from nnsight_engine.vllm_backend.traces.errors import SpreadModuleError
+from nnsight_engine.vllm_backend.traces.messages import (
+    ALL_DTYPES,
+    CallOrder,
+    Continue,
+    Tensors,
+    ValueSlot,
+    packed,
+    unpacked,
+)
+from nnsight_engine.vllm_backend.traces.row_payloads import RowStore
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vllm.distributed.parallel_state import GroupCoordinator
 
-_PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+    from nnsight_engine.serialization.message.table import Piece
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TensorSlot:
-    """A placeholder for a tensor in an order.
-
-    Attributes:
-        shape: The tensor's shape.
-        dtype: The tensor's dtype.
-        content: The tensor's bytes; None if it follows by a collective on its device.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    content: bytes | None
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> TensorSlot:
-        """Return the placeholder of a tensor."""
-        content = _as_bytes(tensor).numpy().tobytes() if tensor.device.type == "cpu" else None
-        return TensorSlot(tuple(tensor.shape), tensor.dtype, content)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class GatherMessage:
+class GatherOrder(msgspec.Struct, frozen=True, tag=True):
     """The order to gather the value at hand."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class CallMessage:
-    """The order to call a module for a block.
-
-    Attributes:
-        path: The module.
-        method: The name of its method; empty for the module itself.
-        arguments: ``(args, kwargs)`` with slots for tensors.
-    """
-
-    path: str
-    method: str
-    arguments: Any
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Fetch:
+class FetchOrder(msgspec.Struct, frozen=True, tag=True):
     """The order to gather a tensor of a module.
 
     Attributes:
@@ -81,25 +57,21 @@ class Fetch:
     name: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ContinueOrder:
+class ContinueOrder(Continue, frozen=True, tag=True):
     """The order to let the model continue.
 
     Attributes:
-        wanted: The providers at which to stop and wait for orders.
-        changed: Slots of the tensors of the value at hand that blocks have replaced, by number.
         is_true: The answer to the question that the ranks decide together: whether some block takes part in
             the step, or whether a trace's results are ready.
         undone: Requests whose rows of the running step are discarded.
     """
 
-    wanted: frozenset[str]
-    changed: tuple[tuple[int, TensorSlot], ...] = ()
     is_true: bool = False
-    undone: tuple[str, ...] = ()
+    undone: list[str] = msgspec.field(default_factory=list)
 
 
-Order = GatherMessage | CallMessage | Fetch | ContinueOrder
+Order = GatherOrder | CallOrder | FetchOrder | ContinueOrder
+_decoder: Final[msgspec.msgpack.Decoder[Order]] = msgspec.msgpack.Decoder(Order)
 
 
 class Ranks:
@@ -125,66 +97,79 @@ class Ranks:
         """Whether this rank runs the blocks."""
         return self.rank == 0
 
-    def broadcast(self, order: Order, tensors: Sequence[torch.Tensor] = ()) -> None:
-        """Send an order to the other ranks, followed by the tensors that it refers to."""
-        self._group.broadcast_object(order)
-        for tensor in tensors:
-            if tensor.device.type != "cpu":
-                self._group.broadcast(_as_bytes(tensor))
+    def broadcast(
+        self, order: Order, tensors: Sequence[torch.Tensor] = (), body: Sequence[Piece] = ()
+    ) -> None:
+        """Send an order to the other ranks, with the tensors of its slots, and bytes behind these."""
+        on_host = [flat_bytes(one).numpy().data for one in tensors if one.device.type == "cpu"]
+        self._group.broadcast_object(b"".join(packed(order, [*on_host, *body])))
+        for one in tensors:
+            if one.device.type != "cpu":
+                self._group.broadcast(flat_bytes(one))
 
-    def next_order(self) -> Order:
-        """Wait for the next order."""
-        order: Order = self._group.broadcast_object()
-        return order
-
-    def receive(self, slot: TensorSlot) -> torch.Tensor:
-        """Return a tensor that an order refers to; for a device tensor all followers call this together."""
-        if slot.content is None:
-            tensor = torch.empty(slot.shape, dtype=slot.dtype, device=self._group.device)
-            self._group.broadcast(_as_bytes(tensor))
-            return tensor
-        tensor = torch.empty(slot.shape, dtype=slot.dtype)
-        if slot.content:
-            _as_bytes(tensor).copy_(torch.frombuffer(bytearray(slot.content), dtype=torch.uint8))
-        return tensor
+    def next_order(self) -> tuple[Order, RankTensors]:
+        """Wait for the next order; its tensors must be read before anything else is exchanged."""
+        order, body = unpacked(self._group.broadcast_object(), _decoder)
+        return order, RankTensors(body, self._group)
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """Return each rank's tensor, ``[ranks, *shape]``; all ranks call this together."""
         whole: torch.Tensor = self._group.all_gather(part.detach().contiguous()[None], dim=0)
         return whole
 
-    # Encoding of values.
+    # Arguments of calls.
 
-    def packed(self, value: Any, tensors: list[torch.Tensor]) -> Any:
-        """Return ``value`` with slots in place of its tensors, which are appended to ``tensors``.
+    def broadcast_call(self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Order the other ranks to call a module, or a method of it.
 
         Raises:
-            SpreadModuleError: It holds something that cannot be sent.
+            SpreadModuleError: An argument cannot be sent.
         """
-        if isinstance(value, torch.Tensor):
-            if value.layout is not torch.strided or value.device.type not in {"cpu", self._group.device.type}:
-                raise SpreadModuleError.argument(f"a tensor on {value.device} ({value.layout})")
-            tensors.append(value)
-            return TensorSlot.of(value)
-        if type(value) in {tuple, list}:
-            return type(value)(self.packed(one, tensors) for one in value)
-        if type(value) is dict:
-            return {self.packed(key, []): self.packed(one, tensors) for key, one in value.items()}
-        if type(value) not in _PLAIN and not isinstance(value, torch.dtype | torch.device):
-            raise SpreadModuleError.argument(f"a {type(value).__name__}")
-        return value
+        refused = RowStore.refusal((args, kwargs))
+        if refused is not None:
+            raise SpreadModuleError.argument(f"a {refused}")
+        sent = list(tensors((args, kwargs)))
+        for one in sent:
+            if one.layout is not torch.strided or one.device.type not in {"cpu", self._group.device.type}:
+                raise SpreadModuleError.argument(f"a tensor on {one.device} ({one.layout})")
+        numbers = {id(one): str(number) for number, one in enumerate(sent)}
 
-    def unpacked(self, value: Any) -> Any:
-        """Return the value that was given to ``packed``, receiving its tensors."""
-        if isinstance(value, TensorSlot):
-            return self.receive(value)
-        if isinstance(value, tuple | list):
-            return type(value)(self.unpacked(one) for one in value)
-        if isinstance(value, dict):
-            return {key: self.unpacked(one) for key, one in value.items()}
-        return value
+        def reference(value: Any) -> tuple[str, ...] | None:
+            return (numbers[id(value)],) if isinstance(value, torch.Tensor) else None
+
+        body = encode_pieces((args, kwargs), reference=reference)
+        self.broadcast(CallOrder(path, method, list(map(slot_of_rank, sent))), sent, body)
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's memory, or a copy, as bytes, since collectives may not support its dtype."""
-    return flat_bytes(tensor)
+class RankTensors(Tensors):
+    """The tensors of an order: those on the host follow its header, others by a collective.
+
+    Args:
+        body: The bytes behind the header.
+        group: The ranks.
+    """
+
+    def __init__(self, body: memoryview, group: GroupCoordinator) -> None:
+        super().__init__(body, ALL_DTYPES)
+        self._group = group
+
+    @override
+    def next(self, slot: ValueSlot) -> torch.Tensor:
+        """Return the next tensor; for one on the device all followers call this together."""
+        if not slot.is_apart:
+            return super().next(slot)
+        tensor = torch.empty(slot.shape, dtype=ALL_DTYPES[slot.dtype], device=self._group.device)
+        self._group.broadcast(flat_bytes(tensor))
+        return tensor
+
+    def arguments(self, order: CallOrder) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a call."""
+        found = list(map(self.next, order.slots))
+        args, kwargs = decode(self.rest(), resolve=lambda name: found[int(name[0])])
+        return args, kwargs
+
+
+def slot_of_rank(tensor: torch.Tensor, number: int = 0) -> ValueSlot:
+    """Return the slot of a tensor that ranks exchange; ``number`` as in ``ValueSlot``."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    return ValueSlot(name, list(tensor.shape), number, is_apart=tensor.device.type != "cpu")

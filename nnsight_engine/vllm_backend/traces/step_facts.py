@@ -38,13 +38,11 @@ class KnownRequests:
     Attributes:
         present: Their ids.
         sandboxed: The ids of those whose blocks run in a sandbox process.
-        sandboxed_keys: The sandboxed traces that have not been closed.
     """
 
     def __init__(self) -> None:
         self.present: set[str] = set()
         self.sandboxed: set[str] = set()
-        self.sandboxed_keys: set[str] = set()
 
     def note(self, facts: StepFacts) -> bool:
         """Record the requests that arrived and finished; return whether there are any."""
@@ -55,9 +53,4 @@ class KnownRequests:
             self.present.add(request_id)
             if isinstance(plain, dict) and plain.get("sandbox_of"):
                 self.sandboxed.add(request_id)
-                self.sandboxed_keys.add(plain.get("key", ""))
         return bool(gone or facts.arrived)
-
-    def close(self, key: str) -> None:
-        """Record that a trace has been closed."""
-        self.sandboxed_keys.discard(key)

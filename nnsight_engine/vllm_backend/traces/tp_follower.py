@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nnsight_engine.serialization.message.table import Piece
+from nnsight_engine.vllm_backend.traces.messages import CallOrder
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
 from nnsight_engine.vllm_backend.traces.peer_traces import PeerTraces
-from nnsight_engine.vllm_backend.traces.ranks import CallMessage, ContinueOrder, Fetch, Order, Ranks
+from nnsight_engine.vllm_backend.traces.ranks import ContinueOrder, FetchOrder, Ranks
 from nnsight_engine.vllm_backend.traces.step_facts import StepFacts
 from nnsight_engine.vllm_backend.traces.tp_collectives import TpCollectives
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
@@ -45,31 +46,27 @@ class TpFollowerDispatcher(TraceDispatcher):
         """Execute the leading rank's orders until it lets the model continue."""
         ranks = self.spread.ranks
         while True:
-            order = ranks.next_order()
+            order, content = ranks.next_order()
             if isinstance(order, ContinueOrder):
                 self._is_true, self.undone = order.is_true, order.undone
                 # Probes hold a reference to this dictionary, so it is changed in place.
                 self.wanted.clear()
-                self.wanted.update({name: {} for name in order.wanted})
-                changed = {number: ranks.receive(slot) for number, slot in order.changed}
+                self.wanted.update({name: {} for name in order.wanted or ()})
+                changed = {slot.number: content.next(slot) for slot in order.changes}
                 return self.spread.with_parts(provider, value, changed) if changed else value
-            self._obey(order, provider, value)
+            if isinstance(order, CallOrder):
+                self._call(order, *content.arguments(order))
+            elif isinstance(order, FetchOrder):
+                self.spread.fetch(order.path, order.name)
+            else:
+                self.spread.whole(provider, value)
 
     def follow_to_answer(self) -> bool:
         """Execute the leading rank's orders, and return the answer with which it lets the model continue."""
         self.follow()
         return self._is_true
 
-    def _obey(self, order: Order, provider: str, value: Any) -> None:
-        if isinstance(order, CallMessage):
-            self._call(order)
-        elif isinstance(order, Fetch):
-            self.spread.fetch(order.path, order.name)
-        else:
-            self.spread.whole(provider, value)
-
-    def _call(self, order: CallMessage) -> None:
-        args, kwargs = self.spread.ranks.unpacked(order.arguments)
+    def _call(self, order: CallOrder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Calls made inside do not count as the model's own calls.
         listener, self.listener = self.listener, 0
         try:
@@ -126,8 +123,8 @@ class TpFollowerTraces(PeerTraces):
 
     def has_collected(self, key: str, results: Mapping[str, Any], wait_s: float) -> bool:
         """Execute the leading rank's orders while it waits for a trace; return whether it has ended."""
-        del results, wait_s
-        return key not in self.known.sandboxed_keys or self.dispatcher.follow_to_answer()
+        del key, results, wait_s
+        return self.dispatcher.follow_to_answer()
 
     def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> list[Piece]:
         """Execute the leading rank's orders while it closes a trace; return no results."""

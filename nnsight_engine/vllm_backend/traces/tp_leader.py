@@ -23,12 +23,11 @@ from nnsight_engine.interleaving.threads import ThreadMediator
 from nnsight_engine.serialization.message.table import Piece
 from nnsight_engine.vllm_backend.traces.errors import SpreadModuleError
 from nnsight_engine.vllm_backend.traces.ranks import (
-    CallMessage,
     ContinueOrder,
-    Fetch,
-    GatherMessage,
+    FetchOrder,
+    GatherOrder,
     Ranks,
-    TensorSlot,
+    slot_of_rank,
 )
 from nnsight_engine.vllm_backend.traces.rows import plain
 from nnsight_engine.vllm_backend.traces.step_facts import KnownRequests, StepFacts
@@ -93,8 +92,8 @@ class TpLeaderDispatcher(TraceDispatcher):
             for provider, requests in self.wanted.items()
             if any(request.in_step for request in requests)
         )
-        changed = tuple((number, TensorSlot.of(tensor)) for number, tensor in turn.changed.items())
-        order = ContinueOrder(self._announced, changed, turn.is_true, tuple(self.sandboxes.undone))
+        changes = [slot_of_rank(tensor, number) for number, tensor in turn.changed.items()]
+        order = ContinueOrder(list(self._announced), changes, turn.is_true, list(self.sandboxes.undone))
         self.spread.ranks.broadcast(order, list(turn.changed.values()))
 
     # Values for blocks.
@@ -128,7 +127,7 @@ class TpLeaderDispatcher(TraceDispatcher):
         if not self.spread.is_spread(provider):
             return value
         self.spread.check(provider, value)
-        self.spread.ranks.broadcast(GatherMessage())
+        self.spread.ranks.broadcast(GatherOrder())
         return self.spread.whole(provider, value)
 
     # Use of modules by blocks.
@@ -162,10 +161,8 @@ class TpLeaderDispatcher(TraceDispatcher):
         return self._call(path, "", args, {})
 
     def _call(self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        sent: list[torch.Tensor] = []
         args, kwargs = map_tensors((args, kwargs), lambda tensor: plain(tensor).clone())
-        arguments = self.spread.ranks.packed((args, kwargs), sent)
-        self.spread.ranks.broadcast(CallMessage(path, method, arguments), sent)
+        self.spread.ranks.broadcast_call(path, method, args, kwargs)
         return self.spread.call(path, method, args, kwargs)
 
     def called_directly(self, path: str) -> None:
@@ -186,7 +183,7 @@ class TpLeaderDispatcher(TraceDispatcher):
             return value
 
         def fetch() -> torch.Tensor:
-            self.spread.ranks.broadcast(Fetch(path, name))
+            self.spread.ranks.broadcast(FetchOrder(path, name))
             return self.spread.fetch(path, name)
 
         whole: torch.Tensor = self._on_models_thread(fetch, f"{path}.{name}")
@@ -269,8 +266,6 @@ class TpLeaderTraces(WorkerTraces):
 
     def has_collected(self, key: str, results: Mapping[str, Any], wait_s: float) -> bool:
         """Wait up to ``wait_s`` for a sandboxed trace to close; return whether its result is ready."""
-        if key not in self._known.sandboxed_keys:
-            return True
         with self.dispatcher.leading() as turn:
             turn.is_true = super().has_collected(key, results, wait_s)
             return turn.is_true
@@ -278,12 +273,9 @@ class TpLeaderTraces(WorkerTraces):
     def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> list[Piece]:
         """Close a trace whose requests have ended, and return its saved values."""
         with self.dispatcher.leading():
-            if index is None:
-                self._known.close(key)
             return super().collect(key, results, index)
 
     def drop(self, key: str) -> float | None:
         """Close a trace that no client will collect."""
         with self.dispatcher.leading():
-            self._known.close(key)
             return super().drop(key)

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -21,12 +19,9 @@ import torch
 from nnsight_engine.core.sandbox_choice import PROCESS
 from nnsight_engine.envoys.architectures.named_points import EMBED
 from nnsight_engine.interleaving.threads import Threads
-from nnsight_engine.remote_backend.values.received_blocks import failure_of
-from nnsight_engine.sandbox.errors import SandboxUnavailableError
-from nnsight_engine.serialization import TRUSTED, Policy, encode
+from nnsight_engine.serialization import TRUSTED, Policy
 from nnsight_engine.serialization.message.table import Piece
 from nnsight_engine.vllm_backend.model_outline import OutlineEntry, outline_of
-from nnsight_engine.vllm_backend.traces.context import TraceContext
 from nnsight_engine.vllm_backend.traces.edits import EditStore
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.memory_accounting import MemoryAccount
@@ -44,7 +39,7 @@ from nnsight_engine.vllm_backend.traces.scans import scanned
 from nnsight_engine.vllm_backend.traces.step_facts import StepFacts
 from nnsight_engine.vllm_backend.traces.tier_predictor import TierPredictor
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
-from nnsight_engine.vllm_backend.traces.trace_end import TraceEnd, TraceMember, is_too_much
+from nnsight_engine.vllm_backend.traces.trace_store import TraceStore
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -55,9 +50,6 @@ if TYPE_CHECKING:
     from nnsight_engine.vllm_backend.families import ModelPoints
 
 logger = logging.getLogger(__name__)
-
-_MAX_UNCOLLECTED: Final = 1024
-"""Limit for ended traces that wait to be collected; beyond it the oldest are dropped."""
 
 
 class WorkerTraces:
@@ -72,12 +64,9 @@ class WorkerTraces:
     Attributes:
         serves_stages: Whether other pipeline stages offer this worker their values.
         runs_blocks: Whether blocks run on this worker, see ``PeerTraces``.
-        last_spent_s: Seconds that the engine has waited for the trace closed last: for its blocks, decoding
-            them and encoding their saved values.
-        last_tier: How the steps of the trace closed last ran, see ``TracedRequest``.
-        last_has_begun: Whether the trace closed last has begun: false if there was no sandbox process for it.
         last_step_s: Seconds that the engine has waited for blocks in the step that ended last.
         sandboxes: The traces that run in sandbox processes.
+        store: The traces that have not been collected.
         policy: The policy for blocks inside a sandbox process; None in the worker, whose senders are trusted.
     """
 
@@ -100,26 +89,18 @@ class WorkerTraces:
         self.dispatcher.place.tokens = self.model.token_places()
         self.edits = EditStore(limits.max_edits, limits.max_edit_bytes)
         self._threads = Threads(limits.trace_step_s)
-        self._closing = TraceEnd(self._threads, limits.max_trace_bytes)
         self._max_bytes = limits.max_trace_bytes
-        self._members: dict[str, TraceMember] = {}
-        self._contexts: dict[tuple[str, int], TraceContext] = {}
-        self._by_key: dict[str, list[str]] = {}
         self._active: list[TracedRequest] = []
         self._num_arrived = 0
         self._live: dict[str, TracedRequest] = {}
         self._ended: list[str] = []
-        self._held: dict[str, bytes] = {}
         self.reporting = Reporting()
         self._limits = limits
         self._sandbox_reports: dict[str, Report] = {}
         self.sandboxes = SandboxPool(self.dispatcher, limits)
-        self.last_spent_s = 0.0
-        self.last_tier = "tap"
-        self.last_has_begun = True
+        self.store = TraceStore(self.sandboxes, self.reporting, self._threads, limits.max_trace_bytes)
         self.last_step_s = self._began_s = 0.0
         self._tiers = TierPredictor()
-        self._spent_s: defaultdict[str, float] = defaultdict(float)
 
     def _new_model(self, names: Names) -> WorkerModel:
         """Return the object that ``model`` refers to in the blocks."""
@@ -138,7 +119,7 @@ class WorkerTraces:
         """Return the numbers of live objects, for tests and metrics."""
         held = {
             "traced": len(self._live),
-            "traces": len(self._by_key.keys() | self._held.keys()),
+            "traces": len(self.store),
             "prints": len(self.reporting),
             "sandboxes": len(self.sandboxes),
         }
@@ -157,9 +138,13 @@ class WorkerTraces:
         self.sandboxes.bound, self.sandboxes.bound_once_begun = facts.bound, facts.bound_once_begun
         self.sandboxes.begin(set(facts.finished))
         for request_id, plain in facts.arrived:
-            if request_id not in self._members:
+            if request_id not in self.store.members:
                 self._arrive(request_id, plain)
-        self._drop_uncollected()
+        self._drop_excess()
+
+    def _drop_excess(self) -> None:
+        for key in self.store.excess(self.has_block):
+            self.drop(key)
 
     def _arrive(self, request_id: str, plain: Any) -> None:
         try:
@@ -168,16 +153,14 @@ class WorkerTraces:
             logger.exception("a request brought something that is no trace")
             self._ended.append(request_id)
             return
-        member = TraceMember(None, None, entry, 0)
-        self._members[request_id] = member
-        self._by_key.setdefault(entry.key, []).append(request_id)
+        member = self.store.add(request_id, entry)
         try:
             member.choice = entry.choice_of(request_id)
             self._num_arrived += 1
             if entry.sandbox_of is not None:  # untrusted code never runs here, whatever the limits say
                 self._arrive_in_sandbox(request_id, entry, entry.sandbox_of)
                 return
-            member.context, member.error = self._context(entry, member.choice)
+            self.store.decode(member, self.model, self.policy)
             if member.context is None:
                 self._ended.append(request_id)
                 return
@@ -207,9 +190,8 @@ class WorkerTraces:
         Raises:
             SandboxUnavailableError: No process is available.
         """
-        if not entry.data:
-            entry = msgspec.structs.replace(entry, data=self._held.get(entry.key, b""))
-        self.sandboxes.arrive(request_id, self.edits.filled_in(entry), self._num_arrived, tenant)
+        entry = self.edits.filled_in(self.store.with_blocks(entry))
+        self.sandboxes.arrive(request_id, entry, self._num_arrived, tenant)
 
     def prepare_sandbox(self) -> bool:
         """Start the sandbox processes if untrusted blocks run in them; return whether one is ready.
@@ -263,34 +245,9 @@ class WorkerTraces:
         """Return the descriptions of the model's modules."""
         return described(self._points.model)
 
-    def _context(self, entry: TraceEntry, choice: int) -> tuple[TraceContext | None, BaseException | None]:
-        """Return the decoded blocks of a request's trace, or the error that prevents decoding."""
-        context = self._contexts.get((entry.key, choice))
-        if context is not None:
-            return context, None
-        if not entry.data:
-            entry = msgspec.structs.replace(entry, data=self._held.get(entry.key, b""))
-        # On a block thread, because decoding a trace runs its sender's code, and outside of inference mode.
-        with self._timed(entry.key):
-            context, error = (
-                self._threads.take().start(lambda: TraceContext(entry, self.model, self.policy)).empty()
-            )
-        if context is not None:
-            self._contexts[(entry.key, choice)] = context
-        return context, error
-
-    @contextlib.contextmanager
-    def _timed(self, key: str) -> Iterator[None]:
-        """Count the time spent in the context as time for which the trace had the engine to itself."""
-        begin = time.monotonic()
-        try:
-            yield
-        finally:
-            self._spent_s[key] += time.monotonic() - begin
-
     def hold(self, key: str, data: bytes) -> None:
         """Store the blocks of a trace, so that its requests need not all carry them."""
-        self._held[key] = data
+        self.store.hold(key, data)
 
     # Names and edits that a client stores in the engine.
 
@@ -311,7 +268,7 @@ class WorkerTraces:
         try:
             act()
         except Exception as error:  # noqa: BLE001 - whatever a client's code does
-            return self._closing.error_data(error)
+            return self.store.closing.error_data(error)
         return None
 
     def remove_edit(self, name: str) -> None:
@@ -441,7 +398,7 @@ class WorkerTraces:
     def _record_tiers(self) -> None:
         """Record for each block whether its first step needed values that no tap provides."""
         for request_id, request in self._live.items():
-            member = self._members[request_id]
+            member = self.store.members[request_id]
             if request.number == 1 and member.context is not None and not member.is_known:
                 member.is_known = True
                 self._tiers.note(member.context.code(member.entry.index), elsewhere=request.needed_modules)
@@ -451,7 +408,7 @@ class WorkerTraces:
         reports, self._sandbox_reports = self._sandbox_reports, {}
         for request_id in self._live:
             if self.reporting.may_report(request_id):
-                member = self._members[request_id]
+                member = self.store.members[request_id]
                 assert member.context is not None  # noqa: S101 - it is live
                 report = self.reporting.report(
                     request_id, member.entry, partial(member.context.saves, member.entry.index)
@@ -463,97 +420,32 @@ class WorkerTraces:
     # Results.
 
     def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> list[Piece]:
-        """Close blocks whose requests have ended, and return their saved values as pieces of a message.
-
-        Host tensors are pieces without a copy: they must be written out before the worker does anything else.
-
-        Args:
-            key: The trace.
-            results: The result of each request, by ``"<block>/<choice>"``, for blocks that wait for it.
-            index: The only block to close; the trace continues until it is dropped. None ends the trace. Not
-                for sandboxed traces.
-
-        Raises:
-            RuntimeError: The trace is sandboxed and its values have not arrived, see ``has_collected``.
-        """
-        return self._collect(key, results, index)
-
-    def _collect(self, key: str, results: Mapping[str, Any], index: int | None) -> list[Piece]:
-        if index is None:
-            self._held.pop(key, None)
-        pieces = self._collected(key, results, index)
-        self.last_spent_s = self._spent_s.pop(key, 0.0)
-        if index is not None:  # the rest will be closed later
-            self._spent_s[key] = self.last_spent_s
-        return pieces
-
-    def _collected(self, key: str, results: Mapping[str, Any], index: int | None) -> list[Piece]:
-        if key in self._by_key and self.sandboxes.knows(key):
-            return self._collected_of_sandbox(key)
-        every = self._by_key.pop(key, None)
-        if every is None:
-            return [encode({"blocks": [], "before": None})]
-        request_ids = [one for one in every if index in {None, self._members[one].entry.index}]
-        if index is not None:
-            self._by_key[key] = [one for one in every if one not in request_ids]
-        members = [self._members.pop(request_id) for request_id in request_ids]
-        self.last_has_begun = not any(isinstance(one.error, SandboxUnavailableError) for one in members)
-        for request_id in request_ids:
+        """Close blocks whose requests have ended, and return their saved values, see ``TraceStore``."""
+        for request_id in self.store.requests(key, index):
             self._live.pop(request_id, None)
-        in_order = sorted(members, key=lambda one: (one.entry.index, one.choice))
-        blocks = [self._closing.closed(member, results) for member in in_order]
-        for request_id in request_ids:
-            self.reporting.close(request_id, key)
-        if any(member.entry.prints for member in members):  # the client fetches prints and failure together
-            self.reporting.fail(key, failure_of(blocks))
-        contexts = [context for name, context in self._contexts.items() if name[0] == key]
-        # Containers shared by all blocks; a block that saved too much may have filled them.
-        too_much = any(one.request is not None and is_too_much(one.request.error) for one in members)
-        before = contexts[0].saved_before if contexts and not too_much else None
-        if index is None:
-            for name in [name for name in self._contexts if name[0] == key]:
-                del self._contexts[name]
-        requests = [one.request for one in members if one.request is not None]
-        self._spent_s[key] += sum(request.spent_s for request in requests)
-        self.last_tier = "eager" if any(request.tier == "eager" for request in requests) else "tap"
-        num_bytes = sum(request.memory.result_bytes for request in requests)
-        compress = any(member.entry.compresses for member in members)
-        with self._timed(key):
-            return self._closing.encoded({"blocks": blocks, "before": before}, num_bytes, compress=compress)
-
-    def _collected_of_sandbox(self, key: str) -> list[Piece]:
-        self.last_tier = self.sandboxes.tier(key)
-        has_begun = self.sandboxes.has_begun(key)
-        pieces, spent_s = self.sandboxes.collect(key)
-        self._spent_s[key] += spent_s
-        members = [self._members.pop(request_id) for request_id in self._by_key.pop(key)]
-        outside = next((member.error for member in members if member.error is not None), None)
-        self.last_has_begun = has_begun and not isinstance(outside, SandboxUnavailableError)
-        return pieces if outside is None else [self._closing.failed(members, outside)]
+        return self.store.collect(key, results, index)
 
     def drop(self, key: str) -> float | None:
         """Close the rest of a trace that no client will collect; return ``last_spent_s``."""
-        return self._drop(key)
-
-    def _drop(self, key: str) -> float:
-        self._held.pop(key, None)
-        self.last_spent_s = 0.0
-        self._spent_s[key] += self.sandboxes.drop(key)
-        if key in self._by_key:
-            self._collect(key, {}, None)
-        self._spent_s.pop(key, None)
-        self.take_remaining(key)
-        return self.last_spent_s
+        for request_id in self.store.requests(key):
+            self._live.pop(request_id, None)
+        return self.store.drop(key)
 
     def take_remaining(self, key: str) -> tuple[str, str]:
         """Return and remove a trace's remaining printed text and the text of its failure."""
-        return self.sandboxes.take_remaining(key) or self.reporting.take_remaining(key)
+        return self.store.take_remaining(key)
 
-    def _drop_uncollected(self) -> None:
-        if len(self._by_key) <= _MAX_UNCOLLECTED:
-            return
-        for key in list(self._by_key):
-            if not any(map(self.has_block, self._by_key[key])):
-                self._drop(key)
-                if len(self._by_key) <= _MAX_UNCOLLECTED:
-                    return
+    @property
+    def last_spent_s(self) -> float:
+        """Seconds that the engine has waited for the trace closed last, see ``TraceStore``."""
+        return self.store.last_spent_s
+
+    @property
+    def last_tier(self) -> str:
+        """How the steps of the trace closed last ran, see ``TracedRequest``."""
+        return self.store.last_tier
+
+    @property
+    def last_has_begun(self) -> bool:
+        """Whether the trace closed last has begun, see ``TraceStore``."""
+        return self.store.last_has_begun

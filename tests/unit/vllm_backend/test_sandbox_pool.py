@@ -9,16 +9,18 @@ import msgspec
 import pytest
 
 from api_schemas.request_traces import Trace
+from nnsight_engine.interleaving.threads import Threads
 from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
 from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.request_code import encoded_code
 from nnsight_engine.vllm_backend.traces.edits import EditStore
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
+from nnsight_engine.vllm_backend.traces.reporting import Reporting
 from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_pool import SandboxPool
 from nnsight_engine.vllm_backend.traces.stages.early_stage import EarlyStageTraces
-from nnsight_engine.vllm_backend.traces.step_facts import KnownRequests
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
+from nnsight_engine.vllm_backend.traces.trace_store import TraceStore
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 
 
@@ -41,14 +43,15 @@ def test_untrusted_code_never_runs_in_the_worker_whatever_its_limits_say() -> No
     traces: Any = WorkerTraces.__new__(WorkerTraces)
     traces.sandboxes = SandboxPool(TraceDispatcher(), EngineLimits(sandbox="off"))
     traces.edits = EditStore(1, 1)
-    traces._members, traces._by_key, traces._held, traces._ended, traces._num_arrived = {}, {}, {}, [], 0
+    traces.store = TraceStore(traces.sandboxes, Reporting(), Threads(1.0), 1)
+    traces._ended, traces._num_arrived = [], 0
     code = "exec('import builtins; builtins.ran = True')"
     entry = TraceEntry(
         "key", 0, 1, encoded_code(Trace(op="trace", code=code), "test"), [{}], sandbox_of="acme"
     )
     traces._arrive("own", entry.to_plain())
     assert traces._ended == ["own"]
-    assert isinstance(traces._members["own"].error, SandboxUnavailableError)
+    assert isinstance(traces.store.members["own"].error, SandboxUnavailableError)
     assert not hasattr(builtins, "ran")
 
 
@@ -66,5 +69,4 @@ def test_code_is_not_trusted_by_omission() -> None:
 
 def test_an_early_stage_has_no_results() -> None:
     traces = EarlyStageTraces.__new__(EarlyStageTraces)
-    traces.known = KnownRequests()
     assert traces.collect("key", {}) == []

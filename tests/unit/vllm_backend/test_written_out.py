@@ -13,8 +13,8 @@ from nnsight_engine.interleaving.threads import Threads
 from nnsight_engine.serialization import decode, encode
 from nnsight_engine.vllm_backend.traces.errors import TraceBytesError
 from nnsight_engine.vllm_backend.traces.memory_accounting import MemoryAccount, num_bytes
+from nnsight_engine.vllm_backend.traces.messages import slot_of
 from nnsight_engine.vllm_backend.traces.rows import FlatBatcher, RowSpan, zeros_of
-from nnsight_engine.vllm_backend.traces.sandboxed.messages import slot_of
 from nnsight_engine.vllm_backend.traces.trace_end import TraceEnd
 
 HUGE = 2**40

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nnsight_engine.vllm_backend.traces.sandboxed.messages import ValueSlot
+from nnsight_engine.vllm_backend.traces.messages import ValueSlot
 
 
 class Changes:

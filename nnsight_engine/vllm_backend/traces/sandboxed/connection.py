@@ -20,17 +20,14 @@ from nnsight_engine.serialization import encode_error
 from nnsight_engine.serialization.message.table import Piece
 from nnsight_engine.serialization.values import encode_pieces
 from nnsight_engine.vllm_backend.traces.errors import SandboxedError
+from nnsight_engine.vllm_backend.traces.messages import CallResult, Tensors, ValueSlot, packed
 from nnsight_engine.vllm_backend.traces.row_payloads import RowsPlaceholder, RowStore
 from nnsight_engine.vllm_backend.traces.rows import plain
 from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     CallRequest,
-    CallResult,
     Collected,
     ContinueReply,
-    Tensors,
     ToSandbox,
-    ValueSlot,
-    packed,
     read_by_worker,
 )
 

@@ -14,19 +14,16 @@ import torch
 from nnsight_engine.core.trees import tensors
 from nnsight_engine.sandbox.errors import SandboxEndedError
 from nnsight_engine.serialization.message.table import Piece
-from nnsight_engine.serialization.values import encode_pieces
 from nnsight_engine.vllm_backend.traces.errors import SandboxedError
-from nnsight_engine.vllm_backend.traces.row_payloads import RowPayloads, RowsPlaceholder, RowStore
+from nnsight_engine.vllm_backend.traces.messages import Tensors, ValueSlot, packed_value
+from nnsight_engine.vllm_backend.traces.row_payloads import RowPayloads, RowStore
 from nnsight_engine.vllm_backend.traces.rows import RowSpan
-from nnsight_engine.vllm_backend.traces.sandboxed.messages import Tensors, ValueSlot, slots_of
 
 
-def packed_value(
+def packed_rows(
     provider: str, value: Any, payloads: RowPayloads
 ) -> tuple[list[ValueSlot] | None, bool, Sequence[Piece]]:
-    """Return the process's rows of a value: its slots, whether it is a tuple, and the bytes.
-
-    The slots are None if the bytes are encoded by ``serialization``.
+    """Return the process's rows of a value, see ``messages.packed_value``.
 
     Raises:
         SandboxedError: The value cannot be given to a single trace.
@@ -35,8 +32,7 @@ def packed_value(
         own_rows, forms = payloads.pack(RowStore().keep(value))
         is_shared = not payloads.is_all and any(axis < 0 for axis, _ in forms)
         if not is_shared:
-            found = slots_of(own_rows)
-            return found or (None, False, encode_pieces(own_rows, reference=RowsPlaceholder.reference))
+            return packed_value(own_rows)
     except Exception as error:
         raise SandboxedError.unsendable(provider, error) from error
     raise SandboxedError.shared(provider)
@@ -84,4 +80,4 @@ def _changed(
     return changed
 
 
-__all__ = ["packed_value", "put_changes"]
+__all__ = ["packed_rows", "put_changes"]

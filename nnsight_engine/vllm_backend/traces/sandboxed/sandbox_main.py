@@ -26,6 +26,16 @@ from nnsight_engine.serialization import decode, restore_error
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.families import ModelPoints
 from nnsight_engine.vllm_backend.traces.errors import SandboxedError, SpreadModuleError
+from nnsight_engine.vllm_backend.traces.messages import (
+    CallResult,
+    End,
+    InvalidValue,
+    PassedPlaces,
+    ValueSlot,
+    packed,
+    slot_of,
+    unpacked_value,
+)
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
 from nnsight_engine.vllm_backend.traces.names import Names
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
@@ -36,22 +46,14 @@ from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     Argument,
     BeginRequests,
     CallRequest,
-    CallResult,
     Collect,
     Collected,
     ContinueReply,
-    End,
-    InvalidValue,
-    Offer,
-    PassedPlaces,
+    OfferRows,
     SandboxReply,
     StepMessage,
-    Tensors,
     ToSandbox,
-    ValueSlot,
-    packed,
     read_by_sandbox,
-    slot_of,
 )
 from nnsight_engine.vllm_backend.traces.step_facts import StepFacts
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
@@ -236,7 +238,7 @@ class SandboxTraces(WorkerTraces):
         self._leftovers.draw_anew()
         self._threads = self._block_threads = WaitingThreads(self._threads.budget_s, num_blocks)
         most = self._limits.sandbox_message_bytes
-        self._closing = TraceEnd(self._threads, most, most)
+        self.store.threads, self.store.closing = self._threads, TraceEnd(self._threads, most, most)
         warm_up(self)
         self._leftovers = Leftovers()
         return self.serve
@@ -264,7 +266,7 @@ class SandboxTraces(WorkerTraces):
                 self._pass(passed)
                 self.begin(StepFacts(finished=finished))
                 return self._step(spans)
-            case Offer():
+            case OfferRows():
                 return self._offer(head, body)
             case InvalidValue(provider, passed, error):
                 self._pass(passed)
@@ -322,7 +324,7 @@ class SandboxTraces(WorkerTraces):
         self._passed += new
         self.dispatcher.calls.update(dict.fromkeys(new, 1))
 
-    def _offer(self, head: Offer, body: memoryview) -> list[bytes | memoryview]:
+    def _offer(self, head: OfferRows, body: memoryview) -> list[bytes | memoryview]:
         self._pass(head.passed)
         if head.is_after_model and not self._is_after_model:
             self._is_after_model = True
@@ -332,7 +334,7 @@ class SandboxTraces(WorkerTraces):
         assert payloads is not None  # noqa: S101 - a step has begun
         slots: list[tuple[ValueSlot, memoryview]] = []
         try:
-            value = _value(head, body)
+            value = unpacked_value(head, body, WorkerValue)
             changes = payloads.changes(value, self.dispatcher.offer(head.provider, None, value))
             slots = [slot_of(rows, number) for number, rows in changes]
         except Exception as error:
@@ -388,13 +390,6 @@ class SandboxTraces(WorkerTraces):
         """Return the error for an attribute of a module that exists in the worker only."""
         del stage
         return SandboxedError.attribute(path, name)
-
-
-def _value(head: Offer, body: memoryview) -> Any:
-    if head.slots is None:
-        return decode(bytearray(body), resolve=WorkerValue)
-    found = list(map(Tensors(body).next, head.slots))
-    return tuple(found) if head.is_tuple else found[0]
 
 
 def _argument(path: str, value: Any, body: list[memoryview], max_bytes: int) -> Argument:

@@ -22,6 +22,7 @@ from nnsight_engine.serialization import encode, encode_error
 from nnsight_engine.serialization.message.table import Piece
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.errors import SandboxedError
+from nnsight_engine.vllm_backend.traces.messages import End, InvalidValue, PassedPlaces, ValueSlot
 from nnsight_engine.vllm_backend.traces.reporting import Report
 from nnsight_engine.vllm_backend.traces.row_payloads import RowPayloads
 from nnsight_engine.vllm_backend.traces.sandboxed.changes import Changes
@@ -31,14 +32,10 @@ from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     Collect,
     Collected,
     ContinueReply,
-    End,
-    InvalidValue,
-    Offer,
-    PassedPlaces,
+    OfferRows,
     StepMessage,
-    ValueSlot,
 )
-from nnsight_engine.vllm_backend.traces.sandboxed.offered_values import packed_value, put_changes
+from nnsight_engine.vllm_backend.traces.sandboxed.offered_values import packed_rows, put_changes
 from nnsight_engine.vllm_backend.traces.sandboxed.session_reports import SessionReports
 
 if TYPE_CHECKING:
@@ -429,11 +426,11 @@ class SandboxSession:
         payloads = self._payloads
         assert payloads is not None  # noqa: S101 - a step is running
         try:
-            slots, is_tuple, body = packed_value(provider, self.dispatcher.place.value, payloads)
+            slots, is_tuple, body = packed_rows(provider, self.dispatcher.place.value, payloads)
         except SandboxedError as error:
             self._send_refusal(provider, error)
             return
-        offer = Offer(provider, self._newly_passed(), self._is_after_model, slots, is_tuple)
+        offer = OfferRows(provider, self._newly_passed(), slots, is_tuple, self._is_after_model)
         self.connection.send_event(offer, body, ContinueReply, self._on_answered)
 
     def refuse(self, provider: str, error: BaseException) -> None:

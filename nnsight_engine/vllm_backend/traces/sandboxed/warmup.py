@@ -15,14 +15,12 @@ from api_schemas.request_traces import Trace
 from nnsight_engine.vllm_backend.families import ModelPoints
 from nnsight_engine.vllm_backend.request_code import encoded_code
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
+from nnsight_engine.vllm_backend.traces.messages import End, PassedPlaces, packed_value
 from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     BeginRequests,
     Collect,
-    End,
-    Offer,
-    PassedPlaces,
+    OfferRows,
     StepMessage,
-    slots_of,
 )
 from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_main import SandboxTraces
 
@@ -67,8 +65,8 @@ class Warmup:
             wanted = next(iter(traces.dispatcher.wanted), None)
             if wanted is None:
                 break
-            slots, is_tuple, body = slots_of(self.value) or ([], False, [])
-            offer = Offer(wanted, PassedPlaces(), is_after_model=False, slots=slots, is_tuple=is_tuple)
+            slots, is_tuple, body = packed_value(self.value)
+            offer = OfferRows(wanted, PassedPlaces(), slots, is_tuple)
             traces.answer(offer, memoryview(b"".join(body)))
         else:
             traces.answer(End(PassedPlaces()), memoryview(b""))

@@ -13,12 +13,32 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nnsight_engine.core.trees import map_tensors
-from nnsight_engine.serialization import encode_error
+from nnsight_engine.serialization import decode, encode_error
+from nnsight_engine.serialization.values import encode_pieces
+from nnsight_engine.vllm_backend.traces.errors import StageError
+from nnsight_engine.vllm_backend.traces.messages import (
+    ALL_DTYPES,
+    CallOrder,
+    CallResult,
+    End,
+    InvalidValue,
+    PassedPlaces,
+    Tensors,
+    packed,
+    packed_value,
+    unpacked,
+)
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
 from nnsight_engine.vllm_backend.traces.peer_traces import PeerTraces
 from nnsight_engine.vllm_backend.traces.remote_modules import described, spanning_paths
 from nnsight_engine.vllm_backend.traces.row_payloads import RowPayloads, RowsPlaceholder, RowStore
 from nnsight_engine.vllm_backend.traces.rows import plain
+from nnsight_engine.vllm_backend.traces.stages.messages import (
+    StageOffer,
+    StageReply,
+    StageStep,
+    by_early_stage,
+)
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 
 if TYPE_CHECKING:
@@ -55,12 +75,9 @@ class EarlyStageDispatcher(TraceDispatcher):
         """Begin a step; return whether a block takes part in it."""
         self.begin()
         self._num_reported = 0
-        span_data = [
-            (span.request_id, span.index, span.row, span.num_rows, span.start, span.complete)
-            for span in spans
-        ]
-        self._link.send("begin", span_data, num_rows)
-        live = set(self._answer())
+        self._link.send(packed(StageStep(list(spans), num_rows)))
+        reply, _ = self._answer()
+        live = set(reply.live or ())
         self._payloads = RowPayloads([span for span in spans if span.request_id in live], num_rows)
         self.interleaving = bool(live)
         return self.interleaving
@@ -70,7 +87,7 @@ class EarlyStageDispatcher(TraceDispatcher):
         self.end()
         self.wanted.clear()
         self._rows.clear()
-        self._link.send("done", self._passed())
+        self._link.send(packed(End(self._passed())))
 
     def offer(self, provider: str, number: int | None, value: Any) -> Any:  # noqa: ARG002 - counted where blocks run
         """Offer a value to the blocks that wait; return it as they leave it."""
@@ -81,37 +98,38 @@ class EarlyStageDispatcher(TraceDispatcher):
         kept = self._rows.keep(value)
         passed = self._passed()
         try:
-            self._link.send(
-                "offer", passed, provider, *payloads.pack(kept), reference=RowsPlaceholder.reference
-            )
+            rows, forms = payloads.pack(kept)
+            slots, is_tuple, body = packed_value(rows)
+            message = packed(StageOffer(provider, passed, slots, is_tuple, forms), body)
         except Exception as error:
             logger.exception("a value cannot be sent to the blocks that wait for it")
-            self._link.send("broken", passed, provider, f"`{provider}` cannot be sent: {error}")
-        changes = self._answer()
-        if not changes:
-            return value
-        return self._rows.give_back(payloads.changed(kept, [tuple(change) for change in changes]))
+            failure = StageError(f"`{provider}` cannot be sent: {error}")
+            message = packed(InvalidValue(provider, passed, encode_error(failure)))
+        self._link.send(message)
+        reply, content = self._answer()
+        given = Tensors(content, ALL_DTYPES)
+        changes = [(slot.number, given.next(slot)) for slot in reply.changes]
+        return self._rows.give_back(payloads.changed(kept, changes)) if changes else value
 
-    def _passed(self) -> list[str]:
+    def _passed(self) -> PassedPlaces:
         """Return the reached providers that have not been reported to the other side yet."""
         new = list(self.calls)[self._num_reported :]
         self._num_reported = len(self.calls)
-        return [provider for provider in new if provider not in self._shared]
+        return PassedPlaces(more=[provider for provider in new if provider not in self._shared])
 
-    def _answer(self) -> Any:
-        """Wait for the answer, making the module calls that blocks request; return the answer's content."""
+    def _answer(self) -> tuple[StageReply, memoryview]:
+        """Wait for the answer, making the module calls that blocks request."""
         while True:
-            kind, *rest = self._link.receive(resolve=self._rows.resolve)
-            if kind == "call":
-                self._call(*rest[0])
+            head, body = unpacked(self._link.receive(), by_early_stage)
+            if isinstance(head, CallOrder):
+                self._call(head.path, *decode(body, resolve=self._rows.resolve))
                 continue
-            what, wanted, sources = rest
             # Probes hold a reference to this dictionary, so it is changed in place.
             self.wanted.clear()
-            self.wanted.update({provider: {} for provider in wanted})
-            for path in sources:
+            self.wanted.update({provider: {} for provider in head.wanted or ()})
+            for path in head.sources:
                 self._look_into(path)
-            return what
+            return head, body
 
     def _look_into(self, path: str) -> None:
         """Observe the operations inside a module's forward, as blocks request."""
@@ -127,11 +145,12 @@ class EarlyStageDispatcher(TraceDispatcher):
             device = self.model.device or torch.device("cpu")
             here = map_tensors((args, kwargs), lambda tensor: tensor.to(device))
             value = self._rows.keep(map_tensors(self.model.get(path)(*here[0], **here[1]), plain))
-            self._link.send("called", value, None, reference=RowsPlaceholder.reference)
+            message = packed(CallResult(), encode_pieces(value, reference=RowsPlaceholder.reference))
         except Exception as error:  # noqa: BLE001 - raised in the block
-            self._link.send("called", None, encode_error(error))
+            message = packed(CallResult(encode_error(error)))
         finally:
             self.listener = listener
+        self._link.send(message)
 
 
 class EarlyStageTraces(PeerTraces):
@@ -151,7 +170,7 @@ class EarlyStageTraces(PeerTraces):
         dispatcher = EarlyStageDispatcher(link, [f"model{path}" for path in paths])
         super().__init__(dispatcher, WorkerModel(points, config, dispatcher))
         dispatcher.model = self.model
-        link.send(described(points.model))
+        link.send(encode_pieces(described(points.model)))
 
     def step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
         """Begin a step for these requests; return whether a block takes part in it."""

@@ -14,16 +14,28 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nnsight_engine.core.trees import map_tensors
-from nnsight_engine.serialization import EncodeError, restore_error
-from nnsight_engine.serialization.message.table import Piece
+from nnsight_engine.serialization import EncodeError, decode, restore_error
+from nnsight_engine.serialization.values import encode_pieces
 from nnsight_engine.vllm_backend.model_outline import OutlineEntry, outline_of
 from nnsight_engine.vllm_backend.traces.errors import StageError
+from nnsight_engine.vllm_backend.traces.messages import (
+    ALL_DTYPES,
+    CallOrder,
+    CallResult,
+    End,
+    InvalidValue,
+    ValueSlot,
+    packed,
+    slot_of,
+    unpacked,
+    unpacked_value,
+)
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
 from nnsight_engine.vllm_backend.traces.names import Names
 from nnsight_engine.vllm_backend.traces.remote_modules import (
@@ -33,14 +45,19 @@ from nnsight_engine.vllm_backend.traces.remote_modules import (
     joined,
     stand_ins,
 )
-from nnsight_engine.vllm_backend.traces.request import TraceSpan
 from nnsight_engine.vllm_backend.traces.row_payloads import (
-    Form,
     RemoteStageValue,
     RowPayloads,
     RowStore,
 )
 from nnsight_engine.vllm_backend.traces.rows import plain
+from nnsight_engine.vllm_backend.traces.stages.messages import (
+    StageOffer,
+    StageReply,
+    StageStep,
+    ToLastStage,
+    by_last_stage,
+)
 from nnsight_engine.vllm_backend.traces.step_facts import KnownRequests, StepFacts
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
@@ -51,6 +68,7 @@ if TYPE_CHECKING:
     from nnsight_engine.envoys.envoy import Envoy
     from nnsight_engine.vllm_backend.compat import EngineLimits
     from nnsight_engine.vllm_backend.families import ModelPoints
+    from nnsight_engine.vllm_backend.traces.request import TraceSpan
     from nnsight_engine.vllm_backend.traces.stages.links import Channel
 
 logger = logging.getLogger(__name__)
@@ -113,7 +131,7 @@ class LastStageTraces(WorkerTraces):
         self._has_begun = False
         self._begun: list[TraceSpan] = []
         self._device = next(points.model.parameters()).device
-        self._stages: list[list[Description]] = [link.receive()[0] for link in links]
+        self._stages: list[list[Description]] = [decode(link.receive()) for link in links]
         self.elsewhere = stand_ins(points.model, self._stages, self)
         super().__init__(points, config, limits, dispatcher=LastStageDispatcher())
         self.dispatcher.traces = self
@@ -138,43 +156,43 @@ class LastStageTraces(WorkerTraces):
         if self._known.present.isdisjoint(facts.scheduled):
             return
         for stage, link in enumerate(self._links):
-            _, span_data, num_rows = self._receive_message(stage, link)
+            head, _ = self._receive_message(stage, link)
+            assert isinstance(head, StageStep)  # noqa: S101 - its first message
             if stage == 0:
                 # Now that modules of this stage can be called.
                 super().begin(dataclasses.replace(facts, bound=frozenset(facts.scheduled)))
                 self._has_begun = True
-                self._begun = [span for span in map(_span, span_data) if self.takes_part(span.request_id)]
-                super().step(self._begun, num_rows)
-            live = [span for span in map(_span, span_data) if self.takes_part(span.request_id)]
-            self._answer([span.request_id for span in live])
+                self._begun = [span for span in head.spans if self.takes_part(span.request_id)]
+                super().step(self._begun, head.num_rows)
+            live = [span for span in head.spans if self.takes_part(span.request_id)]
+            self._answer(live=[span.request_id for span in live])
             if live:
-                self._serve(stage, link, RowPayloads(live, num_rows))
+                self._serve(stage, link, RowPayloads(live, head.num_rows))
 
     def _serve(self, stage: int, link: Channel, payloads: RowPayloads) -> None:
         """Give blocks the values they wait for on a stage, until the stage reports that it is done."""
         while True:
-            kind, passed, *rest = self._receive_message(stage, link)
-            self.dispatcher.calls.update(dict.fromkeys(passed, 1))
-            if kind == "done":
+            head, body = self._receive_message(stage, link)
+            assert isinstance(head, StageOffer | InvalidValue | End)  # noqa: S101 - it has begun
+            self.dispatcher.calls.update(dict.fromkeys(head.passed.more, 1))
+            if isinstance(head, End):
                 return
-            changes: list[Any] = []
-            if kind == "offer":
-                changes = self._offered(payloads, *rest)
+            changes: list[tuple[ValueSlot, memoryview]] = []
+            if isinstance(head, StageOffer):
+                changes = self._offered(payloads, stage, head, body)
             else:
-                self.dispatcher.fail(rest[0], StageError(rest[1]))
-            try:
-                self._answer(changes)
-            except EncodeError as error:
-                self.dispatcher.fail(rest[0], error)
-                self._answer([])
+                self.dispatcher.fail(head.provider, restore_error(head.error))
+            self._answer(changes)
 
-    def _receive_message(self, stage: int, link: Channel) -> tuple[Any, ...]:
+    def _receive_message(self, stage: int, link: Channel) -> tuple[ToLastStage, memoryview]:
         """Receive a stage's next message; until it is answered, the stage accepts calls of modules."""
-        message = link.receive(resolve=lambda name: RemoteStageValue(name, stage))
-        self._listening = None if message[0] == "done" else _Listening(stage, link)
-        return message
+        head, body = unpacked(link.receive(), by_last_stage)
+        self._listening = None if isinstance(head, End) else _Listening(stage, link)
+        return head, body
 
-    def _answer(self, what: Any) -> None:
+    def _answer(
+        self, changes: Sequence[tuple[ValueSlot, memoryview]] = (), live: list[str] | None = None
+    ) -> None:
         """Answer the listening stage, with the wanted places and the modules whose source is inspected."""
         with self._exchange_lock:
             listening = self._listening
@@ -184,19 +202,25 @@ class LastStageTraces(WorkerTraces):
                 for one in self.model._sources  # noqa: SLF001 - an envoy of ours
                 if isinstance(one.module, RemoteModule) and one.module.stage == listening.stage
             ]
-            listening.link.send("go", what, list(self.dispatcher.wanted), looked_into)
+            slots = [slot for slot, _ in changes]
+            reply = StageReply(list(self.dispatcher.wanted), slots, live, looked_into)
+            listening.link.send(packed(reply, [content for _, content in changes]))
             self._listening = None
 
-    def _offered(self, payloads: RowPayloads, provider: str, packed: Any, forms: Sequence[Form]) -> list[Any]:
+    def _offered(
+        self, payloads: RowPayloads, stage: int, head: StageOffer, body: memoryview
+    ) -> list[tuple[ValueSlot, memoryview]]:
         """Give blocks a value of another stage; return the changes that they made to it."""
-        if provider not in self.dispatcher.wanted:
+        if head.provider not in self.dispatcher.wanted:
             return []
         try:
-            value = payloads.unpack(packed, forms, self._device)
-            return payloads.changes(value, self.dispatcher.offer(provider, None, value))
+            rows = unpacked_value(head, body, lambda name: RemoteStageValue(name, stage))
+            value = payloads.unpack(rows, head.forms, self._device)
+            changes = payloads.changes(value, self.dispatcher.offer(head.provider, None, value))
+            return [slot_of(changed, number, dtypes=ALL_DTYPES) for number, changed in changes]
         except Exception as error:
             logger.exception("a value of another stage could not be shared with traced requests")
-            self.dispatcher.fail(provider, error)
+            self.dispatcher.fail(head.provider, error)
             return []
 
     def begin(self, facts: StepFacts) -> None:
@@ -215,17 +239,6 @@ class LastStageTraces(WorkerTraces):
             for session in self.sandboxes.active:
                 session.connection.give_up(StageError.unlike())
         return self.in_step
-
-    def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> list[Piece]:
-        """Close a trace whose requests have ended, and return its saved values."""
-        if index is None:
-            self._known.close(key)
-        return super().collect(key, results, index)
-
-    def drop(self, key: str) -> float | None:
-        """Close a trace that no client will collect."""
-        self._known.close(key)
-        return super().drop(key)
 
     # Calls of remote modules by blocks.
 
@@ -287,20 +300,17 @@ class LastStageTraces(WorkerTraces):
             if self._listening is not listening:
                 raise StageError.call(path, listening.stage)  # the block was abandoned meanwhile
             try:
-                listening.link.send("call", (path, args, kwargs), reference=RemoteStageValue.reference)
+                arguments = encode_pieces((args, kwargs), reference=RemoteStageValue.reference)
             except EncodeError as error:
                 raise StageError.argument(path, str(error)) from None
-            _, value, error_data = listening.link.receive(
-                resolve=lambda name: RemoteStageValue(name, listening.stage)
-            )
-        if error_data is not None:
-            raise restore_error(error_data)
+            listening.link.send(packed(CallOrder(path), arguments))
+            head, body = unpacked(listening.link.receive(), by_last_stage)
+        assert isinstance(head, CallResult)  # noqa: S101 - nothing else follows a call
+        if head.error is not None:
+            raise restore_error(head.error)
+        value = decode(body, resolve=lambda name: RemoteStageValue(name, listening.stage))
         return map_tensors(value, lambda tensor: tensor.to(self._device))
 
     def missing_attribute(self, stage: int, path: str, name: str) -> Exception:
         """Return the error for an attribute of a module that exists on another stage only."""
         return StageError.attribute(path, name, stage)
-
-
-def _span(span_data: Sequence[Any]) -> TraceSpan:
-    return TraceSpan(*span_data)

@@ -7,29 +7,26 @@ the other side receives, so both sides must derive the next message from the eng
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final, Protocol
+from collections.abc import Sequence
+from typing import Final, Protocol
 
 import torch
 import torch.distributed
 from vllm.distributed import get_pp_group
 
-from nnsight_engine.serialization import decode, encode
+from nnsight_engine.serialization.message.table import Piece
 
 _TAG: Final = 0x6E6E
-
-Reference = Callable[[Any], tuple[str, ...] | None]
-Resolve = Callable[[tuple[str, ...]], Any]
 
 
 class Channel(Protocol):
     """An ordered message channel: a ``StageLink``, or a pair of queues in a test."""
 
-    def send(self, *message: Any, reference: Reference | None = None) -> None:
-        """Send values, which may contain tensors; ``reference`` names the objects that stay here."""
+    def send(self, message: Sequence[Piece]) -> None:
+        """Send a message, given as parts; may block until it is received."""
 
-    def receive(self, *, resolve: Resolve | None = None) -> tuple[Any, ...]:
-        """Wait for the next message; ``resolve`` returns the objects that stayed on this side."""
+    def receive(self) -> memoryview:
+        """Wait for the next message; return its bytes, to which no other code writes."""
 
 
 class StageLink:
@@ -44,24 +41,19 @@ class StageLink:
         self._group = group.cpu_group
         self._peer = group.ranks[stage]
 
-    def send(self, *message: Any, reference: Reference | None = None) -> None:
-        """Send values, which may contain tensors, see ``Channel``; blocks until they are received.
-
-        Raises:
-            EncodeError: A value cannot be encoded; nothing was sent.
-        """
-        data = torch.frombuffer(bytearray(encode(message, reference=reference)), dtype=torch.uint8)
+    def send(self, message: Sequence[Piece]) -> None:
+        """Send a message; blocks until it is received."""
+        data = torch.frombuffer(bytearray().join(message), dtype=torch.uint8)
         for part in (torch.tensor([data.numel()]), data):
             torch.distributed.send(part, dst=self._peer, group=self._group, tag=_TAG)
 
-    def receive(self, *, resolve: Resolve | None = None) -> tuple[Any, ...]:
-        """Wait for the next message."""
+    def receive(self) -> memoryview:
+        """Wait for the next message; return its bytes."""
         size = torch.empty(1, dtype=torch.long)
         torch.distributed.recv(size, src=self._peer, group=self._group, tag=_TAG)
         data = torch.empty(int(size), dtype=torch.uint8)
         torch.distributed.recv(data, src=self._peer, group=self._group, tag=_TAG)
-        message: tuple[Any, ...] = decode(data.numpy().data, resolve=resolve)
-        return message
+        return data.numpy().data
 
 
 def own_stage() -> int:

@@ -1,0 +1,290 @@
+"""Messages between the code that has the model's values and the blocks, where these run elsewhere.
+
+There are three such roads: from the earlier pipeline stages to the last one, from the worker to a sandbox
+process, and between tensor-parallel ranks. Each has its transport and a few messages of its own (``stages``,
+``sandboxed``, ``ranks``). A message is a msgpack header of one of these types, followed by raw bytes: tensors
+in the order of their slots, or a value encoded by ``serialization``.
+
+Headers are decoded into exactly these types, and tensors are made from a copy of their bytes after their
+sizes have been checked, so messages of a sandbox process, which are hostile, may be read here.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Final, TypeVar
+
+import msgspec
+import torch
+
+from nnsight_engine.core.tensor_bytes import flat_bytes
+from nnsight_engine.sandbox.errors import SandboxEndedError
+from nnsight_engine.serialization import decode
+from nnsight_engine.serialization.message.table import Piece
+from nnsight_engine.serialization.values import encode_pieces
+from nnsight_engine.vllm_backend.traces.row_payloads import RowsPlaceholder
+
+_LENGTH: Final = struct.Struct("<I")
+_MAX_DIMS: Final = 16
+_HeadT = TypeVar("_HeadT")
+ALL_DTYPES: Final = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
+"""The dtypes of tensors on trusted roads, by name."""
+DTYPES: Final = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    )
+}
+"""The dtypes of tensors from and to a sandbox process, by name."""
+
+
+class ValueSlot(msgspec.Struct, frozen=True, tag=True):
+    """A tensor, whose bytes follow the header, in the order of the slots.
+
+    Attributes:
+        dtype: The dtype's name.
+        shape: The tensor's shape.
+        number: The number of the tensor of a value that it replaces.
+        is_apart: Whether its bytes do not follow: ranks exchange tensors on their devices by a collective.
+    """
+
+    dtype: str
+    shape: Annotated[list[int], msgspec.Meta(max_length=_MAX_DIMS)]
+    number: int = 0
+    is_apart: bool = False
+
+
+class PassedPlaces(msgspec.Struct, frozen=True):
+    """The places that the model has passed in a step.
+
+    Attributes:
+        same: The number of leading places that equal those of the previous step.
+        more: The places after these.
+    """
+
+    same: int = 0
+    more: list[str] = []
+
+
+# From the model to the blocks.
+
+
+class Offer(msgspec.Struct, frozen=True, tag=True):
+    """The model has reached a place; the value's bytes follow the header.
+
+    Attributes:
+        provider: The place.
+        passed: The places that the model has passed before it.
+        slots: Slots of the value, if it is a tensor or a tuple of tensors; None if it is encoded by
+            ``serialization``.
+        is_tuple: Whether it is a tuple.
+    """
+
+    provider: str
+    passed: PassedPlaces
+    slots: list[ValueSlot] | None = None
+    is_tuple: bool = False
+
+
+class InvalidValue(msgspec.Struct, frozen=True, tag=True):
+    """The value at a place cannot be given to the blocks, with the error to raise in them."""
+
+    provider: str
+    passed: PassedPlaces
+    error: dict[str, Any]
+
+
+class End(msgspec.Struct, frozen=True, tag=True):
+    """The sender's part of the step has ended."""
+
+    passed: PassedPlaces
+
+
+class CallResult(msgspec.Struct, frozen=True, tag=True):
+    """The result of a module call, encoded by ``serialization`` behind the header, or the call's error."""
+
+    error: dict[str, Any] | None = None
+
+
+# From the blocks to the model.
+
+
+class Continue(msgspec.Struct, frozen=True, tag=True):
+    """The answer that lets the model continue.
+
+    Attributes:
+        wanted: The places at which to stop; None for the same as before.
+        changes: Slots of the tensors that replace others of the value at hand.
+    """
+
+    wanted: list[str] | None = None
+    changes: list[ValueSlot] = []
+
+
+class CallOrder(msgspec.Struct, frozen=True, tag=True):
+    """The order of trusted blocks to call a module; ``(args, kwargs)`` follow, encoded by ``serialization``.
+
+    Attributes:
+        path: The module.
+        method: The name of its method; empty for the module itself.
+        slots: The tensors that the arguments refer to by number, instead of containing them.
+    """
+
+    path: str
+    method: str = ""
+    slots: list[ValueSlot] = []
+
+
+# Encoding.
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def packed(head: msgspec.Struct, body: Sequence[Piece] = ()) -> list[Piece]:
+    """Return a message as parts."""
+    data = _encoder.encode(head)
+    return [_LENGTH.pack(len(data)), data, *body]
+
+
+def parted(data: bytes | memoryview) -> tuple[memoryview, memoryview]:
+    """Return the bytes of a message's header, and those behind it.
+
+    Raises:
+        struct.error: The message is too short.
+    """
+    view = memoryview(data)
+    (length,) = _LENGTH.unpack_from(view)
+    return view[_LENGTH.size : _LENGTH.size + length], view[_LENGTH.size + length :]
+
+
+def unpacked(data: bytes | memoryview, decoder: msgspec.msgpack.Decoder[_HeadT]) -> tuple[_HeadT, memoryview]:
+    """Return the header of a message of a trusted sender, and the bytes behind it."""
+    head, body = parted(data)
+    return decoder.decode(head), body
+
+
+def slot_of(
+    tensor: torch.Tensor,
+    number: int = 0,
+    *,
+    max_bytes: int | None = None,
+    dtypes: Mapping[str, torch.dtype] = DTYPES,
+) -> tuple[ValueSlot, memoryview]:
+    """Return the slot of a host tensor, and its bytes.
+
+    Args:
+        tensor: The tensor.
+        number: See ``ValueSlot``.
+        max_bytes: Limit for its size when it is written out.
+        dtypes: The dtypes that the other side accepts.
+
+    Raises:
+        TypeError: Its dtype or layout cannot be sent, it has no data, or it is too large.
+    """
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in dtypes or tensor.layout is not torch.strided:
+        raise TypeError(f"a tensor of {tensor.dtype} ({tensor.layout}) does not leave the block's process")
+    if tensor.is_meta:
+        raise TypeError("a tensor on the meta device has no numbers that could leave the block's process")
+    if max_bytes is not None and tensor.nbytes > max_bytes:
+        raise TypeError(
+            f"a tensor of {tensor.nbytes:,} bytes, and {max_bytes:,} may leave the sandbox at once"
+        )
+    return ValueSlot(name, list(tensor.shape), number), flat_bytes(tensor.cpu()).numpy().data
+
+
+def slots_of(value: Any) -> tuple[list[ValueSlot], bool, list[bytes | memoryview]] | None:
+    """Return the slots of a tensor or a tuple of tensors, whether it is a tuple, and the tensors' bytes.
+
+    Returns None for other values, and for tuples that contain the same tensor twice, which ``serialization``
+    must encode.
+    """
+    parts = value if type(value) is tuple else (value,)
+    if len(set(map(id, parts))) < len(parts) or not all(map(_is_simple, parts)):
+        return None
+    pairs = list(map(slot_of, parts))
+    return [slot for slot, _ in pairs], parts is value, [body for _, body in pairs]
+
+
+def _is_simple(value: Any) -> bool:
+    return (
+        type(value) is torch.Tensor
+        and value.layout is torch.strided
+        and str(value.dtype).removeprefix("torch.") in DTYPES
+    )
+
+
+def packed_value(value: Any) -> tuple[list[ValueSlot] | None, bool, Sequence[Piece]]:
+    """Return the slots of a value, see ``Offer``, whether it is a tuple, and its bytes.
+
+    Objects that stay on this side are replaced by their names, see ``RowStore``.
+    """
+    return slots_of(value) or (None, False, encode_pieces(value, reference=RowsPlaceholder.reference))
+
+
+def unpacked_value(head: Offer, body: memoryview, resolve: Callable[[tuple[str, ...]], Any]) -> Any:
+    """Return the value of an offer; ``resolve`` returns the stand-in for an object of the other side."""
+    if head.slots is None:
+        return decode(bytearray(body), resolve=resolve)
+    found = list(map(Tensors(body).next, head.slots))
+    return tuple(found) if head.is_tuple else found[0]
+
+
+class Tensors:
+    """Makes tensors from the bytes behind a header.
+
+    Args:
+        body: Bytes that no other code writes to.
+        dtypes: The dtypes to accept.
+    """
+
+    def __init__(self, body: memoryview, dtypes: Mapping[str, torch.dtype] = DTYPES) -> None:
+        self._body = body
+        self._dtypes = dtypes
+
+    def rest(self) -> memoryview:
+        """Return the bytes behind the tensors."""
+        return self._body
+
+    def end(self) -> None:
+        """Check that no bytes are left.
+
+        Raises:
+            SandboxEndedError: There are bytes that belong to no tensor.
+        """
+        if self._body:
+            raise SandboxEndedError.broken("it sent bytes that nobody asked for")
+
+    def next(self, slot: ValueSlot) -> torch.Tensor:
+        """Return the next tensor.
+
+        Raises:
+            SandboxEndedError: The slot is invalid, or there are not enough bytes.
+        """
+        dtype = self._dtypes.get(slot.dtype)
+        if dtype is None or len(slot.shape) > _MAX_DIMS or any(size < 0 for size in slot.shape):
+            raise SandboxEndedError.broken("it sent a tensor that there cannot be")
+        num_bytes = math.prod(slot.shape) * dtype.itemsize
+        if num_bytes > len(self._body):
+            raise SandboxEndedError.broken("it sent a tensor without its bytes")
+        part, self._body = self._body[:num_bytes], self._body[num_bytes:]
+        if not num_bytes:
+            return torch.empty(slot.shape, dtype=dtype)
+        return torch.frombuffer(bytearray(part), dtype=torch.uint8).view(dtype).reshape(slot.shape)
