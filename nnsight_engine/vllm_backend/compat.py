@@ -215,7 +215,7 @@ def mark_step(scheduled: Any, *, is_single_tenant: bool, is_alone: bool) -> None
     Args:
         scheduled: The scheduler's output.
         is_single_tenant: Whether all requests in the scheduler belong to one tenant.
-        is_alone: Whether no other step is under way.
+        is_alone: Whether no other step with tokens is under way.
     """
     setattr(scheduled, _FACTS_ATTRIBUTE, (is_single_tenant, is_alone))
 

@@ -17,6 +17,7 @@ vLLM's. ``InterventionScheduler`` extends this class.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping
@@ -36,17 +37,17 @@ _SENDER_CHECK_S: Final = 0.5
 
 
 class _StartedStep(NamedTuple):
-    """A step that is running.
+    """A step under way.
 
     Attributes:
         moment: When its scheduling started, in seconds of ``time.perf_counter``.
         num_tokens: Number of tokens it computes.
-        shares: Tokens by tenant, see ``SenderUsage.charge``.
+        shares: Tokens by tenant, see ``SenderUsage.charge``; None if nobody is charged for it.
     """
 
     moment: float
     num_tokens: int
-    shares: Mapping[str, int]
+    shares: Mapping[str, int] | None
 
 
 class FairScheduler(Scheduler):
@@ -67,7 +68,7 @@ class FairScheduler(Scheduler):
         self.whole_step_tokens: int = self.max_num_scheduled_tokens
         self._checked_at = 0.0
         self._is_exclusive = self._was_empty = False
-        self._in_flight: deque[_StartedStep | None] = deque()
+        self._in_flight: deque[_StartedStep] = deque()
         self._busy_since: float | None = None
 
     def add_request(self, request: Request) -> None:
@@ -77,11 +78,11 @@ class FairScheduler(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step, for all requests or for those whose turn it is."""
+        began = time.perf_counter()
         if not self.sharing:
             output = self.schedule_all(*args, **kwargs)
-            self._in_flight.append(None)
+            self._in_flight.append(_StartedStep(began, output.total_num_scheduled_tokens, None))
             return output
-        began = time.perf_counter()
         self._is_exclusive = False
         if len(self.sharing) == 1 and len(self.running) <= self.max_num_running_reqs:
             output = self.schedule_all(*args, **kwargs)
@@ -92,10 +93,14 @@ class FairScheduler(Scheduler):
         # If light requests could not start for lack of blocks, the next step is for all again.
         self._was_empty = self._is_exclusive and not scheduled
         # The tenants are recorded now: a request that is aborted while the step runs is still charged for it.
-        self._in_flight.append(
-            _StartedStep(began, sum(scheduled.values()), self._shares(scheduled)) if scheduled else None
-        )
+        shares = self._shares(scheduled) if scheduled else None
+        self._in_flight.append(_StartedStep(began, output.total_num_scheduled_tokens, shares))
         return output
+
+    @property
+    def is_busy_elsewhere(self) -> bool:
+        """Whether a step with tokens is under way beside the one that was scheduled last."""
+        return any(step.num_tokens for step in itertools.islice(self._in_flight, len(self._in_flight) - 1))
 
     def schedule_all(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step for all requests that are in the queues."""
@@ -106,7 +111,7 @@ class FairScheduler(Scheduler):
     ) -> dict[int, EngineCoreOutputs]:
         """Process a step's results, and charge the step to its tenants."""
         started = self._in_flight.popleft()
-        if started is not None:
+        if started.shares is not None:
             moment = time.perf_counter()
             busy_since = started.moment if self._busy_since is None else self._busy_since
             # A step that was scheduled while another was under way has begun when that one ended.

@@ -142,7 +142,7 @@ class InterventionScheduler(FairScheduler):
             held = held.union(self._traced_in_flight())
         with self._without(held) if held else contextlib.nullcontext():
             output = super().schedule(*args, **kwargs)
-        mark_step(output, is_single_tenant=len(self.sharing) == 1, is_alone=len(self._in_flight) == 1)
+        mark_step(output, is_single_tenant=len(self.sharing) == 1, is_alone=not self.is_busy_elsewhere)
         self._unclean.note(output)
         return output
 

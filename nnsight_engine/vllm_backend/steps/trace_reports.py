@@ -49,7 +49,8 @@ class TraceReports:
         """End a step without tokens; return the reports of traces, None if there is nothing new.
 
         Args:
-            is_alone: Whether no other step is under way, so that there is time to wait briefly for blocks.
+            is_alone: Whether no other step with tokens is under way, so that there is time to wait for
+            blocks.
         """
         if not self.is_due:
             return None
