@@ -14,9 +14,6 @@ from tests.families.checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.e2e
 
-LEAST: tuple[EngineKind, ...] = (V1_SYNC, EngineKind("v2", is_async=True))
-"""Which kinds every change is tested with."""
-
 
 def generated(folder: Path, kinds: tuple[EngineKind, ...]) -> dict[EngineKind, dict[str, Any]]:
     """Return what engines of some kinds generate, by kind."""
@@ -43,9 +40,9 @@ def test_a_process_starts_engines_of_its_own_runner_only() -> None:
         pass
 
 
-@pytest.mark.parametrize("kinds", [LEAST, pytest.param(KINDS, marks=pytest.mark.heavy)], ids=["least", "all"])
-def test_vllm_generates_the_same_on_all_kinds(tmp_path: Path, kinds: tuple[EngineKind, ...]) -> None:
-    found = generated(tmp_path, kinds)
+@pytest.mark.heavy
+def test_vllm_generates_the_same_on_all_kinds(tmp_path: Path) -> None:
+    found = generated(tmp_path, KINDS)
     for kind, entry in found.items():
         assert entry["tokens"] == found[V1_SYNC]["tokens"], kind
         assert (entry["is_v2"], entry["is_async"]) == (kind.runner == "v2", kind.is_async)

@@ -2,50 +2,76 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e.check_process import report_of
-from tests.e2e.engine_kinds import KINDS, V1_SYNC, V2_SYNC, environment
+from tests.e2e.engine_kinds import KINDS, V1_SYNC, V2_SYNC, EngineKind, environment
 from tests.e2e.random_requests import MODEL
 from tests.e2e.same_answers import decoded, differences
 from tests.families.checkpoints import write_checkpoint
 
-pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
+pytestmark = pytest.mark.e2e
 
-Answers = list[dict[str, Any]]
+Answers = dict[str, list[dict[str, Any]]]
 SEED = 1
-SUPPORTED = [kind for kind in KINDS if kind.speculation is None]
-"""The kinds of engine on which this project runs."""
+LEAST = (EngineKind("v1", is_async=True), EngineKind("v2", is_async=True))
+"""Which kinds every change is tested with."""
+REST = [kind for kind in KINDS if kind.speculation is None and kind not in LEAST]
+"""The other kinds of engine on which this project runs."""
 REFERENCE = f"{V1_SYNC}:roomy"
-NAMES = [f"{kind}:tight" for kind in SUPPORTED]
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answers]:
-    """Return the answers of each engine, and see that the requests met what they are to meet."""
-    folder = tmp_path_factory.mktemp("random")
-    write_checkpoint("llama", folder / MODEL)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the model."""
+    path = tmp_path_factory.mktemp("random")
+    write_checkpoint("llama", path / MODEL)
+    return path
+
+
+def played(folder: Path, names: Sequence[str]) -> Answers:
+    """Return the answers of engines of one runner, and see that the requests met what they are to meet."""
+    first = V1_SYNC if names[0].startswith("v1") else V2_SYNC
+    report = report_of(
+        "tests.e2e.random_requests", folder, [str(SEED), *names], environment=environment(first)
+    )
     found = {}
-    for first in (V1_SYNC, V2_SYNC):
-        names = [name for name in [REFERENCE, *NAMES] if name.startswith(first.runner)]
-        if not names:
-            continue
-        arguments = [str(SEED), *names]
-        report = report_of("tests.e2e.random_requests", folder, arguments, environment=environment(first))
-        for name, counts in report.items():
-            found[name] = decoded((folder / name).read_bytes())
-            assert not [what for what in counts if what.startswith("left behind")], counts
-            assert counts["answered"] > len(found[name]) / 2, counts
-            assert (counts["preempted"] > 0) == name.endswith("tight"), counts
-            assert counts["left"], counts
-            assert counts["traced"], counts
+    for name, counts in report.items():
+        found[name] = decoded((folder / name).read_bytes())
+        assert not [what for what in counts if what.startswith("left behind")], counts
+        assert counts["answered"] > len(found[name]) / 2, counts
+        assert (counts["preempted"] > 0) == name.endswith("tight"), counts
+        assert counts["left"], counts
+        assert counts["traced"], counts
     return found
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_random_requests_are_answered_alike(answers: dict[str, Answers], name: str) -> None:
-    pairs = zip(answers[name], answers[REFERENCE], strict=True)
+@pytest.fixture(scope="module")
+def answers(folder: Path) -> Answers:
+    """Return the answers of the reference and of the kinds that every change is tested with."""
+    asynchronous, other = (f"{kind}:tight" for kind in LEAST)
+    return played(folder, [REFERENCE, asynchronous]) | played(folder, [other])
+
+
+def assert_alike(answers: Answers, reference: Answers, name: str) -> None:
+    pairs = zip(answers[name], reference[REFERENCE], strict=True)
     wrong = {index: differences(got, wanted)[:3] for index, (got, wanted) in enumerate(pairs)}
     assert not {index: found for index, found in wrong.items() if found}
+
+
+@pytest.mark.parametrize("kind", LEAST, ids=str)
+def test_random_requests_are_answered_alike(answers: Answers, kind: EngineKind) -> None:
+    assert_alike(answers, answers, f"{kind}:tight")
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("kind", REST, ids=str)
+def test_random_requests_are_answered_alike_on_other_kinds(
+    folder: Path, answers: Answers, kind: EngineKind
+) -> None:
+    name = f"{kind}:tight"
+    assert_alike(played(folder, [name]), answers, name)
