@@ -1,6 +1,6 @@
 """What this project gives to vLLM and needs from it: its own classes' names, limits, and supported options.
 
-Written for model runner V1. ``steps.vllm_names`` lists the names of vLLM on which this package depends.
+``steps.vllm_names`` lists the names of vLLM on which this package depends.
 """
 
 from __future__ import annotations

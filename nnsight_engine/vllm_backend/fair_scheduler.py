@@ -123,7 +123,7 @@ class FairScheduler(Scheduler):
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
         )
-        if not self.requests:
+        if not (self.requests or self._in_flight):
             self._busy_since = None
         return outputs
 

@@ -138,7 +138,7 @@ class InterventionScheduler(FairScheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step, without the requests that wait for their blocks and those of resting tenants."""
         held = self._waiting.union(self._all_throttled()) if self._throttled else self._waiting
-        if self._traced and self._in_flight:
+        if self._traced and self._in_flight and self.scheduler_config.async_scheduling:
             held = held.union(self._traced_in_flight())
         with self._without(held) if held else contextlib.nullcontext():
             output = super().schedule(*args, **kwargs)
@@ -152,10 +152,18 @@ class InterventionScheduler(FairScheduler):
         blocks = allocated if self.needs_kv_cache_zeroing else self._unclean.among(allocated)
         return blocks or None
 
-    def _traced_in_flight(self) -> list[str]:
-        """Return the traced requests of steps under way: their blocks decide about their next step."""
+    def _traced_in_flight(self) -> set[str]:
+        """Return the traced requests of steps under way, whose blocks decide about their next step.
+
+        The other requests of their traces are among them, so that they stay in the same steps.
+        """
         self._traced &= self.requests.keys()
-        return [one for one in self._traced if self.requests[one].num_in_flight_tokens]
+        found: set[str] = set()
+        for request in (self.requests[request_id] for request_id in self._traced):
+            if request.num_in_flight_tokens:
+                found.add(request.request_id)
+                found.update(self.group_members(request))
+        return found
 
     def _all_throttled(self) -> list[str]:
         """Return the requests of resting tenants, whose sandboxed code has delayed other tenants."""
@@ -251,12 +259,13 @@ class InterventionScheduler(FairScheduler):
     ) -> dict[int, EngineCoreOutputs]:
         """Process the step's results, and send them with the outputs that leave."""
         results = detach_results(model_runner_output)
-        if results is not None:
-            self._before_outputs(results)
+        spoiled = set() if results is None else self._before_outputs(results)
         self._outbox.absorb(results)
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
         )
+        if spoiled:  # an asynchronous scheduler publishes blocks as it processes the outputs
+            self.kv_cache_manager.evict_blocks(spoiled)
         if results is not None:
             self._note_blocks(results, scheduler_output.num_scheduled_tokens)
         if self._reports:
@@ -295,13 +304,15 @@ class InterventionScheduler(FairScheduler):
         self.running.remove(request)
         self._preempt_request(request, time.monotonic())
 
-    def _before_outputs(self, results: StepResults) -> None:
-        # A request's blocks can be listed only while it still holds them.
+    def _before_outputs(self, results: StepResults) -> set[int]:
+        """Evict the blocks of failed requests, and return them; later the requests may hold them no more."""
         self._fail_sharers(results.failures)
-        for request_id in results.failures:
-            self._uncache(request_id)
+        spoiled = {block for request_id in results.failures for block in self._blocks(request_id)}
+        if spoiled:
+            self.kv_cache_manager.evict_blocks(spoiled)
         for request_id, report in results.reports.items():
             self._reports.setdefault(request_id, []).append(report)
+        return spoiled
 
     def num_pending(self) -> int:
         """Return the number of requests with results waiting to be sent."""
@@ -333,9 +344,6 @@ class InterventionScheduler(FairScheduler):
         if request_id not in self.requests:
             return set()
         return {block for group in self.kv_cache_manager.get_block_ids(request_id) for block in group}
-
-    def _uncache(self, request_id: str) -> None:
-        self.kv_cache_manager.evict_blocks(self._blocks(request_id))
 
     def _attach(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         for client_outputs in outputs.values():

@@ -34,9 +34,9 @@ class StepCollection:
     """Collects the values of executed step plans.
 
     Args:
-        lens_logits: Final norm and unembedding of the model. arena: Destination of the values; None if they
-        are on the host already, and are delivered before the next
-            step overwrites them.
+        lens_logits: Final norm and unembedding of the model.
+        arena: Destination of the values; None if they are on the host already, and are delivered before the
+            next step overwrites them.
     """
 
     def __init__(self, lens_logits: LensLogits, arena: HostArena | None) -> None:

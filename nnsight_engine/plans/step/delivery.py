@@ -112,11 +112,15 @@ class StepDelivery:
                     self._read(read, None if read.mask is None else masks[read.mask], records)
                 except Exception as error:
                     logger.exception("a group of reads could not be delivered")
-                    failure = Failure("intervention_failed", f"results could not be collected: {error}")
                     for piece in read.slices:
-                        failures.setdefault(piece.request.request_id, failure)
+                        failures.setdefault(piece.request.request_id, _undelivered(error))
             for pattern, part in self.patterns:
-                record = _pattern_record(pattern, part, masks)
+                try:
+                    record = _pattern_record(pattern, part, masks)
+                except Exception as error:
+                    logger.exception("attention patterns could not be delivered")
+                    failures.setdefault(pattern.request.request_id, _undelivered(error))
+                    continue
                 if record is not None:
                     records[pattern.request.request_id].append(record)
         for request, active, mask in self.samples:
@@ -181,6 +185,13 @@ class RunDelivery:
 
     def results(self, sampled: SampledIds, order: dict[str, int]) -> StepResults:
         """Return the step, see ``Delivery``."""
+        try:
+            return self._results(sampled, order)
+        except Exception as error:
+            logger.exception("a step of a run could not be delivered")
+            return StepResults({}, {}, dict.fromkeys(self.run.plan.spans, _undelivered(error)))
+
+    def _results(self, sampled: SampledIds, order: dict[str, int]) -> StepResults:
         begin = time.monotonic()
         with self.copy.arrived():
             parts = [[host_view(part).tobytes() for part in group] for group in self.reads]
@@ -209,6 +220,10 @@ class RefusedDelivery:
         results = StepResults({}, {}, {}) if self.others is None else self.others.results(sampled, order)
         results.failures.update(self.failures)
         return results
+
+
+def _undelivered(error: Exception) -> Failure:
+    return Failure("intervention_failed", f"results could not be collected: {error}")
 
 
 def host_view(host: torch.Tensor) -> npt.NDArray[np.generic]:

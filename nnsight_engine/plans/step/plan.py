@@ -36,11 +36,13 @@ class Span:
     """A request's rows in one step.
 
     Attributes:
-        request: The request. row: First row in the step's tensors. num_rows: Number of rows. start: Absolute
-        position of the first row. token_ids: Ids of the request's tokens by absolute position, as far as the
-        host knows them. step_token_ids: Ids of the tokens of all rows of the step, on the device; None only
-        if the host knows all
-            ids of the span.
+        request: The request.
+        row: First row in the step's tensors.
+        num_rows: Number of rows.
+        start: Absolute position of the first row.
+        token_ids: Ids of the request's tokens by absolute position, as far as the host knows them.
+        step_token_ids: Ids of the tokens of all rows of the step, on the device; None only if the host knows
+            all ids of the span.
     """
 
     request: ActiveRequest

@@ -61,14 +61,19 @@ class TokenMasks:
         """
         mask = to_device(by_position(rule, positions, prompt_len), self._device)
         if rule.tokens is not None:
-            mask = mask & torch.isin(token_ids, self._set(rule.tokens))
+            mask = mask & self._is_among(token_ids, rule.tokens)
         if rule.exclude is not None:
             mask = mask & ~self.mask(rule.exclude, positions, token_ids, prompt_len)
         return mask
 
-    def _set(self, tokens: tuple[int, ...]) -> torch.Tensor:
+    def _is_among(self, token_ids: torch.Tensor, tokens: tuple[int, ...]) -> torch.Tensor:
+        """Return which ids are among the tokens; ``torch.isin`` waits for the device if these are many."""
+        if not tokens:
+            return torch.zeros_like(token_ids, dtype=torch.bool)
         found = self._sets.get(tokens)
         if found is None:
-            ids: npt.NDArray[np.int64] = np.asarray(tokens, np.int64)
+            ids: npt.NDArray[np.int64] = np.unique(np.asarray(tokens, np.int64))
             found = self._sets[tokens] = to_device(ids, self._device)
-        return found
+        ids_on_device = token_ids.to(torch.int64)
+        at = torch.searchsorted(found, ids_on_device).clamp_max(len(found) - 1)
+        return found[at] == ids_on_device

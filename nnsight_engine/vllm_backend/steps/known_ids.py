@@ -35,7 +35,9 @@ class KnownIds(dict[str, npt.NDArray[np.int32]]):
 
 def _ids_of(request: Any) -> npt.NDArray[np.int32]:
     # The V2 runner receives a preempted request as a new one, with the tokens that it had generated.
-    ids = request.prefill_token_ids or request.prompt_token_ids
-    if ids is None:  # a prompt of embeddings, to which no rule about tokens applies
-        return np.full(len(request.prompt_embeds), -1, np.int32)
-    return np.asarray(ids, np.int32)
+    ids = np.asarray(request.prefill_token_ids or request.prompt_token_ids or [], np.int32)
+    if request.prompt_token_ids is None and request.prompt_embeds is not None:
+        # No rule about tokens names a position of embeddings.
+        num_embeds = len(request.prompt_embeds)
+        ids = np.concatenate([np.full(num_embeds, -1, np.int32), ids[num_embeds:]])
+    return ids

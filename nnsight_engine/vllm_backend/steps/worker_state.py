@@ -238,7 +238,8 @@ class WorkerState:
             logger.exception("what a step has read could not be collected")
             for span in plan.spans.values():
                 span.request.fail("intervention_failed", f"results could not be collected: {error}")
-            plan.reads, plan.patterns, plan.copy = [], [], HostCopy([])
+            plan.reads, plan.patterns, plan.samples, plan.masks = [], [], [], []
+            plan.copy = HostCopy([])
             self._builder.forget()
 
     def leave(self, plan: StepPlan | None) -> Delivery | None:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import torch
-from typing_extensions import override
 from vllm.distributed import get_tp_group
 
 from nnsight_engine.core.tensor_bytes import flat_bytes
@@ -153,7 +152,6 @@ class RankTensors(Tensors):
         super().__init__(body, ALL_DTYPES)
         self._group = group
 
-    @override
     def next(self, slot: ValueSlot) -> torch.Tensor:
         """Return the next tensor; for one on the device all followers call this together."""
         if not slot.is_apart:

@@ -1,37 +1,39 @@
 """Blocks compute on one CPU thread; the number that other threads use stays as it is."""
 
+import json
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 
+_PROGRAM = """
+import json, os, threading, torch
+from nnsight_engine.interleaving.cpu_threads import compute_on_one_thread
 from nnsight_engine.interleaving.threads import Threads
 
-
-@pytest.fixture(autouse=True)
-def four_threads() -> Iterator[None]:
-    outside = torch.get_num_threads()
-    torch.set_num_threads(4)
-    yield
-    torch.set_num_threads(outside)
-
-
-def on_a_thread(job: Callable[[], Any]) -> Any:
-    results: list[Any] = []
+def on_a_thread(job):
+    results = []
     thread = threading.Thread(target=lambda: results.append(job()))
     thread.start()
     thread.join()
     return results[0]
 
+def started(limit):
+    limit()
+    before = set(os.listdir("/proc/self/task"))
+    KERNEL
+    return len(set(os.listdir("/proc/self/task")) - before)
 
-def test_a_block_has_one_thread_and_others_have_as_many_as_before() -> None:
-    assert Threads(30.0).run(torch.get_num_threads) == 1
-    assert torch.get_num_threads() == 4
-    assert on_a_thread(torch.get_num_threads) == 4
+torch.set_num_threads(4)
+print(json.dumps({
+    "limited": on_a_thread(lambda: started(compute_on_one_thread)),
+    "not limited": on_a_thread(lambda: started(torch.get_num_threads)),
+    "in a block": Threads(30.0).run(torch.get_num_threads),
+    "here": torch.get_num_threads(),
+    "on another thread": on_a_thread(torch.get_num_threads),
+}))
+"""
 
 
 @pytest.mark.parametrize(
@@ -42,27 +44,10 @@ def test_a_block_has_one_thread_and_others_have_as_many_as_before() -> None:
         pytest.param("torch.randn(10**6) + 1", id="parallel_for"),
     ],
 )
-def test_no_kernel_starts_threads(kernel: str) -> None:
-    """Threads that kernels start are counted in a process that has no other reason to start any."""
-    process = subprocess.run(
-        [sys.executable, "-c", _COUNT.format(kernel=kernel)], capture_output=True, text=True, check=True
-    )
-    assert process.stdout.split() == ["0", "1"]
-
-
-_COUNT = """
-import os, threading, torch
-from nnsight_engine.interleaving.cpu_threads import compute_on_one_thread
-
-def count(limit):
-    limit()
-    before = set(os.listdir("/proc/self/task"))
-    {kernel}
-    print(len(set(os.listdir("/proc/self/task")) - before))
-
-torch.set_num_threads(2)
-for limit in (compute_on_one_thread, torch.get_num_threads):
-    thread = threading.Thread(target=count, args=(limit,))
-    thread.start()
-    thread.join()
-"""
+def test_no_kernel_of_a_block_starts_threads(kernel: str) -> None:
+    """A process of its own has no other reason to start threads, and torch's own ``set_num_threads``."""
+    program = _PROGRAM.replace("KERNEL", kernel)
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    found: dict[str, Any] = json.loads(process.stdout)
+    assert found.pop("not limited") > 0
+    assert found == {"limited": 0, "in a block": 1, "here": 4, "on another thread": 4}
