@@ -14,6 +14,7 @@ from typing import Final
 
 import torch
 
+from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.plans.collect.results import (
     CollectedCapture,
     CollectedLens,
@@ -51,12 +52,14 @@ class Choice:
         logprobs: By generated token, the log-probabilities that came with it; empty without any.
         collected: What the interventions brought, None without any.
         prompt_logprobs: Each time that the request's came; the first of its choices has them.
+        failure: Error that the collector raised instead of results.
     """
 
     token_ids: list[int]
     logprobs: list[dict[int, float]]
     collected: CollectedResults | None
     prompt_logprobs: Sequence[PromptLogprobs] = ()
+    failure: InterventionError | None = None
 
 
 class Judge:
@@ -83,7 +86,9 @@ class Judge:
         found = comparison.tokens(len(ids), choice, greedy=sampling.get("temperature", 0.0) == 0.0)
         for given in choice.prompt_logprobs:
             found += comparison.prompt(ids, given, sampling.get("prompt_logprobs"))
-        if operations:
+        if choice.failure is not None:
+            found += comparison.overflow(choice.failure)
+        elif operations:
             assert choice.collected is not None
             found += comparison.results(choice.collected, len(ids), choice.token_ids)
         return found
@@ -135,6 +140,19 @@ class _Comparison:
             elif any(least - float(wanted[other]) > 2 * self._log_slack for other in others):
                 found.append(f"{list(others)} are not the likeliest at the prompt's {position}")
         return found[:3]
+
+    def overflow(self, failure: InterventionError) -> list[str]:
+        """Return that a failure is wrong, unless a capture in float16 has a number beyond it."""
+        largest = torch.finfo(torch.float16).max
+        for index, op in enumerate(self._operations):
+            if op["op"] != "capture" or op.get("dtype") != "float16" or failure.code != "not_finite":
+                continue
+            for point, rows in self._exact.seen[index].rows.items():
+                slack = self._row_bound(rows, self._rounded.seen[index].rows[point])
+                kept = reduced(rows, op.get("reduce", "none"))
+                if f"`{op['name']}`" in failure.message and float(kept.abs().max()) > largest - slack:
+                    return []
+        return [f"its results failed: {failure.code}, {failure.message}"]
 
     def results(self, collected: CollectedResults, prompt_len: int, token_ids: list[int]) -> list[str]:
         """Return what is wrong with the results and with where they say that they applied."""

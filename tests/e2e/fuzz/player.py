@@ -10,6 +10,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from api_schemas.errors import ApiError
 from nnsight_engine.core.dtypes import ITEM_BYTES
+from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.plans.collect.collector import RequestCollector
 from nnsight_engine.plans.collect.results import (
     CollectedCapture,
@@ -58,22 +59,27 @@ class _Gathered:
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)
     parts: list[CollectedResults] = dataclasses.field(default_factory=list)
+    failure: InterventionError | None = None
 
     def take(self, output: Any) -> None:
         self.token_ids += output.token_ids
         self.logprobs += [{t: e.logprob for t, e in step.items()} for step in output.logprobs or []]
-        if self.collector is None or self.collector.failure is not None:
+        if self.collector is None or self.collector.failure is not None or self.failure is not None:
             return
-        part = (
-            self.collector.take_final(self.token_ids)
-            if output.finish_reason is not None
-            else self.collector.take_part(len(self.token_ids))
-        )
+        try:
+            part = (
+                self.collector.take_final(self.token_ids)
+                if output.finish_reason is not None
+                else self.collector.take_part(len(self.token_ids))
+            )
+        except InterventionError as error:
+            self.failure = error
+            return
         self.parts += [] if part is None else [part]
 
     def choice(self) -> Choice:
         collected = _joined(self.parts) if self.collector is not None else None
-        return Choice(self.token_ids, self.logprobs, collected)
+        return Choice(self.token_ids, self.logprobs, collected, failure=self.failure)
 
 
 @dataclasses.dataclass(slots=True)
