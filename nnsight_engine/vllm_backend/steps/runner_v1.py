@@ -41,6 +41,7 @@ class V1Step(Step):
         self._batch = batch = runner.input_batch
         self._requests = runner.requests
         self._scheduled = scheduled.num_scheduled_tokens
+        self._cached = scheduled.scheduled_cached_reqs
         self._known = runner.known_ids if runner.use_async_scheduling else None
         super().__init__(
             batch.req_ids,
@@ -51,6 +52,15 @@ class V1Step(Step):
             is_repeatable=is_repeatable,
         )
 
+    @functools.cached_property
+    def _num_generated(self) -> dict[str, int]:
+        """Number of generated tokens of the requests of earlier steps, by the scheduler's count.
+
+        The runner of an early pipeline stage lacks the last token of a request that returns after a
+        preemption.
+        """
+        return dict(zip(self._cached.req_ids, self._cached.num_output_tokens, strict=True))
+
     def row_counts(self) -> npt.NDArray[np.integer]:
         """Return the number of rows of each request."""
         return np.fromiter(
@@ -59,7 +69,8 @@ class V1Step(Step):
 
     def is_sampled(self, rows: RequestRows) -> bool:
         """Return whether a token of the request is sampled, see ``Step``."""
-        return rows.start + rows.num_rows >= int(self._requests[rows.request_id].num_tokens)
+        num_prompt = int(self._requests[rows.request_id].num_prompt_tokens)
+        return rows.start + rows.num_rows >= num_prompt + self._num_generated.get(rows.request_id, 0)
 
     def known_ids(self, rows: RequestRows) -> npt.NDArray[np.int32]:
         """Return the ids of a request's tokens by absolute position."""

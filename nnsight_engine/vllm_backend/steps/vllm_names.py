@@ -131,7 +131,7 @@ _WORKER: Final = (
         "vllm.v1.worker.gpu_input_batch:InputBatch",
         read="generators num_computed_tokens_cpu num_reqs req_id_to_index req_ids token_ids_cpu",
     ),
-    _used("vllm.v1.worker.gpu_input_batch:CachedRequestState", read="num_tokens"),
+    _used("vllm.v1.worker.gpu_input_batch:CachedRequestState", read="num_prompt_tokens"),
     _used("vllm.v1.utils:CpuGpuBuffer", read="gpu np"),
     _used("vllm.forward_context", called={"get_forward_context": ""}),
     _used(
@@ -235,7 +235,7 @@ _SCHEDULER: Final = (
     ),
     _used(
         "vllm.v1.core.sched.output:CachedRequestData",
-        read="all_token_ids new_block_ids req_ids resumed_req_ids",
+        read="all_token_ids new_block_ids num_output_tokens req_ids resumed_req_ids",
     ),
     _used(
         "vllm.v1.core.sched.request_queue:RequestQueue",
