@@ -116,6 +116,13 @@ class Provenance(BaseModel):
     recomputed_tokens: int | None = Field(
         default=None, description="Number of tokens that were recomputed after a preemption."
     )
+    drafted_rows: int | None = Field(
+        default=None, description="Number of rows that were computed for drafts of speculative decoding."
+    )
+    refused_rows: int | None = Field(
+        default=None,
+        description="Number of drafted rows without results: their draft was refused or lies behind a stop.",
+    )
     tier: str = Field(description="`tap` if every step ran as usual, `eager` if some had to run uncompiled.")
 
 

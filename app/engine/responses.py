@@ -94,6 +94,8 @@ async def choice_json(
             "fingerprint": collected.fingerprint,
             "cached_tokens": collected.cached_tokens,
             "recomputed_tokens": collected.recomputed_tokens,
+            "drafted_rows": collected.drafted_rows,
+            "refused_rows": collected.refused_rows,
             "tier": collected.tier,
         }
     return answer

@@ -11,8 +11,11 @@ request's part is computed when it is needed.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from nnsight_engine.core.dtypes import LARGEST
 from nnsight_engine.core.errors import InterventionError
@@ -38,6 +41,15 @@ class StepRecord(msgspec.Struct, array_like=True):
     op: int
     positions: list[int]
     parts: list[bytes]
+
+
+def reduced_rows(rows: npt.NDArray[Any], reduce: str) -> npt.NDArray[Any]:
+    """Return the rows of a part of one request's record, ``[rows, …]``, reduced as the capture asks."""
+    if reduce == "mean":
+        # The buffer of a mean is float32, whatever dtype it is returned in.
+        total: npt.NDArray[Any] = rows.sum(axis=0, dtype=np.float32)
+        return total
+    return rows[-1] if reduce == "last" else rows
 
 
 def width_classes(op: PlannedOp, spec: ModelSpec) -> list[list[int]]:
@@ -85,6 +97,8 @@ class StepInfo(msgspec.Struct, array_like=True):
         recomputed_tokens: Positions computed again after a preemption.
         tier: ``tap`` while the compiled step sufficed, ``eager`` once a step ran with hooks.
         spent_s: The request's share of the seconds that all operations of its steps took.
+        drafted_rows: Rows that were computed for drafts.
+        refused_rows: Those of them whose draft was not accepted.
     """
 
     first_position: int
@@ -92,6 +106,8 @@ class StepInfo(msgspec.Struct, array_like=True):
     recomputed_tokens: int
     tier: str
     spent_s: float = 0.0
+    drafted_rows: int = 0
+    refused_rows: int = 0
 
 
 class Failure(msgspec.Struct, array_like=True):
@@ -159,6 +175,29 @@ class RunStep:
     opening: RunOpening | None = None
 
 
+class DraftedRows(NamedTuple):
+    """Rows of a step of a request that takes drafts, of which its results are given unreduced.
+
+    Attributes:
+        start: Position of the first row; an upper bound, as long as earlier drafts are not judged.
+        num_rows: Number of rows.
+        num_drafts: Number of the last of them whose tokens were drafts.
+    """
+
+    start: int
+    num_rows: int
+    num_drafts: int
+
+    def num_kept(self, num_tokens: int) -> int:
+        """Return the number of rows that count, if the step has yielded ``num_tokens`` tokens.
+
+        The first row that is no part of a prompt always counts: its token was yielded by an earlier step.
+        """
+        if not self.num_drafts:
+            return self.num_rows
+        return self.num_rows - self.num_drafts - 1 + max(1, num_tokens)
+
+
 @dataclasses.dataclass(slots=True)
 class StepResults:
     """Everything that one step produced, by vLLM's request id; attached to the model runner's output."""
@@ -168,6 +207,8 @@ class StepResults:
     failures: dict[str, Failure]
     run_step: RunStep | None = None
     """Replaces records and infos in a step of a run."""
+    drafted: dict[str, DraftedRows] = dataclasses.field(default_factory=dict)
+    """The rows of requests that take drafts."""
     ended: list[str] = dataclasses.field(default_factory=list)
     """Traced requests whose blocks failed or ended the request."""
     reports: dict[str, tuple[str, int, bytes | None, str]] = dataclasses.field(default_factory=dict)

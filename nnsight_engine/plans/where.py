@@ -8,6 +8,7 @@ steps may reuse a plan only if no token can change the result.
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -53,6 +54,14 @@ def generated_is_constant(rule: WhereRule, prompt_len: int, from_position: int) 
     if excluded is True:
         return False
     return named if excluded is False else None
+
+
+def names_generated_alike(rule: WhereRule, prompt_len: int) -> bool:
+    """Return whether the rule's result for a generated position depends on the token at most."""
+    by_token = msgspec.structs.replace(rule, tokens=None, exclude=None)
+    if _clause_is_constant(by_token, prompt_len, prompt_len) is None:
+        return False
+    return rule.exclude is None or names_generated_alike(rule.exclude, prompt_len)
 
 
 def may_generate(rule: WhereRule, prompt_len: int, num_positions: int) -> bool:

@@ -121,6 +121,7 @@ def check_supported(config: VllmConfig, *, traces_only: bool = False) -> None:
     """
     parallel = config.parallel_config
     has_stages = parallel.pipeline_parallel_size > 1
+    drafts = config.speculative_config
     refused = {
         "--pipeline-parallel-size": has_stages and not traces_only,
         "--tensor-parallel-size with --pipeline-parallel-size": (
@@ -131,7 +132,18 @@ def check_supported(config: VllmConfig, *, traces_only: bool = False) -> None:
             has_stages and Executor.get_class(config).__name__ == "RayDistributedExecutor"
         ),
         "--data-parallel-size": parallel.data_parallel_size > 1,
-        "--speculative-config": config.speculative_config is not None,
+        "--speculative-config with --pipeline-parallel-size": has_stages and drafts is not None,
+        # Its rows are not those of the scheduler's output.
+        "--speculative-config with ngram_gpu and VLLM_USE_V2_MODEL_RUNNER=0": (
+            drafts is not None and drafts.use_ngram_gpu() and not config.use_v2_model_runner
+        ),
+        "--speculative-config with extract_hidden_states": (
+            drafts is not None and drafts.method == "extract_hidden_states"
+        ),
+        # The device decides how many rows a request has.
+        "--speculative-config with enable_adaptive_verification": (
+            drafts is not None and drafts.enable_adaptive_verification
+        ),
         "--async-scheduling with --pipeline-parallel-size": (
             has_stages and bool(config.scheduler_config.async_scheduling)
         ),

@@ -262,8 +262,8 @@ def _sender(request: Request) -> str:
 
 
 def missing(request: Request) -> int:
-    """Return how many tokens of a request can be computed, including one that is being sampled."""
-    return int(request.num_tokens + request.num_output_placeholders - request.num_computed_tokens)
+    """Return how many tokens of a request can be computed, including drafts and one that is being sampled."""
+    return int(request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens)
 
 
 __all__ = ["FairScheduler", "missing"]

@@ -19,10 +19,11 @@ from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from nnsight_engine.plans.collect.outbox import Outbox
+from nnsight_engine.plans.drafts import takes_drafts
 from nnsight_engine.plans.records import Failure, StepResults
 from nnsight_engine.plans.request_plan import PLAN_KEY, RequestPlan
 from nnsight_engine.vllm_backend.compat import (
@@ -91,6 +92,11 @@ class InterventionScheduler(FairScheduler):
         self._owners: dict[str, str] = {}
         self._writers: set[str] = set()
         self._traced: set[str] = set()
+        self._undrafted: set[str] = set()
+        self._num_tokens: dict[str, int] = {}
+        drafts = self.vllm_config.speculative_config
+        self._num_draft_slots: int = 0 if drafts is None else drafts.max_num_new_slots_for_drafting
+        self._num_batched_tokens: int = self.scheduler_config.max_num_batched_tokens
         self._groups: dict[str, RequestGroup] = {}
         self._reports: dict[str, list[Report]] = {}
         self._waiting: frozenset[str] = frozenset()
@@ -108,6 +114,7 @@ class InterventionScheduler(FairScheduler):
         if brings(params, TRACE_KEY):
             self._unclean.watch(request.request_id)
             self._traced.add(request.request_id)
+            self._undrafted.add(request.request_id)
             self._gather(request)
         if entry is not None:
             entry["tensors"] = self.contents.acquire(request.request_id, entry["tensors"])
@@ -116,6 +123,8 @@ class InterventionScheduler(FairScheduler):
                 plan = entry["plan"] = RequestPlan.decode(plan)  # the workers receive it decoded
             self._outbox.open(request.request_id, plan, stops_outside=bool(params.stop))
             self._owners[request.request_id] = entry["key"]
+            if not takes_drafts(plan):
+                self._undrafted.add(request.request_id)
             if plan.fingerprint:
                 self._unclean.watch(request.request_id)
                 self._writers.add(request.request_id)
@@ -145,6 +154,38 @@ class InterventionScheduler(FairScheduler):
         mark_step(output, is_single_tenant=len(self.sharing) == 1, is_alone=not self.is_busy_elsewhere)
         self._unclean.note(output)
         return output
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        """Record that a step was scheduled, after removing drafts of requests that take none."""
+        if self.num_spec_tokens:
+            self._undrafted &= self.requests.keys()
+            drafts = scheduler_output.scheduled_spec_decode_tokens
+            for request_id in self._undrafted & drafts.keys():
+                num_drafts = len(drafts.pop(request_id))
+                scheduler_output.num_scheduled_tokens[request_id] -= num_drafts
+                scheduler_output.total_num_scheduled_tokens -= num_drafts
+        super()._update_after_schedule(scheduler_output)
+        self._drop_drafts()
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        """Take the drafts for the next step, but for requests that take none."""
+        super().update_draft_token_ids(draft_token_ids)
+        self._drop_drafts()
+
+    def _drop_drafts(self) -> None:
+        """Remove the drafts for the next step of requests that take none."""
+        for request_id in self._undrafted if self.num_spec_tokens else ():
+            if request_id in self.requests:
+                self.requests[request_id].spec_token_ids = []
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], **others: Any
+    ) -> tuple[list[int], bool]:
+        """Add tokens to a request, and record how many are left before a stop."""
+        kept, is_stopped = super()._update_request_with_output(request, new_token_ids, **others)
+        if self.num_spec_tokens:
+            self._num_tokens[request.request_id] = len(kept)
+        return kept, is_stopped
 
     def _get_new_block_ids_to_zero(self) -> list[int] | None:
         """Return the new blocks to zero before the step: all if the model needs it, else the unclean ones."""
@@ -204,7 +245,7 @@ class InterventionScheduler(FairScheduler):
 
         In addition to vLLM's own cases, this holds for a traced prompt that fits into one step.
         """
-        is_traced = request.request_id in self._traced and request.num_tokens <= self.whole_step_tokens
+        is_traced = request.request_id in self._traced and request.num_tokens <= self._longest_whole_prompt
         return is_traced or super().needs_single_step(request)
 
     def group_members(self, request: Request) -> Collection[str]:
@@ -230,17 +271,26 @@ class InterventionScheduler(FairScheduler):
         removed requests.
         """
         self._traced &= self.requests.keys()
-        limit = self.whole_step_tokens
+        limit = self._longest_whole_prompt
         left = self.max_num_scheduled_tokens - sum(missing(request) for request in self.running)
+        # A draft model needs rows of its own, for each request of the step.
+        spare = self._num_batched_tokens - self.max_num_scheduled_tokens
+        spare -= self._num_draft_slots * (len(self.running) + 1)
         waiting = list(self.waiting)
         for place, request in enumerate(waiting):
             needed = missing(request)
-            if request.request_id in self._traced and left < needed <= limit:
+            if request.request_id in self._traced and min(left, left + spare) < needed <= limit:
                 held = waiting[place:]
                 self.waiting.remove_requests(held)
                 return held
             left -= min(needed, left)
+            spare -= self._num_draft_slots
         return []
+
+    @property
+    def _longest_whole_prompt(self) -> int:
+        """Number of tokens of the longest prompt that fits into one step."""
+        return min(self.whole_step_tokens, self._num_batched_tokens - self._num_draft_slots)
 
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
@@ -260,10 +310,11 @@ class InterventionScheduler(FairScheduler):
         """Process the step's results, and send them with the outputs that leave."""
         results = detach_results(model_runner_output)
         spoiled = set() if results is None else self._before_outputs(results)
-        self._outbox.absorb(results)
+        self._num_tokens.clear()
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
         )
+        self._outbox.absorb(results, self._num_tokens)
         if spoiled:  # an asynchronous scheduler publishes blocks as it processes the outputs
             self.kv_cache_manager.evict_blocks(spoiled)
         if results is not None:

@@ -57,7 +57,7 @@ def draw(world: World, seed: int) -> list[Json]:
     return [
         request
         | {"arrives": min(request["arrives"], _LAST_ARRIVAL), "sampling": _greedy(request["sampling"])}
-        for request in [*crowd, crowd[0] | {"leaves": 9}, *found][:NUM_REQUESTS]
+        for request in [*crowd, crowd[0] | {"leaves": 3}, *found][:NUM_REQUESTS]
     ]
 
 
@@ -93,6 +93,8 @@ def play(kind: EngineKind, shape: str, model: Path, seed: int) -> tuple[list[Ans
         for request, answer in zip(requests, played, strict=True):
             counts[answer.error[0] if answer.error else "answered"] += 1
             counts["preempted"] += answer.recomputed > 0
+            counts["drafted rows"] += answer.drafted
+            counts["refused rows"] += answer.refused
             counts["left"] += "leaves" in request
             counts["traced"] += "trace" in request
             counts.update(operation["op"] for operation in request["interventions"])

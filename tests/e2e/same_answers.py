@@ -20,7 +20,19 @@ TOLERANCE: Final = 1e-4
 CHUNKED_TRACE: Final = "chunked_trace"
 ONE_STEP: Final = "needs the whole prompt in one step"
 """Errors of requests that need their prompt in one step, which not every engine computes so."""
-_OF_THE_STEPS: Final = frozenset({"cached_tokens", "recomputed_tokens", "recomputed", "cached", "tier"})
+_OF_THE_STEPS: Final = frozenset(
+    {
+        "cached_tokens",
+        "recomputed_tokens",
+        "drafted_rows",
+        "refused_rows",
+        "recomputed",
+        "cached",
+        "drafted",
+        "refused",
+        "tier",
+    }
+)
 """What is said about the steps, which differ between engines."""
 
 

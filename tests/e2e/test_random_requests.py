@@ -18,9 +18,14 @@ pytestmark = pytest.mark.e2e
 
 Answers = dict[str, list[dict[str, Any]]]
 SEED = 1
-LEAST = (EngineKind("v1", is_async=True), EngineKind("v2", is_async=True))
+LEAST = (
+    EngineKind("v1", is_async=True),
+    EngineKind("v1", is_async=False, speculation="ngram"),
+    EngineKind("v1", is_async=True, speculation="small_draft"),
+    EngineKind("v2", is_async=True, speculation="self_draft"),
+)
 """Which kinds every change is tested with."""
-REST = [kind for kind in KINDS if kind.speculation is None and kind not in LEAST]
+REST = [kind for kind in KINDS if kind not in LEAST]
 """The other kinds of engine on which this project runs."""
 REFERENCE = f"{V1_SYNC}:roomy"
 
@@ -47,14 +52,16 @@ def played(folder: Path, names: Sequence[str]) -> Answers:
         assert (counts["preempted"] > 0) == name.endswith("tight"), counts
         assert counts["left"], counts
         assert counts["traced"], counts
+        kind = EngineKind.named(name.split(":")[0])
+        assert (counts["drafted rows"] > counts["refused rows"]) == (kind.speculation is not None), counts
     return found
 
 
 @pytest.fixture(scope="module")
 def answers(folder: Path) -> Answers:
     """Return the answers of the reference and of the kinds that every change is tested with."""
-    asynchronous, other = (f"{kind}:tight" for kind in LEAST)
-    return played(folder, [REFERENCE, asynchronous]) | played(folder, [other])
+    *others, last = (f"{kind}:tight" for kind in LEAST)
+    return played(folder, [REFERENCE, *others]) | played(folder, [last])
 
 
 def assert_alike(answers: Answers, reference: Answers, name: str) -> None:

@@ -99,6 +99,8 @@ class RequestCollector:
             cached_tokens=max(info.first_position, 0),
             recomputed_tokens=info.recomputed_tokens,
             tier=info.tier,
+            drafted_rows=info.drafted_rows,
+            refused_rows=info.refused_rows,
         )
 
     def _checked_info(self, num_generated: int) -> StepInfo:

@@ -6,12 +6,22 @@ step of a run (``shared_run``) costs the same for any number of requests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import msgspec
 import numpy as np
 
 from nnsight_engine.plans.collect.shared_run import RunSlot, SharedRun
-from nnsight_engine.plans.records import Failure, Payload, RunStep, StepInfo, StepRecord, StepResults
+from nnsight_engine.plans.records import (
+    DraftedRows,
+    Failure,
+    Payload,
+    RunStep,
+    StepInfo,
+    StepRecord,
+    StepResults,
+    reduced_rows,
+)
 from nnsight_engine.plans.request_plan import PlannedOp, RequestPlan
 
 
@@ -46,13 +56,51 @@ class PendingResults:
     def absorb(self, records: Sequence[StepRecord], info: StepInfo | None, failure: Failure | None) -> None:
         """Add the records of one step."""
         for record in records:
-            op = self._plan.ops[record.op]
-            if op.reduce == "none":
-                self._records.append(record)
-            else:
-                self._fold(op, record)
+            self._add(record)
         self._info = info or self._info
         self._failure = failure or self._failure
+
+    def absorb_drafted(
+        self, records: Sequence[StepRecord], info: StepInfo, rows: DraftedRows, num_tokens: int
+    ) -> None:
+        """Add the records of one step of a request that takes drafts.
+
+        Args:
+            records: Its records, unreduced; their positions begin at ``rows.start``.
+            info: The worker's progress, whose positions are bounds.
+            rows: The rows of the step.
+            num_tokens: Number of tokens that the step has yielded.
+        """
+        before = StepInfo(rows.start, rows.start, 0, info.tier) if self._info is None else self._info
+        end, num_kept = before.end_position, rows.num_kept(num_tokens)
+        # Rows follow those of the last step, unless they are computed again.
+        start = min(rows.start, end)
+        stop = start + num_kept
+        for record in records:
+            positions = np.asarray(record.positions, np.int64) - (rows.start - start)
+            chosen = slice(*np.searchsorted(positions, (end, stop)))
+            if chosen.start < chosen.stop:
+                op = self._plan.ops[record.op]
+                parts = record.parts
+                if not op.captures_patterns:  # of a prompt's positions, of which none is left out
+                    parts = [_chosen(op, part, len(positions), chosen) for part in parts]
+                self._add(StepRecord(record.op, positions[chosen].tolist(), parts))
+        self._info = StepInfo(
+            before.first_position,
+            max(end, stop),
+            before.recomputed_tokens + max(0, min(end, stop) - start),
+            info.tier,
+            info.spent_s,
+            before.drafted_rows + rows.num_drafts,
+            before.refused_rows + rows.num_rows - num_kept,
+        )
+
+    def _add(self, record: StepRecord) -> None:
+        op = self._plan.ops[record.op]
+        if op.reduce == "none":
+            self._records.append(record)
+        else:
+            self._fold(op, record)
 
     def _fold(self, op: PlannedOp, record: StepRecord) -> None:
         held = self._reduced.get(record.op)
@@ -95,7 +143,7 @@ class PendingResults:
         for slot in self._slots:
             self._add_from_run(slot.op, positions, slot.rows.of(slot.row, self._num_collected))
         spent_s = info.spent_s + self._plan.num_points * (run.point_s - self._collected_s)
-        self._info = StepInfo(info.first_position, end_position, info.recomputed_tokens, info.tier, spent_s)
+        self._info = msgspec.structs.replace(info, end_position=end_position, spent_s=spent_s)
         self._num_collected, self._collected_s = run.num_steps, run.point_s
 
     def _add_from_run(self, op: int, positions: list[int], parts: list[bytes]) -> None:
@@ -164,8 +212,13 @@ class Outbox:
             self._run = None  # no next step would end the run of an idle engine
         return is_expected
 
-    def absorb(self, results: StepResults | None) -> None:
-        """Add the results of a step, or None for a step without interventions."""
+    def absorb(self, results: StepResults | None, num_tokens: Mapping[str, int] | None = None) -> None:
+        """Add the results of a step, or None for a step without interventions.
+
+        Args:
+            results: The results.
+            num_tokens: Number of tokens that the step has yielded for each request.
+        """
         step = None if results is None else results.run_step
         if step is None or step.opening is not None:
             self._end_run()
@@ -175,8 +228,14 @@ class Outbox:
             return
         for request_id, info in results.infos.items():
             pending = self._pending.get(request_id)
-            if pending is not None:
-                pending.absorb(results.records.get(request_id, ()), info, None)
+            if pending is None:
+                continue
+            records = results.records.get(request_id, ())
+            rows = results.drafted.get(request_id)
+            if rows is None:
+                pending.absorb(records, info, None)
+            else:
+                pending.absorb_drafted(records, info, rows, (num_tokens or {}).get(request_id, 0))
         for request_id, failure in results.failures.items():
             pending = self._pending.get(request_id)
             if pending is not None:
@@ -205,3 +264,11 @@ class Outbox:
         for request_id in () if run is None else run.slots:
             if request_id in self._pending:
                 self._pending[request_id].leave()
+
+
+def _chosen(op: PlannedOp, part: bytes, num_rows: int, chosen: slice) -> bytes:
+    """Return some rows of a part, reduced as the operation asks."""
+    # Only the sum of a mean, whose parts are float32, has to know more than the size of a row.
+    dtype = np.float32 if op.reduce == "mean" else np.uint8
+    rows = np.frombuffer(part, dtype).reshape(num_rows, -1)[chosen]
+    return reduced_rows(rows, op.reduce).tobytes()

@@ -110,6 +110,8 @@ class CollectedResults:
         cached_tokens: Prompt tokens whose keys and values came from the prefix cache.
         recomputed_tokens: Positions computed more than once, after a preemption.
         tier: How the steps ran, ``tap`` or ``eager``.
+        drafted_rows: Rows computed for drafts of speculative decoding.
+        refused_rows: Those of them that do not count, since their draft was refused, or lies behind a stop.
     """
 
     results: Sequence[CollectedCapture | CollectedProbe | CollectedLens | CollectedTrace]
@@ -120,3 +122,5 @@ class CollectedResults:
     cached_tokens: int = 0
     recomputed_tokens: int = 0
     tier: str = ""
+    drafted_rows: int = 0
+    refused_rows: int = 0

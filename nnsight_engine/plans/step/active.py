@@ -16,6 +16,7 @@ import torch
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.core.tap_choice import tap_of
 from nnsight_engine.core.tensor_bytes import tensor_from_bytes
+from nnsight_engine.plans.drafts import takes_drafts
 from nnsight_engine.plans.records import Failure, StepInfo
 from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, PlannedSite, RequestPlan, TensorData
 from nnsight_engine.plans.step.context import StepContext
@@ -77,6 +78,10 @@ class ActiveRequest:
     here when the run is settled. ``failed`` holds the ids of all live requests that have failed, this one
     included; the set is shared by all requests of a registrar. ``delivery_s`` belongs to the thread that
     delivers results, everything else to the thread that runs steps.
+
+    A request that takes drafts (``plans.drafts``) may have fewer accepted rows than the worker knows of:
+    ``end_position`` is a lower bound then, which moves by the rows that are no drafts. ``charged_position``
+    is where rows begin whose captures have not been charged.
     """
 
     request_id: str
@@ -84,6 +89,8 @@ class ActiveRequest:
     ops: list[ActiveOp]
     bank_keys: list[BankKey]
     steady: bool
+    takes_drafts: bool = False
+    charged_position: int = 0
     first_position: int = -1
     end_position: int = 0
     recomputed_tokens: int = 0
@@ -101,11 +108,14 @@ class ActiveRequest:
         spent_s = self.spent_s + self.delivery_s
         return StepInfo(self.first_position, self.end_position, self.recomputed_tokens, self.tier, spent_s)
 
-    def advance(self, start: int, stop: int) -> None:
-        """Record that positions from ``start`` to ``stop`` were computed."""
+    def advance(self, start: int, stop: int, num_drafts: int = 0) -> None:
+        """Record that positions from ``start`` to ``stop`` were computed, the last of them for drafts."""
         if self.first_position < 0:
             self.first_position = start
             self.end_position = start
+        stop -= num_drafts
+        if self.takes_drafts and start > self.end_position:
+            start, stop = self.end_position, stop - (start - self.end_position)
         self.recomputed_tokens += max(0, min(self.end_position, stop) - start)
         self.end_position = max(self.end_position, stop)
 
@@ -185,7 +195,16 @@ class Registrar:
             self.bank.release(bank_keys)
             raise
         steady = all(_is_steady(op, plan.prompt_len) for op in ops)
-        return ActiveRequest(request_id, plan, ops, bank_keys, steady, failed=self.failed)
+        return ActiveRequest(
+            request_id,
+            plan,
+            ops,
+            bank_keys,
+            steady,
+            takes_drafts=self._context.is_speculative and takes_drafts(plan),
+            charged_position=plan.prompt_len,
+            failed=self.failed,
+        )
 
     def forget(self, request: ActiveRequest) -> None:
         """Release the request's vectors."""

@@ -66,7 +66,7 @@ class StepBuilder:
             last.reset()
             last.spans = {span.request.request_id: span for span in spans}
             for span in spans:
-                self._reserve(span, last.reserved[span.request.request_id])
+                self._reserve(span, last.reserved[span.request.request_id], self._charge_accepted(span))
             return last
         by_id = {span.request.request_id: span for span in spans}
         plan = StepPlan(by_id, KernelFactory(self._context.device))
@@ -100,24 +100,57 @@ class StepBuilder:
                 continue
             if active.keys[0] == SAMPLES:
                 # Sampled ids exist only after the forward pass; no other point shares their operation.
-                if offsets[-1] == span.num_rows - 1:
+                steps = offsets[offsets >= span.num_certain - 1] - (span.num_certain - 1)
+                if len(steps):
                     own = None if mask is None else plan.add_mask(mask[-1:])
-                    plan.samples.append(PlannedSample(span.request, active, own))
+                    plan.samples.append(PlannedSample(span.request, active, own, tuple(steps.tolist())))
                 continue
             numbers = tuple(stages[key] for key in active.keys)
             for key in active.keys:
                 stages[key] += 1
             work.append(OperationRows(span, active, offsets, numbers, offsets + span.row, mask))
-            self._context.count_rows(reserved, active.op, len(offsets))
+            self._count(reserved, span, active, offsets)
         new = self._new_reductions(span.request, work)
         is_planned = not patterns or self._patterns.plan(plan, span, patterns)
-        if is_planned and self._reserve(span, reserved, sum(new.values())):
+        once = sum(new.values()) + self._charge_accepted(span)
+        if is_planned and self._reserve(span, reserved, once):
             span.request.reductions.update(new)
             plan.reserved[span.request.request_id] = reserved
             return work
         plan.reserved[span.request.request_id] = StepBytes()
         # Its writes go on: others may already share the keys and values of this very step.
         return [item for item in work if not item.active.op.reads]
+
+    def _count(self, reserved: StepBytes, span: Span, active: ActiveOp, offsets: RowArray) -> None:
+        """Add the bytes of an operation's rows; those of drafts are in use during the step."""
+        num_certain = int(np.searchsorted(offsets, span.num_certain))
+        self._context.count_rows(reserved, active.op, num_certain)
+        if num_certain < len(offsets):
+            drafted = StepBytes()
+            self._context.count_rows(drafted, active.op, len(offsets) - num_certain)
+            reserved.scratch += drafted.kept + drafted.scratch
+
+    def _charge_accepted(self, span: Span) -> int:
+        """Return the bytes of rows that were accepted since the last step, where they were drafts.
+
+        The number is negative if more rows were charged than have been accepted.
+        """
+        request = span.request
+        certain = span.start + span.num_certain
+        if not request.takes_drafts or certain <= request.plan.prompt_len:
+            return 0
+        num_own = max(0, certain - max(span.start, request.end_position, request.plan.prompt_len))
+        # Several rows are those of a prompt, perhaps computed again: what came after them stays charged.
+        until = certain if span.num_certain == 1 else max(certain, request.charged_position)
+        num_accepted = until - request.charged_position - num_own
+        request.charged_position = until
+        if not num_accepted:
+            return 0
+        accepted = StepBytes()
+        for active in request.ops:
+            if active.constant is not False and active.op.reads and active.keys[0] != SAMPLES:
+                self._context.count_rows(accepted, active.op, 1)
+        return num_accepted * accepted.kept
 
     def _mask(self, span: Span, active: ActiveOp, offsets: RowArray) -> torch.Tensor:
         """Return which rows of a span an operation's rule names."""

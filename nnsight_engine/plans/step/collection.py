@@ -93,9 +93,9 @@ def step_delivery(plan: StepPlan) -> StepDelivery:
     participants = {}
     for request_id, span in plan.spans.items():
         request = span.request
-        request.advance(span.start, span.stop)
+        request.advance(span.start, span.stop, span.num_drafts)
         participants[request_id] = Participant(
-            request, span.start, span.stop, request.info(), request.failure
+            request, span.start, span.stop, span.num_drafts, request.info(), request.failure
         )
     return StepDelivery(
         copy,

@@ -24,6 +24,7 @@ class StepContext:
         device: The model's device.
         ledger: Counts captured bytes before they are allocated.
         form_of: Returns a layer's form of attention, for patterns.
+        is_speculative: Whether steps may have drafts.
     """
 
     spec: ModelSpec
@@ -31,6 +32,7 @@ class StepContext:
     device: torch.device
     ledger: ByteLedger
     form_of: FormOf
+    is_speculative: bool = False
 
     def row_bytes(self, op: PlannedOp) -> int:
         """Return the bytes of one row of a capture, at all its sites."""

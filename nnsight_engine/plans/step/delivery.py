@@ -11,14 +11,23 @@ import dataclasses
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from nnsight_engine.plans.records import Failure, RunOpening, RunStep, StepInfo, StepRecord, StepResults
+from nnsight_engine.plans.records import (
+    DraftedRows,
+    Failure,
+    RunOpening,
+    RunStep,
+    StepInfo,
+    StepRecord,
+    StepResults,
+    reduced_rows,
+)
 from nnsight_engine.plans.step.active import ActiveRequest
 from nnsight_engine.plans.step.host_arena import HostCopy
 from nnsight_engine.plans.step.plan import PatternRead, PlannedSample, ReadSlice
@@ -50,6 +59,7 @@ class Participant:
         request: The request.
         start: Position of its first row in the step.
         stop: One past the position of its last row.
+        num_drafts: Number of its last rows whose tokens are drafts.
         info: Its progress after the step.
         failure: Reason for its failure, or None.
     """
@@ -57,6 +67,7 @@ class Participant:
     request: ActiveRequest
     start: int
     stop: int
+    num_drafts: int
     info: StepInfo
     failure: Failure | None
 
@@ -103,13 +114,22 @@ class StepDelivery:
     def results(self, sampled: SampledIds, order: dict[str, int]) -> StepResults:
         """Return the records of every request, see ``Delivery``."""
         begin = time.monotonic()
+        drafted = {
+            request_id: DraftedRows(one.start, one.stop - one.start, one.num_drafts)
+            for request_id, one in self.participants.items()
+            if one.request.takes_drafts
+        }
+        num_kept = {
+            request_id: rows.num_kept(len(sampled[order[request_id]]) if sampled else 0)
+            for request_id, rows in drafted.items()
+        }
         records: dict[str, list[StepRecord]] = defaultdict(list)
         failures = {key: one.failure for key, one in self.participants.items() if one.failure is not None}
         with self.copy.arrived():
             masks = [host_view(mask).astype(np.bool_) for mask in self.masks]
             for read in self.reads:
                 try:
-                    self._read(read, None if read.mask is None else masks[read.mask], records)
+                    self._read(read, None if read.mask is None else masks[read.mask], num_kept, records)
                 except Exception as error:
                     logger.exception("a group of reads could not be delivered")
                     for piece in read.slices:
@@ -123,35 +143,46 @@ class StepDelivery:
                     continue
                 if record is not None:
                     records[pattern.request.request_id].append(record)
-        for request, active, mask in self.samples:
+        for request, active, mask, steps in self.samples:
             ids = sampled[order[request.request_id]] if sampled else []
-            if ids and (mask is None or masks[mask][0]):
-                position = self.participants[request.request_id].stop - 1
-                data = np.asarray(ids[:1], np.int64).tobytes()
-                records[request.request_id].append(StepRecord(active.index, [position], [data]))
+            own = [step for step in steps if step < len(ids)]
+            if own and (mask is None or masks[mask][0]):
+                one = self.participants[request.request_id]
+                first = one.stop - 1 - one.num_drafts
+                data = np.asarray([ids[step] for step in own], np.int64).tobytes()
+                positions = [first + step for step in own]
+                records[request.request_id].append(StepRecord(active.index, positions, [data]))
         for request_id in failures:
             records.pop(request_id, None)
         self._share_time(time.monotonic() - begin)
         infos = {request_id: one.info for request_id, one in self.participants.items()}
-        return StepResults(dict(records), infos, failures)
+        return StepResults(dict(records), infos, failures, drafted=drafted)
 
     def _read(
-        self, read: ReadRows, mask: npt.NDArray[np.bool_] | None, records: dict[str, list[StepRecord]]
+        self,
+        read: ReadRows,
+        mask: npt.NDArray[np.bool_] | None,
+        num_kept: Mapping[str, int],
+        records: dict[str, list[StepRecord]],
     ) -> None:
         views = [host_view(part) for part in read.parts]
         for piece in read.slices:
+            request_id = piece.request.request_id
             own = [view[piece.start : piece.stop] for view in views]
-            positions = piece.offsets + self.participants[piece.request.request_id].start
-            reduce = piece.active.op.reduce
-            if mask is not None:
-                named = np.flatnonzero(mask[piece.start : piece.stop])
-                if reduce == "last":
-                    named = named[-1:]
-                if not len(named):
+            positions = piece.offsets + self.participants[request_id].start
+            # Rows that are reduced here cannot be taken out again.
+            reduce = "none" if request_id in num_kept else piece.active.op.reduce
+            named = None if mask is None else mask[piece.start : piece.stop]
+            if request_id in num_kept:
+                is_kept = piece.offsets < num_kept[request_id]
+                named = is_kept if named is None else named & is_kept
+            if named is not None:
+                rows = np.flatnonzero(named)[-1:] if reduce == "last" else np.flatnonzero(named)
+                if not len(rows):
                     continue
-                own, positions = [rows[named] for rows in own], positions[named]
-            data = [_reduced(rows, reduce) for rows in own]
-            records[piece.request.request_id].append(StepRecord(piece.active.index, positions.tolist(), data))
+                own, positions = [part[rows] for part in own], positions[rows]
+            data = [reduced_rows(part, reduce).tobytes() for part in own]
+            records[request_id].append(StepRecord(piece.active.index, positions.tolist(), data))
 
     def _share_time(self, seconds: float) -> None:
         """Divide the time that delivering has taken among the requests, by rows times points."""
@@ -248,14 +279,3 @@ def _pattern_record(
         positions = [positions[row] for row in named]
         view = view[:, named, :, : positions[-1] + 1]
     return StepRecord(pattern.active.index, positions, [view.tobytes()])
-
-
-def _reduced(rows: npt.NDArray[Any], reduce: str) -> bytes:
-    """Return the content of one request's rows of a part, ``[rows, sites, …]``, reduced as requested."""
-    if reduce == "mean":
-        # The buffer of a mean is float32, whatever dtype it is returned in.
-        rows = rows.sum(axis=0, dtype=np.float32)
-    elif reduce == "last":
-        rows = rows[-1]
-    data: bytes = rows.tobytes()
-    return data

@@ -80,8 +80,9 @@ def named_offsets(span: Span, active: ActiveOp) -> tuple[RowArray, bool]:
             is_masked = bool((may & ~must_match(active.op.where, unknown, plan.prompt_len)).any())
             named = np.concatenate([named, may])
     offsets: RowArray = np.flatnonzero(named) + (first - span.start)
-    # A `last` reduction keeps the last named row only.
-    is_last = active.op.reduce == "last" and not is_masked
+    # A `last` reduction keeps the last named row only. Of drafts, any may be the last that is accepted.
+    is_open = bool(span.num_drafts) and not active.op.captures_patterns
+    is_last = active.op.reduce == "last" and not (is_masked or is_open)
     return offsets[-1:] if is_last else offsets, is_masked
 
 
@@ -102,7 +103,8 @@ def number_logits_rows(plan: StepPlan, work: list[OperationRows]) -> None:
             # A mean is taken over all named rows, including those where no token is sampled.
             needed[item.span.request.request_id].append(item.rows)
     for item in at_logits:
-        wanted = [np.array([item.span.row + item.span.num_rows - 1], np.int64)]
+        stop = item.span.row + item.span.num_rows
+        wanted = [np.arange(stop - 1 - item.span.num_drafts, stop, dtype=np.int64)]
         wanted += needed[item.span.request.request_id]
         kept = np.isin(item.rows, np.concatenate(wanted))
         item.logits_rows, item.logits_offsets = item.rows[kept], item.offsets[kept]

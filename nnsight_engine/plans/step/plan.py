@@ -43,6 +43,7 @@ class Span:
         token_ids: Ids of the request's tokens by absolute position, as far as the host knows them.
         step_token_ids: Ids of the tokens of all rows of the step, on the device; None only if the host knows
             all ids of the span.
+        num_drafts: Number of its last rows whose tokens are drafts.
     """
 
     request: ActiveRequest
@@ -51,11 +52,17 @@ class Span:
     start: int
     token_ids: npt.NDArray[np.int32]
     step_token_ids: torch.Tensor | None = None
+    num_drafts: int = 0
 
     @property
     def stop(self) -> int:
         """One past the absolute position of the last row."""
         return self.start + self.num_rows
+
+    @property
+    def num_certain(self) -> int:
+        """Number of its rows that are no drafts."""
+        return self.num_rows - self.num_drafts
 
 
 @dataclasses.dataclass(slots=True)
@@ -147,11 +154,16 @@ class PatternRead:
 
 
 class PlannedSample(NamedTuple):
-    """A capture of the id that is sampled for a request; ``mask`` as above."""
+    """A capture of ids that are sampled for a request; ``mask`` as above.
+
+    ``steps`` are their indices among the ids that the step yields for the request, of which there are several
+    if drafts are accepted.
+    """
 
     request: ActiveRequest
     active: ActiveOp
     mask: int | None = None
+    steps: tuple[int, ...] = (0,)
 
 
 @dataclasses.dataclass(slots=True)

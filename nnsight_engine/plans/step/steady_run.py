@@ -102,6 +102,7 @@ class SteadyRun:
         for request_id, span in self.plan.spans.items() if num_steps else ():
             request = span.request
             request.end_position += done
+            request.charged_position += num_steps
             request.spent_s += (self.point_s + self.delivery_point_s) * request.plan.num_points
             span.start += num_steps
             self._ledger.assign(request_id, num_steps * self.plan.reserved[request_id].kept)

@@ -23,6 +23,7 @@ from nnsight_engine.core.engine_counts import EngineCounts
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.tap_choice import NO_TAPS, chosen_taps
 from nnsight_engine.plans.request_plan import PLAN_KEY
+from nnsight_engine.plans.step.host_arena import to_device
 from nnsight_engine.plans.step.plan import StepPlan
 from nnsight_engine.vllm_backend.compat import EngineLimits, brings, describe_model, is_single_tenant
 from nnsight_engine.vllm_backend.families import resolve_points
@@ -39,6 +40,9 @@ from nnsight_engine.vllm_backend.traces.placement import traces_of_worker
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
 from nnsight_engine.vllm_backend.traces.step_facts import StepFacts
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
+
+ModelOutput = torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]
+"""Hidden states, with those of inner layers where a draft model reads them."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -65,6 +69,7 @@ class StepHandler:
         taps: The numbers of the taps that are installed.
         graphs: Chooses the kind of CUDA graph of each step.
         counts: Counts of steps by tier, and of sandbox events.
+        step: The running step; None if no live request intervenes.
     """
 
     def __init__(self, load: Callable[[], nn.Module], config: VllmConfig, device: torch.device) -> None:
@@ -92,8 +97,10 @@ class StepHandler:
             max_request_bytes=limits.max_capture_bytes_per_request,
             max_engine_bytes=limits.max_capture_bytes_engine,
             is_asynchronous=bool(config.scheduler_config.async_scheduling),
+            is_speculative=config.speculative_config is not None,
         )
         self._running: RunningStep | None = None
+        self.step: Step | None = None
         self._spent_s = 0.0
 
     @property
@@ -149,7 +156,7 @@ class StepHandler:
         finished = scheduled.finished_req_ids
         planned, traced = _arrived(scheduled, PLAN_KEY), _arrived(scheduled, TRACE_KEY)
         self.interventions.begin(planned, finished)
-        self._running = None
+        self._running = self.step = None
         if traced or self.reports.is_due:
             self.traces.begin(self._facts(scheduled, traced, due_prompt_logprobs))
         arrived = (name for name, _ in (*planned, *traced))
@@ -183,12 +190,12 @@ class StepHandler:
         """Whether no live request intervenes."""
         return self.interventions.idle and self.traces.idle
 
-    def plain_forward(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def plain_forward(self, run: Callable[[], ModelOutput]) -> ModelOutput:
         """Run the model for a step without interventions."""
         self.counts.steps["plain"] += 1
         return run()
 
-    def forward(self, step: Step, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def forward(self, step: Step, run: Callable[[], ModelOutput]) -> ModelOutput:
         """Run the model within its forward context, with the step's interventions.
 
         Args:
@@ -196,8 +203,10 @@ class StepHandler:
             run: Runs the model.
 
         Returns:
-            The model's output; hidden states ``[rows, hidden]`` on the last pipeline stage.
+            The model's output; on the last pipeline stage hidden states ``[rows, hidden]``, alone or before
+            those that a draft model reads.
         """
+        self.step = step
         plan = None if self.interventions.idle else self._timed_plan(step)
         traced = not self.traces.idle and self._begin_traced_step(step)
         if plan is None and not traced:
@@ -212,12 +221,13 @@ class StepHandler:
                 points = self.interventions.points
                 stack.enter_context(hooked(points, plan, tap_step.is_models_own))
                 stack.enter_context(untapped(points.layers, points.family.hidden_index, missing, tap_step))
-            hidden = self._traced_forward(step, run, context) if traced else run()
+            output = self._traced_forward(step, run, context) if traced else run()
         self._note_tier(plan, is_uncompiled=context.skip_compiled)
         if plan is not None:
+            hidden = output[0] if isinstance(output, tuple) else output
             self.interventions.on_hidden(plan, hidden)
             self._running = RunningStep(step, plan, hidden)
-        return hidden
+        return output
 
     def _timed_plan(self, step: Step) -> StepPlan | None:
         begin = time.monotonic()
@@ -247,7 +257,7 @@ class StepHandler:
         if plan is not None and is_uncompiled:
             plan.record_uncompiled()
 
-    def _traced_forward(self, step: Step, run: Callable[[], torch.Tensor], context: Any) -> torch.Tensor:
+    def _traced_forward(self, step: Step, run: Callable[[], ModelOutput], context: Any) -> ModelOutput:
         """Run the model with blocks; again uncompiled if the blocks request more than the taps provide."""
         traces = self.traces
         if isinstance(traces, WorkerTraces) and traces.by_taps and step.is_repeatable:
@@ -264,18 +274,32 @@ class StepHandler:
         """Run the operations at the logits, and return the logits from which tokens are to be sampled.
 
         Args:
-            logits: ``[requests, vocabulary]``; None on a rank without logits, whose results are not used.
+            logits: ``[requests + drafts, vocabulary]``; None on a rank without logits, whose results are not
+                used.
             unembed: The model's own unembedding.
         """
         running = self._running
         if running is not None:
             if logits is not None:
-                last_rows = running.step.last_rows()
-                self.interventions.on_logits(running.plan, running.hidden, logits, last_rows, unembed)
+                rows = running.step.logits_rows()
+                self.interventions.on_logits(running.plan, running.hidden, logits, rows, unembed)
             self.interventions.collect(running.plan)
         if logits is None or not self.traces.in_step:
             return logits
-        return self.traces.on_logits(logits)
+        step = self.step
+        if step is None or step.num_drafts is None:
+            return self.traces.on_logits(logits)
+        # Traced requests have no drafts, and one row of logits each.
+        ends = to_device(step.logits_ends(), logits.device)
+        return logits.index_copy_(0, ends, self.traces.on_logits(logits[ends]).to(logits.dtype))
+
+    def on_samples(self, sampled: torch.Tensor) -> torch.Tensor:
+        """Offer the sampled ids to traces, ``[requests, 1 + drafts]``; return them as blocks left them."""
+        if sampled.shape[1] == 1:
+            return self.traces.on_samples(sampled)
+        own = sampled[:, :1]
+        own.copy_(self.traces.on_samples(own))
+        return sampled
 
     def leave(self) -> StepOutcome | None:
         """End the step; return its outcome, None if there is nothing to send.

@@ -8,9 +8,11 @@ is reset to its earlier state, so that it advances as if the step had run once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -40,6 +42,7 @@ class ReplayedSamples:
         row: int,
         tokens: torch.Tensor,
         output: Any,
+        logprobs_row: int,
         states: Mapping[int, tuple[torch.Generator, torch.Tensor]],
     ) -> None:
         """Store the sample of a request, and reset its generator to the state before sampling.
@@ -49,31 +52,40 @@ class ReplayedSamples:
             row: Its row of the batch.
             tokens: The tokens of all rows as they were sampled.
             output: The sampler's output.
+            logprobs_row: Its row of the logprobs.
             states: The generators' states before sampling, see ``states``.
         """
-        logprobs = [part[row].clone() for part in _parts(output)]
-        self._stored[request_id] = _StoredSample(tokens[row].clone(), logprobs)
+        logprobs = [part[logprobs_row].clone() for part in _parts(output)]
+        self._stored[request_id] = _StoredSample(tokens[row, :1].clone(), logprobs)
         if row in states:
             generator, state = states[row]
             generator.set_state(state)
 
-    def put_back(self, output: Any, rows: Mapping[str, int], undone: Collection[str]) -> None:
+    def put_back(
+        self,
+        output: Any,
+        rows: Mapping[str, int],
+        logprobs_rows: Sequence[int] | npt.NDArray[np.integer],
+        undone: Collection[str],
+    ) -> None:
         """Write the stored samples of the step's requests into the sampler's output.
 
         Args:
             output: The sampler's output.
             rows: The requests' rows of the batch.
+            logprobs_rows: The row of the logprobs of each row of the batch.
             undone: Requests whose step is to be computed yet again; their samples stay stored.
         """
         for request_id in [one for one in self._stored if one in rows and one not in undone]:
             kept, row = self._stored.pop(request_id), rows[request_id]
-            output.sampled_token_ids[row] = kept.tokens
+            output.sampled_token_ids[row, :1] = kept.tokens
+            at = logprobs_rows[row]
             for part, own in zip(_parts(output), kept.logprobs, strict=False):
                 if own.ndim:  # width: the most logprobs that any request of the batch asks for
                     width = min(len(own), part.shape[1])
-                    part[row, :width] = own[:width]
+                    part[at, :width] = own[:width]
                 else:
-                    part[row] = own
+                    part[at] = own
 
     def forget(self, finished: Collection[str]) -> None:
         """Drop the samples of requests that have ended."""
@@ -82,7 +94,7 @@ class ReplayedSamples:
 
 
 def _parts(output: Any) -> list[torch.Tensor]:
-    """Return the tensors of a sampler's logprobs, each with one row per request."""
+    """Return the tensors of a sampler's logprobs, each with one row for each request and draft."""
     found = output.logprobs_tensors
     if found is None:
         return []

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,11 @@ from nnsight_engine.vllm_backend.steps.replayed_samples import ReplayedSamples
 from nnsight_engine.vllm_backend.steps.seeded_chunks import SeededChunksMixin
 from nnsight_engine.vllm_backend.steps.step import RequestRows, Step
 from nnsight_engine.vllm_backend.traces.stages.links import own_stage
+
+
+def drafts_of(request_ids: Sequence[str], drafts: Mapping[str, Sequence[int]]) -> npt.NDArray[np.int64]:
+    """Return the number of drafted tokens of each request of a step."""
+    return np.array([len(drafts.get(request_id, ())) for request_id in request_ids], np.int64)
 
 
 class V1Step(Step):
@@ -42,7 +47,9 @@ class V1Step(Step):
         self._requests = runner.requests
         self._scheduled = scheduled.num_scheduled_tokens
         self._cached = scheduled.scheduled_cached_reqs
-        self._known = runner.known_ids if runner.use_async_scheduling else None
+        drafts = scheduled.scheduled_spec_decode_tokens
+        is_exact = not (drafts or runner.use_async_scheduling)
+        self._known = None if is_exact else runner.known_ids
         super().__init__(
             batch.req_ids,
             batch.num_computed_tokens_cpu[: len(batch.req_ids)],
@@ -50,6 +57,7 @@ class V1Step(Step):
             num_padded_rows=num_padded_rows,
             token_ids=runner.input_ids.gpu,
             is_repeatable=is_repeatable,
+            num_drafts=drafts_of(batch.req_ids, drafts) if drafts else None,
         )
 
     @functools.cached_property
@@ -200,12 +208,14 @@ class V1RunnerMixin(SeededChunksMixin):
         mask[list(undone)] = True
         before = self._samples.states(batch) if traces.defers else {}
         output = super()._sample(*args, **kwargs)
-        self._samples.put_back(output, batch.req_id_to_index, traces.undone)
         sampled = output.sampled_token_ids
-        output.sampled_token_ids = traces.on_samples(sampled)
+        logprobs_rows = range(0, sampled.numel(), sampled.shape[1])
+        self._samples.put_back(output, batch.req_id_to_index, logprobs_rows, traces.undone)
+        sampled = sampled[:, :1].clone()
+        output.sampled_token_ids = self.handler.on_samples(output.sampled_token_ids)
         for request_id in traces.undone:
             index = batch.req_id_to_index[request_id]
             if index not in undone:
                 mask[index] = True
-                self._samples.keep(request_id, index, sampled, output, before)
+                self._samples.keep(request_id, index, sampled, output, logprobs_rows[index], before)
         return output

@@ -43,6 +43,7 @@ class V2Step(Step):
             num_padded_rows=batch.num_tokens_after_padding,
             token_ids=batch.input_ids,
             is_repeatable=is_repeatable,
+            num_drafts=batch.num_draft_tokens_per_req if batch.num_draft_tokens else None,
         )
 
     def row_counts(self) -> npt.NDArray[np.integer]:
@@ -192,27 +193,29 @@ class V2RunnerMixin:
             sampled = super().sample(hidden_states, input_batch, grammar_output)  # type: ignore[misc]
         finally:
             self.model = model
-        if not handler.traces.in_step:
+        if not handler.traces.in_step or handler.step is None:
             return sampled
         output, num_sampled, num_rejected = sampled
-        return self._offered(output, num_sampled, num_rejected, input_batch)
+        return self._offered(output, num_sampled, num_rejected, input_batch, handler.step)
 
     def _offered(
-        self, output: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, batch: Any
+        self, output: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, batch: Any, step: Step
     ) -> tuple[Any, torch.Tensor, torch.Tensor]:
         """Offer the samples to traces; return them without those of requests that are undone."""
         traces = self.handler.traces
         rows = {request_id: row for row, request_id in enumerate(batch.req_ids)}
         undone_before = set(traces.undone)
-        self._samples.put_back(output, rows, undone_before)
-        sampled = output.sampled_token_ids
-        output.sampled_token_ids = traces.on_samples(sampled)
+        logprobs_rows = step.logits_ends()
+        self._samples.put_back(output, rows, logprobs_rows, undone_before)
+        sampled = output.sampled_token_ids[:, :1].clone()
+        output.sampled_token_ids = self.handler.on_samples(output.sampled_token_ids)
         undone = [request_id for request_id in traces.undone if request_id in rows]
         if not undone:
             return output, num_sampled, num_rejected
         for request_id in undone:
             if request_id not in undone_before:
-                self._samples.keep(request_id, rows[request_id], sampled, output, {})
+                row = rows[request_id]
+                self._samples.keep(request_id, row, sampled, output, int(logprobs_rows[row]), {})
         # Rows that are rejected are computed again.
         indexes = np.array([rows[request_id] for request_id in undone], np.int64)
         index = to_device(indexes, num_sampled.device)

@@ -24,7 +24,9 @@ class RequestRows:
         index: Position among the step's requests: the row of a value with one row per request.
         row: First row in the step's tensors.
         num_rows: Number of rows.
-        start: Absolute position of the first row.
+        start: Absolute position of the first row. If steps are planned before the drafts of the step before
+            have been judged, it is an upper bound for requests that take drafts.
+        num_drafts: Number of its last rows whose tokens are drafts.
     """
 
     request_id: str
@@ -32,6 +34,7 @@ class RequestRows:
     row: int
     num_rows: int
     start: int
+    num_drafts: int = 0
 
 
 class Step(abc.ABC):
@@ -44,6 +47,7 @@ class Step(abc.ABC):
         num_padded_rows: Number of rows of the step's tensors.
         token_ids: Ids of the tokens of all rows, ``[padded rows]`` on the device.
         is_repeatable: Whether the model can be run on the same inputs again.
+        num_drafts: Number of drafted tokens of each request, which are its last rows; None if there are none.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class Step(abc.ABC):
         num_padded_rows: int,
         token_ids: torch.Tensor,
         is_repeatable: bool,
+        num_drafts: npt.NDArray[np.integer] | None = None,
     ) -> None:
         self.request_ids = request_ids
         self.starts = starts
@@ -62,6 +67,7 @@ class Step(abc.ABC):
         self.num_padded_rows = num_padded_rows
         self.token_ids = token_ids
         self.is_repeatable = is_repeatable
+        self.num_drafts = num_drafts
 
     @abc.abstractmethod
     def row_counts(self) -> npt.NDArray[np.integer]:
@@ -83,14 +89,28 @@ class Step(abc.ABC):
     def rows(self) -> Iterator[RequestRows]:
         """Yield the rows of each request."""
         row = 0
-        for index, (request_id, count, start) in enumerate(
-            zip(self.request_ids, self.row_counts().tolist(), self.starts.tolist(), strict=True)
+        drafts = [0] * len(self.request_ids) if self.num_drafts is None else self.num_drafts.tolist()
+        for index, (request_id, count, start, num_drafts) in enumerate(
+            zip(self.request_ids, self.row_counts().tolist(), self.starts.tolist(), drafts, strict=True)
         ):
-            yield RequestRows(request_id, index, row, count, start)
+            yield RequestRows(request_id, index, row, count, start, num_drafts)
             row += count
 
-    def last_rows(self) -> npt.NDArray[np.int64]:
-        """Return the last row of each request, from which its logits are computed."""
+    def logits_rows(self) -> npt.NDArray[np.int64]:
+        """Return the rows from which logits are computed: each request's last row, and the one before each
+        of its drafts.
+        """
         if self.has_one_row_each:
             return np.arange(self.num_rows, dtype=np.int64)
-        return np.cumsum(self.row_counts(), dtype=np.int64) - 1
+        ends = np.cumsum(self.row_counts(), dtype=np.int64) - 1
+        if self.num_drafts is None:
+            return ends
+        counts = self.num_drafts.astype(np.int64) + 1
+        before = np.cumsum(counts) - counts
+        return np.repeat(ends + 1 - counts - before, counts) + np.arange(counts.sum())
+
+    def logits_ends(self) -> npt.NDArray[np.int64]:
+        """Return the index of each request's last row among the rows with logits."""
+        if self.num_drafts is None:
+            return np.arange(len(self.request_ids), dtype=np.int64)
+        return np.cumsum(self.num_drafts + 1, dtype=np.int64) - 1

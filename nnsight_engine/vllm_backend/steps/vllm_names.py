@@ -99,8 +99,8 @@ _WORKER: Final = (
     ),
     _used(
         "vllm.v1.worker.gpu.input_batch:InputBatch",
-        read="idx_mapping_np input_ids num_computed_tokens_np num_scheduled_tokens num_tokens "
-        "num_tokens_after_padding prefill_len_np req_ids",
+        read="idx_mapping_np input_ids num_computed_tokens_np num_draft_tokens num_draft_tokens_per_req "
+        "num_scheduled_tokens num_tokens num_tokens_after_padding prefill_len_np req_ids",
     ),
     _used(
         "vllm.v1.worker.gpu.sample.prompt_logprob:PromptLogprobsWorker",
@@ -138,7 +138,7 @@ _WORKER: Final = (
         "vllm.forward_context:ForwardContext",
         read="additional_kwargs cudagraph_runtime_mode skip_compiled",
     ),
-    _used("vllm.v1.outputs", read="EMPTY_MODEL_RUNNER_OUTPUT ModelRunnerOutput"),
+    _used("vllm.v1.outputs", read="DraftTokenIds EMPTY_MODEL_RUNNER_OUTPUT ModelRunnerOutput"),
     _used(
         "vllm.v1.outputs:AsyncModelRunnerOutput",
         called={"get_output": ""},
@@ -213,7 +213,7 @@ _SCHEDULER: Final = (
         "vllm.v1.core.sched.async_scheduler:AsyncScheduler",
         read="block_size finished_req_ids kv_cache_config kv_cache_manager max_num_active_reqs "
         "max_num_running_reqs max_num_scheduled_tokens need_mamba_block_aligned_split needs_kv_cache_zeroing "
-        "requests running scheduler_config vllm_config waiting",
+        "num_spec_tokens requests running scheduler_config vllm_config waiting",
         called={"_preempt_request": "request, timestamp"},
         overridden={
             "__init__": "vllm_config, kv_cache_config, structured_output_manager, block_size, **others",
@@ -222,12 +222,15 @@ _SCHEDULER: Final = (
             "update_from_output": "scheduler_output, model_runner_output",
             "finish_requests": "request_ids, finished_status",
             "_get_new_block_ids_to_zero": "",
+            "_update_after_schedule": "scheduler_output",
+            "update_draft_token_ids": "draft_token_ids",
+            "_update_request_with_output": "request, new_token_ids, **others",
         },
     ),
     _used(
         "vllm.v1.core.sched.output:SchedulerOutput",
         read="finished_req_ids num_scheduled_tokens scheduled_cached_reqs scheduled_new_reqs "
-        "total_num_scheduled_tokens",
+        "scheduled_spec_decode_tokens total_num_scheduled_tokens",
     ),
     _used(
         "vllm.v1.core.sched.output:NewRequestData",
@@ -244,7 +247,8 @@ _SCHEDULER: Final = (
     _used(
         "vllm.v1.request:Request",
         read="client_index has_encoder_inputs is_prefill_chunk num_computed_tokens num_in_flight_tokens "
-        "num_output_placeholders num_tokens prompt_embeds request_id sampling_params status",
+        "num_output_placeholders num_tokens num_tokens_with_spec prompt_embeds request_id sampling_params "
+        "spec_token_ids status",
         called={"get_finished_reason": ""},
     ),
     _used(
@@ -289,6 +293,11 @@ _CONFIG: Final = (
     ),
     _used(
         "vllm.config:SchedulerConfig", read="async_scheduling enable_chunked_prefill max_num_batched_tokens"
+    ),
+    _used(
+        "vllm.config:SpeculativeConfig",
+        read="enable_adaptive_verification max_num_new_slots_for_drafting method",
+        called={"use_ngram_gpu": ""},
     ),
     _used(
         "vllm.config:ModelConfig",

@@ -49,6 +49,7 @@ class WorkerState:
         max_request_bytes: Limit on the captures of one request.
         max_engine_bytes: Limit on the captures that all live requests hold together.
         is_asynchronous: Whether a step's results may be delivered while the next one runs.
+        is_speculative: Whether steps may have drafts.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class WorkerState:
         max_request_bytes: int,
         max_engine_bytes: int,
         is_asynchronous: bool = False,
+        is_speculative: bool = False,
     ) -> None:
         self.points = points
         self.spec = spec
@@ -70,6 +72,7 @@ class WorkerState:
             device,
             self._ledger,
             form_of=lambda layer: attention_form(points.attention(layer)),
+            is_speculative=is_speculative,
         )
         self._registrar = Registrar(context)
         self._builder = StepBuilder(context)
@@ -166,7 +169,15 @@ class WorkerState:
 
     def _plan(self, step: Step) -> StepPlan | None:
         spans = [
-            Span(request, rows.row, rows.num_rows, rows.start, step.known_ids(rows), step.token_ids)
+            Span(
+                request,
+                rows.row,
+                rows.num_rows,
+                rows.start,
+                step.known_ids(rows),
+                step.token_ids,
+                rows.num_drafts,
+            )
             for rows in step.rows()
             if (request := self._active.get(rows.request_id)) is not None
         ]
@@ -214,7 +225,7 @@ class WorkerState:
         Args:
             plan: The step's plan.
             hidden: Output of the final norm, ``[tokens, hidden]``.
-            sampled: Logits from which tokens are about to be sampled, ``[requests, vocabulary]``.
+            sampled: Logits from which tokens are about to be sampled, ``[rows, vocabulary]``.
             sample_rows: For each row of ``sampled``, the row of ``hidden`` it was computed from; ascending.
             compute_logits: The model's own unembedding.
         """

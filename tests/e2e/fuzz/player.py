@@ -43,12 +43,16 @@ class Answer:
         error: The code and the message where it was refused or failed.
         recomputed: Positions that preemption had computed again.
         cached: Prompt tokens from the prefix cache.
+        drafted: Rows computed for drafts.
+        refused: Those of them that do not count.
     """
 
     choices: list[Choice] = dataclasses.field(default_factory=list)
     error: tuple[str, str] | None = None
     recomputed: int = 0
     cached: int = 0
+    drafted: int = 0
+    refused: int = 0
 
 
 @dataclasses.dataclass(slots=True)
@@ -200,7 +204,10 @@ class Player:
         answer.choices = live.choices()
         if live.trace is not None:
             self._take_trace(live.trace, self._requests[live.index], answer, output)
-        answer.recomputed = sum(c.collected.recomputed_tokens for c in answer.choices if c.collected)
+        collected = [choice.collected for choice in answer.choices if choice.collected]
+        answer.recomputed = sum(one.recomputed_tokens for one in collected)
+        answer.drafted = sum(one.drafted_rows for one in collected)
+        answer.refused = sum(one.refused_rows for one in collected)
 
     def _take_trace(self, trace: SentTrace, request: Json, answer: Answer, output: Any) -> None:
         results = traced_results(self._model, trace, request, output)

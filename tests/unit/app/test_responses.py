@@ -74,6 +74,8 @@ async def test_small_tensors_travel_inline(store: ResultStore):
         "fingerprint": "",
         "cached_tokens": 0,
         "recomputed_tokens": 0,
+        "drafted_rows": 0,
+        "refused_rows": 0,
         "tier": "tap",
     }
     json.dumps(answer, allow_nan=False)

@@ -76,7 +76,7 @@ class _Vllm:
 
 class _Runner(V1RunnerMixin, _Vllm):
     def __init__(self, traces: WorkerTraces) -> None:
-        self.handler: Any = SimpleNamespace(traces=traces)
+        self.handler: Any = SimpleNamespace(traces=traces, on_samples=traces.on_samples)
         self._samples = ReplayedSamples()
         names = {"other": 0, "own": 1}
         generators = {row: torch.Generator().manual_seed(row) for row in names.values()}
