@@ -178,6 +178,12 @@ class InterventionScheduler(FairScheduler):
             if request_id in self.requests:
                 self.requests[request_id].spec_token_ids = []
 
+    def _preempt_request(self, request: Request, timestamp: float, **others: Any) -> None:
+        """Preempt a request. If it intervenes, the results of its step under way are not dropped."""
+        if request.request_id in self._outbox or request.request_id in self._traced:
+            others["drop_stale_output"] = False
+        super()._preempt_request(request, timestamp, **others)
+
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], **others: Any
     ) -> tuple[list[int], bool]:

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from vllm.platforms import current_platform
 
 from tests.e2e.kind_platform import KIND, KindPlatform
@@ -98,7 +98,11 @@ def first_layer(model: Path) -> Path:
     """Write a draft model: the embedding, the first layer and the unembedding of a model."""
     folder = tempfile.TemporaryDirectory()
     _FOLDERS.append(folder)
-    draft = AutoModelForCausalLM.from_pretrained(model, num_hidden_layers=1, local_files_only=True)
+    config = AutoConfig.from_pretrained(model, local_files_only=True)
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:1]
+    config.num_hidden_layers = 1
+    draft = AutoModelForCausalLM.from_pretrained(model, config=config, local_files_only=True)
     draft.save_pretrained(folder.name)
     return Path(folder.name)
 

@@ -350,9 +350,8 @@ def test_what_is_wrong_is_said_before_anything_runs(model: VLLM) -> None:
 
 
 def test_what_is_not_there_yet_is_refused_by_name() -> None:
-    guesses = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-    with pytest.raises(UnsupportedOptionError, match="speculative"):
-        VLLM(str(bundled_model_path()), speculative_config=guesses, dispatch=True)
+    with pytest.raises(UnsupportedOptionError, match="data-parallel-size"):
+        VLLM(str(bundled_model_path()), data_parallel_size=2, dispatch=True)
 
 
 def test_several_invokes_with_several_choices_come_to_an_end(model: VLLM) -> None:

@@ -78,9 +78,10 @@ class PendingResults:
         stop = start + num_kept
         for record in records:
             positions = np.asarray(record.positions, np.int64) - (rows.start - start)
-            chosen = slice(*np.searchsorted(positions, (end, stop)))
-            if chosen.start < chosen.stop:
-                op = self._plan.ops[record.op]
+            op = self._plan.ops[record.op]
+            first, last = np.searchsorted(positions, (end, stop))
+            if first < last:
+                chosen = slice(last - 1 if op.reduce == "last" else first, last)
                 parts = record.parts
                 if not op.captures_patterns:  # of a prompt's positions, of which none is left out
                     parts = [_chosen(op, part, len(positions), chosen) for part in parts]

@@ -109,7 +109,9 @@ class StepBuilder:
             for key in active.keys:
                 stages[key] += 1
             work.append(OperationRows(span, active, offsets, numbers, offsets + span.row, mask))
-            self._count(reserved, span, active, offsets)
+            # Rows of drafts are charged once they are accepted: limits are those of the results.
+            num_certain = int(np.searchsorted(offsets, span.num_certain))
+            self._context.count_rows(reserved, active.op, num_certain)
         new = self._new_reductions(span.request, work)
         is_planned = not patterns or self._patterns.plan(plan, span, patterns)
         once = sum(new.values()) + self._charge_accepted(span)
@@ -120,15 +122,6 @@ class StepBuilder:
         plan.reserved[span.request.request_id] = StepBytes()
         # Its writes go on: others may already share the keys and values of this very step.
         return [item for item in work if not item.active.op.reads]
-
-    def _count(self, reserved: StepBytes, span: Span, active: ActiveOp, offsets: RowArray) -> None:
-        """Add the bytes of an operation's rows; those of drafts are in use during the step."""
-        num_certain = int(np.searchsorted(offsets, span.num_certain))
-        self._context.count_rows(reserved, active.op, num_certain)
-        if num_certain < len(offsets):
-            drafted = StepBytes()
-            self._context.count_rows(drafted, active.op, len(offsets) - num_certain)
-            reserved.scratch += drafted.kept + drafted.scratch
 
     def _charge_accepted(self, span: Span) -> int:
         """Return the bytes of rows that were accepted since the last step, where they were drafts.

@@ -16,6 +16,7 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from nnsight_engine.vllm_backend.compat import attach_results, is_alone, zero_blocks
+from nnsight_engine.vllm_backend.steps.cpu_sampling import mend_sampling_beside_drafts
 from nnsight_engine.vllm_backend.steps.handler import StepHandler
 from nnsight_engine.vllm_backend.steps.known_ids import KnownIds
 from nnsight_engine.vllm_backend.steps.outcome import with_outcome
@@ -116,6 +117,8 @@ class V1RunnerMixin(SeededChunksMixin):
         self._samples = ReplayedSamples()
         self.known_ids = KnownIds()
         self._make_room_for_stages()
+        if self.device.type == "cpu" and self.vllm_config.speculative_config is not None:  # type: ignore[attr-defined] # vLLM's runner has both
+            mend_sampling_beside_drafts()
 
     def _make_room_for_stages(self) -> None:
         """Allocate the buffers for tensors from earlier stages, which vLLM never does on a CPU.

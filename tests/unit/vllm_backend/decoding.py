@@ -74,12 +74,17 @@ def compiled(raw: list[dict[str, Any]], prompt_len: int, *, stream: bool = False
 
 @dataclasses.dataclass
 class Rows:
-    """A request's part of a step; ``seed`` decides what the stand-in computes for it."""
+    """A request's part of a step; ``seed`` decides what the stand-in computes for it.
+
+    The last ``num_drafts`` rows are drafts, and the host takes the first position for ``num_unsure`` more.
+    """
 
     request_id: str
     seed: int
     start: int
     num_rows: int
+    num_drafts: int = 0
+    num_unsure: int = 0
 
 
 class PlayedStep(Step):
@@ -97,13 +102,15 @@ class PlayedStep(Step):
         self._num_known = num_known
         positions = [np.arange(rows.start, rows.start + rows.num_rows) for rows in batch]
         num_rows = int(self._counts.sum())
+        drafts = np.array([rows.num_drafts for rows in batch])
         super().__init__(
             [rows.request_id for rows in batch],
-            np.array([rows.start for rows in batch], np.int32),
+            np.array([rows.start + rows.num_unsure for rows in batch], np.int32),
             num_rows=num_rows,
             num_padded_rows=num_rows,
             token_ids=torch.from_numpy(TOKEN_IDS[np.concatenate(positions)]),
             is_repeatable=True,
+            num_drafts=drafts if drafts.any() else None,
         )
 
     @property
@@ -128,6 +135,7 @@ class Worker:
     Args:
         shares: Whether steps may go on with the one before; else each is told request by request.
         is_asynchronous: Whether results may be delivered while the next step runs.
+        is_speculative: Whether steps may have drafts.
         num_known: See ``PlayedStep``.
     """
 
@@ -138,6 +146,7 @@ class Worker:
         *,
         shares: bool,
         is_asynchronous: bool = False,
+        is_speculative: bool = False,
         max_request_bytes: int = 1 << 20,
         max_bytes: int = 1 << 20,
     ) -> None:
@@ -164,6 +173,7 @@ class Worker:
             max_request_bytes=max_request_bytes,
             max_engine_bytes=max_bytes,
             is_asynchronous=is_asynchronous,
+            is_speculative=is_speculative,
         )
         self.outbox = Outbox()
         self.num_shared = 0
