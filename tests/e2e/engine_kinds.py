@@ -12,22 +12,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from transformers import AutoConfig, AutoModelForCausalLM
 from vllm.platforms import current_platform
 
+from tests.e2e.draft_checkpoints import eagle, first_layer
 from tests.e2e.kind_platform import KIND, KindPlatform
 
 Runner = Literal["v1", "v2"]
-Speculation = Literal["ngram", "self_draft", "small_draft"]
+Speculation = Literal["ngram", "self_draft", "small_draft", "eagle", "eagle3"]
 NUM_DRAFTS: Final = 3
 INTERPRETED: Final = {"TRITON_INTERPRET": "1"}
 """What Triton reads at its import: kernels are interpreted."""
@@ -43,7 +41,7 @@ class EngineKind:
         is_async: Whether a step is scheduled while the one before it runs.
         speculation: What proposes drafts, if anything: ``ngram`` repeats the text, ``self_draft`` is the
             model itself, whose drafts are accepted, ``small_draft`` its first layer, whose drafts are mostly
-            refused.
+            refused; ``eagle`` and ``eagle3`` are random, and read the model's hidden states.
     """
 
     runner: Runner
@@ -70,6 +68,12 @@ class EngineKind:
                 "prompt_lookup_max": 3,
                 "num_speculative_tokens": NUM_DRAFTS,
             }
+        elif self.speculation in {"eagle", "eagle3"}:
+            found["speculative_config"] = {
+                "method": self.speculation,
+                "model": str(eagle(model, self.speculation)),
+                "num_speculative_tokens": NUM_DRAFTS,
+            }
         elif self.speculation is not None:
             draft = model if self.speculation == "self_draft" else first_layer(model)
             found["speculative_config"] = {
@@ -81,7 +85,14 @@ class EngineKind:
 
 
 _RUNNERS: Final[tuple[Runner, ...]] = ("v1", "v2")
-_SPECULATIONS: Final[tuple[Speculation | None, ...]] = (None, "ngram", "self_draft", "small_draft")
+_SPECULATIONS: Final[tuple[Speculation | None, ...]] = (
+    None,
+    "ngram",
+    "self_draft",
+    "small_draft",
+    "eagle",
+    "eagle3",
+)
 KINDS: Final = tuple(
     EngineKind(runner, is_async, speculation)
     for runner, is_async, speculation in itertools.product(_RUNNERS, (False, True), _SPECULATIONS)
@@ -91,24 +102,6 @@ KINDS: Final = tuple(
 V1_SYNC: Final = EngineKind("v1", is_async=False)
 """The kind that others are compared with."""
 V2_SYNC: Final = EngineKind("v2", is_async=False)
-
-
-@functools.cache
-def first_layer(model: Path) -> Path:
-    """Write a draft model: the embedding, the first layer and the unembedding of a model."""
-    folder = tempfile.TemporaryDirectory()
-    _FOLDERS.append(folder)
-    config = AutoConfig.from_pretrained(model, local_files_only=True)
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:1]
-    config.num_hidden_layers = 1
-    draft = AutoModelForCausalLM.from_pretrained(model, config=config, local_files_only=True)
-    draft.save_pretrained(folder.name)
-    return Path(folder.name)
-
-
-_FOLDERS: Final[list[tempfile.TemporaryDirectory[str]]] = []
-"""Drafts, until the process ends."""
 
 
 def environment(kind: EngineKind) -> dict[str, str]:
