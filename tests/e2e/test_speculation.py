@@ -1,4 +1,4 @@
-"""A server with speculative decoding: results as without drafts, and how many drafts were made and refused."""
+"""A server with speculative decoding: results as without drafts, and how many drafts were accepted."""
 
 from __future__ import annotations
 
@@ -13,31 +13,36 @@ import numpy.typing as npt
 import pytest
 
 from tests.e2e.server import Server
+from tests.families.checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.e2e
 
-PROMPT = "one two three one two three one two three one two"
+PROMPT = list(range(20, 31))
 NUM_TOKENS = 24
-DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-POINT = "layers.9.output"
+POINT = "layers.2.output"
 CAPTURE = {"op": "capture", "name": "seen", "at": POINT}
 SAMPLES = {"op": "capture", "name": "ids", "at": "samples"}
-LENS = {"op": "logit_lens", "name": "lens", "layers": [20], "top_k": 2}
-STEER = {"op": "steer", "at": "layers.3.output", "vector": [0.02] * 576}
-OPERATIONS = [STEER, CAPTURE, SAMPLES, LENS]
-UNDRAFTED = {"op": "probe", "name": "p", "at": POINT, "weights": [0.0] * 576, "where": {"range": [0, 20]}}
+LENS = {"op": "logit_lens", "name": "lens", "layers": [2], "top_k": 2}
+STEER = {"op": "steer", "at": "layers.1.output", "vector": [0.02] * 128}
+OPERATIONS: list[dict[str, Any]] = [STEER, CAPTURE, SAMPLES, LENS]
+UNDRAFTED = {"op": "probe", "name": "p", "at": POINT, "weights": [0.0] * 128, "where": {"range": [0, 20]}}
 """Depends on the positions of generated tokens, so that its request takes no drafts, and changes nothing."""
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with Server(arguments=["--speculative-config", json.dumps(DRAFTS), "--dtype", "float32"]) as started:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    model = write_checkpoint("llama", tmp_path_factory.mktemp("models") / "tiny")
+    drafts = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
+    arguments = ["--speculative-config", json.dumps(drafts), "--served-model-name", "tiny"]
+    with Server(
+        str(model), arguments=[*arguments, "--dtype", "float32", "--max-model-len", "128"]
+    ) as started:
         yield started
 
 
 def completion(server: Server, operations: list[dict[str, Any]]) -> dict[str, Any]:
     body = {
-        "model": "smollm2-135m-instruct",
+        "model": "tiny",
         "prompt": PROMPT,
         "max_tokens": NUM_TOKENS,
         "temperature": 0,

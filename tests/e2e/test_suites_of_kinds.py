@@ -1,0 +1,83 @@
+"""Suites of end-to-end tests, played again on engines of other kinds than a CPU's own.
+
+A run plays some of the pairs of suite and kind: which ones follows from the date, so that all come up in
+turn. ``KINDS=all`` plays all; ``make test-all`` does so, which takes hours.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import subprocess
+import sys
+from typing import Final
+
+import pytest
+
+from tests.e2e.engine_kinds import KINDS, V1_SYNC, EngineKind, environment
+
+pytestmark = pytest.mark.e2e
+
+SUITES: Final = (
+    "batching",
+    "cache",
+    "chunked_prefill",
+    "preemption",
+    "failures",
+    "patterns",
+    "traces",
+    "traces_scheduling",
+)
+_SECONDS: Final = {"v1": 900, "v2": 3600}
+"""After how long a suite is ended."""
+Pair = tuple[str, EngineKind]
+
+
+def pairs_of(runner: str) -> list[Pair]:
+    """Return all pairs with a runner, in an order in which suites and kinds take turns."""
+    kinds = [kind for kind in KINDS if kind.runner == runner and kind != V1_SYNC]
+    return [
+        (suite, kinds[(number + shift) % len(kinds)])
+        for shift in range(len(kinds))
+        for number, suite in enumerate(SUITES)
+    ]
+
+
+def chosen(runner: str) -> list[Pair]:
+    """Return the pairs of this run."""
+    pairs = pairs_of(runner)
+    if os.environ.get("KINDS") == "all":
+        return pairs
+    return [pairs[datetime.datetime.now(datetime.UTC).date().toordinal() % len(pairs)]]
+
+
+def test_every_suite_meets_every_kind() -> None:
+    pairs = pairs_of("v1") + pairs_of("v2")
+    assert len(set(pairs)) == len(pairs) == len(SUITES) * (len(KINDS) - 1)
+
+
+def play(suite: str, kind: EngineKind) -> None:
+    # Tests marked heavy cover more of the same.
+    command = [sys.executable, "-m", "pytest", "--numprocesses", "0", "-q", "-p", "no:cacheprovider"]
+    command += ["-m", "not heavy", f"tests/e2e/test_{suite}.py"]
+    ran = subprocess.run(
+        command,
+        env={**os.environ, **environment(kind)},
+        capture_output=True,
+        text=True,
+        timeout=_SECONDS[kind.runner],
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout[-6000:]
+
+
+@pytest.mark.parametrize(("suite", "kind"), chosen("v1"), ids=str)
+def test_a_suite_passes_with_the_v1_runner(suite: str, kind: EngineKind) -> None:
+    play(suite, kind)
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(_SECONDS["v2"])
+@pytest.mark.parametrize(("suite", "kind"), chosen("v2"), ids=str)
+def test_a_suite_passes_with_the_v2_runner(suite: str, kind: EngineKind) -> None:
+    play(suite, kind)
