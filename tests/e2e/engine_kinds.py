@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -40,7 +41,8 @@ class EngineKind:
         runner: vLLM's model runner.
         is_async: Whether a step is scheduled while the one before it runs.
         speculation: What proposes drafts, if anything: ``ngram`` repeats the text, ``self_draft`` is the
-            model itself, whose drafts are accepted, ``small_draft`` its first layer, whose drafts are mostly
+            model itself (the first layer of one with several kinds of layers, of which vLLM allows no
+            draft), whose drafts are accepted, ``small_draft`` its first layer, whose drafts are mostly
             refused; ``eagle`` and ``eagle3`` are random, and read the model's hidden states.
     """
 
@@ -75,7 +77,8 @@ class EngineKind:
                 "num_speculative_tokens": NUM_DRAFTS,
             }
         elif self.speculation is not None:
-            draft = model if self.speculation == "self_draft" else first_layer(model)
+            is_whole = self.speculation == "self_draft" and not _has_several_kinds_of_layers(model)
+            draft = model if is_whole else first_layer(model)
             found["speculative_config"] = {
                 "method": "draft_model",
                 "model": str(draft),
@@ -102,6 +105,11 @@ KINDS: Final = tuple(
 V1_SYNC: Final = EngineKind("v1", is_async=False)
 """The kind that others are compared with."""
 V2_SYNC: Final = EngineKind("v2", is_async=False)
+
+
+def _has_several_kinds_of_layers(model: Path) -> bool:
+    config = json.loads((model / "config.json").read_text())
+    return len(set(config.get("layer_types") or ())) > 1
 
 
 def environment(kind: EngineKind) -> dict[str, str]:
