@@ -81,7 +81,8 @@ class ActiveRequest:
 
     A request that takes drafts (``plans.drafts``) may have fewer accepted rows than the worker knows of:
     ``end_position`` is a lower bound then, which moves by the rows that are no drafts. ``charged_position``
-    is where rows begin whose captures have not been charged.
+    is where rows begin whose captures have not been charged; ``num_drafts`` is the number of drafts of its
+    last step.
     """
 
     request_id: str
@@ -91,6 +92,7 @@ class ActiveRequest:
     steady: bool
     takes_drafts: bool = False
     charged_position: int = 0
+    num_drafts: int = 0
     first_position: int = -1
     end_position: int = 0
     recomputed_tokens: int = 0
@@ -113,6 +115,7 @@ class ActiveRequest:
         if self.first_position < 0:
             self.first_position = start
             self.end_position = start
+        self.num_drafts = num_drafts
         stop -= num_drafts
         if self.takes_drafts and start > self.end_position:
             start, stop = self.end_position, stop - (start - self.end_position)

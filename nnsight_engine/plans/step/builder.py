@@ -133,8 +133,11 @@ class StepBuilder:
         if not request.takes_drafts or certain <= request.plan.prompt_len:
             return 0
         num_own = max(0, certain - max(span.start, request.end_position, request.plan.prompt_len))
-        # Several rows are those of a prompt, perhaps computed again: what came after them stays charged.
-        until = certain if span.num_certain == 1 else max(certain, request.charged_position)
+        # Drafts that are not judged yet may be refused.
+        until = certain - (request.num_drafts if self._context.is_asynchronous else 0)
+        if span.num_certain > 1:
+            # Rows of a prompt, perhaps computed again: what came after them stays charged.
+            until = max(certain, request.charged_position)
         num_accepted = until - request.charged_position - num_own
         request.charged_position = until
         if not num_accepted:

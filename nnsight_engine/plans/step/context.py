@@ -25,6 +25,7 @@ class StepContext:
         ledger: Counts captured bytes before they are allocated.
         form_of: Returns a layer's form of attention, for patterns.
         is_speculative: Whether steps may have drafts.
+        is_asynchronous: Whether a step is planned before the drafts of the step before are judged.
     """
 
     spec: ModelSpec
@@ -33,6 +34,7 @@ class StepContext:
     ledger: ByteLedger
     form_of: FormOf
     is_speculative: bool = False
+    is_asynchronous: bool = False
 
     def row_bytes(self, op: PlannedOp) -> int:
         """Return the bytes of one row of a capture, at all its sites."""

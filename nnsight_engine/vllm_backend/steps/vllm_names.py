@@ -148,7 +148,10 @@ _WORKER: Final = (
     _used("vllm.v1.sample", read="rejection_sampler"),
     _used(
         "vllm.v1.sample.rejection_sampler",
-        called={"expand_batch_to_tokens": "x, cu_num_tokens, num_tokens, replace_from, replace_to"},
+        called={
+            "apply_sampling_constraints": "logits, cu_num_draft_tokens, sampling_metadata",
+            "expand_batch_to_tokens": "x, cu_num_tokens, num_tokens, replace_from, replace_to",
+        },
     ),
     _used("vllm.v1.outputs:ModelRunnerOutput", read="req_id_to_index sampled_token_ids"),
     _used("vllm.v1.outputs:SamplerOutput", read="logprobs_tensors sampled_token_ids"),

@@ -73,6 +73,7 @@ class WorkerState:
             self._ledger,
             form_of=lambda layer: attention_form(points.attention(layer)),
             is_speculative=is_speculative,
+            is_asynchronous=is_asynchronous,
         )
         self._registrar = Registrar(context)
         self._builder = StepBuilder(context)
