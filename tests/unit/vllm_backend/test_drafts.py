@@ -86,14 +86,28 @@ class Engine:
         requests: By id.
         has_drafts: Whether there are any drafts.
         num_late: How many steps later the host knows the results of a step.
+        max_request_bytes: Limit on the captures of a request.
+        preempts: Whether requests are preempted.
     """
 
     def __init__(
-        self, seed: int, requests: dict[str, CompiledRequest], *, has_drafts: bool, num_late: int
+        self,
+        seed: int,
+        requests: dict[str, CompiledRequest],
+        *,
+        has_drafts: bool,
+        num_late: int,
+        max_request_bytes: int = 1 << 20,
+        preempts: bool = True,
     ) -> None:
         self._rng, lengths = random.Random(seed), random.Random(seed)
-        self._has_drafts, self._num_late = has_drafts, num_late
-        self.worker = Worker(shares=True, is_asynchronous=num_late > 0, is_speculative=has_drafts)
+        self._has_drafts, self._num_late, self._preempts = has_drafts, num_late, preempts
+        self.worker = Worker(
+            shares=True,
+            is_asynchronous=num_late > 0,
+            is_speculative=has_drafts,
+            max_request_bytes=max_request_bytes,
+        )
         self.worker.num_known = PROMPT_LEN
         self._lives = {
             name: Life(index, request, PROMPT_LEN + lengths.randint(1, 20))
@@ -102,6 +116,7 @@ class Engine:
         self._under_way: deque[StepUnderWay] = deque()
         self.found: dict[str, Payload] = {}
         self.num_preempted = 0
+        self.most_bytes = 0
 
     def run(self) -> dict[str, Payload]:
         """Return the requests' results."""
@@ -122,7 +137,7 @@ class Engine:
 
     def _rows(self, name: str, life: Life) -> Rows | None:
         rng = self._rng
-        if not life.pauses and life.position > PROMPT_LEN and rng.random() < 0.08:
+        if self._preempts and not life.pauses and life.position > PROMPT_LEN and rng.random() < 0.08:
             life.pauses = True
             self.num_preempted += 1
         if life.pauses:
@@ -141,6 +156,7 @@ class Engine:
         if not batch:
             return
         plan = self.worker.plan(batch)
+        self.most_bytes = max(self.most_bytes, self.worker.state.num_live()["captured_bytes"])
         ends = torch.from_numpy(PlayedStep(batch, shares=True).logits_rows())
         self.worker.run(plan, hidden_of(batch), ends)
         sampled = [self._sample(rows) for rows in batch]
@@ -229,6 +245,25 @@ def test_results_are_the_same_with_and_without_drafts(num_late: int) -> None:
         num_preempted += engine.num_preempted
     assert num_preempted > 20
     assert num_drafted > num_refused > 100
+
+
+@pytest.mark.parametrize("num_late", [0, 1])
+def test_a_limit_that_is_kept_without_drafts_is_kept_with_them(num_late: int) -> None:
+    for seed in range(40):
+        requests = {"r0": drawn(seed)["r0"]}
+        alone = Engine(seed, requests, has_drafts=False, num_late=0, preempts=False)
+        alone.run()
+        options: dict[str, Any] = {"has_drafts": True, "num_late": num_late, "preempts": False}
+        within = Engine(seed, requests, max_request_bytes=alone.most_bytes, **options)
+        assert within.run()["r0"].failure is None, seed
+        if (
+            any(op.reads and op.reduce == "none" for op in requests["r0"].plan.ops)
+            and alone.most_bytes > 1000
+        ):
+            beyond = Engine(seed, requests, max_request_bytes=alone.most_bytes // 2, **options)
+            failure = beyond.run()["r0"].failure
+            assert failure is not None, seed
+            assert failure.code == "capture_too_large"
 
 
 def test_operations_that_depend_on_positions_take_no_drafts() -> None:
