@@ -31,6 +31,10 @@ class KindPlatform(CpuPlatform):
         is_async = scheduler.async_scheduling
         super().check_and_update_config(vllm_config)
         scheduler.async_scheduling = is_async
+        # Triton's interpreter does not run the kernel of top-k and top-p.
+        from vllm.v1.sample.ops import topk_topp_sampler  # noqa: PLC0415 - asks for the platform
+
+        topk_topp_sampler.HAS_TRITON = False
 
     @classmethod
     @override

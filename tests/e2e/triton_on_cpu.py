@@ -2,7 +2,6 @@
 
 Triton decides at its import whether kernels are interpreted, by a variable that ``engine_kinds`` sets. vLLM
 looks for Triton's backend of CPUs at its own import, so ``install`` is called before that.
-Sampling by top-k and top-p together does not run: vLLM's kernel uses a loop's index as a tensor.
 """
 
 from __future__ import annotations
