@@ -69,6 +69,19 @@ class RequestGroup:
                 del self.missing[entry.index]
 
 
+@dataclasses.dataclass(slots=True)
+class DepartedWriter:
+    """A request with writes that has ended while steps with it were under way, of which any may still fail.
+
+    Attributes:
+        blocks: Its blocks of the KV cache.
+        num_steps: Number of steps under way.
+    """
+
+    blocks: set[int]
+    num_steps: int
+
+
 class InterventionScheduler(FairScheduler):
     """vLLM's scheduler with the results and failures of interventions."""
 
@@ -91,6 +104,7 @@ class InterventionScheduler(FairScheduler):
         self._outbox = Outbox()
         self._owners: dict[str, str] = {}
         self._writers: set[str] = set()
+        self._departed: dict[str, DepartedWriter] = {}
         self._traced: set[str] = set()
         self._undrafted: set[str] = set()
         self._num_tokens: dict[str, int] = {}
@@ -302,6 +316,12 @@ class InterventionScheduler(FairScheduler):
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[Request]:
         """Finish requests from outside a step, and release their state."""
+        if request_ids is not None and not isinstance(request_ids, str):
+            request_ids = list(request_ids)
+        if self._in_flight:
+            ids = self._writers if request_ids is None else self._writers.intersection(_listed(request_ids))
+            for request_id in ids:
+                self._departed[request_id] = DepartedWriter(self._blocks(request_id), len(self._in_flight))
         finished: list[Request] = super().finish_requests(request_ids, finished_status)
         for request in finished:
             self._drop(request.request_id)
@@ -336,7 +356,15 @@ class InterventionScheduler(FairScheduler):
         if results is not None:
             for request_id in results.ended:
                 self._end(request_id, RequestStatus.FINISHED_STOPPED, None, outputs)
+        self._forget_departed()
         return outputs
+
+    def _forget_departed(self) -> None:
+        """Count a step for the writers that have ended; drop those of which none is under way any more."""
+        for request_id, one in list(self._departed.items()):
+            one.num_steps -= 1
+            if one.num_steps <= 0:
+                del self._departed[request_id]
 
     def _note_blocks(self, results: StepResults, num_tokens: Mapping[str, int]) -> None:
         """Record which requests wait for their blocks, and undo steps that ran without their blocks."""
@@ -385,7 +413,8 @@ class InterventionScheduler(FairScheduler):
         spoiled = [
             request_id
             for request_id, failure in failures.items()
-            if failure.code not in _READ_FAILURES and request_id in self._writers
+            if failure.code not in _READ_FAILURES
+            and (request_id in self._writers or request_id in self._departed)
         ]
         while spoiled:
             blocks = self._blocks(spoiled.pop())
@@ -398,6 +427,8 @@ class InterventionScheduler(FairScheduler):
                     spoiled.append(request_id)
 
     def _blocks(self, request_id: str) -> set[int]:
+        if request_id in self._departed:
+            return self._departed[request_id].blocks
         if request_id not in self.requests:
             return set()
         return {block for group in self.kv_cache_manager.get_block_ids(request_id) for block in group}
@@ -461,6 +492,10 @@ def _sandbox_of(request: Request) -> str | None:
     entry = entry_of(request.sampling_params, TRACE_KEY)
     sandbox_of = entry.get("sandbox_of") if isinstance(entry, dict) else None
     return sandbox_of if isinstance(sandbox_of, str) else None
+
+
+def _listed(request_ids: str | Iterable[str]) -> Iterable[str]:
+    return [request_ids] if isinstance(request_ids, str) else request_ids
 
 
 def _send(output: EngineCoreOutput, message: dict[str, Any]) -> None:

@@ -89,6 +89,32 @@ def test_a_plan_that_raises_in_the_worker_fails_alone(engine: Engine) -> None:
     assert set(engine.held().values()) == {0}
 
 
+def test_a_failure_that_comes_after_its_request_has_left_spoils_no_block(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client may leave while the step runs in which a write of its request fails."""
+    prompt = "The history of the city begins with a small settlement by the river. " * 20
+    steer = {"op": "steer", "at": "layers.5.output", "vector": random_vector(0), "scale": 4}
+    expected = engine.ask(prompt, [steer], max_tokens=8).token_ids
+    assert engine.llm.reset_prefix_cache()
+    entry = engine.submit_broken(Ask(prompt, [steer], max_tokens=8))
+    scheduler = engine.core.engine_core.engine_core.scheduler
+    update = scheduler.update_from_output
+
+    def update_after_leaving(*args: Any) -> Any:
+        engine.core.abort_request([entry.request_id])
+        return update(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler, "update_from_output", update_after_leaving)
+        engine.core.step()
+    engine.router.close(entry.request_id)
+    reply = engine.ask(prompt, [steer], max_tokens=8)
+    assert reply.token_ids == expected
+    assert not reply.num_cached_tokens
+    assert set(engine.held().values()) == {0}
+
+
 def test_a_vector_of_many_requests_is_held_once(engine: Engine) -> None:
     steer = {"op": "steer", "at": "layers.5.output", "vector": random_vector(0)}
     entries = [engine.submit(Ask("Hello there", [steer], max_tokens=20)) for _ in range(4)]
