@@ -2,7 +2,7 @@
 #
 #   make serve [MODEL=Qwen/Qwen3-0.6B] [PORT=8000] [ARGS="--tensor-parallel-size 2"]
 #   make loadtest [SCENARIO=steered] [SHAPE=spike] [TIME=60] [USERS=1] [URL=http://127.0.0.1:8000]
-#   make test [SLICE=1/4] | test-fast | test-all | check | audit | docs | soak | fuzz | bench | image-check | format | clean
+#   make test [SLICE=1/4] | test-fast | test-all | test-kinds | check | audit | docs | soak | fuzz | bench | image-check | format | clean
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -46,7 +46,7 @@ PYTEST = HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) $(if
 CORE = $(if $(SLICE),--slice $(SLICE),$(if $(TESTS),,-m "not heavy")) $(TESTS)
 FAST = $(if $(TESTS),-m "not e2e" $(TESTS),-m "not e2e and not heavy" tests/unit tests/integration)
 
-.PHONY: help install postgres promtool chromium node playground serve test test-fast test-all lint audit check docs soak fuzz bench loadtest image-check format clean
+.PHONY: help install postgres promtool chromium node playground serve test test-fast test-all test-kinds lint audit check docs soak fuzz bench loadtest image-check format clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -89,6 +89,9 @@ test-fast: install postgres ## Those of tests/unit and tests/integration, withou
 
 test-all: install postgres promtool chromium node ## Every test, the heavy ones included: an hour
 	$(PYTEST) $(TESTS)
+
+test-kinds: install ## The suites of tests on engines of all kinds, by runner, scheduling and drafts: hours
+	KINDS=all $(PYTEST) tests/e2e/test_suites_of_kinds.py tests/e2e/test_random_requests.py tests/e2e/test_engine_kinds.py
 
 lint: install ## Format, ruff, mypy, layers, bandit
 	$(BIN)/ruff format --check .

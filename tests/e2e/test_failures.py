@@ -101,13 +101,17 @@ def test_a_failure_that_comes_after_its_request_has_left_spoils_no_block(
     scheduler = engine.core.engine_core.engine_core.scheduler
     update = scheduler.update_from_output
 
+    has_left: list[bool] = []
+
     def update_after_leaving(*args: Any) -> Any:
         engine.core.abort_request([entry.request_id])
+        has_left.append(True)
         return update(*args)
 
     with monkeypatch.context() as patch:
         patch.setattr(scheduler, "update_from_output", update_after_leaving)
-        engine.core.step()
+        while not has_left:
+            engine.core.step()
     engine.router.close(entry.request_id)
     reply = engine.ask(prompt, [steer], max_tokens=8)
     assert reply.token_ids == expected
