@@ -98,7 +98,7 @@ class StepInfo(msgspec.Struct, array_like=True):
         tier: ``tap`` while the compiled step sufficed, ``eager`` once a step ran with hooks.
         spent_s: The request's share of the seconds that all operations of its steps took.
         drafted_rows: Rows that were computed for drafts.
-        refused_rows: Those of them whose draft was not accepted.
+        refused_rows: Those of them that do not count: the draft was refused, or lies behind a stop.
     """
 
     first_position: int
@@ -176,7 +176,7 @@ class RunStep:
 
 
 class DraftedRows(NamedTuple):
-    """Rows of a step of a request that takes drafts, of which its results are given unreduced.
+    """Rows of a step of a request that has drafts, or has had some; its records are not reduced.
 
     Attributes:
         start: Position of the first row; an upper bound, as long as earlier drafts are not judged.
@@ -208,7 +208,7 @@ class StepResults:
     run_step: RunStep | None = None
     """Replaces records and infos in a step of a run."""
     drafted: dict[str, DraftedRows] = dataclasses.field(default_factory=dict)
-    """The rows of requests that take drafts."""
+    """The rows of requests that have drafts, or have had some."""
     ended: list[str] = dataclasses.field(default_factory=list)
     """Traced requests whose blocks failed or ended the request."""
     reports: dict[str, tuple[str, int, bytes | None, str]] = dataclasses.field(default_factory=dict)

@@ -60,6 +60,7 @@ class FairScheduler(Scheduler):
 
     running: list[Request]
     max_num_scheduled_tokens: int
+    num_spec_tokens: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -220,7 +221,7 @@ class FairScheduler(Scheduler):
 
         Reorders the running requests so that companions of requests in the step run with them.
         """
-        limit = left = max(self.sharing.times.short, len(first) + 1)
+        limit = left = max(self.sharing.times.short, len(first) * (1 + self.num_spec_tokens) + 1)
         num_going = 0
         while left > 0 and num_going < len(self.running):
             left -= missing(self.running[num_going])

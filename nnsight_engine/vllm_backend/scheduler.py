@@ -137,7 +137,8 @@ class InterventionScheduler(FairScheduler):
                 plan = entry["plan"] = RequestPlan.decode(plan)  # the workers receive it decoded
             self._outbox.open(request.request_id, plan, stops_outside=bool(params.stop))
             self._owners[request.request_id] = entry["key"]
-            if not takes_drafts(plan):
+            # A stop string is found by the API process, too late for rows that were accepted behind it.
+            if params.stop or not takes_drafts(plan):
                 self._undrafted.add(request.request_id)
             if plan.fingerprint:
                 self._unclean.watch(request.request_id)

@@ -40,13 +40,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield started
 
 
-def completion(server: Server, operations: list[dict[str, Any]]) -> dict[str, Any]:
+def completion(server: Server, operations: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
     body = {
         "model": "tiny",
         "prompt": PROMPT,
         "max_tokens": NUM_TOKENS,
         "temperature": 0,
         "interventions": operations,
+        **more,
     }
     response = httpx.post(f"{server.base_url}/v1/completions", json=body, timeout=120)
     assert response.status_code == 200, response.text
@@ -84,6 +85,15 @@ def test_results_equal_those_without_drafts_and_drafts_are_counted(server: Serve
     # vLLM also counts accepted drafts behind the last token.
     assert counted(server, "vllm:spec_decode_num_accepted_tokens_total") >= num_accepted
     assert alone["interventions"]["provenance"]["drafted_rows"] == 0
+
+
+def test_results_end_where_a_stop_string_ends_the_text(server: Server) -> None:
+    whole = completion(server, [SAMPLES])
+    stopped = completion(server, [SAMPLES, CAPTURE], stop=[whole["text"][len(whole["text"]) // 2 :][:4]])
+    assert stopped["finish_reason"] == "stop"
+    num_tokens = len(tensor(stopped, "ids", "samples"))
+    assert 0 < num_tokens < NUM_TOKENS
+    assert len(tensor(stopped, "seen", POINT)) == len(PROMPT) + num_tokens - 1
 
 
 def test_a_trace_runs_without_drafts(server: Server) -> None:

@@ -63,7 +63,7 @@ class PendingResults:
     def absorb_drafted(
         self, records: Sequence[StepRecord], info: StepInfo, rows: DraftedRows, num_tokens: int
     ) -> None:
-        """Add the records of one step of a request that takes drafts.
+        """Add the records of one step of a request that has drafts, or has had some.
 
         Args:
             records: Its records, unreduced; their positions begin at ``rows.start``.
@@ -73,8 +73,8 @@ class PendingResults:
         """
         before = StepInfo(rows.start, rows.start, 0, info.tier) if self._info is None else self._info
         end, num_kept = before.end_position, rows.num_kept(num_tokens)
-        # Rows follow those of the last step, unless they are computed again.
-        start = min(rows.start, end)
+        # Rows follow those of the last step, unless they are computed again. A start in the prompt is exact.
+        start = rows.start if rows.start <= self._plan.prompt_len else min(rows.start, end)
         stop = start + num_kept
         for record in records:
             positions = np.asarray(record.positions, np.int64) - (rows.start - start)
@@ -83,7 +83,7 @@ class PendingResults:
             if first < last:
                 chosen = slice(last - 1 if op.reduce == "last" else first, last)
                 parts = record.parts
-                if not op.captures_patterns:  # of a prompt's positions, of which none is left out
+                if not op.captures_patterns:  # captured at prompt positions only, which all count
                     parts = [_chosen(op, part, len(positions), chosen) for part in parts]
                 self._add(StepRecord(record.op, positions[chosen].tolist(), parts))
         self._info = StepInfo(

@@ -16,7 +16,6 @@ import torch
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.core.tap_choice import tap_of
 from nnsight_engine.core.tensor_bytes import tensor_from_bytes
-from nnsight_engine.plans.drafts import takes_drafts
 from nnsight_engine.plans.records import Failure, StepInfo
 from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, PlannedSite, RequestPlan, TensorData
 from nnsight_engine.plans.step.context import StepContext
@@ -79,7 +78,7 @@ class ActiveRequest:
     included; the set is shared by all requests of a registrar. ``delivery_s`` belongs to the thread that
     delivers results, everything else to the thread that runs steps.
 
-    A request that takes drafts (``plans.drafts``) may have fewer accepted rows than the worker knows of:
+    Once a request has had drafts, the worker does not know how many of its rows were accepted:
     ``end_position`` is a lower bound then, which moves by the rows that are no drafts. ``charged_position``
     is where rows begin whose captures have not been charged; ``num_drafts`` is the number of drafts of its
     last step.
@@ -90,7 +89,7 @@ class ActiveRequest:
     ops: list[ActiveOp]
     bank_keys: list[BankKey]
     steady: bool
-    takes_drafts: bool = False
+    has_drafts: bool = False
     charged_position: int = 0
     num_drafts: int = 0
     first_position: int = -1
@@ -116,8 +115,10 @@ class ActiveRequest:
             self.first_position = start
             self.end_position = start
         self.num_drafts = num_drafts
+        self.has_drafts |= num_drafts > 0
         stop -= num_drafts
-        if self.takes_drafts and start > self.end_position:
+        # A start within the prompt is exact, also one behind rows from the prefix cache.
+        if self.has_drafts and start > max(self.end_position, self.plan.prompt_len):
             start, stop = self.end_position, stop - (start - self.end_position)
         self.recomputed_tokens += max(0, min(self.end_position, stop) - start)
         self.end_position = max(self.end_position, stop)
@@ -204,7 +205,6 @@ class Registrar:
             ops,
             bank_keys,
             steady,
-            takes_drafts=self._context.is_speculative and takes_drafts(plan),
             charged_position=plan.prompt_len,
             failed=self.failed,
         )

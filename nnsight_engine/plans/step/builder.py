@@ -124,13 +124,17 @@ class StepBuilder:
         return [item for item in work if not item.active.op.reads]
 
     def _charge_accepted(self, span: Span) -> int:
-        """Return the bytes of rows that were accepted since the last step, where they were drafts.
+        """Charge for rows that were drafts when they were computed; return the bytes to reserve for them.
 
-        The number is negative if more rows were charged than have been accepted.
+        The number is negative if more rows were charged than have been accepted. The step's own rows are
+        counted apart from these, see ``_rows_of``.
         """
         request = span.request
         certain = span.start + span.num_certain
-        if not request.takes_drafts or certain <= request.plan.prompt_len:
+        if certain <= request.plan.prompt_len:
+            return 0
+        if not request.has_drafts:
+            request.charged_position = max(request.charged_position, certain)
             return 0
         num_own = max(0, certain - max(span.start, request.end_position, request.plan.prompt_len))
         # Drafts that are not judged yet may be refused.

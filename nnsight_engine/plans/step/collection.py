@@ -95,7 +95,13 @@ def step_delivery(plan: StepPlan) -> StepDelivery:
         request = span.request
         request.advance(span.start, span.stop, span.num_drafts)
         participants[request_id] = Participant(
-            request, span.start, span.stop, span.num_drafts, request.info(), request.failure
+            request,
+            span.start,
+            span.stop,
+            span.num_drafts,
+            request.has_drafts,
+            request.info(),
+            request.failure,
         )
     return StepDelivery(
         copy,

@@ -24,7 +24,6 @@ class StepContext:
         device: The model's device.
         ledger: Counts captured bytes before they are allocated.
         form_of: Returns a layer's form of attention, for patterns.
-        is_speculative: Whether steps may have drafts.
         is_asynchronous: Whether a step is planned before the drafts of the step before are judged.
     """
 
@@ -33,7 +32,6 @@ class StepContext:
     device: torch.device
     ledger: ByteLedger
     form_of: FormOf
-    is_speculative: bool = False
     is_asynchronous: bool = False
 
     def row_bytes(self, op: PlannedOp) -> int:

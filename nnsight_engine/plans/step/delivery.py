@@ -60,6 +60,7 @@ class Participant:
         start: Position of its first row in the step.
         stop: One past the position of its last row.
         num_drafts: Number of its last rows whose tokens are drafts.
+        has_drafts: Whether it has had drafts in this step or earlier.
         info: Its progress after the step.
         failure: Reason for its failure, or None.
     """
@@ -68,6 +69,7 @@ class Participant:
     start: int
     stop: int
     num_drafts: int
+    has_drafts: bool
     info: StepInfo
     failure: Failure | None
 
@@ -117,7 +119,7 @@ class StepDelivery:
         drafted = {
             request_id: DraftedRows(one.start, one.stop - one.start, one.num_drafts)
             for request_id, one in self.participants.items()
-            if one.request.takes_drafts
+            if one.has_drafts
         }
         num_kept = {
             request_id: rows.num_kept(len(sampled[order[request_id]]) if sampled else 0)

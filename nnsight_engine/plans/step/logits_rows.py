@@ -67,7 +67,7 @@ class LogitsRows:
         """Return the logits of the wanted rows, computing only those that the engine has not computed.
 
         Args:
-            sampled: The engine's logits, ``[requests, vocabulary]``.
+            sampled: The engine's logits, ``[requests + drafts, vocabulary]``.
             hidden: Output of the final norm, ``[tokens, hidden]``.
             compute_logits: The model's own unembedding.
         """

@@ -157,7 +157,7 @@ class PlannedSample(NamedTuple):
     """A capture of ids that are sampled for a request; ``mask`` as above.
 
     ``steps`` are their indices among the ids that the step yields for the request, of which there are several
-    if drafts are accepted.
+    if drafts are accepted. With a mask there is one, since such a capture takes no drafts (``plans.drafts``).
     """
 
     request: ActiveRequest

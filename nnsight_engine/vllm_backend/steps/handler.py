@@ -97,7 +97,6 @@ class StepHandler:
             max_request_bytes=limits.max_capture_bytes_per_request,
             max_engine_bytes=limits.max_capture_bytes_engine,
             is_asynchronous=bool(config.scheduler_config.async_scheduling),
-            is_speculative=config.speculative_config is not None,
         )
         self._running: RunningStep | None = None
         self.step: Step | None = None
@@ -155,7 +154,8 @@ class StepHandler:
         """Register the requests that arrived and release those that finished; arguments as above."""
         finished = scheduled.finished_req_ids
         planned, traced = _arrived(scheduled, PLAN_KEY), _arrived(scheduled, TRACE_KEY)
-        self.interventions.begin(planned, finished)
+        returned = {} if self.interventions.idle else _returned(scheduled)
+        self.interventions.begin(planned, finished, returned)
         self._running = self.step = None
         if traced or self.reports.is_due:
             self.traces.begin(self._facts(scheduled, traced, due_prompt_logprobs))
@@ -330,6 +330,22 @@ def _call_modules(context: Any) -> None:
     """Make a step call the model's modules one by one, neither compiled nor replayed from a CUDA graph."""
     context.skip_compiled = True
     context.cudagraph_runtime_mode = CUDAGraphMode.NONE
+
+
+def _returned(scheduled: SchedulerOutput) -> dict[str, int]:
+    """Return the number of tokens of each request that returns after a preemption."""
+    cached = scheduled.scheduled_cached_reqs
+    found = {
+        request_id: len(cached.all_token_ids[request_id])
+        for request_id in cached.resumed_req_ids
+        if request_id in cached.all_token_ids
+    }
+    # The V2 runner receives such a request as a new one.
+    return found | {
+        request.req_id: len(request.prefill_token_ids)
+        for request in scheduled.scheduled_new_reqs
+        if request.prefill_token_ids is not None
+    }
 
 
 def _arrived(scheduled: SchedulerOutput, key: str) -> list[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""Token ids that the host knows when a step is planned before the tokens of the step before have arrived."""
+"""Token ids that the host knows for certain: of tokens that are in flight, or drafts, it knows none."""
 
 from __future__ import annotations
 

@@ -49,8 +49,8 @@ class V1Step(Step):
         self._scheduled = scheduled.num_scheduled_tokens
         self._cached = scheduled.scheduled_cached_reqs
         drafts = scheduled.scheduled_spec_decode_tokens
-        is_exact = not (drafts or runner.use_async_scheduling)
-        self._known = None if is_exact else runner.known_ids
+        has_unknown_ids = bool(drafts) or runner.use_async_scheduling
+        self._known = runner.known_ids if has_unknown_ids else None
         super().__init__(
             batch.req_ids,
             batch.num_computed_tokens_cpu[: len(batch.req_ids)],
@@ -93,7 +93,7 @@ class V1RunnerMixin(SeededChunksMixin):
 
     Attributes:
         handler: The interventions.
-        known_ids: The tokens that the host knows while scheduling is asynchronous.
+        known_ids: The tokens that the host knows, where its batch has others as well.
     """
 
     handler: StepHandler

@@ -8,7 +8,7 @@ of one request is stored with the request and never raised.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,6 @@ class WorkerState:
         max_request_bytes: Limit on the captures of one request.
         max_engine_bytes: Limit on the captures that all live requests hold together.
         is_asynchronous: Whether a step's results may be delivered while the next one runs.
-        is_speculative: Whether steps may have drafts.
     """
 
     def __init__(
@@ -61,7 +60,6 @@ class WorkerState:
         max_request_bytes: int,
         max_engine_bytes: int,
         is_asynchronous: bool = False,
-        is_speculative: bool = False,
     ) -> None:
         self.points = points
         self.spec = spec
@@ -72,7 +70,6 @@ class WorkerState:
             device,
             self._ledger,
             form_of=lambda layer: attention_form(points.attention(layer)),
-            is_speculative=is_speculative,
             is_asynchronous=is_asynchronous,
         )
         self._registrar = Registrar(context)
@@ -85,12 +82,18 @@ class WorkerState:
         self._run: SteadyRun | None = None
         self._is_next = False
 
-    def begin(self, arrived: Sequence[tuple[str, dict[str, Any]]], finished: set[str]) -> None:
+    def begin(
+        self,
+        arrived: Sequence[tuple[str, dict[str, Any]]],
+        finished: set[str],
+        returned: Mapping[str, int] | None = None,
+    ) -> None:
         """Register the requests that arrived with interventions, and release those that finished.
 
         Args:
             arrived: Request id and the plan entry of its ``extra_args``.
             finished: Ids of all finished requests.
+            returned: Number of tokens of each request that returns after a preemption.
         """
         # The steps of a run are consecutive: a step without interventions ends it.
         if not self._is_next:
@@ -99,6 +102,8 @@ class WorkerState:
         if self._active or self._refused:
             for request_id in finished:
                 self._forget(request_id)
+        for request_id, num_tokens in (returned or {}).items():
+            self._return(request_id, num_tokens)
         for request_id, entry in arrived:
             if request_id in self._active:
                 continue
@@ -111,6 +116,13 @@ class WorkerState:
             except Exception as error:
                 logger.exception("a plan could not be registered")
                 self._refused[request_id] = Failure("intervention_failed", f"the plan is unusable: {error}")
+
+    def _return(self, request_id: str, num_tokens: int) -> None:
+        """Record how far a request with drafts had come: all its tokens but the last were computed."""
+        request = self._active.get(request_id)
+        if request is not None and request.has_drafts:
+            self._end_run()
+            request.end_position = num_tokens - 1
 
     def _forget(self, request_id: str) -> None:
         self._refused.pop(request_id, None)

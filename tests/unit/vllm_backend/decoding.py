@@ -135,7 +135,6 @@ class Worker:
     Args:
         shares: Whether steps may go on with the one before; else each is told request by request.
         is_asynchronous: Whether results may be delivered while the next step runs.
-        is_speculative: Whether steps may have drafts.
         num_known: See ``PlayedStep``.
     """
 
@@ -146,7 +145,6 @@ class Worker:
         *,
         shares: bool,
         is_asynchronous: bool = False,
-        is_speculative: bool = False,
         max_request_bytes: int = 1 << 20,
         max_bytes: int = 1 << 20,
     ) -> None:
@@ -173,18 +171,22 @@ class Worker:
             max_request_bytes=max_request_bytes,
             max_engine_bytes=max_bytes,
             is_asynchronous=is_asynchronous,
-            is_speculative=is_speculative,
         )
         self.outbox = Outbox()
         self.num_shared = 0
         self._shares = shares
 
-    def begin(self, arrived: dict[str, CompiledRequest], finished: set[str]) -> None:
+    def begin(
+        self,
+        arrived: dict[str, CompiledRequest],
+        finished: set[str],
+        returned: dict[str, int] | None = None,
+    ) -> None:
         entries = []
         for request_id, request in arrived.items():
             tensors = {key: (one.dtype, list(one.shape), one.data) for key, one in request.tensors.items()}
             entries.append((request_id, {"plan": request.plan, "tensors": tensors}))
-        self.state.begin(entries, finished)
+        self.state.begin(entries, finished, returned)
 
     def plan(self, batch: Sequence[Rows]) -> StepPlan | None:
         if self.state.idle:

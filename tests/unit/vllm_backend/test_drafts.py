@@ -105,7 +105,6 @@ class Engine:
         self.worker = Worker(
             shares=True,
             is_asynchronous=num_late > 0,
-            is_speculative=has_drafts,
             max_request_bytes=max_request_bytes,
         )
         self.worker.num_known = PROMPT_LEN
@@ -117,6 +116,7 @@ class Engine:
         self.found: dict[str, Payload] = {}
         self.num_preempted = 0
         self.most_bytes = 0
+        self._returned: dict[str, int] = {}
 
     def run(self) -> dict[str, Payload]:
         """Return the requests' results."""
@@ -126,8 +126,8 @@ class Engine:
         while self._lives:
             num_before = len(self._under_way)
             candidates = [self._rows(name, life) for name, life in self._lives.items()]
-            self.worker.begin(arrived, finished)
-            arrived = {}
+            self.worker.begin(arrived, finished, self._returned)
+            arrived, self._returned = {}, {}
             self._step([rows for rows in candidates if rows is not None])
             is_due = len(self._under_way) > self._num_late or len(self._under_way) == num_before
             finished = self._deliver() if is_due else set()
@@ -144,6 +144,7 @@ class Engine:
             if life.in_flight:
                 return None
             life.pauses, life.position = False, 0
+            self._returned[name] = life.num_known
         missing = life.num_known - life.position
         if missing > 1:
             return Rows(name, life.seed, life.position, min(missing, CHUNK))
@@ -286,3 +287,26 @@ def test_operations_that_depend_on_positions_take_no_drafts() -> None:
     samples = {"op": "capture", "at": "samples"}
     assert takes(**samples)
     assert not takes(**samples, where={"tokens": [1]})
+
+
+def test_a_prompt_that_goes_on_behind_rows_from_the_cache_keeps_its_positions() -> None:
+    prompt_len = 20
+    capture = {"op": "capture", "at": "layers.0.output", "name": "n"}
+    worker = Worker(shares=True)
+    worker.num_known = prompt_len
+    request = compiled([capture], prompt_len)
+    worker.outbox.open("r", request.plan, stops_outside=False)
+    worker.begin({"r": request}, set())
+    # It is preempted after eight tokens, and finds sixteen in the cache when it returns.
+    for rows, ids in ((Rows("r", 0, 0, 8), []), (Rows("r", 0, 16, 6, 2), [1, 2]), (Rows("r", 0, 22, 1), [3])):
+        batch = [rows]
+        plan = worker.plan(batch)
+        worker.run(plan, hidden_of(batch), torch.from_numpy(PlayedStep(batch, shares=True).logits_rows()))
+        results = worker.delivery(plan, batch, [ids])()
+        worker.outbox.absorb(results, {"r": len(ids)})
+    payload = worker.take("r", final=True)
+    assert payload is not None
+    assert [position for record in payload.records for position in record.positions] == [
+        *range(8),
+        *range(16, 22),
+    ]
