@@ -1,8 +1,8 @@
 """Rules about tokens whose ids only the device knows.
 
 With asynchronous scheduling, with drafts, and with vLLM's V2 runner, a step is planned before the host knows
-the tokens that were sampled last. Which rows such a rule names is then decided on the device: the plan covers every row
-that it may name, and a mask says which of them it does name.
+the tokens that were sampled last. Which rows such a rule names is then decided on the device: the plan covers
+every row that it may name, and a mask says which of them it does name.
 """
 
 from __future__ import annotations

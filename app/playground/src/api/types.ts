@@ -104,7 +104,14 @@ export type Result = LensResult | CaptureResult | ProbeResult;
 export interface ChoiceInterventions {
   results: Record<string, Result>;
   applied?: { op: string; at: string[]; positions: number[] }[];
-  provenance?: { fingerprint: string; cached_tokens: number; recomputed_tokens: number; drafted_rows: number; refused_rows: number; tier: string };
+  provenance?: {
+    fingerprint: string;
+    cached_tokens: number;
+    recomputed_tokens: number;
+    drafted_rows: number;
+    refused_rows: number;
+    tier: string;
+  };
 }
 
 export interface Choice {
