@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from typing import Any
 
 from api_schemas.errors import ApiError, ErrorCode
 from app.engine.process_job import ProcessJob
+from app.engine.request_tasks import RequestTasks
 from app.engine.trace_process_pool import TraceProcesses
 from app.errors import error_bytes, internal_error
 from app.settings import Settings
@@ -38,7 +38,7 @@ class LocalTraceEngine(TraceProcesses):
     def __init__(self, options: ProcessOptions, settings: Settings, environment: Mapping[str, str]) -> None:
         super().__init__("nnsight_engine.local_engine.process", options, settings, environment)
         self._timeout_s = settings.local_block_timeout_s
-        self._request_tasks: dict[ProcessJob, asyncio.Task[None]] = {}
+        self._requests = RequestTasks()
 
     async def serve_request(self, child: TraceProcess, message: dict[str, Any], job: ProcessJob) -> None:
         """Have the trace's client run a part of its block, in a task of its own while the process is read.
@@ -49,19 +49,16 @@ class LocalTraceEngine(TraceProcesses):
         if LOCAL not in message:
             await super().serve_request(child, message, job)
             return
-        if job in self._request_tasks and not self._request_tasks[job].done():
+        if not await self._requests.is_free(job):
             raise DecodeError("a trace sent a second call to its client before the first was answered")
         kind, data = await child.frame()
         if kind is not FrameKind.RESULT:
             raise DecodeError("a trace announced a call to its client and sent none")
-        self._request_tasks[job] = asyncio.create_task(self._call_client(child, data, job))
+        self._requests.start(job, self._call_client(child, data, job))
 
     async def ended(self, job: ProcessJob) -> None:
         """Cancel the request to the client of a trace that has ended."""
-        task = self._request_tasks.pop(job, None)
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await self._requests.cancel(job)
 
     async def _call_client(
         self, child: TraceProcess, data: bytes | bytearray | memoryview, job: ProcessJob

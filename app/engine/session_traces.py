@@ -17,6 +17,7 @@ from typing import Any
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
 from app.engine.process_job import ProcessJob
+from app.engine.request_tasks import RequestTasks
 from app.engine.trace_process_pool import TraceProcesses
 from app.engine.traces import TraceEngine
 from app.errors import error_bytes, internal_error
@@ -66,7 +67,7 @@ class SessionTraces(TraceProcesses):
         )
         self._engine = engine
         self._outline = outline
-        self._request_tasks: dict[ProcessJob, asyncio.Task[None]] = {}
+        self._requests = RequestTasks()
 
     def run_trace(self, request: TraceRequest, job_id: str) -> AsyncGenerator[Frame, None]:
         """Run a session in a process, or a trace on the engine; see ``TraceEngine``."""
@@ -79,7 +80,7 @@ class SessionTraces(TraceProcesses):
         Raises:
             DecodeError: The request is unknown, or the previous one is not done.
         """
-        if job in self._request_tasks and not self._request_tasks[job].done():
+        if not await self._requests.is_free(job):
             raise DecodeError("a session sent a second request before the first was answered")
         if TRACE in message:
             kind, data = await child.frame()
@@ -87,19 +88,15 @@ class SessionTraces(TraceProcesses):
                 raise DecodeError("a session announced a trace and sent none")
             # This task reads the process for no request in particular; the trace's usage, tier and spans
             # belong to the job's context.
-            tracing = self._trace(child, data, job)
-            self._request_tasks[job] = asyncio.create_task(tracing, context=job.context.copy())
+            self._requests.start(job, self._trace(child, data, job), job.context.copy())
         elif OUTLINE in message:
-            self._request_tasks[job] = asyncio.create_task(self._describe(child))
+            self._requests.start(job, self._describe(child))
         else:
             await super().serve_request(child, message, job)
 
     async def ended(self, job: ProcessJob) -> None:
         """Cancel the trace of a session that has ended."""
-        task = self._request_tasks.pop(job, None)
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await self._requests.cancel(job)
 
     async def _trace(
         self, child: TraceProcess, data: bytes | bytearray | memoryview, job: ProcessJob

@@ -74,11 +74,12 @@ class DepartedWriter:
     """A request with writes that has ended while steps with it were under way, of which any may still fail.
 
     Attributes:
-        blocks: Its blocks of the KV cache.
+        hashes: Its blocks in the prefix cache, with the hashes of their contents. A block that has another
+            one meanwhile belongs to other requests.
         num_steps: Number of steps under way.
     """
 
-    blocks: set[int]
+    hashes: dict[int, Any]
     num_steps: int
 
 
@@ -322,7 +323,9 @@ class InterventionScheduler(FairScheduler):
         if self._in_flight:
             ids = self._writers if request_ids is None else self._writers.intersection(_listed(request_ids))
             for request_id in ids:
-                self._departed[request_id] = DepartedWriter(self._blocks(request_id), len(self._in_flight))
+                hashes = {block: self._hash_of(block) for block in self._blocks(request_id)}
+                cached = {block: found for block, found in hashes.items() if found is not None}
+                self._departed[request_id] = DepartedWriter(cached, len(self._in_flight))
         finished: list[Request] = super().finish_requests(request_ids, finished_status)
         for request in finished:
             self._drop(request.request_id)
@@ -396,6 +399,8 @@ class InterventionScheduler(FairScheduler):
         spoiled = {block for request_id in results.failures for block in self._blocks(request_id)}
         if spoiled:
             self.kv_cache_manager.evict_blocks(spoiled)
+        for request_id in results.failures:
+            self._departed.pop(request_id, None)  # others may have its blocks now
         for request_id, report in results.reports.items():
             self._reports.setdefault(request_id, []).append(report)
         return spoiled
@@ -429,10 +434,15 @@ class InterventionScheduler(FairScheduler):
 
     def _blocks(self, request_id: str) -> set[int]:
         if request_id in self._departed:
-            return self._departed[request_id].blocks
+            hashes = self._departed[request_id].hashes
+            return {block for block, found in hashes.items() if self._hash_of(block) == found}
         if request_id not in self.requests:
             return set()
         return {block for group in self.kv_cache_manager.get_block_ids(request_id) for block in group}
+
+    def _hash_of(self, block: int) -> Any:
+        """Return the hash under which the prefix cache has a block; None if it has not."""
+        return self.kv_cache_manager.block_pool.blocks[block].block_hash
 
     def _attach(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         for client_outputs in outputs.values():

@@ -114,6 +114,10 @@ def test_a_failure_that_comes_after_its_request_has_left_spoils_no_block(
             engine.core.step()
     engine.router.close(entry.request_id)
     reply = engine.ask(prompt, [steer], max_tokens=8)
+    if reply.failure is not None:
+        # With asynchronous scheduling it may have found the blocks before the failure was known.
+        assert "send it again" in reply.failure.message
+        reply = engine.ask(prompt, [steer], max_tokens=8)
     assert reply.token_ids == expected
     assert not reply.num_cached_tokens
     assert set(engine.held().values()) == {0}

@@ -228,3 +228,43 @@ async def test_what_a_process_asks_for_is_answered_also_where_that_fails(kind: s
     [answer] = child.answers
     assert answer.kind is FrameKind.ERROR
     assert answer.json()["error"]["code"] == ErrorCode.INTERNAL
+
+
+class Hasty(Scripted):
+    """A process that has an answer before the server knows that it is sent."""
+
+    async def answer(self, frame: Frame) -> None:
+        await super().answer(frame)
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("kind", ["local", "session"])
+async def test_a_process_may_send_its_next_request_as_soon_as_it_has_an_answer(
+    kind: str, tmp_path: Path
+) -> None:
+    async def outline() -> dict[str, Any]:
+        return {}
+
+    async def call_client(_: Any) -> bytes:
+        return b"done"
+
+    settings, options = Settings(result_dir=tmp_path), ProcessOptions(model="m")
+    request = TraceRequest(REQUEST.head, [b"blocks"])
+    request.sandbox_of = None
+    request.call_client = call_client
+    job = ProcessJob(request, "local", Backpressure(2**22))
+    child = Hasty(*[Frame(FrameKind.RESULT, b"a part")] * 3)
+    processes: TraceProcesses = (
+        LocalTraceEngine(options, settings, {})
+        if kind == "local"
+        else SessionTraces(cast("TraceEngine", None), outline, options, settings, {})
+    )
+    for number in range(3):
+        await processes.serve_request(
+            cast("TraceProcess", child), {LOCAL if kind == "local" else OUTLINE: True}, job
+        )
+        async with asyncio.timeout(60):
+            while len(child.answers) <= number:  # noqa: ASYNC110 - there is no event to wait for
+                await asyncio.sleep(0)
+    assert [answer.kind is FrameKind.ERROR for answer in child.answers] == [False] * 3
+    await processes.ended(job)
