@@ -12,14 +12,14 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, Final, Self
+from typing import Any, Self
 
 import msgspec
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from nnsight_engine.plans.collect.outbox import Outbox
@@ -34,15 +34,14 @@ from nnsight_engine.vllm_backend.compat import (
     record_allocated_blocks,
 )
 from nnsight_engine.vllm_backend.content_logs import redact_content
-from nnsight_engine.vllm_backend.fair_scheduler import FairScheduler, missing
+from nnsight_engine.vllm_backend.draft_scheduler import DraftScheduler
+from nnsight_engine.vllm_backend.fair_scheduler import missing
 from nnsight_engine.vllm_backend.processes import end_with_parent
+from nnsight_engine.vllm_backend.shared_blocks import SharedBlocks
 from nnsight_engine.vllm_backend.tensor_interning import TensorTable
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY, TraceEntry
 from nnsight_engine.vllm_backend.traces.reporting import Report
 from nnsight_engine.vllm_backend.unclean_blocks import UncleanBlocks
-
-_READ_FAILURES: Final = frozenset({"capture_too_large", "engine_capture_full"})
-"""Failures that concern reads only: all writes of the request took place."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -69,21 +68,7 @@ class RequestGroup:
                 del self.missing[entry.index]
 
 
-@dataclasses.dataclass(slots=True)
-class DepartedWriter:
-    """A request with writes that has ended while steps with it were under way, of which any may still fail.
-
-    Attributes:
-        hashes: Its blocks in the prefix cache, with the hashes of their contents. A block that has another
-            one meanwhile belongs to other requests.
-        num_steps: Number of steps under way.
-    """
-
-    hashes: dict[int, Any]
-    num_steps: int
-
-
-class InterventionScheduler(FairScheduler):
+class InterventionScheduler(DraftScheduler):
     """vLLM's scheduler with the results and failures of interventions."""
 
     max_num_running_reqs: int
@@ -104,14 +89,8 @@ class InterventionScheduler(FairScheduler):
         redact_content()
         self._outbox = Outbox()
         self._owners: dict[str, str] = {}
-        self._writers: set[str] = set()
-        self._departed: dict[str, DepartedWriter] = {}
+        self._shared = SharedBlocks(self.kv_cache_manager)
         self._traced: set[str] = set()
-        self._undrafted: set[str] = set()
-        self._num_tokens: dict[str, int] = {}
-        drafts = self.vllm_config.speculative_config
-        self._num_draft_slots: int = 0 if drafts is None else drafts.max_num_new_slots_for_drafting
-        self._num_batched_tokens: int = self.scheduler_config.max_num_batched_tokens
         self._groups: dict[str, RequestGroup] = {}
         self._reports: dict[str, list[Report]] = {}
         self._waiting: frozenset[str] = frozenset()
@@ -129,7 +108,7 @@ class InterventionScheduler(FairScheduler):
         if brings(params, TRACE_KEY):
             self._unclean.watch(request.request_id)
             self._traced.add(request.request_id)
-            self._undrafted.add(request.request_id)
+            self.undrafted.add(request.request_id)
             self._gather(request)
         if entry is not None:
             entry["tensors"] = self.contents.acquire(request.request_id, entry["tensors"])
@@ -140,10 +119,10 @@ class InterventionScheduler(FairScheduler):
             self._owners[request.request_id] = entry["key"]
             # A stop string is found by the API process, too late for rows that were accepted behind it.
             if params.stop or not takes_drafts(plan):
-                self._undrafted.add(request.request_id)
+                self.undrafted.add(request.request_id)
             if plan.fingerprint:
                 self._unclean.watch(request.request_id)
-                self._writers.add(request.request_id)
+                self._shared.add(request.request_id)
         super().add_request(request)
 
     def _gather(self, request: Request) -> None:
@@ -171,43 +150,11 @@ class InterventionScheduler(FairScheduler):
         self._unclean.note(output)
         return output
 
-    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        """Record that a step was scheduled, after removing drafts of requests that take none."""
-        if self.num_spec_tokens:
-            self._undrafted &= self.requests.keys()
-            drafts = scheduler_output.scheduled_spec_decode_tokens
-            for request_id in self._undrafted & drafts.keys():
-                num_drafts = len(drafts.pop(request_id))
-                scheduler_output.num_scheduled_tokens[request_id] -= num_drafts
-                scheduler_output.total_num_scheduled_tokens -= num_drafts
-        super()._update_after_schedule(scheduler_output)
-        self._drop_drafts()
-
-    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """Take the drafts for the next step, but for requests that take none."""
-        super().update_draft_token_ids(draft_token_ids)
-        self._drop_drafts()
-
-    def _drop_drafts(self) -> None:
-        """Remove the drafts for the next step of requests that take none."""
-        for request_id in self._undrafted if self.num_spec_tokens else ():
-            if request_id in self.requests:
-                self.requests[request_id].spec_token_ids = []
-
     def _preempt_request(self, request: Request, timestamp: float, **others: Any) -> None:
         """Preempt a request. If it intervenes, the results of its step under way are not dropped."""
         if request.request_id in self._outbox or request.request_id in self._traced:
             others["drop_stale_output"] = False
         super()._preempt_request(request, timestamp, **others)
-
-    def _update_request_with_output(
-        self, request: Request, new_token_ids: list[int], **others: Any
-    ) -> tuple[list[int], bool]:
-        """Add tokens to a request, and record how many are left before a stop."""
-        kept, is_stopped = super()._update_request_with_output(request, new_token_ids, **others)
-        if self.num_spec_tokens:
-            self._num_tokens[request.request_id] = len(kept)
-        return kept, is_stopped
 
     def _get_new_block_ids_to_zero(self) -> list[int] | None:
         """Return the new blocks to zero before the step: all if the model needs it, else the unclean ones."""
@@ -267,7 +214,7 @@ class InterventionScheduler(FairScheduler):
 
         In addition to vLLM's own cases, this holds for a traced prompt that fits into one step.
         """
-        is_traced = request.request_id in self._traced and request.num_tokens <= self._longest_whole_prompt
+        is_traced = request.request_id in self._traced and request.num_tokens <= self.longest_whole_prompt
         return is_traced or super().needs_single_step(request)
 
     def group_members(self, request: Request) -> Collection[str]:
@@ -293,7 +240,7 @@ class InterventionScheduler(FairScheduler):
         removed requests.
         """
         self._traced &= self.requests.keys()
-        limit = self._longest_whole_prompt
+        limit = self.longest_whole_prompt
         left = self.max_num_scheduled_tokens - sum(missing(request) for request in self.running)
         # A draft model needs rows of its own, for each request of the step.
         spare = self._num_batched_tokens - self.max_num_scheduled_tokens
@@ -309,23 +256,15 @@ class InterventionScheduler(FairScheduler):
             spare -= self._num_draft_slots
         return []
 
-    @property
-    def _longest_whole_prompt(self) -> int:
-        """Number of tokens of the longest prompt that fits into one step."""
-        return min(self.whole_step_tokens, self._num_batched_tokens - self._num_draft_slots)
-
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[Request]:
         """Finish requests from outside a step, and release their state."""
-        if request_ids is not None and not isinstance(request_ids, str):
+        if isinstance(request_ids, str):
+            request_ids = [request_ids]
+        elif request_ids is not None:
             request_ids = list(request_ids)
-        if self._in_flight:
-            ids = self._writers if request_ids is None else self._writers.intersection(_listed(request_ids))
-            for request_id in ids:
-                hashes = {block: self._hash_of(block) for block in self._blocks(request_id)}
-                cached = {block: found for block, found in hashes.items() if found is not None}
-                self._departed[request_id] = DepartedWriter(cached, len(self._in_flight))
+        self._shared.keep(request_ids, len(self._in_flight))
         finished: list[Request] = super().finish_requests(request_ids, finished_status)
         for request in finished:
             self._drop(request.request_id)
@@ -339,16 +278,19 @@ class InterventionScheduler(FairScheduler):
     ) -> dict[int, EngineCoreOutputs]:
         """Process the step's results, and send them with the outputs that leave."""
         results = detach_results(model_runner_output)
-        spoiled = set() if results is None else self._before_outputs(results)
-        self._num_tokens.clear()
+        # Before the outputs: later, failed requests may no longer hold their blocks.
+        spoiled = set() if results is None else self._shared.evict(results.failures)
+        self.num_tokens.clear()
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
         )
-        self._outbox.absorb(results, self._num_tokens)
+        self._outbox.absorb(results, self.num_tokens)
         if spoiled:  # an asynchronous scheduler publishes blocks as it processes the outputs
             self.kv_cache_manager.evict_blocks(spoiled)
         if results is not None:
             self._note_blocks(results, scheduler_output.num_scheduled_tokens)
+            for request_id, report in results.reports.items():
+                self._reports.setdefault(request_id, []).append(report)
         if self._reports:
             self._attach_reports(outputs)
         if self._outbox:
@@ -360,15 +302,8 @@ class InterventionScheduler(FairScheduler):
         if results is not None:
             for request_id in results.ended:
                 self._end(request_id, RequestStatus.FINISHED_STOPPED, None, outputs)
-        self._forget_departed()
+        self._shared.end_step()
         return outputs
-
-    def _forget_departed(self) -> None:
-        """Count a step for the writers that have ended; drop those of which none is under way any more."""
-        for request_id, one in list(self._departed.items()):
-            one.num_steps -= 1
-            if one.num_steps <= 0:
-                del self._departed[request_id]
 
     def _note_blocks(self, results: StepResults, num_tokens: Mapping[str, int]) -> None:
         """Record which requests wait for their blocks, and undo steps that ran without their blocks."""
@@ -393,56 +328,9 @@ class InterventionScheduler(FairScheduler):
         self.running.remove(request)
         self._preempt_request(request, time.monotonic())
 
-    def _before_outputs(self, results: StepResults) -> set[int]:
-        """Evict the blocks of failed requests, and return them; later the requests may hold them no more."""
-        self._fail_sharers(results.failures)
-        spoiled = {block for request_id in results.failures for block in self._blocks(request_id)}
-        if spoiled:
-            self.kv_cache_manager.evict_blocks(spoiled)
-        for request_id in results.failures:
-            self._departed.pop(request_id, None)  # others may have its blocks now
-        for request_id, report in results.reports.items():
-            self._reports.setdefault(request_id, []).append(report)
-        return spoiled
-
     def num_pending(self) -> int:
         """Return the number of requests with results waiting to be sent."""
         return len(self._outbox)
-
-    def _fail_sharers(self, failures: dict[str, Failure]) -> None:
-        """Also fail requests that share blocks with a request whose writes did not all take place.
-
-        vLLM publishes a block in the prefix cache when it schedules it, so another request of the same step
-        may hold blocks whose keys and values lack a write. Requests share blocks only if their writes are
-        equal.
-        """
-        spoiled = [
-            request_id
-            for request_id, failure in failures.items()
-            if failure.code not in _READ_FAILURES
-            and (request_id in self._writers or request_id in self._departed)
-        ]
-        while spoiled:
-            blocks = self._blocks(spoiled.pop())
-            for request_id in self._writers - failures.keys():
-                if blocks & self._blocks(request_id):
-                    message = (
-                        "the keys and values it shared with a failed request are incomplete; send it again"
-                    )
-                    failures[request_id] = Failure("intervention_failed", message)
-                    spoiled.append(request_id)
-
-    def _blocks(self, request_id: str) -> set[int]:
-        if request_id in self._departed:
-            hashes = self._departed[request_id].hashes
-            return {block for block, found in hashes.items() if self._hash_of(block) == found}
-        if request_id not in self.requests:
-            return set()
-        return {block for group in self.kv_cache_manager.get_block_ids(request_id) for block in group}
-
-    def _hash_of(self, block: int) -> Any:
-        """Return the hash under which the prefix cache has a block; None if it has not."""
-        return self.kv_cache_manager.block_pool.blocks[block].block_hash
 
     def _attach(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         for client_outputs in outputs.values():
@@ -494,7 +382,7 @@ class InterventionScheduler(FairScheduler):
     def _drop(self, request_id: str) -> None:
         if self._outbox.close(request_id):
             del self._owners[request_id]
-            self._writers.discard(request_id)
+            self._shared.discard(request_id)
             self.contents.release(request_id)
 
 
@@ -503,10 +391,6 @@ def _sandbox_of(request: Request) -> str | None:
     entry = entry_of(request.sampling_params, TRACE_KEY)
     sandbox_of = entry.get("sandbox_of") if isinstance(entry, dict) else None
     return sandbox_of if isinstance(sandbox_of, str) else None
-
-
-def _listed(request_ids: str | Iterable[str]) -> Iterable[str]:
-    return [request_ids] if isinstance(request_ids, str) else request_ids
 
 
 def _send(output: EngineCoreOutput, message: dict[str, Any]) -> None:

@@ -123,6 +123,31 @@ def test_a_failure_that_comes_after_its_request_has_left_spoils_no_block(
     assert set(engine.held().values()) == {0}
 
 
+@pytest.mark.parametrize("num_steps", [1, 2, 3])
+def test_a_request_that_comes_after_a_failed_one_is_steered(engine: Engine, num_steps: int) -> None:
+    """One that comes before the failure is known may hold blocks that lack the write, and fails too."""
+    prompt = "The history of the city begins with a small settlement by the river. " * 20
+    ask = Ask(prompt, [{"op": "steer", "at": "layers.5.output", "vector": random_vector(0), "scale": 4}])
+    ((expected,),) = engine.run([ask])
+    assert engine.llm.reset_prefix_cache()
+    entries = [engine.submit_broken(ask)]
+    done: dict[str, Any] = {}
+    for _ in range(num_steps):
+        done |= {output.request_id: output for output in engine.core.step() if output.finished}
+    is_known = bool(done)
+    entries.append(engine.submit(ask))
+    while engine.core.has_unfinished_requests():
+        done |= {output.request_id: output for output in engine.core.step() if output.finished}
+    (broken,), (reply,) = (engine.replies(entry, done[entry.request_id]) for entry in entries)
+    assert broken.failure.code == "wrong_width"
+    if reply.failure is not None:
+        assert not is_known
+        assert "send it again" in reply.failure.message
+        ((reply,),) = engine.run([ask])
+    assert reply.token_ids == expected.token_ids
+    assert set(engine.held().values()) == {0}
+
+
 def test_a_vector_of_many_requests_is_held_once(engine: Engine) -> None:
     steer = {"op": "steer", "at": "layers.5.output", "vector": random_vector(0)}
     entries = [engine.submit(Ask("Hello there", [steer], max_tokens=20)) for _ in range(4)]
