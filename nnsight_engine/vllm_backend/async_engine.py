@@ -113,8 +113,7 @@ class InterventionAsyncLLM(TracingAsyncLLM):
     async def describe(self) -> ModelSpec:
         """Fetch the model's description from the worker and start routing results."""
         self._run_output_handler()  # else started with the first request; detects the engine's death
-        (plain, *_) = await self.collective_rpc("describe_interventions")
-        self.spec = ModelSpec.from_plain(plain)
+        self.spec = ModelSpec.from_plain(answer(await self.collective_rpc("describe_interventions")))
         self.router = ResultRouter(self.spec)
         handlers = {PLAN_KEY: self.router.deliver, TRACE_KEY: self.traces.deliver}
         deliver_payloads(self.output_processor, handlers)

@@ -112,18 +112,12 @@ def engine_options(limits: EngineLimits) -> dict[str, Any]:
     }
 
 
-def check_supported(config: VllmConfig, *, traces_only: bool = False) -> None:
-    """Raise UnsupportedOptionError for options under which interventions could be silently wrong.
-
-    Args:
-        config: The engine's config.
-        traces_only: Whether traces are the only interventions; they support pipeline stages.
-    """
+def check_supported(config: VllmConfig) -> None:
+    """Raise UnsupportedOptionError for options under which interventions could be silently wrong."""
     parallel = config.parallel_config
     has_stages = parallel.pipeline_parallel_size > 1
     drafts = config.speculative_config
     refused = {
-        "--pipeline-parallel-size": has_stages and not traces_only,
         "--tensor-parallel-size with --pipeline-parallel-size": (
             has_stages and parallel.tensor_parallel_size > 1
         ),

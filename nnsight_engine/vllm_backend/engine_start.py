@@ -70,7 +70,7 @@ def _start(
     if arguments.get("distributed_executor_backend") == "ray":
         arguments["distributed_executor_backend"] = ray_executor()
     config = EngineArgs(**arguments, **ours).create_engine_config()
-    check_supported(config, traces_only=True)
+    check_supported(config)
     if has_envoys and config.parallel_config.world_size > 1:
         raise UnsupportedOptionError(
             "envoys= is not supported with tensor_parallel_size or pipeline_parallel_size above 1 "

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol, cast
 import torch
 
 from nnsight_engine.core.model_spec import PATTERN_LEAF, LeafSpec
+from nnsight_engine.plans.step.stage import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -277,6 +278,12 @@ class ModelPoints:
         """Whether blocks return ``(hidden, residual)`` instead of one tensor."""
         return self.family.returns_residual
 
+    @property
+    def stage(self) -> Stage:
+        """The part of the model that this worker has."""
+        stop = self.local_layers.stop
+        return Stage(self.local_layers.start, None if stop == len(self.layers) else stop)
+
     def locate(self, leaf: str, layer: int) -> tuple[nn.Module, HookSpec]:
         """Return the module that carries ``leaf`` of ``layer``, and the leaf's location in it.
 
@@ -360,8 +367,10 @@ class ModelPoints:
             residual: ``[n, hidden]`` in the model's dtype; not changed.
 
         Returns:
-            ``[n, vocab]``, or None on a rank on which vLLM does not gather logits.
+            ``[n, vocab]``, or None on a rank on which vLLM does not gather logits, or on an early stage.
         """
+        if not self.stage.is_last:
+            return None
         model_class = cast("type[_CausalModel]", type(self.model))
         hidden = residual
         # The rows were computed under inference mode; this method may be called outside of it.

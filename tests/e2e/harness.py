@@ -37,6 +37,7 @@ from nnsight_engine.vllm_backend.call import prepare_params, salted
 from nnsight_engine.vllm_backend.compat import EngineLimits, engine_options
 from nnsight_engine.vllm_backend.output_payloads import deliver_payloads
 from nnsight_engine.vllm_backend.result_router import ResultRouter
+from nnsight_engine.vllm_backend.rpc_results import answer
 from tests.e2e.engine_kinds import options_of_process
 
 Interventions = list[dict[str, Any]]
@@ -119,8 +120,7 @@ class Engine:
         self.llm = llm
         self.core = llm.llm_engine
         self.tokenizer = self.llm.get_tokenizer()
-        plain, *_ = self.llm.collective_rpc("describe_interventions")
-        self.spec = ModelSpec.from_plain(plain)
+        self.spec = ModelSpec.from_plain(answer(self.llm.collective_rpc("describe_interventions")))
         self.router = ResultRouter(self.spec)
         deliver_payloads(self.core.output_processor, {PLAN_KEY: self.router.deliver})
 

@@ -14,27 +14,18 @@ import numpy as np
 import torch
 
 from nnsight_engine.core.errors import InterventionError
-from nnsight_engine.core.tap_choice import tap_of
 from nnsight_engine.core.tensor_bytes import tensor_from_bytes
 from nnsight_engine.plans.records import Failure, StepInfo
 from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, PlannedSite, RequestPlan, TensorData
 from nnsight_engine.plans.step.context import StepContext
 from nnsight_engine.plans.step.host_arena import to_device
 from nnsight_engine.plans.step.patterns import PatternState
+from nnsight_engine.plans.step.stage import SiteKey, site_key
 from nnsight_engine.plans.where import generated_is_constant, last_position
 
 BankKey = tuple[str, str, float]
 
-SiteKey = int | PlannedSite
-"""The number of a tap (0 before the first layer, i + 1 after layer i), or any other site as it is."""
-
 NEEDS_DIRECTION = frozenset({OperationKind.NORM_MATCH, OperationKind.PROJECT_OUT, OperationKind.CLAMP})
-
-
-def site_key(site: PlannedSite) -> SiteKey:
-    """Return the canonical key of a site: the end of layer i and the start of layer i + 1 are one tap."""
-    tap = tap_of(site.leaf, site.layer)
-    return site if tap is None else tap
 
 
 @dataclasses.dataclass(slots=True)

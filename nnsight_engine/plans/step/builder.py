@@ -17,7 +17,7 @@ import torch
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.plans.records import leaf_width, may_overflow, width_classes
 from nnsight_engine.plans.request_plan import SAMPLES, OperationKind
-from nnsight_engine.plans.step.active import ActiveOp, ActiveRequest, SiteKey
+from nnsight_engine.plans.step.active import ActiveOp, ActiveRequest
 from nnsight_engine.plans.step.context import StepContext
 from nnsight_engine.plans.step.host_arena import to_device
 from nnsight_engine.plans.step.kernel_factory import (
@@ -36,6 +36,7 @@ from nnsight_engine.plans.step.operation_rows import (
 )
 from nnsight_engine.plans.step.pattern_planner import PatternPlanner, PatternRows
 from nnsight_engine.plans.step.plan import KernelGroup, PlannedSample, ReadGroup, ReadSlice, Span, StepPlan
+from nnsight_engine.plans.step.stage import SiteKey
 from nnsight_engine.plans.step.token_masks import TokenMasks
 from nnsight_engine.plans.step.writes import Kernel
 
@@ -203,6 +204,8 @@ class StepBuilder:
                 read_groups[_read_key(item)].append(item)
                 continue
             for site_index, key in enumerate(item.active.keys):
+                if not self._context.stage.has(key):
+                    continue
                 member = _write_member(item, site_index, key)
                 if len(member.rows):
                     slots[key][item.stages[site_index], group_key(member)].append(member)
@@ -220,7 +223,9 @@ class StepBuilder:
     def _plan_read(
         self, plan: StepPlan, items: list[OperationRows], staged: dict[SiteKey, list[tuple[int, KernelGroup]]]
     ) -> None:
-        op = items[0].active.op
+        op, stage = items[0].active.op, self._context.stage
+        if not (stage.is_last or any(map(stage.has, items[0].active.keys))):
+            return
         num_rows = sum(len(item.offsets) for item in items)
         masks = [item.mask for item in items if item.mask is not None]
         group = ReadGroup([], [], plan.add_mask(torch.cat(masks)) if masks else None)
@@ -243,6 +248,8 @@ class StepBuilder:
             group.buffers.append(buffer)
             for place, site_index in enumerate(indices):
                 key = items[0].active.keys[site_index]
+                if not stage.has(key):
+                    continue  # an earlier stage sends the values
                 members = [
                     KernelMember(item.span.request, item.active, site_index, item.rows_at(key))
                     for item in items

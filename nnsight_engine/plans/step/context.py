@@ -12,6 +12,7 @@ from nnsight_engine.plans.records import leaf_width
 from nnsight_engine.plans.request_plan import LOGITS, OperationKind, PlannedOp
 from nnsight_engine.plans.step.ledger import ByteLedger, StepBytes
 from nnsight_engine.plans.step.patterns import FormOf
+from nnsight_engine.plans.step.stage import WHOLE, Stage
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class StepContext:
         ledger: Counts captured bytes before they are allocated.
         form_of: Returns a layer's form of attention, for patterns.
         is_asynchronous: Whether a step is planned before the drafts of the step before are judged.
+        stage: The worker's part of the model.
     """
 
     spec: ModelSpec
@@ -33,6 +35,7 @@ class StepContext:
     ledger: ByteLedger
     form_of: FormOf
     is_asynchronous: bool = False
+    stage: Stage = WHOLE
 
     def row_bytes(self, op: PlannedOp) -> int:
         """Return the bytes of one row of a capture, at all its sites."""

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 
 from nnsight_engine.plans.request_plan import LOGITS, OperationKind
-from nnsight_engine.plans.step.active import ActiveOp, SiteKey
+from nnsight_engine.plans.step.active import ActiveOp
 from nnsight_engine.plans.step.host_arena import to_device
 from nnsight_engine.plans.step.kernel_factory import RowArray
 from nnsight_engine.plans.step.plan import Span, StepPlan
+from nnsight_engine.plans.step.stage import SiteKey
 from nnsight_engine.plans.step.token_masks import may_match, must_match
 from nnsight_engine.plans.where import evaluate
 

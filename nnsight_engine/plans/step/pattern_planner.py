@@ -81,7 +81,7 @@ class PatternPlanner:
             if last is not None and span.request.end_position > last:
                 continue
             stop = self._context.spec.max_model_len if last is None else last + 1
-            for site in active.op.sites:
+            for site in filter(self._context.stage.has, active.op.sites):
                 found[site.layer] = max(found.get(site.layer, 0), stop)
         return found
 
@@ -128,7 +128,11 @@ class PatternPlanner:
         dtype = self._context.capture_dtype(active.op)
         row_bytes = len(active.op.sites) * num_heads * dtype.itemsize
         self._reserve_rows(span, active, len(offsets), positions[-1] + 1, row_bytes)
-        forms = [self._context.form_of(site.layer) for site in active.op.sites]
+        held = [
+            (index, site, self._context.form_of(site.layer))
+            for index, site in enumerate(active.op.sites)
+            if self._context.stage.has(site)
+        ]
         out = torch.zeros(
             len(active.op.sites),
             len(offsets),
@@ -139,7 +143,7 @@ class PatternPlanner:
         )
         rows = to_device(offsets + span.row, device)
         at = to_device(offsets + span.start, device)
-        for index, (site, form) in enumerate(zip(active.op.sites, forms, strict=True)):
+        for index, site, form in held:
             store = span.request.patterns.stores[site.layer]
             kernel = ComputePattern(store, form, rows, at, positions, out[index])
             self._add_group(plan, kernel, KernelMember(span.request, active, index, offsets + span.row))

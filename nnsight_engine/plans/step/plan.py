@@ -21,11 +21,12 @@ import torch
 
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.plans.request_plan import PlannedSite
-from nnsight_engine.plans.step.active import ActiveOp, ActiveRequest, SiteKey
+from nnsight_engine.plans.step.active import ActiveOp, ActiveRequest
 from nnsight_engine.plans.step.host_arena import HostCopy
 from nnsight_engine.plans.step.kernel_factory import KernelFactory, KernelMember
 from nnsight_engine.plans.step.ledger import StepBytes
 from nnsight_engine.plans.step.logits_rows import LogitsRows
+from nnsight_engine.plans.step.stage import SiteKey
 from nnsight_engine.plans.step.writes import Kernel
 
 logger = logging.getLogger(__name__)

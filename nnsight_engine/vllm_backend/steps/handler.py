@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import get_forward_context
+from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from nnsight_engine.core.engine_counts import EngineCounts
@@ -25,11 +26,13 @@ from nnsight_engine.core.tap_choice import NO_TAPS, chosen_taps
 from nnsight_engine.plans.request_plan import PLAN_KEY
 from nnsight_engine.plans.step.host_arena import to_device
 from nnsight_engine.plans.step.plan import StepPlan
+from nnsight_engine.plans.step.stage_results import StageResults
 from nnsight_engine.vllm_backend.compat import EngineLimits, brings, describe_model, is_single_tenant
 from nnsight_engine.vllm_backend.families import resolve_points
 from nnsight_engine.vllm_backend.hooks import hooked
 from nnsight_engine.vllm_backend.steps.graphs import StepGraphs, cut_at_taps
 from nnsight_engine.vllm_backend.steps.outcome import StepOutcome
+from nnsight_engine.vllm_backend.steps.stage_transport import take_results, with_results
 from nnsight_engine.vllm_backend.steps.step import Step
 from nnsight_engine.vllm_backend.steps.trace_reports import TraceReports
 from nnsight_engine.vllm_backend.steps.worker_state import WorkerState
@@ -41,17 +44,19 @@ from nnsight_engine.vllm_backend.traces.request import TraceSpan
 from nnsight_engine.vllm_backend.traces.step_facts import StepFacts
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 
-ModelOutput = torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]
-"""Hidden states, with those of inner layers where a draft model reads them."""
+ModelOutput = Any
+"""Hidden states ``[rows, hidden]``, in a tuple with those of inner layers where a draft model reads them; on
+an early pipeline stage ``IntermediateTensors``.
+"""
 
 
 @dataclasses.dataclass(slots=True)
 class RunningStep:
-    """A planned step between its forward pass and the collection of its results."""
+    """A planned step between its forward pass and its end; ``hidden`` is None on an early pipeline stage."""
 
     step: Step
     plan: StepPlan
-    hidden: torch.Tensor
+    hidden: torch.Tensor | None
 
 
 class StepHandler:
@@ -76,7 +81,7 @@ class StepHandler:
         """Load the model, then install taps in it, before anything is compiled."""
         limits = EngineLimits.read(config)
         parallel = config.parallel_config
-        has_taps = limits.taps != NO_TAPS and parallel.pipeline_parallel_size == 1
+        has_taps = limits.taps != NO_TAPS
         self._config = config
         self.graphs = StepGraphs(is_cut=has_taps and cut_at_taps(config.compilation_config))
         self._model = model = load()
@@ -84,8 +89,8 @@ class StepHandler:
             model, config.model_config.hf_text_config, tensor_parallel_size=parallel.tensor_parallel_size
         )
         self.taps: frozenset[int] = frozenset()
-        if has_taps:  # a pipeline of several stages has no taps and supports traces only
-            self.taps = chosen_taps(limits.taps, len(points.layers))
+        if has_taps:
+            self.taps = frozenset(filter(points.stage.has, chosen_taps(limits.taps, len(points.layers))))
             install_taps(points.layers, points.family.hidden_index, self.taps)
         self.counts = EngineCounts()
         self.traces = traces_of_worker(points, config, limits)
@@ -101,6 +106,7 @@ class StepHandler:
         self._running: RunningStep | None = None
         self.step: Step | None = None
         self._spent_s = 0.0
+        self._from_stages: list[StageResults] = []
 
     @property
     def model_spec(self) -> ModelSpec:
@@ -149,6 +155,10 @@ class StepHandler:
         """
         if self.traces.serves_stages:
             self.traces.before(self._facts(scheduled, _arrived(scheduled, TRACE_KEY), due_prompt_logprobs))
+
+    def receive(self, received: IntermediateTensors | None) -> None:
+        """Take the results of operations on earlier stages out of the tensors that a stage receives."""
+        self._from_stages = take_results(received)
 
     def begin(self, scheduled: SchedulerOutput, due_prompt_logprobs: Collection[str]) -> None:
         """Register the requests that arrived and release those that finished; arguments as above."""
@@ -203,8 +213,7 @@ class StepHandler:
             run: Runs the model.
 
         Returns:
-            The model's output; on the last pipeline stage hidden states ``[rows, hidden]``, alone or before
-            those that a draft model reads.
+            The model's output; an early pipeline stage adds the results of its operations.
         """
         self.step = step
         plan = None if self.interventions.idle else self._timed_plan(step)
@@ -222,12 +231,25 @@ class StepHandler:
                 stack.enter_context(hooked(points, plan, tap_step.is_models_own))
                 stack.enter_context(untapped(points.layers, points.family.hidden_index, missing, tap_step))
             output = self._traced_forward(step, run, context) if traced else run()
-        self._note_tier(plan, is_uncompiled=context.skip_compiled)
-        if plan is not None:
-            hidden = output[0] if isinstance(output, tuple) else output
-            self.interventions.on_hidden(plan, hidden)
-            self._running = RunningStep(step, plan, hidden)
+        received = self._from_stages
+        is_uncompiled = context.skip_compiled or any(one.is_uncompiled for one in received)
+        self._note_tier(plan, is_uncompiled=is_uncompiled)
+        if plan is None:
+            return output
+        if isinstance(output, IntermediateTensors):
+            return self._sent_on(step, plan, output)
+        self.interventions.add_results(plan, received)
+        hidden = output[0] if isinstance(output, tuple) else output
+        self.interventions.on_hidden(plan, hidden)
+        self._running = RunningStep(step, plan, hidden)
         return output
+
+    def _sent_on(self, step: Step, plan: StepPlan, output: IntermediateTensors) -> IntermediateTensors:
+        """Return an early stage's output with the results of its operations and of the stages before."""
+        results = self.interventions.results_of_stage(plan)
+        self.interventions.collect(plan)
+        self._running = RunningStep(step, plan, None)
+        return with_results(output, [*self._from_stages, results])
 
     def _timed_plan(self, step: Step) -> StepPlan | None:
         begin = time.monotonic()
@@ -279,7 +301,7 @@ class StepHandler:
             unembed: The model's own unembedding.
         """
         running = self._running
-        if running is not None:
+        if running is not None and running.hidden is not None:
             if logits is not None:
                 rows = running.step.logits_rows()
                 self.interventions.on_logits(running.plan, running.hidden, logits, rows, unembed)

@@ -141,15 +141,18 @@ class V1RunnerMixin(SeededChunksMixin):
         """Run the model on one token, without a CUDA graph."""
         self._dummy_run(1, cudagraph_runtime_mode=CUDAGraphMode.NONE)  # type: ignore[attr-defined]
 
-    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    def execute_model(
+        self, scheduler_output: Any, intermediate_tensors: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         """Register new requests, release finished ones, then run the step."""
         handler = self.handler
+        handler.receive(intermediate_tensors)
         handler.begin(scheduler_output, self.due_prompt_logprobs)
         self._samples.forget(scheduler_output.finished_req_ids)
         self._scheduled = scheduler_output
         self.known_ids.begin(scheduler_output, handler.interventions.live)
         try:
-            output = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+            output = super().execute_model(scheduler_output, intermediate_tensors, *args, **kwargs)  # type: ignore[misc]
         finally:
             handler.graphs.end()
         if scheduler_output.total_num_scheduled_tokens:

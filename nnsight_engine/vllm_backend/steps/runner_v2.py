@@ -135,12 +135,26 @@ class V2RunnerMixin:
         """Run the model on one token, without a CUDA graph."""
         self._dummy_run(1)  # type: ignore[attr-defined]
 
-    def execute_model(self, scheduler_output: Any, *args: Any, dummy_run: bool = False, **kwargs: Any) -> Any:
+    def execute_model(
+        self,
+        scheduler_output: Any,
+        intermediate_tensors: Any = None,
+        *args: Any,
+        dummy_run: bool = False,
+        **kwargs: Any,
+    ) -> Any:
         """Register new requests, release finished ones, then run the step."""
-        execute = functools.partial(super().execute_model, scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        execute = functools.partial(
+            super().execute_model,  # type: ignore[misc]
+            scheduler_output,
+            intermediate_tensors,
+            *args,
+            **kwargs,
+        )
         if dummy_run:
             return execute(dummy_run=True)
         handler, model = self.handler, self.model
+        handler.receive(intermediate_tensors)
         handler.begin(scheduler_output, self.due_prompt_logprobs)
         self._samples.forget(scheduler_output.finished_req_ids)
         self.known_ids.begin(scheduler_output, handler.interventions.live)

@@ -29,6 +29,12 @@ from nnsight_engine.plans.step.host_arena import HostArena, HostCopy
 from nnsight_engine.plans.step.ledger import ByteLedger
 from nnsight_engine.plans.step.logits_rows import LogitsRows
 from nnsight_engine.plans.step.plan import Span, StepPlan
+from nnsight_engine.plans.step.stage_results import (
+    StageResults,
+    add_results,
+    results_of_stage,
+    with_silent_stages,
+)
 from nnsight_engine.plans.step.steady_run import SteadyRun
 from nnsight_engine.vllm_backend.attention_hooks import attention_form
 from nnsight_engine.vllm_backend.families import ModelPoints
@@ -71,11 +77,13 @@ class WorkerState:
             self._ledger,
             form_of=lambda layer: attention_form(points.attention(layer)),
             is_asynchronous=is_asynchronous,
+            stage=points.stage,
         )
         self._registrar = Registrar(context)
         self._builder = StepBuilder(context)
-        # On a CPU the values are on the host already, but the next step overwrites them.
-        is_copied = is_asynchronous or device.type != "cpu"
+        # On a CPU the values are on the host already, but the next step overwrites them. The last stage of a
+        # pipeline collects those of all stages.
+        is_copied = points.stage.is_last and (is_asynchronous or device.type != "cpu")
         self._collection = StepCollection(points.lens_logits, HostArena(device) if is_copied else None)
         self._active: dict[str, ActiveRequest] = {}
         self._refused: dict[str, Failure] = {}
@@ -220,6 +228,20 @@ class WorkerState:
         except Exception as error:
             logger.exception("a request could not be planned")
             span.request.fail("intervention_failed", f"its operations could not be planned: {error}")
+
+    def results_of_stage(self, plan: StepPlan) -> StageResults:
+        """Return what this stage of a pipeline has read, for the last stage."""
+        return results_of_stage(plan, self.points.stage, self.spec)
+
+    def add_results(self, plan: StepPlan, of_stages: Sequence[StageResults]) -> None:
+        """Add what the earlier stages have read to the step's plan."""
+        try:
+            for results in with_silent_stages(of_stages, self.points.stage):
+                add_results(plan, results, self.spec)
+        except Exception as error:
+            logger.exception("the results of earlier stages could not be used")
+            for span in plan.spans.values():
+                span.request.fail("intervention_failed", f"results of a stage could not be used: {error}")
 
     def on_hidden(self, plan: StepPlan, hidden: torch.Tensor) -> None:
         """Run the operations at the final norm's output, ``[tokens, hidden]``."""

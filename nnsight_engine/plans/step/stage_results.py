@@ -1,0 +1,207 @@
+"""Results of a step's operations on the earlier stages of a pipeline, which the last stage collects.
+
+All stages make the same plan of a step; each runs the operations at its own sites. The values that an earlier
+stage reads, and its failures, travel to the last stage, whose buffers then hold the values of all sites.
+
+A request that has failed on the last stage may still be planned on an earlier one, until the scheduler has
+ended it. So values are assigned by request and operation, not by their place in the plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.plans.records import Failure, width_classes
+from nnsight_engine.plans.step.active import ActiveOp, ActiveRequest
+from nnsight_engine.plans.step.host_arena import to_device
+from nnsight_engine.plans.step.kernel_factory import contiguous_span
+from nnsight_engine.plans.step.plan import ReadGroup, StepPlan
+from nnsight_engine.plans.step.stage import Stage
+
+Rows = tuple[str, int, int]
+"""A request's id, the index of one of its operations, and the number of rows that it reads."""
+Unfilled = dict[tuple[str, int], ActiveRequest]
+"""The operations, by request and index, of which an earlier stage has sent no values yet."""
+
+
+class GroupRows(NamedTuple):
+    """The rows of a group of reads, and the number of its tensors."""
+
+    rows: tuple[Rows, ...]
+    num_tensors: int
+
+
+@dataclasses.dataclass(slots=True)
+class StageResults:
+    """The results of one earlier stage.
+
+    Attributes:
+        stage: The stage.
+        request_ids: The requests that took part.
+        failures: The requests that have failed.
+        reads: The groups of reads with sites on the stage.
+        patterns: Request and operation of each capture of attention patterns with sites on the stage.
+        tensors: Values: ``[rows, sites of the stage, …]`` for each buffer of each group that has sites there,
+            then ``[sites of the stage, rows, heads, keys]`` for each capture of patterns.
+        is_uncompiled: Whether the stage ran its modules one by one.
+        spent_s: Seconds that the operations took.
+    """
+
+    stage: Stage
+    request_ids: frozenset[str] = frozenset()
+    failures: dict[str, Failure] = dataclasses.field(default_factory=dict)
+    reads: list[GroupRows] = dataclasses.field(default_factory=list)
+    patterns: list[tuple[str, int]] = dataclasses.field(default_factory=list)
+    tensors: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    is_uncompiled: bool = False
+    spent_s: float = 0.0
+
+
+def results_of_stage(plan: StepPlan, stage: Stage, spec: ModelSpec) -> StageResults:
+    """Return the results of an executed plan on an earlier stage."""
+    plan.fail_unreached()
+    requests = [span.request for span in plan.spans.values()]
+    results = StageResults(
+        stage,
+        frozenset(plan.spans),
+        {request.request_id: request.failure for request in requests if request.failure is not None},
+        is_uncompiled=plan.is_uncompiled,
+        spent_s=plan.spent_s,
+    )
+    for group in plan.reads:
+        columns = _columns(group, stage, spec)
+        filled = [pair for pair in zip(group.buffers, columns, strict=True) if pair[1]]
+        if filled:
+            results.reads.append(GroupRows(_rows(group), len(filled)))
+            results.tensors += [_taken(buffer, 1, own) for buffer, own in filled]
+    for pattern in plan.patterns:
+        sites = _held(pattern.active, stage)
+        if sites:
+            results.patterns.append((pattern.request.request_id, pattern.active.index))
+            results.tensors.append(_taken(pattern.out, 0, sites))
+    return results
+
+
+def with_silent_stages(received: Sequence[StageResults], own: Stage) -> list[StageResults]:
+    """Return the results of all earlier stages; those that have sent nothing have run nothing."""
+    found, start = list[StageResults](), 0
+    for results in sorted(received, key=lambda one: one.stage.start):
+        if start < results.stage.start:
+            found.append(StageResults(Stage(start, results.stage.start)))
+        found.append(results)
+        start = results.stage.stop or start
+    return [*found, StageResults(Stage(start, own.start))] if start < own.start else found
+
+
+def add_results(plan: StepPlan, results: StageResults, spec: ModelSpec) -> None:
+    """Add the results of an earlier stage to the last stage's executed plan, before it is collected."""
+    plan.spent_s += results.spent_s
+    tensors = iter(results.tensors)
+    unfilled = _add_reads(plan, results, spec, tensors) | _add_patterns(plan, results, tensors)
+    for request_id, span in plan.spans.items():
+        failure = results.failures.get(request_id)
+        if failure is not None:
+            span.request.fail(failure.code, failure.message)
+        elif request_id not in results.request_ids:
+            unfilled[request_id, -1] = span.request
+    for request in unfilled.values():
+        request.fail(
+            "intervention_failed",
+            "an earlier stage of the pipeline did not run the request's operations; this is a defect of the "
+            "server, please report it",
+        )
+
+
+def _add_reads(
+    plan: StepPlan, results: StageResults, spec: ModelSpec, tensors: Iterator[torch.Tensor]
+) -> Unfilled:
+    columns = {id(group): _columns(group, results.stage, spec) for group in plan.reads}
+    groups = [group for group in plan.reads if any(columns[id(group)])]
+    wholes = {_rows(group): group for group in groups}
+    pieces = {
+        (piece.request.request_id, piece.active.index): (group, piece)
+        for group in groups
+        for piece in group.slices
+    }
+    for rows, num_tensors in results.reads:
+        parts = [next(tensors) for _ in range(num_tensors)]
+        whole = wholes.get(rows)
+        if whole is not None:
+            _fill(whole.buffers, columns[id(whole)], parts)
+            for request_id, op, _ in rows:
+                del pieces[request_id, op]
+            continue
+        start = 0
+        for request_id, op, num_rows in rows:
+            group, piece = pieces.get((request_id, op), (None, None))
+            if group is not None and piece is not None and piece.stop - piece.start == num_rows:
+                buffers = [buffer[piece.start : piece.stop] for buffer in group.buffers]
+                _fill(buffers, columns[id(group)], [part[start : start + num_rows] for part in parts])
+                del pieces[request_id, op]
+            start += num_rows
+    return {key: piece.request for key, (_, piece) in pieces.items()}
+
+
+def _add_patterns(plan: StepPlan, results: StageResults, tensors: Iterator[torch.Tensor]) -> Unfilled:
+    patterns = {
+        (one.request.request_id, one.active.index): one
+        for one in plan.patterns
+        if _held(one.active, results.stage)
+    }
+    for key in results.patterns:
+        tensor, pattern = next(tensors), patterns.get(key)
+        if pattern is not None and tensor.shape[1:] == pattern.out.shape[1:]:
+            _put(pattern.out, 0, _held(pattern.active, results.stage), tensor)
+            del patterns[key]
+    return {key: one.request for key, one in patterns.items()}
+
+
+def _rows(group: ReadGroup) -> tuple[Rows, ...]:
+    return tuple((one.request.request_id, one.active.index, one.stop - one.start) for one in group.slices)
+
+
+def _held(active: ActiveOp, stage: Stage) -> list[int]:
+    """Return the indices of an operation's sites that are on a stage."""
+    return [index for index, key in enumerate(active.keys) if stage.has(key)]
+
+
+def _columns(group: ReadGroup, stage: Stage, spec: ModelSpec) -> list[list[int]]:
+    """Return, for each buffer of a group, the columns of the sites that are on a stage."""
+    active = group.slices[0].active
+    held = _held(active, stage)
+    columns = [
+        [column for column, site in enumerate(sites) if site in held]
+        for sites in width_classes(active.op, spec)
+    ]
+    return columns if len(columns) == len(group.buffers) else [*columns, held]  # whether values overflow
+
+
+def _fill(
+    buffers: Sequence[torch.Tensor], columns: Sequence[list[int]], parts: Sequence[torch.Tensor]
+) -> None:
+    filled = [pair for pair in zip(buffers, columns, strict=True) if pair[1]]
+    for (buffer, own), part in zip(filled, parts, strict=True):
+        _put(buffer, 1, own, part)
+
+
+def _taken(values: torch.Tensor, axis: int, columns: list[int]) -> torch.Tensor:
+    """Return some columns of an axis."""
+    span = contiguous_span(columns)
+    if span is None:
+        return values.index_select(axis, to_device(np.asarray(columns, np.int64), values.device))
+    return values.narrow(axis, span[0], span[1] - span[0])
+
+
+def _put(values: torch.Tensor, axis: int, columns: list[int], own: torch.Tensor) -> None:
+    """Set some columns of an axis."""
+    span = contiguous_span(columns)
+    if span is None:
+        values.index_copy_(axis, to_device(np.asarray(columns, np.int64), values.device), own)
+    else:
+        values.narrow(axis, span[0], span[1] - span[0]).copy_(own)
