@@ -138,12 +138,6 @@ def check_supported(config: VllmConfig) -> None:
         "--speculative-config with enable_adaptive_verification": (
             drafts is not None and drafts.enable_adaptive_verification
         ),
-        "--async-scheduling with --pipeline-parallel-size": (
-            has_stages and bool(config.scheduler_config.async_scheduling)
-        ),
-        "VLLM_USE_V2_MODEL_RUNNER=1 with --pipeline-parallel-size": (
-            has_stages and config.use_v2_model_runner
-        ),
         # Rows are distributed over ranks, or each rank samples for requests of its own.
         "--prefill-context-parallel-size": parallel.prefill_context_parallel_size > 1,
         "--enable-batch-sharded-sampling": parallel.enable_batch_sharded_sampling,

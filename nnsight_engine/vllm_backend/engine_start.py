@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from vllm import EngineArgs
@@ -23,7 +21,6 @@ from nnsight_engine.vllm_backend.scanning import RequestScanner
 from nnsight_engine.vllm_backend.stream_tracer import StreamBackend, StreamTracer
 
 _HOSTS: Final[Mapping[str, type[SyncEngine | AsyncEngine]]] = {"sync": SyncEngine, "async": AsyncEngine}
-_RUNNER: Final = "VLLM_USE_V2_MODEL_RUNNER"
 SCANNER: Final = RequestScanner
 
 
@@ -42,29 +39,6 @@ def start(
         UnsupportedOptionError: An option is set under which blocks could be silently wrong.
     """
     arguments = dict(engine_args)
-    has_stages = arguments.get("pipeline_parallel_size", 1) > 1
-    with _runner_of_stages() if has_stages else contextlib.nullcontext():
-        if has_stages:
-            arguments.setdefault("async_scheduling", False)
-        return _start(arguments, limits, mode, has_envoys=has_envoys)
-
-
-@contextlib.contextmanager
-def _runner_of_stages() -> Iterator[None]:
-    """Choose the V1 runner, in whose order of steps stages wait for each other, unless one is chosen."""
-    if _RUNNER in os.environ:
-        yield
-        return
-    os.environ[_RUNNER] = "0"
-    try:
-        yield
-    finally:
-        del os.environ[_RUNNER]
-
-
-def _start(
-    arguments: dict[str, Any], limits: EngineLimits | None, mode: str, *, has_envoys: bool
-) -> SyncEngine | AsyncEngine:
     ours = engine_options(limits or EngineLimits())
     ours["additional_config"] = {**arguments.pop("additional_config", {}), **ours["additional_config"]}
     if arguments.get("distributed_executor_backend") == "ray":

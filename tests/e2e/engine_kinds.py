@@ -1,4 +1,4 @@
-"""Kinds of vLLM's engine, by model runner, scheduling and speculation, and what each needs on a CPU.
+"""Kinds of vLLM's engine, by runner, scheduling, speculation and stages, and what each needs on a CPU.
 
 An engine with runner V1 of any kind runs in a test's process, inside ``prepared``. Runner V2 needs Triton
 before vLLM is imported, so its engines run in processes that ``environment`` is given to; they and their
@@ -44,16 +44,19 @@ class EngineKind:
             model itself (the first layer of one with several kinds of layers, of which vLLM allows no
             draft), whose drafts are accepted, ``small_draft`` its first layer, whose drafts are mostly
             refused; ``eagle`` and ``eagle3`` are random, and read the model's hidden states.
+        num_stages: Number of pipeline stages.
     """
 
     runner: Runner
     is_async: bool
     speculation: Speculation | None = None
+    num_stages: int = 1
 
     def __str__(self) -> str:
         """Return its name, as ``named`` reads it."""
         scheduling = "async" if self.is_async else "sync"
-        return "-".join([self.runner, scheduling, *([self.speculation] if self.speculation else [])])
+        stages = [f"{self.num_stages}_stages"] if self.num_stages > 1 else []
+        return "-".join([self.runner, scheduling, *([self.speculation] if self.speculation else []), *stages])
 
     @staticmethod
     def named(name: str) -> EngineKind:
@@ -63,6 +66,8 @@ class EngineKind:
     def options(self, model: Path) -> dict[str, Any]:
         """Return vLLM's engine arguments for it, beside those of the model."""
         found: dict[str, Any] = {"async_scheduling": self.is_async}
+        if self.num_stages > 1:
+            found["pipeline_parallel_size"] = self.num_stages
         if self.speculation == "ngram":
             found["speculative_config"] = {
                 "method": "ngram",
@@ -96,12 +101,22 @@ _SPECULATIONS: Final[tuple[Speculation | None, ...]] = (
     "eagle",
     "eagle3",
 )
-KINDS: Final = tuple(
-    EngineKind(runner, is_async, speculation)
-    for runner, is_async, speculation in itertools.product(_RUNNERS, (False, True), _SPECULATIONS)
-    if not (is_async and speculation == "ngram")
+_STAGED: Final = (
+    EngineKind("v1", is_async=False, num_stages=2),
+    EngineKind("v2", is_async=False, num_stages=3),
+    EngineKind("v2", is_async=True, num_stages=2),
 )
-"""What vLLM 0.32 allows: n-grams are looked up on the host, which does not know the last token in time."""
+KINDS: Final = (
+    *(
+        EngineKind(runner, is_async, speculation)
+        for runner, is_async, speculation in itertools.product(_RUNNERS, (False, True), _SPECULATIONS)
+        if not (is_async and speculation == "ngram")
+    ),
+    *_STAGED,
+)
+"""What vLLM 0.32 allows: n-grams are looked up on the host, which does not know the last token in time. With
+stages there are no drafts, and on V1 no asynchronous scheduling.
+"""
 V1_SYNC: Final = EngineKind("v1", is_async=False)
 """The kind that others are compared with."""
 V2_SYNC: Final = EngineKind("v2", is_async=False)
@@ -121,6 +136,8 @@ def environment(kind: EngineKind) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
         "VLLM_USE_V2_MODEL_RUNNER": str(int(is_v2)),
     }
+    if kind.num_stages > 1:
+        found["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # else vLLM wants a NUMA node for each stage
     return found | (INTERPRETED if is_v2 else {})
 
 

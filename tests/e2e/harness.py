@@ -227,10 +227,11 @@ class Engine:
         return replies
 
     def held(self) -> dict[str, int]:
-        """Return what the engine holds for live requests, after one more step has reached the worker."""
+        """Return what the engine holds for live requests, after one more step has reached its workers."""
         self.ask("a", max_tokens=1)
         self.ask("a", max_tokens=1)
-        counts, *_ = self.llm.collective_rpc("count_interventions")
+        workers = self.llm.collective_rpc("count_interventions")
+        counts = {name: max(one.get(name, 0) for one in workers) for name in set().union(*workers)}
         scheduler = self.core.engine_core.engine_core.scheduler
         return {**counts, "pending": scheduler.num_pending(), "open": len(self.router)}
 

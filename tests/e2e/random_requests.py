@@ -38,8 +38,6 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
     "tight": {"max_num_batched_tokens": 24, "max_num_seqs": 6, "num_gpu_blocks_override": NUM_BLOCKS + 1},
 }
 """Engines that compute each prompt in one step, and such as chunk prompts and preempt requests."""
-for stages in (2, 3):
-    SHAPES[f"{stages}-stages-tight"] = SHAPES["tight"] | {"pipeline_parallel_size": stages}
 _MAX_PROMPT: Final = 40
 _MAX_GENERATED: Final = 20
 _NEARLY_A_BLOCK: Final = BLOCK - 4

@@ -329,16 +329,15 @@ def test_steps_that_are_divided_over_ranks_are_refused(
     check_supported(engine_config)
     monkeypatch.setattr(engine_config.parallel_config, name, value)
     with pytest.raises(UnsupportedOptionError, match=option):
-        check_supported(engine_config, traces_only=True)
+        check_supported(engine_config)
 
 
-@pytest.mark.parametrize("traces_only", [True, False])
 def test_adapters_are_refused_with_the_reason(
-    engine_config: VllmConfig, monkeypatch: pytest.MonkeyPatch, traces_only: bool
+    engine_config: VllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_config, "lora_config", LoRAConfig())
     with pytest.raises(UnsupportedOptionError, match=r"--enable-lora .*other requests' adapters"):
-        check_supported(engine_config, traces_only=traces_only)
+        check_supported(engine_config)
 
 
 # An engine whose model is cut.

@@ -153,8 +153,8 @@ def test_a_vector_of_many_requests_is_held_once(engine: Engine) -> None:
     entries = [engine.submit(Ask("Hello there", [steer], max_tokens=20)) for _ in range(4)]
     for _ in range(3):
         engine.core.step()
-    (counts,) = engine.llm.collective_rpc("count_interventions")
-    assert (counts["requests"], counts["vectors"]) == (4, 1)
+    for counts in engine.llm.collective_rpc("count_interventions"):
+        assert (counts["requests"], counts["vectors"]) == (4, 1)
     contents = engine.core.engine_core.engine_core.scheduler.contents
     assert len(contents) == 1
     engine.core.abort_request([entry.request_id for entry in entries])

@@ -22,6 +22,7 @@ LEAST = (
     EngineKind("v1", is_async=True),
     EngineKind("v1", is_async=False, speculation="ngram"),
     EngineKind("v1", is_async=True, speculation="small_draft"),
+    EngineKind("v1", is_async=False, num_stages=2),
     EngineKind("v2", is_async=True, speculation="self_draft"),
 )
 """Which kinds every change is tested with."""

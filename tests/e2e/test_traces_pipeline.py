@@ -17,11 +17,10 @@ import torch
 from vllm import SamplingParams
 
 from nnsight_engine import save
-from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.envoys.source.errors import SourceNotAvailableError
 from nnsight_engine.interleaving.events import MissedProviderError, OutOfOrderError
 from nnsight_engine.interleaving.threads import TimeBudgetError
-from nnsight_engine.vllm_backend.compat import EngineLimits, check_supported
+from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.request_tracer import SentTrace
 from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError, StageError
 from nnsight_engine.vllm_backend.vllm import VLLM
@@ -505,10 +504,3 @@ def test_what_cannot_come_is_named(model: VLLM) -> None:
     with model.trace(PROMPT, **GREEDY):
         token = model.samples.output.save()
     assert token.shape == (1, 1)
-
-
-def test_the_server_refuses_stages(model: VLLM) -> None:
-    config = model.engine.llm_engine.vllm_config
-    check_supported(config, traces_only=True)
-    with pytest.raises(UnsupportedOptionError, match="pipeline-parallel-size"):
-        check_supported(config)

@@ -91,7 +91,7 @@ _WORKER: Final = (
         called={"_dummy_run": "num_tokens", "_init_kv_zero_meta": ""},
         overridden={
             "load_model": "load_dummy_weights=False, **others",
-            "execute_model": "scheduler_output, *, dummy_run=False, **others",
+            "execute_model": "scheduler_output, intermediate_tensors=None, *, dummy_run=False, **others",
             "prepare_inputs": "scheduler_output, batch_req_state, batch_desc, num_active_loras, **others",
             "sample": "hidden_states, input_batch, grammar_output",
             "sample_tokens": "grammar_output",
@@ -138,6 +138,7 @@ _WORKER: Final = (
         "vllm.forward_context:ForwardContext",
         read="additional_kwargs cudagraph_runtime_mode skip_compiled",
     ),
+    _used("vllm.sequence:IntermediateTensors", called={"__init__": "tensors"}, read="tensors"),
     _used("vllm.v1.outputs", read="DraftTokenIds EMPTY_MODEL_RUNNER_OUTPUT ModelRunnerOutput"),
     _used(
         "vllm.v1.outputs:AsyncModelRunnerOutput",
