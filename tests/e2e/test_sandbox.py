@@ -147,6 +147,7 @@ def test_what_a_cache_missed_is_warned_of_over_the_network(
         ("h = model.model.layers[0].self_attn(torch.zeros(1, 576)).save()", "cannot be called|called with"),
         ("h = model.model.embed_tokens(torch.tensor([10**9])).save()", "tokens are from 0"),
         ("h = model.model.norm(torch.zeros(3, 7, dtype=torch.bfloat16)).save()", "576"),
+        ("h = model.model.norm(model.layers[5].output, hook=True).save()", "hook=True"),
         ("h = model.layers[5].output.nothing.save()", "nothing"),
         ("model.samples.output[:] = 10**9", "tokens are from 0"),
         ("model.model.embed_tokens.input[:] = -1", "tokens are from 0"),

@@ -501,6 +501,8 @@ def test_what_cannot_come_is_named(model: VLLM) -> None:
         model.model.layers[1].mlp(model.layers[0].output[:, :3])
     with pytest.raises(SourceNotAvailableError), model.trace(PROMPT):
         print(model.model.layers[0].mlp.source.maybe_fused_act_quant_0.source)  # noqa: T201
+    with pytest.raises(ValueError, match="hook=True"), model.trace(PROMPT):
+        model.model.layers[1].mlp(model.layers[0].output, hook=True)
     with model.trace(PROMPT, **GREEDY):
         token = model.samples.output.save()
     assert token.shape == (1, 1)

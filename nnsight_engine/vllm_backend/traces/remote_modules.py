@@ -153,7 +153,8 @@ class RemoteModuleEnvoy(Envoy):
 
     def __call__(self, *args: Any, hook: bool = False, **kwargs: Any) -> Any:
         """Call the module on its own side, apart from the model's run."""
-        del hook
+        if hook:
+            self._interleaver.called_directly(str(self.path))
         module: Any = self._module
         return module.caller.call(module.stage, str(self.path), args, kwargs)
 
