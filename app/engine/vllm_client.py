@@ -215,15 +215,16 @@ class VLLMEngineClient:
             logger.exception("the engine watchdog has failed: a hanging engine is no longer detected")
 
     async def _generate_one(self) -> None:
-        """Generate a token, so that the engine is reported ready only after it has worked."""
-        params = SamplingParams(max_tokens=1, temperature=0.0)
-        num_tokens = 0
-        async for output in self.engine.generate(
-            {"prompt_token_ids": [0]}, params, f"warm-up-{uuid.uuid4()}"
-        ):
-            num_tokens = len(output.outputs[0].token_ids)
-        if not num_tokens:
-            raise RuntimeError("the engine answers, and generates no token")
+        """Generate a token on each engine, so that it is reported ready only after it has worked."""
+        for rank in range(self.engine.num_engines):
+            params = SamplingParams(max_tokens=1, temperature=0.0)
+            num_tokens = 0
+            async for output in self.engine.generate(
+                {"prompt_token_ids": [0]}, params, f"warm-up-{uuid.uuid4()}", data_parallel_rank=rank
+            ):
+                num_tokens = len(output.outputs[0].token_ids)
+            if not num_tokens:
+                raise RuntimeError("the engine answers, and generates no token")
 
     def _load(self) -> InterventionAsyncLLM:
         engine_args = AsyncEngineArgs.from_cli_args(self._args)

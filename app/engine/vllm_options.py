@@ -40,6 +40,8 @@ TO_ENGINE: Final = frozenset(
         "cudagraph_capture_sizes",
         "cudagraph_metrics",
         "custom_histogram_buckets",
+        "data_parallel_size",
+        "data_parallel_size_local",
         "dbo_decode_token_threshold",
         "dbo_prefill_token_threshold",
         "dcp_comm_backend",
@@ -273,6 +275,7 @@ HANDLED_HERE: Final = frozenset(
 _PROXY: Final = "use a proxy in front of the server for it (docs/deploying.md)"
 _NO_ROUTE: Final = "its routes are not served here"
 _REPLICAS: Final = "run several servers with --replicas N"
+_ONE_MACHINE: Final = f"the engines of --data-parallel-size run on one machine; over machines {_REPLICAS}"
 _LORA: Final = (
     "lenses and calls of the unembedding would go through other requests' adapters; serve a checkpoint into "
     "which the adapter is merged"
@@ -328,8 +331,6 @@ REFUSED: Final[Mapping[str, str]] = types.MappingProxyType(
                 "data_parallel_multi_port_external_lb",
                 "data_parallel_rank",
                 "data_parallel_rpc_port",
-                "data_parallel_size",
-                "data_parallel_size_local",
                 "data_parallel_start_rank",
                 "data_parallel_supervisor_port",
                 "dp_supervisor_probe_failure_threshold",
@@ -338,7 +339,7 @@ REFUSED: Final[Mapping[str, str]] = types.MappingProxyType(
                 "elastic_ep_max_dp_size",
                 "enable_elastic_ep",
             ),
-            _REPLICAS,
+            _ONE_MACHINE,
         ),
         **dict.fromkeys(
             (
@@ -385,9 +386,7 @@ REFUSED: Final[Mapping[str, str]] = types.MappingProxyType(
 """The alternative to each refused option, by the argument's name."""
 
 
-_MAY_HAVE_NO_EFFECT: Final = frozenset(
-    {"api_server_count", "data_parallel_size", "data_parallel_size_local", "nnodes", "node_rank"}
-)
+_MAY_HAVE_NO_EFFECT: Final = frozenset({"api_server_count", "nnodes", "node_rank"})
 """Numeric options with a value that has no effect; the value, not only the name, decides."""
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Mapping
+import operator
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 TIERS: Final = ("plain", "tap", "eager")
@@ -66,6 +67,21 @@ class EngineCounts:
     def from_plain(cls, plain: Mapping[str, Any]) -> EngineCounts:
         """Return the counters from the result of ``to_plain``."""
         return cls(**plain)
+
+    @classmethod
+    def total(cls, counts: Iterable[EngineCounts]) -> EngineCounts:
+        """Return the sum of the counters of several engines."""
+        total = cls()
+        for one in counts:
+            for name, number in one.steps.items():
+                total.steps[name] += number
+            for name, number in one.sandboxes.items():
+                total.sandboxes[name] += number
+            total.intervention_buckets = list(
+                map(operator.add, total.intervention_buckets, one.intervention_buckets)
+            )
+            total.intervention_s += one.intervention_s
+        return total
 
 
 __all__ = ["SANDBOX_EVENTS", "STEP_BUCKETS_S", "TIERS", "EngineCounts"]

@@ -146,9 +146,12 @@ class InterventionAsyncLLM(TracingAsyncLLM):
         """
         give_up = time.monotonic() + _SANDBOX_S
         while not self._has_sandbox:
-            is_ready, failure = answer(await self.collective_rpc("prepare_sandbox"))
-            if failure is not None:
-                raise ApiError(ErrorCode.SANDBOX_MISSING, failure["message"])
+            # Of each engine's workers, one answers.
+            answers = [one for one in await self.collective_rpc("prepare_sandbox") if one is not None]
+            for _, failure in answers:
+                if failure is not None:
+                    raise ApiError(ErrorCode.SANDBOX_MISSING, failure["message"])
+            is_ready = all(is_ready for is_ready, _ in answers)
             if not is_ready and time.monotonic() > give_up:
                 raise ApiError(ErrorCode.SANDBOX_MISSING, "The sandbox is still being started; try again.")
             self._has_sandbox = is_ready
@@ -170,8 +173,10 @@ class InterventionAsyncLLM(TracingAsyncLLM):
             self._close_key(entry.key)
 
     async def count_events(self) -> EngineCounts:
-        """Return the engine's event counts since its start; the engine answers between two steps."""
-        return EngineCounts.from_plain(answer(await self.collective_rpc("count_events")))
+        """Return the event counts of all engines since their start; an engine answers between two steps."""
+        # Of each engine's workers, one has counts.
+        answers = [one for one in await self.collective_rpc("count_events") if one]
+        return EngineCounts.total(map(EngineCounts.from_plain, answers))
 
     def _close_key(self, key: str) -> None:
         self.router.close(key)

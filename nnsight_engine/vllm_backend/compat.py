@@ -125,7 +125,6 @@ def check_supported(config: VllmConfig) -> None:
         "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0": (
             has_stages and Executor.get_class(config).__name__ == "RayDistributedExecutor"
         ),
-        "--data-parallel-size": parallel.data_parallel_size > 1,
         "--speculative-config with --pipeline-parallel-size": has_stages and drafts is not None,
         # Its rows are not those of the scheduler's output.
         "--speculative-config with ngram_gpu and VLLM_USE_V2_MODEL_RUNNER=0": (
@@ -150,10 +149,40 @@ def check_supported(config: VllmConfig) -> None:
             "unembedding would go through other requests' adapters; start without it, with a checkpoint "
             "into which the adapter is merged"
         )
+    _check_engines(config)
     for option, given in refused.items():
         if given:
             message = f"{option} is not supported together with interventions yet; start without it"
             raise UnsupportedOptionError(message)
+
+
+def _check_engines(config: VllmConfig) -> None:
+    """Raise UnsupportedOptionError unless the engines are independent of each other and on this machine."""
+    parallel = config.parallel_config
+    has_engines = parallel.data_parallel_size > 1
+    over_machines = "the engines of --data-parallel-size run on one machine"
+    refused = {
+        "--data-parallel-size with a model of experts": (
+            has_engines and config.model_config.is_moe,
+            "its engines divide the experts and compute each step together",
+        ),
+        "--data-parallel-external-lb": (parallel.data_parallel_external_lb, over_machines),
+        "--data-parallel-hybrid-lb": (parallel.data_parallel_hybrid_lb, over_machines),
+        "--data-parallel-size-local below --data-parallel-size": (
+            parallel.data_parallel_size_local != parallel.data_parallel_size,
+            over_machines,
+        ),
+        "--data-parallel-size with Ray": (
+            has_engines and (parallel.use_ray or parallel.data_parallel_backend != "mp"),
+            over_machines,
+        ),
+    }
+    for option, (is_given, reason) in refused.items():
+        if is_given:
+            raise UnsupportedOptionError(
+                f"{option} is not supported together with interventions: {reason}. Start several servers "
+                "instead, --replicas N"
+            )
 
 
 def ray_executor() -> Any:

@@ -45,6 +45,10 @@ def start(
         arguments["distributed_executor_backend"] = ray_executor()
     config = EngineArgs(**arguments, **ours).create_engine_config()
     check_supported(config)
+    if mode == "sync" and config.parallel_config.data_parallel_size > 1:
+        raise UnsupportedOptionError(
+            'data_parallel_size above 1 needs mode="async": vLLM\'s blocking class drives one engine only'
+        )
     if has_envoys and config.parallel_config.world_size > 1:
         raise UnsupportedOptionError(
             "envoys= is not supported with tensor_parallel_size or pipeline_parallel_size above 1 "

@@ -1,7 +1,8 @@
 """Signals and lifetimes of the engine's processes relative to the process that starts them.
 
 Hazards: a terminal sends Ctrl-C to all processes in its foreground, but the engine's must not end before the
-server has drained. A server that is killed cannot stop its engine, so the engine detects that and ends too.
+server has drained. A server that is killed cannot stop its engine, so the engine detects that and ends too,
+together with the process that vLLM starts beside several engines to count their requests.
 An engine that hangs does not end by itself and has to be killed.
 """
 
@@ -16,11 +17,14 @@ import threading
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, Final
 
 import psutil
 
 logger = logging.getLogger(__name__)
+
+_COORDINATOR: Final = "::DPCoordinator"
+"""The end of the title of the process that counts the requests of several engines."""
 
 
 @contextlib.contextmanager
@@ -42,15 +46,31 @@ def uninterrupted() -> Iterator[None]:
 def end_with_parent() -> None:
     """Make this process end when its parent ends, if it was started by ``multiprocessing``.
 
-    vLLM does this for an engine's workers, but not for the engine's process.
+    vLLM does this for an engine's workers, but neither for the engine's process nor for the coordinator of
+    several engines, which therefore ends with them.
     """
     parent = multiprocessing.parent_process()
     if parent is not None:
-        threading.Thread(target=_end_after, args=(parent,), name="end-with-parent", daemon=True).start()
+        arguments = (parent, _coordinators(parent))
+        threading.Thread(target=_end_after, args=arguments, name="end-with-parent", daemon=True).start()
 
 
-def _end_after(parent: BaseProcess) -> None:
+def _coordinators(parent: BaseProcess) -> list[psutil.Process]:
+    """Return the coordinators among a process's children."""
+    found = []
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(parent.pid).children():
+            with contextlib.suppress(psutil.Error):
+                if "".join(child.cmdline()).strip().endswith(_COORDINATOR):
+                    found.append(child)
+    return found
+
+
+def _end_after(parent: BaseProcess, coordinators: list[psutil.Process]) -> None:
     parent.join()
+    for coordinator in coordinators:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            coordinator.kill()
     os.kill(os.getpid(), signal.SIGKILL)
 
 

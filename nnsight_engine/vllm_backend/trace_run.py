@@ -61,8 +61,14 @@ class TraceHost(Protocol):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Start a request of a trace, and return its outputs."""
 
-    async def hold_trace(self, key: str, data: bytes) -> None:
-        """Send the blocks of a trace to the workers, ahead of its requests."""
+    async def begin_trace(self, key: str, num_requests: int, held: bytes | None) -> None:
+        """Prepare for the requests of a trace.
+
+        Args:
+            key: The trace.
+            num_requests: The number of its requests, each choice counted.
+            held: The encoded blocks, if they go to the workers ahead of the requests.
+        """
 
     async def collect_trace(self, key: str, results: Mapping[str, Any], index: int) -> bytes:
         """Return the encoded results of a block whose request has ended, while the trace continues."""
@@ -106,9 +112,9 @@ class TraceRun(TraceListener):
     async def begin(self) -> None:
         """Prepare the engine for the requests; after this the run must be ended."""
         self.is_running = True
-        if self.requests.held is not None:
-            await self._engine.hold_trace(self.requests.key, self.requests.held)
-        self.share = self._engine.traces.open(self.requests.key, self, max_bytes=self._max_pending_bytes)
+        requests = self.requests
+        await self._engine.begin_trace(requests.key, requests.num_requests, requests.held)
+        self.share = self._engine.traces.open(requests.key, self, max_bytes=self._max_pending_bytes)
 
     def start(self, index: int, **options: Any) -> AsyncGenerator[RequestOutput, None]:
         """Start a request and return its outputs; the caller adds each to ``gathered`` and closes them."""

@@ -37,6 +37,11 @@ class TraceRequests:
         self.params: list[SamplingParams] = []
         self.ids: list[str] = []
 
+    @property
+    def num_requests(self) -> int:
+        """The number of requests in the engine, each choice counted."""
+        return sum(params.n for params in self.params)
+
     def add(
         self,
         prompt: Mapping[str, Any],

@@ -1,6 +1,7 @@
 """vLLM's asynchronous engine, extended with the requests of traces.
 
-``VLLM(mode="async")`` uses this class; the server's engine (``async_engine``) derives from it.
+``VLLM(mode="async")`` uses this class; the server's engine (``async_engine``) derives from it. With
+``--data-parallel-size`` it stands for several engines, each with workers of its own.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from vllm.outputs import RequestOutput
 from vllm.pooling_params import PoolingParams
@@ -20,13 +21,17 @@ from nnsight_engine.core.work_context import current_work
 from nnsight_engine.vllm_backend.metering import note_spent
 from nnsight_engine.vllm_backend.rpc_results import PENDING, answer
 from nnsight_engine.vllm_backend.shared_memory_results import SharedMemoryResults
+from nnsight_engine.vllm_backend.trace_placement import TracePlacement
 from nnsight_engine.vllm_backend.trace_router import TraceRouter
 from nnsight_engine.vllm_backend.trace_run import FinishedTrace
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _POLL_S: Final = 0.02
+_RPC: Final = "collective_rpc"
 
 
 class TracingAsyncLLM(AsyncLLM):
@@ -45,15 +50,46 @@ class TracingAsyncLLM(AsyncLLM):
         """Start the engine as vLLM does."""
         super().__init__(*args, **kwargs)
         self.traces = TraceRouter()
+        self._placement = TracePlacement(self.num_engines)
         self._background: set[asyncio.Future[None]] = set()
 
-    async def collective_rpc(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a method on all workers, and fail if the engine dies meanwhile; vLLM's own would never return.
+    @property
+    def num_engines(self) -> int:
+        """The number of engines."""
+        num_engines: int = self.vllm_config.parallel_config.data_parallel_size
+        return num_engines
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,  # noqa: ASYNC109 - vLLM's signature
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method on all workers of all engines, and return their results, engine by engine.
+
+        vLLM's own returns those of the first engine only, and never returns if an engine dies meanwhile.
 
         Raises:
-            EngineDeadError: The engine has died.
+            EngineDeadError: An engine has died.
         """
-        task = asyncio.ensure_future(super().collective_rpc(*args, **kwargs))
+        calls = self.engine_core.call_utility_all_async(_RPC, method, timeout, args, kwargs)
+        return [one for answers in await self._unless_dead(calls) for one in answers]
+
+    async def _call_engine_of(self, key: str, method: str, *args: Any) -> Any:
+        """Call a method on the workers of a trace's engine, and return their common result.
+
+        Raises:
+            EngineDeadError: An engine has died.
+        """
+        core = self.engine_core
+        engine = core.core_engines[self._placement.rank(key)]
+        call = core._call_utility_async(_RPC, method, None, args, None, engine=engine)  # noqa: SLF001 - no public one
+        return answer(await self._unless_dead(call))
+
+    async def _unless_dead(self, call: Coroutine[Any, Any, T]) -> T:
+        """Wait for the result of a call; raises EngineDeadError if an engine dies meanwhile."""
+        task = asyncio.ensure_future(call)
         waited_for: set[asyncio.Future[Any]] = {task}
         if self.output_handler is not None:
             waited_for.add(self.output_handler)
@@ -61,8 +97,7 @@ class TracingAsyncLLM(AsyncLLM):
             await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise EngineDeadError
-            answers: list[Any] = task.result()
-            return answers
+            return task.result()
         finally:
             task.cancel()
 
@@ -70,6 +105,8 @@ class TracingAsyncLLM(AsyncLLM):
         self, prompt: Any, params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         """Start a request of a trace, whose parameters have its entry, and return its outputs."""
+        assert params.extra_args is not None  # noqa: S101 - it has the entry
+        options["data_parallel_rank"] = self._placement.rank(params.extra_args[TRACE_KEY]["key"])
         outputs: AsyncGenerator[RequestOutput, None] = super().generate(prompt, params, request_id, **options)
         return outputs
 
@@ -83,13 +120,22 @@ class TracingAsyncLLM(AsyncLLM):
             self.traces.note_arrival(extra[TRACE_KEY]["key"])
         return queue
 
-    async def hold_trace(self, key: str, data: bytes) -> None:
-        """Send the blocks of a trace to the workers, ahead of its requests."""
-        await self.collective_rpc("hold_trace", args=(key, data))
+    async def begin_trace(self, key: str, num_requests: int, held: bytes | None) -> None:
+        """Choose the engine of a trace, and send its workers the blocks that go ahead of the requests."""
+        self._placement.place(key, num_requests, self._in_flight())
+        if held is not None:
+            await self._call_engine_of(key, "hold_trace", key, held)
+
+    def _in_flight(self) -> list[int]:
+        """Return the number of unfinished requests by engine."""
+        if self.num_engines == 1:  # vLLM counts them in order to choose
+            return [0]
+        core = self.engine_core
+        return [core.engine_inflight[one] for one in core.core_engines]
 
     async def collect_trace(self, key: str, results: Mapping[str, Any], index: int) -> bytes:
         """Return the encoded results of a block whose request has ended, while the trace continues."""
-        data: bytes = answer(await self.collective_rpc("collect_trace", args=(key, results, index)))
+        data: bytes = await self._call_engine_of(key, "collect_trace", key, results, index)
         return data
 
     async def finish_trace(self, key: str, results: dict[str, Any]) -> FinishedTrace:
@@ -100,11 +146,11 @@ class TracingAsyncLLM(AsyncLLM):
             results: Results of its requests, see ``results_of``.
         """
         path = None if self.handover is None else self.handover.path(key)
-        arguments = (key, results, path)
         result: Any = PENDING
         while result == PENDING:  # its blocks are still running; the engine serves others meanwhile
-            result = answer(await self.collective_rpc("finish_trace", args=arguments))
+            result = await self._call_engine_of(key, "finish_trace", key, results, path)
             await asyncio.sleep(_POLL_S if result == PENDING else 0)
+        self._placement.remove(key)
         data, printed, failure, spent_s, tier, has_begun = result
         if data is None and self.handover is not None:
             data = self.handover.take(key)
@@ -112,17 +158,19 @@ class TracingAsyncLLM(AsyncLLM):
         return FinishedTrace(data, printed, failure, tier, has_begun, results)
 
     async def forget_trace(self, key: str, request_ids: Sequence[str]) -> None:
-        """Abort the requests of a trace and drop its state in the engine; never raises."""
+        """Abort the requests of a trace and drop its state in its engine; never raises."""
         try:
             # When a caller is cancelled, vLLM aborts its request only if the caller was waiting for outputs.
             await self.abort(request_ids)
-            note_spent(answer(await self.collective_rpc("drop_trace", args=(key,))))
+            note_spent(await self._call_engine_of(key, "drop_trace", key))
             if self.handover is not None:  # the file of a result that was not collected
                 self.handover.forget(key)
         except EngineDeadError:
             return
         except Exception:
             logger.exception("closing a trace in the engine failed")
+        finally:
+            self._placement.remove(key)
 
     def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine whose end no caller waits for, except for the request's meter."""

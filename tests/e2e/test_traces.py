@@ -13,8 +13,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from nnsight_engine import bundled_model_path, save
-from nnsight_engine.core.errors import UnsupportedOptionError
+from nnsight_engine import save
 from nnsight_engine.interleaving.events import MissedProviderError, OutOfOrderError
 from nnsight_engine.interleaving.threads import TimeBudgetError
 from nnsight_engine.vllm_backend.compat import EngineLimits
@@ -347,11 +346,6 @@ def test_what_is_wrong_is_said_before_anything_runs(model: VLLM) -> None:
     lock = open("/dev/null")  # noqa: SIM115 - closed below
     with pytest.raises(ValueError, match="lock"), lock, model.trace("a"):
         save(lock)
-
-
-def test_what_is_not_there_yet_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedOptionError, match="data-parallel-size"):
-        VLLM(str(bundled_model_path()), data_parallel_size=2, dispatch=True)
 
 
 def test_several_invokes_with_several_choices_come_to_an_end(model: VLLM) -> None:

@@ -298,8 +298,9 @@ _CONFIG: Final = (
     ),
     _used(
         "vllm.config:ParallelConfig",
-        read="data_parallel_size enable_dbo pipeline_parallel_size placement_group tensor_parallel_size "
-        "world_size",
+        read="data_parallel_backend data_parallel_external_lb data_parallel_hybrid_lb data_parallel_size "
+        "data_parallel_size_local enable_dbo pipeline_parallel_size placement_group tensor_parallel_size "
+        "use_ray world_size",
     ),
     _used(
         "vllm.config:SchedulerConfig", read="async_scheduling enable_chunked_prefill max_num_batched_tokens"
@@ -311,7 +312,7 @@ _CONFIG: Final = (
     ),
     _used(
         "vllm.config:ModelConfig",
-        read="architectures dtype has_inner_state hf_config hf_text_config is_diffusion max_model_len "
+        read="architectures dtype has_inner_state hf_config hf_text_config is_diffusion is_moe max_model_len "
         "served_model_name tokenizer tokenizer_mode tokenizer_revision trust_remote_code",
         called={"get_vocab_size": ""},
     ),
@@ -356,6 +357,7 @@ _CLIENT: Final = (
         called={
             "abort": "request_id",
             "from_engine_args": "engine_args",
+            "generate": "prompt, sampling_params, request_id, *, data_parallel_rank",
             "get_num_unfinished_requests": "",
             "get_supported_tasks": "",
             "get_tokenizer": "",
@@ -367,7 +369,7 @@ _CLIENT: Final = (
             "__init__": "vllm_config, executor_class, log_stats, *, usage_context=None, log_requests=True, "
             "**others",
             "add_request": "request_id, prompt, params, *, trace_headers=None, **others",
-            "collective_rpc": "method, *, args=(), **others",
+            "collective_rpc": "method, timeout=None, args=(), kwargs=None",
             "generate": "prompt, sampling_params, request_id, **others",
         },
     ),
@@ -387,7 +389,16 @@ _CLIENT: Final = (
     ),
     _used("vllm.v1.engine.parallel_sampling:ParentRequest", read="request_id"),
     _used("vllm.v1.engine.detokenizer:IncrementalDetokenizer", called={"num_output_tokens": ""}),
-    _used("vllm.v1.engine.core_client:MPClient", read="resources", called={"shutdown": ""}),
+    _used("vllm.v1.engine.core:EngineCore", called={"collective_rpc": "method, timeout, args, kwargs"}),
+    _used("vllm.v1.engine.core_client:MPClient", read="core_engines resources", called={"shutdown": ""}),
+    _used(
+        "vllm.v1.engine.core_client:AsyncMPClient",
+        called={
+            "call_utility_all_async": "method, called, timeout, args, kwargs",
+            "_call_utility_async": "method, called, timeout, args, kwargs, *, engine",
+        },
+    ),
+    _used("vllm.v1.engine.core_client:DPLBAsyncMPClient", read="engine_inflight"),
     _used("vllm.v1.engine.core_client:BackgroundResources", read="engine_manager"),
     _used("vllm.v1.engine.utils:CoreEngineProcManager", read="processes"),
     _used(

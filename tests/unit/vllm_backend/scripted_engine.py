@@ -62,8 +62,9 @@ class Engine:
         finally:
             self.num_running -= 1
 
-    async def hold_trace(self, key: str, data: bytes) -> None:
-        self.held[key] = data
+    async def begin_trace(self, key: str, num_requests: int, held: bytes | None) -> None:
+        if held is not None:
+            self.held[key] = held
 
     async def collect_trace(self, key: str, results: Mapping[str, Any], index: int) -> bytes:
         raise NotImplementedError

@@ -76,8 +76,7 @@ async def test_a_cancelled_reader_ends_the_requests(phase: str, monkeypatch: pyt
 
     run = engine.run(range(1, 10_000))
     if phase == "hold":
-        run.requests.held = b"block"
-        monkeypatch.setattr(engine, "hold_trace", never)
+        monkeypatch.setattr(engine, "begin_trace", never)
     task = asyncio.create_task(events(run))
     await turns(20)
     while not task.done():  # servers cancel until the task has ended
