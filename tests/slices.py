@@ -27,6 +27,7 @@ SECONDS: Final = {
     "tests/e2e/test_compile_cache.py": 130,
     "tests/e2e/test_compiled.py": 100,
     "tests/e2e/test_cuda_graphs.py": 90,
+    "tests/e2e/test_data_parallel.py": 150,
     "tests/e2e/test_engine_kinds.py": 120,
     "tests/e2e/test_fair_scheduling.py": 160,
     "tests/e2e/test_families.py": 200,

@@ -1,0 +1,334 @@
+"""A server with two engines: both give the model's values, a trace stays on one, counts add up, one dies."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import dataclasses
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import psutil
+import pytest
+import torch
+
+import nnsight_engine
+from nnsight_engine import LanguageModel, save
+from nnsight_engine.core.tensor_bytes import tensor_from_bytes
+from nnsight_engine.vllm_backend.vllm import VLLM
+from tests.e2e.faults import engine_processes, kill, until
+from tests.e2e.keyed import made
+from tests.e2e.server import Server
+from tests.families.checkpoints import write_checkpoint
+from tests.monitoring import OURS, Exposition
+
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
+
+ENGINES: Final = ("0", "1")
+GREEDY: Final[dict[str, Any]] = {"temperature": 0.0, "ignore_eos": True}
+PROMPTS: Final = [[5, 9, 11, first] for first in range(12)]
+CODE: Final = "h = model.layers[1].output.sum(-1).save()"
+HEADER: Final = "X-data-parallel-rank"
+"""vLLM's header, which chooses the engine of a request."""
+_START_S: Final = 600.0
+_COUNTED_S: Final = 1.1
+"""After which the server asks the engines for their counts again."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """A server and its model, a key whose code is trusted, one without trust, and one that sees metrics."""
+
+    server: Server
+    folder: Path
+    trusted: str
+    untrusted: str
+    monitor: str
+
+    def get(self, path: str, key: str) -> httpx.Response:
+        return httpx.get(f"{self.server.base_url}{path}", headers=_of(key), timeout=120)
+
+    def metrics(self) -> Exposition:
+        time.sleep(_COUNTED_S)
+        return Exposition(self.get("/metrics", self.monitor).text)
+
+    def served(self) -> list[float]:
+        """Return the number of requests that each engine has completed."""
+        metrics = self.metrics()
+        return [metrics.value("vllm:request_success_total", engine=engine) for engine in ENGINES]
+
+    def choices(
+        self, prompt: list[int], *interventions: dict[str, Any], key: str = "", **body: Any
+    ) -> list[dict[str, Any]]:
+        """Complete a prompt with interventions; ``engine=`` chooses the engine."""
+        headers = _of(key or self.trusted)
+        if "engine" in body:
+            headers[HEADER] = body.pop("engine")
+        whole = {"prompt": prompt, "max_tokens": 3, "interventions": list(interventions), **GREEDY, **body}
+        url = f"{self.server.base_url}/v1/completions"
+        answer = httpx.post(url, json=whole, headers=headers, timeout=180)
+        assert answer.status_code == 200, answer.text
+        choices: list[dict[str, Any]] = answer.json()["choices"]
+        return choices
+
+
+def _of(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Serve a tiny model on two engines."""
+    data = str(tmp_path_factory.mktemp("data"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NNSIGHT_ENGINE_DATA_DIR", data)
+        keys = {
+            "trusted": made(patch, "friend"),
+            "untrusted": made(patch, "stranger", "--tier", "sandboxed"),
+            "monitor": made(patch, "operator", "--scopes", "metrics"),
+        }
+    environment = {
+        "NNSIGHT_ENGINE_DATA_DIR": data,
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+    }
+    arguments = ["--data-parallel-size", "2", "--dtype", "float32", "--max-model-len", "128"]
+    server = Server(str(folder), arguments=arguments, environment=environment, ready_timeout_s=_START_S)
+    with server:
+        yield Served(server, folder, **keys)
+
+
+@pytest.fixture
+def model(served: Served, monkeypatch: pytest.MonkeyPatch) -> VLLM:
+    """Return what a client with the trusted key has."""
+    monkeypatch.setattr(nnsight_engine.CONFIG.API, "KEY", served.trusted)
+    return VLLM(str(served.folder), remote=served.server.base_url)
+
+
+@pytest.fixture(scope="module")
+def local(folder: Path) -> LanguageModel:
+    """Return the same model without vLLM."""
+    return LanguageModel(str(folder), dispatch=True, dtype=torch.float32)
+
+
+def hidden_of(local: LanguageModel, prompt: list[int], factor: float = 1.0) -> torch.Tensor:
+    """Return the output of layer 2 where that of layer 1 is multiplied."""
+    with local.trace(torch.tensor([prompt])):
+        local.layers[1].output[:] *= factor
+        hidden = local.layers[2].output.save()
+    found: torch.Tensor = hidden[0].detach()
+    return found
+
+
+def tensor_of(sent: dict[str, Any]) -> torch.Tensor:
+    """Return a tensor of an answer."""
+    return tensor_from_bytes(sent["dtype"], sent["shape"], base64.b64decode(sent["data"]))
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_requests_at_once_are_answered_by_both_engines_with_the_models_values(
+    served: Served, local: LanguageModel
+) -> None:
+    before = served.served()
+    vector = torch.linspace(-1, 1, local.config.hidden_size)
+
+    def ask(prompt: list[int]) -> torch.Tensor:
+        scale = prompt[-1] / 4
+        steer = {"op": "steer", "at": "layers.1.output", "vector": vector.tolist(), "scale": scale}
+        where = {"phase": "prompt"}
+        capture = {"op": "capture", "at": "layers.2.output", "where": where, "name": "c"}
+        (choice,) = served.choices(prompt, steer, capture)
+        (point,) = choice["interventions"]["results"]["c"]["points"].values()
+        return tensor_of(point)
+
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        found = list(pool.map(ask, PROMPTS))
+    for prompt, values in zip(PROMPTS, found, strict=True):
+        with local.trace(torch.tensor([prompt])):
+            local.layers[1].output[:] += vector * (prompt[-1] / 4)
+            hidden = local.layers[2].output.save()
+        close(values, hidden[0].detach())
+    first, second = (after - start for after, start in zip(served.served(), before, strict=True))
+    assert first + second == len(PROMPTS)
+    assert min(first, second) >= 4
+
+
+def test_both_engines_give_the_same_and_their_steps_are_added(served: Served) -> None:
+    before = served.metrics()
+    capture = {"op": "capture", "at": ["layers.*.output", "logits"], "name": "c"}
+    first, second = (served.choices(PROMPTS[3], capture, engine=engine) for engine in ENGINES)
+    assert first == second
+    after = served.metrics()
+    for name, labels in ((f"{OURS}steps_total", {"tier": "tap"}), ("vllm:request_success_total", {})):
+        grown = after.value(name, **labels) - before.value(name, **labels)
+        assert grown == (6 if labels else 2)
+    for engine in ENGINES:
+        name = "vllm:request_success_total"
+        assert after.value(name, engine=engine) == before.value(name, engine=engine) + 1
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_choices_of_one_request_share_their_trace(engine: str, served: Served, local: LanguageModel) -> None:
+    """The header does not divide a trace or move it from its engine."""
+    code = {"op": "trace", "code": CODE, "name": "t"}
+    sampled: dict[str, Any] = {"n": 3, "temperature": 1.0, "seed": 1, "max_tokens": 2}
+    choices = served.choices(PROMPTS[2], code, engine=engine, **sampled)
+    with local.trace(torch.tensor([PROMPTS[2]])):
+        hidden = local.layers[1].output.save()
+    assert len(choices) == 3
+    for choice in choices:
+        close(tensor_of(choice["interventions"]["results"]["t"]["saves"]["h"]), hidden[0].sum(-1).detach())
+    capture = {"op": "capture", "at": "layers.1.output", "where": {"phase": "prompt"}, "name": "c"}
+    for choice in served.choices(PROMPTS[2], capture, **sampled):
+        (point,) = choice["interventions"]["results"]["c"]["points"].values()
+        close(tensor_of(point), hidden[0].detach())
+
+
+def test_traces_run_again_and_again_on_either_engine(
+    served: Served, model: VLLM, local: LanguageModel
+) -> None:
+    before = served.served()
+    for prompt in PROMPTS[:6]:
+        with model.trace(max_tokens=2, **GREEDY) as tracer:
+            barrier = tracer.barrier(2)
+            with tracer.invoke(prompt):
+                shared = model.layers[1].output * 2
+                barrier()
+            with tracer.invoke(prompt):
+                barrier()
+                model.layers[1].output[:] = shared
+                hidden = model.layers[2].output.save()
+                tokens = save([])
+                for _ in tracer.iter[:]:
+                    tokens.append(model.samples.output.item())
+        close(hidden, hidden_of(local, prompt, 2.0))
+        assert len(tokens) == 2
+    assert [after - start for after, start in zip(served.served(), before, strict=True)] == [6, 6]
+
+
+async def test_traces_at_once_are_divided(served: Served, model: VLLM, local: LanguageModel) -> None:
+    before = await asyncio.to_thread(served.served)
+
+    def run(prompt: list[int]) -> Any:
+        with model.trace(prompt, max_tokens=8, **GREEDY):
+            model.layers[1].output[:] *= 3.0
+            hidden = model.layers[2].output.save()
+        return hidden  # noqa: RET504 - the trace binds it
+
+    found = await asyncio.gather(*(asyncio.to_thread(run, prompt) for prompt in PROMPTS))
+    for prompt, hidden in zip(PROMPTS, found, strict=True):
+        close(hidden, hidden_of(local, prompt, 3.0))
+    after = await asyncio.to_thread(served.served)
+    assert min(end - start for end, start in zip(after, before, strict=True)) >= 4
+
+
+def test_sessions_and_edits_run_on_either_engine(model: VLLM, local: LanguageModel) -> None:
+    with model.edit(name="doubled") as doubled:
+        model.layers[1].output[:] *= 2.0
+    for prompt in PROMPTS[:4]:
+        with model.session():
+            with model.trace(prompt):
+                hidden = model.layers[1].output
+            with model.trace(prompt):
+                model.layers[1].output[:] = hidden * 2.0
+                patched = model.layers[2].output.save()
+        expected = hidden_of(local, prompt, 2.0)
+        close(patched, expected)
+        with doubled.trace(prompt):
+            edited = doubled.layers[2].output.save()
+        close(edited, expected)
+        with model.trace(prompt, edits=["doubled"]):
+            named = model.layers[2].output.save()
+        close(named, expected)
+
+
+def test_code_without_trust_runs_in_sandboxes_of_either_engine(served: Served) -> None:
+    code = {"op": "trace", "code": CODE, "name": "t"}
+
+    def saved(prompt: list[int], key: str) -> Any:
+        (choice,) = served.choices(prompt, code, key=key)
+        return choice["interventions"]["results"]["t"]["saves"]["h"]
+
+    before, num_before = served.served(), served.metrics().value(f"{OURS}sandboxes_total", event="started")
+    for prompt in PROMPTS[:4]:
+        assert saved(prompt, served.untrusted) == saved(prompt, served.trusted)
+    assert served.metrics().value(f"{OURS}sandboxes_total", event="started") == num_before + 4
+    assert all(after - start >= 2 for after, start in zip(served.served(), before, strict=True))
+
+
+def test_an_engine_that_does_not_exist_is_named(served: Served) -> None:
+    url = f"{served.server.base_url}/v1/completions"
+    headers = {**_of(served.trusted), HEADER: "2"}
+    answer = httpx.post(url, json={"prompt": PROMPTS[0]}, headers=headers, timeout=60)
+    assert answer.status_code == 400
+    assert "data_parallel_rank 2" in answer.json()["error"]["message"]
+
+
+def test_a_dead_engine_is_reported_and_all_are_started_again(served: Served) -> None:
+    pid = served.server.process.pid
+    engines = [one for one in engine_processes(pid) if "EngineCore" in one.name()]
+    assert len(engines) == len(ENGINES)
+    kill(engines[1])
+    until(lambda: served.get("/health/ready", served.trusted).status_code == 503)
+    url = f"{served.server.base_url}/v1/completions"
+    refused = httpx.post(url, json={"prompt": PROMPTS[0]}, headers=_of(served.trusted), timeout=60)
+    assert refused.status_code == 503
+    until(lambda: served.get("/health/ready", served.trusted).is_success, 180)
+    assert not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in engines)
+    capture = {"op": "capture", "at": "layers.1.output", "name": "c"}
+    first, second = (served.choices(PROMPTS[0], capture, engine=engine) for engine in ENGINES)
+    assert first == second
+
+
+def test_nothing_of_a_killed_server_stays(served: Served) -> None:
+    """The last test of this server."""
+    top = psutil.Process(served.server.process.pid)
+    below = top.children(recursive=True)
+    assert any("DPCoordinator" in "".join(one.cmdline()) for one in below)
+    kill(top)
+    _, alive = psutil.wait_procs(below, timeout=60)
+    assert alive == []
+
+
+async def test_so_does_vllm_in_this_process(
+    folder: Path, local: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    options: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "enforce_eager": True}
+    model = VLLM(str(folder), mode="async", data_parallel_size=2, **options)
+    with model.edit(name="tripled"):
+        model.layers[1].output[:] *= 3.0
+    try:
+
+        async def run(prompt: list[int]) -> torch.Tensor:
+            with model.trace(prompt, max_tokens=2, edits=["tripled"], **GREEDY) as tracer:
+                hidden = model.layers[2].output.save()  # noqa: F841 - read from the output's saves
+            *_, last = [output async for output in tracer.backend()]
+            found: torch.Tensor = last.saves["hidden"]
+            return found
+
+        for prompt, found in zip(PROMPTS, await asyncio.gather(*map(run, PROMPTS)), strict=True):
+            close(found, hidden_of(local, prompt, 3.0))
+        counts = await asyncio.to_thread(model.host.call, "count_events")
+        assert [one["steps"]["tap"] > 0 for one in counts] == [True, True]
+        held = await asyncio.to_thread(model.host.call, "count_interventions")
+        assert [(one["traces"], one["edits"]) for one in held] == [(0, 1), (0, 1)]
+        model.remove_edit("tripled")
+        held = await asyncio.to_thread(model.host.call, "count_interventions")
+        assert [one["edits"] for one in held] == [0, 0]
+    finally:
+        await asyncio.to_thread(model.shutdown)
