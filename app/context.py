@@ -36,8 +36,11 @@ from app.storage.database import Database
 from app.storage.results import ResultStore
 from app.vectors.service import VectorService
 from app.vectors.training import Trainer
+from app.vllm_routes import WORKING
 
-_RUN_AT_ONCE: Final = {"/v1/completions", "/v1/chat/completions", "/v1/traces", "/v1/vectors/train"}
+_RUN_AT_ONCE: Final = {
+    "/v1/completions", "/v1/chat/completions", "/v1/traces", "/v1/vectors/train", *WORKING,
+}  # fmt: skip
 """Routes that count against the limit on concurrency."""
 
 
@@ -85,11 +88,12 @@ class _BearerKey(SecurityBase):
         return connection.headers.get("authorization")
 
 
-async def _caller_of(
+async def caller_of(
     connection: HTTPConnection,
     scopes: SecurityScopes,
     authorization: Annotated[str | None, Security(_BearerKey())],
 ) -> Principal:
+    """Authenticate the caller of a request, check its scopes and admit the request; a dependency."""
     context: Context = connection.app.state.context
     if connection.scope["type"] == "websocket":
         _check_origin(connection)
@@ -118,14 +122,14 @@ Served = Annotated[Context, Depends(_context_of)]
 """A route's parameter that receives the server's components."""
 Asked = Annotated[RequestContext, Depends(_request_of)]
 """A route's parameter that receives the request's context."""
-ANY_CALLER: Final = Security(_caller_of)
+ANY_CALLER: Final = Security(caller_of)
 """A route's dependency: a key with any scope, if the server has keys. The following ones require scopes."""
-COMPLETER: Final = Security(_caller_of, scopes=[Scope.COMPLETIONS])
-INTERVENER: Final = Security(_caller_of, scopes=[Scope.INTERVENTIONS])
-TRAINER: Final = Security(_caller_of, scopes=[Scope.INTERVENTIONS, Scope.COMPLETIONS])
-CODER: Final = Security(_caller_of, scopes=[Scope.CODE])
-MONITOR: Final = Security(_caller_of, scopes=[Scope.METRICS])
-ADMIN: Final = Security(_caller_of, scopes=[Scope.ADMIN])
+COMPLETER: Final = Security(caller_of, scopes=[Scope.COMPLETIONS])
+INTERVENER: Final = Security(caller_of, scopes=[Scope.INTERVENTIONS])
+TRAINER: Final = Security(caller_of, scopes=[Scope.INTERVENTIONS, Scope.COMPLETIONS])
+CODER: Final = Security(caller_of, scopes=[Scope.CODE])
+MONITOR: Final = Security(caller_of, scopes=[Scope.METRICS])
+ADMIN: Final = Security(caller_of, scopes=[Scope.ADMIN])
 Caller = Annotated[Principal, ANY_CALLER]
 """A route's parameter that receives the caller, as do the following ones."""
 Completer = Annotated[Principal, COMPLETER]

@@ -51,6 +51,7 @@ from app.routes import (
     tokenize,
     traces,
     vectors,
+    vllm,
 )
 from app.services.jobs.callers import JobCallers, RunOver
 from app.services.jobs.service import JobService
@@ -83,6 +84,7 @@ _ROUTERS = (
     audit.router,
     metrics.router,
     vectors.router,
+    vllm.router,
     documentation.router,
 )
 

@@ -17,6 +17,7 @@ from app.admission.rates import Admitted
 from app.errors import error_response, internal_error, refuse
 from app.lifecycle import Lifecycle, Phase
 from app.request_context import context_of
+from app.vllm_routes import OUTSIDE_V1
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class GateMiddleware:
             await self._app(scope, receive, send)
             return
         path = str(scope["path"]).removeprefix(scope.get("root_path", ""))
-        if not path.startswith(API_PREFIX) or path == STATUS_PATH:
+        if path == STATUS_PATH or not (path.startswith(API_PREFIX) or path in OUTSIDE_V1):
             await self._answer(scope, receive, send)
             return
         refusal = self._refusal(path, scope.get("method", "GET"))

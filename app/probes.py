@@ -34,9 +34,9 @@ from app.observability.metrics import Metrics
 logger = logging.getLogger(__name__)
 
 LIVE: Final = "/health/live"
-READY: Final = "/health/ready"
+READY: Final = frozenset({"/health/ready", "/health", "/ping"})
 METRICS: Final = "/metrics"
-_FIRST_BYTES: Final = (b"GET /health/", b"GET /metrics", b"HEAD /health/", b"HEAD /metrics")
+_FIRST_BYTES: Final = (b"GET /health", b"GET /ping ", b"GET /metrics", b"HEAD /health", b"HEAD /metrics")
 _STALLED_S: Final = 0.2
 """How long the main loop may be blocked before a probe is answered on this thread."""
 _POLL_S: Final = 0.05
@@ -225,7 +225,7 @@ class _Answers:
         """Answer a request by the application in the main loop, or here if that loop is blocked."""
         messages: list[Message] = []
         here = asyncio.get_running_loop()
-        is_probe = scope["path"] in {LIVE, READY, METRICS}
+        is_probe = scope["path"] in {LIVE, *READY, METRICS}
 
         async def note(message: Message) -> None:
             messages.append(message)
@@ -263,7 +263,7 @@ class _Answers:
                 return None
             return Response(await self._metrics.exposition(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
         refusal = self._lifecycle.refusal()
-        if refusal is not None and (scope["path"] == READY or self._lifecycle.phase is Phase.DEAD):
+        if refusal is not None and (scope["path"] in READY or self._lifecycle.phase is Phase.DEAD):
             return error_response(refusal)
         return JSONResponse({"status": self._lifecycle.phase})
 

@@ -21,7 +21,8 @@ from app.received_bytes import Intake
 from app.request_deadline import RequestDeadline
 from nnsight_engine.core.work_context import WorkContext, working_for
 
-_KEY: Final = "nnsight_engine.request"
+KEY: Final = "nnsight_engine.request"
+"""The context's key in the scope."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -71,19 +72,19 @@ class RequestContext(WorkContext):
 
 def begin_context(scope: Scope) -> RequestContext:
     """Create the context of a connection and put it into its scope; only the outermost layer does."""
-    context = scope[_KEY] = RequestContext(record=Record(str(scope.get("method", "WEBSOCKET"))))
+    context = scope[KEY] = RequestContext(record=Record(str(scope.get("method", "WEBSOCKET"))))
     return context
 
 
 def context_of(scope: Scope) -> RequestContext:
     """Return the context of a connection."""
-    context: RequestContext = scope[_KEY]
+    context: RequestContext = scope[KEY]
     return context
 
 
 def note_error(scope: Scope, code: str) -> None:
     """Record the error that a request ends with, if it is recorded: the thread of probes has no contexts."""
-    context: RequestContext | None = scope.get(_KEY)
+    context: RequestContext | None = scope.get(KEY)
     if context is not None:
         context.record.error = code
 
@@ -103,8 +104,17 @@ class RequestContextMiddleware:
         if scope["type"] not in {"http", "websocket"}:
             await self._app(scope, receive, send)
             return
+        _accept_other_header(scope)
         with working_for(begin_context(scope)):
             await self._app(scope, receive, send)
 
 
-__all__ = ["RequestContext", "RequestContextMiddleware", "begin_context", "context_of", "note_error"]
+def _accept_other_header(scope: Scope) -> None:
+    """Accept a key in the header that Anthropic's clients send it in."""
+    headers = dict(scope.get("headers", ()))
+    if b"x-api-key" in headers and b"authorization" not in headers:
+        bearer = (b"authorization", b"Bearer " + headers[b"x-api-key"])
+        scope["headers"] = [*scope["headers"], bearer]
+
+
+__all__ = ["KEY", "RequestContext", "RequestContextMiddleware", "begin_context", "context_of", "note_error"]

@@ -41,6 +41,12 @@ def of_body(body: Mapping[str, Any]) -> Estimate:
     return _together(prompts, most * num_choices(body))
 
 
+def of_text(num_bytes: int, body: Mapping[str, Any]) -> Estimate:
+    """Estimate a body of another form: its size as text, and the maximum to generate if it states one."""
+    most = _number(body.get("max_output_tokens")) or _number(body.get("max_tokens"))
+    return Estimate(most, min(num_bytes // _BYTES_PER_TOKEN + 1, _MAX_COUNT))
+
+
 def num_choices(body: Mapping[str, Any]) -> int:
     """Return the number of choices of a completion or a chat, over all its prompts."""
     return min(num_prompts(body) * max(1, _number(body.get("n"))), _MAX_COUNT)
@@ -130,4 +136,13 @@ def _number(given: Any) -> int:
         return 0
 
 
-__all__ = ["Estimate", "check_choices", "num_choices", "num_prompts", "of_body", "of_trace", "of_training"]
+__all__ = [
+    "Estimate",
+    "check_choices",
+    "num_choices",
+    "num_prompts",
+    "of_body",
+    "of_text",
+    "of_trace",
+    "of_training",
+]

@@ -8,6 +8,13 @@ from app.auth.principal import Principal
 from app.engine.client import JsonObject
 
 
+def salt_of(body: JsonObject, caller: Principal) -> str:
+    """Return what separates a request's entries from those of others, before it is isolated."""
+    if body.get("cache_salt"):
+        return "client"
+    return "tenant" if caller.has_key else "none"
+
+
 def isolate_cache(body: JsonObject, caller: Principal) -> None:
     """Set the cache salt, so that timing does not reveal whether another tenant sent a prompt."""
     if not caller.has_key:

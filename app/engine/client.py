@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any, Protocol
 
 from starlette.requests import Request
+from starlette.types import ASGIApp
 
 from api_schemas.capabilities import Capabilities
 from api_schemas.interventions import Intervention
@@ -101,6 +102,12 @@ class EngineClient(Protocol):
         inline: bool = False,
     ) -> EngineReply:
         """Answer a chat completion request."""
+
+    def vllm_app(self) -> ASGIApp | None:
+        """Return vLLM's own application, which answers the routes of ``app.vllm_routes``; None without it.
+
+        Only called when ready.
+        """
 
     async def tokenize(self, wanted: TokenizeRequest, http: Request) -> EngineReply:
         """Return the tokens of a text or a conversation; only called when ready."""

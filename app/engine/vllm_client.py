@@ -17,10 +17,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from functools import partial
 from typing import Any, Final
 
-from fastapi import FastAPI
 from starlette.requests import Request
+from starlette.types import ASGIApp
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
@@ -44,7 +43,8 @@ from app.engine.responses import choice_json
 from app.engine.served_model import ServedModel
 from app.engine.tokenizing import ids_of, texts_of, tokenize_request
 from app.engine.traces import TraceEngine
-from app.engine.vllm_errors import raise_stream_errors, raised, translating_engine_death
+from app.engine.vllm_app import VLLMApp
+from app.engine.vllm_errors import raised, translating_engine_death
 from app.engine.vllm_refusals import Refusals, RefusedError
 from app.engine.vllm_requests import started_stream
 from app.engine.vllm_traces import VLLMTraceEngine
@@ -105,8 +105,7 @@ class VLLMEngineClient:
         self._capabilities: Capabilities | None = None
         self._known_texts: TokenTexts | None = None
         self.started = asyncio.Event()
-        # Never served: vLLM's handlers look up their state on an application.
-        self._vllm_app = FastAPI()
+        self._vllm_app = VLLMApp(args)
         budget = TenantBudget.of(settings)
         self._sandboxes = SlotPool(budget.sandboxes, budget.waiting_sandboxed)
         self._grammars = Grammars(settings, environment_for_traces())
@@ -178,11 +177,7 @@ class VLLMEngineClient:
             self._grammars.begin(setup_of(self._engine))
             self._engine.accept_grammars(self._grammars.accept)
             self._engine.handover = None if self._memory is None else SharedMemoryResults(self._memory.path)
-            tasks = await self._engine.get_supported_tasks()
-            state = self._vllm_app.state
-            await init_app_state(self._engine, state, self._args, tasks)
-            for serving in (state.openai_serving_completion, state.openai_serving_chat):
-                raise_stream_errors(serving)
+            await self._vllm_app.use(self._engine)
             await self._generate_one()
             if not self._args.skip_tokenizer_init:
                 await asyncio.to_thread(self._texts.text, 0)  # loads the vocabulary
@@ -331,6 +326,10 @@ class VLLMEngineClient:
             model = InterveningChatRequest
             return await self._intervene(model, serve, body, interventions, http, inline=inline)
         return await self._plain(ChatCompletionRequest, serve, body, http)
+
+    def vllm_app(self) -> ASGIApp:
+        """Return vLLM's own application."""
+        return self._vllm_app
 
     async def tokenize(self, wanted: TokenizeRequest, http: Request) -> EngineReply:
         """Return the tokens of a text, ids or a conversation, each with its own text."""

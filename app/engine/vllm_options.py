@@ -242,6 +242,7 @@ TO_ENGINE: Final = frozenset(
 
 HANDLED_HERE: Final = frozenset(
     [
+        "anthropic_disabled_thinking_effort",
         "chat_template",
         "chat_template_content_format",
         "config",
@@ -252,6 +253,8 @@ HANDLED_HERE: Final = frozenset(
         "enable_log_outputs",
         "enable_per_request_metrics",
         "enable_prompt_tokens_details",
+        "enable_request_id_headers",
+        "enable_server_load_tracking",
         "exclude_tools_when_tool_choice_none",
         "fingerprint_mode",
         "fingerprint_value",
@@ -304,7 +307,6 @@ REFUSED: Final[Mapping[str, str]] = types.MappingProxyType(
         "root_path": f"links to results would lack the prefix; {_PROXY}: one that strips the prefix",
         "middleware": f"no code of other packages runs in the server; {_PROXY}",
         "sse_keep_alive_interval": "streams have no comments in between; let the proxy wait longer",
-        "enable_request_id_headers": "every answer has X-Request-Id; leave it out",
         "disable_fastapi_docs": f"/docs is always served; {_PROXY}",
         "enable_offline_docs": "/docs is served as it is; leave it out",
         **dict.fromkeys(
@@ -361,13 +363,11 @@ REFUSED: Final[Mapping[str, str]] = types.MappingProxyType(
             _LORA,
         ),
         "tool_server": f"{_NO_ROUTE}: tools are called by the client",
-        "enable_server_load_tracking": f"{_NO_ROUTE}: ask /metrics",
-        "enable_tokenizer_info_endpoint": f"{_NO_ROUTE}: ask /v1/tokenize",
+        "enable_tokenizer_info_endpoint": f"{_NO_ROUTE}: ask /tokenize",
         **dict.fromkeys(
             (
                 "cohere_is_reasoning_model",
                 "cohere_format",
-                "anthropic_disabled_thinking_effort",
                 "tokens_only",
                 "enable_scale_out",
                 "enable_flash_late_interaction",

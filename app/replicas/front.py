@@ -29,6 +29,7 @@ from app.hosts import HostMiddleware
 from app.lifecycle import Lifecycle, Phase, Startable
 from app.middleware import GateMiddleware
 from app.observability.metrics import Metrics
+from app.probes import READY
 from app.received_bytes import ReceivedBytes
 from app.replicas.options import ReplicaOptions
 from app.replicas.protocol import ReplicaAddress, Replicas, none_ready
@@ -94,7 +95,7 @@ class Front:
             answer = await self._queries.metrics(request)
         elif path == "/v1/models" and not named and len(self._options.models) > 1:
             answer = await self._queries.models(request)
-        elif path == "/health/ready":
+        elif path in READY:
             answer = await self._queries.ready(request, self._wanted(named))
         elif is_buffered(request):
             answer = await self._count_body(request)
@@ -264,7 +265,7 @@ def create_front(
             yield
 
     async def ready(scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = lifecycle.refusal() if scope["path"] == "/health/ready" else None
+        refusal = lifecycle.refusal() if scope["path"] in READY else None
         await (front if refusal is None else error_response(refusal))(scope, receive, send)
 
     app = Starlette(routes=[Route("/health/live", live), Mount("/", app=ready)], lifespan=lifespan)

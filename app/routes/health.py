@@ -1,18 +1,21 @@
-"""``GET /health/live`` and ``GET /health/ready``: the probes for process supervisors and load balancers."""
+"""The probes for process supervisors and load balancers: ours, and those of vLLM's server."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter
+from starlette.responses import Response
 
 from app.context import Served
 from app.lifecycle import Phase
 from app.openapi import error_responses
 
-router = APIRouter(prefix="/health", tags=["health"])
+router = APIRouter(tags=["health"])
 
 
 @router.get(
-    "/live", summary="Liveness: whether the process should keep running", responses=error_responses(503)
+    "/health/live",
+    summary="Liveness: whether the process should keep running",
+    responses=error_responses(503),
 )
 async def live(context: Served) -> dict[str, str]:
     """200 from process start, also while the model loads and while draining; 503 once the engine is dead."""
@@ -24,7 +27,7 @@ async def live(context: Served) -> dict[str, str]:
 
 
 @router.get(
-    "/ready", summary="Readiness: whether the server accepts requests", responses=error_responses(503)
+    "/health/ready", summary="Readiness: whether the server accepts requests", responses=error_responses(503)
 )
 async def ready(context: Served) -> dict[str, str]:
     """200 while requests are served; 503 with the reason otherwise."""
@@ -32,3 +35,22 @@ async def ready(context: Served) -> dict[str, str]:
     if refusal is not None:
         raise refusal
     return {"status": context.lifecycle.phase}
+
+
+@router.get(
+    "/health",
+    summary="Readiness, as vLLM's server reports it",
+    response_class=Response,
+    responses=error_responses(503),
+)
+@router.get(
+    "/ping",
+    summary="Readiness, as SageMaker asks for it",
+    response_class=Response,
+    responses=error_responses(503),
+)
+@router.post("/ping", include_in_schema=False)
+async def health(context: Served) -> Response:
+    """200 without content while requests are served; 503 with the reason otherwise."""
+    await ready(context)
+    return Response()

@@ -27,7 +27,7 @@ from app.auth.code_policy import check_code_allowed
 from app.auth.principal import Principal
 from app.body import THREAD_BYTES, BodyLimits, read_object
 from app.disconnect import while_connected
-from app.engine.cache_salts import isolate_cache
+from app.engine.cache_salts import isolate_cache, salt_of
 from app.engine.client import EngineReply, JsonObject
 from app.json_text import JsonAnswer
 from app.observability.token_times import TokenTimes
@@ -191,9 +191,7 @@ def _salt_of(body: JsonObject, caller: Principal, interventions: tuple[Intervent
     """Return what separates the request's prefix cache entries from those of others, for the audit log."""
     if any(isinstance(operation, _WRITES) for operation in interventions):
         return "writes"
-    if body.get("cache_salt"):
-        return "client"
-    return "tenant" if caller.has_key else "none"
+    return salt_of(body, caller)
 
 
 async def _start(call: Awaitable[EngineReply], times: TokenTimes | None) -> _Started:

@@ -71,7 +71,7 @@ class ClosingStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream until it completes, is ended, or the client disconnects."""
         deadline = context_of(scope).deadline
-        sending = _Sending(send, deadline, self._stall_s)
+        sending = Sending(send, deadline, self._stall_s)
         try:
             await while_connected(receive, self.stream_response(sending.send), deadline)
         except OSError as error:
@@ -84,7 +84,7 @@ class ClosingStream(StreamingResponse):
                 raise ClientDisconnect from error
             logger.info("stream ended with %s: %s", error.code, error.message)
             note_error(scope, error.code)
-            await _send_final(self._final_event(error), send)
+            await send_final(self._final_event(error), send)
         finally:
             sending.close()
             try:
@@ -94,7 +94,7 @@ class ClosingStream(StreamingResponse):
                     await self._on_close()
 
 
-class _Sending:
+class Sending:
     """Sends the messages of one response and detects a client that reads nothing.
 
     A timeout for each token would be most of our overhead on a stream: one timer polls the progress instead.
@@ -143,7 +143,7 @@ class _Sending:
         self._deadline.end(ApiError(ErrorCode.REQUEST_TIMED_OUT, "The client does not read the response."))
 
 
-async def _send_final(last: bytes, send: Send) -> None:
+async def send_final(last: bytes, send: Send) -> None:
     """Send the end of a stream; raises ClientDisconnect if the client does not read it."""
     try:
         async with asyncio.timeout(_FINAL_EVENT_S):

@@ -22,13 +22,15 @@ TOOL = {
     "type": "function",
     "function": {"name": "paint", "parameters": {"type": "object", "properties": {"c": {"type": "string"}}}},
 }
-SCHEMA = {
+SCHEMA: dict[str, Any] = {
     "type": "json_schema",
     "json_schema": {
         "name": "colour",
         "schema": {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]},
     },
 }
+
+RESPONSE_SCHEMA = {"type": "json_schema", "name": "colour", "schema": SCHEMA["json_schema"]["schema"]}
 
 REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("completions", {"prompt": "The Eiffel Tower is in", "max_tokens": 6}),
@@ -51,6 +53,36 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"messages": MESSAGES, "max_tokens": 6, "logprobs": True, "top_logprobs": 2},
     ),
     "chat streamed": ("chat/completions", {"messages": MESSAGES, "max_tokens": 6, "stream": True}),
+    "a response": ("responses", {"input": "Name a colour.", "max_output_tokens": 6}),
+    "a response to a conversation": (
+        "responses",
+        {
+            "instructions": "Be brief.",
+            "input": [{"role": "user", "content": "Name a colour."}],
+            "max_output_tokens": 6,
+            "metadata": {"a": "b"},
+        },
+    ),
+    "a structured response": (
+        "responses",
+        {"input": "Colour?", "max_output_tokens": 24, "text": {"format": RESPONSE_SCHEMA}},
+    ),
+    "a response streamed": ("responses", {"input": "Name a colour.", "max_output_tokens": 6, "stream": True}),
+    "a message": ("messages", {"messages": MESSAGES, "max_tokens": 6, "system": "Be brief."}),
+    "a message with tools": (
+        "messages",
+        {
+            "messages": MESSAGES,
+            "max_tokens": 6,
+            "tools": [{"name": "paint", "input_schema": {"type": "object", "properties": {}}}],
+            "tool_choice": {"type": "none"},
+        },
+    ),
+    "a message streamed": ("messages", {"messages": MESSAGES, "max_tokens": 6, "stream": True}),
+    "tokens of a conversation": ("messages/count_tokens", {"messages": MESSAGES}),
+    "tokens": ("/tokenize", {"prompt": "Hello there", "return_token_strs": True}),
+    "tokens of a chat": ("/tokenize", {"messages": MESSAGES}),
+    "text of tokens": ("/detokenize", {"tokens": [504, 2345, 1234]}),
     "structured output": (
         "chat/completions",
         {"messages": MESSAGES, "max_tokens": 24, "response_format": SCHEMA},
@@ -73,8 +105,17 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "no messages": ("chat/completions", {}),
 }
 """What neither server takes."""
+REFUSED_BY_HANDLERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "a response of an unknown model": ("responses", {"input": "x", "model": "nobody"}),
+    "a response without input": ("responses", {}),
+    "a response after one that there is not": ("responses", {"input": "x", "previous_response_id": "resp_x"}),
+    "a message without its length": ("messages", {"messages": MESSAGES}),
+    "a message that is too long": ("messages", {"messages": MESSAGES, "max_tokens": 100000}),
+    "tokens of nothing": ("/tokenize", {}),
+}
+"""What vLLM's own handlers refuse, on routes that are passed on to them."""
 
-VOLATILE = {"id", "created", "system_fingerprint"}
+VOLATILE = {"id", "created", "system_fingerprint", "created_at", "item_id", "sequence_number"}
 
 
 @pytest.fixture(scope="module")
@@ -106,13 +147,38 @@ def stripped(value: Any) -> Any:
 
 def answer(client: httpx.Client, path: str, body: dict[str, Any]) -> tuple[int, str, Any]:
     """Return status, content type and content of an answer."""
-    response = client.post(f"/v1/{path}", json={"model": MODEL, "temperature": 0} | body)
+    response = client.post(
+        path if path.startswith("/") else f"/v1/{path}", json={"model": MODEL, "temperature": 0} | body
+    )
     kind = response.headers["content-type"].split(";")[0]
     if kind != "text/event-stream":
         return response.status_code, kind, stripped(response.json())
+    if response.text.startswith("event: "):
+        return response.status_code, kind, typed_events(response.text)
     frames = [frame.removeprefix("data: ") for frame in response.text.split("\n\n") if frame]
     events = [frame if frame == "[DONE]" else stripped(json.loads(frame)) for frame in frames]
     return response.status_code, kind, joined(events)
+
+
+def typed_events(text: str) -> list[Any]:
+    """Return the events of a stream of responses or messages, with neighbouring pieces of text as one."""
+    found: list[Any] = []
+    for frame in text.strip().split("\n\n"):
+        name, _, data = frame.removeprefix("event: ").partition("\ndata: ")
+        event = stripped(json.loads(data))
+        if found and name.endswith("delta") and found[-1][0] == name:
+            event = with_text(event, text_of(found.pop()[1]) + text_of(event))
+        found.append((name, event))
+    return found
+
+
+def text_of(event: Any) -> str:
+    delta = event["delta"]
+    return str(delta if isinstance(delta, str) else delta["text"])
+
+
+def with_text(event: Any, text: str) -> Any:
+    return {**event, "delta": text if isinstance(event["delta"], str) else {**event["delta"], "text": text}}
 
 
 def joined(events: list[Any]) -> list[Any]:
@@ -161,6 +227,26 @@ def test_refusals_have_vllm_s_status_and_this_server_s_form(servers: list[httpx.
     assert set(ours["error"]) == {"message", "type", "param", "code"}
     assert isinstance(ours["error"]["code"], str)
     assert ours["error"]["param"] in REFUSED[name][1].keys() | {"messages"}
+
+
+@pytest.mark.parametrize("name", REFUSED_BY_HANDLERS)
+def test_refusals_of_handlers_are_equal(servers: list[httpx.Client], name: str) -> None:
+    ours, theirs = (answer(client, *REFUSED_BY_HANDLERS[name]) for client in servers)
+    assert ours == theirs
+    assert ours[0] >= 400
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping", "/version", "/load"])
+def test_probes_are_equal(servers: list[httpx.Client], path: str) -> None:
+    ours, theirs = (client.get(path) for client in servers)
+    assert (ours.status_code, ours.content) == (theirs.status_code, theirs.content)
+
+
+def test_what_a_model_of_this_kind_has_not_is_missing_on_both(servers: list[httpx.Client]) -> None:
+    for path in ("/v1/embeddings", "/pooling", "/classify", "/score", "/rerank"):
+        ours, theirs = (client.post(path, json={"model": MODEL, "input": "x"}) for client in servers)
+        assert ours.status_code == theirs.status_code == 404, path
+        assert "another kind" in ours.json()["error"]["message"]
 
 
 def test_models_are_equal(servers: list[httpx.Client]) -> None:

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from starlette.requests import Request
+from starlette.types import ASGIApp
 
 from api_schemas.capabilities import Capabilities
 from api_schemas.errors import ApiError, ErrorCode
@@ -31,6 +32,7 @@ from nnsight_engine.core.engine_counts import EngineCounts
 from nnsight_engine.core.work_context import WorkContext
 from tests.fakes.results import CAPABILITIES, FINGERPRINT, MODEL, collected
 from tests.fakes.traces import FakeTraceEngine
+from tests.fakes.vllm_app import vllm_app
 
 _DEFAULT_MAX_TOKENS: Final = 16
 _MAX_CHOICES: Final = 128
@@ -136,6 +138,7 @@ class FakeEngineClient:
         self.num_counted = 0
         self.num_starts = 0
         self.has_sandbox = False
+        self._vllm_app = vllm_app()
         self.fake_traces = FakeTraceEngine()
         self.traces: Mapping[str, TraceEngine] = {"vllm": self.fake_traces}
         self._settings = settings
@@ -232,6 +235,10 @@ class FakeEngineClient:
             raise ApiError(ErrorCode.INVALID_SHAPE, "'messages' must be a list with at least one message.")
         prompts = [str(messages[-1].get("content", "")).split()]
         return await self._generate("chat.completion", prompts, body, interventions, http, inline=inline)
+
+    def vllm_app(self) -> ASGIApp:
+        """Return a stand-in for vLLM's application."""
+        return self._vllm_app
 
     async def tokenize(self, wanted: TokenizeRequest, http: Request) -> EngineReply:
         """Return a token for each word."""

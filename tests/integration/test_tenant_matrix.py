@@ -44,6 +44,35 @@ ACCESS: Final = {
     "GET /playground/assets/{name}": Access.OPEN,
     "GET /health/live": Access.OPEN,
     "GET /health/ready": Access.OPEN,
+    "GET /health": Access.OPEN,
+    "GET /ping": Access.OPEN,
+    "POST /ping": Access.OPEN,
+    "GET /version": Access.SAME,
+    "GET /load": Access.SUMMED,
+    "POST /v1/responses": Access.MADE,
+    "GET /v1/responses/{response_id}": Access.NAMED,
+    "POST /v1/responses/{response_id}/cancel": Access.NAMED,
+    "POST /v1/messages": Access.MADE,
+    "POST /v1/messages/count_tokens": Access.MADE,
+    "POST /tokenize": Access.MADE,
+    "POST /detokenize": Access.MADE,
+    "POST /v1/embeddings": Access.MADE,
+    "POST /pooling": Access.MADE,
+    "POST /classify": Access.MADE,
+    "POST /score": Access.MADE,
+    "POST /v1/score": Access.MADE,
+    "POST /rerank": Access.MADE,
+    "POST /v1/rerank": Access.MADE,
+    "POST /v2/rerank": Access.MADE,
+    "POST /v1/audio/transcriptions": Access.MADE,
+    "POST /v1/audio/translations": Access.MADE,
+    "GET /server_info": Access.OPERATORS,
+    "POST /reset_prefix_cache": Access.OPERATORS,
+    "POST /reset_mm_cache": Access.OPERATORS,
+    "POST /reset_encoder_cache": Access.OPERATORS,
+    "POST /sleep": Access.OPERATORS,
+    "POST /wake_up": Access.OPERATORS,
+    "GET /is_sleeping": Access.OPERATORS,
     "GET /v1/models": Access.SAME,
     "GET /v1/capabilities": Access.SAME,
     "GET /v1/status": Access.SAME,
@@ -110,6 +139,10 @@ class Theirs:
     async def _vector_id(self) -> str:
         body = {"name": "joy", "vectors": {"1": [0.5] * 8}}
         return str((await self.tenants.send("POST", "/v1/vectors", self.headers, json=body)).json()["id"])
+
+    async def _response_id(self) -> str:
+        answer = await self.tenants.send("POST", "/v1/responses", self.headers, json={"input": "one"})
+        return str(answer.json()["id"])
 
     async def _result_id(self) -> str:
         body = {

@@ -1,0 +1,100 @@
+"""Passes a request on to another ASGI application in this process, with this server's limits on clients.
+
+The application ends its work when it is told that the client has left. It is told the same at the
+request's deadline, and for a client that reads nothing; what it sends after that is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Final
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from api_schemas.errors import ApiError
+from app.request_context import KEY, context_of, note_error
+from app.services.streaming import Sending, send_final
+
+_DISCONNECT: Final[Message] = {"type": "http.disconnect"}
+_HIDDEN: Final = {b"authorization", b"x-api-key", b"content-length"}
+_KEPT: Final = (
+    "type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "client",
+    "server", "extensions", KEY,
+)  # fmt: skip
+
+
+class PassedOn(Response):
+    """The answer of another application.
+
+    Args:
+        app: The application.
+        body: The request's body, which has been read and checked.
+        stall_s: See ``ClosingStream``.
+        final_event: Returns the last bytes of an answer that the deadline ends.
+    """
+
+    def __init__(
+        self, app: ASGIApp, body: bytes, *, stall_s: float, final_event: Callable[[ApiError], bytes]
+    ) -> None:
+        super().__init__()
+        self._app = app
+        self._content = body
+        self._stall_s = stall_s
+        self._final_event = final_event
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Have the application answer."""
+        deadline = context_of(scope).deadline
+        sending = Sending(send, deadline, self._stall_s)
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await self._answered(scope, sending, gone, deadline.reached)
+            if deadline.error is None:
+                if gone.done():
+                    raise ClientDisconnect
+                return
+            if not sending.has_started:
+                raise deadline.error
+            if sending.is_stalled:
+                raise ClientDisconnect
+            note_error(scope, deadline.error.code)
+            await send_final(self._final_event(deadline.error), send)
+        finally:
+            sending.close()
+            gone.cancel()
+
+    async def _answered(
+        self, scope: Scope, sending: Sending, gone: asyncio.Future[Any], reached: asyncio.Future[Any]
+    ) -> None:
+        unread = [{"type": "http.request", "body": self._content, "more_body": False}]
+
+        async def received() -> Message:
+            if unread:
+                return unread.pop()
+            await asyncio.wait({gone, reached}, return_when=asyncio.FIRST_COMPLETED)
+            return _DISCONNECT
+
+        async def sent(message: Message) -> None:
+            if not (gone.done() or reached.done()):
+                await sending.send(message)
+
+        await self._app(_scope_of(scope), received, sent)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _scope_of(scope: Scope) -> Scope:
+    """Return the connection as the application sees it: without the caller's key and this server's route."""
+    headers = [(name, value) for name, value in scope["headers"] if name not in _HIDDEN]
+    # With a newer version of ASGI, starlette notices a client that has left only when it sends.
+    asgi = {"version": "3.0", "spec_version": "2.3"}
+    return {name: scope[name] for name in _KEPT if name in scope} | {"asgi": asgi, "headers": headers}
+
+
+__all__ = ["PassedOn"]

@@ -1,0 +1,118 @@
+"""Requests to routes that vLLM's own application answers: what reaches it, and what is refused before."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from api_schemas.keys import Limits, Scope
+from app.vllm_routes import VLLM_ROUTES, Body
+from tests.fakes.vllm_app import num_open
+from tests.integration.conftest import ErrorCheck, Serve, Server
+from tests.integration.tenants import Tenants
+
+JSON_ROUTES = [route for route in VLLM_ROUTES if route.body is Body.JSON]
+WORKING = [route for route in JSON_ROUTES if route.works and route.path != "/v1/responses"]
+
+
+@pytest.fixture
+async def server(serve: Serve) -> AsyncIterator[Server]:
+    async with serve(max_choices=3, max_json_depth=8, max_body_bytes=2000) as found:
+        yield found
+
+
+async def sent(tenants: Tenants, path: str, headers: dict[str, str], **body: Any) -> Any:
+    answer = await tenants.send("POST", path, headers, json={"model": "m", **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.mark.parametrize("route", WORKING, ids=str)
+async def test_the_prefix_cache_of_a_tenant_is_its_own(server: Server, route: Any) -> None:
+    tenants = Tenants(server)
+    one, same, other = [await tenants.headers(name) for name in ("acme", "acme", "rival")]
+    found = [await sent(tenants, route.path, each) for each in (one, same, other)]
+    salts = [each["body"]["cache_salt"] for each in found]
+    assert salts[0] == salts[1] != salts[2]
+    chosen = await sent(tenants, route.path, one, cache_salt="mine")
+    assert chosen["body"]["cache_salt"] not in {"mine", salts[0]}
+
+
+@pytest.mark.parametrize("header", ["authorization", "x-api-key"])
+async def test_the_key_is_checked_here_and_goes_no_further(server: Server, header: str) -> None:
+    tenants = Tenants(server)
+    key = (await tenants.headers("acme"))["authorization"].removeprefix("Bearer ")
+    headers = {header: key if header == "x-api-key" else f"Bearer {key}"}
+    found = await sent(tenants, "/v1/messages", headers, max_tokens=1)
+    assert not {"authorization", "x-api-key"} & set(found["headers"])
+    refused = await tenants.send("POST", "/v1/messages", {header: f"{headers[header]}x"}, json={})
+    assert refused.status_code == 401
+
+
+@pytest.mark.parametrize("route", JSON_ROUTES, ids=str)
+async def test_bodies_have_the_limits_of_all_routes(server: Server, error_of: ErrorCheck, route: Any) -> None:
+    async def post(content: str, kind: str = "application/json") -> Any:
+        return await server.client.post(route.path, content=content, headers={"content-type": kind})
+
+    error_of(await post(json.dumps({"input": "x" * 3000})), 413, "body_too_large")
+    error_of(await post("[" * 20 + "]" * 20), 400, "json_too_deep")
+    error_of(await post("{"), 400, "invalid_json")
+    error_of(await post("{}", "text/plain"), 400, "bad_request")
+    error_of(await post('{"interventions": [1]}'), 400, "unsupported_combination")
+
+
+@pytest.mark.parametrize("field", ["input", "documents", "text_1", "queries"])
+async def test_texts_are_counted_since_each_is_a_request(
+    server: Server, error_of: ErrorCheck, field: str
+) -> None:
+    for given, is_accepted in ((["a"] * 3, True), (["a"] * 4, False), ([7] * 40, True)):
+        answer = await server.client.post("/v1/embeddings", json={field: given})
+        if is_accepted:
+            assert answer.json()["body"][field] == given
+        else:
+            error_of(answer, 400, "invalid_value")
+
+
+async def test_tokens_are_counted_before_the_engine_works(serve: Serve, error_of: ErrorCheck) -> None:
+    async with serve() as server:
+        tenants = Tenants(server)
+        headers = await tenants.headers("acme", limits=Limits(tokens_per_minute=50))
+        body = {"input": "x", "max_output_tokens": 60}
+        answer = await tenants.send("POST", "/v1/responses", headers, json=body)
+        error_of(answer, 400, "request_beyond_limit")
+
+
+async def test_what_only_operators_do_needs_their_scope(server: Server, error_of: ErrorCheck) -> None:
+    tenants = Tenants(server)
+    user = await tenants.headers("acme", Scope.COMPLETIONS)
+    operator = await tenants.headers("op", Scope.ADMIN)
+    for route in VLLM_ROUTES:
+        if route.scope is Scope.ADMIN:
+            error_of(await tenants.send(route.method, route.path, user), 403, "missing_scope")
+            assert (await tenants.send(route.method, route.path, operator)).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/tokenize", "/v1/embeddings"])
+async def test_nothing_is_passed_on_while_the_engine_starts(
+    serve: Serve, error_of: ErrorCheck, path: str
+) -> None:
+    async with serve() as server:
+        server.engine.behaviour.is_starting = True
+        error_of(await server.client.post(path, json={}), 503, "starting")
+        assert (await server.client.get("/health")).status_code == 503
+
+
+async def test_a_stream_ends_at_the_deadline_with_an_error_of_its_api(serve: Serve) -> None:
+    async with serve(request_timeout_s=0.3) as server:
+        answer = await server.client.post("/v1/messages", json={"wait": 1})
+        last = answer.text.strip().split("\n\n")[-1]
+        assert last.startswith("event: error\n")
+        assert json.loads(last.partition("data: ")[2])["type"] == "error"
+        answer = await server.client.post("/pooling", json={"wait": 1})
+        assert answer.text.endswith("data: [DONE]\n\n")
+        await asyncio.sleep(0.05)
+        assert not num_open
