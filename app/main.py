@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from api_schemas.jobs import JobStatus
 from app.admission.rates import Rates
 from app.audit.log import AuditLog
+from app.auth.given_keys import GivenKeys
 from app.auth.keys import Keys
 from app.body_fields import FieldLimits
 from app.context import Context
@@ -96,6 +97,7 @@ def create_app(
     *,
     on_engine_failure: Callable[[], None] | None = None,
     local: LocalTraceEngine | None = None,
+    given_keys: GivenKeys | None = None,
 ) -> FastAPI:
     """Return the server for one engine; its lifespan starts and closes the engine and the store.
 
@@ -106,6 +108,7 @@ def create_app(
             must share it.
         on_engine_failure: Called if the engine does not start or dies too often, e.g. to end the process.
         local: The engine for traces of models of the transformers library, not started yet.
+        given_keys: Keys beside those of the database.
 
     Returns:
         The application. ``app.state.context.lifecycle.begin_drain()`` rejects new work ahead of the shutdown.
@@ -121,7 +124,7 @@ def create_app(
     database = Database(settings.data_dir, settings.database_url)
     log = AuditLog(AuditStore(database), settings.audit_days * 86400)
     counted = Metrics(settings.metrics_dir)
-    callers, rates = Keys(KeyStore(database)), Rates(settings.limits_url)
+    callers, rates = Keys(KeyStore(database), given_keys), Rates(settings.limits_url)
     tracing = tracing_of(settings)
     watch = functools.partial(_watch_job, counted, engine, tracing)
     job_callers = JobCallers(callers, rates, store.stored, settings, watch)

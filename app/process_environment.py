@@ -47,9 +47,9 @@ def engine_trace_options(settings: Settings) -> list[str]:
     return ["--otlp-traces-endpoint", endpoint]
 
 
-def has_vllm_key() -> bool:
-    """Return whether the operator has set the key that vLLM's own server would require."""
-    return bool(os.environ.get("VLLM_API_KEY"))
+def vllm_key() -> str:
+    """Return the key that the operator has set for vLLM's own server; empty if none."""
+    return os.environ.get("VLLM_API_KEY", "")
 
 
 _SOCKETS: Final = "VLLM_RPC_BASE_PATH"
@@ -155,10 +155,10 @@ __all__ = [
     "environment_for_replicas",
     "environment_for_traces",
     "environment_of_replica",
-    "has_vllm_key",
     "is_socket_folder_set",
     "set_engine_defaults",
     "set_engine_log",
     "set_socket_folder",
     "spawn_engines",
+    "vllm_key",
 ]

@@ -20,14 +20,20 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from app.addresses import is_loopback
+from app.auth.given_keys import GivenKeys
 from app.command_error import CommandError, settings_error
 from app.engine.local_traces import LocalTraceEngine
-from app.engine.vllm_options import refuse_named
+from app.engine.vllm_options import refuse_named, refuse_with_replicas
 from app.keys_command import has_keys
 from app.listen_socket import listening_socket
 from app.main import create_app, new_store
 from app.observability.logs import is_json, start_logs
-from app.process_environment import engine_trace_options, environment_for_traces, set_engine_defaults
+from app.process_environment import (
+    engine_trace_options,
+    environment_for_traces,
+    set_engine_defaults,
+    vllm_key,
+)
 from app.server import DrainingServer, server_config
 from app.settings import Settings
 from app.storage.database import DatabaseError
@@ -83,7 +89,7 @@ def run(options: ServeOptions) -> None:
     try:
         check_taps(settings.taps)
         model, arguments = _split_model(options.arguments)
-        refuse_named(arguments)
+        (refuse_with_replicas if options.replicas else refuse_named)(arguments)
         set_engine_defaults()
         start_logs(settings)
         if options.replicas:
@@ -169,8 +175,8 @@ def _settings(options: Mapping[str, Any]) -> Settings:
         raise settings_error(error, options) from error
 
 
-def _check_callers(settings: Settings) -> bool:
-    """Return whether any keys exist; without keys, require a loopback address.
+def _check_callers(settings: Settings, given: GivenKeys | None = None) -> bool:
+    """Return whether there are any keys, stored or given; without keys, require a loopback address.
 
     A server without keys admits every caller.
 
@@ -179,14 +185,14 @@ def _check_callers(settings: Settings) -> bool:
             cannot be opened.
     """
     try:
-        with_keys = asyncio.run(has_keys(settings))
+        with_keys = bool(given) or asyncio.run(has_keys(settings))
     except DatabaseError as error:
         raise CommandError(str(error)) from error
     if not with_keys and not is_loopback(settings.host):
         raise CommandError(
             f"without keys the server serves this machine only and cannot listen on {settings.host}: create "
-            "a key with `nnsight-engine keys create --tenant NAME --scopes completions,interventions`, or "
-            "omit --host"
+            "a key with `nnsight-engine keys create --tenant NAME --scopes completions,interventions`, give "
+            "--api-key, or omit --host"
         )
     return with_keys
 
@@ -210,7 +216,8 @@ def _check_sandbox(settings: Settings) -> None:
 
 def _run(args: argparse.Namespace, settings: Settings, client_module: Any, console: Console) -> None:
     _check_sandbox(settings)
-    with_keys = _check_callers(settings)
+    given = GivenKeys(args.api_key or [key for key in [vllm_key()] if key])
+    with_keys = _check_callers(settings, given)
     store = new_store(settings)
     engine = client_module.VLLMEngineClient(args, settings, store)
     failures: list[str] = []
@@ -219,7 +226,14 @@ def _run(args: argparse.Namespace, settings: Settings, client_module: Any, conso
         failures.append("the engine did not start, or failed too often; its errors are above")
         server.should_exit = True
 
-    app = create_app(settings, engine, store, on_engine_failure=stop, local=_local_engine(args, settings))
+    app = create_app(
+        settings,
+        engine,
+        store,
+        on_engine_failure=stop,
+        local=_local_engine(args, settings),
+        given_keys=given,
+    )
     config = server_config(app, settings)
     server = DrainingServer(config)
     # The socket is bound before the model is loaded, so that a port in use is reported at once.

@@ -13,7 +13,7 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from app.process_environment import has_vllm_key
+from app.process_environment import vllm_key
 from nnsight_engine.core.errors import UnsupportedOptionError
 
 TO_ENGINE: Final = frozenset(
@@ -243,6 +243,7 @@ TO_ENGINE: Final = frozenset(
 HANDLED_HERE: Final = frozenset(
     [
         "anthropic_disabled_thinking_effort",
+        "api_key",
         "chat_template",
         "chat_template_content_format",
         "config",
@@ -288,7 +289,6 @@ _LOG: Final = "the log has one line for each request, with settings of its own (
 
 REFUSED: Final[Mapping[str, str]] = types.MappingProxyType(
     {
-        "api_key": "make keys with `nnsight-engine keys create` (docs/keys.md)",
         **dict.fromkeys(
             ("allow_credentials", "allowed_origins", "allowed_methods", "allowed_headers"), _CORS
         ),
@@ -394,16 +394,28 @@ def refuse_named(options: Sequence[str]) -> None:
     """Refuse options by their names alone, before the import of vLLM, which parses the others.
 
     Raises:
-        UnsupportedOptionError: An option would be ignored, or the variable ``VLLM_API_KEY`` is set.
+        UnsupportedOptionError: An option would be ignored.
     """
     for option in options:
         flag = option.partition("=")[0].replace("_", "-")
         name = flag.removeprefix("--").replace("-", "_")
         if flag.startswith("--") and name in REFUSED and name not in _MAY_HAVE_NO_EFFECT:
             raise UnsupportedOptionError(f"{flag} is not supported: {REFUSED[name]}")
-    if has_vllm_key():
+
+
+def refuse_with_replicas(options: Sequence[str]) -> None:
+    """Refuse options that only a server of its own has.
+
+    Raises:
+        UnsupportedOptionError: Keys are given as options or in the variable ``VLLM_API_KEY``.
+    """
+    refuse_named(options)
+    names = [option.partition("=")[0].replace("_", "-") for option in options]
+    given = "--api-key" if "--api-key" in names else "VLLM_API_KEY" if vllm_key() else ""
+    if given:
         raise UnsupportedOptionError(
-            f"the variable VLLM_API_KEY is not supported: unset it and {REFUSED['api_key']}"
+            f"{given} is not supported: replicas share the keys of their database, which "
+            "`nnsight-engine keys create` makes (docs/keys.md)"
         )
 
 
@@ -415,9 +427,8 @@ def refuse_ignored(args: argparse.Namespace, parser: argparse.ArgumentParser) ->
         parser: The parser; an option that has its default counts as not given.
 
     Raises:
-        UnsupportedOptionError: One was given, also in a config file, or the variable ``VLLM_API_KEY`` is set.
+        UnsupportedOptionError: One was given, also in a config file.
     """
-    refuse_named(())
     for action in parser._actions:  # noqa: SLF001 - has no public name
         name = action.dest
         value = getattr(args, name, None)
@@ -438,4 +449,4 @@ def _flag(action: argparse.Action) -> str:
     return next((option for option in action.option_strings if option.startswith("--")), action.dest)
 
 
-__all__ = ["HANDLED_HERE", "REFUSED", "TO_ENGINE", "refuse_ignored", "refuse_named"]
+__all__ = ["HANDLED_HERE", "REFUSED", "TO_ENGINE", "refuse_ignored", "refuse_named", "refuse_with_replicas"]

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from app.engine.vllm_options import refuse_named
+from app.engine.vllm_options import refuse_with_replicas
 from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.modeling.bundled import BUNDLED_MODEL_NAME
 
@@ -53,7 +53,7 @@ class ModelOptions(BaseModel):
     def _check_range(self) -> ModelOptions:
         try:
             options = _engine_options(self.arguments)
-            refuse_named(self.arguments)
+            refuse_with_replicas(self.arguments)
         except (argparse.ArgumentError, UnsupportedOptionError) as error:
             raise ValueError(str(error)) from error
         if options.config is not None:

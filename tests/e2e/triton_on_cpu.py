@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch._inductor.config as inductor
 from triton.backends import backends
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, interpreter_builder
+from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, TensorHandle, interpreter_builder
 from typing_extensions import override
 
 
@@ -38,8 +39,22 @@ class Backend:
             return True
 
 
+def _places_of_nan(self: Any, values: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
+    """Find the largest or smallest value, also where all are NaN: numpy raises, a GPU returns a place."""
+    values = values[0] if isinstance(values, tuple) else values
+    data = values.handle.data
+    if idx_reduce_op is not None and np.issubdtype(data.dtype, np.floating):
+        last = -np.inf if idx_reduce_op is np.nanargmax else np.inf
+        values = self.to_tensor(np.where(np.isnan(data), last, data), values.dtype)
+    return _min_max(self, values, val_reduce_op, idx_reduce_op)
+
+
+_min_max = ReduceOps.min_max
+
+
 def install() -> None:
     """Have vLLM's kernels interpreted in this process."""
+    ReduceOps.min_max = _places_of_nan
     interpreter_builder.__class__ = BooleanMasks  # Triton's modules share the instance
     backends["cpu"] = Backend
     inductor.triton_disable_device_detection = True  # it would ask that backend for a target

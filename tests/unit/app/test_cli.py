@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import subprocess
 import threading
@@ -64,8 +65,14 @@ def test_replicas_are_asked_for_before_anything_is_loaded(
         assert "Traceback" not in message
 
 
-@pytest.mark.parametrize("command", [[], ["--replicas", "2"]])
-@pytest.mark.parametrize("option", ["--api-key=secret", "--api_key", "--ssl-certfile", "--root-path"])
+@pytest.mark.parametrize(
+    ("option", "command"),
+    [
+        *itertools.product(["--ssl-certfile", "--root-path"], [[], ["--replicas", "2"]]),
+        ("--api-key=secret", ["--replicas", "2"]),
+        ("--api_key", ["--replicas", "2"]),
+    ],
+)
 def test_an_option_without_effect_is_refused_before_anything_is_loaded(
     option: str, command: list[str], own_data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,7 +13,7 @@ from vllm.entrypoints.cli.serve import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from app.engine.vllm_arguments import parse
-from app.engine.vllm_options import HANDLED_HERE, REFUSED, TO_ENGINE, refuse_ignored
+from app.engine.vllm_options import HANDLED_HERE, REFUSED, TO_ENGINE, refuse_ignored, refuse_with_replicas
 from nnsight_engine.core.errors import UnsupportedOptionError
 
 
@@ -90,10 +90,11 @@ def test_an_option_that_no_table_has_is_refused(parser: FlexibleArgumentParser) 
         refuse_ignored(newer.parse_args(["some/model", "--new-door", "open"]), newer)
 
 
-def test_the_variable_of_vllms_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variable_of_vllms_key_is_refused_with_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "secret")
+    assert parse(["some/model"]).api_key is None
     with pytest.raises(UnsupportedOptionError, match=r"VLLM_API_KEY.*keys create") as caught:
-        parse(["some/model"])
+        refuse_with_replicas([])
     assert "secret" not in str(caught.value)
 
 
