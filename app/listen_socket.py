@@ -49,6 +49,8 @@ def listening_socket(config: uvicorn.Config, *, stall_s: float = 60.0) -> socket
             even after the end of the request.
     """
     sock = config.bind_socket()
+    if config.uds:
+        return sock
     # Accepted connections inherit all of these options.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     detect_lost_peer(sock, stall_s=stall_s)

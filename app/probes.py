@@ -3,7 +3,8 @@
 The thread accepts all connections and peeks at their first bytes. Connections that begin with a request for
 health or metrics stay on it; all others are passed to the main loop before anything has been read from them.
 A probe is forwarded to the application in the main loop, which answers as usual; if the loop is blocked, the
-thread answers from the state that it can access by itself. Created and closed by ``server``.
+thread answers from the state that it can access by itself. With TLS the bytes say nothing, and the main loop
+gets all connections. Created and closed by ``server``.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ class ProbeServer:
         sock.setblocking(False)  # noqa: FBT003 - the library's
         self.sockets = (sock,)
         self._sock = sock
+        self._server = config
         self._main = asyncio.get_running_loop()
         self._make = make
         self._watch = watch
@@ -166,7 +168,7 @@ class ProbeServer:
         except BaseException:
             connection.close()
             raise
-        if first.startswith(_FIRST_BYTES):
+        if self._server.ssl is None and first.startswith(_FIRST_BYTES):
             with contextlib.suppress(OSError):
                 await self._loop.connect_accepted_socket(self._probe_protocol, connection)
         else:
@@ -186,7 +188,11 @@ class ProbeServer:
 
     async def _connect(self, connection: socket.socket) -> None:
         with contextlib.suppress(OSError):  # the client has disconnected
-            await self._main.connect_accepted_socket(self._make, connection)
+            secure = self._server.ssl
+            limit_s = None if secure is None else self._head_s
+            await self._main.connect_accepted_socket(
+                self._make, connection, ssl=secure, ssl_handshake_timeout=limit_s
+            )
 
 
 async def _readable(loop: asyncio.AbstractEventLoop, connection: socket.socket) -> None:

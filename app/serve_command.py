@@ -13,6 +13,7 @@ import importlib
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Final
 
 from pydantic import ValidationError
@@ -234,14 +235,14 @@ def _run(args: argparse.Namespace, settings: Settings, client_module: Any, conso
         local=_local_engine(args, settings),
         given_keys=given,
     )
-    config = server_config(app, settings)
+    config = server_config(app, settings, **_listening(args))
     server = DrainingServer(config)
     # The socket is bound before the model is loaded, so that a port in use is reported at once.
     sock = listening_socket(config, stall_s=settings.client_stall_timeout_s)
-    port = sock.getsockname()[1]
+    scheme = "https" if config.is_ssl else "http"
+    url = f"unix:{args.uds}" if args.uds else f"{scheme}://{settings.host}:{sock.getsockname()[1]}"
 
     async def serve() -> None:
-        url = f"http://{settings.host}:{port}"
         announcing = asyncio.create_task(
             _log_ready(engine, url)
             if is_json(settings)
@@ -255,6 +256,27 @@ def _run(args: argparse.Namespace, settings: Settings, client_module: Any, conso
         runner.run(serve())
     if failures:
         raise CommandError(failures[0])
+
+
+def _listening(args: argparse.Namespace) -> dict[str, Any]:
+    """Return uvicorn's options of a Unix socket or of TLS.
+
+    Raises:
+        CommandError: A file of TLS is missing.
+    """
+    if args.uds:
+        return {"uds": args.uds}
+    if not (args.ssl_certfile or args.ssl_keyfile):
+        return {}
+    names = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs")
+    files = {name: getattr(args, name) for name in names if getattr(args, name)}
+    for name, file in files.items():
+        if not Path(file).is_file():
+            raise CommandError(f"--{name.replace('_', '-')} must be a file, and {file!r} is none")
+    if "ssl_certfile" not in files:
+        raise CommandError("--ssl-keyfile needs --ssl-certfile, the certificate of the key")
+    ciphers = {"ssl_ciphers": args.ssl_ciphers} if args.ssl_ciphers else {}
+    return {**files, "ssl_cert_reqs": args.ssl_cert_reqs, **ciphers}
 
 
 def _local_engine(args: argparse.Namespace, settings: Settings) -> LocalTraceEngine | None:

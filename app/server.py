@@ -93,10 +93,17 @@ class DrainingServer(uvicorn.Server):
         await asyncio.gather(self._beating, return_exceptions=True)
 
 
-def server_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
-    """Return uvicorn's configuration for an application that ``DrainingServer`` runs."""
+def server_config(app: ASGIApp, settings: Settings, **listening: Any) -> uvicorn.Config:
+    """Return uvicorn's configuration for an application that ``DrainingServer`` runs.
+
+    Args:
+        app: The application.
+        settings: The server's settings.
+        **listening: uvicorn's options of a Unix socket, ``uds``, or of TLS, ``ssl_…``.
+    """
     return uvicorn.Config(
         app,
+        **listening,
         host=settings.host,
         port=settings.port,
         log_config=None,  # the project's configuration covers uvicorn's loggers

@@ -267,11 +267,17 @@ HANDLED_HERE: Final = frozenset(
         "port",
         "response_role",
         "return_tokens_as_token_ids",
+        "ssl_ca_certs",
+        "ssl_cert_reqs",
+        "ssl_certfile",
+        "ssl_ciphers",
+        "ssl_keyfile",
         "tool_call_parser",
         "tool_parser_plugin",
         "tool_strict_level",
         "trust_request_chat_template",
         "trust_request_mm_kwargs",
+        "uds",
     ]
 )
 """Options handled in this process: by the parser, the command line and vLLM's serving classes."""
@@ -292,18 +298,7 @@ REFUSED: Final[Mapping[str, str]] = types.MappingProxyType(
         **dict.fromkeys(
             ("allow_credentials", "allowed_origins", "allowed_methods", "allowed_headers"), _CORS
         ),
-        **dict.fromkeys(
-            (
-                "ssl_keyfile",
-                "ssl_certfile",
-                "ssl_ca_certs",
-                "ssl_cert_reqs",
-                "ssl_ciphers",
-                "enable_ssl_refresh",
-            ),
-            f"the server speaks plain HTTP; {_PROXY}",
-        ),
-        "uds": "the server listens to --host and --port",
+        "enable_ssl_refresh": "a certificate is read at the start; restart the server for another one",
         "root_path": f"links to results would lack the prefix; {_PROXY}: one that strips the prefix",
         "middleware": f"no code of other packages runs in the server; {_PROXY}",
         "sse_keep_alive_interval": "streams have no comments in between; let the proxy wait longer",
@@ -407,7 +402,7 @@ def refuse_with_replicas(options: Sequence[str]) -> None:
     """Refuse options that only a server of its own has.
 
     Raises:
-        UnsupportedOptionError: Keys are given as options or in the variable ``VLLM_API_KEY``.
+        UnsupportedOptionError: Keys are given, or another way to listen.
     """
     refuse_named(options)
     names = [option.partition("=")[0].replace("_", "-") for option in options]
@@ -416,6 +411,12 @@ def refuse_with_replicas(options: Sequence[str]) -> None:
         raise UnsupportedOptionError(
             f"{given} is not supported: replicas share the keys of their database, which "
             "`nnsight-engine keys create` makes (docs/keys.md)"
+        )
+    listening = next((name for name in names if name == "--uds" or name.startswith("--ssl-")), None)
+    if listening is not None:
+        raise UnsupportedOptionError(
+            f"{listening} is not supported: with replicas the front listens, to --host and --port, without "
+            f"TLS; {_PROXY}"
         )
 
 

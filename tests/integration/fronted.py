@@ -92,8 +92,11 @@ class Started:
 
 
 @contextlib.asynccontextmanager
-async def listening(app: ASGIApp, settings: Settings, proxies: str = "127.0.0.1") -> AsyncIterator[Any]:
-    config = server_config(app, settings.model_copy(update={"port": 0, "trusted_proxies": proxies}))
+async def listening(
+    app: ASGIApp, settings: Settings, proxies: str = "127.0.0.1", **options: Any
+) -> AsyncIterator[Any]:
+    settings = settings.model_copy(update={"port": 0, "trusted_proxies": proxies})
+    config = server_config(app, settings, **options)
     server = DrainingServer(config)
     serving = asyncio.create_task(server.serve())
     await until(lambda: server.started)

@@ -1,0 +1,90 @@
+"""TLS and Unix sockets: the same answers, probes among them."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import ssl
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from app.main import create_app, new_store
+from app.settings import Settings
+from tests.fakes.engine import FakeEngineClient
+from tests.integration.fronted import listening, port_of
+
+PATHS = ["/health", "/health/live", "/metrics", "/v1/models"]
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(result_dir=tmp_path / "results", data_dir=tmp_path / "data")
+
+
+def application(settings: Settings) -> Any:
+    store = new_store(settings)
+    return create_app(settings, FakeEngineClient(settings, store), store)
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> dict[str, str]:
+    """Return the files of a certificate for this machine, signed by its own key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    now = datetime.datetime.now(datetime.UTC)
+    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(minutes=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    files = {"ssl_certfile": tmp_path / "cert.pem", "ssl_keyfile": tmp_path / "key.pem"}
+    files["ssl_certfile"].write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    files["ssl_keyfile"].write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+    )
+    return {name: str(file) for name, file in files.items()}
+
+
+async def statuses(client: httpx.AsyncClient) -> AsyncIterator[int]:
+    for path in PATHS:
+        yield (await client.get(path)).status_code
+    body = {"prompt": "one two", "stream": True, "interventions": []}
+    async with client.stream("POST", "/v1/completions", json=body) as answer:
+        lines = [line async for line in answer.aiter_lines()]
+    assert lines[-2:] == ["data: [DONE]", ""]
+
+
+async def test_over_tls(settings: Settings, certificate: dict[str, str]) -> None:
+    async with listening(application(settings), settings, **certificate) as server:
+        trust = ssl.create_default_context(cafile=certificate["ssl_certfile"])
+        url = f"https://127.0.0.1:{port_of(server)}"
+        async with httpx.AsyncClient(base_url=url, verify=trust) as client:
+            assert {status async for status in statuses(client)} == {200}
+        async with httpx.AsyncClient(base_url=url.replace("https", "http")) as plain:
+            with pytest.raises(httpx.HTTPError):
+                await plain.get("/health/live")
+
+
+async def test_over_a_unix_socket(settings: Settings, tmp_path: Path) -> None:
+    path = str(tmp_path / "server.sock")
+    async with listening(application(settings), settings, uds=path):
+        transport = httpx.AsyncHTTPTransport(uds=path)
+        async with httpx.AsyncClient(base_url="http://localhost", transport=transport) as client:
+            assert {status async for status in statuses(client)} == {200}
