@@ -235,6 +235,7 @@ def _run(args: argparse.Namespace, settings: Settings, client_module: Any, conso
         local=_local_engine(args, settings),
         given_keys=given,
     )
+    app.root_path = args.root_path or ""
     config = server_config(app, settings, **_listening(args))
     server = DrainingServer(config)
     # The socket is bound before the model is loaded, so that a port in use is reported at once.

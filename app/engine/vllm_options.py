@@ -267,6 +267,7 @@ HANDLED_HERE: Final = frozenset(
         "port",
         "response_role",
         "return_tokens_as_token_ids",
+        "root_path",
         "ssl_ca_certs",
         "ssl_cert_reqs",
         "ssl_certfile",
@@ -299,7 +300,6 @@ REFUSED: Final[Mapping[str, str]] = types.MappingProxyType(
             ("allow_credentials", "allowed_origins", "allowed_methods", "allowed_headers"), _CORS
         ),
         "enable_ssl_refresh": "a certificate is read at the start; restart the server for another one",
-        "root_path": f"links to results would lack the prefix; {_PROXY}: one that strips the prefix",
         "middleware": f"no code of other packages runs in the server; {_PROXY}",
         "sse_keep_alive_interval": "streams have no comments in between; let the proxy wait longer",
         "disable_fastapi_docs": f"/docs is always served; {_PROXY}",
@@ -412,11 +412,12 @@ def refuse_with_replicas(options: Sequence[str]) -> None:
             f"{given} is not supported: replicas share the keys of their database, which "
             "`nnsight-engine keys create` makes (docs/keys.md)"
         )
-    listening = next((name for name in names if name == "--uds" or name.startswith("--ssl-")), None)
+    listening = next(
+        (one for one in names if one in {"--root-path", "--uds"} or one.startswith("--ssl-")), None
+    )
     if listening is not None:
         raise UnsupportedOptionError(
-            f"{listening} is not supported: with replicas the front listens, to --host and --port, without "
-            f"TLS; {_PROXY}"
+            f"{listening} is not supported: with replicas the front listens, to --host and --port; {_PROXY}"
         )
 
 

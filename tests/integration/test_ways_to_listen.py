@@ -1,4 +1,4 @@
-"""TLS and Unix sockets: the same answers, probes among them."""
+"""TLS, Unix sockets and a path prefix: the same answers, probes among them."""
 
 from __future__ import annotations
 
@@ -88,3 +88,22 @@ async def test_over_a_unix_socket(settings: Settings, tmp_path: Path) -> None:
         transport = httpx.AsyncHTTPTransport(uds=path)
         async with httpx.AsyncClient(base_url="http://localhost", transport=transport) as client:
             assert {status async for status in statuses(client)} == {200}
+
+
+@pytest.mark.parametrize("sent", ["", "/behind/proxy"])
+async def test_below_a_prefix_whether_or_not_a_proxy_strips_it(settings: Settings, sent: str) -> None:
+    settings = settings.model_copy(update={"inline_tensor_bytes": 0})
+    app = application(settings)
+    app.root_path = "/behind/proxy"
+    async with (
+        listening(app, settings) as server,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port_of(server)}{sent}") as client,
+    ):
+        assert {status async for status in statuses(client)} == {200}
+        assert (await client.post("/v1/embeddings", json={"input": "x"})).status_code == 200
+        capture = {"op": "capture", "at": "layers.1.output", "name": "c"}
+        body = {"prompt": "one two", "interventions": [capture]}
+        answer = (await client.post("/v1/completions", json=body)).json()
+        (point,) = answer["choices"][0]["interventions"]["results"]["c"]["points"].values()
+        assert point["url"].startswith("/behind/proxy/v1/results/")
+        assert (await client.get(point["url"].removeprefix("/behind/proxy"))).status_code == 200

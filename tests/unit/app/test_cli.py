@@ -68,9 +68,10 @@ def test_replicas_are_asked_for_before_anything_is_loaded(
 @pytest.mark.parametrize(
     ("option", "command"),
     [
-        *itertools.product(["--middleware", "--root-path"], [[], ["--replicas", "2"]]),
+        *itertools.product(["--middleware", "--allowed-origins"], [[], ["--replicas", "2"]]),
         ("--ssl-certfile", ["--replicas", "2"]),
         ("--uds", ["--replicas", "2"]),
+        ("--root-path", ["--replicas", "2"]),
         ("--api-key=secret", ["--replicas", "2"]),
         ("--api_key", ["--replicas", "2"]),
     ],

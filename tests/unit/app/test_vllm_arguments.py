@@ -100,8 +100,8 @@ def test_the_variable_of_vllms_key_is_refused_with_replicas(monkeypatch: pytest.
 
 def test_an_option_of_a_file_is_refused_too(tmp_path: Path) -> None:
     file = tmp_path / "options.yaml"
-    file.write_text("root-path: /models\n")
-    with pytest.raises(UnsupportedOptionError, match="--root-path"):
+    file.write_text("middleware: a.b\n")
+    with pytest.raises(UnsupportedOptionError, match="--middleware"):
         parse(["some/model", "--config", str(file)])
 
 
