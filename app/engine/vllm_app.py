@@ -12,21 +12,17 @@ from typing import Any, Final
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
 from vllm.entrypoints.generate.api_router import register_generate_api_routers
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-from vllm.entrypoints.pooling.factories import register_pooling_api_routers
 from vllm.entrypoints.serve.dev.cache.api_router import router as cache_router
 from vllm.entrypoints.serve.dev.server_info.api_router import router as info_router
-from vllm.entrypoints.serve.dev.sleep.api_router import router as sleep_router
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.entrypoints.serve.instrumentator.basic import router as basic_router
 from vllm.entrypoints.serve.tokenize.api_router import attach_router as attach_tokenize_router
-from vllm.entrypoints.speech_to_text.factories import register_speech_to_text_api_routers
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.errors import ApiError
 from app.engine.vllm_errors import cause_of, engine_dead, raise_stream_errors
 from app.errors import error_response
 from app.stored_responses import StoredResponses
@@ -47,7 +43,6 @@ class VLLMApp(FastAPI):
         super().__init__(openapi_url=None, docs_url=None, redoc_url=None)
         self._args = self.state.args = args
         self._has_routes = False
-        self.router.default = _no_route
         init_exception_handler(self)
         for kind in _OURS:  # vLLM's own handler would end the server
             self.add_exception_handler(kind, _answer)
@@ -56,29 +51,19 @@ class VLLMApp(FastAPI):
         """Serve an engine that has started."""
         tasks = await engine.get_supported_tasks()
         await init_app_state(engine, self.state, self._args, tasks)
-        if "generate" in tasks:
-            for serving in (self.state.openai_serving_completion, self.state.openai_serving_chat):
-                raise_stream_errors(serving)
-            for name in _STORES:
-                setattr(self.state.openai_serving_responses, name, StoredResponses())
+        for serving in (self.state.openai_serving_completion, self.state.openai_serving_chat):
+            raise_stream_errors(serving)
+        for name in _STORES:
+            setattr(self.state.openai_serving_responses, name, StoredResponses())
         if not self._has_routes:
             self._has_routes = True
-            self._add_routes(tasks, engine.model_config)
+            self._add_routes()
 
-    def _add_routes(self, tasks: tuple[str, ...], model_config: Any) -> None:
-        for router in (basic_router, cache_router, info_router, sleep_router):
+    def _add_routes(self) -> None:
+        for router in (basic_router, cache_router, info_router):
             self.include_router(router)
         attach_tokenize_router(self)
-        if "generate" in tasks:
-            register_generate_api_routers(self)
-        register_speech_to_text_api_routers(self, tasks)
-        register_pooling_api_routers(self, tasks, model_config)
-
-
-async def _no_route(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer a request to a route that vLLM has for other models only."""
-    message = f"The served model has no {scope['path']}: vLLM offers it for models of another kind."
-    await error_response(ApiError(ErrorCode.NOT_FOUND, message))(scope, receive, send)
+        register_generate_api_routers(self)
 
 
 async def _answer(_request: Request, error: Exception) -> Response:

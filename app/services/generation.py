@@ -8,15 +8,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable
-from difflib import get_close_matches
-from itertools import chain, islice
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.excerpt import clip
 from api_schemas.interventions import FIELD, Intervention, RequestLimits, parse_interventions
 from api_schemas.keys import Scope
 from api_schemas.operations import Ablate, Patch, Steer
@@ -32,6 +30,7 @@ from app.engine.client import EngineReply, JsonObject
 from app.json_text import JsonAnswer
 from app.observability.token_times import TokenTimes
 from app.request_context import context_of
+from app.services.field_names import check_spelling
 from app.services.streaming import ClosingStream, close_stream, events, first_event, last_events
 from app.settings import Settings
 from app.vectors.names import names_vectors
@@ -40,11 +39,6 @@ if TYPE_CHECKING:
     from app.context import Context
 
 _WRITES: Final = (Steer, Ablate, Patch, Trace)
-
-_CLOSE: Final = 0.8
-"""Minimum similarity (1: equal) of a field's name to ours for it to count as a misspelling."""
-_MAX_NAMES: Final = 256
-_MAX_EXTRA_CHARACTERS: Final = 4
 
 _PROMPT: Final = "prompt"
 _TRUNCATE: Final = "truncate_prompt_tokens"
@@ -74,7 +68,7 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
     limits = BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
     body = await read_object(request, limits)
     raw = body.pop(FIELD, None)
-    _check_spelling(body)
+    check_spelling(body)
     check_choices(body, settings.max_choices)
     _check_prompts(body, context.engine.capabilities().sizes.max_model_len)
     admitted = asked.admitted
@@ -114,31 +108,6 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
         stall_s=settings.client_stall_timeout_s,
         final_event=last_events,
     )
-
-
-def _check_spelling(body: JsonObject) -> None:
-    """Refuse a misspelling of our field, since vLLM ignores unknown fields.
-
-    Raises:
-        ApiError: ``invalid_shape``.
-    """
-    short = [
-        name for name in islice(body, _MAX_NAMES) if abs(len(name) - len(FIELD)) <= _MAX_EXTRA_CHARACTERS
-    ]
-    close = next(iter(get_close_matches(FIELD, map(str.lower, short), n=1, cutoff=_CLOSE)), None)
-    if close is not None:
-        name = next(name for name in short if name.lower() == close)
-        raise ApiError(
-            ErrorCode.INVALID_SHAPE, f"There is no field `{clip(name)}`; did you mean `{FIELD}`?", clip(name)
-        )
-    nested = body.get("extra_body")
-    if isinstance(nested, dict) and FIELD in nested:
-        raise ApiError(
-            ErrorCode.INVALID_SHAPE,
-            f"`extra_body` is an argument of OpenAI's client, which sends what is in it beside the other "
-            f"fields; send `{FIELD}` so.",
-            "extra_body",
-        )
 
 
 def _check_prompts(body: JsonObject, max_model_len: int) -> None:

@@ -7,7 +7,8 @@ request's deadline, and for a client that reads nothing; what it sends after tha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from starlette.requests import ClientDisconnect
@@ -15,8 +16,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api_schemas.errors import ApiError
+from app.errors import internal_error
 from app.request_context import KEY, context_of, note_error
 from app.services.streaming import Sending, send_final
+
+logger = logging.getLogger(__name__)
 
 _DISCONNECT: Final[Message] = {"type": "http.disconnect"}
 _HIDDEN: Final = {b"authorization", b"x-api-key", b"content-length"}
@@ -44,6 +48,7 @@ class PassedOn(Response):
         self._content = body
         self._stall_s = stall_s
         self._final_event = final_event
+        self._is_whole = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Have the application answer."""
@@ -51,24 +56,26 @@ class PassedOn(Response):
         sending = Sending(send, deadline, self._stall_s)
         gone = asyncio.ensure_future(_disconnected(receive))
         try:
-            await self._answered(scope, sending, gone, deadline.reached)
-            if deadline.error is None:
-                if gone.done():
-                    raise ClientDisconnect
+            error = await self._answered(scope, sending, gone, deadline.reached)
+            error = deadline.error or error
+            if self._is_whole:
                 return
-            if not sending.has_started:
-                raise deadline.error
-            if sending.is_stalled:
+            if sending.is_stalled or (error is None and gone.done()):
                 raise ClientDisconnect
-            note_error(scope, deadline.error.code)
-            await send_final(self._final_event(deadline.error), send)
+            if error is None:
+                error = internal_error()  # the application has ended without an answer
+            if not sending.has_started:
+                raise error
+            note_error(scope, error.code)
+            await send_final(self._final_event(error), send)
         finally:
             sending.close()
             gone.cancel()
 
     async def _answered(
         self, scope: Scope, sending: Sending, gone: asyncio.Future[Any], reached: asyncio.Future[Any]
-    ) -> None:
+    ) -> ApiError | None:
+        """Have the application answer; return the error that it has ended with, None if there is none."""
         unread = [{"type": "http.request", "body": self._content, "more_body": False}]
 
         async def received() -> Message:
@@ -80,8 +87,24 @@ class PassedOn(Response):
         async def sent(message: Message) -> None:
             if not (gone.done() or reached.done()):
                 await sending.send(message)
+                is_body = message["type"] == "http.response.body"
+                self._is_whole = is_body and not message.get("more_body", False)
 
-        await self._app(_scope_of(scope), received, sent)
+        try:
+            await self._app(_scope_of(scope), received, sent)
+        except Exception as error:
+            # Starlette raises again what it has answered.
+            found = next((one for one in _causes(error) if isinstance(one, ApiError)), None)
+            if found is None:
+                logger.exception("a route of vLLM failed: %s", scope["path"])
+            return found or internal_error()
+        return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -246,7 +246,6 @@ def test_what_a_model_of_this_kind_has_not_is_missing_on_both(servers: list[http
     for path in ("/v1/embeddings", "/pooling", "/classify", "/score", "/rerank"):
         ours, theirs = (client.post(path, json={"model": MODEL, "input": "x"}) for client in servers)
         assert ours.status_code == theirs.status_code == 404, path
-        assert "another kind" in ours.json()["error"]["message"]
 
 
 def test_models_are_equal(servers: list[httpx.Client]) -> None:

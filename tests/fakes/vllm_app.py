@@ -1,6 +1,6 @@
 """A stand-in for vLLM's application: it stores responses as vLLM's does, and repeats all other bodies.
 
-A body with ``wait`` is answered with events until the client leaves.
+A body with ``wait`` is answered with events until the client leaves, one with ``fail`` with one that fails.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from api_schemas.errors import ApiError, ErrorCode
 from app.stored_responses import StoredResponses
 
 num_open: list[None] = []
@@ -31,6 +32,11 @@ async def _endless() -> AsyncIterator[str]:
         num_open.pop()
 
 
+async def _failing() -> AsyncIterator[str]:
+    yield "data: {}\n\n"
+    raise RuntimeError from ApiError(ErrorCode.QUEUE_FULL, "quota of mine")
+
+
 def vllm_app() -> Starlette:
     """Return the application."""
     stored = StoredResponses()
@@ -41,6 +47,8 @@ def vllm_app() -> Starlette:
         return JSONResponse(body)
 
     async def find(request: Request) -> Response:
+        if "fail" in request.query_params:
+            return StreamingResponse(_failing(), media_type="text/event-stream")
         body = stored.get(request.path_params["response_id"])
         if body is None:
             return JSONResponse({"error": {"message": "There is none.", "code": 404}}, status_code=404)
@@ -48,6 +56,8 @@ def vllm_app() -> Starlette:
 
     async def repeat(request: Request) -> Response:
         body = await request.body()
+        if b'"fail"' in body:
+            return StreamingResponse(_failing(), media_type="text/event-stream")
         if b'"wait"' in body:
             return StreamingResponse(_endless(), media_type="text/event-stream")
         headers = sorted({name.lower() for name in request.headers})
@@ -58,7 +68,6 @@ def vllm_app() -> Starlette:
         routes=[
             Route("/v1/responses", create, methods=["POST"]),
             Route("/v1/responses/{response_id}", find),
-            Route("/v1/responses/{response_id}/cancel", find, methods=["POST"]),
             Route("/{path:path}", repeat, methods=["GET", "POST"]),
         ]
     )

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from api_schemas.keys import Limits, Scope
-from app.vllm_routes import VLLM_ROUTES, Body
+from app.services.passed_bodies import MAX_OBJECTS, check_body
+from app.vllm_routes import RESPONSES, VLLM_ROUTES
 from tests.fakes.vllm_app import num_open
 from tests.integration.conftest import ErrorCheck, Serve, Server
 from tests.integration.tenants import Tenants
 
-JSON_ROUTES = [route for route in VLLM_ROUTES if route.body is Body.JSON]
-WORKING = [route for route in JSON_ROUTES if route.works and route.path != "/v1/responses"]
+JSON_ROUTES = [route for route in VLLM_ROUTES if route.has_body]
 
 
 @pytest.fixture
@@ -31,15 +31,15 @@ async def sent(tenants: Tenants, path: str, headers: dict[str, str], **body: Any
     return answer.json()
 
 
-@pytest.mark.parametrize("route", WORKING, ids=str)
-async def test_the_prefix_cache_of_a_tenant_is_its_own(server: Server, route: Any) -> None:
+@pytest.mark.parametrize(("path", "place"), [("/v1/messages", "body"), ("/v1/responses", "request")])
+async def test_the_prefix_cache_of_a_tenant_is_its_own(server: Server, path: str, place: str) -> None:
     tenants = Tenants(server)
     one, same, other = [await tenants.headers(name) for name in ("acme", "acme", "rival")]
-    found = [await sent(tenants, route.path, each) for each in (one, same, other)]
-    salts = [each["body"]["cache_salt"] for each in found]
+    found = [await sent(tenants, path, each) for each in (one, same, other)]
+    salts = [each[place]["cache_salt"] for each in found]
     assert salts[0] == salts[1] != salts[2]
-    chosen = await sent(tenants, route.path, one, cache_salt="mine")
-    assert chosen["body"]["cache_salt"] not in {"mine", salts[0]}
+    chosen = await sent(tenants, path, one, cache_salt="mine")
+    assert chosen[place]["cache_salt"] not in {"mine", salts[0]}
 
 
 @pytest.mark.parametrize("header", ["authorization", "x-api-key"])
@@ -65,16 +65,49 @@ async def test_bodies_have_the_limits_of_all_routes(server: Server, error_of: Er
     error_of(await post('{"interventions": [1]}'), 400, "unsupported_combination")
 
 
-@pytest.mark.parametrize("field", ["input", "documents", "text_1", "queries"])
-async def test_texts_are_counted_since_each_is_a_request(
-    server: Server, error_of: ErrorCheck, field: str
+ITEMS = [{"role": "user", "content": "x"}] * (MAX_OBJECTS + 1)
+
+
+@pytest.mark.parametrize(
+    ("field", "given", "code"),
+    [
+        ("background", True, "invalid_value"),
+        ("background", "1", "invalid_value"),
+        ("background", [], "invalid_value"),
+        ("input", ITEMS, "invalid_value"),
+        ("input", [{"role": "user", "content": ITEMS}], "invalid_value"),
+        ("input", list(range(MAX_OBJECTS + 1)), "invalid_value"),
+        ("tools", ITEMS, "invalid_value"),
+        ("user", "x" * 600, "invalid_value"),
+        ("vllm_xargs", {"kv_transfer_params": "x"}, "invalid_value"),
+        ("intervention", [1], "invalid_shape"),
+        ("extra_body", {"interventions": [1]}, "invalid_shape"),
+    ],
+)
+async def test_what_costs_the_handlers_too_much_is_refused(
+    serve: Serve, field: str, given: Any, code: str
 ) -> None:
-    for given, is_accepted in ((["a"] * 3, True), (["a"] * 4, False), ([7] * 40, True)):
-        answer = await server.client.post("/v1/embeddings", json={field: given})
-        if is_accepted:
-            assert answer.json()["body"][field] == given
-        else:
-            error_of(answer, 400, "invalid_value")
+    async with serve() as server:
+        answer = await server.client.post("/v1/responses", json={"input": "x", field: given})
+        assert answer.status_code in {400, 422}, answer.text
+        assert answer.json()["error"]["code"] == code
+
+
+@pytest.mark.parametrize("route", JSON_ROUTES, ids=str)
+async def test_texts_beyond_the_models_context_are_not_tokenized(
+    serve: Serve, error_of: ErrorCheck, route: Any
+) -> None:
+    async with serve() as server:
+        longest = server.context.engine.capabilities().sizes.max_model_len * 32
+        body = {"prompt": "a" * (longest // 2), "messages": [{"content": "b" * longest}]}
+        error_of(await server.client.post(route.path, json=body), 400, "invalid_value")
+
+
+@pytest.mark.parametrize(("size", "is_stored"), [(1000, None), (70_000, False)])
+def test_large_responses_are_not_stored(size: int, is_stored: bool | None) -> None:
+    fields: dict[str, Any] = {"input": "x" * size}
+    check_body(next(route for route in JSON_ROUTES if route.path == RESPONSES), fields, 100_000)
+    assert fields.get("store") is is_stored
 
 
 async def test_tokens_are_counted_before_the_engine_works(serve: Serve, error_of: ErrorCheck) -> None:
@@ -96,7 +129,7 @@ async def test_what_only_operators_do_needs_their_scope(server: Server, error_of
             assert (await tenants.send(route.method, route.path, operator)).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/v1/responses", "/tokenize", "/v1/embeddings"])
+@pytest.mark.parametrize("path", ["/v1/responses", "/tokenize"])
 async def test_nothing_is_passed_on_while_the_engine_starts(
     serve: Serve, error_of: ErrorCheck, path: str
 ) -> None:
@@ -112,7 +145,18 @@ async def test_a_stream_ends_at_the_deadline_with_an_error_of_its_api(serve: Ser
         last = answer.text.strip().split("\n\n")[-1]
         assert last.startswith("event: error\n")
         assert json.loads(last.partition("data: ")[2])["type"] == "error"
-        answer = await server.client.post("/pooling", json={"wait": 1})
+        answer = await server.client.post("/tokenize", json={"wait": 1})
         assert answer.text.endswith("data: [DONE]\n\n")
         await asyncio.sleep(0.05)
         assert not num_open
+
+
+@pytest.mark.parametrize(("path", "last"), [("/v1/messages", "event: error"), ("/v1/responses/x", "data: ")])
+async def test_a_stream_that_fails_ends_with_an_error(serve: Serve, path: str, last: str) -> None:
+    async with serve() as server:
+        method = "POST" if path == "/v1/messages" else "GET"
+        answer = await server.client.request(method, path, json={"fail": 1}, params={"fail": "1"})
+        events = answer.text.strip().split("\n\n")
+        assert events[0] == "data: {}"
+        assert events[1].startswith(last)
+        assert "quota of mine" in events[1]

@@ -100,7 +100,7 @@ async def test_below_a_prefix_whether_or_not_a_proxy_strips_it(settings: Setting
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port_of(server)}{sent}") as client,
     ):
         assert {status async for status in statuses(client)} == {200}
-        assert (await client.post("/v1/embeddings", json={"input": "x"})).status_code == 200
+        assert (await client.post("/v1/responses", json={"input": "x"})).status_code == 200
         capture = {"op": "capture", "at": "layers.1.output", "name": "c"}
         body = {"prompt": "one two", "interventions": [capture]}
         answer = (await client.post("/v1/completions", json=body)).json()

@@ -461,17 +461,8 @@ _SERVER: Final = (
     _used("vllm.renderers.params", read="ChatParams TokenizeParams"),
     _used("vllm.utils.argparse_utils", read="FlexibleArgumentParser"),
     _used("vllm.entrypoints.generate.api_router", called={"register_generate_api_routers": "app"}),
-    _used(
-        "vllm.entrypoints.pooling.factories",
-        called={"register_pooling_api_routers": "app, supported_tasks, model_config"},
-    ),
-    _used(
-        "vllm.entrypoints.speech_to_text.factories",
-        called={"register_speech_to_text_api_routers": "app, supported_tasks"},
-    ),
     _used("vllm.entrypoints.serve.dev.cache.api_router", read="router"),
     _used("vllm.entrypoints.serve.dev.server_info.api_router", read="router"),
-    _used("vllm.entrypoints.serve.dev.sleep.api_router", read="router"),
     _used("vllm.entrypoints.serve.instrumentator.basic", read="router"),
     _used("vllm.entrypoints.serve.tokenize.api_router", called={"attach_router": "app"}),
     _used("vllm.entrypoints.serve.exception_handling.register", called={"init_exception_handler": "app"}),

@@ -1,0 +1,42 @@
+"""Misspellings of the field with interventions, which vLLM would ignore."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from itertools import islice
+from typing import Any, Final
+
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.excerpt import clip
+from api_schemas.interventions import FIELD
+
+_CLOSE: Final = 0.8
+"""Minimum similarity (1: equal) of a field's name to ours for it to count as a misspelling."""
+_MAX_NAMES: Final = 256
+_MAX_EXTRA_CHARACTERS: Final = 4
+
+
+def check_spelling(body: Mapping[str, Any]) -> None:
+    """Refuse a misspelling of our field, since vLLM ignores unknown fields.
+
+    Raises:
+        ApiError: ``invalid_shape``.
+    """
+    short = [
+        name for name in islice(body, _MAX_NAMES) if abs(len(name) - len(FIELD)) <= _MAX_EXTRA_CHARACTERS
+    ]
+    close = next(iter(get_close_matches(FIELD, map(str.lower, short), n=1, cutoff=_CLOSE)), None)
+    if close is not None:
+        name = next(name for name in short if name.lower() == close)
+        raise ApiError(
+            ErrorCode.INVALID_SHAPE, f"There is no field `{clip(name)}`; did you mean `{FIELD}`?", clip(name)
+        )
+    nested = body.get("extra_body")
+    if isinstance(nested, dict) and FIELD in nested:
+        raise ApiError(
+            ErrorCode.INVALID_SHAPE,
+            f"`extra_body` is an argument of OpenAI's client, which sends what is in it beside the other "
+            f"fields; send `{FIELD}` so.",
+            "extra_body",
+        )
