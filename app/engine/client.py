@@ -109,6 +109,9 @@ class EngineClient(Protocol):
         Only called when ready.
         """
 
+    def check_passed_body(self, path: str, fields: JsonObject) -> None:
+        """Check a body before it is passed on to ``vllm_app``; raises ApiError if it would cost too much."""
+
     async def tokenize(self, wanted: TokenizeRequest, http: Request) -> EngineReply:
         """Return the tokens of a text or a conversation; only called when ready."""
 

@@ -7,25 +7,31 @@ port, and its lifespan does not run. Its state holds vLLM's serving classes.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import Any, Final
 
 from fastapi import FastAPI
+from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from vllm.entrypoints.generate.api_router import register_generate_api_routers
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.serve.dev.cache.api_router import router as cache_router
 from vllm.entrypoints.serve.dev.server_info.api_router import router as info_router
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.entrypoints.serve.instrumentator.basic import router as basic_router
 from vllm.entrypoints.serve.tokenize.api_router import attach_router as attach_tokenize_router
+from vllm.exceptions import VLLMClientError
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from api_schemas.errors import ApiError
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.excerpt import excerpt
 from app.engine.vllm_errors import cause_of, engine_dead, raise_stream_errors
 from app.errors import error_response
 from app.stored_responses import StoredResponses
+from app.vllm_routes import RESPONSES
 
 _STORES: Final = ("response_store", "msg_store", "event_store", "background_tasks")
 """The dictionaries of vLLM's class for responses."""
@@ -46,6 +52,29 @@ class VLLMApp(FastAPI):
         init_exception_handler(self)
         for kind in _OURS:  # vLLM's own handler would end the server
             self.add_exception_handler(kind, _answer)
+
+    def check_body(self, path: str, fields: Mapping[str, Any]) -> None:
+        """Check the items of a response one by one.
+
+        vLLM's model tries some sixty classes for each item, and reports what each of them lacks.
+
+        Raises:
+            ApiError: ``invalid_value``, at the first item that is wrong.
+        """
+        items = fields.get("input")
+        for index, item in enumerate(items if path == RESPONSES and isinstance(items, list) else ()):
+            try:
+                ResponsesRequest.model_validate({"input": [item]})
+            except ValidationError as error:
+                kind = item.get("type") if isinstance(item, dict) else type(item).__name__
+                raise ApiError(
+                    ErrorCode.INVALID_VALUE,
+                    f"`input.{index}`, of type {excerpt(kind)}, is no item of a response that vLLM knows, or "
+                    "lacks fields.",
+                    f"input.{index}",
+                ) from error
+            except (VLLMClientError, ValueError, TypeError):
+                return  # the handler says the same
 
     async def use(self, engine: Any) -> None:
         """Serve an engine that has started."""

@@ -331,6 +331,10 @@ class VLLMEngineClient:
         """Return vLLM's own application."""
         return self._vllm_app
 
+    def check_passed_body(self, path: str, fields: JsonObject) -> None:
+        """Check a body before it is passed on."""
+        self._vllm_app.check_body(path, fields)
+
     async def tokenize(self, wanted: TokenizeRequest, http: Request) -> EngineReply:
         """Return the tokens of a text, ids or a conversation, each with its own text."""
         serving, given = self._vllm_app.state.serving_tokenization, ids_of(wanted)

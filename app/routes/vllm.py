@@ -57,6 +57,7 @@ async def _body(route: VLLMRoute, request: Request, context: Context) -> bytes:
     limits = BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
     fields = await read_object(request, limits)
     check_body(route, fields, context.engine.capabilities().sizes.max_model_len)
+    context.engine.check_passed_body(route.path, fields)
     if route.generates:
         asked.record.note_operations(fields.get("model"), ())
         asked.record.salt = salt_of(fields, asked.caller)

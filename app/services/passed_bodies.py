@@ -10,8 +10,10 @@ from api_schemas.interventions import FIELD
 from app.services.field_names import check_spelling
 from app.vllm_routes import RESPONSES, VLLMRoute
 
-MAX_OBJECTS: Final = 128
+MAX_OBJECTS: Final = 1000
 """Objects in the items, parts and tools of one response. vLLM's model tries some sixty classes for each."""
+MAX_PARTS: Final = 100
+"""Objects in one item."""
 MAX_NAME: Final = 512
 _MAX_CHARS_PER_TOKEN: Final = 32
 _MAX_STORED: Final = 64 * 1024
@@ -70,6 +72,10 @@ def _check_response(fields: MutableMapping[str, Any]) -> None:
         raise _invalid(
             "input", f"and `tools` may have {MAX_OBJECTS} objects together, got {num_objects}: join texts"
         )
+    items = fields.get("input")
+    for index, item in enumerate(items if isinstance(items, list) else ()):
+        if sum(1 for _ in _objects(item)) > MAX_PARTS:
+            raise _invalid(f"input.{index}", f"may have {MAX_PARTS} objects")
     if sum(len(text) for text in _texts(fields)) > _MAX_STORED:
         fields["store"] = False
 

@@ -236,6 +236,15 @@ def test_refusals_of_handlers_are_equal(servers: list[httpx.Client], name: str) 
     assert ours[0] >= 400
 
 
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_wrong_item_of_a_response_is_named(servers: list[httpx.Client], place: int) -> None:
+    items: list[Any] = [{"role": "user", "content": "x"}, {"role": "user", "content": "y"}]
+    items.insert(place, {"type": "nothing"})
+    (status, _, ours), (theirs, _, _) = (answer(client, "responses", {"input": items}) for client in servers)
+    assert status == theirs == 400
+    assert ours["error"]["param"] == f"input.{place}"
+
+
 @pytest.mark.parametrize("path", ["/health", "/ping", "/version", "/load"])
 def test_probes_are_equal(servers: list[httpx.Client], path: str) -> None:
     ours, theirs = (client.get(path) for client in servers)

@@ -240,6 +240,9 @@ class FakeEngineClient:
         """Return a stand-in for vLLM's application."""
         return self._vllm_app
 
+    def check_passed_body(self, path: str, fields: JsonObject) -> None:
+        """Accept every body."""
+
     async def tokenize(self, wanted: TokenizeRequest, http: Request) -> EngineReply:
         """Return a token for each word."""
         del http

@@ -75,7 +75,7 @@ ITEMS = [{"role": "user", "content": "x"}] * (MAX_OBJECTS + 1)
         ("background", "1", "invalid_value"),
         ("background", [], "invalid_value"),
         ("input", ITEMS, "invalid_value"),
-        ("input", [{"role": "user", "content": ITEMS}], "invalid_value"),
+        ("input", [{"role": "user", "content": ITEMS[:100]}], "invalid_value"),
         ("input", list(range(MAX_OBJECTS + 1)), "invalid_value"),
         ("tools", ITEMS, "invalid_value"),
         ("user", "x" * 600, "invalid_value"),

@@ -461,6 +461,7 @@ _SERVER: Final = (
     _used("vllm.renderers.params", read="ChatParams TokenizeParams"),
     _used("vllm.utils.argparse_utils", read="FlexibleArgumentParser"),
     _used("vllm.entrypoints.generate.api_router", called={"register_generate_api_routers": "app"}),
+    _used("vllm.entrypoints.openai.responses.protocol", read="ResponsesRequest"),
     _used("vllm.entrypoints.serve.dev.cache.api_router", read="router"),
     _used("vllm.entrypoints.serve.dev.server_info.api_router", read="router"),
     _used("vllm.entrypoints.serve.instrumentator.basic", read="router"),
