@@ -22,6 +22,11 @@ from app.settings import Settings
 from app.storage.results import ResultStore
 from tests.fakes.engine import FakeBehaviour, FakeEngineClient
 
+_ARGUMENTS = argparse.Namespace(
+    api_key=None, root_path="", uds=None, ssl_certfile=None, ssl_keyfile=None, ssl_ca_certs=None
+)
+"""What the command reads of vLLM's arguments."""
+
 
 class _Engine(FakeEngineClient):
     def __init__(self, args: Any, settings: Settings, store: ResultStore) -> None:
@@ -46,7 +51,7 @@ def main() -> int:
     settings = Settings(port=int(sys.argv[1]))
     modules = SimpleNamespace(VLLMEngineClient=_Engine)
     try:
-        _run(argparse.Namespace(), settings, modules, Console(stderr=True))
+        _run(_ARGUMENTS, settings, modules, Console(stderr=True))
     except CommandError as error:
         sys.stderr.write(f"{error}\n")
         return 1
