@@ -42,7 +42,8 @@ def test_a_process_starts_engines_of_its_own_runner_only() -> None:
 
 @pytest.mark.heavy
 def test_vllm_generates_the_same_on_all_kinds(tmp_path: Path) -> None:
-    found = generated(tmp_path, KINDS)
+    # vLLM alone does not run stages on a CPU: it allocates no memory for what they receive.
+    found = generated(tmp_path, tuple(kind for kind in KINDS if kind.num_stages == 1))
     for kind, entry in found.items():
         assert entry["tokens"] == found[V1_SYNC]["tokens"], kind
         assert (entry["is_v2"], entry["is_async"]) == (kind.runner == "v2", kind.is_async)

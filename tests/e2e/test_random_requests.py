@@ -54,7 +54,10 @@ def played(folder: Path, names: Sequence[str]) -> Answers:
         assert counts["left"], counts
         assert counts["traced"], counts
         kind = EngineKind.named(name.split(":")[0])
-        assert (counts["drafted rows"] > counts["refused rows"]) == (kind.speculation is not None), counts
+        assert (counts["drafted rows"] > 0) == (kind.speculation is not None), counts
+        # The drafts of EAGLE are random, and may all be refused.
+        has_accepted = counts["drafted rows"] > counts["refused rows"]
+        assert has_accepted or kind.speculation in {None, "eagle", "eagle3"}, counts
     return found
 
 
