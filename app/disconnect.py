@@ -30,7 +30,7 @@ async def while_connected(
         ApiError: ``deadline`` was reached before that; its ``error``.
     """
     working = asyncio.create_task(work)
-    watching = asyncio.create_task(_disconnected(receive))
+    watching = asyncio.create_task(disconnected(receive))
     waited_for: list[asyncio.Future[Any]] = [working, watching]
     if deadline is not None:
         waited_for.append(deadline.reached)
@@ -47,6 +47,7 @@ async def while_connected(
         await asyncio.gather(working, watching, return_exceptions=True)
 
 
-async def _disconnected(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
+    """Wait until the client disconnects; discards other messages."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -103,11 +103,8 @@ class EngineClient(Protocol):
     ) -> EngineReply:
         """Answer a chat completion request."""
 
-    def vllm_app(self) -> ASGIApp | None:
-        """Return vLLM's own application, which answers the routes of ``app.vllm_routes``; None without it.
-
-        Only called when ready.
-        """
+    def vllm_app(self) -> ASGIApp:
+        """Return vLLM's own application, which answers the routes of ``app.vllm_routes``; used when ready."""
 
     def check_passed_body(self, path: str, fields: JsonObject) -> None:
         """Check a body before it is passed on to ``vllm_app``; raises ApiError if it would cost too much."""

@@ -48,10 +48,13 @@ class VLLMApp(FastAPI):
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(openapi_url=None, docs_url=None, redoc_url=None)
         self._args = self.state.args = args
-        self._has_routes = False
         init_exception_handler(self)
         for kind in _OURS:  # vLLM's own handler would end the server
             self.add_exception_handler(kind, _answer)
+        for router in (basic_router, cache_router, info_router):
+            self.include_router(router)
+        attach_tokenize_router(self)
+        register_generate_api_routers(self)
 
     def check_body(self, path: str, fields: Mapping[str, Any]) -> None:
         """Check the items of a response one by one.
@@ -84,15 +87,6 @@ class VLLMApp(FastAPI):
             raise_stream_errors(serving)
         for name in _STORES:
             setattr(self.state.openai_serving_responses, name, StoredResponses())
-        if not self._has_routes:
-            self._has_routes = True
-            self._add_routes()
-
-    def _add_routes(self) -> None:
-        for router in (basic_router, cache_router, info_router):
-            self.include_router(router)
-        attach_tokenize_router(self)
-        register_generate_api_routers(self)
 
 
 async def _answer(_request: Request, error: Exception) -> Response:

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Security
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.errors import ApiError
 from app.admission.estimates import of_text
 from app.body import BodyLimits, read_object
 from app.context import Context, Served, caller_of
@@ -37,12 +37,9 @@ _ERRORS: Final[dict[int | str, dict[str, Any]]] = {
 
 def _endpoint(route: VLLMRoute) -> Callable[..., Awaitable[Response]]:
     async def passed_on(request: Request, context: Served) -> Response:
-        app = context.engine.vllm_app()
-        if app is None:
-            raise ApiError(ErrorCode.NOT_FOUND, f"This engine has no route {route.path}.")
         is_anthropic = route.path.startswith(MESSAGES)
         return PassedOn(
-            app,
+            context.engine.vllm_app(),
             await _body(route, request, context) if route.has_body else b"",
             stall_s=context.settings.client_stall_timeout_s,
             final_event=_anthropic_error if is_anthropic else last_events,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, Final
 
 from api_schemas.errors import ApiError, ErrorCode
@@ -12,9 +12,9 @@ from app.vllm_routes import RESPONSES, VLLMRoute
 
 MAX_OBJECTS: Final = 1000
 """Objects in the items, parts and tools of one response. vLLM's model tries some sixty classes for each."""
-MAX_PARTS: Final = 100
+_MAX_PARTS: Final = 100
 """Objects in one item."""
-MAX_NAME: Final = 512
+_MAX_NAME: Final = 512
 _MAX_CHARS_PER_TOKEN: Final = 32
 _MAX_STORED: Final = 64 * 1024
 _TRANSFERS: Final = ("kv_transfer_params", "ec_transfer_params")
@@ -38,34 +38,31 @@ def check_body(route: VLLMRoute, fields: MutableMapping[str, Any], max_model_len
             FIELD,
         )
     check_spelling(fields)
-    _check_sizes(route, fields, max_model_len)
+    num_characters = sum(len(text) for text in _texts(fields))
+    most = max_model_len * _MAX_CHARS_PER_TOKEN
+    if num_characters > most:  # vLLM tokenizes texts whole, on a thread that all requests share
+        raise ApiError(
+            ErrorCode.INVALID_VALUE,
+            f"The texts of a request to {route.path} may have {most} characters together, got "
+            f"{num_characters}: the model's context has {max_model_len} tokens.",
+        )
     extra = fields.get("vllm_xargs")
     for name in _TRANSFERS:
         if isinstance(extra, dict) and name in extra:
             raise _invalid(f"vllm_xargs.{name}", "is an object: send it as a field of its own")
     if route.path == RESPONSES:
         _check_response(fields)
+        if num_characters > _MAX_STORED:
+            fields["store"] = False
 
 
-def _check_sizes(route: VLLMRoute, fields: MutableMapping[str, Any], max_model_len: int) -> None:
-    """Bound texts, which vLLM tokenizes whole on a thread that all requests share."""
-    most = max_model_len * _MAX_CHARS_PER_TOKEN
-    num_characters = sum(len(text) for text in _texts(fields))
-    if num_characters > most:
-        raise ApiError(
-            ErrorCode.INVALID_VALUE,
-            f"The texts of a request to {route.path} may have {most} characters together, got "
-            f"{num_characters}: the model's context has {max_model_len} tokens.",
-        )
-
-
-def _check_response(fields: MutableMapping[str, Any]) -> None:
+def _check_response(fields: Mapping[str, Any]) -> None:
     if fields.get("background") is not None and fields["background"] is not False:
         raise _invalid("background", "is not supported: send it without, and stay connected")
     for name in ("user", "request_id", "prompt_cache_key", "previous_response_id"):
         given = fields.get(name)
-        if isinstance(given, str) and len(given) > MAX_NAME:
-            raise _invalid(name, f"may have {MAX_NAME} characters, got {len(given)}")
+        if isinstance(given, str) and len(given) > _MAX_NAME:
+            raise _invalid(name, f"may have {_MAX_NAME} characters, got {len(given)}")
     nested = [fields.get(name) for name in ("input", "tools", "previous_input_messages", "include")]
     num_objects = sum(1 for _ in _objects(nested))
     if num_objects > MAX_OBJECTS:
@@ -74,10 +71,8 @@ def _check_response(fields: MutableMapping[str, Any]) -> None:
         )
     items = fields.get("input")
     for index, item in enumerate(items if isinstance(items, list) else ()):
-        if sum(1 for _ in _objects(item)) > MAX_PARTS:
-            raise _invalid(f"input.{index}", f"may have {MAX_PARTS} objects")
-    if sum(len(text) for text in _texts(fields)) > _MAX_STORED:
-        fields["store"] = False
+        if sum(1 for _ in _objects(item)) > _MAX_PARTS:
+            raise _invalid(f"input.{index}", f"may have {_MAX_PARTS} objects")
 
 
 def _objects(value: Any) -> Iterator[Any]:

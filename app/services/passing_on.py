@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api_schemas.errors import ApiError
+from app.disconnect import disconnected
 from app.errors import internal_error
 from app.request_context import KEY, context_of, note_error
 from app.services.streaming import Sending, send_final
@@ -54,7 +55,7 @@ class PassedOn(Response):
         """Have the application answer."""
         deadline = context_of(scope).deadline
         sending = Sending(send, deadline, self._stall_s)
-        gone = asyncio.ensure_future(_disconnected(receive))
+        gone = asyncio.ensure_future(disconnected(receive))
         try:
             error = await self._answered(scope, sending, gone, deadline.reached)
             error = deadline.error or error
@@ -105,11 +106,6 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _scope_of(scope: Scope) -> Scope:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -15,6 +15,7 @@ from app.cli import main
 from tests.e2e.server import Server
 
 SCOPES: Final = ("completions", "interventions", "code")
+_SEVERAL_START_S: Final = 600.0
 SECRET: Final = "NNSIGHT_ENGINE_TEST_SECRET"
 """A variable of the server's, which no client is to learn."""
 
@@ -27,6 +28,37 @@ class KeyedServer:
     keys: dict[str, str]
     canary: Path
     secret: str
+
+
+@contextlib.contextmanager
+def serving_several(
+    checkpoint: Path, data: Path, arguments: Sequence[str]
+) -> Iterator[tuple[Server, dict[str, str]]]:
+    """Serve a tiny model with several workers or engines; yield the server, and a key of each kind.
+
+    Args:
+        checkpoint: The model.
+        data: Takes the server's data.
+        arguments: vLLM's options, which ask for several.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NNSIGHT_ENGINE_DATA_DIR", str(data))
+        keys = {
+            "trusted": made(patch, "friend"),
+            "untrusted": made(patch, "stranger", "--tier", "sandboxed"),
+            "monitor": made(patch, "operator", "--scopes", "metrics"),
+        }
+    environment = {
+        "NNSIGHT_ENGINE_DATA_DIR": str(data),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+    }
+    arguments = [*arguments, "--dtype", "float32"]
+    server = Server(
+        str(checkpoint), arguments=arguments, environment=environment, ready_timeout_s=_SEVERAL_START_S
+    )
+    with server:
+        yield server, keys
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from nnsight_engine import LanguageModel, save
 from nnsight_engine.core.tensor_bytes import tensor_from_bytes
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.faults import engine_processes, kill, until
-from tests.e2e.keyed import made
+from tests.e2e.keyed import serving_several
 from tests.e2e.server import Server
 from tests.families.checkpoints import write_checkpoint
 from tests.monitoring import OURS, Exposition
@@ -34,7 +34,6 @@ PROMPTS: Final = [[5, 9, 11, first] for first in range(12)]
 CODE: Final = "h = model.layers[1].output.sum(-1).save()"
 HEADER: Final = "X-data-parallel-rank"
 """vLLM's header, which chooses the engine of a request."""
-_START_S: Final = 600.0
 _COUNTED_S: Final = 1.1
 """After which the server asks the engines for their counts again."""
 
@@ -88,22 +87,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Serve a tiny model on two engines."""
-    data = str(tmp_path_factory.mktemp("data"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NNSIGHT_ENGINE_DATA_DIR", data)
-        keys = {
-            "trusted": made(patch, "friend"),
-            "untrusted": made(patch, "stranger", "--tier", "sandboxed"),
-            "monitor": made(patch, "operator", "--scopes", "metrics"),
-        }
-    environment = {
-        "NNSIGHT_ENGINE_DATA_DIR": data,
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-    }
-    arguments = ["--data-parallel-size", "2", "--dtype", "float32", "--max-model-len", "128"]
-    server = Server(str(folder), arguments=arguments, environment=environment, ready_timeout_s=_START_S)
-    with server:
+    arguments = ["--data-parallel-size", "2", "--max-model-len", "128"]
+    with serving_several(folder, tmp_path_factory.mktemp("data"), arguments) as (server, keys):
         yield Served(server, folder, **keys)
 
 

@@ -14,9 +14,8 @@ import torch
 import nnsight_engine
 from nnsight_engine import save
 from nnsight_engine.vllm_backend.vllm import VLLM
-from tests.e2e.keyed import made
+from tests.e2e.keyed import serving_several
 from tests.e2e.point_blocks import PROMPT
-from tests.e2e.server import Server
 from tests.families.checkpoints import write_checkpoint
 from tests.monitoring import OURS, Exposition
 
@@ -28,7 +27,6 @@ BLOCKS: Final = {
     "a module of both ranks": "h = model.model.layers[1].mlp(model.layers[1].output).save()",
     "each token": "h = [].save()\nfor step in tracer.iter[:]:\n    h.append(model.logits.output[0, :8])",
 }
-_START_S: Final = 600.0
 _COUNTED_S: Final = 1.1
 """After which the server has asked the engine for its counts again."""
 
@@ -66,22 +64,8 @@ def _of(key: str) -> dict[str, str]:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Serve a tiny model on two ranks."""
     checkpoint = write_checkpoint("llama", tmp_path_factory.mktemp("llama"))
-    data = str(tmp_path_factory.mktemp("data"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NNSIGHT_ENGINE_DATA_DIR", data)
-        keys = {
-            "trusted": made(patch, "friend"),
-            "untrusted": made(patch, "stranger", "--tier", "sandboxed"),
-            "monitor": made(patch, "operator", "--scopes", "metrics"),
-        }
-    environment = {
-        "NNSIGHT_ENGINE_DATA_DIR": data,
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-    }
-    arguments = ["--tensor-parallel-size", "2", "--dtype", "float32", "--max-model-len", "64"]
-    server = Server(str(checkpoint), arguments=arguments, environment=environment, ready_timeout_s=_START_S)
-    with server:
+    arguments = ["--tensor-parallel-size", "2", "--max-model-len", "64"]
+    with serving_several(checkpoint, tmp_path_factory.mktemp("data"), arguments) as (server, keys):
         yield Served(server.base_url, str(checkpoint), **keys)
 
 

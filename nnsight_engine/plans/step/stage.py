@@ -35,11 +35,6 @@ class Stage:
         """Whether the worker has the model's end, where tokens are sampled and results are collected."""
         return self.stop is None
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the worker has the whole model."""
-        return self.start == 0 and self.is_last
-
     def has(self, key: SiteKey) -> bool:
         """Return whether a site is on this stage, which runs its operations."""
         if isinstance(key, int):
