@@ -16,6 +16,12 @@ from api_schemas.completions import CompletionRequest
 from api_schemas.errors import ErrorResponse
 from api_schemas.jobs import JobEvent
 from api_schemas.keys import Limits, NewKey, Rotation
+from api_schemas.passed_on import (
+    MessagesRequest,
+    MessagesResponse,
+    ResponsesRequest,
+    ResponsesResponse,
+)
 from api_schemas.tokens import TokenizeRequest
 from api_schemas.vectors import NewVector, TrainingEvent, TrainingRequest, VectorUpload
 from app.openapi_links import add_links
@@ -27,6 +33,10 @@ _REF: Final = "#/components/schemas/{model}"
 _DOCUMENTED: Final[tuple[type[BaseModel], ...]] = (
     CompletionRequest,
     ChatCompletionRequest,
+    ResponsesRequest,
+    ResponsesResponse,
+    MessagesRequest,
+    MessagesResponse,
     ErrorResponse,
     JobEvent,
     NewKey,

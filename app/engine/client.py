@@ -103,8 +103,10 @@ class EngineClient(Protocol):
     ) -> EngineReply:
         """Answer a chat completion request."""
 
-    def vllm_app(self) -> ASGIApp:
-        """Return vLLM's own application, which answers the routes of ``app.vllm_routes``; used when ready."""
+    async def vllm_app(
+        self, interventions: tuple[Intervention, ...], http: Request, *, streams: bool
+    ) -> ASGIApp:
+        """Return vLLM's own application, which answers the routes of ``app.vllm_routes``, for one request."""
 
     def check_passed_body(self, path: str, fields: JsonObject) -> None:
         """Check a body before it is passed on to ``vllm_app``; raises ApiError if it would cost too much."""

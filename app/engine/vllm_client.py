@@ -1,8 +1,8 @@
 """The engine client over a real vLLM: vLLM's own serving classes, extended with interventions.
 
 A request without interventions goes through vLLM's request models, serving classes and error
-handlers and through no code of ours. One with interventions takes the same path with a ticket in its
-sampling parameters, and the results are added to each choice of its answer.
+handlers and through no code of ours. One with interventions takes the same path while its task carries the
+call, and the results are added to each choice of its answer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import gc
 import json
 import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -33,13 +33,13 @@ from api_schemas.request_traces import Trace
 from api_schemas.tokens import TokenizeRequest
 from app.admission.slot_pool import SlotPool
 from app.auth.code_policy import sandbox_of
+from app.engine.call_results import Call, CallResults
 from app.engine.capabilities import describe
 from app.engine.client import DescribedModel, EngineReply, JsonObject
 from app.engine.engine_watchdog import stalled
 from app.engine.grammar_requests import read_accepted, setup_of
 from app.engine.grammars import Grammars
-from app.engine.intervening_requests import InterveningChatRequest, InterveningCompletionRequest
-from app.engine.responses import choice_json
+from app.engine.intervening_app import InterveningApp
 from app.engine.served_model import ServedModel
 from app.engine.tokenizing import ids_of, texts_of, tokenize_request
 from app.engine.traces import TraceEngine
@@ -56,16 +56,15 @@ from app.process_environment import (
     set_socket_folder,
     spawn_engines,
 )
-from app.request_context import RequestContext, context_of
+from app.request_context import context_of
 from app.settings import Settings
 from app.storage.process_folders import ProcessFolder, claim_memory_folder, claim_socket_folder
 from app.storage.results import ResultStore
 from app.tenant_budget import TenantBudget
 from nnsight_engine.core.engine_counts import EngineCounts
 from nnsight_engine.core.token_texts import TokenTexts
-from nnsight_engine.plans.collect.results import CollectedResults
 from nnsight_engine.remote_backend.identity import fingerprint_of
-from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM
+from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM, carrying
 from nnsight_engine.vllm_backend.call import InterventionCall
 from nnsight_engine.vllm_backend.compat import EngineLimits, engine_options
 from nnsight_engine.vllm_backend.content_logs import redact_content
@@ -80,7 +79,6 @@ _WARM_UP_S: Final = 300.0
 """How long an engine whose model is loaded may take to describe itself and to generate a token."""
 
 Serve = Callable[[Any, Request], Awaitable[Any]]
-Call = InterventionCall | TraceCall
 
 
 class VLLMEngineClient:
@@ -308,8 +306,7 @@ class VLLMEngineClient:
         """Answer ``/v1/completions``."""
         serve = self._vllm_app.state.openai_serving_completion.create_completion
         if interventions:
-            model = InterveningCompletionRequest
-            return await self._intervene(model, serve, body, interventions, http, inline=inline)
+            return await self._intervene(CompletionRequest, serve, body, interventions, http, inline=inline)
         return await self._plain(CompletionRequest, serve, body, http)
 
     async def chat(
@@ -323,13 +320,19 @@ class VLLMEngineClient:
         """Answer ``/v1/chat/completions``."""
         serve = self._vllm_app.state.openai_serving_chat.create_chat_completion
         if interventions:
-            model = InterveningChatRequest
-            return await self._intervene(model, serve, body, interventions, http, inline=inline)
+            return await self._intervene(
+                ChatCompletionRequest, serve, body, interventions, http, inline=inline
+            )
         return await self._plain(ChatCompletionRequest, serve, body, http)
 
-    def vllm_app(self) -> ASGIApp:
-        """Return vLLM's own application."""
-        return self._vllm_app
+    async def vllm_app(
+        self, interventions: tuple[Intervention, ...], http: Request, *, streams: bool
+    ) -> ASGIApp:
+        """Return vLLM's own application, for one request."""
+        if not interventions:
+            return self._vllm_app
+        call = await self._call(interventions, http, streams=streams)
+        return InterveningApp(self._vllm_app, self.engine, self._results(call, 1, http))
 
     def check_passed_body(self, path: str, fields: JsonObject) -> None:
         """Check a body before it is passed on."""
@@ -368,7 +371,6 @@ class VLLMEngineClient:
         *,
         inline: bool,
     ) -> EngineReply:
-        asked = context_of(http.scope)
         request = await self._read(model, body, http)
         if getattr(request, "use_beam_search", False):
             raise ApiError(
@@ -378,20 +380,20 @@ class VLLMEngineClient:
             )
         engine = self.engine
         call = await self._call(interventions, http, streams=bool(request.stream))
-        request.set_ticket(call.ticket)
-        engine.open_call(call)
+        results = self._results(call, request.n or 1, http, inline=inline)
         refusals = Refusals(body, model.model_fields)
         streams = False
         try:
-            answer = await self._serve(serve, request, http, refusals)
-            num_choices = request.n or 1
+            with carrying(call):
+                answer = await self._serve(serve, request, http, refusals)
             if not hasattr(answer, "model_dump"):
                 frames = await started_stream(answer, refusals)
                 streams = True
-                return EngineReply(stream=self._stream(frames, engine, call, num_choices, asked))
-            return EngineReply(
-                body=await self._complete_answer(answer.model_dump(), call, num_choices, asked, inline=inline)
-            )
+                return EngineReply(stream=_with_results(frames, engine, results))
+            found = answer.model_dump()
+            for choice in found["choices"]:
+                choice[FIELD] = await results.rest(choice["index"])
+            return EngineReply(body=found)
         except ApiError as refusal:
             if call.failure is not None:
                 raise call.failure from refusal
@@ -415,7 +417,7 @@ class VLLMEngineClient:
                 max_bytes=self._settings.max_trace_bytes, sandbox_of=sandbox,
             )  # fmt: skip
             if sandbox is not None:
-                call.slot = partial(self._sandboxes.request, sandbox, call.ticket)
+                call.slot = partial(self._sandboxes.request, sandbox, call)
             return call
         return InterventionCall(interventions, self.engine.spec, self._texts.token, stream=streams)
 
@@ -432,67 +434,14 @@ class VLLMEngineClient:
                 raise RefusedError.of_answer(answer)
             return answer
 
-    async def _complete_answer(
-        self, body: JsonObject, call: Call, num_choices: int, asked: RequestContext, *, inline: bool
-    ) -> JsonObject:
-        for choice in body["choices"]:
-            collected = call.take_final(choice["index"], num_choices)
-            operations = _operations(call, choice["index"], num_choices)
-            choice["interventions"] = await self._choice_json(collected, operations, asked, inline=inline)
-        return body
-
-    async def _stream(
-        self,
-        frames: AsyncIterator[str],
-        engine: InterventionAsyncLLM,
-        call: Call,
-        num_choices: int,
-        asked: RequestContext,
-    ) -> AsyncIterator[str]:
-        try:
-            async for frame in frames:
-                yield frame if frame == DONE_FRAME else await self._frame(frame, call, num_choices, asked)
-        except ApiError as error:
-            if call.failure is not None:
-                raise call.failure from error
-            raise
-        finally:
-            try:
-                await frames.aclose()  # type: ignore[attr-defined]  # vLLM's streams are generators
-            finally:
-                engine.close_call(call)  # another one may serve by now
-
-    async def _frame(self, frame: str, call: Call, num_choices: int, asked: RequestContext) -> str:
-        chunk = json.loads(frame.removeprefix("data: "))
-        for choice in chunk.get("choices", ()):
-            index = choice["index"]
-            collected: CollectedResults | None
-            if choice.get("finish_reason") is not None:
-                collected = call.take_final(index, num_choices)
-            elif isinstance(call, TraceCall):
-                collected = await call.take_part(index, num_choices)
-            else:
-                collected = call.take_part(index, num_choices)
-            if collected is not None:
-                operations = _operations(call, index, num_choices)
-                choice["interventions"] = await self._choice_json(collected, operations, asked)
-        return f"data: {json_text(chunk)}\n\n"
-
-    async def _choice_json(
-        self,
-        collected: Any,
-        operations: Sequence[Intervention],
-        asked: RequestContext,
-        *,
-        inline: bool = False,
-    ) -> JsonObject:
-        return await choice_json(
-            collected,
-            store=self._store,
-            work=asked,
-            settings=self._settings,
-            decode=self._texts.text,
-            operations=operations,
+    def _results(self, call: Call, num_choices: int, http: Request, *, inline: bool = False) -> CallResults:
+        return CallResults(
+            call,
+            num_choices,
+            context_of(http.scope),
+            self._store,
+            self._settings,
+            self._texts.text,
             inline=inline,
         )
 
@@ -500,6 +449,30 @@ class VLLMEngineClient:
         return Request({**http.scope, "app": self._vllm_app}, http.receive)
 
 
-def _operations(call: Call, choice: int, num_choices: int) -> Sequence[Intervention]:
-    """Return a choice's operations; empty for code, which reports its own results."""
-    return call.operations(choice, num_choices) if isinstance(call, InterventionCall) else ()
+async def _with_results(
+    frames: AsyncIterator[str], engine: InterventionAsyncLLM, results: CallResults
+) -> AsyncIterator[str]:
+    """Yield a stream's events with the results of its choices."""
+    call = results.call
+    try:
+        async for frame in frames:
+            yield frame if frame == DONE_FRAME else await _frame(frame, results)
+    except ApiError as error:
+        if call.failure is not None:
+            raise call.failure from error
+        raise
+    finally:
+        try:
+            await frames.aclose()  # type: ignore[attr-defined]  # vLLM's streams are generators
+        finally:
+            engine.close_call(call)  # another one may serve by now
+
+
+async def _frame(frame: str, results: CallResults) -> str:
+    chunk = json.loads(frame.removeprefix("data: "))
+    for choice in chunk.get("choices", ()):
+        has_ended = choice.get("finish_reason") is not None
+        found = await (results.rest if has_ended else results.part)(choice["index"])
+        if found is not None:
+            choice[FIELD] = found
+    return f"data: {json_text(chunk)}\n\n"

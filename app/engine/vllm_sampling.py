@@ -18,14 +18,13 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
 from app.engine.vllm_errors import translated
 from nnsight_engine.plans.request_plan import PLAN_KEY
-from nnsight_engine.vllm_backend.call import TICKET_KEY
 from nnsight_engine.vllm_backend.sender_usage import SENDER_KEY
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
 
 _DERIVED: Final = frozenset({"skip_clone", "output_text_buffer_length", "skip_reading_prefix_cache"})
 """Fields set by vLLM or by us; a client's SamplingParams object includes them."""
 
-_RESERVED: Final = frozenset({PLAN_KEY, SENDER_KEY, TRACE_KEY, TICKET_KEY})
+_RESERVED: Final = frozenset({PLAN_KEY, SENDER_KEY, TRACE_KEY})
 _PLACE: Final = re.compile(r"`\$([^`]*)`")
 """The path in msgspec's messages."""
 

@@ -11,21 +11,30 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from fastapi import APIRouter, Security
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
 from api_schemas.errors import ApiError
+from api_schemas.interventions import Intervention
+from api_schemas.passed_on import (
+    MessagesRequest,
+    MessagesResponse,
+    ResponsesRequest,
+    ResponsesResponse,
+)
 from app.admission.estimates import of_text
 from app.body import BodyLimits, read_object
 from app.context import Context, Served, caller_of
-from app.engine.cache_salts import isolate_cache, salt_of
+from app.engine.client import JsonObject
 from app.errors import error_bytes
-from app.openapi import error_responses
+from app.openapi import EVENTS_TYPE, error_responses, event_schema, json_body, schema_of
 from app.request_context import context_of
+from app.services.operations import resolve, take_operations
 from app.services.passed_bodies import check_body
 from app.services.passing_on import PassedOn
 from app.services.streaming import last_events
-from app.vllm_routes import MESSAGES, VLLM_ROUTES, VLLMRoute
+from app.vllm_routes import MESSAGES, RESPONSES, VLLM_ROUTES, VLLMRoute
 
 router = APIRouter(tags=["vllm"])
 
@@ -37,45 +46,85 @@ _ERRORS: Final[dict[int | str, dict[str, Any]]] = {
 
 def _endpoint(route: VLLMRoute) -> Callable[..., Awaitable[Response]]:
     async def passed_on(request: Request, context: Served) -> Response:
-        is_anthropic = route.path.startswith(MESSAGES)
+        body, streams = b"", False
+        operations: tuple[Intervention, ...] = ()
+        if route.has_body:
+            fields = await _fields(route, request, context)
+            if route.generates:
+                operations = await _operations(fields, request, context)
+            body, streams = json.dumps(fields).encode(), bool(fields.get("stream"))
         return PassedOn(
-            context.engine.vllm_app(),
-            await _body(route, request, context) if route.has_body else b"",
+            await context.engine.vllm_app(operations, request, streams=streams),
+            body,
             stall_s=context.settings.client_stall_timeout_s,
-            final_event=_anthropic_error if is_anthropic else last_events,
+            final_event=_last_events_of(route.path),
         )
 
     return passed_on
 
 
-async def _body(route: VLLMRoute, request: Request, context: Context) -> bytes:
-    """Return the body that is passed on; raises ApiError if it is not accepted."""
-    settings, asked = context.settings, context_of(request.scope)
+async def _fields(route: VLLMRoute, request: Request, context: Context) -> JsonObject:
+    """Return the body; raises ApiError if it is not accepted."""
+    settings = context.settings
     limits = BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
     fields = await read_object(request, limits)
     check_body(route, fields, context.engine.capabilities().sizes.max_model_len)
     context.engine.check_passed_body(route.path, fields)
-    if route.generates:
-        asked.record.note_operations(fields.get("model"), ())
-        asked.record.salt = salt_of(fields, asked.caller)
-        isolate_cache(fields, asked.caller)
-    data = json.dumps(fields).encode()
-    if route.generates and asked.admitted is not None:
-        await asked.admitted.reserve(of_text(len(data), fields))
-    return data
+    return fields
 
 
-def _anthropic_error(error: ApiError) -> bytes:
-    """Return an error as the last event of Anthropic's streams."""
+async def _operations(fields: JsonObject, request: Request, context: Context) -> tuple[Intervention, ...]:
+    """Take a request's interventions out of its body; raises ApiError if it is not accepted."""
+    asked = context_of(request.scope)
+    operations = await take_operations(fields, 1, request, context, asked.caller)
+    if asked.admitted is not None:
+        await asked.admitted.reserve(of_text(len(json.dumps(fields)), fields))
+    return await resolve(operations, fields, request, context, asked.caller)
+
+
+def _last_events_of(path: str) -> Callable[[ApiError], bytes]:
+    """Return what makes an error the last events of a route's stream, in the form of its API."""
+    found = {MESSAGES: _message_error, RESPONSES: _response_error}
+    return next((made for start, made in found.items() if path.startswith(start)), last_events)
+
+
+def _message_error(error: ApiError) -> bytes:
     found = json.loads(error_bytes(error))["error"]
-    body = {"type": "error", "error": {"type": found["type"], "message": found["message"]}}
-    return f"event: error\ndata: {json.dumps(body)}\n\n".encode()
+    return _event({"type": "error", "error": {"type": found["type"], "message": found["message"]}})
+
+
+def _response_error(error: ApiError) -> bytes:
+    found = json.loads(error_bytes(error))["error"]
+    return _event({"type": "error"} | {name: found[name] for name in ("code", "message", "param")})
+
+
+def _event(body: JsonObject) -> bytes:
+    return f"event: {body['type']}\ndata: {json.dumps(body)}\n\n".encode()
 
 
 _BODY: Final = {
     "requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}
 }
 """The documentation of a body; its fields are vLLM's."""
+_MODELS: Final[dict[str, tuple[type[BaseModel], type[BaseModel]]]] = {
+    RESPONSES: (ResponsesRequest, ResponsesResponse),
+    MESSAGES: (MessagesRequest, MessagesResponse),
+}
+"""The documented forms of bodies and answers with interventions."""
+
+
+def _documentation(route: VLLMRoute) -> dict[str, Any] | None:
+    models = _MODELS.get(route.path) if route.generates else None
+    if models is None:
+        return _BODY if route.has_body else None
+    asked, answered = models
+    contents = {
+        "application/json": {"schema": schema_of(answered)},
+        EVENTS_TYPE: {"schema": event_schema({"type": "string"})},
+    }
+    answer = {"description": "The answer, or its events where `stream` is true.", "content": contents}
+    return json_body(asked) | {"responses": {"200": answer}}
+
 
 for _route in VLLM_ROUTES:
     router.add_api_route(
@@ -84,7 +133,7 @@ for _route in VLLM_ROUTES:
         methods=[_route.method],
         summary=f"vLLM's route: {_route.summary}",
         response_model=None,
-        openapi_extra=_BODY if _route.has_body else None,
+        openapi_extra=_documentation(_route),
         responses=_ERRORS,
         dependencies=[Security(caller_of, scopes=[] if _route.scope is None else [_route.scope])],
         name=f"{_route.method} {_route.path}",

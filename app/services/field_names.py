@@ -24,7 +24,9 @@ def check_spelling(body: Mapping[str, Any]) -> None:
         ApiError: ``invalid_shape``.
     """
     short = [
-        name for name in islice(body, _MAX_NAMES) if abs(len(name) - len(FIELD)) <= _MAX_EXTRA_CHARACTERS
+        name
+        for name in islice(body, _MAX_NAMES)
+        if name != FIELD and abs(len(name) - len(FIELD)) <= _MAX_EXTRA_CHARACTERS
     ]
     close = next(iter(get_close_matches(FIELD, map(str.lower, short), n=1, cutoff=_CLOSE)), None)
     if close is not None:

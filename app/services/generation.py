@@ -5,7 +5,6 @@ The body is parsed once. A request without ``interventions`` skips all work that
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable
 from itertools import chain
@@ -15,30 +14,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.interventions import FIELD, Intervention, RequestLimits, parse_interventions
-from api_schemas.keys import Scope
-from api_schemas.operations import Ablate, Patch, Steer
-from api_schemas.request_traces import Trace
+from api_schemas.interventions import Intervention
 from app.admission.estimates import check_choices, num_choices, num_prompts, of_body
-from app.admission.quotas import INTERVENING
-from app.auth.code_policy import check_code_allowed
 from app.auth.principal import Principal
-from app.body import THREAD_BYTES, BodyLimits, read_object
+from app.body import BodyLimits, read_object
 from app.disconnect import while_connected
-from app.engine.cache_salts import isolate_cache, salt_of
 from app.engine.client import EngineReply, JsonObject
 from app.json_text import JsonAnswer
 from app.observability.token_times import TokenTimes
 from app.request_context import context_of
 from app.services.field_names import check_spelling
+from app.services.operations import resolve, take_operations
 from app.services.streaming import ClosingStream, close_stream, events, first_event, last_events
-from app.settings import Settings
-from app.vectors.names import names_vectors
 
 if TYPE_CHECKING:
     from app.context import Context
-
-_WRITES: Final = (Steer, Ablate, Patch, Trace)
 
 _PROMPT: Final = "prompt"
 _TRUNCATE: Final = "truncate_prompt_tokens"
@@ -67,28 +57,15 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
     settings, asked = context.settings, context_of(request.scope)
     limits = BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
     body = await read_object(request, limits)
-    raw = body.pop(FIELD, None)
     check_spelling(body)
     check_choices(body, settings.max_choices)
     _check_prompts(body, context.engine.capabilities().sizes.max_model_len)
-    admitted = asked.admitted
-    if raw:
-        # Checked before parsing, whose duration is up to the sender.
-        caller.check(Scope.INTERVENTIONS)
-        if admitted is not None:
-            await admitted.check(*INTERVENING)
     # A conversation is one prompt, even if it also has fields of completions.
     count = 1 if "messages" in body else num_prompts(body)
-    interventions = await _interventions(raw, count, request, settings)
-    asked.record.note_operations(body.get("model"), interventions)
-    if any(isinstance(operation, Trace) for operation in interventions):
-        check_code_allowed(settings, caller)
-    if admitted is not None:
-        await admitted.reserve(of_body(body))
-    if names_vectors(interventions):
-        interventions = await context.vectors.resolved(interventions, caller.tenant)
-    asked.record.salt = _salt_of(body, caller, interventions)
-    isolate_cache(body, caller)
+    interventions = await take_operations(body, count, request, context, caller)
+    if asked.admitted is not None:
+        await asked.admitted.reserve(of_body(body))
+    interventions = await resolve(interventions, body, request, context, caller)
     answer = call(body, interventions, request)
     times = TokenTimes(context.metrics, asked.record, num_choices(body)) if body.get("stream") else None
     started = await while_connected(request.receive, _start(answer, times), asked.deadline)
@@ -137,30 +114,6 @@ def _check_prompts(body: JsonObject, max_model_len: int) -> None:
             f"or {_TRUNCATE}.",
             _PROMPT,
         )
-
-
-async def _interventions(
-    raw: object, count: int, request: Request, settings: Settings
-) -> tuple[Intervention, ...]:
-    """Return a request's operations; large bodies are parsed in a thread, off the event loop."""
-    if not raw:
-        return parse_interventions(raw)
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared[:20]) < THREAD_BYTES:
-        return parse_interventions(raw, limits_of(settings), count)
-    return await asyncio.to_thread(parse_interventions, raw, limits_of(settings), count)
-
-
-def limits_of(settings: Settings) -> RequestLimits:
-    """Return the limits on a request's interventions."""
-    return RequestLimits(max_operations=settings.max_operations, max_tensor_bytes=settings.max_tensor_bytes)
-
-
-def _salt_of(body: JsonObject, caller: Principal, interventions: tuple[Intervention, ...]) -> str:
-    """Return what separates the request's prefix cache entries from those of others, for the audit log."""
-    if any(isinstance(operation, _WRITES) for operation in interventions):
-        return "writes"
-    return salt_of(body, caller)
 
 
 async def _start(call: Awaitable[EngineReply], times: TokenTimes | None) -> _Started:

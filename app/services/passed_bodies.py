@@ -31,14 +31,13 @@ def check_body(route: VLLMRoute, fields: MutableMapping[str, Any], max_model_len
     Raises:
         ApiError: It is not accepted.
     """
-    if fields.get(FIELD):
+    if fields.get(FIELD) and not route.generates:
         raise ApiError(
-            ErrorCode.UNSUPPORTED_COMBINATION,
-            f"{route.path} takes no `{FIELD}` yet; send them to /v1/completions or /v1/chat/completions.",
-            FIELD,
+            ErrorCode.UNSUPPORTED_COMBINATION, f"{route.path} generates nothing; send no `{FIELD}`.", FIELD
         )
     check_spelling(fields)
-    num_characters = sum(len(text) for text in _texts(fields))
+    others = [value for name, value in fields.items() if name != FIELD]
+    num_characters = sum(len(text) for text in _texts(others))
     most = max_model_len * _MAX_CHARS_PER_TOKEN
     if num_characters > most:  # vLLM tokenizes texts whole, on a thread that all requests share
         raise ApiError(

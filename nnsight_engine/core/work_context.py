@@ -1,9 +1,10 @@
 """The part of a request's context that the engine reads: whose work it does, and where its usage is recorded.
 
 vLLM's serving classes call the engine without passing on anything of ours, and libraries write log lines
-without it; a context variable is the only way there. There is one, it holds one object, and only
-``working_for`` sets it: in the task that serves a request or runs a job, and thereby in all tasks that this
-one starts. Everything else receives the object, or the fields that it needs, as arguments.
+without it; a context variable is the only way there. Beside the call of ``async_engine.carrying`` there is
+one, it holds one object, and only ``working_for`` sets it: in the task that serves a request or runs a job,
+and thereby in all tasks that this one starts. Everything else receives the object, or the fields that it
+needs, as arguments.
 """
 
 from __future__ import annotations

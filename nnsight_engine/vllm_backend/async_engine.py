@@ -1,8 +1,9 @@
 """vLLM's asynchronous engine, extended so that ``generate`` runs calls with interventions.
 
-vLLM's serving classes call ``generate`` once per prompt. A call with interventions is recognised by its
-ticket. Its prompt is compiled in ``generate``, before anything is streamed, so that an invalid request is
-rejected with an HTTP status instead of an error inside the stream.
+vLLM's serving classes call ``generate`` once per prompt and pass nothing of ours to it: a call with
+interventions is a context variable, which ``carrying`` sets. Its prompt is compiled in ``generate``, before
+anything is streamed, so that an invalid request is rejected with an HTTP status instead of an error inside
+the stream.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, Final
 
 import msgspec
@@ -29,13 +31,7 @@ from nnsight_engine.core.engine_counts import EngineCounts
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.work_context import current_work, tenant_served
 from nnsight_engine.plans.request_plan import PLAN_KEY
-from nnsight_engine.vllm_backend.call import (
-    TICKET_KEY,
-    InterventionCall,
-    PromptEntry,
-    prepare_params,
-    salted,
-)
+from nnsight_engine.vllm_backend.call import InterventionCall, PromptEntry, prepare_params, salted
 from nnsight_engine.vllm_backend.compat import check_supported
 from nnsight_engine.vllm_backend.metering import count_tokens, note_spent
 from nnsight_engine.vllm_backend.output_payloads import deliver_payloads
@@ -55,6 +51,20 @@ AcceptGrammar = Callable[[StructuredOutputsParams, str], Awaitable[None]]
 
 _SANDBOX_S: Final = 120.0
 _SANDBOX_POLL_S: Final = 0.1
+
+_CALL: Final[ContextVar[InterventionCall | TraceCall | None]] = ContextVar(
+    "nnsight_engine_call", default=None
+)
+
+
+@contextlib.contextmanager
+def carrying(call: InterventionCall | TraceCall) -> Iterator[None]:
+    """Have ``generate`` take its prompts as those of a call, in this task and in those that it starts."""
+    token = _CALL.set(call)
+    try:
+        yield
+    finally:
+        _CALL.reset(token)
 
 
 async def _check_grammar(
@@ -119,7 +129,6 @@ class InterventionAsyncLLM(TracingAsyncLLM):
         deliver_payloads(self.output_processor, handlers)
         count_tokens(self.output_processor)
         self._has_sandbox = False
-        self._calls: dict[str, InterventionCall | TraceCall] = {}
         self._contents = TensorTable()
         self._salt_secret = secrets.token_hex()
         return self.spec
@@ -158,13 +167,8 @@ class InterventionAsyncLLM(TracingAsyncLLM):
             if not is_ready:
                 await asyncio.sleep(_SANDBOX_POLL_S)
 
-    def open_call(self, call: InterventionCall | TraceCall) -> None:
-        """Register a call under its ticket; the caller must ``close_call`` it."""
-        self._calls[call.ticket] = call
-
     def close_call(self, call: InterventionCall | TraceCall) -> None:
-        """Remove a call and its prompts, including prompts that never ran because another was rejected."""
-        self._calls.pop(call.ticket, None)
+        """Remove a call's prompts, including prompts that never ran because another was rejected."""
         if isinstance(call, TraceCall):
             call.close(self.run_in_background)
             return
@@ -185,15 +189,30 @@ class InterventionAsyncLLM(TracingAsyncLLM):
     def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Generate as vLLM does, with interventions if the parameters carry a ticket.
+        """Generate as vLLM does, with the interventions of the call that the task carries.
 
         Raises:
             ApiError: The call's operations do not fit this prompt, the prompt is empty, or the client set one
-                of the engine's own keys of ``vllm_xargs``.
+                of the engine's own keys of ``vllm_xargs``. A call has it as its failure, since some of
+                vLLM's handlers answer it as an error of their own.
         """
+        call = _CALL.get()
+        try:
+            return self._begun(call, prompt, sampling_params, request_id, **kwargs)
+        except ApiError as error:
+            if call is not None:
+                call.failure = error
+            raise
+
+    def _begun(
+        self,
+        call: InterventionCall | TraceCall | None,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        request_id: str,
+        **kwargs: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
         extra = sampling_params.extra_args or {}
-        ticket = extra.get(TICKET_KEY)
-        call = self._calls.get(ticket) if isinstance(ticket, str) else None
         sender = tenant_served()
         if isinstance(prompt, dict) and prompt.get("prompt_token_ids") == []:
             raise ApiError(
@@ -202,11 +221,10 @@ class InterventionAsyncLLM(TracingAsyncLLM):
                 "one character, or one id.",
                 "prompt",
             )
-        forged = PLAN_KEY in extra or TRACE_KEY in extra or extra.get(SENDER_KEY, sender) != sender
-        if forged or (ticket is not None and call is None):
+        if PLAN_KEY in extra or TRACE_KEY in extra or extra.get(SENDER_KEY, sender) != sender:
             raise ApiError(
                 ErrorCode.BAD_REQUEST,
-                f"vllm_xargs may not name {PLAN_KEY!r}, {TRACE_KEY!r}, {SENDER_KEY!r} or {TICKET_KEY!r}; "
+                f"vllm_xargs may not name {PLAN_KEY!r}, {TRACE_KEY!r} or {SENDER_KEY!r}; "
                 "send `interventions` instead",
                 "vllm_xargs",
             )

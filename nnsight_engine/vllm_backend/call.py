@@ -1,8 +1,7 @@
 """An API call with declarative interventions, from its prompts to its choices.
 
 A call may hold several prompts; each is compiled separately, since positions are resolved against a prompt.
-Each prompt may have several choices. vLLM's serving classes pass on only sampling parameters, so these carry
-the call as a ticket.
+Each prompt may have several choices.
 """
 
 from __future__ import annotations
@@ -10,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import uuid
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Any
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import Intervention, PromptOperations
@@ -23,9 +21,6 @@ from nnsight_engine.plans.collect.results import CollectedResults
 from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.compile.scope import TokenOf
 from nnsight_engine.plans.request_plan import PLAN_KEY, CompiledRequest
-
-TICKET_KEY: Final = "nnsight_engine_ticket"
-"""Key in ``extra_args`` under which a call's ticket passes through vLLM's serving classes."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -78,7 +73,6 @@ class InterventionCall:
         *,
         stream: bool,
     ) -> None:
-        self.ticket = uuid.uuid4().hex
         self.ops = ops
         self._by_prompt = PromptOperations(ops)
         self.entries: list[PromptEntry] = []
@@ -172,11 +166,8 @@ def engine_entry(compiled: CompiledRequest, key: str) -> dict[str, Any]:
 
 
 def prepare_params(params: Any, compiled: CompiledRequest, key: str) -> None:
-    """Replace the ticket in vLLM's sampling parameters by the compiled request."""
-    extra = dict(params.extra_args or {})
-    extra.pop(TICKET_KEY, None)
-    extra[PLAN_KEY] = engine_entry(compiled, key)
-    params.extra_args = extra
+    """Add the compiled request to vLLM's sampling parameters."""
+    params.extra_args = {**(params.extra_args or {}), PLAN_KEY: engine_entry(compiled, key)}
     if compiled.reads_prompt:
         # A cached prefix does not run through the model, so its rows could not be read.
         params.skip_reading_prefix_cache = True

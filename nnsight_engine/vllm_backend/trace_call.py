@@ -1,6 +1,6 @@
 """An API call whose ``interventions`` are a trace: its block runs together with each of the prompts.
 
-Like other calls, it passes through vLLM's serving classes as a ticket (``call``). The engine starts each
+The engine starts each
 prompt here, as a trace of one request. The answer's chunks and choices take their results from here.
 """
 
@@ -215,7 +215,6 @@ class TraceCall:
         sandbox_of: str | None,
         max_bytes: int = _MAX_BYTES,
     ) -> None:
-        self.ticket = uuid.uuid4().hex
         self.max_bytes = max_bytes
         self.data = data
         self.param = param

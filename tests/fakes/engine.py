@@ -139,6 +139,7 @@ class FakeEngineClient:
         self.num_starts = 0
         self.has_sandbox = False
         self._vllm_app = vllm_app()
+        self.passed_on: tuple[tuple[Intervention, ...], bool] = ((), False)
         self.fake_traces = FakeTraceEngine()
         self.traces: Mapping[str, TraceEngine] = {"vllm": self.fake_traces}
         self._settings = settings
@@ -236,8 +237,12 @@ class FakeEngineClient:
         prompts = [str(messages[-1].get("content", "")).split()]
         return await self._generate("chat.completion", prompts, body, interventions, http, inline=inline)
 
-    def vllm_app(self) -> ASGIApp:
-        """Return a stand-in for vLLM's application."""
+    async def vllm_app(
+        self, interventions: tuple[Intervention, ...], http: Request, *, streams: bool
+    ) -> ASGIApp:
+        """Return a stand-in for vLLM's application, and keep the request's operations."""
+        del http
+        self.passed_on = (interventions, streams)
         return self._vllm_app
 
     def check_passed_body(self, path: str, fields: JsonObject) -> None:

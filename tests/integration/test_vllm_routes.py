@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from api_schemas.interventions import FIELD
 from api_schemas.keys import Limits, Scope
 from app.services.passed_bodies import MAX_OBJECTS, check_body
 from app.vllm_routes import RESPONSES, VLLM_ROUTES
@@ -42,6 +43,23 @@ async def test_the_prefix_cache_of_a_tenant_is_its_own(server: Server, path: str
     assert chosen[place]["cache_salt"] not in {"mine", salts[0]}
 
 
+@pytest.mark.parametrize(("path", "place"), [("/v1/messages", "body"), ("/v1/responses", "request")])
+async def test_operations_leave_the_body_and_reach_the_engine(
+    server: Server, error_of: ErrorCheck, path: str, place: str
+) -> None:
+    tenants = Tenants(server)
+    allowed = await tenants.headers("acme", Scope.COMPLETIONS, Scope.INTERVENTIONS)
+    body = {"stream": True, "interventions": [{"op": "capture", "at": "layers.0.output"}]}
+    found = await sent(tenants, path, allowed, **body)
+    assert FIELD not in found[place]
+    operations, streams = server.engine.passed_on
+    assert ([one.op for one in operations], streams) == (["capture"], True)
+    other = await tenants.headers("rival", Scope.COMPLETIONS)
+    error_of(await tenants.send("POST", path, other, json=body), 403, "missing_scope")
+    unknown = {"interventions": [{"op": "steer", "at": "layers.0.output", "vector": {"name": "nobody"}}]}
+    error_of(await tenants.send("POST", path, allowed, json=unknown), 400, "unknown_vector")
+
+
 @pytest.mark.parametrize("header", ["authorization", "x-api-key"])
 async def test_the_key_is_checked_here_and_goes_no_further(server: Server, header: str) -> None:
     tenants = Tenants(server)
@@ -62,7 +80,8 @@ async def test_bodies_have_the_limits_of_all_routes(server: Server, error_of: Er
     error_of(await post("[" * 20 + "]" * 20), 400, "json_too_deep")
     error_of(await post("{"), 400, "invalid_json")
     error_of(await post("{}", "text/plain"), 400, "bad_request")
-    error_of(await post('{"interventions": [1]}'), 400, "unsupported_combination")
+    refusal = (422, "invalid_shape") if route.generates else (400, "unsupported_combination")
+    error_of(await post('{"interventions": [1]}'), *refusal)
 
 
 ITEMS = [{"role": "user", "content": "x"}] * (MAX_OBJECTS + 1)
@@ -151,12 +170,12 @@ async def test_a_stream_ends_at_the_deadline_with_an_error_of_its_api(serve: Ser
         assert not num_open
 
 
-@pytest.mark.parametrize(("path", "last"), [("/v1/messages", "event: error"), ("/v1/responses/x", "data: ")])
-async def test_a_stream_that_fails_ends_with_an_error(serve: Serve, path: str, last: str) -> None:
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses/x"])
+async def test_a_stream_that_fails_ends_with_an_error(serve: Serve, path: str) -> None:
     async with serve() as server:
         method = "POST" if path == "/v1/messages" else "GET"
         answer = await server.client.request(method, path, json={"fail": 1}, params={"fail": "1"})
         events = answer.text.strip().split("\n\n")
         assert events[0] == "data: {}"
-        assert events[1].startswith(last)
+        assert events[1].startswith("event: error\ndata: ")
         assert "quota of mine" in events[1]

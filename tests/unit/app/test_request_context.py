@@ -33,9 +33,9 @@ def sources() -> dict[str, str]:
     return {str(path): path.read_text() for folder in PACKAGES for path in folder.rglob("*.py")}
 
 
-def test_there_is_one_context_variable_and_one_key_of_scopes() -> None:
+def test_context_variables_are_the_work_and_the_call_and_scopes_have_one_key() -> None:
     variables = [path for path, text in sources().items() if re.search(r"\bContextVar(\[.*\])?\(", text)]
-    assert [Path(path).name for path in variables] == ["work_context.py"]
+    assert [Path(path).name for path in variables] == ["async_engine.py", "work_context.py"]
     keys = [path for path, text in sources().items() if re.search(r'"nnsight_engine\.\w+"$', text, re.M)]
     assert [Path(path).name for path in keys if "/app/" in path] == ["request_context.py"]
 

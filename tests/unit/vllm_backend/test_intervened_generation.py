@@ -9,8 +9,8 @@ from vllm import SamplingParams
 
 from api_schemas.interventions import parse_interventions
 from nnsight_engine.vllm_backend import async_engine
-from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM
-from nnsight_engine.vllm_backend.call import TICKET_KEY, InterventionCall
+from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM, carrying
+from nnsight_engine.vllm_backend.call import InterventionCall
 from nnsight_engine.vllm_backend.result_router import ResultRouter
 from nnsight_engine.vllm_backend.tensor_interning import TensorTable
 from tests.unit.vllm_backend.decoding import HIDDEN, SPEC
@@ -32,17 +32,16 @@ def test_a_prompt_that_fails_on_its_way_into_the_engine_leaves_no_tensors(
     owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine: Any = InterventionAsyncLLM.__new__(InterventionAsyncLLM)
-    engine.router, engine._contents, engine._calls = ResultRouter(SPEC), TensorTable(), {}
+    engine.router, engine._contents = ResultRouter(SPEC), TensorTable()
     engine._salt_secret = ""
     call = InterventionCall(parse_interventions([STEER]), SPEC, len, stream=False)
-    engine.open_call(call)
 
     def fail(*_: Any, **__: Any) -> None:
         raise MemoryError
 
     monkeypatch.setattr(owner, name, fail)
-    params = SamplingParams(max_tokens=4, extra_args={TICKET_KEY: call.ticket})
-    with pytest.raises(MemoryError):
+    params = SamplingParams(max_tokens=4)
+    with pytest.raises(MemoryError), carrying(call):
         engine.generate({"prompt_token_ids": [1, 2]}, params, "request")
     engine.close_call(call)
-    assert (len(engine._contents), len(engine.router), engine._calls) == (0, 0, {})
+    assert (len(engine._contents), len(engine.router)) == (0, 0)

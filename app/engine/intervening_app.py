@@ -1,0 +1,143 @@
+"""vLLM's own application, for one request with interventions: the results are added to its answer.
+
+Answers have one choice. A complete one, and the object in the last event of a stream, has the field
+``interventions``; a piece of text has what was read since the one before.
+"""
+
+from __future__ import annotations
+
+import json
+from http import HTTPStatus
+from typing import Final
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from api_schemas.errors import ApiError
+from api_schemas.interventions import FIELD
+from app.engine.call_results import CallResults
+from app.json_text import json_text
+from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM, carrying
+
+_EVENT_END: Final = b"\n\n"
+_DATA: Final = b"data: "
+_BEFORE: Final = frozenset({"response.created", "response.in_progress"})
+"""Events of a stream before its prompt is compiled. They wait, so that a refusal has a status."""
+_LAST_RESPONSE: Final = frozenset({"response.completed", "response.incomplete", "response.failed"})
+_LAST_MESSAGE: Final = "message_delta"
+_PIECES: Final = (".delta", "content_block_delta")
+"""Endings of the types of events that carry text."""
+_ERRORS: Final = frozenset({"error", "response.failed"})
+_CHOICE: Final = 0
+
+
+class InterveningApp:
+    """vLLM's application for one request.
+
+    Args:
+        app: The application.
+        engine: The engine that the request runs on.
+        results: Those of the request's call, which is closed when the answer ends.
+    """
+
+    def __init__(self, app: ASGIApp, engine: InterventionAsyncLLM, results: CallResults) -> None:
+        self._app = app
+        self._engine = engine
+        self._results = results
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Have the application answer.
+
+        Raises:
+            ApiError: The call failed; also where the application answers with an error of its own.
+        """
+        call = self._results.call
+        try:
+            with carrying(call):
+                await self._app(scope, receive, _Answer(send, self._results).send)
+        except Exception as error:
+            if call.failure is not None:
+                raise call.failure from error
+            raise
+        finally:
+            self._engine.close_call(call)
+
+
+class _Answer:
+    """The messages of one answer."""
+
+    def __init__(self, send: Send, results: CallResults) -> None:
+        self._send = send
+        self._results = results
+        self._held: Message | None = None
+        self._is_stream = False
+        self._content = bytearray()
+
+    async def send(self, message: Message) -> None:
+        """Send a message of the application's, with the results that belong to it."""
+        if message["type"] == "http.response.start":
+            self._check_failure(is_error=message["status"] >= HTTPStatus.BAD_REQUEST)
+            self._held = message
+            self._is_stream = _header(message, b"content-type").startswith(b"text/event-stream")
+            return
+        if message["type"] != "http.response.body":
+            await self._send(message)
+            return
+        self._content += message.get("body", b"")
+        is_whole = not message.get("more_body", False)
+        if self._is_stream:
+            await self._send_events(is_whole=is_whole)
+        elif is_whole:
+            await self._send_body()
+
+    async def _send_body(self) -> None:
+        content, start = bytes(self._content), self._held or {}
+        if start["status"] == HTTPStatus.OK:
+            content = json_text(json.loads(content) | {FIELD: await self._results.rest(_CHOICE)}).encode()
+        headers = [one for one in start["headers"] if one[0] != b"content-length"]
+        size = str(len(content)).encode()
+        await self._send({**start, "headers": [*headers, (b"content-length", size)]})
+        await self._send({"type": "http.response.body", "body": content})
+
+    async def _send_events(self, *, is_whole: bool) -> None:
+        end = len(self._content) if is_whole else self._content.rfind(_EVENT_END) + len(_EVENT_END)
+        frames = [frame for frame in bytes(self._content[:end]).split(_EVENT_END) if frame]
+        if not is_whole and (not frames or all(_type_of(frame) in _BEFORE for frame in frames)):
+            return
+        del self._content[:end]
+        content = b"".join([await self._event(frame) + _EVENT_END for frame in frames])
+        held, self._held = self._held, None
+        if held is not None:
+            await self._send(held)
+        await self._send({"type": "http.response.body", "body": content, "more_body": not is_whole})
+
+    async def _event(self, frame: bytes) -> bytes:
+        """Return an event with its results; events without any are unchanged."""
+        kind = _type_of(frame)
+        self._check_failure(is_error=kind in _ERRORS)
+        is_last = kind in _LAST_RESPONSE or kind == _LAST_MESSAGE
+        if not (is_last or kind.endswith(_PIECES)):
+            return frame
+        found = await (self._results.rest if is_last else self._results.part)(_CHOICE)
+        if found is None:
+            return frame
+        head, _, data = frame.partition(_DATA)
+        event = json.loads(data)
+        (event["response"] if kind in _LAST_RESPONSE else event)[FIELD] = found
+        return head + _DATA + json_text(event).encode()
+
+    def _check_failure(self, *, is_error: bool) -> None:
+        """Raise the call's failure in place of the application's own form of it."""
+        failure: ApiError | None = self._results.call.failure
+        if is_error and failure is not None:
+            raise failure
+
+
+def _type_of(frame: bytes) -> str:
+    return frame.partition(b"\n")[0].removeprefix(b"event: ").decode()
+
+
+def _header(message: Message, name: bytes) -> bytes:
+    return next((value for found, value in message["headers"] if found == name), b"")
+
+
+__all__ = ["InterveningApp"]

@@ -1,0 +1,92 @@
+"""The interventions of a request: read from its body, and checked against what its sender may do."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+from starlette.requests import Request
+
+from api_schemas.interventions import FIELD, Intervention, RequestLimits, parse_interventions
+from api_schemas.keys import Scope
+from api_schemas.operations import Ablate, Patch, Steer
+from api_schemas.request_traces import Trace
+from app.admission.quotas import INTERVENING
+from app.auth.code_policy import check_code_allowed
+from app.auth.principal import Principal
+from app.body import THREAD_BYTES
+from app.engine.cache_salts import isolate_cache, salt_of
+from app.engine.client import JsonObject
+from app.request_context import context_of
+from app.settings import Settings
+from app.vectors.names import names_vectors
+
+if TYPE_CHECKING:
+    from app.context import Context
+
+_WRITES: Final = (Steer, Ablate, Patch, Trace)
+
+
+async def take_operations(
+    body: JsonObject, count: int, request: Request, context: Context, caller: Principal
+) -> tuple[Intervention, ...]:
+    """Take the operations out of a body.
+
+    Args:
+        body: The body of a request.
+        count: The number of its prompts.
+        request: The request.
+        context: The server's.
+        caller: The request's sender.
+
+    Raises:
+        ApiError: They are invalid, or the sender may not send them.
+    """
+    raw, asked = body.pop(FIELD, None), context_of(request.scope)
+    if raw:
+        # Checked before parsing, whose duration is up to the sender.
+        caller.check(Scope.INTERVENTIONS)
+        if asked.admitted is not None:
+            await asked.admitted.check(*INTERVENING)
+    operations = await _parsed(raw, count, request, context.settings)
+    asked.record.note_operations(body.get("model"), operations)
+    if any(isinstance(operation, Trace) for operation in operations):
+        check_code_allowed(context.settings, caller)
+    return operations
+
+
+async def resolve(
+    operations: tuple[Intervention, ...],
+    body: JsonObject,
+    request: Request,
+    context: Context,
+    caller: Principal,
+) -> tuple[Intervention, ...]:
+    """Replace names of vectors, and give the request its part of the prefix cache.
+
+    Raises:
+        ApiError: There is no vector of a name.
+    """
+    if names_vectors(operations):
+        operations = await context.vectors.resolved(operations, caller.tenant)
+    has_writes = any(isinstance(operation, _WRITES) for operation in operations)
+    context_of(request.scope).record.salt = "writes" if has_writes else salt_of(body, caller)
+    isolate_cache(body, caller)
+    return operations
+
+
+async def _parsed(raw: object, count: int, request: Request, settings: Settings) -> tuple[Intervention, ...]:
+    """Return a request's operations; large bodies are parsed in a thread, off the event loop."""
+    if not raw:
+        return parse_interventions(raw)
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared[:20]) < THREAD_BYTES:
+        return parse_interventions(raw, _limits_of(settings), count)
+    return await asyncio.to_thread(parse_interventions, raw, _limits_of(settings), count)
+
+
+def _limits_of(settings: Settings) -> RequestLimits:
+    return RequestLimits(max_operations=settings.max_operations, max_tensor_bytes=settings.max_tensor_bytes)
+
+
+__all__ = ["resolve", "take_operations"]

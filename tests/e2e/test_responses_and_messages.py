@@ -1,0 +1,148 @@
+"""Interventions on ``/v1/responses`` and ``/v1/messages``: they do what they do on chat completions."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+import pytest_asyncio
+
+from tests.e2e.harness import random_vector
+from tests.e2e.live import MODEL, Live, live_server
+
+pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
+
+TEXT = "Name a colour."
+NUM_TOKENS = 12
+STEER = {
+    "op": "steer",
+    "at": "layers.15.output",
+    "vector": random_vector(0),
+    "scale": 0.5,
+    "mode": "norm_match",
+}
+GENERATED = {"where": {"phase": "generated"}}
+CAPTURE = {"op": "capture", "at": "layers.10.output", "name": "resid"} | GENERATED
+LENS = {"op": "logit_lens", "layers": [3, 20], "top_k": 2, "name": "lens"} | GENERATED
+PROBE = {"op": "probe", "at": "layers.15.output", "weights": random_vector(1), "name": "probe"}
+CODE = "h = model.layers[5].output.float().save()"
+OPERATIONS: dict[str, list[Any]] = {
+    "declared": [STEER, CAPTURE, LENS, PROBE],
+    "code": [{"op": "trace", "code": CODE, "name": "t"}],
+}
+HUGE = {"op": "capture", "at": "logits", "dtype": "float32"} | GENERATED
+REFUSED: dict[str, tuple[list[Any], str]] = {
+    "layer": ([{"op": "capture", "at": "layers.99.output"}], "unknown_layer"),
+    "position": ([{**CAPTURE, "where": {"positions": [5000]}}], "position_out_of_range"),
+    "limit": ([HUGE], "capture_too_large"),
+}
+APIS: dict[str, dict[str, Any]] = {
+    "/v1/responses": {"input": TEXT, "max_output_tokens": NUM_TOKENS},
+    "/v1/messages": {"messages": [{"role": "user", "content": TEXT}], "max_tokens": NUM_TOKENS},
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def live(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Live]:
+    limits = {"inline_tensor_bytes": 2**18, "max_capture_bytes_per_request": 2**20}
+    async with live_server(bundled, tmp_path_factory.mktemp("results"), **limits) as live:
+        yield live
+
+
+async def send(live: Live, path: str, operations: list[Any], **body: Any) -> httpx.Response:
+    fields = {"model": MODEL, "temperature": 0} | APIS[path] | body
+    return await live.http.post(path, json=fields | {"interventions": operations})
+
+
+async def chat(live: Live, operations: list[Any]) -> Any:
+    body = {"messages": APIS["/v1/messages"]["messages"], "max_tokens": NUM_TOKENS}
+    answer = await live.post("/v1/chat/completions", **body, interventions=operations)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    blocks = answer["content"] if "content" in answer else answer["output"][-1]["content"]
+    return str(blocks[0]["text"])
+
+
+def events_of(answer: httpx.Response) -> list[Any]:
+    assert answer.status_code == 200, answer.text
+    frames = [frame for frame in answer.text.split("\n\n") if frame]
+    return [json.loads(frame.partition("\ndata: ")[2]) for frame in frames]
+
+
+def without_times(found: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in found.items() if name != "provenance"}
+
+
+@pytest.mark.parametrize("operations", OPERATIONS.values(), ids=OPERATIONS)
+@pytest.mark.parametrize("path", APIS)
+async def test_text_and_results_are_those_of_a_chat(live: Live, path: str, operations: list[Any]) -> None:
+    expected = await chat(live, operations)
+    answer = await send(live, path, operations)
+    assert answer.status_code == 200, answer.text
+    assert text_of(answer.json()) == expected["message"]["content"]
+    assert without_times(answer.json()["interventions"]) == without_times(expected["interventions"])
+    assert (await send(live, path, [])).json().keys() == answer.json().keys() - {"interventions"}
+
+
+@pytest.mark.parametrize("path", APIS)
+async def test_events_of_a_stream_have_what_was_read_for_their_text(live: Live, path: str) -> None:
+    expected = await chat(live, OPERATIONS["declared"])
+    events = events_of(await send(live, path, OPERATIONS["declared"], stream=True))
+    pieces = [event for event in events if event["type"].endswith((".delta", "content_block_delta"))]
+    texts = [event["delta"] if path == "/v1/responses" else event["delta"]["text"] for event in pieces]
+    assert "".join(texts) == expected["message"]["content"]
+    last = next(event for event in events if event["type"] in {"response.completed", "message_delta"})
+    rest = last.get("response", last)["interventions"]
+    parts = [*(event["interventions"] for event in pieces if "interventions" in event), rest]
+    assert len(parts) > NUM_TOKENS // 2
+    for name in ("resid", "lens", "probe"):
+        found = [part["results"][name]["positions"] for part in parts if name in part["results"]]
+        assert list(itertools.chain(*found)) == expected["interventions"]["results"][name]["positions"]
+    assert rest["applied"] == expected["interventions"]["applied"]
+
+
+@pytest.mark.parametrize("refused", REFUSED)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("path", APIS)
+async def test_a_refusal_is_ours_and_has_its_status(
+    live: Live, path: str, stream: bool, refused: str
+) -> None:
+    operations, code = REFUSED[refused]
+    answer = await send(live, path, operations, stream=stream)
+    if answer.status_code == 200:  # it has failed while it was streamed
+        assert stream
+        assert refused == "limit"
+        last = events_of(answer)[-1]
+        assert last["type"] == "error"
+        assert "one request may capture" in last.get("error", last)["message"]
+    else:
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
+    assert set((await live.held()).values()) == {0}
+
+
+async def test_official_clients_send_operations_and_read_results(live: Live) -> None:
+    expected = await chat(live, [STEER, PROBE])
+    extra = {"interventions": [STEER, PROBE], "temperature": 0}
+    client = openai.AsyncOpenAI(base_url=f"{live.http.base_url}/v1", api_key="unused")
+    response = await client.responses.create(
+        model=MODEL, input=TEXT, max_output_tokens=NUM_TOKENS, extra_body=extra
+    )
+    assert response.output_text == expected["message"]["content"]
+    assert response.model_extra is not None
+    assert response.model_extra["interventions"]["results"] == expected["interventions"]["results"]
+    claude = anthropic.AsyncAnthropic(base_url=str(live.http.base_url), api_key="unused")
+    message = await claude.messages.create(
+        model=MODEL, max_tokens=NUM_TOKENS, messages=[{"role": "user", "content": TEXT}], extra_body=extra
+    )
+    assert message.model_extra is not None
+    assert message.model_extra["interventions"]["results"] == expected["interventions"]["results"]
