@@ -1,4 +1,4 @@
-"""OpenAI's responses and Anthropic's messages with our field, for documentation and for clients.
+"""OpenAI's responses and embeddings and Anthropic's messages with our field, for documentation and clients.
 
 The server passes everything but ``interventions`` to vLLM's own request models, which define many more
 fields; they are not validated here.
@@ -74,4 +74,45 @@ class MessagesResponse(BaseModel):
     interventions: ChoiceInterventions | None = Field(default=None, description=_RESULTS)
 
 
-__all__ = ["MessagesRequest", "MessagesResponse", "ResponsesRequest", "ResponsesResponse"]
+class EmbeddingsRequest(BaseModel):
+    """The body of ``POST /v1/embeddings``, ``/pooling`` and ``/classify``; with ``messages``, one prompt."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = Field(default=None, description="A name that GET /v1/models lists.")
+    input: str | list[str] | list[int] | list[list[int]] | None = None
+    messages: list[dict[str, Any]] | None = None
+    encoding_format: str | None = Field(default=None, description="With interventions `float` or `base64`.")
+    dimensions: int | None = None
+    interventions: list[Intervention] | None = Field(
+        default=None,
+        description=f"{_OPERATIONS}text; `prompts` names the texts that an operation is for.",
+    )
+
+
+class EmbeddedText(BaseModel):
+    """One item of ``data``."""
+
+    model_config = ConfigDict(extra="allow")
+
+    index: int
+    interventions: ChoiceInterventions | None = Field(default=None, description="What the operations read.")
+
+
+class EmbeddingsResponse(BaseModel):
+    """The answer of the same routes."""
+
+    model_config = ConfigDict(extra="allow")
+
+    data: list[EmbeddedText] = Field(default_factory=list)
+
+
+__all__ = [
+    "EmbeddedText",
+    "EmbeddingsRequest",
+    "EmbeddingsResponse",
+    "MessagesRequest",
+    "MessagesResponse",
+    "ResponsesRequest",
+    "ResponsesResponse",
+]

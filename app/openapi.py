@@ -17,6 +17,8 @@ from api_schemas.errors import ErrorResponse
 from api_schemas.jobs import JobEvent
 from api_schemas.keys import Limits, NewKey, Rotation
 from api_schemas.passed_on import (
+    EmbeddingsRequest,
+    EmbeddingsResponse,
     MessagesRequest,
     MessagesResponse,
     ResponsesRequest,
@@ -37,6 +39,8 @@ _DOCUMENTED: Final[tuple[type[BaseModel], ...]] = (
     ResponsesResponse,
     MessagesRequest,
     MessagesResponse,
+    EmbeddingsRequest,
+    EmbeddingsResponse,
     ErrorResponse,
     JobEvent,
     NewKey,

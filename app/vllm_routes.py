@@ -1,8 +1,7 @@
 """The routes of vLLM's own server that are served here by vLLM's handlers, in one table.
 
 ``app.routes.vllm`` passes their requests on. Completions, chats, models and metrics have routes of their own.
-Not served: calls of arbitrary methods and exchanges of weights, which are for training loops, and routes of
-models that do not generate.
+Not served: calls of arbitrary methods and exchanges of weights, which are for training loops.
 """
 
 from __future__ import annotations
@@ -20,7 +19,9 @@ class VLLMRoute(NamedTuple):
         path: Its path.
         summary: Its purpose.
         scope: The scope that it needs; None for any key.
-        generates: Whether the engine generates for its requests, which then have a part of the prefix cache.
+        runs: Whether the model runs for its requests, which then have a part of the prefix cache.
+        intervenes: Whether its requests may have interventions.
+        has_many: Whether each text of a request is a prompt of its own.
         has_body: Whether a request has a JSON body. Such requests count against the limits on work.
     """
 
@@ -28,19 +29,37 @@ class VLLMRoute(NamedTuple):
     path: str
     summary: str
     scope: Scope | None = Scope.COMPLETIONS
-    generates: bool = False
+    runs: bool = False
+    intervenes: bool = False
+    has_many: bool = False
     has_body: bool = False
 
 
 RESPONSES: Final = "/v1/responses"
 MESSAGES: Final = "/v1/messages"
 _API: Final = (
-    VLLMRoute("POST", RESPONSES, "OpenAI's responses", generates=True, has_body=True),
+    VLLMRoute("POST", RESPONSES, "OpenAI's responses", runs=True, intervenes=True, has_body=True),
     VLLMRoute("GET", "/v1/responses/{response_id}", "A stored response"),
-    VLLMRoute("POST", MESSAGES, "Anthropic's messages", generates=True, has_body=True),
+    VLLMRoute("POST", MESSAGES, "Anthropic's messages", runs=True, intervenes=True, has_body=True),
     VLLMRoute("POST", "/v1/messages/count_tokens", "Count the tokens of a conversation", has_body=True),
     VLLMRoute("POST", "/tokenize", "Tokenize a text or a conversation", has_body=True),
     VLLMRoute("POST", "/detokenize", "The text of token ids", has_body=True),
+)
+
+
+def _pooling(path: str, summary: str, *, intervenes: bool = False) -> VLLMRoute:
+    return VLLMRoute("POST", path, summary, runs=True, intervenes=intervenes, has_many=True, has_body=True)
+
+
+_POOLING: Final = (
+    _pooling("/v1/embeddings", "Embeddings of texts or of a conversation", intervenes=True),
+    _pooling("/pooling", "Pooled hidden states, as the model's head returns them", intervenes=True),
+    _pooling("/classify", "Classes of texts", intervenes=True),
+    _pooling("/score", "Scores of pairs of texts"),
+    _pooling("/v1/score", "Scores of pairs of texts"),
+    _pooling("/rerank", "Documents by their relevance to a query"),
+    _pooling("/v1/rerank", "Documents by their relevance to a query"),
+    _pooling("/v2/rerank", "Documents by their relevance to a query"),
 )
 _OPERATING: Final = (
     VLLMRoute("GET", "/load", "Number of requests that the engine works on", Scope.METRICS),
@@ -51,11 +70,13 @@ _OPERATING: Final = (
     VLLMRoute("POST", "/reset_encoder_cache", "Empty the cache of encoder outputs", Scope.ADMIN),
 )
 
-VLLM_ROUTES: Final = (*_API, *_OPERATING)
+VLLM_ROUTES: Final = (*_API, *_POOLING, *_OPERATING)
 """The table."""
+EMBEDDINGS: Final = tuple(route.path for route in _POOLING if route.intervenes)
+"""Paths that embed texts, each with its own results."""
 WORKING: Final = frozenset(route.path for route in VLLM_ROUTES if route.has_body)
 """Paths whose requests count against the limits on work."""
 OUTSIDE_V1: Final = frozenset(route.path for route in VLLM_ROUTES if not route.path.startswith("/v1/"))
 """Paths outside of the API's prefix."""
 
-__all__ = ["MESSAGES", "OUTSIDE_V1", "RESPONSES", "VLLM_ROUTES", "WORKING", "VLLMRoute"]
+__all__ = ["EMBEDDINGS", "MESSAGES", "OUTSIDE_V1", "RESPONSES", "VLLM_ROUTES", "WORKING", "VLLMRoute"]

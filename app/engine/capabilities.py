@@ -15,7 +15,8 @@ _MODEL_LEAVES: Final = frozenset({"embed.output", "norm.output", "logits", "samp
 def describe(spec: ModelSpec, settings: Settings) -> Capabilities:
     """Return the capabilities of a server with these settings and this model."""
     operations = {operation for leaf in spec.leaves for operation in leaf.operations}
-    operations |= {"trace"} if takes_code(settings) else set()
+    generates = any(leaf.name == "logits" for leaf in spec.leaves)
+    operations |= {"trace"} if generates and takes_code(settings) else set()
     return Capabilities(
         model=spec.name,
         architecture=spec.architecture,

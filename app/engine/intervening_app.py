@@ -1,22 +1,24 @@
 """vLLM's own application, for one request with interventions: the results are added to its answer.
 
-Answers have one choice. A complete one, and the object in the last event of a stream, has the field
-``interventions``; a piece of text has what was read since the one before.
+Generated answers have one choice. A complete one, and the object in the last event of a stream, has the field
+``interventions``; a piece of text has what was read since the one before. Of answers about several texts,
+each item of ``data`` has the field.
 """
 
 from __future__ import annotations
 
 import json
 from http import HTTPStatus
-from typing import Final
+from typing import Any, Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api_schemas.errors import ApiError
+from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import FIELD
 from app.engine.call_results import CallResults
 from app.json_text import json_text
 from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM, carrying
+from nnsight_engine.vllm_backend.call import InterventionCall
 
 _EVENT_END: Final = b"\n\n"
 _DATA: Final = b"data: "
@@ -77,7 +79,7 @@ class _Answer:
         if message["type"] == "http.response.start":
             self._check_failure(is_error=message["status"] >= HTTPStatus.BAD_REQUEST)
             self._held = message
-            self._is_stream = _header(message, b"content-type").startswith(b"text/event-stream")
+            self._is_stream = self._header(b"content-type").startswith(b"text/event-stream")
             return
         if message["type"] != "http.response.body":
             await self._send(message)
@@ -90,13 +92,28 @@ class _Answer:
             await self._send_body()
 
     async def _send_body(self) -> None:
-        content, start = bytes(self._content), self._held or {}
+        content, start = bytes(self._content), self._start()
         if start["status"] == HTTPStatus.OK:
-            content = json_text(json.loads(content) | {FIELD: await self._results.rest(_CHOICE)}).encode()
+            content = json_text(await self._with_results(content)).encode()
         headers = [one for one in start["headers"] if one[0] != b"content-length"]
         size = str(len(content)).encode()
         await self._send({**start, "headers": [*headers, (b"content-length", size)]})
         await self._send({"type": "http.response.body", "body": content})
+
+    async def _with_results(self, content: bytes) -> Any:
+        """Return a complete answer with its results; raises ApiError if it has none for each of its items."""
+        if not self._header(b"content-type").startswith(b"application/json"):
+            raise _without_place()
+        answer = json.loads(content)
+        items = answer.get("data")
+        if not isinstance(items, list):
+            return answer | {FIELD: await self._results.rest(_CHOICE)}
+        call = self._results.call
+        if isinstance(call, InterventionCall) and len(call.entries) != len(items):
+            raise _without_place()
+        for index, item in enumerate(items):
+            item[FIELD] = await self._results.rest(index)
+        return answer
 
     async def _send_events(self, *, is_whole: bool) -> None:
         end = len(self._content) if is_whole else self._content.rfind(_EVENT_END) + len(_EVENT_END)
@@ -125,6 +142,14 @@ class _Answer:
         (event["response"] if kind in _LAST_RESPONSE else event)[FIELD] = found
         return head + _DATA + json_text(event).encode()
 
+    def _header(self, name: bytes) -> bytes:
+        return next((value for found, value in self._start()["headers"] if found == name), b"")
+
+    def _start(self) -> Message:
+        if self._held is None:
+            raise RuntimeError("a body was sent before its head")
+        return self._held
+
     def _check_failure(self, *, is_error: bool) -> None:
         """Raise the call's failure in place of the application's own form of it."""
         failure: ApiError | None = self._results.call.failure
@@ -136,8 +161,13 @@ def _type_of(frame: bytes) -> str:
     return frame.partition(b"\n")[0].removeprefix(b"event: ").decode()
 
 
-def _header(message: Message, name: bytes) -> bytes:
-    return next((value for found, value in message["headers"] if found == name), b"")
+def _without_place() -> ApiError:
+    return ApiError(
+        ErrorCode.UNSUPPORTED_COMBINATION,
+        "The answer has no place for results: leave out `encoding_format` bytes, and send texts that need "
+        "not be embedded in parts.",
+        FIELD,
+    )
 
 
 __all__ = ["InterveningApp"]

@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 from vllm.entrypoints.generate.api_router import register_generate_api_routers
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.pooling.factories import register_pooling_api_routers
 from vllm.entrypoints.serve.dev.cache.api_router import router as cache_router
 from vllm.entrypoints.serve.dev.server_info.api_router import router as info_router
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
@@ -54,7 +55,7 @@ class VLLMApp(FastAPI):
         for router in (basic_router, cache_router, info_router):
             self.include_router(router)
         attach_tokenize_router(self)
-        register_generate_api_routers(self)
+        self._has_routes = False
 
     def check_body(self, path: str, fields: Mapping[str, Any]) -> None:
         """Check the items of a response one by one.
@@ -82,11 +83,30 @@ class VLLMApp(FastAPI):
     async def use(self, engine: Any) -> None:
         """Serve an engine that has started."""
         tasks = await engine.get_supported_tasks()
+        if not self._has_routes:  # an engine that is started again has the same
+            self._has_routes = True
+            register_pooling_api_routers(self, tasks, engine.model_config)
+            if "generate" in tasks:
+                register_generate_api_routers(self)
         await init_app_state(engine, self.state, self._args, tasks)
+        if "generate" not in tasks:
+            return
         for serving in (self.state.openai_serving_completion, self.state.openai_serving_chat):
             raise_stream_errors(serving)
         for name in _STORES:
             setattr(self.state.openai_serving_responses, name, StoredResponses())
+
+    def serving(self, name: str) -> Any:
+        """Return one of vLLM's serving classes; raises ApiError if the model does not generate."""
+        found = getattr(self.state, name, None)
+        if found is None:
+            raise ApiError(
+                ErrorCode.UNSUPPORTED_COMBINATION,
+                "The model is served to embed or classify, and generates no text; ask /v1/embeddings, "
+                "/pooling or /classify.",
+                "model",
+            )
+        return found
 
 
 async def _answer(_request: Request, error: Exception) -> Response:

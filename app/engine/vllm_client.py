@@ -23,6 +23,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.usage.usage_lib import UsageContext
 
@@ -208,8 +209,12 @@ class VLLMEngineClient:
             logger.exception("the engine watchdog has failed: a hanging engine is no longer detected")
 
     async def _generate_one(self) -> None:
-        """Generate a token on each engine, so that it is reported ready only after it has worked."""
+        """Run the model on each engine, so that it is reported ready only after it has worked."""
+        tasks = await self.engine.get_supported_tasks()
         for rank in range(self.engine.num_engines):
+            if "generate" not in tasks:
+                await self._pool_one()
+                continue
             params = SamplingParams(max_tokens=1, temperature=0.0)
             num_tokens = 0
             async for output in self.engine.generate(
@@ -218,6 +223,13 @@ class VLLMEngineClient:
                 num_tokens = len(output.outputs[0].token_ids)
             if not num_tokens:
                 raise RuntimeError("the engine answers, and generates no token")
+
+    async def _pool_one(self) -> None:
+        task = self.engine.model_config.get_pooling_task(await self.engine.get_supported_tasks())
+        params = PoolingParams(task=task)
+        params.verify(self.engine.model_config)
+        async for _ in self.engine.encode({"prompt_token_ids": [0]}, params, f"warm-up-{uuid.uuid4()}"):
+            pass
 
     def _load(self) -> InterventionAsyncLLM:
         engine_args = AsyncEngineArgs.from_cli_args(self._args)
@@ -304,7 +316,7 @@ class VLLMEngineClient:
         inline: bool = False,
     ) -> EngineReply:
         """Answer ``/v1/completions``."""
-        serve = self._vllm_app.state.openai_serving_completion.create_completion
+        serve = self._vllm_app.serving("openai_serving_completion").create_completion
         if interventions:
             return await self._intervene(CompletionRequest, serve, body, interventions, http, inline=inline)
         return await self._plain(CompletionRequest, serve, body, http)
@@ -318,7 +330,7 @@ class VLLMEngineClient:
         inline: bool = False,
     ) -> EngineReply:
         """Answer ``/v1/chat/completions``."""
-        serve = self._vllm_app.state.openai_serving_chat.create_chat_completion
+        serve = self._vllm_app.serving("openai_serving_chat").create_chat_completion
         if interventions:
             return await self._intervene(
                 ChatCompletionRequest, serve, body, interventions, http, inline=inline

@@ -18,12 +18,14 @@ from starlette.responses import Response
 from api_schemas.errors import ApiError
 from api_schemas.interventions import Intervention
 from api_schemas.passed_on import (
+    EmbeddingsRequest,
+    EmbeddingsResponse,
     MessagesRequest,
     MessagesResponse,
     ResponsesRequest,
     ResponsesResponse,
 )
-from app.admission.estimates import of_text
+from app.admission.estimates import num_prompts, of_text
 from app.body import BodyLimits, read_object
 from app.context import Context, Served, caller_of
 from app.engine.client import JsonObject
@@ -34,7 +36,7 @@ from app.services.operations import resolve, take_operations
 from app.services.passed_bodies import check_body
 from app.services.passing_on import PassedOn
 from app.services.streaming import last_events
-from app.vllm_routes import MESSAGES, RESPONSES, VLLM_ROUTES, VLLMRoute
+from app.vllm_routes import EMBEDDINGS, MESSAGES, RESPONSES, VLLM_ROUTES, VLLMRoute
 
 router = APIRouter(tags=["vllm"])
 
@@ -50,8 +52,8 @@ def _endpoint(route: VLLMRoute) -> Callable[..., Awaitable[Response]]:
         operations: tuple[Intervention, ...] = ()
         if route.has_body:
             fields = await _fields(route, request, context)
-            if route.generates:
-                operations = await _operations(fields, request, context)
+            if route.runs:
+                operations = await _operations(route, fields, request, context)
             body, streams = json.dumps(fields).encode(), bool(fields.get("stream"))
         return PassedOn(
             await context.engine.vllm_app(operations, request, streams=streams),
@@ -73,10 +75,13 @@ async def _fields(route: VLLMRoute, request: Request, context: Context) -> JsonO
     return fields
 
 
-async def _operations(fields: JsonObject, request: Request, context: Context) -> tuple[Intervention, ...]:
+async def _operations(
+    route: VLLMRoute, fields: JsonObject, request: Request, context: Context
+) -> tuple[Intervention, ...]:
     """Take a request's interventions out of its body; raises ApiError if it is not accepted."""
     asked = context_of(request.scope)
-    operations = await take_operations(fields, 1, request, context, asked.caller)
+    count = num_prompts(fields, "input") if route.has_many else 1
+    operations = await take_operations(fields, count, request, context, asked.caller)
     if asked.admitted is not None:
         await asked.admitted.reserve(of_text(len(json.dumps(fields)), fields))
     return await resolve(operations, fields, request, context, asked.caller)
@@ -109,12 +114,13 @@ _BODY: Final = {
 _MODELS: Final[dict[str, tuple[type[BaseModel], type[BaseModel]]]] = {
     RESPONSES: (ResponsesRequest, ResponsesResponse),
     MESSAGES: (MessagesRequest, MessagesResponse),
+    **dict.fromkeys(EMBEDDINGS, (EmbeddingsRequest, EmbeddingsResponse)),
 }
 """The documented forms of bodies and answers with interventions."""
 
 
 def _documentation(route: VLLMRoute) -> dict[str, Any] | None:
-    models = _MODELS.get(route.path) if route.generates else None
+    models = _MODELS.get(route.path)
     if models is None:
         return _BODY if route.has_body else None
     asked, answered = models

@@ -17,6 +17,9 @@ _MAX_PARTS: Final = 100
 _MAX_NAME: Final = 512
 _MAX_CHARS_PER_TOKEN: Final = 32
 _MAX_STORED: Final = 64 * 1024
+_MAX_TEXTS: Final = 64
+_LISTS: Final = ("input", "documents", "items", "text_1", "text_2", "data_1", "data_2", "queries")
+"""Fields with several texts, each of which is a prompt or a part of one."""
 _TRANSFERS: Final = ("kv_transfer_params", "ec_transfer_params")
 
 
@@ -31,18 +34,19 @@ def check_body(route: VLLMRoute, fields: MutableMapping[str, Any], max_model_len
     Raises:
         ApiError: It is not accepted.
     """
-    if fields.get(FIELD) and not route.generates:
+    if fields.get(FIELD) and not route.intervenes:
         raise ApiError(
-            ErrorCode.UNSUPPORTED_COMBINATION, f"{route.path} generates nothing; send no `{FIELD}`.", FIELD
+            ErrorCode.UNSUPPORTED_COMBINATION, f"{route.path} takes no `{FIELD}`; leave it out.", FIELD
         )
     check_spelling(fields)
     others = [value for name, value in fields.items() if name != FIELD]
-    num_characters = sum(len(text) for text in _texts(others))
-    most = max_model_len * _MAX_CHARS_PER_TOKEN
+    num_characters = sum(map(len, _texts(others)))
+    num_prompts = min(_num_texts(fields), _MAX_TEXTS) if route.has_many else 1
+    most = max_model_len * _MAX_CHARS_PER_TOKEN * num_prompts
     if num_characters > most:  # vLLM tokenizes texts whole, on a thread that all requests share
         raise ApiError(
             ErrorCode.INVALID_VALUE,
-            f"The texts of a request to {route.path} may have {most} characters together, got "
+            f"The texts of this request to {route.path} may have {most} characters together, got "
             f"{num_characters}: the model's context has {max_model_len} tokens.",
         )
     extra = fields.get("vllm_xargs")
@@ -53,6 +57,12 @@ def check_body(route: VLLMRoute, fields: MutableMapping[str, Any], max_model_len
         _check_response(fields)
         if num_characters > _MAX_STORED:
             fields["store"] = False
+
+
+def _num_texts(fields: Mapping[str, Any]) -> int:
+    """Return the number of texts that are prompts of their own, at least 1."""
+    found = (fields.get(name) for name in _LISTS)
+    return max([1, *(len(texts) for texts in found if isinstance(texts, list))])
 
 
 def _check_response(fields: Mapping[str, Any]) -> None:

@@ -16,11 +16,11 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextvars import ContextVar
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 from vllm.config import VllmConfig
-from vllm.outputs import RequestOutput
+from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.usage.usage_lib import UsageContext
@@ -32,7 +32,7 @@ from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.work_context import current_work, tenant_served
 from nnsight_engine.plans.request_plan import PLAN_KEY
 from nnsight_engine.vllm_backend.call import InterventionCall, PromptEntry, prepare_params, salted
-from nnsight_engine.vllm_backend.compat import check_supported
+from nnsight_engine.vllm_backend.compat import add_entries, check_supported
 from nnsight_engine.vllm_backend.metering import count_tokens, note_spent
 from nnsight_engine.vllm_backend.output_payloads import deliver_payloads
 from nnsight_engine.vllm_backend.processes import kill_engine, uninterrupted
@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 AcceptGrammar = Callable[[StructuredOutputsParams, str], Awaitable[None]]
 """Checks a sender's grammar before it reaches the engine; raises ApiError for an invalid one."""
 
+_Output = TypeVar("_Output", RequestOutput, PoolingRequestOutput)
 _SANDBOX_S: Final = 120.0
 _SANDBOX_POLL_S: Final = 0.1
 
@@ -197,14 +198,10 @@ class InterventionAsyncLLM(TracingAsyncLLM):
                 vLLM's handlers answer it as an error of their own.
         """
         call = _CALL.get()
-        try:
-            return self._begun(call, prompt, sampling_params, request_id, **kwargs)
-        except ApiError as error:
-            if call is not None:
-                call.failure = error
-            raise
+        with _noting_failure(call):
+            return self._generating(call, prompt, sampling_params, request_id, **kwargs)
 
-    def _begun(
+    def _generating(
         self,
         call: InterventionCall | TraceCall | None,
         prompt: Any,
@@ -236,20 +233,53 @@ class InterventionAsyncLLM(TracingAsyncLLM):
         elif call is None:
             outputs = super().generate(prompt, sampling_params, request_id, **kwargs)
         else:
-            outputs = self._generate_with_plan(call, prompt, sampling_params, request_id, **kwargs)
+            entry, prompt = self._planned(call, prompt, sampling_params, sampling_params.n)
+            cumulative = sampling_params.output_kind is not RequestOutputKind.DELTA
+
+            def deliver(output: RequestOutput) -> None:
+                entry.deliver(output.outputs, cumulative=cumulative)
+
+            outputs = super().generate(prompt, sampling_params, request_id, **kwargs)
+            outputs = _watched(call, entry, outputs, deliver)
         return outputs if sampling_params.structured_outputs is None else _check_grammar(outputs)
 
-    def _generate_with_plan(
-        self,
-        call: InterventionCall,
-        prompt: Any,
-        sampling_params: SamplingParams,
-        request_id: str,
-        **kwargs: Any,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Compile a request's operations for a prompt and generate; raises ApiError if they are invalid."""
+    def encode(
+        self, prompt: Any, pooling_params: PoolingParams, request_id: str, **kwargs: Any
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """Pool as vLLM does, with the interventions of the call that the task carries.
+
+        Raises:
+            ApiError: The call's operations do not fit this prompt. The call has it as its failure.
+        """
+        call, sender = _CALL.get(), tenant_served()
+        params = pooling_params.clone()  # vLLM gives one object to all prompts of a request
+        if sender:
+            add_entries(params, {SENDER_KEY: sender})
+        if isinstance(call, TraceCall):
+            call.failure = ApiError(
+                ErrorCode.UNSUPPORTED_COMBINATION,
+                "Code runs beside a request that generates, and this one is embedded; send operations.",
+                call.param,
+            )
+            raise call.failure
+        pooled: AsyncGenerator[PoolingRequestOutput, None]
+        if call is None:
+            pooled = super().encode(prompt, params, request_id, **kwargs)
+            return pooled
+        with _noting_failure(call):
+            entry, prompt = self._planned(call, prompt, params, 1)
+        pooled = super().encode(prompt, params, request_id, **kwargs)
+        return _watched(call, entry, pooled, lambda _: None)
+
+    def _planned(
+        self, call: InterventionCall, prompt: Any, params: SamplingParams | PoolingParams, num_choices: int
+    ) -> tuple[PromptEntry, Any]:
+        """Compile a call's operations for its next prompt, and have the parameters carry them.
+
+        Returns the prompt's entry, and the prompt with its cache salt; raises ApiError if they are invalid.
+        """
         prompt_token_ids = _token_ids(prompt)
-        compiled = call.compile(prompt_token_ids, sampling_params)
+        compiled = call.compile(prompt_token_ids, params)
         key = uuid.uuid4().hex
         op_names = call.op_names(len(call.entries))
         with contextlib.ExitStack() as undo:
@@ -262,16 +292,14 @@ class InterventionAsyncLLM(TracingAsyncLLM):
                 compiled.plan,
                 prompt_token_ids=prompt_token_ids,
                 op_names=op_names,
-                num_choices=sampling_params.n,
+                num_choices=num_choices,
             )
             entry = PromptEntry(key, compiled, collectors, [[] for _ in collectors])
             call.entries.append(entry)
             undo.pop_all()  # from here on ``close_call`` closes it
-        prepare_params(sampling_params, compiled, key)
+        prepare_params(params, compiled, key)
         salt = salted(compiled, prompt.get("cache_salt"), self._salt_secret)
-        if salt is not None:
-            prompt = {**prompt, "cache_salt": salt}
-        return self._generate(call, entry, prompt, sampling_params, request_id, **kwargs)
+        return entry, prompt if salt is None else {**prompt, "cache_salt": salt}
 
     def accept_grammars(self, accept: AcceptGrammar) -> None:
         """Check every grammar with ``accept`` before it reaches the engine, in place of vLLM's own checks."""
@@ -291,27 +319,33 @@ class InterventionAsyncLLM(TracingAsyncLLM):
             kwargs["trace_headers"] = work.trace_headers
         return await super().add_request(request_id, prompt, params, *args, **kwargs)
 
-    async def _generate(
-        self,
-        call: InterventionCall,
-        entry: PromptEntry,
-        prompt: Any,
-        sampling_params: SamplingParams,
-        request_id: str,
-        **kwargs: Any,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        cumulative = sampling_params.output_kind is not RequestOutputKind.DELTA
-        outputs = super().generate(prompt, sampling_params, request_id, **kwargs)
-        try:
+
+@contextlib.contextmanager
+def _noting_failure(call: InterventionCall | TraceCall | None) -> Iterator[None]:
+    """Give a call the ApiError that the block raises."""
+    try:
+        yield
+    except ApiError as error:
+        if call is not None:
+            call.failure = error
+        raise
+
+
+async def _watched(
+    call: InterventionCall,
+    entry: PromptEntry,
+    outputs: AsyncGenerator[_Output, None],
+    deliver: Callable[[_Output], None],
+) -> AsyncGenerator[_Output, None]:
+    """Yield a prompt's outputs; raises ApiError if its operations fail."""
+    try:
+        with _noting_failure(call):
             async for output in outputs:
                 entry.raise_failure()
-                entry.deliver(output.outputs, cumulative=cumulative)
+                deliver(output)
                 yield output
-        except ApiError as error:
-            call.failure = error
-            raise
-        finally:
-            await outputs.aclose()
+    finally:
+        await outputs.aclose()
 
 
 def _token_ids(prompt: Any) -> list[int]:

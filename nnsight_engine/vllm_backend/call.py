@@ -12,6 +12,9 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import SamplingParams
+
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import Intervention, PromptOperations
 from nnsight_engine.core.errors import InterventionError
@@ -21,6 +24,7 @@ from nnsight_engine.plans.collect.results import CollectedResults
 from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.compile.scope import TokenOf
 from nnsight_engine.plans.request_plan import PLAN_KEY, CompiledRequest
+from nnsight_engine.vllm_backend.compat import add_entries
 
 
 @dataclasses.dataclass(slots=True)
@@ -94,17 +98,20 @@ class InterventionCall:
         """Seconds that its operations took in the engine, as far as they were reported."""
         return sum(collector.spent_s for entry in self.entries for collector in entry.collectors)
 
-    def compile(self, prompt_token_ids: Sequence[int], params: Any) -> CompiledRequest:
+    def compile(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams | PoolingParams
+    ) -> CompiledRequest:
         """Return the plan for the next prompt; raises ApiError if the operations do not fit it."""
+        generates = isinstance(params, SamplingParams)
         declared = self._by_prompt.of(len(self.entries))
         return compile_request(
             [op for _, op in declared],
             spec=self._spec,
             prompt_token_ids=prompt_token_ids,
-            max_tokens=params.max_tokens or 1,
+            max_tokens=(params.max_tokens if generates else None) or 1,
             token_of=self._token_of,
             stream=self._stream,
-            prompt_logprobs=params.prompt_logprobs is not None,
+            prompt_logprobs=generates and params.prompt_logprobs is not None,
             indexes=[index for index, _ in declared],
         )
 
@@ -165,9 +172,9 @@ def engine_entry(compiled: CompiledRequest, key: str) -> dict[str, Any]:
     return {"key": key, "plan": compiled.plan.encode(), "tensors": tensors}
 
 
-def prepare_params(params: Any, compiled: CompiledRequest, key: str) -> None:
-    """Add the compiled request to vLLM's sampling parameters."""
-    params.extra_args = {**(params.extra_args or {}), PLAN_KEY: engine_entry(compiled, key)}
+def prepare_params(params: SamplingParams | PoolingParams, compiled: CompiledRequest, key: str) -> None:
+    """Add the compiled request to vLLM's parameters of a prompt."""
+    add_entries(params, {PLAN_KEY: engine_entry(compiled, key)})
     if compiled.reads_prompt:
         # A cached prefix does not run through the model, so its rows could not be read.
         params.skip_reading_prefix_cache = True

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import SamplingParams
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.executor import Executor
 from vllm.v1.kv_cache_interface import CircularBufferSpec, MambaSpec
@@ -214,14 +216,30 @@ def platform_worker_class() -> Any:
     return resolve_obj_by_qualname(name)
 
 
+def params_of(request: Any) -> Any:
+    """Return the sampling or pooling parameters of a request of vLLM's."""
+    return request.pooling_params if request.sampling_params is None else request.sampling_params
+
+
+def _extras_of(params: SamplingParams | PoolingParams | None) -> Mapping[str, Any]:
+    found = params.extra_kwargs if isinstance(params, PoolingParams) else params and params.extra_args
+    return found or {}
+
+
 def entry_of(params: Any, key: str) -> Any:
-    """Return the entry that sampling parameters carry under ``key``, or None; a pooling request has none."""
-    return None if params is None else (params.extra_args or {}).get(key)
+    """Return the entry that sampling or pooling parameters carry under ``key``, or None."""
+    return _extras_of(params).get(key)
 
 
 def brings(params: Any, key: str) -> bool:
-    """Return whether sampling parameters (None for a pooling request) carry an entry under ``key``."""
-    return params is not None and key in (params.extra_args or {})
+    """Return whether sampling or pooling parameters carry an entry under ``key``."""
+    return key in _extras_of(params)
+
+
+def add_entries(params: SamplingParams | PoolingParams, entries: Mapping[str, Any]) -> None:
+    """Have sampling or pooling parameters carry entries."""
+    name = "extra_kwargs" if isinstance(params, PoolingParams) else "extra_args"
+    setattr(params, name, {**_extras_of(params), **entries})
 
 
 def attach_results(output: Any, results: StepResults) -> Any:

@@ -29,7 +29,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from nnsight_engine.vllm_backend.compat import EngineLimits, entry_of
+from nnsight_engine.vllm_backend.compat import EngineLimits, entry_of, params_of
 from nnsight_engine.vllm_backend.sender_usage import SENDER_KEY, SenderUsage
 
 _STARTABLE: Final = {RequestStatus.WAITING, RequestStatus.PREEMPTED}
@@ -258,7 +258,7 @@ class FairScheduler(Scheduler):
 
 
 def _sender(request: Request) -> str:
-    sender = entry_of(request.sampling_params, SENDER_KEY)
+    sender = entry_of(params_of(request), SENDER_KEY)
     return sender if isinstance(sender, str) else ""
 
 

@@ -36,6 +36,8 @@ SHARDED_LEAVES: Final = frozenset(
 """Leaves of which each tensor-parallel rank computes only its own columns."""
 
 _QKV: Final = ("q", "k", "v")
+_POOLING_ADAPTERS: Final = "vllm.model_executor.models.adapters"
+"""The module whose classes pool the hidden states of other models."""
 
 
 class UnsupportedModelError(Exception):
@@ -257,6 +259,7 @@ class ModelPoints:
         final_norm: The final norm, or None if the model has none.
         project_out: Projection between the final norm and the unembedding, or None.
         tensor_parallel_size: Number of ranks that share each layer.
+        generates: Whether it generates tokens, and has an unembedding.
     """
 
     model: nn.Module
@@ -272,6 +275,7 @@ class ModelPoints:
     intermediate_size: int
     vocab_size: int
     tensor_parallel_size: int
+    generates: bool = True
 
     @property
     def returns_residual(self) -> bool:
@@ -395,7 +399,9 @@ class ModelPoints:
         specs = [
             LeafSpec("embed.output", hidden, "tap", VALUE_OPERATIONS),
             LeafSpec("input", hidden, "tap", VALUE_OPERATIONS),
-            LeafSpec("output", hidden, "tap", (*VALUE_OPERATIONS, "logit_lens")),
+            LeafSpec(
+                "output", hidden, "tap", (*VALUE_OPERATIONS, *(["logit_lens"] if self.generates else ()))
+            ),
         ]
         specs += [
             LeafSpec(leaf, self._shape(leaf), "eager", VALUE_OPERATIONS)
@@ -406,8 +412,9 @@ class ModelPoints:
             specs.append(LeafSpec(PATTERN_LEAF, (self.num_heads, -1), "eager", ("capture",)))
         if self.final_norm is not None:
             specs.append(LeafSpec("norm.output", hidden, "tap", VALUE_OPERATIONS))
-        specs.append(LeafSpec("logits", (self.vocab_size,), "tap", VALUE_OPERATIONS))
-        specs.append(LeafSpec("samples", (), "tap", ("capture",)))
+        if self.generates:
+            specs.append(LeafSpec("logits", (self.vocab_size,), "tap", VALUE_OPERATIONS))
+            specs.append(LeafSpec("samples", (), "tap", ("capture",)))
         return tuple(specs)
 
     def _shape(self, leaf: str) -> tuple[int, ...]:
@@ -421,18 +428,21 @@ class ModelPoints:
         return (self.hidden_size,)
 
 
-def resolve_points(model: nn.Module, config: TextConfig, *, tensor_parallel_size: int = 1) -> ModelPoints:
+def resolve_points(
+    model: nn.Module, config: TextConfig, *, tensor_parallel_size: int = 1, generates: bool = True
+) -> ModelPoints:
     """Resolve the points of a loaded vLLM model.
 
     Args:
         model: The model that vLLM's loader returned.
         config: Its text config, ``ModelConfig.hf_text_config``.
         tensor_parallel_size: Number of ranks that share each layer.
+        generates: Whether it generates tokens, rather than pools its hidden states.
 
     Raises:
         UnsupportedModelError: No table matches the model.
     """
-    family = family_named(type(model).__name__, config.architectures or [])
+    family = family_named(_served_class(model).__name__, config.architectures or [])
     layers = tuple(model.get_submodule(family.layers).children())
     # vLLM's placeholders for blocks of other pipeline stages contain no modules.
     held = [index for index, layer in enumerate(layers) if next(layer.children(), None) is not None]
@@ -456,7 +466,13 @@ def resolve_points(model: nn.Module, config: TextConfig, *, tensor_parallel_size
         intermediate_size=_input_size(block, family.leaves["mlp.act"]),
         vocab_size=config.vocab_size,
         tensor_parallel_size=tensor_parallel_size,
+        generates=generates,
     )
+
+
+def _served_class(model: nn.Module) -> type:
+    """Return a model's class, without the subclass that vLLM makes of it to pool its hidden states."""
+    return next(kind for kind in type(model).__mro__ if kind.__module__ != _POOLING_ADAPTERS)
 
 
 def family_named(class_name: str, architectures: Sequence[str]) -> EngineFamily:

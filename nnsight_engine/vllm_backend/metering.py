@@ -42,8 +42,9 @@ def note_spent(seconds: float | None) -> None:
 
 
 def _num_tokens(state: Any, *, counts_prompt: bool) -> int:
-    generated: int = state.detokenizer.num_output_tokens()
-    return generated + (state.prompt_len if counts_prompt else 0)
+    # A request that pools has no detokenizer.
+    generated = 0 if state.detokenizer is None else state.detokenizer.num_output_tokens()
+    return int(generated) + (state.prompt_len if counts_prompt else 0)
 
 
 __all__ = ["count_tokens", "note_spent"]

@@ -12,9 +12,10 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import msgspec
+import torch
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -31,6 +32,7 @@ from nnsight_engine.vllm_backend.compat import (
     detach_results,
     entry_of,
     mark_step,
+    params_of,
     record_allocated_blocks,
 )
 from nnsight_engine.vllm_backend.content_logs import redact_content
@@ -42,6 +44,9 @@ from nnsight_engine.vllm_backend.tensor_interning import TensorTable
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY, TraceEntry
 from nnsight_engine.vllm_backend.traces.reporting import Report
 from nnsight_engine.vllm_backend.unclean_blocks import UncleanBlocks
+
+_POOLED_NOTHING: Final = torch.empty(0)
+"""The output of a request that has failed before it was pooled."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -101,7 +106,7 @@ class InterventionScheduler(DraftScheduler):
 
     def add_request(self, request: Request) -> None:
         """Queue the request; tensors that several requests share are kept once."""
-        params = request.sampling_params
+        params = params_of(request)
         entry = entry_of(params, PLAN_KEY)
         if request.prompt_embeds is not None:
             self._unclean.watch(request.request_id)
@@ -115,10 +120,11 @@ class InterventionScheduler(DraftScheduler):
             plan = entry["plan"]
             if isinstance(plan, bytes):  # in one process, the choices of a request share the entry
                 plan = entry["plan"] = RequestPlan.decode(plan)  # the workers receive it decoded
-            self._outbox.open(request.request_id, plan, stops_outside=bool(params.stop))
+            stops_outside = request.sampling_params is not None and bool(params.stop)
+            self._outbox.open(request.request_id, plan, stops_outside=stops_outside)
             self._owners[request.request_id] = entry["key"]
             # A stop string is found by the API process, too late for rows that were accepted behind it.
-            if params.stop or not takes_drafts(plan):
+            if stops_outside or not takes_drafts(plan):
                 self.undrafted.add(request.request_id)
             if plan.fingerprint:
                 self._unclean.watch(request.request_id)
@@ -371,6 +377,7 @@ class InterventionScheduler(DraftScheduler):
             output = EngineCoreOutput(
                 request_id=request_id,
                 new_token_ids=[],
+                pooling_output=_POOLED_NOTHING if request.sampling_params is None else None,
                 finish_reason=request.get_finished_reason(),
                 kv_transfer_params=message,
             )

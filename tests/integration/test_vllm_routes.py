@@ -80,7 +80,7 @@ async def test_bodies_have_the_limits_of_all_routes(server: Server, error_of: Er
     error_of(await post("[" * 20 + "]" * 20), 400, "json_too_deep")
     error_of(await post("{"), 400, "invalid_json")
     error_of(await post("{}", "text/plain"), 400, "bad_request")
-    refusal = (422, "invalid_shape") if route.generates else (400, "unsupported_combination")
+    refusal = (422, "invalid_shape") if route.intervenes else (400, "unsupported_combination")
     error_of(await post('{"interventions": [1]}'), *refusal)
 
 

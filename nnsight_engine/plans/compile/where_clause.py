@@ -150,8 +150,9 @@ def _contradiction(rule: WhereRule, scope: CompileScope) -> str:
     num_generated = scope.num_positions - scope.prompt_len
     if rule.phase == "generated" and num_generated == 0:
         return (
-            "With `max_tokens` 1 no generated position is ever computed, so `phase` generated names nothing; "
-            "raise `max_tokens`, or name the prompt's last position, -1, which the first token comes from."
+            "With `max_tokens` 1, and where texts are embedded, no generated position is ever computed, so "
+            "`phase` generated names nothing; raise `max_tokens`, or name the prompt's last position, -1, "
+            "which the first token comes from."
         )
     bare = WhereRule(rule.phase, rule.positions, rule.start, rule.stop, None, rule.exclude)
     if rule.tokens is not None and len(_named_prompt(bare, scope)):

@@ -27,7 +27,14 @@ from nnsight_engine.plans.request_plan import PLAN_KEY
 from nnsight_engine.plans.step.host_arena import to_device
 from nnsight_engine.plans.step.plan import StepPlan
 from nnsight_engine.plans.step.stage_results import StageResults
-from nnsight_engine.vllm_backend.compat import EngineLimits, brings, describe_model, is_single_tenant
+from nnsight_engine.vllm_backend.compat import (
+    EngineLimits,
+    brings,
+    describe_model,
+    entry_of,
+    is_single_tenant,
+    params_of,
+)
 from nnsight_engine.vllm_backend.families import resolve_points
 from nnsight_engine.vllm_backend.hooks import hooked
 from nnsight_engine.vllm_backend.steps.graphs import StepGraphs, cut_at_taps
@@ -86,7 +93,10 @@ class StepHandler:
         self.graphs = StepGraphs(is_cut=has_taps and cut_at_taps(config.compilation_config))
         self._model = model = load()
         points = resolve_points(
-            model, config.model_config.hf_text_config, tensor_parallel_size=parallel.tensor_parallel_size
+            model,
+            config.model_config.hf_text_config,
+            tensor_parallel_size=parallel.tensor_parallel_size,
+            generates=config.model_config.runner_type != "pooling",
         )
         self.taps: frozenset[int] = frozenset()
         if has_taps:
@@ -323,6 +333,12 @@ class StepHandler:
         own.copy_(self.traces.on_samples(own))
         return sampled
 
+    def leave_pooled(self) -> StepOutcome | None:
+        """End a step of a model that pools, which has no logits; return as ``leave`` does."""
+        if self._running is not None and self._running.hidden is not None:
+            self.interventions.collect(self._running.plan)
+        return self.leave()
+
     def leave(self) -> StepOutcome | None:
         """End the step; return its outcome, None if there is nothing to send.
 
@@ -371,9 +387,9 @@ def _returned(scheduled: SchedulerOutput) -> dict[str, int]:
 
 
 def _arrived(scheduled: SchedulerOutput, key: str) -> list[tuple[str, Any]]:
-    """Return the new requests whose ``extra_args`` have an entry under ``key``, with the entry."""
+    """Return the new requests that carry an entry under ``key``, with the entry."""
     return [
-        (request.req_id, request.sampling_params.extra_args[key])
+        (request.req_id, entry_of(params_of(request), key))
         for request in scheduled.scheduled_new_reqs
-        if brings(request.sampling_params, key)
+        if brings(params_of(request), key)
     ]

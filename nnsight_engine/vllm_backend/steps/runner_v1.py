@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from vllm.config import CUDAGraphMode
+from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from nnsight_engine.vllm_backend.compat import attach_results, is_alone, zero_blocks
@@ -104,6 +105,7 @@ class V1RunnerMixin(SeededChunksMixin):
     execute_model_state: Any
     intermediate_tensors: Any
     num_prompt_logprobs: dict[str, int]
+    is_pooling_model: bool
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model with its interventions."""
@@ -156,9 +158,16 @@ class V1RunnerMixin(SeededChunksMixin):
         finally:
             handler.graphs.end()
         if scheduler_output.total_num_scheduled_tokens:
-            return output
+            return self._pooled(output) if self.is_pooling_model else output
         results = handler.reports.end_idle_step(is_alone=is_alone(scheduler_output))
         return output if results is None else attach_results(output, results)
+
+    def _pooled(self, output: Any) -> Any:
+        """Return the output of a model that pools with the step's results; an early stage has none yet."""
+        if isinstance(output, IntermediateTensors):
+            return output
+        outcome = self.handler.leave_pooled()
+        return output if outcome is None else with_outcome(output, outcome)
 
     def prepare_zeroing(self) -> None:
         """Make ready to zero blocks of the KV cache, see ``UncleanBlocks``."""

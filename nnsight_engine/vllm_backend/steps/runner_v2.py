@@ -253,3 +253,9 @@ class V2RunnerMixin:
             self._skipped = None
         outcome = self.handler.leave()
         return output if outcome is None else with_outcome(output, outcome)
+
+    def pool(self) -> Any:
+        """Pool, and let the step's results leave with the output."""
+        output = super().pool()  # type: ignore[misc]
+        outcome = self.handler.leave_pooled()
+        return output if outcome is None else with_outcome(output, outcome)

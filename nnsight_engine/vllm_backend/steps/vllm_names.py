@@ -60,8 +60,8 @@ _WORKER: Final = (
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
         "vllm.v1.worker.cpu_model_runner:CPUModelRunner",
         read="compilation_config device discard_request_mask execute_model_state input_batch "
-        "input_ids intermediate_tensors kv_cache_config max_num_tokens num_prompt_logprobs requests "
-        "use_async_scheduling vllm_config",
+        "input_ids intermediate_tensors is_pooling_model kv_cache_config max_num_tokens num_prompt_logprobs "
+        "requests use_async_scheduling vllm_config",
         called={
             "get_model": "",
             "_dummy_run": "num_tokens, *, cudagraph_runtime_mode",
@@ -95,6 +95,7 @@ _WORKER: Final = (
             "prepare_inputs": "scheduler_output, batch_req_state, batch_desc, num_active_loras, **others",
             "sample": "hidden_states, input_batch, grammar_output",
             "sample_tokens": "grammar_output",
+            "pool": "",
         },
     ),
     _used(
@@ -357,6 +358,7 @@ _CLIENT: Final = (
         called={
             "abort": "request_id",
             "from_engine_args": "engine_args",
+            "encode": "prompt, pooling_params, request_id",
             "generate": "prompt, sampling_params, request_id, *, data_parallel_rank",
             "get_num_unfinished_requests": "",
             "get_supported_tasks": "",
@@ -370,6 +372,7 @@ _CLIENT: Final = (
             "**others",
             "add_request": "request_id, prompt, params, *, trace_headers=None, **others",
             "collective_rpc": "method, timeout=None, args=(), kwargs=None",
+            "encode": "prompt, pooling_params, request_id, **others",
             "generate": "prompt, sampling_params, request_id, **others",
         },
     ),
@@ -417,8 +420,14 @@ _CLIENT: Final = (
         called={"abort_request": "request_ids, *, internal"},
     ),
     _used("vllm.exceptions", read="GracefulHTTPError VLLMClientError VLLMValidationError"),
-    _used("vllm.outputs", read="RequestOutput"),
+    _used("vllm.outputs", read="PoolingRequestOutput RequestOutput"),
+    _used("vllm.model_executor.models.adapters", read="as_embedding_model as_seq_cls_model"),
     _used("vllm.pooling_params", read="PoolingParams"),
+    _used(
+        "vllm.pooling_params:PoolingParams",
+        read="extra_kwargs task",
+        called={"clone": "", "verify": "model_config"},
+    ),
     _used("vllm.sampling_params", read="RequestOutputKind SamplingParams StructuredOutputsParams"),
     _used(
         "vllm.sampling_params:SamplingParams",
@@ -461,6 +470,10 @@ _SERVER: Final = (
     _used("vllm.renderers.params", read="ChatParams TokenizeParams"),
     _used("vllm.utils.argparse_utils", read="FlexibleArgumentParser"),
     _used("vllm.entrypoints.generate.api_router", called={"register_generate_api_routers": "app"}),
+    _used(
+        "vllm.entrypoints.pooling.factories",
+        called={"register_pooling_api_routers": "app, supported_tasks, model_config"},
+    ),
     _used("vllm.entrypoints.openai.responses.protocol", read="ResponsesRequest"),
     _used("vllm.entrypoints.serve.dev.cache.api_router", read="router"),
     _used("vllm.entrypoints.serve.dev.server_info.api_router", read="router"),
