@@ -196,14 +196,14 @@ def test_custom_modules_and_functions_are_sent(model: VLLM) -> None:
 
     with model.trace(PROMPT, **GREEDY):
         value = model.model.layers[6].mlp.output.save()
-        found = save(largest(decode(value)))
+        found = save(largest(decode.to(value.device)(value)))
     assert torch.equal(found, largest(decode(value)))
 
 
 def test_an_error_is_the_users_own(model: VLLM) -> None:
     with pytest.raises(RuntimeError, match="size mismatch") as caught, model.trace(PROMPT):
         value = model.model.layers[3].mlp.output
-        value @ torch.ones(3)  # the line
+        value @ torch.ones(3, device=value.device)  # the line
     lines = [frame.line for frame in traceback.extract_tb(caught.value.__traceback__)]
     assert any(line is not None and "# the line" in line for line in lines)
     assert all(
@@ -309,13 +309,15 @@ def test_neighbours_notice_nothing(model: VLLM) -> None:
     with model.trace(PROMPT, max_tokens=10, tracer_cls=HeldTracer, **GREEDY) as held:
         for _ in held.iter[:]:
             for layer in model.model.layers:
-                layer.mlp.output[:] += torch.randn(576)
+                output = layer.mlp.output
+                output[:] += torch.randn_like(output)
     with model.trace(PROMPT, max_tokens=10, tracer_cls=HeldTracer, **GREEDY) as idle:
         pass
     calm = run_together(model, [idle.sent], neighbours, late=1)
     wild = run_together(model, [held.sent], neighbours, late=1)
     for number in range(7):
         assert wild.tokens(f"plain-{number}") == calm.tokens(f"plain-{number}")
+    assert wild.outcomes[0].error is None
     assert wild.tokens("trace-0") != calm.tokens("trace-0")
 
 

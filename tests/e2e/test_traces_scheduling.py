@@ -98,7 +98,8 @@ def generating(model: VLLM, number: int) -> SentTrace:
         rows, tokens = save([]), save([])
         for _ in tracer.iter[:]:
             if writes:
-                model.model.layers[5].mlp.output[:] += direction * 0.3
+                output = model.model.layers[5].mlp.output
+                output[:] += direction.to(output) * 0.3
             rows.append(model.model.layers[20].mlp.output)
             tokens.append(model.samples.output.item())
     sent: SentTrace = tracer.sent
