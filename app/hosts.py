@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Final, NamedTuple
 
 from starlette.requests import HTTPConnection
@@ -52,12 +52,18 @@ class HostMiddleware:
         settings: The address on which the server listens and its further names.
         are_keys_required: Returns whether the server has keys; called only for requests that would be
             rejected.
+        allowed_origins: Origins whose pages may call the server although it has no keys.
     """
 
     def __init__(
-        self, app: ASGIApp, settings: Settings, are_keys_required: Callable[[], Awaitable[bool]]
+        self,
+        app: ASGIApp,
+        settings: Settings,
+        are_keys_required: Callable[[], Awaitable[bool]],
+        allowed_origins: Collection[str] = (),
     ) -> None:
         self._app = app
+        self._allowed_origins = allowed_origins
         # Without keys the server listens on loopback only; other host names are checked only there.
         self._checks_name = is_loopback(settings.host)
         self._own = {name.strip().lower() for name in settings.allowed_hosts.split(",")} - {""}
@@ -82,12 +88,13 @@ class HostMiddleware:
                 f"Host {excerpt(connection.headers.get('host'))}: use http://localhost, or ask the operator "
                 "to add it to allowed_hosts (NNSIGHT_ENGINE_ALLOWED_HOSTS) or to create keys.",
             )
-        if is_cross_origin(connection):
+        is_allowed = connection.headers.get("origin") in self._allowed_origins
+        if not is_allowed and is_cross_origin(connection):
             return ApiError(
                 ErrorCode.ORIGIN_NOT_ALLOWED,
                 "A server without keys rejects requests from pages of other origins, and this request has "
                 f"the Origin {excerpt(connection.headers.get('origin'))}: open the page from this server, "
-                "call it from outside a browser, or ask the operator to create keys.",
+                "call it from outside a browser, or ask the operator for --allowed-origins or for keys.",
             )
         return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import socket
 from typing import Any, ClassVar, Final, Protocol
 
@@ -14,14 +15,13 @@ from app.errors import error_bytes
 from app.forwarded import as_x_forwarded
 
 MAX_HEAD_BYTES: Final = 64 * 1024
-"""The maximum size of a request line with its headers, and of a body's framing between two pieces of content.
-"""
 _LINGER_S: Final = 2.0
 """How long a client whose head was rejected has to read the response."""
 _TOO_LARGE: Final = (
-    f"A request's line and headers may have {MAX_HEAD_BYTES} bytes together, and this one's have more; send "
-    "long values in the body."
+    "A request's line and headers may have {} bytes together, and this one's have more; send long values in "
+    "the body."
 )
+_TOO_MANY: Final = "A request may have {} headers, and this one has more."
 _MS: Final = 1000
 _KEEP_ALIVE: Final = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
 """Idle seconds before the first keep-alive probe, seconds between probes, and the number of unanswered
@@ -70,7 +70,23 @@ def detect_lost_peer(sock: Settable, *, stall_s: float = 60.0) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def protocol_with_head_limits(head_s: float, *, reads_forwarded: bool = False) -> type[asyncio.Protocol]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class HeadLimits:
+    """Limits on the heads of requests.
+
+    Attributes:
+        max_bytes: The maximum size of a request line with its headers, and of a body's framing between two
+            pieces of content.
+        max_headers: The maximum number of headers.
+    """
+
+    max_bytes: int = MAX_HEAD_BYTES
+    max_headers: int = MAX_HEAD_BYTES
+
+
+def protocol_with_head_limits(
+    head_s: float, *, reads_forwarded: bool = False, limits: HeadLimits | None = None
+) -> type[asyncio.Protocol]:
     """Return uvicorn's HTTP protocol with limits on the duration and size of a request's head.
 
     uvicorn itself waits indefinitely, and each silent connection occupies a file descriptor. It also parses
@@ -79,10 +95,10 @@ def protocol_with_head_limits(head_s: float, *, reads_forwarded: bool = False) -
     Args:
         head_s: The time limit for a head, in seconds.
         reads_forwarded: Whether the proxies send the client's address in ``Forwarded``.
+        limits: Other limits than the default ones.
     """
-    return type(
-        "HeadLimitedProtocol", (_HeadLimitedProtocol,), {"head_s": head_s, "reads_forwarded": reads_forwarded}
-    )
+    chosen = {"head_s": head_s, "reads_forwarded": reads_forwarded, "limits": limits or HeadLimits()}
+    return type("HeadLimitedProtocol", (_HeadLimitedProtocol,), chosen)
 
 
 class _HeadLimitedProtocol(HttpToolsProtocol):
@@ -91,10 +107,12 @@ class _HeadLimitedProtocol(HttpToolsProtocol):
     Attributes:
         head_s: The time limit for a head, in seconds.
         reads_forwarded: See ``protocol_with_head_limits``.
+        limits: The limits on its size.
     """
 
     head_s: ClassVar[float]
     reads_forwarded: ClassVar[bool] = False
+    limits: ClassVar[HeadLimits] = HeadLimits()
     _waiting: asyncio.TimerHandle | None = None
     _num_bytes = 0
     """Bytes received since the last complete head, piece of a body or message."""
@@ -105,9 +123,9 @@ class _HeadLimitedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Process received data in pieces, counting the bytes without progress."""
         while data and not self._is_refused and not self.transport.is_closing():
-            room = MAX_HEAD_BYTES - self._num_bytes
+            room = self.limits.max_bytes - self._num_bytes
             if room <= 0:
-                self._refuse()
+                self._refuse(_TOO_LARGE.format(self.limits.max_bytes))
                 return
             piece, data = data[:room], data[room:]
             self._got_on = False
@@ -120,21 +138,25 @@ class _HeadLimitedProtocol(HttpToolsProtocol):
                 return
 
     def on_body(self, body: bytes) -> None:
+        if self._is_refused:
+            return
         self._got_on = True
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._is_refused:
+            return
         self._got_on = self._is_in_head = True
         super().on_message_complete()
 
-    def _refuse(self) -> None:
-        """Reject a head that is too long; further data is discarded, so that the client reads the error."""
+    def _refuse(self, message: str) -> None:
+        """Reject a head; further data is discarded, so that the client reads the error."""
         self._is_refused = True
         cycle: Any = self.cycle
         if not self._is_in_head or (cycle is not None and not cycle.response_complete):
             self.transport.abort()  # trailing framing of a body, or a response is in progress
             return
-        body = error_bytes(ApiError(ErrorCode.HEAD_TOO_LARGE, _TOO_LARGE))
+        body = error_bytes(ApiError(ErrorCode.HEAD_TOO_LARGE, message))
         head = (
             f"HTTP/1.1 {STATUS[ErrorCode.HEAD_TOO_LARGE]} Request Header Fields Too Large\r\n"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
@@ -142,6 +164,9 @@ class _HeadLimitedProtocol(HttpToolsProtocol):
         self.transport.write(head.encode("ascii") + body)
         self.transport.write_eof()
         self.loop.call_later(_LINGER_S, self.transport.abort)
+
+    def _should_upgrade(self) -> bool:
+        return not self._is_refused and super()._should_upgrade()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's
         super().connection_made(transport)
@@ -156,6 +181,10 @@ class _HeadLimitedProtocol(HttpToolsProtocol):
         self._wait()
 
     def on_headers_complete(self) -> None:
+        if not self._is_refused and len(self.headers) > self.limits.max_headers:
+            self._refuse(_TOO_MANY.format(self.limits.max_headers))
+        if self._is_refused:
+            return
         self._got_on, self._is_in_head = True, False
         self._wait_no_more()
         if self.reads_forwarded:

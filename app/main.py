@@ -23,6 +23,7 @@ from app.engine.session_traces import SessionTraces
 from app.engine.trace_process_pool import TraceProcesses
 from app.errors import install_error_handlers
 from app.hosts import HostMiddleware
+from app.http_options import HttpOptions
 from app.large_bodies import LargeBodyReader
 from app.lifecycle import Lifecycle, Restarts
 from app.middleware import GateMiddleware
@@ -86,7 +87,6 @@ _ROUTERS = (
     metrics.router,
     vectors.router,
     vllm.router,
-    documentation.router,
 )
 
 
@@ -98,6 +98,7 @@ def create_app(
     on_engine_failure: Callable[[], None] | None = None,
     local: LocalTraceEngine | None = None,
     given_keys: GivenKeys | None = None,
+    http: HttpOptions | None = None,
 ) -> FastAPI:
     """Return the server for one engine; its lifespan starts and closes the engine and the store.
 
@@ -109,11 +110,12 @@ def create_app(
         on_engine_failure: Called if the engine does not start or dies too often, e.g. to end the process.
         local: The engine for traces of models of the transformers library, not started yet.
         given_keys: Keys beside those of the database.
+        http: Options of other origins, middleware and documentation; the defaults if None.
 
     Returns:
         The application. ``app.state.context.lifecycle.begin_drain()`` rejects new work ahead of the shutdown.
     """
-    store = store or new_store(settings)
+    store, http = store or new_store(settings), http or HttpOptions()
     restarts = Restarts(
         settings.max_engine_restarts, settings.engine_restart_window_s, settings.engine_restart_delay_s
     )
@@ -183,19 +185,39 @@ def create_app(
         tracing,
         beside,
     )
-    app = DocumentedApp(title="NNsight Engine", lifespan=_lifespan, docs_url=None, redoc_url=None)
+    app = DocumentedApp(
+        title="NNsight Engine",
+        lifespan=_lifespan,
+        openapi_url="/openapi.json" if http.has_docs else None,
+        docs_url=None,
+        redoc_url=None,
+    )
     app.state.context = context
     app.add_middleware(
         GateMiddleware, lifecycle=context.lifecycle, request_timeout_s=settings.request_timeout_s
     )
-    app.add_middleware(HostMiddleware, settings=settings, are_keys_required=callers.are_required)
     app.add_middleware(
-        RecordMiddleware, log=log, keys=callers, metrics=counted, engine=engine, tracing=tracing
+        HostMiddleware,
+        settings=settings,
+        are_keys_required=callers.are_required,
+        allowed_origins=http.allowed_origins,
+    )
+    app.add_middleware(
+        RecordMiddleware,
+        log=log,
+        keys=callers,
+        metrics=counted,
+        engine=engine,
+        tracing=tracing,
+        repeats_ids=http.repeats_request_ids,
     )
     app.add_middleware(RequestContextMiddleware)
+    http.add_to(app)
     install_error_handlers(app)
     for router in _ROUTERS:
         app.include_router(router)
+    if http.has_docs:
+        app.include_router(documentation.router)
     if settings.playground:
         app.include_router(playground.router)
     return app

@@ -13,7 +13,6 @@ import importlib
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Final
 
 from pydantic import ValidationError
@@ -22,13 +21,16 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from app.addresses import is_loopback
 from app.auth.given_keys import GivenKeys
+from app.certificate_refresh import refresh_certificate
 from app.command_error import CommandError, settings_error
 from app.engine.local_traces import LocalTraceEngine
 from app.engine.vllm_options import refuse_named, refuse_with_replicas
+from app.http_options import HttpOptions, listening_options, log_options
 from app.keys_command import has_keys
 from app.listen_socket import listening_socket
 from app.main import create_app, new_store
-from app.observability.logs import is_json, start_logs
+from app.model_argument import CONFIG, split_model
+from app.observability.logs import is_json, limit_logs, start_logs
 from app.process_environment import (
     engine_trace_options,
     environment_for_traces,
@@ -89,7 +91,7 @@ def run(options: ServeOptions) -> None:
     settings = _settings(options.settings)
     try:
         check_taps(settings.taps)
-        model, arguments = _split_model(options.arguments)
+        model, arguments = split_model(options.arguments)
         (refuse_with_replicas if options.replicas else refuse_named)(arguments)
         set_engine_defaults()
         start_logs(settings)
@@ -108,24 +110,41 @@ def _serve(
     # The bundled model's checksums are verified during the import: hashing releases the GIL.
     bundled = settings.bundled_model_dir
     with _progress(console) as progress, ThreadPoolExecutor(1) as beside:
-        found = None if model is not None else beside.submit(intact_bundled_model, cache_dir=bundled)
+        is_named = model is not None or CONFIG in options
+        found = None if is_named else beside.submit(intact_bundled_model, cache_dir=bundled)
         progress.add_task("Importing vLLM", total=None)
         # Importing vLLM takes seconds, so it starts only after the progress bar is visible.
         with uncollected():
             arguments_module = importlib.import_module("app.engine.vllm_arguments")
             client_module = importlib.import_module("app.engine.vllm_client")
-        if found is not None:
+        if CONFIG in options:
+            named = arguments_module.model_of_file(options[options.index(CONFIG) + 1])
+            model = model or named
+        if model is None:
             task = progress.add_task("Bundled model", total=None)
             reporter = _reporter(progress, task)
-            model = str(found.result() or bundled_model_path(cache_dir=bundled, progress=reporter))
+            intact = None if found is None else found.result()
+            model = str(intact or bundled_model_path(cache_dir=bundled, progress=reporter))
             options = ["--served-model-name", BUNDLED_MODEL_NAME, *options]
     if compiles:
         console.print(_COMPILE_COST, markup=False, soft_wrap=True)
     args = arguments_module.parse([model, *options, *_trace_options(options, settings)], compiles=compiles)
-    if "host" not in settings.model_fields_set and args.host:  # from vLLM's file of options
-        settings = settings.model_copy(update={"host": args.host})
+    settings = _with_options_of_files(settings, args)
     args.host, args.port = settings.host, settings.port
     _run(args, settings, client_module, console)
+
+
+def _with_options_of_files(settings: Settings, args: argparse.Namespace) -> Settings:
+    """Return the settings with those that vLLM's parser has read, also from a file of options."""
+    given: dict[str, Any] = {}
+    if args.host:
+        given["host"] = args.host
+    if args.port != settings.port:
+        given["port"] = args.port
+    given = {name: value for name, value in given.items() if name not in settings.model_fields_set}
+    if args.sse_keep_alive_interval:
+        given["sse_keep_alive_s"] = args.sse_keep_alive_interval
+    return settings.model_copy(update=given)
 
 
 def _serve_replicas(
@@ -217,8 +236,15 @@ def _check_sandbox(settings: Settings) -> None:
 
 def _run(args: argparse.Namespace, settings: Settings, client_module: Any, console: Console) -> None:
     _check_sandbox(settings)
+    http, listening = HttpOptions.of(args), listening_options(args)
+    limit_logs(**log_options(args))
     given = GivenKeys(args.api_key or [key for key in [vllm_key()] if key])
     with_keys = _check_callers(settings, given)
+    if "*" in http.allowed_origins and not with_keys:
+        raise CommandError(
+            "--allowed-origins '[\"*\"]' needs keys: without them every page that somebody on this machine "
+            "opens could use the server; name the origins, or give --api-key"
+        )
     store = new_store(settings)
     engine = client_module.VLLMEngineClient(args, settings, store)
     failures: list[str] = []
@@ -234,9 +260,10 @@ def _run(args: argparse.Namespace, settings: Settings, client_module: Any, conso
         on_engine_failure=stop,
         local=_local_engine(args, settings),
         given_keys=given,
+        http=http,
     )
     app.root_path = args.root_path or ""
-    config = server_config(app, settings, **_listening(args))
+    config = server_config(app, settings, **listening)
     server = DrainingServer(config)
     # The socket is bound before the model is loaded, so that a port in use is reported at once.
     sock = listening_socket(config, stall_s=settings.client_stall_timeout_s)
@@ -249,35 +276,18 @@ def _run(args: argparse.Namespace, settings: Settings, client_module: Any, conso
             if is_json(settings)
             else _announce(engine, url, console, with_keys=with_keys, with_page=settings.playground)
         )
+        beside = [announcing]
+        if args.enable_ssl_refresh and config.is_ssl:
+            beside.append(asyncio.create_task(refresh_certificate(config), name="certificate"))
         await server.serve(sockets=[sock])
-        announcing.cancel()
-        await asyncio.gather(announcing, return_exceptions=True)
+        for task in beside:
+            task.cancel()
+        await asyncio.gather(*beside, return_exceptions=True)
 
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:  # uvloop's
         runner.run(serve())
     if failures:
         raise CommandError(failures[0])
-
-
-def _listening(args: argparse.Namespace) -> dict[str, Any]:
-    """Return uvicorn's options of a Unix socket or of TLS.
-
-    Raises:
-        CommandError: A file of TLS is missing.
-    """
-    if args.uds:
-        return {"uds": args.uds}
-    if not (args.ssl_certfile or args.ssl_keyfile):
-        return {}
-    names = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs")
-    files = {name: getattr(args, name) for name in names if getattr(args, name)}
-    for name, file in files.items():
-        if not Path(file).is_file():
-            raise CommandError(f"--{name.replace('_', '-')} must be a file, and {file!r} is none")
-    if "ssl_certfile" not in files:
-        raise CommandError("--ssl-keyfile needs --ssl-certfile, the certificate of the key")
-    ciphers = {"ssl_ciphers": args.ssl_ciphers} if args.ssl_ciphers else {}
-    return {**files, "ssl_cert_reqs": args.ssl_cert_reqs, **ciphers}
 
 
 def _local_engine(args: argparse.Namespace, settings: Settings) -> LocalTraceEngine | None:
@@ -332,17 +342,6 @@ def _steering_line(url: str, spec: Any, *, with_key: bool = False) -> str:
         f'"interventions":[{steer}]}}'
     )
     return f"curl {url}/v1/completions{key} -H 'content-type: application/json' -d '{body}'"
-
-
-def _split_model(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the model, which is the first argument or absent, and the options."""
-    if arguments and not arguments[0].startswith("-"):
-        return arguments[0], [*arguments[1:]]
-    if "--model" in arguments:
-        raise CommandError(
-            "MODEL is the first argument, without --model: nnsight-engine serve MODEL [options]"
-        )
-    return None, [*arguments]
 
 
 def _progress(console: Console) -> Progress:

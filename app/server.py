@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from app.event_loop_watchdog import EventLoopWatchdog
 from app.lifecycle import Lifecycle
-from app.listen_socket import listening_socket, protocol_with_head_limits
+from app.listen_socket import HeadLimits, listening_socket, protocol_with_head_limits
 from app.observability.metrics import Metrics
 from app.probes import ProbeServer
 from app.settings import Settings
@@ -93,12 +93,15 @@ class DrainingServer(uvicorn.Server):
         await asyncio.gather(self._beating, return_exceptions=True)
 
 
-def server_config(app: ASGIApp, settings: Settings, **listening: Any) -> uvicorn.Config:
+def server_config(
+    app: ASGIApp, settings: Settings, *, head_limits: HeadLimits | None = None, **listening: Any
+) -> uvicorn.Config:
     """Return uvicorn's configuration for an application that ``DrainingServer`` runs.
 
     Args:
         app: The application.
         settings: The server's settings.
+        head_limits: Limits on the heads of requests; the default ones if None.
         **listening: uvicorn's options of a Unix socket, ``uds``, or of TLS, ``ssl_…``.
     """
     return uvicorn.Config(
@@ -113,7 +116,9 @@ def server_config(app: ASGIApp, settings: Settings, **listening: Any) -> uvicorn
         forwarded_allow_ips=settings.trusted_proxies,
         timeout_graceful_shutdown=_CLOSE_S,
         http=protocol_with_head_limits(
-            settings.upload_idle_timeout_s, reads_forwarded=settings.proxy_header == "forwarded"
+            settings.upload_idle_timeout_s,
+            reads_forwarded=settings.proxy_header == "forwarded",
+            limits=head_limits,
         ),
         # A partially received WebSocket message is not counted by ``received_bytes``; clients send pieces of
         # 1 MiB.

@@ -71,6 +71,13 @@ class Settings(BaseSettings):
     )
     playground: bool = Field(default=True, description="Whether the page /playground is served.")
 
+    sse_keep_alive_s: float = Field(
+        default=0,
+        ge=0,
+        description="Seconds after which a stream of events in which nothing happens gets a comment, so that "
+        "no proxy closes it; 0 for none.",
+    )
+
     # Request bodies
 
     max_body_bytes: int = Field(

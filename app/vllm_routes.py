@@ -44,6 +44,9 @@ _API: Final = (
     VLLMRoute("POST", "/v1/messages/count_tokens", "Count the tokens of a conversation", has_body=True),
     VLLMRoute("POST", "/tokenize", "Tokenize a text or a conversation", has_body=True),
     VLLMRoute("POST", "/detokenize", "The text of token ids", has_body=True),
+    VLLMRoute(
+        "GET", "/tokenizer_info", "The tokenizer's configuration, with --enable-tokenizer-info-endpoint"
+    ),
 )
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from itertools import pairwise
 from typing import Final
 
 import torch
 from vllm.entrypoints.cli.serve import make_arg_parser, validate_parsed_serve_args  # there in all versions
+from vllm.entrypoints.launchers.launcher import validate_api_server_args
 from vllm.platforms import current_platform
+from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from app.engine.vllm_options import refuse_ignored
@@ -28,12 +32,13 @@ def parse(arguments: list[str], *, compiles: bool = False) -> argparse.Namespace
             more than most uses on CPU gain by it.
 
     Raises:
-        UnsupportedOptionError: An option would be ignored, or would replace what interventions need.
+        UnsupportedOptionError: An option would be ignored, or would replace what interventions need; or vLLM
+            refuses it.
     """
     parser = make_arg_parser(FlexibleArgumentParser(prog="nnsight-engine serve"))
     args: argparse.Namespace = parser.parse_args(arguments)
     refuse_ignored(args, parser)
-    validate_parsed_serve_args(args)
+    _check(args)
     args.model = args.model_tag
     for option in ("worker_cls", "scheduler_cls"):
         if getattr(args, option) not in {None, False, "auto"}:
@@ -47,3 +52,29 @@ def parse(arguments: list[str], *, compiles: bool = False) -> argparse.Namespace
     if args.dtype == "auto" and not has_bf16:
         args.dtype = "float32"
     return args
+
+
+def model_of_file(path: str) -> str | None:
+    """Return the model that a file of options names, if it does.
+
+    Raises:
+        UnsupportedOptionError: vLLM cannot read the file.
+    """
+    try:
+        options = FlexibleArgumentParser().load_config_file(path)
+    except Exception as error:  # also those of YAML
+        raise UnsupportedOptionError(f"--config {path} cannot be read: {error}") from error
+    return dict(pairwise(options)).get("--model")
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Import the parsers that plugins add, and check what vLLM's server checks before it loads the model."""
+    try:
+        validate_parsed_serve_args(args)
+        if args.tool_parser_plugin:
+            ToolParserManager.import_tool_parser(args.tool_parser_plugin)
+        if args.reasoning_parser_plugin:
+            ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
+        validate_api_server_args(args)
+    except (ImportError, KeyError, OSError, TypeError, ValueError) as error:
+        raise UnsupportedOptionError(error.args[0] if len(error.args) == 1 else str(error)) from error

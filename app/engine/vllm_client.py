@@ -42,6 +42,7 @@ from app.engine.grammar_requests import read_accepted, setup_of
 from app.engine.grammars import Grammars
 from app.engine.intervening_app import InterveningApp
 from app.engine.served_model import ServedModel
+from app.engine.server_load import counted
 from app.engine.tokenizing import ids_of, texts_of, tokenize_request
 from app.engine.traces import TraceEngine
 from app.engine.vllm_app import VLLMApp
@@ -318,8 +319,10 @@ class VLLMEngineClient:
         """Answer ``/v1/completions``."""
         serve = self._vllm_app.serving("openai_serving_completion").create_completion
         if interventions:
-            return await self._intervene(CompletionRequest, serve, body, interventions, http, inline=inline)
-        return await self._plain(CompletionRequest, serve, body, http)
+            answering = self._intervene(CompletionRequest, serve, body, interventions, http, inline=inline)
+        else:
+            answering = self._plain(CompletionRequest, serve, body, http)
+        return await counted(answering, self._vllm_app.state)
 
     async def chat(
         self,
@@ -332,10 +335,12 @@ class VLLMEngineClient:
         """Answer ``/v1/chat/completions``."""
         serve = self._vllm_app.serving("openai_serving_chat").create_chat_completion
         if interventions:
-            return await self._intervene(
+            answering = self._intervene(
                 ChatCompletionRequest, serve, body, interventions, http, inline=inline
             )
-        return await self._plain(ChatCompletionRequest, serve, body, http)
+        else:
+            answering = self._plain(ChatCompletionRequest, serve, body, http)
+        return await counted(answering, self._vllm_app.state)
 
     async def vllm_app(
         self, interventions: tuple[Intervention, ...], http: Request, *, streams: bool

@@ -242,32 +242,46 @@ TO_ENGINE: Final = frozenset(
 
 HANDLED_HERE: Final = frozenset(
     [
+        "allow_credentials",
+        "allowed_headers",
+        "allowed_methods",
+        "allowed_origins",
         "anthropic_disabled_thinking_effort",
         "api_key",
         "chat_template",
         "chat_template_content_format",
         "config",
         "default_chat_template_kwargs",
+        "disable_access_log_for_endpoints",
+        "disable_fastapi_docs",
+        "disable_uvicorn_access_log",
         "enable_auto_tool_choice",
         "enable_force_include_usage",
         "enable_log_deltas",
         "enable_log_outputs",
+        "enable_offline_docs",
         "enable_per_request_metrics",
         "enable_prompt_tokens_details",
         "enable_request_id_headers",
         "enable_server_load_tracking",
+        "enable_ssl_refresh",
+        "enable_tokenizer_info_endpoint",
         "exclude_tools_when_tool_choice_none",
         "fingerprint_mode",
         "fingerprint_value",
+        "h11_max_header_count",
+        "h11_max_incomplete_event_size",
         "help",
         "host",
         "log_error_stack",
         "max_log_len",
+        "middleware",
         "model_tag",
         "port",
         "response_role",
         "return_tokens_as_token_ids",
         "root_path",
+        "sse_keep_alive_interval",
         "ssl_ca_certs",
         "ssl_cert_reqs",
         "ssl_certfile",
@@ -279,6 +293,7 @@ HANDLED_HERE: Final = frozenset(
         "trust_request_chat_template",
         "trust_request_mm_kwargs",
         "uds",
+        "uvicorn_log_level",
     ]
 )
 """Options handled in this process: by the parser, the command line and vLLM's serving classes."""
@@ -291,26 +306,13 @@ _LORA: Final = (
     "lenses and calls of the unembedding would go through other requests' adapters; serve a checkpoint into "
     "which the adapter is merged"
 )
-_CORS: Final = f"pages of other origins get no answers; {_PROXY}"
-_LOG: Final = "the log has one line for each request, with settings of its own (docs/operating.md)"
+_SLEEP: Final = (
+    "vLLM has it on GPUs only, and whether interventions outlive it is not known; stop the server, and start "
+    "it again"
+)
 
 REFUSED: Final[Mapping[str, str]] = types.MappingProxyType(
     {
-        **dict.fromkeys(
-            ("allow_credentials", "allowed_origins", "allowed_methods", "allowed_headers"), _CORS
-        ),
-        "enable_ssl_refresh": "a certificate is read at the start; restart the server for another one",
-        "middleware": f"no code of other packages runs in the server; {_PROXY}",
-        "sse_keep_alive_interval": "streams have no comments in between; let the proxy wait longer",
-        "disable_fastapi_docs": f"/docs is always served; {_PROXY}",
-        "enable_offline_docs": "/docs is served as it is; leave it out",
-        **dict.fromkeys(
-            ("h11_max_incomplete_event_size", "h11_max_header_count"),
-            "request heads have limits of the server's own (docs/limits.md)",
-        ),
-        **dict.fromkeys(
-            ("uvicorn_log_level", "disable_uvicorn_access_log", "disable_access_log_for_endpoints"), _LOG
-        ),
         "aggregate_engine_logging": "there is one engine; leave it out",
         "headless": f"only whole servers are started; {_REPLICAS}",
         "api_server_count": f"one process answers; {_REPLICAS}",
@@ -357,8 +359,13 @@ REFUSED: Final[Mapping[str, str]] = types.MappingProxyType(
             ),
             _LORA,
         ),
-        "tool_server": f"{_NO_ROUTE}: tools are called by the client",
-        "enable_tokenizer_info_endpoint": f"{_NO_ROUTE}: ask /tokenize",
+        "tool_server": (
+            "vLLM calls tools itself for gpt-oss alone, which is none of the supported families "
+            "(docs/points.md); tools are called by the client"
+        ),
+        **dict.fromkeys(
+            ("enable_sleep_mode", "sleep_mode_offload_cudagraph", "sleep_preserve_parameter_names"), _SLEEP
+        ),
         **dict.fromkeys(
             (
                 "cohere_is_reasoning_model",
@@ -368,9 +375,6 @@ REFUSED: Final[Mapping[str, str]] = types.MappingProxyType(
                 "enable_flash_late_interaction",
                 "pooler_config",
                 "io_processor_plugin",
-                "enable_sleep_mode",
-                "sleep_mode_offload_cudagraph",
-                "sleep_preserve_parameter_names",
                 "profiler_config",
                 "weight_transfer_config",
             ),
@@ -398,11 +402,20 @@ def refuse_named(options: Sequence[str]) -> None:
             raise UnsupportedOptionError(f"{flag} is not supported: {REFUSED[name]}")
 
 
+_OF_ONE_SERVER: Final = (
+    "--allow-credentials", "--allowed-headers", "--allowed-methods", "--allowed-origins",
+    "--disable-access-log-for-endpoints", "--disable-fastapi-docs", "--disable-uvicorn-access-log",
+    "--enable-offline-docs", "--enable-ssl-refresh", "--h11-", "--middleware", "--root-path", "--ssl-",
+    "--uds", "--uvicorn-log-level",
+)  # fmt: skip
+"""Beginnings of options that the front of replicas would have to honour."""
+
+
 def refuse_with_replicas(options: Sequence[str]) -> None:
     """Refuse options that only a server of its own has.
 
     Raises:
-        UnsupportedOptionError: Keys are given, or another way to listen.
+        UnsupportedOptionError: Keys are given, or an option of how requests are received.
     """
     refuse_named(options)
     names = [option.partition("=")[0].replace("_", "-") for option in options]
@@ -412,12 +425,10 @@ def refuse_with_replicas(options: Sequence[str]) -> None:
             f"{given} is not supported: replicas share the keys of their database, which "
             "`nnsight-engine keys create` makes (docs/keys.md)"
         )
-    listening = next(
-        (one for one in names if one in {"--root-path", "--uds"} or one.startswith("--ssl-")), None
-    )
-    if listening is not None:
+    of_one = next((one for one in names if one.startswith(_OF_ONE_SERVER)), None)
+    if of_one is not None:
         raise UnsupportedOptionError(
-            f"{listening} is not supported: with replicas the front listens, to --host and --port; {_PROXY}"
+            f"{of_one} is not supported: with replicas the front answers, at --host and --port; {_PROXY}"
         )
 
 

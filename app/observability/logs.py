@@ -10,7 +10,7 @@ import importlib.resources
 import logging
 import logging.config
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 import structlog
@@ -110,6 +110,19 @@ def add_request(_logger: WrappedLogger, _method: str, event: EventDict) -> Event
     return event
 
 
+def limit_logs(*, uvicorn_level: str, logs_requests: bool, excluded: Collection[str]) -> None:
+    """Log less than the settings say.
+
+    Args:
+        uvicorn_level: The lowest level of uvicorn's loggers, if it is above that of the settings.
+        logs_requests: Whether each request is logged.
+        excluded: Routes whose requests are not, written as in the log.
+    """
+    uvicorns = logging.getLogger("uvicorn")
+    uvicorns.setLevel(max(uvicorns.level, logging.getLevelNamesMapping()[uvicorn_level]))
+    _requests.addFilter(lambda entry: logs_requests and getattr(entry, "route", "") not in excluded)
+
+
 def log_request(record: Record) -> None:
     """Log a request that is over, at level ``INFO``."""
     if _requests.isEnabledFor(logging.INFO):
@@ -131,4 +144,12 @@ def _of_request(record: Record) -> Mapping[str, Any]:
     }
 
 
-__all__ = ["add_request", "is_json", "json_formatter", "log_request", "start_logs", "text_formatter"]
+__all__ = [
+    "add_request",
+    "is_json",
+    "json_formatter",
+    "limit_logs",
+    "log_request",
+    "start_logs",
+    "text_formatter",
+]

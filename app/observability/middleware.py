@@ -37,13 +37,15 @@ _SOCKET_ANSWERS: Final = {
 }
 """The status of responses whose messages contain none."""
 _ERROR_STATUS: Final = 400
+_REQUEST_ID: Final = b"x-request-id"
 _TIMED: Final = {"/v1/completions", "/v1/chat/completions", "/v1/traces"}
 
 
 class RecordMiddleware:
     """Passes all requests through and records them.
 
-    Audit entries are written only on servers with keys.
+    Audit entries are written only on servers with keys. With ``repeats_ids`` an answer has the
+    ``x-request-id`` of its request, if that has one, instead of the recorded id.
     """
 
     def __init__(
@@ -55,8 +57,10 @@ class RecordMiddleware:
         metrics: Metrics,
         engine: EngineClient,
         tracing: Tracing | None,
+        repeats_ids: bool = False,
     ) -> None:
         self._app = app
+        self._repeats_ids = repeats_ids
         self._log = log
         self._keys = keys
         self._metrics = metrics
@@ -100,7 +104,9 @@ class RecordMiddleware:
     async def _watched(
         self, record: Record, span: RequestSpan | None, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        start, watch = record.begun_s, _Watch(record, span, receive, send)
+        headers = dict(scope["headers"]) if self._repeats_ids else {}
+        request_id = headers.get(_REQUEST_ID, record.request_id.encode())
+        start, watch = record.begun_s, _Watch(record, span, receive, send, request_id)
         try:
             await self._app(scope, watch.receive, watch.send)
         except ClientDisconnect:
@@ -133,12 +139,14 @@ class _Watch:
         is_whole: Whether the last byte of the response was sent.
     """
 
-    def __init__(self, record: Record, span: RequestSpan | None, receive: Receive, send: Send) -> None:
+    def __init__(
+        self, record: Record, span: RequestSpan | None, receive: Receive, send: Send, request_id: bytes
+    ) -> None:
         self.is_whole = False
         self._record = record
         self._receive = receive
         self._send = send
-        self._headers = [(b"x-request-id", record.request_id.encode())]
+        self._headers = [(_REQUEST_ID, request_id)]
         if span is not None and span.answer_header is not None:
             self._headers.append(span.answer_header)
 

@@ -75,7 +75,9 @@ async def follow_job(
 ) -> EventSourceResponse:
     """Server-sent events: first the past events, then new ones as they happen. `id` is the event's number."""
     events = await context.jobs.follow(job_id, caller.tenant, after if last_seen is None else last_seen)
-    return EventSourceResponse(_sent(events), ping=_PING_S, send_timeout=_SEND_TIMEOUT_S)
+    return EventSourceResponse(
+        _sent(events), ping=context.settings.sse_keep_alive_s or _PING_S, send_timeout=_SEND_TIMEOUT_S
+    )
 
 
 @router.websocket("/{job_id}/events")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+from collections.abc import AsyncIterator
 from typing import Annotated, Final
 
 from fastapi import APIRouter, Query
@@ -25,6 +27,7 @@ from app.context import Asked, Intervener, Served, Trains
 from app.disconnect import while_connected
 from app.errors import validated
 from app.openapi import BINARY, EVENTS_TYPE, error_responses, json_body, json_events, schema_of
+from app.services.keep_alive import COMMENT, Begun, LateStream, within
 from app.services.streaming import ClosingStream, events, first_event, last_events
 from app.vectors.training import training_events
 from app.vectors.uploads import FORM_TYPE
@@ -82,15 +85,23 @@ async def train_vector(request: Request, context: Served, asked: Asked, caller: 
         vector = await while_connected(request.receive, train(lambda _: None), deadline)
         return Response(vector.model_dump_json(), 201, media_type="application/json")
     source = training_events(train)
-    # An error before the first event gets its own HTTP status.
-    first = await while_connected(request.receive, first_event(source), deadline)
+    # An error before the first event gets its own HTTP status, unless the training waits for long.
+    begun = await while_connected(
+        request.receive, within(_begun(source), settings.sse_keep_alive_s), deadline
+    )
+    stream = LateStream(begun) if isinstance(begun, asyncio.Task) else source
     return ClosingStream(
-        events(first, source, asked),
+        events(COMMENT if isinstance(begun, asyncio.Task) else begun.first, stream, asked),
         media_type=EVENTS_TYPE,
-        on_close=source.aclose,
+        on_close=stream.aclose,
         stall_s=settings.client_stall_timeout_s,
         final_event=last_events,
+        keep_alive_s=settings.sse_keep_alive_s,
     )
+
+
+async def _begun(source: AsyncIterator[str]) -> Begun:
+    return Begun(await first_event(source), source)
 
 
 @router.get("", summary="List vectors, the newest first", responses=error_responses(404, 503))

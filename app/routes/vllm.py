@@ -60,6 +60,7 @@ def _endpoint(route: VLLMRoute) -> Callable[..., Awaitable[Response]]:
             body,
             stall_s=context.settings.client_stall_timeout_s,
             final_event=_last_events_of(route.path),
+            keep_alive_s=context.settings.sse_keep_alive_s,
         )
 
     return passed_on

@@ -24,6 +24,7 @@ from app.json_text import JsonAnswer
 from app.observability.token_times import TokenTimes
 from app.request_context import context_of
 from app.services.field_names import check_spelling
+from app.services.keep_alive import COMMENT, Begun, LateStream, within
 from app.services.operations import resolve, take_operations
 from app.services.streaming import ClosingStream, close_stream, events, first_event, last_events
 
@@ -40,11 +41,10 @@ Generate = Callable[[JsonObject, tuple[Intervention, ...], Request], Awaitable[E
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Started:
-    """A reply, and the first event of its stream where it has one."""
+class _Started(Begun):
+    """A reply, whose stream has begun if it has one."""
 
     reply: EngineReply
-    first: str | None
 
 
 async def generate(context: Context, request: Request, caller: Principal, call: Generate) -> Response:
@@ -68,7 +68,14 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
     interventions = await resolve(interventions, body, request, context, caller)
     answer = call(body, interventions, request)
     times = TokenTimes(context.metrics, asked.record, num_choices(body)) if body.get("stream") else None
-    started = await while_connected(request.receive, _start(answer, times), asked.deadline)
+    # A stream that has to wait may begin with a comment; what vLLM does not take as a stream may not.
+    patience_s = settings.sse_keep_alive_s if body.get("stream") is True else 0
+    started = await while_connected(request.receive, within(_start(answer), patience_s), asked.deadline)
+    if isinstance(started, asyncio.Task):
+        late = LateStream(started)
+        started = _Started(COMMENT, late, EngineReply(stream=late))
+    elif started.first is not None and times is not None:
+        times.record_event(started.first)
     reply = started.reply
     if reply.stream is None:
         return JsonAnswer(reply.body, headers=reply.headers)
@@ -84,6 +91,7 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
         on_close=on_close,
         stall_s=settings.client_stall_timeout_s,
         final_event=last_events,
+        keep_alive_s=settings.sse_keep_alive_s,
     )
 
 
@@ -116,12 +124,9 @@ def _check_prompts(body: JsonObject, max_model_len: int) -> None:
         )
 
 
-async def _start(call: Awaitable[EngineReply], times: TokenTimes | None) -> _Started:
+async def _start(call: Awaitable[EngineReply]) -> _Started:
     reply = await call
     if reply.stream is None:
-        return _Started(reply, None)
+        return _Started(None, None, reply)
     # The first event is awaited so that an error before it gets its own HTTP status.
-    first = await first_event(reply.stream)
-    if first is not None and times is not None:
-        times.record_event(first)
-    return _Started(reply, first)
+    return _Started(await first_event(reply.stream), reply.stream, reply)

@@ -39,22 +39,30 @@ class PassedOn(Response):
         body: The request's body, which has been read and checked.
         stall_s: See ``ClosingStream``.
         final_event: Returns the last bytes of an answer that the deadline ends.
+        keep_alive_s: See ``ClosingStream``.
     """
 
     def __init__(
-        self, app: ASGIApp, body: bytes, *, stall_s: float, final_event: Callable[[ApiError], bytes]
+        self,
+        app: ASGIApp,
+        body: bytes,
+        *,
+        stall_s: float,
+        final_event: Callable[[ApiError], bytes],
+        keep_alive_s: float = 0.0,
     ) -> None:
         super().__init__()
         self._app = app
         self._content = body
         self._stall_s = stall_s
         self._final_event = final_event
+        self._keep_alive_s = keep_alive_s
         self._is_whole = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Have the application answer."""
         deadline = context_of(scope).deadline
-        sending = Sending(send, deadline, self._stall_s)
+        sending = Sending(send, deadline, self._stall_s, self._keep_alive_s)
         gone = asyncio.ensure_future(disconnected(receive))
         try:
             error = await self._answered(scope, sending, gone, deadline.reached)
@@ -68,6 +76,7 @@ class PassedOn(Response):
             if not sending.has_started:
                 raise error
             note_error(scope, error.code)
+            sending.close()
             await send_final(self._final_event(error), send)
         finally:
             sending.close()

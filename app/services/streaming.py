@@ -20,6 +20,7 @@ from app.disconnect import while_connected
 from app.errors import DONE_FRAME, error_frame, internal_error
 from app.request_context import RequestContext, context_of, note_error
 from app.request_deadline import RequestDeadline
+from app.services.keep_alive import KeepAlive
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class ClosingStream(StreamingResponse):
             files and slots are held while it reads. None for no limit.
         final_event: Returns the last bytes of a stream that an error ends early; None if the stream just
             breaks off.
+        keep_alive_s: The time after which an idle stream of events gets a comment; 0 for none.
     """
 
     def __init__(
@@ -61,17 +63,19 @@ class ClosingStream(StreamingResponse):
         status_code: int = 200,
         stall_s: float | None = None,
         final_event: Callable[[ApiError], bytes] | None = None,
+        keep_alive_s: float = 0.0,
     ) -> None:
         super().__init__(source, status_code, headers=headers, media_type=media_type)
         self._source = source
         self._on_close = on_close
         self._stall_s = stall_s
         self._final_event = final_event
+        self._keep_alive_s = keep_alive_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream until it completes, is ended, or the client disconnects."""
         deadline = context_of(scope).deadline
-        sending = Sending(send, deadline, self._stall_s)
+        sending = Sending(send, deadline, self._stall_s, self._keep_alive_s)
         try:
             await while_connected(receive, self.stream_response(sending.send), deadline)
         except OSError as error:
@@ -84,6 +88,7 @@ class ClosingStream(StreamingResponse):
                 raise ClientDisconnect from error
             logger.info("stream ended with %s: %s", error.code, error.message)
             note_error(scope, error.code)
+            sending.close()
             await send_final(self._final_event(error), send)
         finally:
             sending.close()
@@ -98,14 +103,18 @@ class Sending:
     """Sends the messages of one response and detects a client that reads nothing.
 
     A timeout for each token would be most of our overhead on a stream: one timer polls the progress instead.
+    With ``keep_alive_s``, an idle stream of events gets comments.
 
     Attributes:
         has_started: Whether the status was sent.
         is_stalled: Whether the client read nothing for too long.
     """
 
-    def __init__(self, send: Send, deadline: RequestDeadline, stall_s: float | None) -> None:
-        self._send = send
+    def __init__(
+        self, send: Send, deadline: RequestDeadline, stall_s: float | None, keep_alive_s: float = 0.0
+    ) -> None:
+        self._keep_alive = KeepAlive(send, keep_alive_s) if keep_alive_s else None
+        self._send = send if self._keep_alive is None else self._keep_alive.send
         self._deadline = deadline
         self._pause_s = 0.0 if stall_s is None else stall_s / _LOOKS
         self._is_sending = False
@@ -124,7 +133,9 @@ class Sending:
         self._num_sent += 1
 
     def close(self) -> None:
-        """Stop the timer."""
+        """Stop the timer, and the comments."""
+        if self._keep_alive is not None:
+            self._keep_alive.close()
         if self._timer is not None:
             self._timer.cancel()
 

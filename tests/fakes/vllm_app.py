@@ -1,6 +1,7 @@
 """A stand-in for vLLM's application: it stores responses as vLLM's does, and repeats all other bodies.
 
-A body with ``wait`` is answered with events until the client leaves, one with ``fail`` with one that fails.
+A body with ``wait`` is answered with events until the client leaves, one with ``fail`` with one that fails,
+one with ``idle`` with two events and a pause between them.
 """
 
 from __future__ import annotations
@@ -32,6 +33,12 @@ async def _endless() -> AsyncIterator[str]:
         num_open.pop()
 
 
+async def _idle() -> AsyncIterator[str]:
+    yield "data: {}\n\n"
+    await asyncio.sleep(0.3)
+    yield "data: [DONE]\n\n"
+
+
 async def _failing() -> AsyncIterator[str]:
     yield "data: {}\n\n"
     raise RuntimeError from ApiError(ErrorCode.QUEUE_FULL, "quota of mine")
@@ -58,6 +65,8 @@ def vllm_app() -> Starlette:
         body = await request.body()
         if b'"fail"' in body:
             return StreamingResponse(_failing(), media_type="text/event-stream")
+        if b'"idle"' in body:
+            return StreamingResponse(_idle(), media_type="text/event-stream")
         if b'"wait"' in body:
             return StreamingResponse(_endless(), media_type="text/event-stream")
         headers = sorted({name.lower() for name in request.headers})

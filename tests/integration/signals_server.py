@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Console
 
@@ -22,10 +22,30 @@ from app.settings import Settings
 from app.storage.results import ResultStore
 from tests.fakes.engine import FakeBehaviour, FakeEngineClient
 
-_ARGUMENTS = argparse.Namespace(
-    api_key=None, root_path="", uds=None, ssl_certfile=None, ssl_keyfile=None, ssl_ca_certs=None
-)
-"""What the command reads of vLLM's arguments."""
+ARGUMENTS: Final[dict[str, Any]] = {
+    "allow_credentials": False,
+    "allowed_headers": ["*"],
+    "allowed_methods": ["*"],
+    "allowed_origins": [],
+    "api_key": None,
+    "disable_access_log_for_endpoints": None,
+    "disable_fastapi_docs": False,
+    "disable_uvicorn_access_log": False,
+    "enable_request_id_headers": False,
+    "enable_ssl_refresh": False,
+    "h11_max_header_count": 256,
+    "h11_max_incomplete_event_size": 4194304,
+    "middleware": [],
+    "root_path": "",
+    "ssl_ca_certs": None,
+    "ssl_cert_reqs": 0,
+    "ssl_certfile": None,
+    "ssl_ciphers": None,
+    "ssl_keyfile": None,
+    "uds": None,
+    "uvicorn_log_level": "info",
+}
+"""What the command reads of vLLM's arguments, with vLLM's defaults."""
 
 
 class _Engine(FakeEngineClient):
@@ -51,7 +71,7 @@ def main() -> int:
     settings = Settings(port=int(sys.argv[1]))
     modules = SimpleNamespace(VLLMEngineClient=_Engine)
     try:
-        _run(_ARGUMENTS, settings, modules, Console(stderr=True))
+        _run(argparse.Namespace(**ARGUMENTS), settings, modules, Console(stderr=True))
     except CommandError as error:
         sys.stderr.write(f"{error}\n")
         return 1

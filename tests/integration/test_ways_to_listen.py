@@ -36,7 +36,11 @@ def application(settings: Settings) -> Any:
 
 @pytest.fixture
 def certificate(tmp_path: Path) -> dict[str, str]:
-    """Return the files of a certificate for this machine, signed by its own key."""
+    return certificate_files(tmp_path)
+
+
+def certificate_files(folder: Path) -> dict[str, str]:
+    """Return the files of a new certificate for this machine, signed by its own key."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
     now = datetime.datetime.now(datetime.UTC)
@@ -52,7 +56,7 @@ def certificate(tmp_path: Path) -> dict[str, str]:
         .add_extension(x509.SubjectAlternativeName([address]), critical=False)
         .sign(key, hashes.SHA256())
     )
-    files = {"ssl_certfile": tmp_path / "cert.pem", "ssl_keyfile": tmp_path / "key.pem"}
+    files = {"ssl_certfile": folder / "cert.pem", "ssl_keyfile": folder / "key.pem"}
     files["ssl_certfile"].write_bytes(made.public_bytes(serialization.Encoding.PEM))
     files["ssl_keyfile"].write_bytes(
         key.private_bytes(

@@ -21,7 +21,8 @@ from app.auth.keys import Keys
 from app.auth.secrets import Secret
 from app.cli import main
 from app.command_error import CommandError
-from app.serve_command import ServeOptions, _check_callers, _check_sandbox, _split_model, _steering_line
+from app.model_argument import split_model
+from app.serve_command import ServeOptions, _check_callers, _check_sandbox, _steering_line
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.tables import AuditRow
@@ -65,10 +66,17 @@ def test_replicas_are_asked_for_before_anything_is_loaded(
         assert "Traceback" not in message
 
 
+OF_ONE_SERVER = (
+    "--allowed-origins", "--middleware", "--disable-fastapi-docs", "--h11-max-header-count",
+    "--enable-ssl-refresh", "--disable-uvicorn-access-log", "--uvicorn-log-level",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("option", "command"),
     [
-        *itertools.product(["--middleware", "--allowed-origins"], [[], ["--replicas", "2"]]),
+        *itertools.product(["--grpc", "--tool-server"], [[], ["--replicas", "2"]]),
+        *((option, ["--replicas", "2"]) for option in OF_ONE_SERVER),
         ("--ssl-certfile", ["--replicas", "2"]),
         ("--uds", ["--replicas", "2"]),
         ("--root-path", ["--replicas", "2"]),
@@ -259,17 +267,19 @@ def test_a_sandbox_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[st
     assert "the sandbox is 'process' or 'off', got 'proces'" in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_model_given_as_an_option_is_refused_with_the_right_form(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["serve", "--model", "gpt2"]) == 1
-    assert "serve MODEL [options]" in capsys.readouterr().err
+def test_a_model_given_twice_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "gpt2", "--model", "gpt2"]) == 1
+    assert "MODEL is given twice" in capsys.readouterr().err
 
 
-def test_the_model_comes_first_or_not_at_all() -> None:
-    assert _split_model(["Qwen/Qwen3-0.6B", "--port", "1"]) == ("Qwen/Qwen3-0.6B", ["--port", "1"])
+def test_the_model_comes_first_or_as_an_option_or_not_at_all() -> None:
+    assert split_model(["Qwen/Qwen3-0.6B", "--seed", "1"]) == ("Qwen/Qwen3-0.6B", ["--seed", "1"])
+    assert split_model(["--seed", "1", "--model", "a/b", "-tp", "2"]) == ("a/b", ["--seed", "1", "-tp", "2"])
+    assert split_model(["--model=a/b"]) == ("a/b", [])
     # The value of an option is no model.
-    assert _split_model(["--tensor-parallel-size", "2"]) == (None, ["--tensor-parallel-size", "2"])
+    assert split_model(["--tensor-parallel-size", "2"]) == (None, ["--tensor-parallel-size", "2"])
+    # A file of options comes first, so that the command line takes precedence.
+    assert split_model(["a/b", "--seed", "1", "--config=f"]) == ("a/b", ["--config", "f", "--seed", "1"])
 
 
 @pytest.mark.parametrize("hidden_size", [576, 64])

@@ -1,0 +1,271 @@
+"""vLLM's options for HTTP: other origins, middleware, documentation, limits on heads, certificates, the log."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.auth.given_keys import GivenKeys
+from app.certificate_refresh import refresh_certificate
+from app.command_error import CommandError
+from app.http_options import HttpOptions, listening_options, log_options
+from app.listen_socket import HeadLimits
+from app.main import create_app, new_store
+from app.observability import logs
+from app.settings import Settings
+from tests.fakes.engine import FakeEngineClient
+from tests.integration.fronted import listening, port_of
+from tests.integration.signals_server import ARGUMENTS
+from tests.integration.test_logs import Log, log
+from tests.integration.test_ways_to_listen import certificate_files
+from tests.integration.waiting import until_async
+
+__all__ = ["log"]  # a fixture
+
+PAGE = "https://page.example"
+KEY = {"authorization": "Bearer secret"}
+
+
+def arguments(**given: Any) -> argparse.Namespace:
+    return argparse.Namespace(**{**ARGUMENTS, **given})
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    tmp_path: Path, *, with_keys: bool = True, **given: Any
+) -> AsyncIterator[httpx.AsyncClient]:
+    settings = Settings(result_dir=tmp_path / "results", data_dir=tmp_path / "data")
+    store = new_store(settings)
+    keys = GivenKeys(["secret"] if with_keys else [])
+    http = HttpOptions.of(arguments(**given))
+    app = create_app(settings, FakeEngineClient(settings, store), store, given_keys=keys, http=http)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
+    ):
+        await app.state.context.lifecycle.started()
+        yield client
+
+
+def preflight(origin: str = PAGE) -> dict[str, str]:
+    asks = {"method": "POST", "headers": "authorization,content-type"}
+    return {"origin": origin, **{f"access-control-request-{name}": value for name, value in asks.items()}}
+
+
+async def test_pages_of_allowed_origins_may_ask_and_read_every_answer(tmp_path: Path) -> None:
+    async with serving(tmp_path, allowed_origins=[PAGE], allow_credentials=True) as client:
+        asked = await client.options("/v1/completions", headers=preflight())
+        assert asked.status_code == 200
+        assert asked.headers["access-control-allow-origin"] == PAGE
+        assert asked.headers["access-control-allow-credentials"] == "true"
+        assert asked.headers["access-control-allow-headers"] == "authorization,content-type"
+        body = {"prompt": "a b"}
+        for path, headers, status in (
+            ("/v1/completions", KEY, 200),
+            ("/v1/completions", {}, 401),
+            ("/v1/nothing", KEY, 404),
+        ):
+            answer = await client.post(path, json=body, headers={**headers, "origin": PAGE})
+            assert answer.status_code == status
+            assert answer.headers["access-control-allow-origin"] == PAGE
+        other = await client.options("/v1/completions", headers=preflight("https://other.example"))
+        assert other.status_code == 400
+        assert "access-control-allow-origin" not in other.headers
+
+
+async def test_methods_and_headers_of_pages_are_limited(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"allowed_methods": ["GET"], "allowed_headers": ["x-mine"]}
+    async with serving(tmp_path, allowed_origins=["*"], **given) as client:
+        refused = await client.options("/v1/completions", headers=preflight())
+        assert (refused.status_code, refused.text) == (400, "Disallowed CORS method, headers")
+
+
+async def test_without_the_option_no_page_of_another_origin_reads_anything(tmp_path: Path) -> None:
+    async with serving(tmp_path) as client:
+        answer = await client.get("/v1/models", headers={**KEY, "origin": PAGE})
+        assert "access-control-allow-origin" not in answer.headers
+        assert (await client.options("/v1/completions", headers=preflight())).status_code == 405
+
+
+async def test_without_keys_only_pages_of_named_origins_are_answered(tmp_path: Path) -> None:
+    async with serving(tmp_path, with_keys=False, allowed_origins=[PAGE]) as client:
+        assert (await client.get("/v1/models", headers={"origin": PAGE})).status_code == 200
+        refused = await client.get("/v1/models", headers={"origin": "https://other.example"})
+        assert refused.json()["error"]["code"] == "origin_not_allowed"
+
+
+async def note(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+    """Add a header with the path, as a function."""
+    answer = await call_next(request)
+    answer.headers["x-noted"] = request.url.path
+    return answer
+
+
+class Order:
+    """Adds a header with what was added before, as a class."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def sent(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                names = [name for name, _ in message["headers"] if name.startswith((b"x-noted", b"access"))]
+                message["headers"].append((b"x-before", b" ".join(sorted(names))))
+            await send(message)
+
+        await self.app(scope, receive, sent)
+
+
+async def test_an_operators_middleware_sees_every_answer_the_last_one_outermost(tmp_path: Path) -> None:
+    chosen = [f"{__name__}.note", f"{__name__}.Order"]
+    async with serving(tmp_path, middleware=chosen, allowed_origins=[PAGE]) as client:
+        for path, status in (("/v1/models", 401), ("/health/live", 200)):
+            answer = await client.get(path, headers={"origin": PAGE})
+            assert (answer.status_code, answer.headers["x-noted"]) == (status, path)
+            assert "x-noted" in answer.headers["x-before"].split()
+            assert "access-control-allow-origin" in answer.headers["x-before"].split()
+        body = {"prompt": "a b", "stream": True}
+        streamed = await client.post("/v1/completions", json=body, headers=KEY)
+        assert streamed.text.endswith("data: [DONE]\n\n")
+        assert streamed.headers["x-noted"] == "/v1/completions"
+
+
+async def test_documentation_is_served_unless_it_is_disabled(tmp_path: Path) -> None:
+    paths = ("/docs", "/redoc", "/openapi.json", "/docs/assets/swagger-ui.css")
+    async with serving(tmp_path, enable_offline_docs=True) as client:
+        assert [(await client.get(path)).status_code for path in paths] == [200] * 4
+    async with serving(tmp_path, disable_fastapi_docs=True) as client:
+        assert [(await client.get(path)).status_code for path in paths] == [404] * 4
+        assert (await client.get("/playground")).status_code == 200
+
+
+@pytest.mark.parametrize("is_enabled", [False, True])
+async def test_an_answer_has_the_id_of_its_request_if_that_is_enabled(
+    tmp_path: Path, is_enabled: bool
+) -> None:
+    async with serving(tmp_path, enable_request_id_headers=is_enabled) as client:
+        mine = await client.get("/v1/models", headers={**KEY, "x-request-id": "mine"})
+        assert (mine.headers["x-request-id"] == "mine") is is_enabled
+        assert len((await client.get("/v1/models", headers=KEY)).headers["x-request-id"]) == 24
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"allowed_origins": "*"}, "--allowed-origins must be a JSON list"),
+        ({"allowed_methods": [1]}, "--allowed-methods must be a JSON list"),
+        ({"middleware": ["nowhere.at.all"]}, "--middleware nowhere.at.all cannot be imported"),
+        ({"middleware": ["plain"]}, "--middleware plain cannot be imported"),
+        ({"middleware": ["math.pi"]}, "must name a class, or a function with `async def`"),
+        ({"h11_max_header_count": 0}, "--h11-max-header-count must be at least 1, got 0"),
+        ({"enable_ssl_refresh": True}, "--enable-ssl-refresh needs --ssl-certfile"),
+        ({"ssl_keyfile": __file__}, "--ssl-keyfile needs --ssl-certfile"),
+        ({"ssl_certfile": "/nowhere"}, "--ssl-certfile must be a file"),
+        ({"uvicorn_log_level": "trace"}, "--uvicorn-log-level trace is not supported: uvicorn logs headers"),
+    ],
+)
+def test_a_value_without_meaning_is_refused_by_the_name_of_its_option(
+    given: dict[str, Any], message: str
+) -> None:
+    args = arguments(**given)
+    with pytest.raises(CommandError) as caught:
+        for read in (HttpOptions.of, listening_options, log_options):
+            read(args)
+    assert message in str(caught.value)
+
+
+async def head(port: int, size: int, count: int) -> bytes:
+    """Return the answer to a request with so many headers, which have so many bytes in total."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    lines = [f"x-{index}: {'a' * (size // count)}\r\n" for index in range(count)]
+    content = "content-length: 2\r\n\r\n{}"
+    writer.write(f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n{''.join(lines)}{content}".encode())
+    found = await reader.readuntil(b"}")
+    writer.close()
+    return found
+
+
+async def test_heads_have_the_limits_that_are_given(tmp_path: Path) -> None:
+    settings = Settings(result_dir=tmp_path / "results", data_dir=tmp_path / "data")
+    store = new_store(settings)
+    app = create_app(settings, FakeEngineClient(settings, store), store)
+    options = listening_options(arguments(h11_max_incomplete_event_size=200_000, h11_max_header_count=20))
+    assert listening_options(arguments()) == {"head_limits": HeadLimits()}
+    async with listening(app, settings, **options) as server:
+        port = port_of(server)
+        assert b" 400 " in (await head(port, 150_000, 10)).splitlines()[0]  # it lacks `prompt`
+        for size, count in ((250_000, 10), (1000, 30)):
+            refused = await head(port, size, count)
+            assert b" 431 " in refused.splitlines()[0]
+            assert b"head_too_large" in refused
+
+
+async def test_a_new_certificate_is_served_without_a_restart(tmp_path: Path) -> None:
+    settings = Settings(result_dir=tmp_path / "results", data_dir=tmp_path / "data")
+    store = new_store(settings)
+    app = create_app(settings, FakeEngineClient(settings, store), store)
+    files = certificate_files(tmp_path)
+    options = listening_options(arguments(**files, enable_ssl_refresh=True))
+
+    async with listening(app, settings, **options) as server:
+        refreshing = asyncio.create_task(refresh_certificate(server.config, poll_s=0.02))
+
+        async def trusts() -> bool:
+            trust = ssl.create_default_context(cafile=files["ssl_certfile"])
+            try:
+                async with httpx.AsyncClient(verify=trust) as client:
+                    return (await client.get(f"https://127.0.0.1:{port_of(server)}/health/live")).is_success
+            except httpx.ConnectError:
+                return False
+
+        assert await trusts()
+        key = Path(files["ssl_keyfile"])
+        key.write_text("half a key")  # as between the replacement of the one file and of the other
+        await asyncio.sleep(0.1)
+        assert await trusts()
+        certificate_files(tmp_path)
+        await until_async(trusts)
+        assert not refreshing.done()
+        refreshing.cancel()
+        await asyncio.gather(refreshing, return_exceptions=True)
+
+
+async def test_requests_to_named_routes_or_all_are_left_out_of_the_log(
+    log: Log, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = logging.getLogger("app.requests")
+    monkeypatch.setattr(logger, "filters", [])
+    excluded = "/health/live, /v1/models"
+    logs.limit_logs(**log_options(arguments(disable_access_log_for_endpoints=excluded)))
+    async with serving(tmp_path) as client:
+        for path in ("/health/live", "/v1/models", "/v1/status"):
+            await client.get(path, headers=KEY)
+        routes = [json.loads(line).get("route") for line in log.text.splitlines()]
+        assert [one for one in routes if one] == ["/v1/status"]
+        logs.limit_logs(**log_options(arguments(disable_uvicorn_access_log=True)))
+        await client.get("/v1/status", headers=KEY)
+        assert log.text.count("/v1/status") == 1
+
+
+def test_the_level_of_uvicorn_is_raised(log: Log) -> None:
+    logs.limit_logs(**log_options(arguments()))
+    logging.getLogger("uvicorn.error").info("first")
+    logs.limit_logs(**log_options(arguments(uvicorn_log_level="error")))
+    logging.getLogger("uvicorn.error").warning("second")
+    assert "first" in log.text
+    assert "second" not in log.text
