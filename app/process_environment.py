@@ -6,6 +6,7 @@ reads or sets any.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,6 +36,12 @@ def set_engine_defaults() -> None:
 def set_engine_log(path: str) -> None:
     """Set the logging configuration file (standard library format) of vLLM's processes, before its import."""
     os.environ.setdefault("VLLM_LOGGING_CONFIG_PATH", path)
+
+
+def set_engine_log_level(level: str) -> None:
+    """Set the lowest level that vLLM logs, in this process and in those that it starts."""
+    os.environ["VLLM_LOGGING_LEVEL"] = level
+    logging.getLogger("vllm").setLevel(level)
 
 
 def engine_trace_options(settings: Settings) -> list[str]:

@@ -35,6 +35,7 @@ from app.process_environment import (
     engine_trace_options,
     environment_for_traces,
     set_engine_defaults,
+    set_engine_log_level,
     vllm_key,
 )
 from app.server import DrainingServer, server_config
@@ -129,6 +130,9 @@ def _serve(
     if compiles:
         console.print(_COMPILE_COST, markup=False, soft_wrap=True)
     args = arguments_module.parse([model, *options, *_trace_options(options, settings)], compiles=compiles)
+    level = vars(args).get("log_level")  # absent if it is not given
+    if level:
+        set_engine_log_level(level)
     settings = _with_options_of_files(settings, args)
     args.host, args.port = settings.host, settings.port
     _run(args, settings, client_module, console)

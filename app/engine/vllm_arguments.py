@@ -7,15 +7,19 @@ from itertools import pairwise
 from typing import Final
 
 import torch
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.cli.serve import make_arg_parser, validate_parsed_serve_args  # there in all versions
 from vllm.entrypoints.launchers.launcher import validate_api_server_args
+from vllm.exceptions import VLLMClientError
 from vllm.platforms import current_platform
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from app.engine.vllm_options import refuse_ignored
+from app.settings import Settings
 from nnsight_engine.core.errors import UnsupportedOptionError
+from nnsight_engine.vllm_backend.compat import EngineLimits, engine_options
 
 _WITHOUT_BF16: Final = "AVX2"
 """torch's name for x86 processors without AVX-512, where a matmul in bfloat16 is about ten times slower."""
@@ -54,6 +58,34 @@ def parse(arguments: list[str], *, compiles: bool = False) -> argparse.Namespace
     return args
 
 
+def engine_arguments(args: argparse.Namespace, settings: Settings) -> AsyncEngineArgs:
+    """Return the arguments of the engine, with those that interventions need."""
+    limits = EngineLimits(
+        settings.max_capture_bytes_per_request,
+        settings.max_capture_bytes_engine,
+        trace_step_s=settings.trace_step_s,
+        max_trace_bytes=settings.max_trace_bytes,
+        sandbox=settings.sandbox,
+        sandbox_bytes=settings.sandbox_bytes,
+        sandbox_step_s=settings.sandbox_step_s,
+        sandbox_wait_s=settings.sandbox_wait_s,
+        sandbox_cpu_s=settings.sandbox_cpu_s,
+        sandbox_needs_namespaces=settings.sandbox_needs_namespaces,
+        max_sandboxes=settings.max_sandboxes,
+        fair_window_s=settings.fair_window_s,
+        fair_step=settings.fair_step,
+        taps=settings.taps,
+    )
+    options = engine_options(limits)
+    options["additional_config"] = {
+        **(args.additional_config or {}),
+        **options["additional_config"],
+    }
+    for name, value in options.items():
+        setattr(args, name, value)
+    return AsyncEngineArgs.from_cli_args(args)
+
+
 def model_of_file(path: str) -> str | None:
     """Return the model that a file of options names, if it does.
 
@@ -76,5 +108,6 @@ def _check(args: argparse.Namespace) -> None:
         if args.reasoning_parser_plugin:
             ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
         validate_api_server_args(args)
-    except (ImportError, KeyError, OSError, TypeError, ValueError) as error:
-        raise UnsupportedOptionError(error.args[0] if len(error.args) == 1 else str(error)) from error
+    except (ImportError, KeyError, OSError, TypeError, ValueError, VLLMClientError) as error:
+        message = error.args[0] if isinstance(error, KeyError) else error
+        raise UnsupportedOptionError(str(message)) from error

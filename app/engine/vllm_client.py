@@ -19,7 +19,6 @@ from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.types import ASGIApp
-from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
@@ -46,6 +45,7 @@ from app.engine.server_load import counted
 from app.engine.tokenizing import ids_of, texts_of, tokenize_request
 from app.engine.traces import TraceEngine
 from app.engine.vllm_app import VLLMApp
+from app.engine.vllm_arguments import engine_arguments
 from app.engine.vllm_errors import raised, translating_engine_death
 from app.engine.vllm_refusals import Refusals, RefusedError
 from app.engine.vllm_requests import started_stream
@@ -68,7 +68,6 @@ from nnsight_engine.core.token_texts import TokenTexts
 from nnsight_engine.remote_backend.identity import fingerprint_of
 from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM, carrying
 from nnsight_engine.vllm_backend.call import InterventionCall
-from nnsight_engine.vllm_backend.compat import EngineLimits, engine_options
 from nnsight_engine.vllm_backend.content_logs import redact_content
 from nnsight_engine.vllm_backend.request_code import encoded_code, filename_of
 from nnsight_engine.vllm_backend.rpc_results import answer
@@ -142,29 +141,6 @@ class VLLMEngineClient:
         """Load the model and generate one token; also restarts after an engine has died."""
         if self.started.is_set():
             spawn_engines()
-        limits = EngineLimits(
-            self._settings.max_capture_bytes_per_request,
-            self._settings.max_capture_bytes_engine,
-            trace_step_s=self._settings.trace_step_s,
-            max_trace_bytes=self._settings.max_trace_bytes,
-            sandbox=self._settings.sandbox,
-            sandbox_bytes=self._settings.sandbox_bytes,
-            sandbox_step_s=self._settings.sandbox_step_s,
-            sandbox_wait_s=self._settings.sandbox_wait_s,
-            sandbox_cpu_s=self._settings.sandbox_cpu_s,
-            sandbox_needs_namespaces=self._settings.sandbox_needs_namespaces,
-            max_sandboxes=self._settings.max_sandboxes,
-            fair_window_s=self._settings.fair_window_s,
-            fair_step=self._settings.fair_step,
-            taps=self._settings.taps,
-        )
-        options = engine_options(limits)
-        options["additional_config"] = {
-            **(self._args.additional_config or {}),
-            **options["additional_config"],
-        }
-        for name, value in options.items():
-            setattr(self._args, name, value)
         self._sockets = None if is_socket_folder_set() else claim_socket_folder()
         if self._sockets is not None:
             set_socket_folder(self._sockets.path)
@@ -233,12 +209,12 @@ class VLLMEngineClient:
             pass
 
     def _load(self) -> InterventionAsyncLLM:
-        engine_args = AsyncEngineArgs.from_cli_args(self._args)
-        config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+        arguments = engine_arguments(self._args, self._settings)
+        config = arguments.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
         return InterventionAsyncLLM.create(
             config,
-            enable_log_requests=engine_args.enable_log_requests,
-            disable_log_stats=engine_args.disable_log_stats,
+            enable_log_requests=arguments.enable_log_requests,
+            disable_log_stats=arguments.disable_log_stats,
         )
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""vLLM's options for HTTP: other origins, middleware, documentation, limits on heads, certificates, the log."""
+"""vLLM's options for HTTP: origins, middleware, documentation, limits on heads, certificates, the log."""
 
 from __future__ import annotations
 
@@ -234,8 +234,9 @@ async def test_a_new_certificate_is_served_without_a_restart(tmp_path: Path) -> 
                 return False
 
         assert await trusts()
-        key = Path(files["ssl_keyfile"])
-        key.write_text("half a key")  # as between the replacement of the one file and of the other
+        await asyncio.to_thread(
+            Path(files["ssl_keyfile"]).write_text, "half a key"
+        )  # as between the replacement of the one file and of the other
         await asyncio.sleep(0.1)
         assert await trusts()
         certificate_files(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import ipaddress
 import ssl
@@ -16,10 +17,12 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from app.http_options import listening_options
 from app.main import create_app, new_store
 from app.settings import Settings
 from tests.fakes.engine import FakeEngineClient
 from tests.integration.fronted import listening, port_of
+from tests.integration.signals_server import ARGUMENTS
 
 PATHS = ["/health", "/health/live", "/metrics", "/v1/models"]
 
@@ -84,6 +87,43 @@ async def test_over_tls(settings: Settings, certificate: dict[str, str]) -> None
         async with httpx.AsyncClient(base_url=url.replace("https", "http")) as plain:
             with pytest.raises(httpx.HTTPError):
                 await plain.get("/health/live")
+
+
+async def test_clients_need_a_certificate_if_that_is_required(
+    settings: Settings, certificate: dict[str, str]
+) -> None:
+    required = {"ssl_cert_reqs": ssl.CERT_REQUIRED, "ssl_ca_certs": certificate["ssl_certfile"]}
+    options = listening_options(argparse.Namespace(**{**ARGUMENTS, **certificate, **required}))
+    async with listening(application(settings), settings, **options) as server:
+        url = f"https://127.0.0.1:{port_of(server)}/health/live"
+        trust = ssl.create_default_context(cafile=certificate["ssl_certfile"])
+        async with httpx.AsyncClient(verify=trust) as client:
+            with pytest.raises(httpx.HTTPError):
+                await client.get(url)
+        trust = ssl.create_default_context(cafile=certificate["ssl_certfile"])
+        trust.load_cert_chain(certificate["ssl_certfile"], certificate["ssl_keyfile"])
+        async with httpx.AsyncClient(verify=trust) as client:
+            assert (await client.get(url)).is_success
+
+
+async def test_only_the_chosen_ciphers_are_offered(settings: Settings, certificate: dict[str, str]) -> None:
+    chosen = {"ssl_ciphers": "ECDHE-ECDSA-AES256-GCM-SHA384"}
+    options = listening_options(argparse.Namespace(**{**ARGUMENTS, **certificate, **chosen}))
+    async with listening(application(settings), settings, **options) as server:
+        for cipher, is_offered in (
+            ("ECDHE-ECDSA-AES256-GCM-SHA384", True), ("ECDHE-ECDSA-AES128-GCM-SHA256", False),
+        ):  # fmt: skip
+            trust = ssl.create_default_context(cafile=certificate["ssl_certfile"])
+            trust.maximum_version = ssl.TLSVersion.TLSv1_2  # the option is for versions up to this
+            trust.set_ciphers(cipher)
+            async with httpx.AsyncClient(verify=trust) as client:
+                try:
+                    answer = await client.get(f"https://127.0.0.1:{port_of(server)}/health/live")
+                except httpx.ConnectError:
+                    assert not is_offered
+                else:
+                    assert is_offered
+                    assert answer.is_success
 
 
 async def test_over_a_unix_socket(settings: Settings, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 from pathlib import Path
 
@@ -12,9 +13,14 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.cli.serve import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from app.engine.vllm_arguments import parse
+from app.engine.vllm_arguments import model_of_file, parse
 from app.engine.vllm_options import HANDLED_HERE, REFUSED, TO_ENGINE, refuse_ignored, refuse_with_replicas
+from app.serve_command import _with_options_of_files
+from app.settings import Settings
 from nnsight_engine.core.errors import UnsupportedOptionError
+from tests.unit.app.option_tests import FOR_THE_ENGINE, SHOWN_BY
+
+PROJECT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize(
@@ -47,6 +53,15 @@ def test_every_option_of_vllm_is_passed_on_done_or_refused(parser: FlexibleArgum
     assert named == frozenset.union(*tables)
     assert sum(map(len, tables)) == len(named)
     assert {field.name for field in dataclasses.fields(AsyncEngineArgs)} >= TO_ENGINE
+
+
+def test_what_is_done_here_is_shown_by_tests() -> None:
+    assert SHOWN_BY.keys() == HANDLED_HERE
+    assert FOR_THE_ENGINE.keys() <= TO_ENGINE
+    for named in {*SHOWN_BY.values(), *FOR_THE_ENGINE.values()}:
+        file, _, name = named.partition("::")
+        tree = ast.parse((PROJECT / file).read_text(encoding="utf-8"))
+        assert name in {getattr(node, "name", "") for node in tree.body}, named
 
 
 OBJECTS = ('{"task": "token_embed"}', '{"profiler": "cuda"}', '{"backend": "nccl"}', "{}")
@@ -100,9 +115,48 @@ def test_the_variable_of_vllms_key_is_refused_with_replicas(monkeypatch: pytest.
 
 def test_an_option_of_a_file_is_refused_too(tmp_path: Path) -> None:
     file = tmp_path / "options.yaml"
-    file.write_text("middleware: a.b\n")
-    with pytest.raises(UnsupportedOptionError, match="--middleware"):
+    file.write_text("tool-server: demo\n")
+    with pytest.raises(UnsupportedOptionError, match="--tool-server"):
         parse(["some/model", "--config", str(file)])
+
+
+def test_a_file_of_options_may_name_the_model(tmp_path: Path) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text("model: a/b\nseed: 3\n")
+    assert model_of_file(str(file)) == "a/b"
+    file.write_text("enforce-eager: true\nseed: 3\n")
+    assert model_of_file(str(file)) is None
+    file.write_text("- a\n")
+    for path in (str(file), str(tmp_path / "absent.yaml"), str(tmp_path / "options.json")):
+        with pytest.raises(UnsupportedOptionError, match="cannot be read"):
+            model_of_file(path)
+
+
+def test_a_file_of_options_says_where_to_listen(tmp_path: Path) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text("host: 127.0.0.2\nport: 9001\nsse-keep-alive-interval: 5\n")
+    args = parse(["some/model", "--config", str(file)])
+    found = _with_options_of_files(Settings(), args)
+    assert (found.host, found.port, found.sse_keep_alive_s) == ("127.0.0.2", 9001, 5)
+    found = _with_options_of_files(Settings(host="127.0.0.3", port=9002), args)
+    assert (found.host, found.port) == ("127.0.0.3", 9002)
+    found = _with_options_of_files(Settings(), parse(["some/model"]))
+    assert found == Settings()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--enable-auto-tool-choice"], "requires --tool-call-parser"),
+        (["--enable-auto-tool-choice", "--tool-call-parser", "none"], "invalid tool call parser: none"),
+        (["--chat-template", "absent.jinja"], "absent.jinja"),
+        (["--enable-log-outputs"], "requires --enable-log-requests"),
+        (["--sse-keep-alive-interval", "-1"], "--sse-keep-alive-interval must be"),
+    ],
+)
+def test_what_vllm_refuses_is_refused_before_the_model_is_loaded(options: list[str], message: str) -> None:
+    with pytest.raises(UnsupportedOptionError, match=message):
+        parse(["some/model", *options])
 
 
 def test_what_says_what_is_done_anyway_is_let_through() -> None:
