@@ -31,9 +31,11 @@ PROMTOOL ?= $(if $(CI),required,)
 # Chromium, in which the playground is tested, and Node.js, which builds it.
 CHROMIUM ?= $(if $(CI),required,)
 NODE ?= $(if $(CI),required,)
+# Clients of other projects, which tests run against the server.
+CLIENTS ?= $(if $(CI),required,)
 
 BIN := $(VENV)/bin
-INPUTS := pyproject.toml scripts/install.sh $(sort $(wildcard requirements/*.txt))
+INPUTS := pyproject.toml scripts/install.sh $(sort $(filter-out requirements/clients.txt,$(wildcard requirements/*.txt)))
 # The stamp's name carries a hash of what decides the installation; file times would not survive a checkout.
 INSTALLED := $(VENV)/.installed-$(shell cat $(INPUTS) | sha256sum | cut -c1-16)
 # Those of our folders that hold Python; mypy refuses an empty one.
@@ -41,12 +43,13 @@ SOURCES = $(shell for d in api_schemas nnsight_engine app benchmarks examples lo
 	[ -z "$$(find $$d -name '*.py' -print -quit 2>/dev/null)" ] || echo $$d; done)
 PYTEST = HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) $(if $(filter required,$(POSTGRES)),--require-postgres) \
 	$(if $(filter required,$(PROMTOOL)),--require-promtool) \
-	$(if $(filter required,$(CHROMIUM)),--require-chromium) $(if $(filter required,$(NODE)),--require-node)
+	$(if $(filter required,$(CHROMIUM)),--require-chromium) $(if $(filter required,$(NODE)),--require-node) \
+	$(if $(filter required,$(CLIENTS)),--require-clients)
 # Tests that are named all run.
 CORE = $(if $(SLICE),--slice $(SLICE),$(if $(TESTS),,-m "not heavy")) $(TESTS)
 FAST = $(if $(TESTS),-m "not e2e" $(TESTS),-m "not e2e and not heavy" tests/unit tests/integration)
 
-.PHONY: help install postgres promtool chromium node playground serve test test-fast test-all test-kinds lint audit check docs soak fuzz bench loadtest image-check format clean
+.PHONY: help install postgres promtool chromium node clients playground serve test test-fast test-all test-kinds lint audit check docs soak fuzz bench loadtest image-check format clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -72,6 +75,9 @@ chromium: ## The browser that the playground is tested in, where it is missing a
 node: ## Node.js and npm, which build the playground, where they are missing and can be installed
 	@scripts/node.sh $(NODE)
 
+clients: install ## Clients of other projects, which tests run against the server, in .venv-clients
+	@scripts/clients.sh $(BIN)/python $(CLIENTS)
+
 playground: ## The page at /playground, built again from app/playground/src
 	@scripts/node.sh required
 	cd app/playground && npm ci && npm run build
@@ -79,7 +85,7 @@ playground: ## The page at /playground, built again from app/playground/src
 serve: install ## OpenAI-compatible server on 127.0.0.1:$(PORT); MODEL empty means the bundled model
 	@exec $(BIN)/nnsight-engine serve $(MODEL) --port $(PORT) $(ARGS)
 
-test: install postgres promtool chromium node ## The tests that every change has to pass, on the real engine too
+test: install postgres promtool chromium node clients ## The tests that every change has to pass, on the real engine too
 	$(PYTEST) $(CORE)
 
 # Many of these wait rather than compute.
@@ -87,7 +93,7 @@ test-fast: WORKERS = 3
 test-fast: install postgres ## Those of tests/unit and tests/integration, without vLLM, in some minutes
 	$(PYTEST) $(FAST)
 
-test-all: install postgres promtool chromium node ## Every test, the heavy ones included: an hour
+test-all: install postgres promtool chromium node clients ## Every test, the heavy ones included: an hour
 	$(PYTEST) $(TESTS)
 
 test-kinds: install ## The suites of tests on engines of all kinds, by runner, scheduling and drafts: hours
@@ -103,7 +109,7 @@ lint: install ## Format, ruff, mypy, layers, bandit
 audit: install ## Whether versions of the lock are known to be vulnerable, where somebody can be asked
 	@$(BIN)/python scripts/audit.py requirements/cpu.txt requirements/dev.txt
 
-check: lint audit postgres promtool chromium node ## What CI runs: lint, audit, then `make test`
+check: lint audit postgres promtool chromium node clients ## What CI runs: lint, audit, then `make test`
 	$(PYTEST) $(CORE)
 
 docs: install ## The documentation as a site, in site/; what is wrong with it is an error
@@ -130,5 +136,5 @@ format: install ## Format and fix what ruff can fix
 	$(BIN)/ruff check --fix .
 
 clean: ## Remove the virtual environment, caches and build output of this checkout
-	rm -rf $(VENV) app/playground/node_modules examples/javascript/node_modules build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .coverage htmlcov
+	rm -rf $(VENV) .venv-clients app/playground/node_modules examples/javascript/node_modules build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .coverage htmlcov
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -30,6 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-postgres", action="store_true", help="fail where PostgreSQL is not installed")
     parser.addoption("--require-chromium", action="store_true", help="fail where Chromium is not installed")
     parser.addoption("--require-node", action="store_true", help="fail where Node.js is not installed")
+    parser.addoption("--require-clients", action="store_true", help="fail where clients are not installed")
     parser.addoption("--require-promtool", action="store_true", help="fail where promtool is not installed")
     parser.addoption(
         "--slice", metavar="K/N", help="of the tests marked heavy, run the K-th of N slices only"

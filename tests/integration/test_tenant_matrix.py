@@ -63,6 +63,7 @@ ACCESS: Final = {
     "POST /v2/rerank": Access.MADE,
     "POST /tokenize": Access.MADE,
     "POST /detokenize": Access.MADE,
+    "GET /tokenizer_info": Access.SAME,
     "GET /server_info": Access.OPERATORS,
     "POST /reset_prefix_cache": Access.OPERATORS,
     "POST /reset_mm_cache": Access.OPERATORS,

@@ -25,14 +25,13 @@ try:
     refusal = ""
 except BadRequestError as error:
     refusal = str(error)
-print(
-    json.dumps(
-        {
-            "chat": "".join(part.text for part in plain.content if part.type == "text"),
-            "stream": pieces,
-            "count": count.input_tokens,
-            "used": plain.usage.input_tokens,
-            "refusal": refusal,
-        }
-    )
+json.dump(
+    {
+        "chat": "".join(part.text for part in plain.content if part.type == "text"),
+        "stream": pieces,
+        "count": count.input_tokens,
+        "used": plain.usage.input_tokens,
+        "refusal": refusal,
+    },
+    sys.stdout,
 )

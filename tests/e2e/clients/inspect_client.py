@@ -16,19 +16,19 @@ from inspect_ai.model import (  # type: ignore[import-not-found] # only in the c
 asked = json.loads(sys.argv[1])
 
 
-async def answer(**config: Any) -> Any:
-    """Return the output for the messages."""
-    chosen = GenerateConfig(temperature=0, max_tokens=asked["max_tokens"], **config)
-    name = f"openai-api/ours/{asked['model']}"
-    model = get_model(name, base_url=f"{asked['url']}/v1", api_key="none", config=chosen)
-    return await model.generate([ChatMessageUser(content=one["content"]) for one in asked["messages"]])
-
-
 async def main() -> None:
     """Ask, and print what was answered."""
-    plain = await answer()
-    steered = await answer(extra_body={"interventions": asked["interventions"]})
-    print(json.dumps({"chat": plain.completion, "steered": steered.completion}))
+    name = f"openai-api/ours/{asked['model']}"
+    model = get_model(name, base_url=f"{asked['url']}/v1", api_key="none")
+    messages = [ChatMessageUser(content=one["content"]) for one in asked["messages"]]
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": asked["max_tokens"]}
+    steering = GenerateConfig(**options, extra_body={"interventions": asked["interventions"]})
+    plain = await model.generate(messages, config=GenerateConfig(**options))
+    # The provider's call, which Inspect's logs have too, contains the whole answer.
+    steered, call = await model.api.generate(messages, [], "none", steering)
+    results = call.response["choices"][0]["interventions"]["results"]
+    answer = {"chat": plain.completion, "steered": steered.completion, "results": results}
+    json.dump(answer, sys.stdout)
 
 
 asyncio.run(main())

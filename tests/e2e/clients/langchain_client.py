@@ -19,13 +19,12 @@ options: dict[str, Any] = {
 model = ChatOpenAI(**options)
 messages = [(one["role"], one["content"]) for one in asked["messages"]]
 steering = ChatOpenAI(**options, extra_body={"interventions": asked["interventions"]})
-print(
-    json.dumps(
-        {
-            "chat": model.invoke(messages).content,
-            "stream": [piece.content for piece in model.stream(messages)],
-            "steered": steering.invoke(messages).content,
-            "steered_stream": [piece.content for piece in steering.stream(messages)],
-        }
-    )
+json.dump(
+    {
+        "chat": model.invoke(messages).content,
+        "stream": [piece.content for piece in model.stream(messages)],
+        "steered": steering.invoke(messages).content,
+        "steered_stream": [piece.content for piece in steering.stream(messages)],
+    },
+    sys.stdout,
 )

@@ -21,13 +21,12 @@ plain = litellm.completion(**chat)
 streamed = litellm.completion(**chat, stream=True)
 steered = litellm.completion(**chat, extra_body={"interventions": asked["interventions"]})
 choice = steered.choices[0]
-print(
-    json.dumps(
-        {
-            "chat": plain.choices[0].message.content,
-            "stream": [event.choices[0].delta.content for event in streamed],
-            "steered": choice.message.content,
-            "results": choice.provider_specific_fields["interventions"]["results"],
-        }
-    )
+json.dump(
+    {
+        "chat": plain.choices[0].message.content,
+        "stream": [event.choices[0].delta.content for event in streamed],
+        "steered": choice.message.content,
+        "results": choice.provider_specific_fields["interventions"]["results"],
+    },
+    sys.stdout,
 )

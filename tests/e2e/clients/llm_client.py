@@ -1,4 +1,4 @@
-"""Simon Willison's ``llm``: a model of ``extra-openai-models.yaml``, and one of a plugin that adds our field."""
+"""``llm``: a model of ``extra-openai-models.yaml``, and one that adds our field, as a plugin would."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ import llm  # type: ignore[import-not-found] # noqa: E402 - reads the variable; 
 from llm.default_plugins.openai_models import Chat  # type: ignore[import-not-found] # noqa: E402
 
 
-class Steered(Chat):  # type: ignore[misc] # it has no type here
+class Steered(Chat):
     """A model whose requests carry interventions."""
 
-    def build_kwargs(self, prompt: Any, stream: bool) -> dict[str, Any]:  # noqa: FBT001 - as of its parent
+    def build_kwargs(self, prompt: Any, stream: bool) -> dict[str, Any]:
         """Add the field to a request."""
         kwargs = super().build_kwargs(prompt, stream)
         return {**kwargs, "extra_body": {"interventions": asked["interventions"]}}
@@ -34,13 +34,12 @@ prompt = asked["messages"][-1]["content"]
 steering = Steered("steered", model_name=asked["model"], api_base=model.api_base)
 answered = steering.prompt(prompt, stream=False, key="none", **options)
 steered = answered.text()
-print(
-    json.dumps(
-        {
-            "chat": model.prompt(prompt, stream=False, key="none", **options).text(),
-            "stream": list(model.prompt(prompt, stream=True, key="none", **options)),
-            "steered": steered,
-            "results": answered.response_json["choices"][0]["interventions"]["results"],
-        }
-    )
+json.dump(
+    {
+        "chat": model.prompt(prompt, stream=False, key="none", **options).text(),
+        "stream": list(model.prompt(prompt, stream=True, key="none", **options)),
+        "steered": steered,
+        "results": answered.response_json["choices"][0]["interventions"]["results"],
+    },
+    sys.stdout,
 )

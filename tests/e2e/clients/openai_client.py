@@ -26,16 +26,15 @@ response = client.responses.create(
     model=asked["model"], input=asked["messages"], max_output_tokens=asked["max_tokens"], temperature=0
 )
 choices = [event.choices[0] for event in events if event.choices]
-print(
-    json.dumps(
-        {
-            "chat": plain.choices[0].message.content,
-            "stream": [event.choices[0].delta.content for event in streamed if event.choices],
-            "response": response.output_text,
-            "steered": steered.choices[0].message.content,
-            "steered_stream": [choice.delta.content for choice in choices],
-            "results": getattr(steered.choices[0], "interventions")["results"],  # noqa: B009 - not of its types
-            "streamed_results": [name for choice in choices for name in (choice.model_extra or {})],
-        }
-    )
+json.dump(
+    {
+        "chat": plain.choices[0].message.content,
+        "stream": [event.choices[0].delta.content for event in streamed if event.choices],
+        "response": response.output_text,
+        "steered": steered.choices[0].message.content,
+        "steered_stream": [choice.delta.content for choice in choices],
+        "results": getattr(steered.choices[0], "interventions")["results"],  # noqa: B009 - not of its types
+        "streamed_results": [name for choice in choices for name in (choice.model_extra or {})],
+    },
+    sys.stdout,
 )
