@@ -1,13 +1,15 @@
 """The real command's server over the fake engine, as a process, for tests that send it signals.
 
 It listens on the port that is its argument, and ends as ``nnsight-engine serve`` does. The variable
-``DIES_AFTER_S`` lets its engines live for so long; ``STALL_S`` has the list of models stop the event loop.
+``DIES_AFTER_S`` lets its engines live for so long; ``STALL_S`` has the list of models stop the event loop;
+``ARGUMENTS`` has other arguments as JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import sys
 import time
@@ -69,9 +71,10 @@ class _Engine(FakeEngineClient):
 def main() -> int:
     """Serve until stopped."""
     settings = Settings(port=int(sys.argv[1]))
+    args = argparse.Namespace(**ARGUMENTS | json.loads(os.environ.get("ARGUMENTS", "{}")))
     modules = SimpleNamespace(VLLMEngineClient=_Engine)
     try:
-        _run(argparse.Namespace(**ARGUMENTS), settings, modules, Console(stderr=True))
+        _run(args, settings, modules, Console(stderr=True))
     except CommandError as error:
         sys.stderr.write(f"{error}\n")
         return 1

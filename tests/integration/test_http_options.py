@@ -30,6 +30,7 @@ from tests.fakes.engine import FakeEngineClient
 from tests.integration.fronted import listening, port_of
 from tests.integration.signals_server import ARGUMENTS
 from tests.integration.test_logs import Log, log
+from tests.integration.test_signals import started
 from tests.integration.test_ways_to_listen import certificate_files
 from tests.integration.waiting import until_async
 
@@ -154,6 +155,15 @@ async def test_documentation_is_served_unless_it_is_disabled(tmp_path: Path) -> 
         assert (await client.get("/playground")).status_code == 200
 
 
+async def test_without_keys_not_all_origins_may_be_allowed(tmp_path: Path) -> None:
+    given = json.dumps({"allowed_origins": ["*"]})
+    async with started(tmp_path, ARGUMENTS=given) as server:
+        assert await server.ended() == 1
+        assert server.process.stderr is not None
+        message = (await server.process.stderr.read()).decode()
+        assert "--allowed-origins '[\"*\"]' needs keys" in message
+
+
 @pytest.mark.parametrize("is_enabled", [False, True])
 async def test_an_answer_has_the_id_of_its_request_if_that_is_enabled(
     tmp_path: Path, is_enabled: bool
@@ -215,6 +225,27 @@ async def test_heads_have_the_limits_that_are_given(tmp_path: Path) -> None:
             assert b"head_too_large" in refused
 
 
+async def trusted(certificate: str, port: int) -> bool:
+    """Return whether a server answers with this certificate."""
+    trust = ssl.create_default_context(cafile=certificate)
+    try:
+        async with httpx.AsyncClient(verify=trust) as client:
+            return (await client.get(f"https://127.0.0.1:{port}/health/live")).is_success
+    except httpx.TransportError:
+        return False
+
+
+async def test_the_command_serves_a_new_certificate_if_that_is_enabled(tmp_path: Path) -> None:
+    files = certificate_files(tmp_path)
+    given = json.dumps({**files, "enable_ssl_refresh": True})
+    async with started(tmp_path, ARGUMENTS=given) as server:
+        port = server.client.base_url.port or 0
+        await until_async(lambda: trusted(files["ssl_certfile"], port), timeout_s=60)
+        certificate_files(tmp_path)
+        assert not await trusted(files["ssl_certfile"], port)
+        await until_async(lambda: trusted(files["ssl_certfile"], port))
+
+
 async def test_a_new_certificate_is_served_without_a_restart(tmp_path: Path) -> None:
     settings = Settings(result_dir=tmp_path / "results", data_dir=tmp_path / "data")
     store = new_store(settings)
@@ -226,12 +257,7 @@ async def test_a_new_certificate_is_served_without_a_restart(tmp_path: Path) -> 
         refreshing = asyncio.create_task(refresh_certificate(server.config, poll_s=0.02))
 
         async def trusts() -> bool:
-            trust = ssl.create_default_context(cafile=files["ssl_certfile"])
-            try:
-                async with httpx.AsyncClient(verify=trust) as client:
-                    return (await client.get(f"https://127.0.0.1:{port_of(server)}/health/live")).is_success
-            except httpx.ConnectError:
-                return False
+            return await trusted(files["ssl_certfile"], port_of(server))
 
         assert await trusts()
         await asyncio.to_thread(
