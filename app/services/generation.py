@@ -5,6 +5,7 @@ The body is parsed once. A request without ``interventions`` skips all work that
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable
 from itertools import chain

@@ -1,4 +1,4 @@
-"""The official client of Anthropic: messages, streams and counts of tokens."""
+"""The official client of Anthropic: messages, streams, counts of tokens, and our field in ``extra_body``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import sys
 from typing import Any
 
-from anthropic import Anthropic, BadRequestError
+from anthropic import Anthropic
 
 asked = json.loads(sys.argv[1])
 client = Anthropic(base_url=asked["url"], api_key="none")
@@ -20,18 +20,19 @@ plain = client.messages.create(**message, extra_body=greedy)
 with client.messages.stream(**message, extra_body=greedy) as stream:
     pieces = list(stream.text_stream)
 count = client.messages.count_tokens(model=asked["model"], messages=asked["messages"])
-try:
-    client.messages.create(**message, extra_body={"interventions": asked["interventions"]})
-    refusal = ""
-except BadRequestError as error:
-    refusal = str(error)
+steering = {**greedy, "interventions": asked["interventions"]}
+steered = client.messages.create(**message, extra_body=steering)
+with client.messages.stream(**message, extra_body=steering) as stream:
+    steered_pieces = list(stream.text_stream)
 json.dump(
     {
         "chat": "".join(part.text for part in plain.content if part.type == "text"),
         "stream": pieces,
         "count": count.input_tokens,
         "used": plain.usage.input_tokens,
-        "refusal": refusal,
+        "steered": "".join(part.text for part in steered.content if part.type == "text"),
+        "steered_stream": steered_pieces,
+        "results": (steered.model_extra or {})["interventions"]["results"],
     },
     sys.stdout,
 )
