@@ -86,7 +86,7 @@ def test_the_client_of_openai(expected: dict[str, Any]) -> None:
     assert text(expected["stream"]) == expected["response"] == expected["chat"]
     assert len(expected["stream"]) > 2
     assert expected["steered"] != expected["chat"]
-    assert text(expected["steered_stream"]) == expected["steered"]
+    assert text(expected["steered_stream"]) == expected["steered_response"] == expected["steered"]
     assert norm(expected["results"]) > 0
     assert "interventions" in expected["streamed_results"]
 

@@ -22,15 +22,21 @@ steered = client.chat.completions.create(**chat, extra_body={"interventions": as
 events = client.chat.completions.create(
     **chat, stream=True, extra_body={"interventions": asked["interventions"]}
 )
-response = client.responses.create(
-    model=asked["model"], input=asked["messages"], max_output_tokens=asked["max_tokens"], temperature=0
-)
+response: dict[str, Any] = {
+    "model": asked["model"],
+    "input": asked["messages"],
+    "max_output_tokens": asked["max_tokens"],
+    "temperature": 0,
+}
+plain_response = client.responses.create(**response)
+steered_response = client.responses.create(**response, extra_body={"interventions": asked["interventions"]})
 choices = [event.choices[0] for event in events if event.choices]
 json.dump(
     {
         "chat": plain.choices[0].message.content,
         "stream": [event.choices[0].delta.content for event in streamed if event.choices],
-        "response": response.output_text,
+        "response": plain_response.output_text,
+        "steered_response": steered_response.output_text,
         "steered": steered.choices[0].message.content,
         "steered_stream": [choice.delta.content for choice in choices],
         "results": getattr(steered.choices[0], "interventions")["results"],  # noqa: B009 - not of its types
