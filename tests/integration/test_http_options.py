@@ -291,8 +291,8 @@ async def test_requests_to_named_routes_or_all_are_left_out_of_the_log(
 
 def test_the_level_of_uvicorn_is_raised(log: Log) -> None:
     logs.limit_logs(**log_options(arguments()))
-    logging.getLogger("uvicorn.error").info("first")
+    logging.getLogger("uvicorn").info("first")
     logs.limit_logs(**log_options(arguments(uvicorn_log_level="error")))
-    logging.getLogger("uvicorn.error").warning("second")
+    logging.getLogger("uvicorn").warning("second")
     assert "first" in log.text
     assert "second" not in log.text
