@@ -92,11 +92,13 @@ class TensorObject(Strict):
 class VectorName(Strict):
     """A vector stored on the server: the newest version of a name, ``joy``, or a specific one, ``joy@2``.
 
-    Each point gets the vector's row for its own layer; with ``layer``, all get the row for that one.
+    Each point gets the vector's row for its own layer; with ``layer``, all get the row for that one. With
+    ``id`` it is the vector with this id, whichever tenant's vector has the name for the caller.
     """
 
     name: Name
     layer: Integer | None = Field(default=None, description="Negatives count from the end.")
+    id: Name | None = Field(default=None, description="The vector's id; it must have this name and version.")
 
 
 class VectorUsed(BaseModel):

@@ -7,26 +7,14 @@ one, ``joy@2``.
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
 from api_schemas.chat import ChatMessage
 from api_schemas.fields import At, Integer, Items, Layers, Number, Strict
+from api_schemas.names import StoredName
 from api_schemas.tensors import TensorInput
-
-NAME_PATTERN: Final = r"[a-z0-9][a-z0-9._-]{0,63}"
-"""The allowed names of vectors."""
-
-VectorNameText = Annotated[
-    str,
-    Field(
-        strict=True,
-        pattern=rf"^{NAME_PATTERN}$",
-        description="At most 64 lower-case letters, digits and . _ -; the first is a letter or a digit.",
-    ),
-]
-
 
 class NewVector(Strict):
     """A vector as numbers: by layer or point, or for the points of ``at``.
@@ -39,7 +27,7 @@ class NewVector(Strict):
         shared: Whether every tenant may use it; for keys with the scope ``admin``.
     """
 
-    name: VectorNameText
+    name: StoredName
     vectors: dict[str, TensorInput] | None = Field(default=None, min_length=1)
     at: At | None = None
     values: TensorInput | None = None
@@ -63,7 +51,7 @@ class VectorUpload(BaseModel):
         shared: Whether every tenant may use it.
     """
 
-    name: VectorNameText
+    name: StoredName
     file: str = Field(json_schema_extra={"format": "binary"})
     at: str | None = None
     shared: Literal["true", "false"] = "false"
@@ -91,7 +79,7 @@ class TrainingRequest(Strict):
         stream: Whether progress is sent, as server-sent events.
     """
 
-    name: VectorNameText
+    name: StoredName
     method: Literal["mean_difference", "pca", "logistic"] = "mean_difference"
     positive: Items[Prompt] = Field(min_length=2)
     negative: Items[Prompt] = Field(min_length=2)
@@ -237,7 +225,6 @@ class TrainingEvent(BaseModel):
 
 
 __all__ = [
-    "NAME_PATTERN",
     "LayerScore",
     "NewVector",
     "Prompt",
@@ -246,6 +233,5 @@ __all__ = [
     "TrainingRequest",
     "Vector",
     "VectorList",
-    "VectorNameText",
     "VectorUpload",
 ]

@@ -11,8 +11,8 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
+from api_schemas.names import NAME_PATTERN
 from api_schemas.vectors import (
-    NAME_PATTERN,
     NewVector,
     TrainingEvent,
     TrainingRequest,

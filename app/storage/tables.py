@@ -22,7 +22,7 @@ from sqlalchemy import (
     Text,
     UniqueConstraint,
 )
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.orm import DeclarativeBase, Mapped, declared_attr, mapped_column
 
 from app.storage.storage_usage import Holder
 
@@ -177,6 +177,7 @@ class KeyRow(Base):
     last_used_at: Mapped[float | None]
     replaces: Mapped[str | None] = mapped_column(String(32))
     trusted_codecs: Mapped[bool] = mapped_column(default=False)
+    presets: Mapped[list[str] | None] = mapped_column(JSON(none_as_null=True))
 
 
 class AuditRow(Base):
@@ -213,16 +214,16 @@ class AuditRow(Base):
     details: Mapped[dict[str, Any]] = mapped_column(JSON)
 
 
-class VectorNameRow(Base):
-    """A tenant's name for vectors, retained after they are removed so that version numbers are never reused.
+class StoredNameRow(Base):
+    """A tenant's name for what is kept in versions; retained after those are removed, so that none is reused.
 
     Attributes:
         versions: The number of versions ever created.
-        shared: Whether a version was ever shared; the name then refers to this tenant's vectors for all
+        shared: Whether a version was ever shared; the name then refers to this tenant's versions for all
             tenants that have never used the name themselves.
     """
 
-    __tablename__ = "vector_names"
+    __abstract__ = True
 
     tenant: Mapped[str] = mapped_column(String(64), primary_key=True)
     name: Mapped[str] = mapped_column(String(64), primary_key=True)
@@ -230,23 +231,19 @@ class VectorNameRow(Base):
     shared: Mapped[bool] = mapped_column(default=False)
 
 
-class VectorRow(Base):
-    """A vector; see ``api_schemas.vectors.Vector``.
+class VersionRow(Base):
+    """A version of a name, which never changes.
 
     Attributes:
-        number: Increases and is never reused: the order in which vectors were created.
+        number: Increases and is never reused: the order in which versions were created.
         tenant: The tenant; empty on a server without keys.
-        leaf: The kind of points that it applies to, such as ``output`` of a layer.
-        layers: The layers of the rows, ascending.
-        data: The rows, ``[layers, width]``, float32 and little-endian; loaded only on access.
+        model: The server's name of the model that it is for.
+        shared: Whether every tenant may use it.
+        num_bytes: The bytes that it is counted with.
+        data: Its content; loaded only on access.
     """
 
-    __tablename__ = "vectors"
-    __table_args__ = (
-        UniqueConstraint("tenant", "name", "version"),
-        Index(None, "name", "shared"),
-        {"sqlite_autoincrement": True},
-    )
+    __abstract__ = True
 
     number: Mapped[int] = mapped_column(_COUNTER, primary_key=True, autoincrement=True)
     id: Mapped[str] = mapped_column(String(64), unique=True)
@@ -254,17 +251,67 @@ class VectorRow(Base):
     name: Mapped[str] = mapped_column(String(64))
     version: Mapped[int]
     model: Mapped[str] = mapped_column(String(1024))
-    leaf: Mapped[str] = mapped_column(String(128))
-    layers: Mapped[list[int]] = mapped_column(JSON)
-    width: Mapped[int]
     shared: Mapped[bool]
-    format: Mapped[str] = mapped_column(String(16))
-    source_sha256: Mapped[str | None] = mapped_column(String(64))
     sha256: Mapped[str] = mapped_column(String(64))
     num_bytes: Mapped[int] = mapped_column(BigInteger)
     created_at: Mapped[float]
-    training: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     data: Mapped[bytes] = mapped_column(LargeBinary, deferred=True)
 
+    @declared_attr.directive
+    @classmethod
+    def __table_args__(cls) -> tuple[Any, ...]:
+        """Return the indexes, the same for each table."""
+        return (
+            UniqueConstraint("tenant", "name", "version"),
+            Index(None, "name", "shared"),
+            {"sqlite_autoincrement": True},
+        )
 
-__all__ = ["AuditRow", "Base", "EventRow", "JobRow", "KeyRow", "TenantRow", "VectorNameRow", "VectorRow"]
+
+class VectorNameRow(StoredNameRow):
+    """A tenant's name for vectors."""
+
+    __tablename__ = "vector_names"
+
+
+class VectorRow(VersionRow):
+    """A vector; see ``api_schemas.vectors.Vector``. ``data`` is rows ``[layers, width]``, float32, little-endian.
+
+    Attributes:
+        leaf: The kind of points that it applies to, such as ``output`` of a layer.
+        layers: The layers of the rows, ascending.
+    """
+
+    __tablename__ = "vectors"
+
+    leaf: Mapped[str] = mapped_column(String(128))
+    layers: Mapped[list[int]] = mapped_column(JSON)
+    width: Mapped[int]
+    format: Mapped[str] = mapped_column(String(16))
+    source_sha256: Mapped[str | None] = mapped_column(String(64))
+    training: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+
+
+class PresetNameRow(StoredNameRow):
+    """A tenant's name for presets."""
+
+    __tablename__ = "preset_names"
+
+
+class PresetRow(VersionRow):
+    """A preset; see ``api_schemas.presets.Preset``. ``data`` is its operations as JSON.
+
+    Attributes:
+        operations: The kinds of its operations, each once.
+    """
+
+    __tablename__ = "presets"
+
+    description: Mapped[str] = mapped_column(Text)
+    operations: Mapped[list[str]] = mapped_column(JSON)
+
+
+__all__ = [
+    "AuditRow", "Base", "EventRow", "JobRow", "KeyRow", "PresetNameRow", "PresetRow", "StoredNameRow", "TenantRow",
+    "VectorNameRow", "VectorRow", "VersionRow",
+]  # fmt: skip

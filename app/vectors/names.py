@@ -8,7 +8,6 @@ applied.
 from __future__ import annotations
 
 import collections
-import re
 from collections.abc import Sequence
 from typing import Final
 
@@ -17,6 +16,7 @@ import numpy as np
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
 from api_schemas.interventions import Intervention, tensor_of
+from api_schemas.names import Reference
 from api_schemas.operations import Ablate, Patch, Probe, Steer
 from api_schemas.points import Point, resolve_layer
 from api_schemas.tensors import NamedTensor, VectorName, VectorUsed
@@ -24,10 +24,10 @@ from app.storage.vector_rows import kind_of
 from app.storage.vectors import FoundVector, VectorStore
 from app.vectors.rows import ModelShape, points_of
 
-_NAME: Final = re.compile(r"(?P<name>[a-z0-9][a-z0-9._-]{0,63})(?:@(?P<version>[1-9][0-9]{0,8}))?")
 _MAX_ROWS_BYTES: Final = 256 * 2**20
 """Maximum bytes of the values that one request's names resolve to."""
-_FIELDS: Final = {Steer: "vector", Ablate: "vector", Probe: "weights"}
+VECTOR_FIELDS: Final[dict[type[Intervention], str]] = {Steer: "vector", Ablate: "vector", Probe: "weights"}
+"""The field of each operation that may name a vector."""
 
 
 def names_vectors(interventions: Sequence[Intervention]) -> bool:
@@ -116,29 +116,37 @@ class NameResolver:
             )
         if not isinstance(op, Steer | Ablate | Probe):
             return op
-        field = _FIELDS[type(op)]
-        vector, data = await self._find(given.name, f"{param}.{field}")
+        field = VECTOR_FIELDS[type(op)]
+        vector, data = await self._find(given, f"{param}.{field}")
         points = points_of(op.at, self._shape.num_layers, f"{param}.at") if given.layer is None else []
         layers = self._layers(given, vector, points, f"{param}.{field}")
         return op.model_copy(update={field: self._tensor(vector, data, layers, f"{param}.{field}")})
 
-    async def _find(self, text: str, param: str) -> tuple[FoundVector, bytes]:
-        if text not in self._found:
-            match = _NAME.fullmatch(text)
-            version = None if match is None or match["version"] is None else int(match["version"])
-            name = "" if match is None else match["name"]
-            vector = await self._store.find(name, version, self._tenant, self._models) if name else None
+    async def _find(self, given: VectorName, param: str) -> tuple[FoundVector, bytes]:
+        key = given.id or given.name
+        if key not in self._found:
+            vector = await self._lookup(given)
             data = None if vector is None else await self._cache.data(vector.number)
             if vector is None or data is None:
                 raise ApiError(
                     ErrorCode.UNKNOWN_VECTOR,
-                    f"There is no vector {clip(text)!r}; GET /v1/vectors lists them, POST /v1/vectors "
-                    "makes one.",
+                    f"There is no vector {clip(given.name)!r}{f' of the id {clip(given.id)!r}' if given.id else ''}; "
+                    "GET /v1/vectors lists them, POST /v1/vectors makes one.",
                     param,
                 )
             self._check_model(vector, param)
-            self._found[text] = vector, data
-        return self._found[text]
+            self._found[key] = vector, data
+        return self._found[key]
+
+    async def _lookup(self, given: VectorName) -> FoundVector | None:
+        reference = Reference.parse(given.name)
+        if reference is None:
+            return None
+        if given.id is None:
+            return await self._store.find(reference, self._tenant, self._models)
+        vector = await self._store.found(given.id, self._tenant)
+        is_named_so = vector is not None and reference.name == vector.name and reference.version in {None, vector.version}
+        return vector if is_named_so else None
 
     def _check_model(self, vector: FoundVector, param: str) -> None:
         if vector.model not in self._models or self._shape.widths.get(vector.leaf) != vector.width:
@@ -191,4 +199,4 @@ def _mismatch(vector: FoundVector, why: str, param: str) -> ApiError:
     return ApiError(ErrorCode.VECTOR_MISMATCH, f"The vector {vector.name}@{vector.version} {why}.", param)
 
 
-__all__ = ["NameResolver", "VectorCache", "names_vectors"]
+__all__ = ["VECTOR_FIELDS", "NameResolver", "VectorCache", "names_vectors"]

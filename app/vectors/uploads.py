@@ -20,8 +20,9 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
 from api_schemas.fields import Strict
 from api_schemas.limits import RequestLimits
+from api_schemas.names import StoredName
 from api_schemas.tensors import TensorInput, VectorName
-from api_schemas.vectors import NewVector, VectorNameText
+from api_schemas.vectors import NewVector
 from app.body import BodyLimits, check_media_type, read_bytes, read_object
 from app.errors import validated
 from app.storage.vector_rows import VectorRows
@@ -40,7 +41,7 @@ _MAX_FIELD_BYTES: Final = 64 * 1024
 class _Form(Strict):
     """The fields of a form beside its file."""
 
-    name: VectorNameText
+    name: StoredName
     at: str | None = None
     shared: Literal["true", "false"] = "false"
 

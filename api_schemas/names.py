@@ -1,0 +1,50 @@
+"""Names of what the server keeps in versions, vectors and presets: ``joy`` is the newest one, ``joy@2`` one of them."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Final, NamedTuple
+
+from pydantic import Field
+
+NAME_PATTERN: Final = r"[a-z0-9][a-z0-9._-]{0,63}"
+"""The allowed names."""
+MAX_REFERENCE: Final = 74
+"""Characters of the longest name with a version."""
+
+_REFERENCE: Final = re.compile(rf"(?P<name>{NAME_PATTERN})(?:@(?P<version>[1-9][0-9]{{0,8}}))?")
+
+StoredName = Annotated[
+    str,
+    Field(
+        strict=True,
+        pattern=rf"^{NAME_PATTERN}$",
+        description="At most 64 lower-case letters, digits and . _ -; the first is a letter or a digit.",
+    ),
+]
+
+
+class Reference(NamedTuple):
+    """A name, and the version where one is given.
+
+    Attributes:
+        name: The name.
+        version: The version; None for the newest.
+    """
+
+    name: str
+    version: int | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.version is None else f"{self.name}@{self.version}"
+
+    @classmethod
+    def parse(cls, text: str) -> Reference | None:
+        """Return what a text such as ``joy@2`` refers to; None if it is no reference."""
+        match = _REFERENCE.fullmatch(text)
+        if match is None:
+            return None
+        return cls(match["name"], None if match["version"] is None else int(match["version"]))
+
+
+__all__ = ["MAX_REFERENCE", "NAME_PATTERN", "Reference", "StoredName"]

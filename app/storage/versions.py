@@ -1,0 +1,160 @@
+"""Names with versions in the database, one kind of thing for each ``VersionTable``: vectors, presets.
+
+A tenant sees its own versions and shared ones. A version never changes, and its number is never reused. A
+name that a tenant has used stays its own even after its versions are removed, and a name that was shared
+stays with the tenant that shared it: a removal never makes a name refer to what another tenant has made.
+Methods take the session of their caller's transaction.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Sequence
+from typing import Final, Generic, TypeVar
+
+from sqlalchemy import ColumnElement, func, or_, select
+from sqlalchemy.orm import Session
+
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.excerpt import clip
+from api_schemas.names import Reference
+from app.allowance import Allowance
+from app.storage.storage_usage import Holder
+from app.storage.tables import StoredNameRow, VersionRow
+
+_ID_BYTES: Final = 12
+
+NameT = TypeVar("NameT", bound=StoredNameRow)
+RowT = TypeVar("RowT", bound=VersionRow)
+
+
+class VersionTable(Generic[NameT, RowT]):
+    """The versions of one kind.
+
+    Args:
+        names: The table of names.
+        rows: The table of versions.
+        kind: The singular, for messages and routes: ``vector``.
+        prefix: The first part of its ids: ``vec_``.
+        not_found: The code of the error for an unknown id.
+        name_taken: The code of the error for a name that another tenant has shared.
+    """
+
+    def __init__(
+        self,
+        names: type[NameT],
+        rows: type[RowT],
+        *,
+        kind: str,
+        prefix: str,
+        not_found: ErrorCode,
+        name_taken: ErrorCode,
+    ) -> None:
+        self._names = names
+        self._rows = rows
+        self._kind = kind
+        self._prefix = prefix
+        self._not_found = not_found
+        self._name_taken = name_taken
+        self._id = re.compile(rf"{prefix}[0-9a-f]{{{2 * _ID_BYTES}}}")
+
+    def new_id(self) -> str:
+        """Return an id that cannot be guessed."""
+        return f"{self._prefix}{secrets.token_hex(_ID_BYTES)}"
+
+    def check_room(self, session: Session, allowance: Allowance, num_bytes: int, tenant: str) -> None:
+        """Raise the allowance's ApiError unless there is room for ``num_bytes`` more."""
+        stored = select(func.coalesce(func.sum(self._rows.num_bytes), 0))
+        allowance.check_total(int(session.scalar(stored) or 0), num_bytes)
+        if tenant:
+            own = session.scalar(stored.where(self._rows.tenant == tenant))
+            allowance.check(tenant, int(own or 0), num_bytes)
+
+    def next_version(self, session: Session, tenant: str, name: str, *, shared: bool) -> int:
+        """Return the number of a name's next version.
+
+        Raises:
+            ApiError: ``name_taken``: it is to be shared, and another tenant has shared one of that name.
+        """
+        if shared:
+            self._check_name(session, tenant, name)
+        row = session.get(self._names, (tenant, name), with_for_update=True)
+        if row is None:
+            row = self._names(tenant=tenant, name=name, versions=0, shared=False)
+            session.add(row)
+        row.versions += 1
+        row.shared |= shared
+        return row.versions
+
+    def _check_name(self, session: Session, tenant: str, name: str) -> None:
+        """Reject a name that would refer to versions of two tenants for all others, now or over time."""
+        names = self._names
+        others = select(names.tenant).where(
+            names.name == name, names.shared.is_(True), names.tenant != tenant
+        )
+        if session.scalars(others.limit(1)).first() is not None:
+            raise ApiError(
+                self._name_taken,
+                f"Another tenant has shared a {self._kind} {name!r}; share this one by another name.",
+                "name",
+            )
+
+    def page(
+        self, session: Session, tenant: str, *, name: str | None, after: str | None, limit: int
+    ) -> Sequence[RowT]:
+        """Return a tenant's rows and shared ones, newest first.
+
+        Raises:
+            ApiError: ``not_found``: nothing visible to the tenant has the id ``after``.
+        """
+        wanted: list[ColumnElement[bool]] = [self._seen_by(tenant)]
+        if name is not None:
+            wanted.append(self._rows.name == name)
+        if after is not None:
+            wanted.append(self._rows.number < self.row(session, after, tenant, "after").number)
+        newest_first = select(self._rows).where(*wanted).order_by(self._rows.number.desc())
+        return session.scalars(newest_first.limit(limit)).all()
+
+    def row(self, session: Session, id_: str, tenant: str, param: str | None = None) -> RowT:
+        """Return the row with an id, if a tenant sees it; raise ApiError ``not_found``."""
+        wanted = select(self._rows).where(self._rows.id == id_, self._seen_by(tenant))
+        # A database may refuse to compare text that cannot be an id.
+        row = session.scalars(wanted).first() if self._id.fullmatch(id_) else None
+        if row is None:
+            kind = self._kind
+            message = f"There is no {kind} {clip(id_)!r}; GET /v1/{kind}s lists them."
+            raise ApiError(self._not_found, message, param)
+        return row
+
+    def find(
+        self, session: Session, reference: Reference, tenant: str, models: Sequence[str]
+    ) -> RowT | None:
+        """Resolve a name for a tenant: to its own versions if it ever had one, otherwise to shared ones.
+
+        Args:
+            session: The session.
+            reference: The name, and a version or the newest.
+            tenant: The tenant that uses the name.
+            models: Names of the served model; a version for another model is returned only if there is none
+                for this one.
+        """
+        rows = self._rows
+        is_own = session.get(self._names, (tenant, reference.name)) is not None
+        of_whom = rows.tenant == tenant if is_own else rows.shared.is_(True)
+        wanted = [rows.name == reference.name, of_whom]
+        if reference.version is not None:
+            wanted.append(rows.version == reference.version)
+        best_first = rows.model.in_(models).desc(), rows.version.desc()
+        return session.scalars(select(rows).where(*wanted).order_by(*best_first).limit(1)).first()
+
+    def used_bytes(self, session: Session) -> dict[Holder, int]:
+        """Return the bytes of all rows by holder."""
+        wanted = select(self._rows.tenant, func.sum(self._rows.num_bytes)).group_by(self._rows.tenant)
+        return {Holder(tenant): int(num_bytes or 0) for tenant, num_bytes in session.execute(wanted).all()}
+
+    def _seen_by(self, tenant: str) -> ColumnElement[bool]:
+        return or_(self._rows.tenant == tenant, self._rows.shared.is_(True))
+
+
+__all__ = ["VersionTable"]
