@@ -1,7 +1,7 @@
 """OpenAI's chat completion request and response with our field, for documentation and for clients.
 
-The server passes everything but ``interventions`` to vLLM's own request model, which defines many more
-fields; they are not validated here.
+The server passes everything but ``interventions`` and ``preset`` to vLLM's own request model, which defines
+many more fields; they are not validated here.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from api_schemas.interventions import Intervention
+from api_schemas.presets import PresetNames
 from api_schemas.results import ChoiceInterventions
 
 
@@ -28,7 +29,9 @@ class ChatCompletionRequest(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    model: str | None = Field(default=None, description="A name that GET /v1/models lists.")
+    model: str | None = Field(
+        default=None, description="A name that GET /v1/models lists; `MODEL:PRESET` names a preset too."
+    )
     messages: list[ChatMessage]
     max_completion_tokens: int | None = Field(default=None, description="Most tokens to generate.")
     max_tokens: int | None = Field(default=None, description="The older name of max_completion_tokens.")
@@ -48,6 +51,9 @@ class ChatCompletionRequest(BaseModel):
         default=None,
         description="Operations on the model's values, applied in this order. Positions count in the "
         "tokens of the rendered chat template.",
+    )
+    preset: PresetNames | None = Field(
+        default=None, description="Presets, `calm` or `calm@3`, whose operations come before `interventions`."
     )
 
 

@@ -1,7 +1,7 @@
 """OpenAI's completion request and response with our field, for documentation and for clients.
 
-The server passes everything but ``interventions`` to vLLM's own request model, which defines many more
-fields; they are not validated here.
+The server passes everything but ``interventions`` and ``preset`` to vLLM's own request model, which defines
+many more fields; they are not validated here.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from api_schemas.interventions import Intervention
+from api_schemas.presets import PresetNames
 from api_schemas.results import ChoiceInterventions
 
 
@@ -19,7 +20,9 @@ class CompletionRequest(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    model: str | None = Field(default=None, description="A name that GET /v1/models lists.")
+    model: str | None = Field(
+        default=None, description="A name that GET /v1/models lists; `MODEL:PRESET` names a preset too."
+    )
     prompt: str | list[str] | list[int] | list[list[int]]
     max_tokens: int | None = Field(default=16, description="Most tokens to generate.")
     temperature: float | None = None
@@ -33,6 +36,9 @@ class CompletionRequest(BaseModel):
     echo: bool | None = False
     interventions: list[Intervention] | None = Field(
         default=None, description="Operations on the model's values, applied in this order."
+    )
+    preset: PresetNames | None = Field(
+        default=None, description="Presets, `calm` or `calm@3`, whose operations come before `interventions`."
     )
 
 

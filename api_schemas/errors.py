@@ -76,6 +76,10 @@ class ErrorCode(enum.StrEnum):
     VECTOR_MISMATCH = "vector_mismatch"
     VECTOR_NAME_TAKEN = "vector_name_taken"
     VECTOR_STORE_FULL = "vector_store_full"
+    PRESET_NOT_FOUND = "preset_not_found"
+    PRESET_NOT_ALLOWED = "preset_not_allowed"
+    PRESET_NAME_TAKEN = "preset_name_taken"
+    PRESET_STORE_FULL = "preset_store_full"
     INVALID_VECTOR_FILE = "invalid_vector_file"
     UNSUPPORTED_FORMAT = "unsupported_vector_format"
     TRAINING_FAILED = "training_failed"
@@ -128,6 +132,10 @@ STATUS: Final[dict[ErrorCode, int]] = {
     ErrorCode.VECTOR_NOT_FOUND: 404,
     ErrorCode.VECTOR_NAME_TAKEN: 409,
     ErrorCode.VECTOR_STORE_FULL: 503,
+    ErrorCode.PRESET_NOT_FOUND: 404,
+    ErrorCode.PRESET_NOT_ALLOWED: 403,
+    ErrorCode.PRESET_NAME_TAKEN: 409,
+    ErrorCode.PRESET_STORE_FULL: 503,
     ErrorCode.UNSUPPORTED_FORMAT: 415,
     ErrorCode.MODEL_NOT_FOUND: 404,
     ErrorCode.NOT_FOUND: 404,

@@ -7,12 +7,15 @@ operations, and the tier determines the isolation in which a key's code runs.
 from __future__ import annotations
 
 import enum
-from typing import Final
+from typing import Annotated, Final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from api_schemas.names import REFERENCE_PATTERN
+
 MAX_NAME: Final = 64
 _NAME: Final = r"^[a-z0-9]([a-z0-9._-]*[a-z0-9])?$"
+_MAX_PRESETS: Final = 100
 
 
 def _number(value: object) -> object:
@@ -56,7 +59,8 @@ class Limits(BaseModel):
         captured_bytes_per_minute: Bytes of the results of captures, lenses, probes and saves.
         intervention_seconds_per_minute: Seconds during which operations and blocks have the engine to
             themselves.
-        stored_bytes: Bytes stored at one time: jobs with their requests and results, result files, vectors.
+        stored_bytes: Bytes stored at one time: jobs with their requests and results, result files, vectors,
+            presets.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -82,6 +86,8 @@ class NewKey(BaseModel):
         limits: Its own limits; those of its tenant apply as well.
         expires_in_s: Its lifetime, in seconds from now.
         trusted_codecs: Whether it may send blocks as pickles, if the server accepts them.
+        presets: The only presets by which it may intervene, ``calm`` or one version, ``calm@3``; null for no
+            such limit.
     """
 
     model_config = ConfigDict(
@@ -104,6 +110,9 @@ class NewKey(BaseModel):
     limits: Limits = Limits()
     expires_in_s: float | None = Field(default=None, gt=0, le=1e10, allow_inf_nan=False)
     trusted_codecs: bool = False
+    presets: tuple[Annotated[str, Field(pattern=REFERENCE_PATTERN)], ...] | None = Field(
+        default=None, min_length=1, max_length=_MAX_PRESETS
+    )
 
     _is_number = field_validator("expires_in_s", mode="before")(_number)
 
@@ -111,6 +120,13 @@ class NewKey(BaseModel):
     @classmethod
     def _check_unique(cls, scopes: tuple[Scope, ...]) -> tuple[Scope, ...]:
         return tuple(sorted(set(scopes), key=list(Scope).index))
+
+    @field_validator("presets")
+    @classmethod
+    def _check_limited(cls, presets: tuple[str, ...] | None, info: ValidationInfo) -> tuple[str, ...] | None:
+        if presets is not None and Scope.ADMIN in info.data.get("scopes", ()):
+            raise ValueError("a key with the scope 'admin' can create keys without this limit")
+        return presets
 
     @field_validator("trusted_codecs")
     @classmethod
@@ -137,6 +153,7 @@ class Key(BaseModel):
         last_used_at: The time of the last request with it, to the minute.
         replaces: The key that it replaced, by rotation.
         trusted_codecs: Whether it may send blocks as pickles.
+        presets: The only presets by which it may intervene; null for no such limit.
     """
 
     id: str
@@ -151,6 +168,7 @@ class Key(BaseModel):
     last_used_at: float | None = None
     replaces: str | None = None
     trusted_codecs: bool = False
+    presets: tuple[str, ...] | None = None
 
 
 class CreatedKey(Key):

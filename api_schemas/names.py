@@ -1,4 +1,4 @@
-"""Names of what the server keeps in versions, vectors and presets: ``joy`` is the newest one, ``joy@2`` one of them."""
+"""Names of vectors and presets: ``joy`` is the newest version, ``joy@2`` a specific one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pydantic import Field
 
 NAME_PATTERN: Final = r"[a-z0-9][a-z0-9._-]{0,63}"
 """The allowed names."""
-MAX_REFERENCE: Final = 74
-"""Characters of the longest name with a version."""
+REFERENCE_PATTERN: Final = rf"^{NAME_PATTERN}(@[1-9][0-9]{{0,8}})?$"
+"""The form of a name with or without a version."""
 
 _REFERENCE: Final = re.compile(rf"(?P<name>{NAME_PATTERN})(?:@(?P<version>[1-9][0-9]{{0,8}}))?")
 
@@ -36,6 +36,7 @@ class Reference(NamedTuple):
     version: int | None = None
 
     def __str__(self) -> str:
+        """Return the text that ``parse`` reads."""
         return self.name if self.version is None else f"{self.name}@{self.version}"
 
     @classmethod
@@ -47,4 +48,4 @@ class Reference(NamedTuple):
         return cls(match["name"], None if match["version"] is None else int(match["version"]))
 
 
-__all__ = ["MAX_REFERENCE", "NAME_PATTERN", "Reference", "StoredName"]
+__all__ = ["NAME_PATTERN", "REFERENCE_PATTERN", "Reference", "StoredName"]

@@ -123,6 +123,9 @@ class Provenance(BaseModel):
         default=None,
         description="Number of drafted rows without results: their draft was refused or lies behind a stop.",
     )
+    presets: list[str] | None = Field(
+        default=None, description="The presets that operations come from, with versions; absent if none."
+    )
     tier: str = Field(description="`tap` if every step ran as usual, `eager` if some had to run uncompiled.")
 
 

@@ -16,6 +16,7 @@ from api_schemas.fields import At, Integer, Items, Layers, Number, Strict
 from api_schemas.names import StoredName
 from api_schemas.tensors import TensorInput
 
+
 class NewVector(Strict):
     """A vector as numbers: by layer or point, or for the points of ``at``.
 

@@ -30,6 +30,7 @@ from app.received_bytes import ReceivedBytes
 from app.request_context import RequestContext, context_of
 from app.services.jobs.callers import set_limits
 from app.services.jobs.service import JobService
+from app.services.presets.service import PresetService
 from app.services.traces.service import TraceService
 from app.settings import Settings
 from app.storage.database import Database
@@ -42,6 +43,9 @@ _RUN_AT_ONCE: Final = {
     "/v1/completions", "/v1/chat/completions", "/v1/traces", "/v1/vectors/train", *WORKING,
 }  # fmt: skip
 """Routes that count against the limit on concurrency."""
+_FREE: Final = frozenset({Scope.INTERVENTIONS, Scope.CODE})
+"""The scopes of routes that intervene, or change what does: not for keys that are limited to presets."""
+_READS: Final = frozenset({"GET", "HEAD"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,6 +63,7 @@ class Context:
     rates: Rates
     log: AuditLog
     vectors: VectorService
+    presets: PresetService
     trainer: Trainer
     receiving: ReceivedBytes
     bodies: LargeBodyReader
@@ -102,6 +107,8 @@ async def caller_of(
     request = context_of(connection.scope)
     request.identify(principal, connection)
     principal.check(*map(Scope, scopes.scopes))
+    if not _FREE.isdisjoint(scopes.scopes) and connection.scope.get("method") not in _READS:
+        principal.check_free(f"the route {connection.scope['route'].path}")
     if request.intake is not None:  # a route's further scopes are checked by further calls
         return principal
     request.intake, request.bodies = context.receiving.intake(principal.tenant), context.bodies

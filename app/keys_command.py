@@ -100,7 +100,7 @@ def _change(settings: Settings, command: str, subject: str, work: Work[Changed])
 
 
 @_COMMANDS.command()
-def create(
+def create(  # noqa: PLR0913, PLR0917 - options of a command
     context: typer.Context,
     tenant: Annotated[str, typer.Option(help="The owner: a team or a customer.")],
     scopes: Annotated[str, typer.Option(help="Its permissions, separated by commas.")] = "completions",
@@ -112,6 +112,10 @@ def create(
         typer.Option("--trusted-codecs", help="Also accept its blocks as pickles, which can run any code."),
     ] = False,
     expires: Annotated[float | None, typer.Option(help="Days until it ends.")] = None,
+    presets: Annotated[
+        str,
+        typer.Option(help="The only presets by which it may intervene, like `calm,brief@2`; any if omitted."),
+    ] = "",
 ) -> None:
     """Create a key and print it; it is not shown again."""
     new = NewKey(
@@ -122,6 +126,7 @@ def create(
         limits=_limits(limits),
         trusted_codecs=trusted_codecs,
         expires_in_s=None if expires is None else expires * 86400,
+        presets=tuple(one.strip() for one in presets.split(",")) if presets else None,
     )
     _show(_change(context.obj, "keys create", "", lambda keys: keys.create(new)))
 
@@ -172,12 +177,13 @@ def list_keys(
         typer.echo(json.dumps([key.model_dump(mode="json") for key in keys], indent=2))
         return
     table = Table(
-        Column("id", no_wrap=True), "tenant", "name", "scopes", "tier", "limits", "created", "used", "ends"
-    )
+        Column("id", no_wrap=True), "tenant", "name", "scopes", "tier", "limits", "presets", "created", "used",
+        "ends",
+    )  # fmt: skip
     for key in keys:
         table.add_row(
             key.id, key.tenant, key.name, ", ".join(key.scopes), key.tier, _described_limits(key.limits),
-            _day(key.created_at), _day(key.last_used_at), _end(key),
+            ", ".join(key.presets or ()), _day(key.created_at), _day(key.last_used_at), _end(key),
         )  # fmt: skip
     Console().print(table)
 

@@ -48,6 +48,7 @@ from app.routes import (
     metrics,
     models,
     playground,
+    presets,
     results,
     status,
     tokenize,
@@ -57,6 +58,7 @@ from app.routes import (
 )
 from app.services.jobs.callers import JobCallers, RunOver
 from app.services.jobs.service import JobService
+from app.services.presets.service import PresetService
 from app.services.traces.sandbox_start import start_sandbox
 from app.services.traces.service import TraceService, model_outline
 from app.settings import Settings
@@ -86,6 +88,7 @@ _ROUTERS = (
     audit.router,
     metrics.router,
     vectors.router,
+    presets.router,
     vllm.router,
 )
 
@@ -141,6 +144,7 @@ def create_app(
         log,
     )
     vector_service = VectorService(settings, database, engine, store.stored)
+    preset_service = PresetService(settings, database, engine, store.stored, vector_service)
     trainer = Trainer(settings, engine, vector_service)
 
     def waiting() -> dict[str, int]:
@@ -152,6 +156,7 @@ def create_app(
             "results": (store.used_bytes, settings.result_store_bytes),
             "jobs": (job_service.used_bytes, settings.job_store_bytes),
             "vectors": (vector_service.used_bytes, settings.vector_store_bytes),
+            "presets": (preset_service.used_bytes, settings.preset_store_bytes),
             "bodies": (receiving.num_bytes, settings.max_received_bytes),
         }
 
@@ -169,6 +174,7 @@ def create_app(
         rates,
         log,
         vector_service,
+        preset_service,
         trainer,
         receiving,
         LargeBodyReader(field_limits(settings), environment_for_traces(), budget.body_processes),
@@ -288,6 +294,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         stack.push_async_callback(context.log.stop)
         context.log.start()
         await context.vectors.count()
+        await context.presets.count()
         stack.push_async_callback(context.bodies.close)
         stack.push_async_callback(context.rates.close)
         stack.push_async_callback(context.keys.close)

@@ -24,6 +24,7 @@ from api_schemas.passed_on import (
     ResponsesRequest,
     ResponsesResponse,
 )
+from api_schemas.presets import NewPreset
 from api_schemas.tokens import TokenizeRequest
 from api_schemas.vectors import NewVector, TrainingEvent, TrainingRequest, VectorUpload
 from app.openapi_links import add_links
@@ -47,6 +48,7 @@ _DOCUMENTED: Final[tuple[type[BaseModel], ...]] = (
     Rotation,
     Limits,
     NewVector,
+    NewPreset,
     VectorUpload,
     TrainingRequest,
     TrainingEvent,

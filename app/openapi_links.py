@@ -37,6 +37,12 @@ _VECTORS: Final[Links] = {
     "DELETE /v1/vectors/{vector_id}": _VECTOR,
     "GET /v1/vectors": {"name": "$response.body#/name", "after": "$response.body#/id"},
 }
+_PRESET: Final = {"preset": "$response.body#/name"}
+_PRESETS: Final[Links] = {
+    "GET /v1/presets/{preset}": _PRESET,
+    "DELETE /v1/presets/{preset}": _PRESET,
+    "GET /v1/presets": {"name": "$response.body#/name", "after": "$response.body#/id"},
+}
 LINKS: Final[Mapping[tuple[str, int], Links]] = {
     ("POST /v1/jobs", 200): _JOBS,
     ("POST /v1/jobs", 202): _JOBS,
@@ -46,6 +52,10 @@ LINKS: Final[Mapping[tuple[str, int], Links]] = {
     ("POST /v1/vectors", 201): _VECTORS,
     ("POST /v1/vectors/train", 201): _VECTORS,
     ("GET /v1/vectors", 200): {"GET /v1/vectors": {"after": "$response.body#/last_id"}},
+    ("POST /v1/presets", 201): _PRESETS,
+    ("PUT /v1/presets", 200): _PRESETS,
+    ("PUT /v1/presets", 201): _PRESETS,
+    ("GET /v1/presets", 200): {"GET /v1/presets": {"after": "$response.body#/last_id"}},
     ("POST /v1/admin/keys", 201): _KEYS,
     ("POST /v1/admin/keys/{key_id}/rotate", 201): _KEYS,
 }

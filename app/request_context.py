@@ -8,6 +8,7 @@ fields that they need. A run of a job has one of its own, since it is work witho
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Final
 
 from starlette.requests import HTTPConnection
@@ -37,6 +38,7 @@ class RequestContext(WorkContext):
         principal: The authenticated caller; None before authentication.
         admitted: Its rate limits and quotas; None if nothing is counted for it.
         intake: Counts the bytes received from its client; None before authentication.
+        sent_model: The model's name as it was sent, for the answer, if it names a preset.
         bodies: The reader of large bodies that it may use; None before authentication.
     """
 
@@ -46,12 +48,23 @@ class RequestContext(WorkContext):
     admitted: Admitted | None = None
     intake: Intake | None = None
     bodies: LargeBodyReader | None = None
+    sent_model: str | None = None
 
     def identify(self, caller: Principal, connection: HTTPConnection) -> None:
         """Set the caller, and record it with the route."""
         self.principal, self.tenant = caller, caller.tenant
         self.meter.key_id = caller.key_id
         self.record.identify(caller, connection)
+
+    def note_presets(self, presets: Mapping[str, str]) -> None:
+        """Record the presets that the operations come from.
+
+        Args:
+            presets: Each with its version; the value is the name of a shared one, empty for the caller's own.
+        """
+        self.presets = tuple(presets)
+        self.record.details["presets"] = list(presets)
+        self.record.presets = list(presets.values())
 
     @property
     def caller(self) -> Principal:

@@ -13,6 +13,7 @@ from typing import Final, Literal
 from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from api_schemas.limits import RequestLimits
 from app.trusted_proxies import check_proxies
 from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.core.sandbox_choice import check_sandbox
@@ -287,7 +288,7 @@ class Settings(BaseSettings):
         description="Whether the server refuses to start if sandboxes cannot have their own namespaces.",
     )
 
-    # Stored data: jobs, vectors, the audit log
+    # Stored data: jobs, vectors, presets, the audit log
 
     data_dir: Path = Field(
         default_factory=_default_data_dir,
@@ -313,6 +314,9 @@ class Settings(BaseSettings):
         default=20 * GIB, ge=0, description="Most bytes of all jobs: requests, results, printed text."
     )
     vector_store_bytes: int = Field(default=4 * GIB, ge=0, description="Most bytes of all stored vectors.")
+    preset_store_bytes: int = Field(
+        default=64 * MIB, ge=0, description="Most bytes of all stored presets, 1 KiB for each included."
+    )
     vector_cache_bytes: int = Field(
         default=256 * MIB,
         ge=0,
@@ -335,7 +339,7 @@ class Settings(BaseSettings):
         gt=0,
         le=1,
         description="The part of each limited resource that one tenant may use: queued jobs, and bytes of "
-        "jobs, result files, vectors and bodies.",
+        "jobs, result files, vectors, presets and bodies.",
     )
     limits_url: str = Field(
         default="memory://",
@@ -414,6 +418,11 @@ class Settings(BaseSettings):
         except UnsupportedOptionError as error:
             raise ValueError(str(error)) from None
         return value
+
+    @property
+    def request_limits(self) -> RequestLimits:
+        """The limits on one request's interventions."""
+        return RequestLimits(max_operations=self.max_operations, max_tensor_bytes=self.max_tensor_bytes)
 
 
 def otlp_traces_endpoint(settings: Settings) -> str:

@@ -36,6 +36,7 @@ class TenantBudget:
         waiting_jobs: Jobs that wait, on all servers with the same database.
         job_bytes: Bytes of the files of jobs.
         vector_bytes: Bytes of vectors.
+        preset_bytes: Bytes of presets.
         result_bytes: Bytes of results behind URLs; a tenant's oldest ones make room for its new ones.
     """
 
@@ -52,6 +53,7 @@ class TenantBudget:
     waiting_jobs: Allowance
     job_bytes: Allowance
     vector_bytes: Allowance
+    preset_bytes: Allowance
     result_bytes: Allowance
 
     @classmethod
@@ -91,6 +93,13 @@ class TenantBudget:
                 share,
                 ErrorCode.VECTOR_STORE_FULL,
                 "remove some vectors (DELETE /v1/vectors/{id})",
+            ),
+            preset_bytes=Allowance.of(
+                "bytes of presets",
+                settings.preset_store_bytes,
+                share,
+                ErrorCode.PRESET_STORE_FULL,
+                "remove some presets (DELETE /v1/presets/{name})",
             ),
             result_bytes=Allowance.of(
                 "bytes of results", settings.result_store_bytes, share, ErrorCode.CAPTURE_TOO_LARGE

@@ -7,7 +7,7 @@ from typing import Any, Final
 from api_schemas.keys import Key, Tenant
 from app.audit.records import Record
 
-_OF_KEYS: Final = {"id", "tenant", "name", "scopes", "tier", "limits", "expires_at", "replaces"}
+_OF_KEYS: Final = {"id", "tenant", "name", "scopes", "tier", "limits", "expires_at", "replaces", "presets"}
 _OF_TENANTS: Final = {"name", "limits"}
 
 

@@ -51,6 +51,7 @@ class Record:
         tier: How its steps ran, see ``WorkContext``; set when it is over.
         salt: What isolates its part of the prefix cache from others', empty for nothing; None if not
             applicable.
+        presets: The presets that its operations come from: names of shared ones, empty for a tenant's own.
         begun_s: When the last part of its body was received, by ``time.perf_counter``.
     """
 
@@ -80,6 +81,7 @@ class Record:
     uses: list[tuple[str, str]] = dataclasses.field(default_factory=list, metadata=_UNWRITTEN)
     tier: str = dataclasses.field(default="", metadata=_UNWRITTEN)
     salt: str | None = dataclasses.field(default=None, metadata=_UNWRITTEN)
+    presets: list[str] = dataclasses.field(default_factory=list, metadata=_UNWRITTEN)
 
     def add_use(self, meter: UsageMeter) -> None:
         """Set the request's usage from its meter."""

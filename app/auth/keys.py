@@ -323,6 +323,7 @@ def _principal(row: KeyRow, tenant_limits: Limits) -> Principal:
         Limits.model_validate(row.limits),
         tenant_limits,
         trusted_codecs=row.trusted_codecs,
+        presets=None if row.presets is None else frozenset(row.presets),
     )
 
 

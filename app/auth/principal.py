@@ -7,6 +7,9 @@ from typing import Final
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.keys import Limits, Scope, Tier
+from api_schemas.names import Reference
+
+_MAX_NAMED: Final = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -21,6 +24,7 @@ class Principal:
         limits: The limits of its key.
         tenant_limits: The limits of all keys of its tenant together.
         trusted_codecs: Whether it may send blocks as pickles, if the server accepts them.
+        presets: The only presets by which it may intervene; None for no such limit.
     """
 
     tenant: str
@@ -30,11 +34,35 @@ class Principal:
     limits: Limits
     tenant_limits: Limits
     trusted_codecs: bool = False
+    presets: frozenset[str] | None = None
 
     @property
     def has_key(self) -> bool:
         """Whether the caller authenticated with a key, which a server with keys requires."""
         return bool(self.key_id)
+
+    def may_use(self, preset: Reference) -> bool:
+        """Return whether the caller may use a version of a preset."""
+        return self.presets is None or not self.presets.isdisjoint({preset.name, str(preset)})
+
+    def check_free(self, what: str, param: str | None = None) -> None:
+        """Check that the caller may intervene by other means than presets.
+
+        Args:
+            what: What the caller asks for, for the message.
+            param: The field that asks for it.
+
+        Raises:
+            ApiError: ``preset_not_allowed``.
+        """
+        if self.presets is not None:
+            allowed = ", ".join(sorted(self.presets)[:_MAX_NAMED])
+            raise ApiError(
+                ErrorCode.PRESET_NOT_ALLOWED,
+                f"The key {self.key_id!r} may intervene by {len(self.presets)} presets only ({allowed}), and "
+                f"this request has {what}.",
+                param,
+            )
 
     def check(self, *scopes: Scope) -> None:
         """Check that the caller has all of these scopes.

@@ -11,6 +11,8 @@ from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 
 _MODEL_LEAVES: Final = frozenset({"embed.output", "norm.output", "logits", "samples"})
 
+_ANY_LAYER: Final = "layers.*."
+
 
 def describe(spec: ModelSpec, settings: Settings) -> Capabilities:
     """Return the capabilities of a server with these settings and this model."""
@@ -40,8 +42,29 @@ def describe(spec: ModelSpec, settings: Settings) -> Capabilities:
     )
 
 
+def spec_of(capabilities: Capabilities) -> ModelSpec:
+    """Return the description of the model that ``describe`` was called with."""
+    sizes = capabilities.sizes
+    leaves = tuple(
+        LeafSpec(one.name.removeprefix(_ANY_LAYER), tuple(one.shape), one.tier, tuple(one.operations))
+        for one in capabilities.points
+    )
+    return ModelSpec(
+        name=capabilities.model,
+        architecture=capabilities.architecture,
+        num_layers=sizes.num_layers,
+        hidden_size=sizes.hidden_size,
+        vocab_size=sizes.vocab_size,
+        dtype=capabilities.dtype,
+        max_model_len=sizes.max_model_len,
+        max_num_batched_tokens=capabilities.limits.max_num_batched_tokens,
+        leaves=leaves,
+        max_capture_bytes=capabilities.limits.max_capture_bytes,
+    )
+
+
 def _point(leaf: LeafSpec) -> PointCapability:
-    name = leaf.name if leaf.name in _MODEL_LEAVES else f"layers.*.{leaf.name}"
+    name = leaf.name if leaf.name in _MODEL_LEAVES else f"{_ANY_LAYER}{leaf.name}"
     return PointCapability(
         name=name,
         shape=list(leaf.shape),

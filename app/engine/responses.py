@@ -98,6 +98,8 @@ async def choice_json(
             "refused_rows": collected.refused_rows,
             "tier": collected.tier,
         }
+    if collected.final and work.presets:
+        answer["provenance"]["presets"] = list(work.presets)
     return answer
 
 

@@ -63,6 +63,8 @@ _OPS: Final = frozenset({*OPERATIONS, "session"})
 _TIERS: Final = frozenset(TIERS)
 _KINDS: Final = {True: CODE, False: "operations"}
 _CODE_OPS: Final = frozenset({"trace", "session"})
+_OWN: Final = "own"
+_MAX_PRESET_NAMES: Final = 100
 _BUSY: Final = frozenset({429, 503})
 _CLIENT_LEFT: Final = "client_left"
 
@@ -167,6 +169,13 @@ class Metrics:
             ["salt"],
             registry=own,
         )
+        self._presets = Counter(
+            "nnsight_engine_preset_requests",
+            "Requests with a preset: shared ones by name, `own` for those of a tenant.",
+            ["preset"],
+            registry=own,
+        )
+        self._preset_names: set[str] = set()
         self._captured = Counter(
             "nnsight_engine_captured_bytes",
             "Bytes of captures and saves that left the engine.",
@@ -324,7 +333,7 @@ class Metrics:
         self._request_s.labels(record.route, kind_of(record.operations)).observe(taken_s)
 
     def count_use(self, record: Record, points: Collection[str], captured_bytes: int) -> None:
-        """Count the operations of a request or a job and its captured bytes.
+        """Count the operations of a request or a job, its presets and its captured bytes.
 
         Args:
             record: Its record.
@@ -336,6 +345,16 @@ class Metrics:
         for op, point in record.uses:
             known = point if point == CODE or point in points else OTHER
             self._interventions.labels(op if op in _OPS else OTHER, tier, known).inc()
+        for preset in record.presets:
+            self._presets.labels(self._preset_label(preset)).inc()
+
+    def _preset_label(self, name: str) -> str:
+        """Return the label of a shared preset; one of another tenant's has no name."""
+        if not name:
+            return _OWN
+        if len(self._preset_names) < _MAX_PRESET_NAMES:
+            self._preset_names.add(name)
+        return name if name in self._preset_names else OTHER
 
     def count_job(self, status: JobStatus) -> None:
         """Count a run of a job."""

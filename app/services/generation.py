@@ -21,6 +21,7 @@ from app.auth.principal import Principal
 from app.body import BodyLimits, read_object
 from app.disconnect import while_connected
 from app.engine.client import EngineReply, JsonObject
+from app.engine.echoed_model import events_with_model, with_model
 from app.json_text import JsonAnswer
 from app.observability.token_times import TokenTimes
 from app.request_context import context_of
@@ -79,14 +80,15 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
         times.record_event(started.first)
     reply = started.reply
     if reply.stream is None:
-        return JsonAnswer(reply.body, headers=reply.headers)
+        return JsonAnswer(with_model(reply.body or {}, asked.sent_model), headers=reply.headers)
     stream = reply.stream
 
     async def on_close() -> None:
         await close_stream(stream)
 
+    sent = events(started.first, stream, asked, *([] if times is None else [times.record_event]))
     return ClosingStream(
-        events(started.first, stream, asked, *([] if times is None else [times.record_event])),
+        sent if asked.sent_model is None else events_with_model(sent, asked.sent_model),
         media_type="text/event-stream",
         headers=reply.headers,
         on_close=on_close,

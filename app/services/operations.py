@@ -18,7 +18,6 @@ from app.body import THREAD_BYTES
 from app.engine.cache_salts import isolate_cache, salt_of
 from app.engine.client import JsonObject
 from app.request_context import context_of
-from app.settings import Settings
 from app.vectors.names import names_vectors
 
 if TYPE_CHECKING:
@@ -30,25 +29,26 @@ _WRITES: Final = (Steer, Ablate, Patch, Trace)
 async def take_operations(
     body: JsonObject, count: int, request: Request, context: Context, caller: Principal
 ) -> tuple[Intervention, ...]:
-    """Take the operations out of a body.
+    """Take the operations out of a body, those of the presets that the request names among them.
 
     Args:
-        body: The body of a request.
+        body: The body of a request; afterwards ``model`` is a name of the model alone.
         count: The number of its prompts.
         request: The request.
         context: The server's.
         caller: The request's sender.
 
     Raises:
-        ApiError: They are invalid, or the sender may not send them.
+        ApiError: They are invalid, the sender may not send them, or there is no preset of a name.
     """
+    await context.presets.expand(request, body)
     raw, asked = body.pop(FIELD, None), context_of(request.scope)
     if raw:
         # Checked before parsing, whose duration is up to the sender.
         caller.check(Scope.INTERVENTIONS)
         if asked.admitted is not None:
             await asked.admitted.check(*INTERVENING)
-    operations = await _parsed(raw, count, request, context.settings)
+    operations = await _parsed(raw, count, request, context.settings.request_limits)
     asked.record.note_operations(body.get("model"), operations)
     if any(isinstance(operation, Trace) for operation in operations):
         check_code_allowed(context.settings, caller)
@@ -75,18 +75,17 @@ async def resolve(
     return operations
 
 
-async def _parsed(raw: object, count: int, request: Request, settings: Settings) -> tuple[Intervention, ...]:
-    """Return a request's operations; large bodies are parsed in a thread, off the event loop."""
+async def _parsed(
+    raw: object, count: int, request: Request, limits: RequestLimits
+) -> tuple[Intervention, ...]:
+    """Return a request's operations; large bodies and presets are parsed in a thread, off the event loop."""
     if not raw:
         return parse_interventions(raw)
     declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared[:20]) < THREAD_BYTES:
-        return parse_interventions(raw, _limits_of(settings), count)
-    return await asyncio.to_thread(parse_interventions, raw, _limits_of(settings), count)
-
-
-def _limits_of(settings: Settings) -> RequestLimits:
-    return RequestLimits(max_operations=settings.max_operations, max_tensor_bytes=settings.max_tensor_bytes)
+    is_small = declared.isdecimal() and int(declared[:20]) < THREAD_BYTES
+    if is_small and not context_of(request.scope).presets:
+        return parse_interventions(raw, limits, count)
+    return await asyncio.to_thread(parse_interventions, raw, limits, count)
 
 
 __all__ = ["resolve", "take_operations"]

@@ -54,7 +54,7 @@ class KeyStore:
             row = KeyRow(
                 id=key_id, tenant=new.tenant, name=new.name, hash=kept, scopes=list(new.scopes),
                 tier=new.tier, limits=_kept(new.limits), created_at=moment, expires_at=expires_at,
-                trusted_codecs=new.trusted_codecs,
+                trusted_codecs=new.trusted_codecs, presets=None if new.presets is None else list(new.presets),
             )  # fmt: skip
             session.add(row)
             return key_from_row(row)
@@ -89,7 +89,7 @@ class KeyStore:
             row = KeyRow(
                 id=new_id, tenant=old.tenant, name=old.name, hash=kept, scopes=old.scopes, tier=old.tier,
                 limits=old.limits, created_at=moment, expires_at=old.expires_at, replaces=old.id,
-                trusted_codecs=old.trusted_codecs,
+                trusted_codecs=old.trusted_codecs, presets=old.presets,
             )  # fmt: skip
             session.add(row)
             end = moment + grace_s
@@ -238,6 +238,7 @@ def key_from_row(row: KeyRow) -> Key:
         last_used_at=row.last_used_at,
         replaces=row.replaces,
         trusted_codecs=row.trusted_codecs,
+        presets=None if row.presets is None else tuple(row.presets),
     )
 
 

@@ -275,7 +275,9 @@ class VectorNameRow(StoredNameRow):
 
 
 class VectorRow(VersionRow):
-    """A vector; see ``api_schemas.vectors.Vector``. ``data`` is rows ``[layers, width]``, float32, little-endian.
+    """A vector; see ``api_schemas.vectors.Vector``.
+
+    ``data`` is rows, ``[layers, width]``, float32 and little-endian.
 
     Attributes:
         leaf: The kind of points that it applies to, such as ``output`` of a layer.
@@ -312,6 +314,6 @@ class PresetRow(VersionRow):
 
 
 __all__ = [
-    "AuditRow", "Base", "EventRow", "JobRow", "KeyRow", "PresetNameRow", "PresetRow", "StoredNameRow", "TenantRow",
-    "VectorNameRow", "VectorRow", "VersionRow",
+    "AuditRow", "Base", "EventRow", "JobRow", "KeyRow", "PresetNameRow", "PresetRow", "StoredNameRow",
+    "TenantRow", "VectorNameRow", "VectorRow", "VersionRow",
 ]  # fmt: skip

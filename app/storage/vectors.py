@@ -174,9 +174,14 @@ class VectorStore:
 
         return await self._database.read(read)
 
-    async def found(self, vector_id: str, tenant: str) -> FoundVector:
-        """Return a vector visible to a tenant; raise ApiError ``vector_not_found``."""
-        return await self._database.read(lambda session: _found(_TABLE.row(session, vector_id, tenant)))
+    async def find_id(self, vector_id: str, tenant: str) -> FoundVector | None:
+        """Return the vector with an id, if it is visible to a tenant."""
+
+        def read(session: Session) -> FoundVector | None:
+            row = _TABLE.get(session, vector_id, tenant)
+            return None if row is None else _found(row)
+
+        return await self._database.read(read)
 
     async def data(self, number: int) -> bytes | None:
         """Return a vector's numbers, or None if it was removed."""

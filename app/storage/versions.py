@@ -116,20 +116,22 @@ class VersionTable(Generic[NameT, RowT]):
         newest_first = select(self._rows).where(*wanted).order_by(self._rows.number.desc())
         return session.scalars(newest_first.limit(limit)).all()
 
+    def get(self, session: Session, id_: str, tenant: str) -> RowT | None:
+        """Return the row with an id, if a tenant sees it."""
+        if not self._id.fullmatch(id_):  # a database may refuse to compare text that cannot be an id
+            return None
+        return session.scalars(select(self._rows).where(self._rows.id == id_, self._seen_by(tenant))).first()
+
     def row(self, session: Session, id_: str, tenant: str, param: str | None = None) -> RowT:
         """Return the row with an id, if a tenant sees it; raise ApiError ``not_found``."""
-        wanted = select(self._rows).where(self._rows.id == id_, self._seen_by(tenant))
-        # A database may refuse to compare text that cannot be an id.
-        row = session.scalars(wanted).first() if self._id.fullmatch(id_) else None
+        row = self.get(session, id_, tenant)
         if row is None:
             kind = self._kind
             message = f"There is no {kind} {clip(id_)!r}; GET /v1/{kind}s lists them."
             raise ApiError(self._not_found, message, param)
         return row
 
-    def find(
-        self, session: Session, reference: Reference, tenant: str, models: Sequence[str]
-    ) -> RowT | None:
+    def find(self, session: Session, reference: Reference, tenant: str, models: Sequence[str]) -> RowT | None:
         """Resolve a name for a tenant: to its own versions if it ever had one, otherwise to shared ones.
 
         Args:
@@ -147,6 +149,24 @@ class VersionTable(Generic[NameT, RowT]):
             wanted.append(rows.version == reference.version)
         best_first = rows.model.in_(models).desc(), rows.version.desc()
         return session.scalars(select(rows).where(*wanted).order_by(*best_first).limit(1)).first()
+
+    def newest(self, session: Session, tenant: str, models: Sequence[str], limit: int) -> list[RowT]:
+        """Return what each name means that a tenant can use with a model, newest first.
+
+        Args:
+            session: The session.
+            tenant: The tenant.
+            models: Names of the model.
+            limit: The number of versions that are looked at, the newest ones.
+        """
+        rows = self._rows
+        seen = select(rows).where(self._seen_by(tenant), rows.model.in_(models)).order_by(rows.number.desc())
+        own = set(session.scalars(select(self._names.name).where(self._names.tenant == tenant)))
+        found: dict[str, RowT] = {}
+        for row in session.scalars(seen.limit(limit)):
+            if (row.tenant == tenant) == (row.name in own):
+                found.setdefault(row.name, row)
+        return list(found.values())
 
     def used_bytes(self, session: Session) -> dict[Holder, int]:
         """Return the bytes of all rows by holder."""

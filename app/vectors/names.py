@@ -94,7 +94,7 @@ class NameResolver:
         self._shape = shape
         self._models = models
         self._tenant = tenant
-        self._found: dict[str, tuple[FoundVector, bytes]] = {}
+        self._found: dict[tuple[str, str | None], tuple[FoundVector, bytes]] = {}
         self._tensors: dict[tuple[int, tuple[int, ...]], NamedTensor] = {}
         self._num_bytes = 0
 
@@ -123,15 +123,17 @@ class NameResolver:
         return op.model_copy(update={field: self._tensor(vector, data, layers, f"{param}.{field}")})
 
     async def _find(self, given: VectorName, param: str) -> tuple[FoundVector, bytes]:
-        key = given.id or given.name
+        key = given.name, given.id
         if key not in self._found:
             vector = await self._lookup(given)
             data = None if vector is None else await self._cache.data(vector.number)
             if vector is None or data is None:
+                what = repr(clip(given.name)) + (
+                    "" if given.id is None else f" with the id {clip(given.id)!r}"
+                )
                 raise ApiError(
                     ErrorCode.UNKNOWN_VECTOR,
-                    f"There is no vector {clip(given.name)!r}{f' of the id {clip(given.id)!r}' if given.id else ''}; "
-                    "GET /v1/vectors lists them, POST /v1/vectors makes one.",
+                    f"There is no vector {what}; GET /v1/vectors lists them, POST /v1/vectors makes one.",
                     param,
                 )
             self._check_model(vector, param)
@@ -144,9 +146,13 @@ class NameResolver:
             return None
         if given.id is None:
             return await self._store.find(reference, self._tenant, self._models)
-        vector = await self._store.found(given.id, self._tenant)
-        is_named_so = vector is not None and reference.name == vector.name and reference.version in {None, vector.version}
-        return vector if is_named_so else None
+        vector = await self._store.find_id(given.id, self._tenant)
+        if vector is None or reference not in {
+            Reference(vector.name),
+            Reference(vector.name, vector.version),
+        }:
+            return None
+        return vector
 
     def _check_model(self, vector: FoundVector, param: str) -> None:
         if vector.model not in self._models or self._shape.widths.get(vector.leaf) != vector.width:

@@ -30,12 +30,14 @@ class WorkContext:
         trace_headers: The W3C trace context (distributed tracing) that the engine's spans continue:
             ``traceparent``, and ``tracestate`` where there is one. None where no spans are recorded.
         tier: How its steps ran, once known: ``tap`` or ``eager``.
+        presets: The presets that its operations come from, ``calm@3``.
     """
 
     tenant: str = ""
     meter: UsageMeter = dataclasses.field(default_factory=UsageMeter)
     trace_headers: Mapping[str, str] | None = None
     tier: str = ""
+    presets: tuple[str, ...] = ()
 
     def note_tier(self, tier: str) -> None:
         """Record how steps ran; ``eager`` takes precedence over ``tap``."""

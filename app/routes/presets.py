@@ -1,0 +1,80 @@
+"""``/v1/presets``: lists of operations stored on the server, which requests use by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final
+
+from fastapi import APIRouter, Query, Response
+from starlette.requests import Request
+
+from api_schemas.names import NAME_PATTERN
+from api_schemas.presets import NewPreset, PresetContent, PresetList
+from app.context import Asked, Intervener, Served
+from app.openapi import error_responses, json_body
+
+router = APIRouter(prefix="/v1/presets", tags=["presets"])
+
+_MAX_PAGE: Final = 100
+_MADE: Final[dict[int | str, dict[str, Any]]] = error_responses(400, 403, 404, 409, 413, 422, 503)
+
+
+@router.post(
+    "",
+    status_code=201,
+    summary="Keep a preset",
+    openapi_extra=json_body(NewPreset),
+    responses=_MADE,
+)
+async def create_preset(request: Request, context: Served, asked: Asked, caller: Intervener) -> PresetContent:
+    """The next version of its name."""
+    preset, _ = await context.presets.create(request, caller)
+    asked.record.subject = f"{preset.name}@{preset.version}"
+    return preset
+
+
+@router.put(
+    "",
+    status_code=201,
+    summary="Keep a preset, unless its newest version is the same",
+    openapi_extra=json_body(NewPreset),
+    responses={
+        200: {"model": PresetContent, "description": "The newest version, which is the same."},
+        **_MADE,
+    },
+)
+async def put_preset(
+    request: Request, response: Response, context: Served, asked: Asked, caller: Intervener
+) -> PresetContent:
+    """The next version of its name; none if operations, description and sharing are those of the newest."""
+    preset, is_new = await context.presets.create(request, caller, unless_same=True)
+    response.status_code = 201 if is_new else 200
+    asked.record.subject = f"{preset.name}@{preset.version}"
+    return preset
+
+
+@router.get("", summary="List presets, the newest first", responses=error_responses(404, 503))
+async def list_presets(
+    context: Served,
+    caller: Intervener,
+    limit: Annotated[int, Query(ge=1, le=_MAX_PAGE)] = 20,
+    after: Annotated[
+        str | None, Query(max_length=64, description="The last id of the previous page.")
+    ] = None,
+    name: Annotated[
+        str | None, Query(pattern=rf"^{NAME_PATTERN}$", description="Only versions of this name.")
+    ] = None,
+) -> PresetList:
+    """The caller's own presets and shared ones; pass a page's `last_id` as `after` for the next."""
+    return await context.presets.page(caller.tenant, name=name, after=after, limit=limit)
+
+
+@router.get("/{preset}", summary="Describe a preset", responses=error_responses(404, 503))
+async def get_preset(preset: str, context: Served, caller: Intervener) -> PresetContent:
+    """`calm` is the newest version, `calm@3` a specific one. Returns its operations too."""
+    return await context.presets.get(preset, caller.tenant)
+
+
+@router.delete("/{preset}", status_code=204, summary="Remove a preset", responses=error_responses(404, 503))
+async def delete_preset(preset: str, context: Served, caller: Intervener) -> None:
+    """One version, the newest of a name alone; its number is not reused. Shared ones need `admin`."""
+    await context.presets.remove(preset, caller)

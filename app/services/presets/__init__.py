@@ -1,0 +1,1 @@
+"""Presets: named lists of operations that the server keeps, and requests that name them."""

@@ -1,0 +1,78 @@
+"""What is checked when a preset is made: its operations on this model, as far as that needs no prompt.
+
+Positions, tokens and numbers of prompts depend on the request that uses the preset, and are checked then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from api_schemas.interventions import Intervention, Operation, tensor_of
+from api_schemas.operations import LogitLens, Patch
+from api_schemas.request_traces import Trace
+from api_schemas.tensors import NamedTensor, VectorUsed
+from api_schemas.where import Where
+from app.vectors.names import VECTOR_FIELDS
+from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.plans.compile.request import compile_request
+
+
+def check_fit(operations: Sequence[Intervention], spec: ModelSpec) -> None:
+    """Compile operations for a prompt that is made up, on which every position exists.
+
+    Args:
+        operations: The operations, with the values of named vectors.
+        spec: The model.
+
+    Raises:
+        ApiError: A point, a layer, a width or a number does not fit the model, or two have one name.
+    """
+    declared = [one for one in operations if not isinstance(one, Trace)]
+    lengths = [len(one.where.positions or ()) for one in declared if isinstance(one, Patch)]
+    compile_request(
+        [_anywhere(one) for one in declared],
+        spec=spec,
+        prompt_token_ids=[0] * max(lengths, default=1),
+        max_tokens=1,
+        token_of=lambda _: 0,
+        stream=False,
+    )
+
+
+def _anywhere(operation: Operation) -> Operation:
+    """Return an operation without what depends on the prompt or the tokenizer."""
+    if isinstance(operation, Patch):
+        positions = list(range(len(operation.where.positions or ())))
+        return operation.model_copy(update={"where": Where(positions=positions)})
+    if isinstance(operation, LogitLens):
+        return operation.model_copy(update={"where": Where(), "targets": None})
+    return operation.model_copy(update={"where": Where()})
+
+
+def used_vectors(operations: Sequence[Intervention]) -> list[VectorUsed]:
+    """Return the vectors that names of operations were resolved to."""
+    tensors = map(tensor_of, operations)
+    return [one.used for one in tensors if isinstance(one, NamedTensor) and one.used is not None]
+
+
+def pinned(raw: Sequence[dict[str, Any]], operations: Sequence[Intervention]) -> list[dict[str, Any]]:
+    """Return operations as sent, with names of vectors that mean the same vector for ever and for everybody.
+
+    Args:
+        raw: The operations as sent.
+        operations: The same operations, with the values of named vectors.
+    """
+    found = []
+    for sent, operation in zip(raw, operations, strict=True):
+        used = next(iter(used_vectors([operation])), None)
+        if used is not None:
+            field = VECTOR_FIELDS[type(operation)]
+            name = {"name": f"{used.name}@{used.version}", "id": used.id}
+            found.append({**sent, field: {**sent[field], **name}})
+        else:
+            found.append(sent)
+    return found
+
+
+__all__ = ["check_fit", "pinned", "used_vectors"]

@@ -1,0 +1,238 @@
+"""The presets of one server: made, listed, removed, and put in the place of their names in requests.
+
+``create_app`` creates the one service. ``expand`` is the only place where names become operations: all that
+is checked, counted and cached afterwards is that of a request with the operations written out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Final
+
+from starlette.requests import Request
+
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.excerpt import clip
+from api_schemas.interventions import FIELD as INTERVENTIONS
+from api_schemas.interventions import Intervention
+from api_schemas.keys import Scope
+from api_schemas.names import Reference
+from api_schemas.presets import HEADER, MAX_PRESET_BYTES, SEPARATOR, NewPreset, PresetContent, PresetList
+from api_schemas.request_traces import Trace
+from app.auth.code_policy import check_code_allowed
+from app.auth.principal import Principal
+from app.body import BodyLimits, read_object
+from app.engine.capabilities import spec_of
+from app.engine.client import EngineClient, JsonObject
+from app.errors import validated
+from app.request_context import context_of
+from app.services.presets.checks import check_fit, pinned, used_vectors
+from app.services.presets.naming import NamedPreset, check_names, named_presets
+from app.settings import Settings
+from app.storage.database import Database
+from app.storage.presets import OVERHEAD_BYTES, NewRow, PresetStore
+from app.storage.storage_usage import Holder, StoredBytes
+from app.tenant_budget import TenantBudget
+from app.vectors.names import names_vectors
+from app.vectors.service import VectorService, check_sharing
+
+_MAX_LISTED: Final = 1000
+"""Versions that the list of models looks at."""
+
+
+class PresetService:
+    """The presets of one server.
+
+    Args:
+        settings: The server's.
+        database: Stores the presets; started before this is used.
+        engine: Serves the model that the presets must fit.
+        stored: The bytes stored by tenants, here and elsewhere.
+        vectors: The vectors that operations name.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        database: Database,
+        engine: EngineClient,
+        stored: StoredBytes,
+        vectors: VectorService,
+    ) -> None:
+        """Create the parts; nothing is read yet."""
+        self._settings = settings
+        self._store = PresetStore(database, TenantBudget.of(settings).preset_bytes)
+        self._stored, self._kept = stored, stored.place()
+        self._adding = asyncio.Lock()
+        self._engine = engine
+        self._vectors = vectors
+
+    @property
+    def used_bytes(self) -> int:
+        """The bytes of all presets, as far as this server knows."""
+        return self._kept.total
+
+    async def count(self) -> None:
+        """Update the stored bytes of each tenant from the database, where other servers write too."""
+        self._kept.set(await self._store.used_bytes())
+
+    async def create(
+        self, request: Request, caller: Principal, *, unless_same: bool = False
+    ) -> tuple[PresetContent, bool]:
+        """Read the preset of a request and store it as the next version of its name.
+
+        Args:
+            request: The request.
+            caller: Its sender.
+            unless_same: Whether to store nothing if the newest version is the same.
+
+        Returns:
+            The preset, and whether it was stored now.
+
+        Raises:
+            ApiError: The preset is invalid, exceeds a limit, or has operations that the caller may not send;
+                nothing is stored then.
+        """
+        settings = self._settings
+        max_bytes = min(settings.max_body_bytes, MAX_PRESET_BYTES)
+        limits = BodyLimits(max_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
+        body = await read_object(request, limits)
+        new = await asyncio.to_thread(validated, NewPreset, body, settings.request_limits)
+        check_sharing(caller, shared=new.shared)
+        operations = await self._checked(new, caller)
+        interventions = pinned(body[INTERVENTIONS], operations)
+        model = self._engine.served().names[0]
+        row = NewRow(caller.tenant, new.name, new.description, model, new.shared, interventions)
+        async with self._adding:  # or concurrent requests could each pass the check for the same free bytes
+            await self.count()
+            self._stored.check(Holder(caller.tenant), len(row.data) + OVERHEAD_BYTES)
+            added = await self._store.add(row, unless_same=unless_same)
+            await self.count()
+        return added
+
+    async def _checked(self, new: NewPreset, caller: Principal) -> Sequence[Intervention]:
+        """Return a preset's operations with the values of named vectors; raises ApiError."""
+        operations: Sequence[Intervention] = new.interventions
+        if any(isinstance(one, Trace) for one in operations):
+            check_code_allowed(self._settings, caller)
+        if names_vectors(operations):
+            operations = await self._vectors.resolved(operations, caller.tenant)
+        await asyncio.to_thread(check_fit, operations, spec_of(self._engine.capabilities()))
+        for used in used_vectors(operations) if new.shared else ():
+            if not (await self._vectors.get(used.id, caller.tenant)).shared:
+                raise ApiError(
+                    ErrorCode.UNKNOWN_VECTOR,
+                    f"A shared preset uses shared vectors only, and {used.name}@{used.version} is not one.",
+                    INTERVENTIONS,
+                )
+        return operations
+
+    async def page(self, tenant: str, *, name: str | None, after: str | None, limit: int) -> PresetList:
+        """Return a page of a tenant's and shared presets; raises ApiError ``preset_not_found``."""
+        data, has_more = await self._store.page(tenant, name=name, after=after, limit=limit)
+        return PresetList(
+            data=data,
+            first_id=data[0].id if data else None,
+            last_id=data[-1].id if data else None,
+            has_more=has_more,
+        )
+
+    async def get(self, text: str, tenant: str) -> PresetContent:
+        """Return what ``calm`` or ``calm@3`` means for a tenant; raises ApiError ``preset_not_found``."""
+        reference = Reference.parse(text)
+        models = self._engine.served().names
+        found = {} if reference is None else await self._store.find([reference], tenant, models)
+        for preset in found.values():
+            return preset
+        raise ApiError(
+            ErrorCode.PRESET_NOT_FOUND, f"There is no preset {clip(text)!r}; GET /v1/presets lists them."
+        )
+
+    async def remove(self, text: str, caller: Principal) -> None:
+        """Delete what ``calm`` or ``calm@3`` means; deleting a shared preset requires the scope ``admin``.
+
+        Raises:
+            ApiError: ``preset_not_found``, ``missing_scope``.
+        """
+        preset = await self.get(text, caller.tenant)
+        if preset.shared:
+            caller.check(Scope.ADMIN)
+        await self._store.remove(preset.id, caller.tenant)
+        await self.count()
+
+    async def expand(self, request: Request, body: JsonObject) -> None:
+        """Put the operations of the presets that a request names in front of its own.
+
+        Afterwards the body is that of a request with the operations written out: ``interventions`` has all
+        of them, ``model`` is a name of the model alone, and ``preset`` is gone.
+
+        Args:
+            request: The request, of an authenticated caller.
+            body: Its body; changed.
+
+        Raises:
+            ApiError: ``preset_not_found``; ``model_not_found`` for one behind a model's name;
+                ``preset_not_allowed``, ``missing_scope``, ``duplicate_name``, ``invalid_shape``,
+                ``invalid_value``.
+        """
+        asked = context_of(request.scope)
+        caller, own = asked.caller, body.get(INTERVENTIONS)
+        served = self._engine.served().names
+        sent_model = body.get("model")
+        named = named_presets(body, request.headers.getlist(HEADER), served)
+        if own:
+            caller.check_free(f"`{INTERVENTIONS}` of its own", INTERVENTIONS)
+        if not named:
+            return
+        caller.check(Scope.INTERVENTIONS)
+        presets = await self._found(named, caller, served)
+        if own is None or isinstance(own, list):  # anything else is refused by the parser
+            check_names(presets, own or [])
+            body[INTERVENTIONS] = [op for one in presets for op in one.interventions] + (own or [])
+        asked.note_presets({str(_reference(one)): one.name if one.shared else "" for one in presets})
+        if body.get("model") != sent_model:
+            asked.sent_model = str(sent_model)
+
+    async def _found(
+        self, named: Sequence[NamedPreset], caller: Principal, models: Sequence[str]
+    ) -> list[PresetContent]:
+        """Return presets in their order, each once."""
+        wanted = {one.reference for one in named if one.reference is not None}
+        found = await self._store.find(wanted, caller.tenant, models)
+        presets: dict[str, PresetContent] = {}
+        for one in named:
+            preset = None if one.reference is None else found.get(one.reference)
+            if preset is None:
+                raise one.not_found("GET /v1/presets lists those that there are")
+            reference = _reference(preset)
+            if preset.model not in models:
+                raise one.not_found(f"{reference} is for the model {clip(preset.model)!r}")
+            if not caller.may_use(reference):
+                caller.check_free(f"the preset {reference}", one.param)
+            presets[preset.id] = preset
+        return list(presets.values())
+
+    async def add_models(self, listed: JsonObject, caller: Principal) -> JsonObject:
+        """Return the list of models with those that name a preset of the caller's, ``MODEL:PRESET``."""
+        if Scope.INTERVENTIONS not in caller.scopes:
+            return listed
+        models = self._engine.served().names
+        if caller.presets is None:
+            names = [one.name for one in await self._store.newest(caller.tenant, models, _MAX_LISTED)]
+        else:
+            references = [one for one in map(Reference.parse, sorted(caller.presets)) if one is not None]
+            found = await self._store.find(references, caller.tenant, models)
+            names = [str(one) for one, preset in found.items() if preset.model in models]
+        base = next((card for card in listed["data"] if card["id"] == models[0]), {"object": "model"})
+        cards = [
+            {**base, "id": f"{models[0]}{SEPARATOR}{name}", "parent": models[0]} for name in sorted(names)
+        ]
+        return {**listed, "data": [*listed["data"], *cards]}
+
+
+def _reference(preset: PresetContent) -> Reference:
+    return Reference(preset.name, preset.version)
+
+
+__all__ = ["PresetService"]
