@@ -94,8 +94,16 @@ class NewKey(BaseModel):
         extra="forbid",
         frozen=True,
         json_schema_extra={
-            "if": {"properties": {"trusted_codecs": {"const": True}}, "required": ["trusted_codecs"]},
-            "then": {"properties": {"tier": {"const": "trusted"}}, "required": ["tier"]},
+            "allOf": [
+                {
+                    "if": {"properties": {"trusted_codecs": {"const": True}}, "required": ["trusted_codecs"]},
+                    "then": {"properties": {"tier": {"const": "trusted"}}, "required": ["tier"]},
+                },
+                {
+                    "if": {"properties": {"presets": {"type": "array"}}, "required": ["presets"]},
+                    "then": {"properties": {"scopes": {"not": {"contains": {"const": "admin"}}}}},
+                },
+            ]
         },
     )
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, ValidationInfo, ValidatorFunctionWrapHand
 from api_schemas.fields import Strict
 from api_schemas.interventions import Intervention, parse_interventions
 from api_schemas.limits import DEFAULT_LIMITS, RequestLimits
-from api_schemas.names import StoredName
+from api_schemas.names import Reference, StoredName
 
 FIELD: Final = "preset"
 HEADER: Final = "x-nnsight-preset"
@@ -81,6 +81,11 @@ class Preset(BaseModel):
     sha256: str
     bytes: int
     created_at: float
+
+    @property
+    def reference(self) -> Reference:
+        """Its name with its version."""
+        return Reference(self.name, self.version)
 
 
 class PresetContent(Preset):

@@ -177,8 +177,8 @@ def list_keys(
         typer.echo(json.dumps([key.model_dump(mode="json") for key in keys], indent=2))
         return
     table = Table(
-        Column("id", no_wrap=True), "tenant", "name", "scopes", "tier", "limits", "presets", "created", "used",
-        "ends",
+        Column("id", no_wrap=True), "tenant", "name", "scopes", "tier", "limits", "presets", "created",
+        "used", "ends",
     )  # fmt: skip
     for key in keys:
         table.add_row(

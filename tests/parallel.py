@@ -15,7 +15,8 @@ from xdist.scheduler import LoadScopeScheduling
 WORKER: Final = "PYTEST_XDIST_WORKER"
 _TOGETHER: Final = {
     "bundled_server": tuple(
-        f"tests/e2e/test_{name}.py" for name in ("remote", "example", "jobs", "vectors", "odd_requests")
+        f"tests/e2e/test_{name}.py"
+        for name in ("remote", "example", "jobs", "vectors", "presets", "odd_requests")
     ),
     "keyed_server": tuple(
         f"tests/e2e/test_{name}.py"

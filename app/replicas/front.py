@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.presets import split_model
 from app.body import THREAD_BYTES
 from app.disconnect import while_connected
 from app.errors import error_response, install_error_handlers
@@ -193,11 +194,12 @@ class Front:
         await answer(scope, sent.receive, send)
 
     def _of(self, model: str) -> Replicas:
-        """Return the replicas of a model; those of the first model if the name is unknown."""
+        """Return the replicas of a model, also by ``MODEL:PRESET``; of the first one if the name is unknown."""
         replicas = self._replicas()
         if not replicas:
             raise none_ready()
-        return replicas[self._index.get(model, 0)]
+        name, _ = split_model(model, self._index)
+        return replicas[self._index.get(name, 0)]
 
     async def _socket(self, websocket: WebSocket) -> None:
         try:

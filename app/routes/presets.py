@@ -28,7 +28,7 @@ _MADE: Final[dict[int | str, dict[str, Any]]] = error_responses(400, 403, 404, 4
 async def create_preset(request: Request, context: Served, asked: Asked, caller: Intervener) -> PresetContent:
     """The next version of its name."""
     preset, _ = await context.presets.create(request, caller)
-    asked.record.subject = f"{preset.name}@{preset.version}"
+    asked.record.subject = str(preset.reference)
     return preset
 
 
@@ -48,7 +48,7 @@ async def put_preset(
     """The next version of its name; none if operations, description and sharing are those of the newest."""
     preset, is_new = await context.presets.create(request, caller, unless_same=True)
     response.status_code = 201 if is_new else 200
-    asked.record.subject = f"{preset.name}@{preset.version}"
+    asked.record.subject = str(preset.reference)
     return preset
 
 
@@ -75,6 +75,6 @@ async def get_preset(preset: str, context: Served, caller: Intervener) -> Preset
 
 
 @router.delete("/{preset}", status_code=204, summary="Remove a preset", responses=error_responses(404, 503))
-async def delete_preset(preset: str, context: Served, caller: Intervener) -> None:
+async def delete_preset(preset: str, context: Served, asked: Asked, caller: Intervener) -> None:
     """One version, the newest of a name alone; its number is not reused. Shared ones need `admin`."""
-    await context.presets.remove(preset, caller)
+    asked.record.subject = str(await context.presets.remove(preset, caller))

@@ -124,7 +124,7 @@ CAPABILITIES: Final = Capabilities.model_validate(
                 "shape": [WIDTH],
                 "width": WIDTH,
                 "tier": "tap",
-                "operations": ["steer", "ablate", "patch", "capture", "probe"],
+                "operations": ["steer", "ablate", "patch", "capture", "probe", "logit_lens"],
             }
         ],
         "operations": ["steer", "ablate", "patch", "capture", "probe", "logit_lens"],

@@ -51,7 +51,7 @@ STORIES: Final = settings(
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-FAMILIES: Final = ["/v1/jobs", "/v1/admin", "/v1/vectors(?!/train)"]
+FAMILIES: Final = ["/v1/jobs", "/v1/admin", "/v1/vectors(?!/train)", "/v1/presets"]
 SCRIPTS: Final = ["ok", "logs:2", "refused", "block-fails"]
 
 # The document says that a trace is bytes; which bytes, docs/remote.md does. Other tests send broken ones.
@@ -61,6 +61,7 @@ SWITCHED_OFF: Final[dict[str, list[CheckFunction]]] = {
     # The document does not know the model, whose layers and width a vector must fit.
     "/v1/vectors": [positive_data_acceptance],
     "/v1/vectors/train": [positive_data_acceptance],
+    "/v1/presets": [positive_data_acceptance],
     # JSON Schema takes 1.0 for an integer, and no list of ids does.
     "/v1/tokenize": [positive_data_acceptance],
     # The document leaves OpenAI's fields to vLLM, which is not here, and points to the model.
@@ -215,6 +216,8 @@ def stories(url: str, key: dict[str, str], family: str) -> tuple[list[BaseExcept
                 # The document does not know the model, whose layers and width a vector must fit.
                 case.media_type = "application/json"
                 case.body = {"name": "joy", "vectors": {"1": [0.5] * 8}}
+            if case.path == "/v1/presets" and case.method in {"POST", "PUT"} and not is_made_wrong:
+                case.body = {"name": "calm", "interventions": [{"op": "capture", "at": "layers.1.output"}]}
 
         def get_call_kwargs(self, case: schemathesis.Case[Any]) -> dict[str, Any]:
             return {"headers": {"Authorization": f"Bearer {self.key}"}, "timeout": 10}

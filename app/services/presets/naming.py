@@ -91,7 +91,7 @@ def check_names(presets: Sequence[PresetContent], own: Sequence[object]) -> None
     Raises:
         ApiError: ``duplicate_name``.
     """
-    parts = [(f"the preset {one.name}@{one.version}", one.interventions) for one in presets]
+    parts = [(f"the preset {one.reference}", one.interventions) for one in presets]
     taken: dict[str, tuple[str, bool]] = {}
     for source, operations in [*parts, (f"`{INTERVENTIONS}`", own)]:
         for operation in operations:

@@ -149,8 +149,10 @@ class PresetService:
             ErrorCode.PRESET_NOT_FOUND, f"There is no preset {clip(text)!r}; GET /v1/presets lists them."
         )
 
-    async def remove(self, text: str, caller: Principal) -> None:
-        """Delete what ``calm`` or ``calm@3`` means; deleting a shared preset requires the scope ``admin``.
+    async def remove(self, text: str, caller: Principal) -> Reference:
+        """Delete what ``calm`` or ``calm@3`` means, and return its version.
+
+        Deleting a shared preset requires the scope ``admin``.
 
         Raises:
             ApiError: ``preset_not_found``, ``missing_scope``.
@@ -160,6 +162,7 @@ class PresetService:
             caller.check(Scope.ADMIN)
         await self._store.remove(preset.id, caller.tenant)
         await self.count()
+        return preset.reference
 
     async def expand(self, request: Request, body: JsonObject) -> None:
         """Put the operations of the presets that a request names in front of its own.
@@ -190,7 +193,7 @@ class PresetService:
         if own is None or isinstance(own, list):  # anything else is refused by the parser
             check_names(presets, own or [])
             body[INTERVENTIONS] = [op for one in presets for op in one.interventions] + (own or [])
-        asked.note_presets({str(_reference(one)): one.name if one.shared else "" for one in presets})
+        asked.note_presets({str(one.reference): one.name if one.shared else "" for one in presets})
         if body.get("model") != sent_model:
             asked.sent_model = str(sent_model)
 
@@ -205,7 +208,7 @@ class PresetService:
             preset = None if one.reference is None else found.get(one.reference)
             if preset is None:
                 raise one.not_found("GET /v1/presets lists those that there are")
-            reference = _reference(preset)
+            reference = preset.reference
             if preset.model not in models:
                 raise one.not_found(f"{reference} is for the model {clip(preset.model)!r}")
             if not caller.may_use(reference):
@@ -229,10 +232,6 @@ class PresetService:
             {**base, "id": f"{models[0]}{SEPARATOR}{name}", "parent": models[0]} for name in sorted(names)
         ]
         return {**listed, "data": [*listed["data"], *cards]}
-
-
-def _reference(preset: PresetContent) -> Reference:
-    return Reference(preset.name, preset.version)
 
 
 __all__ = ["PresetService"]

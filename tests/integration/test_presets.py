@@ -1,0 +1,524 @@
+"""Presets: kept in versions, used by three roads, and each answer that of the operations written out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from api_schemas.keys import Scope, Tier
+from api_schemas.presets import MAX_PRESET_BYTES, MAX_PRESETS
+from tests.fakes.results import MODEL
+from tests.integration.conftest import ErrorCheck, Serve, Server
+from tests.integration.tenants import Tenants
+from tests.integration.vector_files import ROWS
+
+STEER = {"op": "steer", "at": "layers.1.output", "vector": [1.0] * 8, "scale": 0.5}
+CAPTURE = {"op": "capture", "at": "layers.2.output", "name": "kept"}
+TRACE = {"op": "trace", "code": "save(x=1)"}
+PROMPT = {"prompt": "one two three"}
+USER = (Scope.COMPLETIONS, Scope.INTERVENTIONS)
+
+
+@pytest.fixture
+async def server(serve: Serve) -> AsyncIterator[Server]:
+    async with serve() as server:
+        yield server
+
+
+async def make(server: Server, *interventions: Any, headers: Any = None, **more: Any) -> dict[str, Any]:
+    body = {"name": "calm", "interventions": interventions or [STEER], **more}
+    answer = await server.client.post("/v1/presets", json=body, headers=headers)
+    assert answer.status_code == 201, answer.text
+    made: dict[str, Any] = answer.json()
+    return made
+
+
+async def generate(
+    server: Server, headers: Any = None, route: str = "/v1/completions", **body: Any
+) -> dict[str, Any]:
+    answer = await server.client.post(route, json={**PROMPT, **body}, headers=headers)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def interventions_of(answer: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what was done to each choice, without the presets that it came from."""
+    done = [choice["interventions"] for choice in answer["choices"]]
+    for one in done:
+        one["provenance"].pop("presets", None)
+    return done
+
+
+@pytest.mark.both_databases
+async def test_a_preset_has_versions_that_never_change_and_never_come_back(
+    server: Server, error_of: ErrorCheck
+) -> None:
+    first = await make(server, description="calmer answers")
+    assert {name: first[name] for name in ("object", "name", "version", "description", "model")} == {
+        "object": "preset", "name": "calm", "version": 1, "description": "calmer answers", "model": MODEL,
+    }  # fmt: skip
+    assert (first["interventions"], first["operations"], first["own"], first["shared"]) == (
+        [STEER],
+        ["steer"],
+        True,
+        False,
+    )
+    second = await make(server, STEER, CAPTURE)
+    assert (second["version"], second["operations"]) == (2, ["steer", "capture"])
+    get = server.client.get
+    assert (await get("/v1/presets/calm")).json() == second
+    assert (await get("/v1/presets/calm@1")).json() == first
+    assert (await server.client.delete("/v1/presets/calm")).status_code == 204
+    assert (await get("/v1/presets/calm")).json() == first
+    error_of(await get("/v1/presets/calm@2"), 404, "preset_not_found")
+    assert (await make(server))["version"] == 3
+    assert (await server.client.delete("/v1/presets/calm@1")).status_code == 204
+    together = await asyncio.gather(*(make(server, name="many") for _ in range(8)))
+    assert sorted(made["version"] for made in together) == list(range(1, 9))
+
+
+@pytest.mark.both_databases
+async def test_put_makes_a_version_only_where_something_has_changed(server: Server) -> None:
+    async def put(**body: Any) -> tuple[int, int]:
+        answer = await server.client.put(
+            "/v1/presets", json={"name": "calm", "interventions": [STEER], **body}
+        )
+        return answer.status_code, answer.json()["version"]
+
+    assert await put() == (201, 1)
+    assert await put() == (200, 1)
+    assert await put(description="calmer") == (201, 2)
+    assert await put(interventions=[STEER, CAPTURE], description="calmer") == (201, 3)
+    assert await put(interventions=[STEER, CAPTURE], description="calmer") == (200, 3)
+
+
+@pytest.mark.both_databases
+async def test_lists_come_in_pages_without_operations(server: Server, error_of: ErrorCheck) -> None:
+    made = [await make(server, name=name) for name in ("calm", "brief", "calm")]
+    for one in made:
+        del one["interventions"]
+    first = (await server.client.get("/v1/presets", params={"limit": 2})).json()
+    assert first["data"] == [made[2], made[1]]
+    assert first["has_more"]
+    rest = (await server.client.get("/v1/presets", params={"after": first["last_id"]})).json()
+    assert (rest["data"], rest["has_more"]) == ([made[0]], False)
+    named = (await server.client.get("/v1/presets", params={"name": "calm"})).json()
+    assert [one["version"] for one in named["data"]] == [2, 1]
+    error_of(await server.client.get("/v1/presets", params={"after": "pre_0"}), 404, "preset_not_found")
+
+
+@pytest.mark.both_databases
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+async def test_by_each_road_the_answer_is_that_of_the_operations_written_out(
+    server: Server, route: str
+) -> None:
+    await make(server, STEER, CAPTURE)
+    await make(server, {**STEER, "scale": 9.0})
+    prompt = {"messages": [{"role": "user", "content": "one two"}], "n": 2, "max_tokens": 3}
+    written = await generate(server, route=route, **prompt, interventions=[STEER, CAPTURE])
+    for body, headers in (
+        ({"preset": "calm@1"}, {}),
+        ({"preset": ["calm@1"]}, {}),
+        ({}, {"x-nnsight-preset": "calm@1"}),
+        ({"model": f"{MODEL}:calm@1"}, {}),
+        ({"model": f"{MODEL}:calm@1", "preset": "calm@1"}, {"X-NNsight-Preset": " calm@1 , calm@1"}),
+    ):
+        answer = await generate(server, headers, route, **prompt, **body)
+        assert answer["model"] == body.get("model", MODEL)
+        assert [one["interventions"]["provenance"]["presets"] for one in answer["choices"]] == [
+            ["calm@1"]
+        ] * 2
+        assert interventions_of(answer) == interventions_of(written)
+    newest = await generate(server, preset="calm")
+    assert newest["choices"][0]["interventions"]["provenance"]["presets"] == ["calm@2"]
+
+
+async def test_streams_have_the_name_that_was_sent_and_the_results(server: Server) -> None:
+    await make(server, CAPTURE)
+    body = {**PROMPT, "stream": True, "max_tokens": 3, "model": f"{MODEL}:calm"}
+    async with server.client.stream("POST", "/v1/completions", json=body) as answer:
+        lines = [line async for line in answer.aiter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    assert len(chunks) == 3
+    assert {chunk["model"] for chunk in chunks} == {f"{MODEL}:calm"}
+    last = chunks[-1]["choices"][0]["interventions"]
+    assert last["provenance"]["presets"] == ["calm@1"]
+    assert list(last["results"]) == ["kept"]
+
+
+async def test_operations_come_from_the_model_the_header_the_body_and_the_request_in_this_order(
+    server: Server,
+) -> None:
+    layers = {"one": 0, "two": 1, "three": 2, "four": 3}
+    operations = {name: {**STEER, "at": f"layers.{layer}.output"} for name, layer in layers.items()}
+    for name, operation in operations.items():
+        await make(server, operation, name=name)
+    answer = await generate(
+        server,
+        {"x-nnsight-preset": "two,one"},
+        model=f"{MODEL}:one",
+        preset=["three", "two"],
+        interventions=[operations["four"]],
+    )
+    done = answer["choices"][0]["interventions"]
+    assert [one["at"] for one in done["applied"]] == [[f"layers.{layer}.output"] for layer in range(4)]
+    assert done["provenance"]["presets"] == ["one@1", "two@1", "three@1"]
+
+
+async def test_each_prompt_of_a_batch_gets_them(server: Server) -> None:
+    await make(server, {**CAPTURE, "prompts": [1]}, {**STEER})
+    answer = await generate(server, prompt=["one two", "three"], preset="calm")
+    applied = [[one["op"] for one in choice["interventions"]["applied"]] for choice in answer["choices"]]
+    assert applied == [["steer"], ["capture", "steer"]]
+    refused = await server.complete(preset="calm")
+    assert refused.json()["error"]["param"] == "interventions.0.prompts"
+
+
+async def test_large_bodies_have_presets_too(server: Server) -> None:
+    await make(server, STEER)
+    answer = await generate(server, preset="calm", user="x" * 200_000)
+    assert answer["choices"][0]["interventions"]["provenance"]["presets"] == ["calm@1"]
+
+
+async def test_an_unknown_preset_is_named(server: Server, error_of: ErrorCheck) -> None:
+    await make(server)
+    for name in ("none", "calm@7", "calm@0", "Calm", "", "calm@", "a" * 5000, "\x00", "calm@1,calm"):
+        message = error_of(await server.complete(preset=["calm", name]), 404, "preset_not_found")
+        assert repr(name[:5])[:4] in message
+        answer = await server.complete(model=f"{MODEL}:{name}")
+        error_of(answer, 404, "model_not_found")
+        assert answer.json()["error"]["param"] == "model"
+    header = {"x-nnsight-preset": "calm, none"}
+    answer = await server.client.post("/v1/completions", json=PROMPT, headers=header)
+    assert "none" in error_of(answer, 404, "preset_not_found")
+    assert answer.json()["error"]["param"] == "x-nnsight-preset"
+    error_of(await server.complete(model="another:calm"), 404, "model_not_found")
+    assert server.engine.num_calls == 1  # the last one, whose name means no preset here
+
+
+async def test_names_of_presets_in_requests_are_checked(server: Server, error_of: ErrorCheck) -> None:
+    await make(server)
+    for given in (1, {"name": "calm"}, ["calm", 1], [["calm"]], True):
+        error_of(await server.complete(preset=given), 422, "invalid_shape")
+    error_of(await server.complete(preset=["calm"] * (MAX_PRESETS + 1)), 400, "invalid_value")
+    assert "preset" in error_of(await server.complete(presets=["calm"]), 422, "invalid_shape")
+    nested = {"extra_body": {"preset": "calm"}}
+    assert "preset" in error_of(await server.complete(**nested), 422, "invalid_shape")
+    for nothing in (None, []):
+        assert "interventions" not in (await generate(server, preset=nothing))["choices"][0]
+    error_of(await server.complete(preset="calm", interventions="x"), 422, "invalid_shape")
+
+
+async def test_what_applies_to_written_out_operations_applies_to_presets(
+    serve: Serve, error_of: ErrorCheck
+) -> None:
+    async with serve(max_operations=3) as server:
+        await make(server, *[STEER] * 2)
+        await make(server, CAPTURE, name="reads")
+        await make(server, TRACE, name="code")
+        over = await server.complete(preset="calm", interventions=[STEER] * 2)
+        error_of(over, 400, "too_many_operations")
+        twice = await server.complete(preset="reads", interventions=[CAPTURE])
+        message = error_of(twice, 400, "duplicate_name")
+        assert "reads@1" in message
+        assert "'kept'" in message
+        both = await server.complete(preset=["calm", "code"])
+        error_of(both, 400, "unsupported_combination")
+
+
+BAD: list[tuple[dict[str, Any], int, str]] = [
+    ({"interventions": [STEER]}, 422, "invalid_shape"),
+    ({"name": "calm"}, 422, "invalid_shape"),
+    ({"name": "calm", "interventions": []}, 422, "invalid_shape"),
+    ({"name": "calm", "interventions": None}, 422, "invalid_shape"),
+    ({"name": "calm", "interventions": STEER}, 422, "invalid_shape"),
+    ({"name": "calm@2", "interventions": [STEER]}, 422, "invalid_shape"),
+    ({"name": "Calm", "interventions": [STEER]}, 422, "invalid_shape"),
+    ({"name": "a" * 65, "interventions": [STEER]}, 422, "invalid_shape"),
+    ({"name": "calm", "interventions": [STEER], "version": 3}, 422, "invalid_shape"),
+    ({"name": "calm", "interventions": [STEER], "description": "x" * 1001}, 422, "invalid_shape"),
+    ({"name": "calm", "interventions": [STEER], "shared": "yes"}, 422, "invalid_shape"),
+    ({"name": "calm", "interventions": [STEER] * 65}, 400, "too_many_operations"),
+    ({"name": "calm", "interventions": [{"op": "jump"}]}, 400, "unknown_operation"),
+    ({"name": "calm", "interventions": [{**STEER, "at": "layers.9.output"}]}, 400, "unknown_layer"),
+    ({"name": "calm", "interventions": [{**STEER, "at": "layers.1.moon"}]}, 400, "unknown_point"),
+    ({"name": "calm", "interventions": [{**STEER, "vector": [1.0] * 7}]}, 400, "wrong_width"),
+    ({"name": "calm", "interventions": [{**STEER, "vector": {"name": "none"}}]}, 400, "unknown_vector"),
+    ({"name": "calm", "interventions": [{**STEER, "scale": 1e39}]}, 400, "not_finite"),
+    ({"name": "calm", "interventions": [CAPTURE, CAPTURE]}, 400, "duplicate_name"),
+    ({"name": "calm", "interventions": [TRACE, STEER]}, 400, "unsupported_combination"),
+]
+
+
+@pytest.mark.both_databases
+async def test_bad_presets_are_refused_and_leave_nothing(server: Server, error_of: ErrorCheck) -> None:
+    for body, status, code in BAD:
+        for method in ("POST", "PUT"):
+            error_of(await server.client.request(method, "/v1/presets", json=body), status, code)
+    deep: Any = 1
+    for _ in range(200):
+        deep = [deep]
+    nested = {"name": "calm", "interventions": [{**STEER, "vector": deep}]}
+    error_of(await server.client.post("/v1/presets", json=nested), 400, "json_too_deep")
+    large = {"name": "calm", "interventions": [{**STEER, "at": "x" * MAX_PRESET_BYTES}]}
+    error_of(await server.client.post("/v1/presets", json=large), 413, "body_too_large")
+    assert (await server.client.get("/v1/presets")).json()["data"] == []
+    assert server.context.presets.used_bytes == 0
+    assert (await make(server))["version"] == 1
+
+
+@pytest.mark.both_databases
+async def test_any_text_is_kept(server: Server, error_of: ErrorCheck) -> None:
+    code = {**TRACE, "code": "save(x='\x00é')"}
+    made = await make(server, code, description="é")
+    assert (made["interventions"], made["description"]) == ([code], "é")
+    assert (await server.client.get("/v1/presets/calm")).json() == made
+    headers = {"content-type": "application/json"}
+    sent = json.dumps({"name": "calm", "interventions": [STEER], "description": "\ud800"})
+    error_of(await server.client.post("/v1/presets", content=sent, headers=headers), 400, "invalid_json")
+
+
+async def test_what_depends_on_the_prompt_is_checked_with_the_prompt(server: Server) -> None:
+    where = {"positions": [100], "phase": "prompt"}
+    patch = {
+        "op": "patch",
+        "at": "layers.1.output",
+        "values": [[1.0] * 8] * 2,
+        "where": {"positions": [5, -9]},
+    }
+    lens = {"op": "logit_lens", "layers": "all", "top_k": 0, "targets": [" anything"]}
+    await make(server, {**STEER, "where": where}, patch, lens)
+
+
+@pytest.mark.both_databases
+async def test_vectors_are_those_of_the_time_when_the_preset_was_made(
+    server: Server, error_of: ErrorCheck
+) -> None:
+    async def vector(factor: float) -> dict[str, Any]:
+        body = {
+            "name": "joy",
+            "vectors": {str(layer): (row * factor).tolist() for layer, row in ROWS.items()},
+        }
+        made: dict[str, Any] = (await server.client.post("/v1/vectors", json=body)).json()
+        return made
+
+    first = await vector(1.0)
+    made = await make(server, {**STEER, "vector": {"name": "joy", "layer": 2}})
+    assert made["interventions"][0]["vector"] == {"name": "joy@1", "id": first["id"], "layer": 2}
+    await vector(2.0)
+    by_preset = await generate(server, preset="calm")
+    written = await generate(server, interventions=[{**STEER, "vector": {"name": "joy@1", "layer": 2}}])
+    assert interventions_of(by_preset) == interventions_of(written)
+    assert by_preset["choices"][0]["interventions"]["applied"][0]["vector"]["version"] == 1
+    wrong = {**STEER, "vector": {"name": "joy@2", "id": first["id"]}}
+    error_of(await server.complete(interventions=[wrong]), 400, "unknown_vector")
+    await server.client.delete(f"/v1/vectors/{first['id']}")
+    assert "joy@1" in error_of(await server.complete(preset="calm"), 400, "unknown_vector")
+
+
+@pytest.mark.both_databases
+async def test_tenants_see_their_own_and_shared_ones(tenants: Tenants, error_of: ErrorCheck) -> None:
+    server, client = tenants.server, tenants.server.client
+    operator = await tenants.headers("operator")
+    acme, other = [await tenants.headers(name, *USER) for name in ("acme", "other")]
+    own = await make(server, headers=acme, name="mine")
+    shared = await make(server, CAPTURE, headers=operator, shared=True)
+    await make(server, headers=operator, name="hidden")
+    assert [one["id"] for one in (await client.get("/v1/presets", headers=other)).json()["data"]] == [
+        shared["id"]
+    ]
+    for name in ("mine", "mine@1", "hidden"):
+        for method in ("GET", "DELETE"):
+            error_of(
+                await client.request(method, f"/v1/presets/{name}", headers=other), 404, "preset_not_found"
+            )
+        answer = await client.post("/v1/completions", json={**PROMPT, "preset": name}, headers=other)
+        error_of(answer, 404, "preset_not_found")
+    for headers in (acme, other):
+        answer = await generate(server, headers, preset="calm")
+        assert list(answer["choices"][0]["interventions"]["results"]) == ["kept"]
+        error_of(await client.delete("/v1/presets/calm", headers=headers), 403, "missing_scope")
+    body = {"name": "x", "interventions": [STEER], "shared": True}
+    error_of(await client.post("/v1/presets", json=body, headers=acme), 403, "missing_scope")
+    second = await tenants.headers("second-operator")
+    taken = await client.post("/v1/presets", json={**body, "name": "calm"}, headers=second)
+    error_of(taken, 409, "preset_name_taken")
+    # A tenant's own name comes first, for good.
+    assert (await make(server, STEER, headers=acme))["version"] == 1
+    answer = await generate(server, acme, preset="calm")
+    assert not answer["choices"][0]["interventions"]["results"]
+    await client.delete("/v1/presets/calm", headers=acme)
+    error_of(await client.get("/v1/presets/calm", headers=acme), 404, "preset_not_found")
+    assert (await client.get("/v1/presets/mine", headers=acme)).json() == own
+
+
+@pytest.mark.both_databases
+async def test_a_shared_preset_uses_the_same_vector_for_all(tenants: Tenants, error_of: ErrorCheck) -> None:
+    server, client = tenants.server, tenants.server.client
+    operator, acme = await tenants.headers("operator"), await tenants.headers("acme", *USER)
+
+    async def vector(headers: Any, **more: Any) -> Any:
+        body = {"name": "joy", "vectors": {"1": ROWS[1].tolist()}, **more}
+        return (await client.post("/v1/vectors", json=body, headers=headers)).json()
+
+    steer = {**STEER, "vector": {"name": "joy"}}
+    await vector(operator)
+    body = {"name": "calm", "interventions": [steer], "shared": True}
+    refused = await client.post("/v1/presets", json=body, headers=operator)
+    assert "joy@1" in error_of(refused, 400, "unknown_vector")
+    joy = await vector(operator, shared=True)
+    await make(server, steer, headers=operator, shared=True)
+    await vector(acme)  # whose name means another vector, and the preset does not
+    answer = await generate(server, acme, preset="calm")
+    assert answer["choices"][0]["interventions"]["applied"][0]["vector"]["id"] == joy["id"]
+
+
+@pytest.mark.both_databases
+async def test_models_are_listed_with_presets_for_each_caller(tenants: Tenants) -> None:
+    server = tenants.server
+    operator = await tenants.headers("operator")
+    acme, other = [await tenants.headers(name, *USER) for name in ("acme", "other")]
+    plain = await tenants.headers("acme", Scope.COMPLETIONS)
+    limited = await tenants.headers("acme", *USER, presets=("mine@1", "none"))
+    await make(server, headers=acme, name="mine")
+    await make(server, headers=acme, name="mine")
+    await make(server, headers=operator, shared=True)
+    expected = {"acme": ["calm", "mine"], "other": ["calm"], "plain": [], "limited": ["mine@1"]}
+    for name, headers in (("acme", acme), ("other", other), ("plain", plain), ("limited", limited)):
+        data = (await server.client.get("/v1/models", headers=headers)).json()["data"]
+        assert [one["id"] for one in data] == [MODEL, *(f"{MODEL}:{one}" for one in expected[name])]
+        for one in data[1:]:
+            await generate(server, headers, model=one["id"])
+
+
+@pytest.mark.both_databases
+async def test_a_key_limited_to_presets_intervenes_by_these_only(
+    tenants: Tenants, error_of: ErrorCheck
+) -> None:
+    server, client = tenants.server, tenants.server.client
+    acme = await tenants.headers("acme", *USER)
+    limited = await tenants.headers("acme", *USER, Scope.CODE, presets=("calm", "brief@1"))
+    for name in ("calm", "brief", "loud"):
+        await make(server, headers=acme, name=name)
+    for name in ("calm", "calm@1", "brief", "brief@1"):
+        await generate(server, limited, preset=name)
+        await generate(server, limited, model=f"{MODEL}:{name}")
+    await generate(server, limited)
+    await make(server, headers=acme, name="brief")
+    refused: list[dict[str, Any]] = [
+        {"preset": "brief"}, {"preset": "loud"}, {"model": f"{MODEL}:loud"}, {"interventions": [STEER]},
+        {"preset": "calm", "interventions": [STEER]}, {"preset": ["calm", "loud"]},
+    ]  # fmt: skip
+    calls = server.engine.num_calls
+    for body in refused:
+        answer = await client.post("/v1/completions", json={**PROMPT, **body}, headers=limited)
+        assert "brief@1, calm" in error_of(answer, 403, "preset_not_allowed")
+    by_header = {**limited, "x-nnsight-preset": "loud"}
+    error_of(await client.post("/v1/completions", json=PROMPT, headers=by_header), 403, "preset_not_allowed")
+    for method, path in (
+        ("POST", "/v1/presets"), ("PUT", "/v1/presets"), ("DELETE", "/v1/presets/calm"),
+        ("POST", "/v1/vectors"), ("POST", "/v1/vectors/train"), ("POST", "/v1/traces"), ("POST", "/v1/jobs"),
+    ):  # fmt: skip
+        answer = await client.request(method, path, json={}, headers=limited)
+        error_of(answer, 403, "preset_not_allowed")
+    assert server.engine.num_calls == calls
+    assert (await client.get("/v1/presets/loud", headers=limited)).status_code == 200
+    # So is the key that replaces it, and lists say so.
+    keys = (await client.get("/v1/admin/keys", headers=await tenants.headers("operator"))).json()["data"]
+    found = next(key for key in keys if key["presets"])
+    assert found["presets"] == ["calm", "brief@1"]
+    rotated = await server.context.keys.rotate(found["id"], 0)
+    assert rotated.presets == ("calm", "brief@1")
+    successor = {"authorization": f"Bearer {rotated.key}"}
+    answer = await client.post("/v1/completions", json={**PROMPT, "preset": "loud"}, headers=successor)
+    error_of(answer, 403, "preset_not_allowed")
+
+
+async def test_keys_are_limited_to_presets_by_valid_names_and_not_with_admin(
+    tenants: Tenants, error_of: ErrorCheck
+) -> None:
+    operator = await tenants.headers("operator")
+    for more in (
+        {"presets": []}, {"presets": ["Calm"]}, {"presets": "calm"}, {"presets": ["calm@"]},
+        {"presets": ["calm"] * 101}, {"presets": ["calm"], "scopes": ["admin"]},
+    ):  # fmt: skip
+        body = {"tenant": "acme", **more}
+        error_of(await tenants.send("POST", "/v1/admin/keys", operator, json=body), 422, "invalid_shape")
+
+
+async def test_the_using_request_needs_the_scopes_of_the_operations(
+    tenants: Tenants, error_of: ErrorCheck
+) -> None:
+    server, client = tenants.server, tenants.server.client
+    coder = await tenants.headers("acme", *USER, Scope.CODE, tier=Tier.TRUSTED)
+    acme = await tenants.headers("acme", *USER)
+    plain = await tenants.headers("acme", Scope.COMPLETIONS)
+    code = {"name": "code", "interventions": [TRACE]}
+    error_of(await client.post("/v1/presets", json=code, headers=acme), 403, "missing_scope")
+    await make(server, TRACE, headers=coder, name="code")
+    await make(server, headers=acme)
+    for headers, name in ((acme, "code"), (plain, "calm")):
+        for body in ({"preset": name}, {"model": f"{MODEL}:{name}"}):
+            answer = await client.post("/v1/completions", json={**PROMPT, **body}, headers=headers)
+            error_of(answer, 403, "missing_scope")
+    assert server.engine.num_calls == 0
+    await generate(server, coder, preset="code")
+
+
+@pytest.mark.both_databases
+async def test_a_full_store_takes_no_more(serve: Serve, error_of: ErrorCheck) -> None:
+    async with serve(preset_store_bytes=2000) as server:
+        made = await make(server)
+        assert server.context.presets.used_bytes == made["bytes"] > 1024
+        body = {"name": "calm", "interventions": [STEER]}
+        error_of(await server.client.post("/v1/presets", json=body), 503, "preset_store_full")
+        await server.client.delete("/v1/presets/calm")
+        await make(server)
+
+
+async def test_a_tenants_limit_on_stored_bytes_includes_presets(
+    tenants: Tenants, error_of: ErrorCheck
+) -> None:
+    acme = await tenants.headers("acme", *USER)
+    operator = await tenants.headers("operator")
+    limit = await tenants.send("PUT", "/v1/admin/tenants/acme/limits", operator, json={"stored_bytes": 2000})
+    assert limit.status_code == 200
+    await make(tenants.server, headers=acme)
+    body = {"name": "calm", "interventions": [STEER]}
+    error_of(await tenants.send("POST", "/v1/presets", acme, json=body), 403, "stored_bytes_full")
+    assert (await tenants.send("DELETE", "/v1/presets/calm", acme)).status_code == 204
+    await make(tenants.server, headers=acme)
+
+
+async def test_presets_are_audited_and_counted(tenants: Tenants) -> None:
+    server = tenants.server
+    operator, acme = await tenants.headers("operator"), await tenants.headers("acme", *USER)
+    await make(server, headers=operator, shared=True)
+    await make(server, headers=acme, name="mine")
+    await generate(server, acme, model=f"{MODEL}:calm", preset="mine")
+    await server.until_idle()
+    await server.context.log.flush()
+    page = await tenants.send("GET", "/v1/admin/audit", operator, params={"tenant": "acme"})
+    used, made = page.json()["data"][:2]
+    assert (used["model"], used["operations"]) == (MODEL, ["steer", "steer"])
+    assert used["details"]["presets"] == ["calm@1", "mine@1"]
+    assert (made["route"], made["subject"]) == ("/v1/presets", "mine@1")
+    metrics = (await tenants.send("GET", "/metrics", operator)).text
+    assert 'nnsight_engine_preset_requests_total{preset="calm"} 1.0' in metrics
+    assert 'nnsight_engine_preset_requests_total{preset="own"} 1.0' in metrics
+    assert "mine" not in metrics
+
+
+async def test_vllms_routes_never_ignore_a_preset(server: Server, error_of: ErrorCheck) -> None:
+    await make(server)
+    for route, body in (("/v1/responses", {"input": "one"}), ("/v1/messages", {"messages": []})):
+        for more, headers in (({"preset": "calm"}, {}), ({}, {"x-nnsight-preset": "calm"})):
+            answer = await server.client.post(route, json={**body, **more}, headers=headers)
+            assert answer.status_code == 400, answer.text
+            assert "interventions" in answer.text
