@@ -271,6 +271,7 @@ async def test_a_model_is_chosen_by_its_name_or_by_the_path(tmp_path: Path):
         answer = await front.complete(model="other/1")
         assert who(answer).startswith("m1")
         assert code_of(answer) == "model_not_found"
+        assert who(await front.complete(model="other/1:calm")).startswith("m1")
         assert (await front.complete(model="nobody's")).status_code == 404
         for path in ("/v1/capabilities", "/v1/traces/outline", "/health/ready"):
             assert who(await front.client.get(f"/models/other/1{path}")).startswith("m1")
