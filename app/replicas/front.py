@@ -194,7 +194,7 @@ class Front:
         await answer(scope, sent.receive, send)
 
     def _of(self, model: str) -> Replicas:
-        """Return the replicas of a model, also by ``MODEL:PRESET``; of the first one if the name is unknown."""
+        """Return the replicas of a model, also by ``MODEL:PRESET``; of the first one for an unknown name."""
         replicas = self._replicas()
         if not replicas:
             raise none_ready()
