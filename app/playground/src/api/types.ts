@@ -39,6 +39,15 @@ export interface VectorPage {
   has_more: boolean;
 }
 
+export interface Models {
+  data: { id: string; parent?: string | null }[];
+}
+
+export interface Preset {
+  name: string;
+  version: number;
+}
+
 export interface TrainingEvent {
   type?: "progress" | "vector";
   stage?: "capture" | "fit";

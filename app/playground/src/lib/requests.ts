@@ -23,6 +23,11 @@ export function generation(
   return { path: "/v1/chat/completions", body: { model: capabilities.model, messages, ...common } };
 }
 
+/** Returns the request with a preset, if there is one; its operations come first. */
+export function withPreset(request: ApiRequest, preset: string): ApiRequest {
+  return preset ? { path: request.path, body: { ...request.body, preset } } : request;
+}
+
 /** Returns what the tokenizer is asked for the same prompt or conversation. */
 export function source(state: PageState): string | JsonObject[] {
   return state.kind === "plain"

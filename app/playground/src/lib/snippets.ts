@@ -52,18 +52,19 @@ export function client(): string {
 /** Returns the call of OpenAI's client, assigned to `name`. */
 export function call({ path, body }: ApiRequest, name = "answer"): string {
   const method = path === "/v1/chat/completions" ? "chat.completions" : "completions";
-  const { interventions, ...fields } = body;
+  const { interventions, preset, ...fields } = body;
   const lines = Object.entries(fields).map(([field, value]) => `    ${field}=${literal(value, "    ")},\n`);
-  if (interventions !== undefined) {
-    lines.push(`    extra_body=${literal({ interventions }, "    ")},\n`);
+  if (interventions !== undefined || preset !== undefined) {
+    lines.push(`    extra_body=${literal({ preset, interventions }, "    ")},\n`);
   }
   return `${name} = client.${method}.create(\n${lines.join("")})\n`;
 }
 
 export function python(request: ApiRequest): string {
   const text = request.path === "/v1/chat/completions" ? "message.content" : "text";
-  const results = request.body["interventions"]
-    ? 'print(answer.choices[0].model_extra["interventions"])\n'
-    : "";
+  const results =
+    request.body["interventions"] || request.body["preset"]
+      ? 'print(answer.choices[0].model_extra["interventions"])\n'
+      : "";
   return `${client()}\n${call(request)}print(answer.choices[0].${text})\n${results}`;
 }

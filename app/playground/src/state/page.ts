@@ -48,6 +48,7 @@ export interface PageState {
   messages: Message[];
   sampling: { maxTokens: number; temperature: number; topP: number; seed: number };
   steering: SteerState[];
+  preset: string;
   sweep: { which: number; from: number; to: number; steps: number };
   lens: { every: number; topK: number; steered: boolean };
   activations: { layer: number; vector: string; steered: boolean };
@@ -87,6 +88,7 @@ export const START: PageState = {
   messages: [{ role: "user", content: "What do you think of Mondays?" }],
   sampling: { maxTokens: 32, temperature: 0, topP: 1, seed: 0 },
   steering: [],
+  preset: "",
   sweep: { which: 0, from: -0.4, to: 0.4, steps: 5 },
   lens: { every: 1, topK: 5, steered: false },
   activations: { layer: -1, vector: "", steered: false },

@@ -7,6 +7,7 @@ import { usePage } from "../state/hooks";
 import type { Vector } from "../api/types";
 import { vectorNamed } from "../lib/vectors";
 import { Check, Choice, Slider, TextField } from "./parts";
+import { Presets } from "./presets";
 import { Training } from "./training";
 
 const MODE_NAMES: Record<(typeof MODES)[number], string> = {
@@ -64,6 +65,7 @@ export function SteeringPanel() {
         <p class="hint">The server keeps no vectors yet. Make one from two lists of prompts:</p>
       )}
       <Training onMade={add} />
+      <Presets />
     </section>
   );
 }

@@ -5,7 +5,7 @@ import { useMemo, useRef, useState } from "preact/hooks";
 import { stream } from "../api/client";
 import type { ApiRequest, ChoiceInterventions } from "../api/types";
 import { compared, type Part } from "../lib/diff";
-import { generation, textOf } from "../lib/requests";
+import { generation, textOf, withPreset } from "../lib/requests";
 import { steerOps } from "../lib/steering";
 import { plural } from "../lib/text";
 import { trace } from "../lib/traces";
@@ -32,13 +32,13 @@ export function GenerateView() {
 
   const requests = () => ({
     plain: generation(state, capabilities, []),
-    changed: generation(state, capabilities, steerOps(state.steering)),
+    changed: withPreset(generation(state, capabilities, steerOps(state.steering)), state.preset),
   });
   const start = () =>
     run.start(async (signal) => {
       setHasRun(true);
       const { plain, changed } = requests();
-      const isSteered = plain.body["interventions"] !== changed.body["interventions"];
+      const isSteered = changed.body["interventions"] !== undefined || state.preset !== "";
       const waiting: Promise<void>[] = [];
       if (known.current !== JSON.stringify(plain)) {
         known.current = "";
@@ -52,9 +52,9 @@ export function GenerateView() {
       else setSteered(NOTHING);
       await Promise.all(waiting);
     });
-  useSettled(JSON.stringify([state.steering, state.sampling]), () => hasRun && start());
+  useSettled(JSON.stringify([state.steering, state.preset, state.sampling]), () => hasRun && start());
 
-  const hasSteering = state.steering.some((steer) => steer.on && steer.vector);
+  const hasSteering = state.preset !== "" || state.steering.some((steer) => steer.on && steer.vector);
   const areBothThere = baseline.text !== "" && steered.text !== "";
   const isMarked = areBothThere && (!run.isRunning || baseline.text.length + steered.text.length < MAX_LIVE);
   const parts = useMemo(
@@ -93,7 +93,11 @@ export function GenerateView() {
       )}
       <CopyBar
         request={() => requests().changed}
-        trace={() => trace(requests().changed, capabilities, vectors)}
+        trace={() =>
+          state.preset
+            ? { missing: "A block has no presets: it steers with vectors." }
+            : trace(requests().changed, capabilities, vectors)
+        }
       />
     </>
   );

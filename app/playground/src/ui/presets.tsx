@@ -1,0 +1,65 @@
+/** Presets: one that steers, kept on the server, and the steering of the page kept as one. */
+
+import { useCallback, useEffect, useState } from "preact/hooks";
+
+import { get, post } from "../api/client";
+import type { Models, Preset } from "../api/types";
+import { steerOps } from "../lib/steering";
+import { usePage, useRun } from "../state/hooks";
+import { Choice, RunBar, TextField } from "./parts";
+
+export function Presets() {
+  const { state, change } = usePage();
+  const run = useRun();
+  const [names, setNames] = useState<string[]>([]);
+  const [name, setName] = useState("");
+  const [kept, setKept] = useState("");
+  const reload = useCallback(async () => setNames(await presetNames()), []);
+  useEffect(() => void reload().catch(() => setNames([])), [reload]);
+  const steering = state.steering.filter((steer) => steer.on && steer.vector);
+  const save = () =>
+    run.start(async (signal) => {
+      setKept("");
+      const body = { name, interventions: steerOps(steering) };
+      const made = await post<Preset>({ path: "/v1/presets", body }, signal);
+      setKept(`${made.name}, version ${made.version}, is kept.`);
+      await reload();
+    });
+  const options = [...new Set([...names, ...(state.preset ? [state.preset] : [])])];
+  return (
+    <>
+      {options.length > 0 && (
+        <Choice
+          label="Preset, before the vectors, in Compare"
+          value={state.preset}
+          options={[["", "none"] as const, ...options.map((option) => [option, option] as const)]}
+          onChange={(preset) => change({ preset })}
+        />
+      )}
+      {steering.length > 0 && (
+        <details class="training">
+          <summary>Keep these vectors as a preset</summary>
+          <TextField
+            label="Name of the preset"
+            value={name}
+            hint="lower-case letters, digits and . _ -"
+            onChange={setName}
+          />
+          <RunBar run={run} label="Save as preset" onRun={save}>
+            <span class="status" role="status">
+              {kept}
+            </span>
+          </RunBar>
+        </details>
+      )}
+    </>
+  );
+}
+
+/** Returns the presets that the caller can use: those that the list of models has, `MODEL:PRESET`. */
+async function presetNames(): Promise<string[]> {
+  const models = await get<Models>("/v1/models");
+  return models.data.flatMap(({ id, parent }) =>
+    parent && id.startsWith(`${parent}:`) ? [id.slice(parent.length + 1)] : [],
+  );
+}
