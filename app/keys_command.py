@@ -230,7 +230,7 @@ def _show(created: CreatedKey) -> None:
 
 def _first(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
-    return f"{first['loc'][-1]}: {first['msg']}, got {first['input']!r}"
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r}"
 
 
 def _scopes(text: str) -> tuple[Scope, ...]:

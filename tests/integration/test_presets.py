@@ -207,7 +207,9 @@ async def test_names_of_presets_in_requests_are_checked(server: Server, error_of
     for given in (1, {"name": "calm"}, ["calm", 1], [["calm"]], True):
         error_of(await server.complete(preset=given), 422, "invalid_shape")
     error_of(await server.complete(preset=["calm"] * (MAX_PRESETS + 1)), 400, "invalid_value")
-    assert "preset" in error_of(await server.complete(presets=["calm"]), 422, "invalid_shape")
+    for name in ("presets", "Preset", "pre_set"):
+        message = error_of(await server.complete(**{name: "calm"}), 422, "invalid_shape")
+        assert "did you mean `preset`?" in message
     nested = {"extra_body": {"preset": "calm"}}
     assert "preset" in error_of(await server.complete(**nested), 422, "invalid_shape")
     for nothing in (None, []):

@@ -193,6 +193,8 @@ async def _num_audited(settings: Settings) -> int:
         (["create", "--tenant", "A b"], "tenant"),
         (["create", "--tenant", "a", "--scopes", "all"], "completions, interventions, code, metrics, admin"),
         (["create", "--tenant", "a", "--limits", "speed=3"], "speed"),
+        (["create", "--tenant", "a", "--presets", "calm,Brief"], "presets.1"),
+        (["create", "--tenant", "a", "--presets", "calm", "--scopes", "admin"], "presets"),
         (["limit", "a", "concurrency=0"], "concurrency"),
         (["limit", "a", "concurrency=many"], "concurrency"),
         (["limit", "a", "concurrency=0.5"], "concurrency"),
