@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from api_schemas.interventions import Intervention
-from api_schemas.presets import PresetNames
+from api_schemas.presets import PRESET_FIELD, PresetNames
 from api_schemas.results import ChoiceInterventions
 
 
@@ -37,9 +37,7 @@ class CompletionRequest(BaseModel):
     interventions: list[Intervention] | None = Field(
         default=None, description="Operations on the model's values, applied in this order."
     )
-    preset: PresetNames | None = Field(
-        default=None, description="Presets, `calm` or `calm@3`, whose operations come before `interventions`."
-    )
+    preset: PresetNames | None = Field(default=None, description=PRESET_FIELD)
 
 
 class CompletionChoice(BaseModel):

@@ -1,7 +1,7 @@
 """OpenAI's responses and embeddings and Anthropic's messages with our field, for documentation and clients.
 
-The server passes everything but ``interventions`` to vLLM's own request models, which define many more
-fields; they are not validated here.
+The server passes everything but ``interventions`` and ``preset`` to vLLM's own request models, which define
+many more fields; they are not validated here.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from api_schemas.interventions import Intervention
+from api_schemas.presets import PRESET_FIELD, PresetNames
 from api_schemas.results import ChoiceInterventions
 
 _OPERATIONS = "Operations on the model's values, applied in this order. Positions count in the tokens of the "
@@ -37,6 +38,7 @@ class ResponsesRequest(BaseModel):
     interventions: list[Intervention] | None = Field(
         default=None, description=f"{_OPERATIONS}rendered conversation, earlier responses included."
     )
+    preset: PresetNames | None = Field(default=None, description=PRESET_FIELD)
 
 
 class ResponsesResponse(BaseModel):
@@ -64,6 +66,7 @@ class MessagesRequest(BaseModel):
     interventions: list[Intervention] | None = Field(
         default=None, description=f"{_OPERATIONS}rendered chat template."
     )
+    preset: PresetNames | None = Field(default=None, description=PRESET_FIELD)
 
 
 class MessagesResponse(BaseModel):
@@ -88,6 +91,7 @@ class EmbeddingsRequest(BaseModel):
         default=None,
         description=f"{_OPERATIONS}text; `prompts` names the texts that an operation is for.",
     )
+    preset: PresetNames | None = Field(default=None, description=PRESET_FIELD)
 
 
 class EmbeddedText(BaseModel):

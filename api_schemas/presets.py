@@ -119,6 +119,8 @@ class PresetList(BaseModel):
 
 PresetNames = str | list[str]
 """The value of the field ``preset``."""
+PRESET_FIELD: Final = "Presets, `calm` or `calm@3`, whose operations come before `interventions`."
+"""The description of the field."""
 
 
 def split_model(model: str, served: Collection[str]) -> tuple[str, str | None]:
@@ -134,6 +136,7 @@ __all__ = [
     "HEADER",
     "MAX_PRESETS",
     "MAX_PRESET_BYTES",
+    "PRESET_FIELD",
     "SEPARATOR",
     "NewPreset",
     "Preset",

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import FIELD
 from app.engine.call_results import CallResults
+from app.engine.echoed_model import with_model
 from app.json_text import json_text
 from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM, carrying
 from nnsight_engine.vllm_backend.call import InterventionCall
@@ -26,6 +27,8 @@ _BEFORE: Final = frozenset({"response.created", "response.in_progress"})
 """Events of a stream before its prompt is compiled. They wait, so that a refusal has a status."""
 _LAST_RESPONSE: Final = frozenset({"response.completed", "response.incomplete", "response.failed"})
 _LAST_MESSAGE: Final = "message_delta"
+_NAMING: Final = _BEFORE | _LAST_RESPONSE | {"message_start"}
+"""Events that name the model."""
 _PIECES: Final = (".delta", "content_block_delta")
 """Endings of the types of events that carry text."""
 _ERRORS: Final = frozenset({"error", "response.failed"})
@@ -104,7 +107,7 @@ class _Answer:
         """Return a complete answer with its results; raises ApiError if it has none for each of its items."""
         if not self._header(b"content-type").startswith(b"application/json"):
             raise _without_place()
-        answer = json.loads(content)
+        answer = with_model(json.loads(content), self._results.asked.sent_model)
         items = answer.get("data")
         if not isinstance(items, list):
             return answer | {FIELD: await self._results.rest(_CHOICE)}
@@ -128,18 +131,20 @@ class _Answer:
         await self._send({"type": "http.response.body", "body": content, "more_body": not is_whole})
 
     async def _event(self, frame: bytes) -> bytes:
-        """Return an event with its results; events without any are unchanged."""
+        """Return an event with its results, and with the model's name as it was sent."""
         kind = _type_of(frame)
         self._check_failure(is_error=kind in _ERRORS)
         is_last = kind in _LAST_RESPONSE or kind == _LAST_MESSAGE
-        if not (is_last or kind.endswith(_PIECES)):
-            return frame
-        found = await (self._results.rest if is_last else self._results.part)(_CHOICE)
-        if found is None:
+        sent_model = self._results.asked.sent_model if kind in _NAMING else None
+        found = None
+        if is_last or kind.endswith(_PIECES):
+            found = await (self._results.rest if is_last else self._results.part)(_CHOICE)
+        if found is None and sent_model is None:
             return frame
         head, _, data = frame.partition(_DATA)
-        event = json.loads(data)
-        (event["response"] if kind in _LAST_RESPONSE else event)[FIELD] = found
+        event = with_model(json.loads(data), sent_model)
+        if found is not None:
+            (event["response"] if kind in _LAST_RESPONSE else event)[FIELD] = found
         return head + _DATA + json_text(event).encode()
 
     def _header(self, name: bytes) -> bytes:

@@ -15,8 +15,8 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api_schemas.errors import ApiError
-from api_schemas.interventions import Intervention
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.interventions import FIELD, Intervention
 from api_schemas.passed_on import (
     EmbeddingsRequest,
     EmbeddingsResponse,
@@ -83,6 +83,10 @@ async def _operations(
     asked = context_of(request.scope)
     count = num_prompts(fields, "input") if route.has_many else 1
     operations = await take_operations(fields, count, request, context, asked.caller)
+    if operations and not route.intervenes:
+        raise ApiError(
+            ErrorCode.UNSUPPORTED_COMBINATION, f"{route.path} takes no `{FIELD}`, and so no preset.", FIELD
+        )
     if asked.admitted is not None:
         await asked.admitted.reserve(of_text(len(json.dumps(fields)), fields))
     return await resolve(operations, fields, request, context, asked.caller)

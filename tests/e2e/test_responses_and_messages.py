@@ -146,3 +146,29 @@ async def test_official_clients_send_operations_and_read_results(live: Live) -> 
     )
     assert message.model_extra is not None
     assert message.model_extra["interventions"]["results"] == expected["interventions"]["results"]
+
+
+@pytest.mark.parametrize("path", APIS)
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_preset_behind_the_models_name_steers_and_is_in_the_answer(
+    live: Live, path: str, *, streams: bool
+) -> None:
+    kept = await live.http.post("/v1/presets", json={"name": "coloured", "interventions": [STEER, LENS]})
+    assert kept.status_code == 201, kept.text
+    written = (await send(live, path, [STEER, LENS])).json()
+    name = f"{MODEL}:coloured"
+    body = {"model": name, "temperature": 0, "stream": streams} | APIS[path]
+    answer = await live.http.post(path, json=body)
+    if not streams:
+        found = answer.json()
+        assert (found["model"], text_of(found)) == (name, text_of(written))
+        presets = found["interventions"]["provenance"].pop("presets")
+        assert presets[0].startswith("coloured@")
+        assert found["interventions"]["results"] == written["interventions"]["results"]
+        return
+    holders = [event.get("response") or event.get("message") for event in events_of(answer)]
+    names = {one["model"] for one in holders if one is not None}
+    assert names == {name}
+    deltas = [event.get("delta") for event in events_of(answer) if event["type"].endswith("delta")]
+    texts = [one if isinstance(one, str) else one.get("text", "") for one in deltas]
+    assert "".join(texts) == text_of(written)

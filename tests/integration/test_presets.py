@@ -204,7 +204,8 @@ async def test_an_unknown_preset_is_named(server: Server, error_of: ErrorCheck) 
 
 async def test_names_of_presets_in_requests_are_checked(server: Server, error_of: ErrorCheck) -> None:
     await make(server)
-    for given in (1, {"name": "calm"}, ["calm", 1], [["calm"]], True):
+    wrong: list[Any] = [1, {"name": "calm"}, ["calm", 1], [["calm"]], True]
+    for given in wrong:
         error_of(await server.complete(preset=given), 422, "invalid_shape")
     error_of(await server.complete(preset=["calm"] * (MAX_PRESETS + 1)), 400, "invalid_value")
     for name in ("presets", "Preset", "pre_set"):
@@ -212,8 +213,9 @@ async def test_names_of_presets_in_requests_are_checked(server: Server, error_of
         assert "did you mean `preset`?" in message
     nested = {"extra_body": {"preset": "calm"}}
     assert "preset" in error_of(await server.complete(**nested), 422, "invalid_shape")
-    for nothing in (None, []):
-        assert "interventions" not in (await generate(server, preset=nothing))["choices"][0]
+    none: list[Any] = [None, []]
+    for given in none:
+        assert "interventions" not in (await generate(server, preset=given))["choices"][0]
     error_of(await server.complete(preset="calm", interventions="x"), 422, "invalid_shape")
 
 
@@ -343,8 +345,8 @@ async def test_tenants_see_their_own_and_shared_ones(tenants: Tenants, error_of:
         answer = await client.post("/v1/completions", json={**PROMPT, "preset": name}, headers=other)
         error_of(answer, 404, "preset_not_found")
     for headers in (acme, other):
-        answer = await generate(server, headers, preset="calm")
-        assert list(answer["choices"][0]["interventions"]["results"]) == ["kept"]
+        used = await generate(server, headers, preset="calm")
+        assert list(used["choices"][0]["interventions"]["results"]) == ["kept"]
         error_of(await client.delete("/v1/presets/calm", headers=headers), 403, "missing_scope")
     body = {"name": "x", "interventions": [STEER], "shared": True}
     error_of(await client.post("/v1/presets", json=body, headers=acme), 403, "missing_scope")
@@ -353,8 +355,8 @@ async def test_tenants_see_their_own_and_shared_ones(tenants: Tenants, error_of:
     error_of(taken, 409, "preset_name_taken")
     # A tenant's own name comes first, for good.
     assert (await make(server, STEER, headers=acme))["version"] == 1
-    answer = await generate(server, acme, preset="calm")
-    assert not answer["choices"][0]["interventions"]["results"]
+    used = await generate(server, acme, preset="calm")
+    assert not used["choices"][0]["interventions"]["results"]
     await client.delete("/v1/presets/calm", headers=acme)
     error_of(await client.get("/v1/presets/calm", headers=acme), 404, "preset_not_found")
     assert (await client.get("/v1/presets/mine", headers=acme)).json() == own
@@ -446,10 +448,11 @@ async def test_keys_are_limited_to_presets_by_valid_names_and_not_with_admin(
     tenants: Tenants, error_of: ErrorCheck
 ) -> None:
     operator = await tenants.headers("operator")
-    for more in (
+    wrong: list[dict[str, Any]] = [
         {"presets": []}, {"presets": ["Calm"]}, {"presets": "calm"}, {"presets": ["calm@"]},
         {"presets": ["calm"] * 101}, {"presets": ["calm"], "scopes": ["admin"]},
-    ):  # fmt: skip
+    ]  # fmt: skip
+    for more in wrong:
         body = {"tenant": "acme", **more}
         error_of(await tenants.send("POST", "/v1/admin/keys", operator, json=body), 422, "invalid_shape")
 
@@ -517,10 +520,22 @@ async def test_presets_are_audited_and_counted(tenants: Tenants) -> None:
     assert "mine" not in metrics
 
 
-async def test_vllms_routes_never_ignore_a_preset(server: Server, error_of: ErrorCheck) -> None:
-    await make(server)
-    for route, body in (("/v1/responses", {"input": "one"}), ("/v1/messages", {"messages": []})):
-        for more, headers in (({"preset": "calm"}, {}), ({}, {"x-nnsight-preset": "calm"})):
-            answer = await server.client.post(route, json={**body, **more}, headers=headers)
-            assert answer.status_code == 400, answer.text
-            assert "interventions" in answer.text
+@pytest.mark.parametrize(("route", "place"), [("/v1/messages", "body"), ("/v1/responses", "request")])
+async def test_vllms_routes_take_presets_by_each_road(
+    server: Server, error_of: ErrorCheck, route: str, place: str
+) -> None:
+    await make(server, STEER, CAPTURE)
+    roads: list[tuple[dict[str, Any], dict[str, str]]] = [
+        ({"model": MODEL, "preset": "calm"}, {}),
+        ({"model": MODEL}, {"x-nnsight-preset": "calm"}),
+        ({"model": f"{MODEL}:calm"}, {}),
+    ]
+    for body, headers in roads:
+        answer = await server.client.post(route, json={**body, "max_tokens": 1}, headers=headers)
+        assert answer.status_code == 200, answer.text
+        passed = answer.json()[place]
+        assert (passed["model"], "preset" in passed, "interventions" in passed) == (MODEL, False, False)
+        operations, _ = server.engine.passed_on
+        assert [one.op for one in operations] == ["steer", "capture"]
+    unknown = await server.client.post(route, json={"model": MODEL, "preset": "none"})
+    error_of(unknown, 404, "preset_not_found")

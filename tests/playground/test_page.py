@@ -371,9 +371,9 @@ def test_the_steering_is_kept_as_a_preset_and_a_preset_steers(
     assert [(one["op"], one["at"], one["scale"]) for one in kept] == [("steer", "layers.1.output", 0.2)]
     page.get_by_role("button", name="Remove vector 1").click()
     page.get_by_label("Preset, before the vectors").select_option("calm")
-    with page.expect_request(lambda request: "preset" in (request.post_data or "")) as sent:
+    with page.expect_request(lambda request: "preset" in str(request.post_data)) as sent:
         press(page, "Run")
-    body = sent.value.post_data_json
+    body: dict[str, Any] = json.loads(str(sent.value.post_data))
     assert (body["preset"], "interventions" in body) == ("calm", False)
     expect(text_of(page, "Steered")).to_contain_text("movie")
     program = copied(page, "Python")
