@@ -59,6 +59,11 @@ class NewRow:
         """The operations as ASCII JSON, which preserves any text."""
         return json.dumps(self.interventions, separators=(",", ":")).encode("ascii")
 
+    @property
+    def sha256(self) -> str:
+        """The SHA-256 of ``data``, hexadecimal."""
+        return hashlib.sha256(self.data).hexdigest()
+
 
 class PresetStore:
     """Presets of all tenants.
@@ -72,27 +77,15 @@ class PresetStore:
         self._database = database
         self._allowance = allowance
 
-    async def add(self, new: NewRow, *, unless_same: bool = False) -> tuple[PresetContent, bool]:
+    async def add(self, new: NewRow) -> PresetContent:
         """Store a preset as the next version of its name, and return it.
-
-        Args:
-            new: The preset.
-            unless_same: Whether to store nothing if the tenant's newest version is the same.
-
-        Returns:
-            The preset, and whether it was stored now.
 
         Raises:
             ApiError: ``preset_store_full``; ``preset_name_taken``: another tenant has shared one of that
                 name.
         """
 
-        def write(session: Session) -> tuple[PresetContent, bool]:
-            newest = (
-                _TABLE.find(session, Reference(new.name), new.tenant, [new.model]) if unless_same else None
-            )
-            if newest is not None and _is_same(newest, new, sha256):
-                return _content(newest, new.tenant), False
+        def write(session: Session) -> PresetContent:
             num_bytes = len(data) + OVERHEAD_BYTES
             _TABLE.check_room(session, self._allowance, num_bytes, new.tenant)
             version = _TABLE.next_version(session, new.tenant, new.name, shared=new.shared)
@@ -102,16 +95,24 @@ class PresetStore:
                 description=new.description, operations=operations,
             )  # fmt: skip
             session.add(row)
-            return _content(row, new.tenant), True
+            return _content(row, new.tenant)
 
-        data, preset_id = new.data, _TABLE.new_id()
-        sha256 = hashlib.sha256(data).hexdigest()
+        data, sha256, preset_id = new.data, new.sha256, _TABLE.new_id()
         operations = list(dict.fromkeys(one["op"] for one in new.interventions))
         try:
             return await self._database.write(write)
         except IntegrityError:
             # The same name was created concurrently, on a database with concurrent writers.
             return await self._database.write(write)
+
+    async def newest_if_same(self, new: NewRow) -> PresetContent | None:
+        """Return the newest version of the tenant's name, if it is the same as a preset to be stored."""
+
+        def read(session: Session) -> PresetContent | None:
+            row = _TABLE.find(session, Reference(new.name), new.tenant, [new.model])
+            return None if row is None or not _is_same(row, new) else _content(row, new.tenant)
+
+        return await self._database.read(read)
 
     async def page(
         self, tenant: str, *, name: str | None, after: str | None, limit: int
@@ -183,8 +184,8 @@ def _content(row: PresetRow, tenant: str) -> PresetContent:
     return PresetContent.model_construct(**values)
 
 
-def _is_same(row: PresetRow, new: NewRow, sha256: str) -> bool:
-    wanted = (new.tenant, new.model, new.description, new.shared, sha256)
+def _is_same(row: PresetRow, new: NewRow) -> bool:
+    wanted = (new.tenant, new.model, new.description, new.shared, new.sha256)
     return (row.tenant, row.model, row.description, row.shared, row.sha256) == wanted
 
 

@@ -483,6 +483,7 @@ async def test_a_full_store_takes_no_more(serve: Serve, error_of: ErrorCheck) ->
         assert server.context.presets.used_bytes == made["bytes"] > 1024
         body = {"name": "calm", "interventions": [STEER]}
         error_of(await server.client.post("/v1/presets", json=body), 503, "preset_store_full")
+        assert (await server.client.put("/v1/presets", json=body)).status_code == 200
         await server.client.delete("/v1/presets/calm")
         await make(server)
 

@@ -105,11 +105,14 @@ class PresetService:
         model = self._engine.served().names[0]
         row = NewRow(caller.tenant, new.name, new.description, model, new.shared, interventions)
         async with self._adding:  # or concurrent requests could each pass the check for the same free bytes
+            same = await self._store.newest_if_same(row) if unless_same else None
+            if same is not None:
+                return same, False
             await self.count()
             self._stored.check(Holder(caller.tenant), len(row.data) + OVERHEAD_BYTES)
-            added = await self._store.add(row, unless_same=unless_same)
+            added = await self._store.add(row)
             await self.count()
-        return added
+        return added, True
 
     async def _checked(self, new: NewPreset, caller: Principal) -> Sequence[Intervention]:
         """Return a preset's operations with the values of named vectors; raises ApiError."""
