@@ -67,6 +67,8 @@ SWITCHED_OFF: Final[dict[str, list[CheckFunction]]] = {
     # The document leaves OpenAI's fields to vLLM, which is not here, and points to the model.
     "/v1/completions": [positive_data_acceptance, negative_data_rejection],
     "/v1/chat/completions": [positive_data_acceptance, negative_data_rejection],
+    "/v1/responses": [positive_data_acceptance, negative_data_rejection],
+    "/v1/messages": [positive_data_acceptance, negative_data_rejection],
 }
 
 
