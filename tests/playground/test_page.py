@@ -378,7 +378,7 @@ def test_the_steering_is_kept_as_a_preset_and_a_preset_steers(
     expect(text_of(page, "Steered")).to_contain_text("movie")
     program = copied(page, "Python")
     assert 'extra_body={"preset": "calm"}' in program
-    restored = open_page(page.evaluate("location.href"))
+    restored = open_page(copied(page, "link"))
     expect(restored.get_by_label("Preset, before the vectors")).to_have_value("calm")
 
 
