@@ -35,6 +35,7 @@ from app.openapi_links import LINKS
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.keys import KeyStore
+from app.vllm_routes import EMBEDDINGS, MESSAGES, RESPONSES
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE
 from tests.fakes.engine import FakeEngineClient
 from tests.integration.scripted_traces import HEADERS, ScriptedEngine, trace
@@ -67,8 +68,10 @@ SWITCHED_OFF: Final[dict[str, list[CheckFunction]]] = {
     # The document leaves OpenAI's fields to vLLM, which is not here, and points to the model.
     "/v1/completions": [positive_data_acceptance, negative_data_rejection],
     "/v1/chat/completions": [positive_data_acceptance, negative_data_rejection],
-    "/v1/responses": [positive_data_acceptance, negative_data_rejection],
-    "/v1/messages": [positive_data_acceptance, negative_data_rejection],
+    **{
+        path: [positive_data_acceptance, negative_data_rejection]
+        for path in (RESPONSES, MESSAGES, *EMBEDDINGS)
+    },
 }
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from api_schemas.keys import Scope, Tier
 from api_schemas.presets import MAX_PRESET_BYTES, MAX_PRESETS
+from app.vllm_routes import VLLM_ROUTES
 from tests.fakes.results import MODEL
 from tests.integration.conftest import ErrorCheck, Serve, Server
 from tests.integration.tenants import Tenants
@@ -540,3 +541,11 @@ async def test_vllms_routes_take_presets_by_each_road(
         assert [one.op for one in operations] == ["steer", "capture"]
     unknown = await server.client.post(route, json={"model": MODEL, "preset": "none"})
     error_of(unknown, 404, "preset_not_found")
+
+
+async def test_routes_of_vllm_without_operations_refuse_presets(server: Server, error_of: ErrorCheck) -> None:
+    await make(server)
+    for route in [one for one in VLLM_ROUTES if one.runs and not one.intervenes]:
+        for more, headers in (({"preset": "calm"}, {}), ({}, {"x-nnsight-preset": "calm"})):
+            answer = await server.client.post(route.path, json={"query": "a", **more}, headers=headers)
+            error_of(answer, 400, "unsupported_combination")
