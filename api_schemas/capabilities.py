@@ -41,6 +41,9 @@ class Capabilities(BaseModel):
     """The points, operations and limits of this server."""
 
     model: str
+    adapters: list[str] = Field(
+        default=[], description="LoRA adapters of the model, each a model of its own."
+    )
     architecture: str
     dtype: str = Field(description="Dtype of the model's values, and by default of captures.")
     points: list[PointCapability]

@@ -59,6 +59,14 @@ def vllm_key() -> str:
     return os.environ.get("VLLM_API_KEY", "")
 
 
+ADAPTER_UPDATES: Final = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+
+
+def may_update_adapters() -> bool:
+    """Return whether the operator has allowed that LoRA adapters are loaded at run time."""
+    return os.environ.get(ADAPTER_UPDATES, "").strip().lower() in {"1", "true"}  # as vLLM reads it
+
+
 _SOCKETS: Final = "VLLM_RPC_BASE_PATH"
 
 

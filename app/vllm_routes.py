@@ -37,6 +37,8 @@ class VLLMRoute(NamedTuple):
 
 RESPONSES: Final = "/v1/responses"
 MESSAGES: Final = "/v1/messages"
+LOAD_ADAPTER: Final = "/v1/load_lora_adapter"
+UNLOAD_ADAPTER: Final = "/v1/unload_lora_adapter"
 _API: Final = (
     VLLMRoute("POST", RESPONSES, "OpenAI's responses", runs=True, intervenes=True, has_body=True),
     VLLMRoute("GET", "/v1/responses/{response_id}", "A stored response"),
@@ -68,6 +70,8 @@ _OPERATING: Final = (
     VLLMRoute("GET", "/load", "Number of requests that the engine works on", Scope.METRICS),
     VLLMRoute("GET", "/version", "vLLM's version", None),
     VLLMRoute("GET", "/server_info", "vLLM's configuration and environment", Scope.ADMIN),
+    VLLMRoute("POST", LOAD_ADAPTER, "Load a LoRA adapter from a folder", Scope.ADMIN, has_body=True),
+    VLLMRoute("POST", UNLOAD_ADAPTER, "Unload a LoRA adapter", Scope.ADMIN, has_body=True),
     VLLMRoute("POST", "/reset_prefix_cache", "Empty the prefix cache", Scope.ADMIN),
     VLLMRoute("POST", "/reset_mm_cache", "Empty the cache of multi-modal inputs", Scope.ADMIN),
     VLLMRoute("POST", "/reset_encoder_cache", "Empty the cache of encoder outputs", Scope.ADMIN),
@@ -82,4 +86,14 @@ WORKING: Final = frozenset(route.path for route in VLLM_ROUTES if route.has_body
 OUTSIDE_V1: Final = frozenset(route.path for route in VLLM_ROUTES if not route.path.startswith("/v1/"))
 """Paths outside of the API's prefix."""
 
-__all__ = ["EMBEDDINGS", "MESSAGES", "OUTSIDE_V1", "RESPONSES", "VLLM_ROUTES", "WORKING", "VLLMRoute"]
+__all__ = [
+    "EMBEDDINGS",
+    "LOAD_ADAPTER",
+    "MESSAGES",
+    "OUTSIDE_V1",
+    "RESPONSES",
+    "UNLOAD_ADAPTER",
+    "VLLM_ROUTES",
+    "WORKING",
+    "VLLMRoute",
+]

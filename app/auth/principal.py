@@ -74,7 +74,7 @@ class Principal:
         if missing and not self.has_key:
             raise ApiError(
                 ErrorCode.NO_KEY,
-                "Administration of keys requires a key, and this server has none yet: its operator creates "
+                "Administration requires a key, and this server has none yet: its operator creates "
                 "the first one with `nnsight-engine keys create --tenant NAME --scopes admin`.",
             )
         if missing:

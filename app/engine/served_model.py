@@ -21,19 +21,21 @@ class ServedModel:
         source: A repository's name, or a folder.
         fingerprint: Hash of the model's shape, see ``fingerprint_of``; empty until the model is loaded.
         revision: The repository's revision, if the server was started with one.
+        adapters: The names of its LoRA adapters, each of which is a model for clients.
     """
 
     names: tuple[str, ...]
     source: str
     fingerprint: str = ""
     revision: str = ""
+    adapters: tuple[str, ...] = ()
 
     @property
     def all_names(self) -> tuple[str, ...]:
         """The names that clients may use; those under which it is served come first."""
         source = _normal(self.source)
         others = (posixpath.basename(source),) if _is_path(source) else (source, posixpath.basename(source))
-        return tuple(dict.fromkeys((*self.names, *others)))
+        return tuple(dict.fromkeys((*self.names, *others, *self.adapters)))
 
     def check(self, head: TraceHead) -> None:
         """Raise ApiError unless a trace's blocks are for this model.
@@ -48,6 +50,15 @@ class ServedModel:
                 f"{self.revision or _DEFAULT_REVISION!r}.",
                 "revision",
             )
+        if head.model in self.adapters:
+            if head.dialect != "vllm":
+                raise ApiError(
+                    ErrorCode.UNSUPPORTED_COMBINATION,
+                    f"{head.model!r} is a LoRA adapter, with which only vLLM runs: write the blocks against "
+                    "VLLM(...).",
+                    "model",
+                )
+            return
         knows_shapes = bool(self.fingerprint and head.fingerprint)
         is_same_shape = knows_shapes and head.fingerprint == self.fingerprint
         decides = _is_path(head.model) and knows_shapes

@@ -14,6 +14,8 @@ import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any
 
+import msgspec
+
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
 from app.engine.process_job import ProcessJob
@@ -106,6 +108,14 @@ class SessionTraces(TraceProcesses):
             try:
                 request = await asyncio.to_thread(TraceRequest.from_bytes, data)  # untrusted input
                 _check(request)
+                # The block's process knows the model's own name only, not an adapter that the session names.
+                session = job.request.head
+                request.head = msgspec.structs.replace(
+                    request.head,
+                    model=session.model,
+                    revision=session.revision,
+                    fingerprint=session.fingerprint,
+                )
                 request.tenant = job.request.tenant
                 request.sandbox_of = job.request.sandbox_of
                 frames = self._engine.run_trace(request, f"session-{secrets.token_hex(16)}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 from fastapi import FastAPI
@@ -23,16 +24,19 @@ from vllm.entrypoints.serve.dev.server_info.api_router import router as info_rou
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.entrypoints.serve.instrumentator.basic import router as basic_router
+from vllm.entrypoints.serve.lora.api_router import attach_router as attach_adapter_router
 from vllm.entrypoints.serve.tokenize.api_router import attach_router as attach_tokenize_router
 from vllm.exceptions import VLLMClientError
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import excerpt
+from app.engine.adapters import AdapterLocks, check_adapter_request, load_again
 from app.engine.vllm_errors import cause_of, engine_dead, raise_stream_errors
 from app.errors import error_response
 from app.stored_responses import StoredResponses
-from app.vllm_routes import RESPONSES
+from app.vllm_routes import LOAD_ADAPTER, RESPONSES, UNLOAD_ADAPTER
 
 _STORES: Final = ("response_store", "msg_store", "event_store", "background_tasks")
 """The dictionaries of vLLM's class for responses."""
@@ -55,16 +59,25 @@ class VLLMApp(FastAPI):
         for router in (basic_router, cache_router, info_router):
             self.include_router(router)
         attach_tokenize_router(self)
+        attach_adapter_router(self)
         self._has_routes = False
 
+    @property
+    def adapters(self) -> Mapping[str, LoRARequest]:
+        """The loaded LoRA adapters by name."""
+        models = getattr(self.state, "openai_serving_models", None)
+        return MappingProxyType({} if models is None else models.lora_requests)
+
     def check_body(self, path: str, fields: Mapping[str, Any]) -> None:
-        """Check the items of a response one by one.
+        """Check a request for an adapter, and the items of a response one by one.
 
         vLLM's model tries some sixty classes for each item, and reports what each of them lacks.
 
         Raises:
-            ApiError: ``invalid_value``, at the first item that is wrong.
+            ApiError: ``invalid_value``, at the first item that is wrong; see ``check_adapter_request``.
         """
+        if path in {LOAD_ADAPTER, UNLOAD_ADAPTER}:
+            check_adapter_request(fields)
         items = fields.get("input")
         for index, item in enumerate(items if path == RESPONSES and isinstance(items, list) else ()):
             try:
@@ -88,7 +101,11 @@ class VLLMApp(FastAPI):
             register_pooling_api_routers(self, tasks, engine.model_config)
             if "generate" in tasks:
                 register_generate_api_routers(self)
+        before = list(self.adapters.values())
         await init_app_state(engine, self.state, self._args, tasks)
+        models = self.state.openai_serving_models
+        models.lora_resolver_lock = AdapterLocks()
+        await load_again(models, before)
         if "generate" not in tasks:
             return
         for serving in (self.state.openai_serving_completion, self.state.openai_serving_chat):

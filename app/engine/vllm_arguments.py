@@ -101,6 +101,8 @@ def model_of_file(path: str) -> str | None:
 
 def _check(args: argparse.Namespace) -> None:
     """Import the parsers that plugins add, and check what vLLM's server checks before it loads the model."""
+    if args.lora_modules and not args.enable_lora:
+        raise UnsupportedOptionError("--lora-modules needs --enable-lora; add it")
     try:
         validate_parsed_serve_args(args)
         if args.tool_parser_plugin:

@@ -22,6 +22,7 @@ from starlette.types import ASGIApp
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.lora.request import LoRARequest
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.usage.usage_lib import UsageContext
@@ -66,6 +67,8 @@ from app.tenant_budget import TenantBudget
 from nnsight_engine.core.engine_counts import EngineCounts
 from nnsight_engine.core.token_texts import TokenTexts
 from nnsight_engine.remote_backend.identity import fingerprint_of
+from nnsight_engine.remote_backend.messages import TraceHead
+from nnsight_engine.vllm_backend.adapter_requests import check_files
 from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM, carrying
 from nnsight_engine.vllm_backend.call import InterventionCall
 from nnsight_engine.vllm_backend.content_logs import redact_content
@@ -110,7 +113,7 @@ class VLLMEngineClient:
         self._grammars = Grammars(settings, environment_for_traces())
         redact_content()
         self._traces: dict[str, TraceEngine] = {
-            "vllm": VLLMTraceEngine(lambda: self.engine, settings, self._sandboxes)
+            "vllm": VLLMTraceEngine(lambda: self.engine, self._adapter_of, settings, self._sandboxes)
         }
 
     @property
@@ -242,14 +245,33 @@ class VLLMEngineClient:
         """Return the points and operations that this model supports."""
         if self._capabilities is None:  # the same for every engine, since the model is the same
             self._capabilities = describe(self.engine.spec, self._settings)
-        return self._capabilities
+        return self._capabilities.model_copy(update={"adapters": list(self._vllm_app.adapters)})
 
     def served(self) -> ServedModel:
         """Return the served model's names; the fingerprint once it is loaded."""
         names = self._args.served_model_name or [self._args.model]
         config = None if self._engine is None else self._engine.vllm_config.model_config.hf_config
         fingerprint = "" if config is None else fingerprint_of(config)
-        return ServedModel(tuple(names), self._args.model, fingerprint, self._args.revision or "")
+        return ServedModel(
+            tuple(names),
+            self._args.model,
+            fingerprint,
+            self._args.revision or "",
+            tuple(self._vllm_app.adapters),
+        )
+
+    def _adapter_of(self, head: TraceHead) -> LoRARequest | None:
+        """Return the LoRA adapter with which a trace runs, if any.
+
+        Raises:
+            ApiError: ``model_not_found``: the adapter has been unloaded since the trace was accepted, or its
+                files are gone.
+        """
+        self.served().check(head)
+        adapter = self._vllm_app.adapters.get(head.model)
+        if adapter is not None:
+            check_files(adapter)
+        return adapter
 
     async def describe_model(self) -> DescribedModel:
         """Return the model's modules and points, as blocks see them."""

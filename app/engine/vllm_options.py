@@ -13,7 +13,7 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from app.process_environment import vllm_key
+from app.process_environment import ADAPTER_UPDATES, may_update_adapters, vllm_key
 from nnsight_engine.core.errors import UnsupportedOptionError
 
 TO_ENGINE: Final = frozenset(
@@ -77,6 +77,7 @@ TO_ENGINE: Final = frozenset(
         "enable_layerwise_nvtx_tracing",
         "enable_log_requests",
         "enable_logging_iteration_details",
+        "enable_lora",
         "enable_mamba_cache_stochastic_rounding",
         "enable_mamba_shared_prefix_checkpoint",
         "enable_mfu_metrics",
@@ -128,6 +129,8 @@ TO_ENGINE: Final = frozenset(
         "logprobs_mode",
         "long_prefill_token_threshold",
         "long_prefill_token_threshold_adaptive",
+        "lora_dtype",
+        "lora_target_modules",
         "mamba_backend",
         "mamba_block_size",
         "mamba_cache_dtype",
@@ -137,8 +140,11 @@ TO_ENGINE: Final = frozenset(
         "mamba_ssu_algorithm",
         "master_addr",
         "master_port",
+        "max_cpu_loras",
         "max_cudagraph_capture_size",
         "max_logprobs",
+        "max_lora_rank",
+        "max_loras",
         "max_model_len",
         "max_num_active_seqs",
         "max_num_batched_tokens",
@@ -217,6 +223,7 @@ TO_ENGINE: Final = frozenset(
         "spec_method",
         "spec_model",
         "spec_tokens",
+        "specialize_active_lora",
         "speculative_config",
         "stream_interval",
         "structured_outputs_config",
@@ -274,6 +281,7 @@ HANDLED_HERE: Final = frozenset(
         "help",
         "host",
         "log_error_stack",
+        "lora_modules",
         "max_log_len",
         "middleware",
         "model_tag",
@@ -302,10 +310,7 @@ _PROXY: Final = "use a proxy in front of the server for it (docs/deploying.md)"
 _NO_ROUTE: Final = "its routes are not served here"
 _REPLICAS: Final = "run several servers with --replicas N"
 _ONE_MACHINE: Final = f"the engines of --data-parallel-size run on one machine; over machines {_REPLICAS}"
-_LORA: Final = (
-    "lenses and calls of the unembedding would go through other requests' adapters; serve a checkpoint into "
-    "which the adapter is merged"
-)
+_ADAPTERS: Final = "adapters are for the projections of text models on one rank; leave it out"
 _SLEEP: Final = (
     "vLLM has it on GPUs only, and whether interventions outlive it is not known; stop the server, and start "
     "it again"
@@ -342,22 +347,14 @@ REFUSED: Final[Mapping[str, str]] = types.MappingProxyType(
         ),
         **dict.fromkeys(
             (
-                "lora_modules",
-                "enable_lora",
-                "max_loras",
-                "max_lora_rank",
-                "lora_dtype",
-                "enable_tower_connector_lora",
-                "max_cpu_loras",
-                "fully_sharded_loras",
-                "lora_target_modules",
                 "default_mm_loras",
-                "specialize_active_lora",
                 "enable_mixed_moe_lora_format",
                 "enable_moe_shared_loras",
+                "enable_tower_connector_lora",
+                "fully_sharded_loras",
                 "max_lora_cls_labels",
             ),
-            _LORA,
+            _ADAPTERS,
         ),
         "tool_server": (
             "vLLM calls tools itself for gpt-oss alone, which is none of the supported families "
@@ -418,6 +415,11 @@ def refuse_with_replicas(options: Sequence[str]) -> None:
         UnsupportedOptionError: Keys are given, or an option of how requests are received.
     """
     refuse_named(options)
+    if may_update_adapters():
+        raise UnsupportedOptionError(
+            f"{ADAPTER_UPDATES} is not supported with replicas: a request to load an adapter reaches one of "
+            "them; give adapters at the start, --lora-modules"
+        )
     names = [option.partition("=")[0].replace("_", "-") for option in options]
     given = "--api-key" if "--api-key" in names else "VLLM_API_KEY" if vllm_key() else ""
     if given:

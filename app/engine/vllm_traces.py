@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 
 from api_schemas.errors import ApiError, ErrorCode
@@ -48,6 +49,8 @@ class VLLMTraceEngine:
 
     Args:
         engine: Returns the engine; raises ApiError while there is none.
+        adapter_of: Returns the LoRA adapter that a trace names as its model, if it names one; raises ApiError
+            if there is no such model.
         settings: The server's.
         sandboxes: Slots for traces that run in a process of their own.
     """
@@ -55,9 +58,14 @@ class VLLMTraceEngine:
     name = "vllm"
 
     def __init__(
-        self, engine: Callable[[], InterventionAsyncLLM], settings: Settings, sandboxes: SlotPool
+        self,
+        engine: Callable[[], InterventionAsyncLLM],
+        adapter_of: Callable[[TraceHead], LoRARequest | None],
+        settings: Settings,
+        sandboxes: SlotPool,
     ) -> None:
         self._engine = engine
+        self._adapter_of = adapter_of
         self._settings = settings
         self._sandboxes = sandboxes
 
@@ -71,7 +79,7 @@ class VLLMTraceEngine:
         if request.sandbox_of is not None:
             with translating_engine_death():
                 await self._engine().prepare_sandbox()
-        requests = requests_of(request, job_id, self._settings)
+        requests = requests_of(request, job_id, self._settings, self._adapter_of(request.head))
         async with contextlib.AsyncExitStack() as stack:
             if request.sandbox_of is not None:
                 slot = self._sandboxes.request(
@@ -132,7 +140,9 @@ def check_head(head: TraceHead) -> None:
         raise ApiError(ErrorCode.INVALID_TRACE, f"The trace's head is broken: {error}.") from error
 
 
-def requests_of(request: TraceRequest, job_id: str, settings: Settings) -> TraceRequests:
+def requests_of(
+    request: TraceRequest, job_id: str, settings: Settings, adapter: LoRARequest | None = None
+) -> TraceRequests:
     """Return a client's trace as requests for vLLM.
 
     Raises:
@@ -174,7 +184,7 @@ def requests_of(request: TraceRequest, job_id: str, settings: Settings) -> Trace
             compresses=settings.compress_results and "zstd" in head.accepts,
             sandbox_of=request.sandbox_of,
         )  # fmt: skip
-        requests.add(_prompt(invoke), params, entry, sender=request.tenant)
+        requests.add(_prompt(invoke), params, entry, sender=request.tenant, adapter=adapter)
     return requests
 
 

@@ -122,7 +122,8 @@ class RecordMiddleware:
 
     def _report(self, context: RequestContext, span: RequestSpan | None) -> None:
         metrics, record = self._metrics, context.record
-        metrics.count_request(record, self._engine.served().names)
+        served = self._engine.served()
+        metrics.count_request(record, (*served.names, *served.adapters))
         if record.route in _TIMED and outcome_of(record) == "ok":
             metrics.count_time(record)
         if record.uses and (record.status or _ERROR_STATUS) < _ERROR_STATUS:

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.excerpt import clip
 from api_schemas.interventions import FIELD, Intervention
 from api_schemas.passed_on import (
     EmbeddingsRequest,
@@ -36,7 +37,15 @@ from app.services.operations import resolve, take_operations
 from app.services.passed_bodies import check_body
 from app.services.passing_on import PassedOn
 from app.services.streaming import last_events
-from app.vllm_routes import EMBEDDINGS, MESSAGES, RESPONSES, VLLM_ROUTES, VLLMRoute
+from app.vllm_routes import (
+    EMBEDDINGS,
+    LOAD_ADAPTER,
+    MESSAGES,
+    RESPONSES,
+    UNLOAD_ADAPTER,
+    VLLM_ROUTES,
+    VLLMRoute,
+)
 
 router = APIRouter(tags=["vllm"])
 
@@ -73,6 +82,8 @@ async def _fields(route: VLLMRoute, request: Request, context: Context) -> JsonO
     fields = await read_object(request, limits)
     check_body(route, fields, context.engine.capabilities().sizes.max_model_len)
     context.engine.check_passed_body(route.path, fields)
+    if route.path in {LOAD_ADAPTER, UNLOAD_ADAPTER}:
+        context_of(request.scope).record.subject = clip(str(fields.get("lora_name", "")))
     return fields
 
 

@@ -31,6 +31,7 @@ from nnsight_engine.core.engine_counts import EngineCounts
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.work_context import current_work, tenant_served
 from nnsight_engine.plans.request_plan import PLAN_KEY
+from nnsight_engine.vllm_backend.adapter_requests import check_files, salt_of_adapter
 from nnsight_engine.vllm_backend.call import InterventionCall, PromptEntry, prepare_params, salted
 from nnsight_engine.vllm_backend.compat import add_entries, check_supported
 from nnsight_engine.vllm_backend.metering import count_tokens, note_spent
@@ -227,9 +228,16 @@ class InterventionAsyncLLM(TracingAsyncLLM):
             )
         if sender:
             sampling_params.extra_args = {**extra, SENDER_KEY: sender}
+        adapter = kwargs.get("lora_request")
+        if adapter is not None:
+            check_files(adapter)
+            salt = salt_of_adapter(adapter, prompt.get("cache_salt"), self._salt_secret)
+            prompt = {**prompt, "cache_salt": salt}
         if isinstance(call, TraceCall):
             _token_ids(prompt)  # raises for embeddings, which have no token positions
-            outputs = call.begin(self, prompt, sampling_params, request_id).outputs(**kwargs)
+            kwargs.pop("lora_request", None)
+            traced = call.begin(self, prompt, sampling_params, request_id, adapter)
+            outputs = traced.outputs(**kwargs)
         elif call is None:
             outputs = super().generate(prompt, sampling_params, request_id, **kwargs)
         else:

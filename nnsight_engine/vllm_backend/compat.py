@@ -145,17 +145,30 @@ def check_supported(config: VllmConfig) -> None:
         "--kv-transfer-config": config.kv_transfer_config is not None,
         "--enable-dbo": bool(getattr(parallel, "enable_dbo", False)),
     }
-    if config.lora_config is not None:
-        raise UnsupportedOptionError(
-            "--enable-lora is not supported together with interventions yet: lenses and calls of the "
-            "unembedding would go through other requests' adapters; start without it, with a checkpoint "
-            "into which the adapter is merged"
-        )
+    _check_adapters(config)
     _check_engines(config)
     for option, given in refused.items():
         if given:
             message = f"{option} is not supported together with interventions yet; start without it"
             raise UnsupportedOptionError(message)
+
+
+def _check_adapters(config: VllmConfig) -> None:
+    """Raise UnsupportedOptionError for engines of which no way to the adapted value is known or tested."""
+    parallel = config.parallel_config
+    refused = {
+        "--tensor-parallel-size": parallel.tensor_parallel_size > 1,
+        "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
+        "a model of experts": bool(config.model_config.is_moe),
+        "--runner pooling": config.model_config.runner_type == "pooling",
+    }
+    for option, given in refused.items():
+        if config.lora_config is not None and given:
+            raise UnsupportedOptionError(
+                f"--enable-lora with {option} is not supported together with interventions yet: adapters are "
+                "for dense models that generate, on one rank; start without it, with a checkpoint into which "
+                "the adapter is merged"
+            )
 
 
 def _check_engines(config: VllmConfig) -> None:

@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from vllm import LLM, AsyncEngineArgs, RequestOutput, SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 
 from nnsight_engine.vllm_backend.output_payloads import deliver_payloads
@@ -58,19 +59,26 @@ class SyncEngine:
     def run_trace(self, requests: TraceRequests) -> tuple[bytes | memoryview, list[RequestOutput]]:
         """Run a trace, and return its encoded results and its requests' outputs."""
         try:
-            outputs = self.run(requests.prompts, requests.params)
+            outputs = self.run(requests.prompts, requests.params, requests.adapters)
             results = results_of(dict(enumerate(outputs)))
             return answer(self.call("collect_trace", requests.key, results)), outputs
         except BaseException:
             self.call("drop_trace", requests.key)
             raise
 
-    def run(self, prompts: Sequence[Any], params: Sequence[SamplingParams]) -> list[RequestOutput]:
+    def run(
+        self,
+        prompts: Sequence[Any],
+        params: Sequence[SamplingParams],
+        adapters: Sequence[LoRARequest | None] | None = None,
+    ) -> list[RequestOutput]:
         """Run requests, and return the output of each; abort them if one fails or the run is interrupted."""
         with self._turn:
             others = self._unfinished()
             try:
-                return self._outputs_of(self.inner.enqueue(prompts, params, use_tqdm=False))
+                return self._outputs_of(
+                    self.inner.enqueue(prompts, params, lora_request=adapters, use_tqdm=False)
+                )
             except BaseException:
                 self._abort(self._unfinished() - others)
                 raise

@@ -36,12 +36,14 @@ class Request:
         sampling: Sampling parameters by name; they override the trace's.
         params: vLLM's sampling parameters as an object; parameters given by name override it.
         edits: Names of the edits that run with the block; None for those of the trace.
+        lora_request: The LoRA adapter, as vLLM's ``LoRARequest``; None for the trace's.
     """
 
     prompt: dict[str, Any]
     sampling: Mapping[str, Any]
     params: Any = None
     edits: Any = None
+    lora_request: Any = None
 
     def sampling_over(self, shared: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Return an object with sampling parameters or None, and named parameters that override it.

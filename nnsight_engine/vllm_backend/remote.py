@@ -85,6 +85,11 @@ class VLLMDialect(Dialect):
         assert inputs is not None  # noqa: S101 - there is at least one request
         requests: tuple[Request, ...] = inputs[0]
         shared = {**tracer.batcher.shared_kwargs}
+        if shared.pop("lora_request", None) or any(request.lora_request for request in requests):
+            raise EncodeError(
+                "lora_request= is not for a server, whose adapters have names of their own: trace "
+                "VLLM(name, remote=...) with the adapter's name"
+            )
         edits = shared.pop("edits", None)
         parts: dict[str, bytes] = {}
         invokes = []

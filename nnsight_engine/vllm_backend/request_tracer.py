@@ -105,7 +105,7 @@ class SentTrace(TraceRequests):
             reference=tracer.reference,
         )
         shared = {**tracer.batcher.shared_kwargs}
-        edits = shared.pop("edits", None)
+        edits, adapter = shared.pop("edits", None), shared.pop("lora_request", None)
         wanted = wanted_of(self._parts)
         groups = groups_of(self._parts)
         for index, request in enumerate(requests):
@@ -120,7 +120,7 @@ class SentTrace(TraceRequests):
                 is_dry_run=purpose is Purpose.CHECK and params.max_tokens != 1 and len(requests) == 1,
                 is_scan=purpose is Purpose.SCAN, wanted=wanted, sandbox_of=None,
             )  # fmt: skip
-            self.add(request.prompt, params, entry)
+            self.add(request.prompt, params, entry, adapter=request.lora_request or adapter)
 
     def read(self, data: bytes | memoryview, outputs: Outputs) -> list[Outcome]:
         """Decode the outcome of each block, and fill the containers that were saved before the blocks ran.

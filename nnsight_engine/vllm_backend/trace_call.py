@@ -28,6 +28,7 @@ from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
+    from vllm.lora.request import LoRARequest
 
     from nnsight_engine.remote_backend.backpressure import SlowReaderError
     from nnsight_engine.vllm_backend.trace_router import TraceEvent
@@ -66,6 +67,7 @@ class TracedPrompt(TraceRun):
         prompt: vLLM's prompt.
         params: The prompt's sampling parameters.
         request_id: The prompt's id, which clients may have sent several times.
+        adapter: The prompt's LoRA adapter, if any.
 
     Attributes:
         choices: One ``ChoiceValues`` for each of the prompt's choices.
@@ -74,7 +76,13 @@ class TracedPrompt(TraceRun):
     """
 
     def __init__(
-        self, call: TraceCall, engine: TraceHost, prompt: Any, params: SamplingParams, request_id: str
+        self,
+        call: TraceCall,
+        engine: TraceHost,
+        prompt: Any,
+        params: SamplingParams,
+        request_id: str,
+        adapter: LoRARequest | None,
     ) -> None:
         key = uuid.uuid4().hex
         # Several choices are several requests in the engine: the worker gets the block once, before them.
@@ -84,7 +92,7 @@ class TracedPrompt(TraceRun):
             key, 0, params.n, b"" if has_choices else call.data, [{}], call.streams,
             prints=True, plain=True, sandbox_of=call.sandbox_of,
         )  # fmt: skip
-        requests.add(prompt, params, entry, request_id=request_id)
+        requests.add(prompt, params, entry, request_id=request_id, adapter=adapter)
         super().__init__(engine, requests, max_pending_bytes=MAX_DELTA_BYTES)
         self.choices = [ChoiceValues() for _ in range(params.n)]
         self.slot = call.slot()
@@ -227,7 +235,14 @@ class TraceCall:
         self._max_requests = max_requests
         self._num_requests = 0
 
-    def begin(self, engine: TraceHost, prompt: Any, params: SamplingParams, request_id: str) -> TracedPrompt:
+    def begin(
+        self,
+        engine: TraceHost,
+        prompt: Any,
+        params: SamplingParams,
+        request_id: str,
+        adapter: LoRARequest | None = None,
+    ) -> TracedPrompt:
         """Return the next prompt, which waits for its slot.
 
         Raises:
@@ -249,7 +264,7 @@ class TraceCall:
                 "a choice saved are collected when all choices of its prompt have ended.",
                 "n",
             )
-        traced = TracedPrompt(self, engine, prompt, params, request_id)
+        traced = TracedPrompt(self, engine, prompt, params, request_id, adapter)
         self.prompts.append(traced)
         return traced
 

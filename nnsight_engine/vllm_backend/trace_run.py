@@ -120,7 +120,11 @@ class TraceRun(TraceListener):
         """Start a request and return its outputs; the caller adds each to ``gathered`` and closes them."""
         requests = self.requests
         return self._engine.start_request(
-            requests.prompts[index], requests.params[index], requests.ids[index], **options
+            requests.prompts[index],
+            requests.params[index],
+            requests.ids[index],
+            lora_request=requests.adapters[index],
+            **options,
         )
 
     async def collect(self, index: int) -> bytes:

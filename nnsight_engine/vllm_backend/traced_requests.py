@@ -9,11 +9,14 @@ import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from nnsight_engine.vllm_backend.sender_usage import SENDER_KEY
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY, TraceEntry
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
+    from vllm.lora.request import LoRARequest
 
 
 class TraceRequests:
@@ -28,6 +31,7 @@ class TraceRequests:
         prompts: vLLM's prompts.
         params: The sampling parameters.
         ids: The requests' ids, which must be unique: aborting a shared id aborts all of its requests.
+        adapters: Their LoRA adapters.
     """
 
     def __init__(self, key: str, held: bytes | None = None) -> None:
@@ -36,6 +40,7 @@ class TraceRequests:
         self.prompts: list[dict[str, Any]] = []
         self.params: list[SamplingParams] = []
         self.ids: list[str] = []
+        self.adapters: list[LoRARequest | None] = []
 
     @property
     def num_requests(self) -> int:
@@ -50,6 +55,7 @@ class TraceRequests:
         *,
         sender: str = "",
         request_id: str = "",
+        adapter: LoRARequest | None = None,
     ) -> None:
         """Add the request of the next block.
 
@@ -59,13 +65,17 @@ class TraceRequests:
             entry: The request's part in the trace.
             sender: Its tenant, if the engine has several.
             request_id: Prefix of its id.
+            adapter: Its LoRA adapter, if any.
         """
+        if adapter is not None:
+            entry = msgspec.structs.replace(entry, adapter=adapter.lora_int_id)
         params.extra_args = {**(params.extra_args or {}), TRACE_KEY: entry.to_plain()}
         if sender:
             params.extra_args[SENDER_KEY] = sender
         # A block may read and write at any position, so the request must not share the KV cache.
         params.skip_reading_prefix_cache = True
         self.params.append(params)
+        self.adapters.append(adapter)
         self.prompts.append({**prompt, "cache_salt": f"{self.key}{entry.index:x}"})
         self.ids.append("-".join(filter(None, (request_id, self.key, str(entry.index)))))
 

@@ -225,7 +225,8 @@ class VLLM(StandardNames):
             tracer_cls: The tracer's class.
             **kwargs: Sampling parameters for all invokes, by name or as ``sampling_params=``. Names override
                 ``sampling_params=``, and an invoke's own parameters override both. ``edits=["calm"]`` names
-                edits to run with the blocks, see ``edit``. ``validate=True`` first runs the blocks on as few
+                edits to run with the blocks, see ``edit``. ``lora_request=`` is an adapter, as vLLM's
+                ``LoRARequest``; an invoke may have its own. ``validate=True`` first runs the blocks on as few
                 tokens as they need, so that errors are raised before the actual run.
 
         Raises:
@@ -396,8 +397,8 @@ class VLLM(StandardNames):
                 "run in batches with others, so there is no invoke for all rows"
             )
         tokens = {name: kwargs.pop(name) for name in INPUT_NAMES if name in kwargs}
-        params, edits = kwargs.pop("sampling_params", None), kwargs.pop("edits", None)
-        return (Request(as_prompt(*inputs, **tokens), kwargs, params, edits),), {}, 1
+        own = [kwargs.pop(name, None) for name in ("sampling_params", "edits", "lora_request")]
+        return (Request(as_prompt(*inputs, **tokens), kwargs, *own),), {}, 1
 
     def _batch(
         self, batched_input: tuple[tuple[Any, ...], dict[str, Any]], *inputs: Any, **kwargs: Any

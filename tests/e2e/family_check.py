@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from vllm.lora.request import LoRARequest
 
 from api_schemas.points import MODEL_POINTS
 from nnsight_engine.plans.collect.results import CollectedCapture, CollectedLens, CollectedToken
-from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.check_process import in_forks
 from tests.e2e.harness import Ask, Engine, Reply
-from tests.e2e.point_blocks import compared, expected_values
+from tests.e2e.point_blocks import AdaptedVLLM, compared, expected_values
+from tests.families.adapters import RANK, write_adapter, write_merged
 from tests.families.checkpoints import NUM_LAYERS, write_checkpoint
 from tests.families.edits import Continuation, add, continued, place, zero
 from tests.families.reference import load_reference_model, reference_activations
@@ -272,14 +273,25 @@ COMPILED_CHECKS: Final[dict[str, Check]] = {
 }
 
 
+ADAPTED: Final = "_adapted"
+"""Suffix of a family whose engine runs everything with a LoRA adapter."""
+
+
 def run(family: str, folder: Path) -> dict[str, str | None]:
     """Run every check and every block of a family on one engine; by name what went wrong, or None."""
-    checkpoint = write_checkpoint(family, folder / family)
-    expected, values = expect(checkpoint), expected_values(checkpoint)
+    checkpoint = wanted = write_checkpoint(family.removesuffix(ADAPTED), folder / family)
+    adapter = None
     options: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 8}
     options["num_gpu_blocks_override"] = 128  # in place of all that fit into a gigabyte
-    model = VLLM(str(checkpoint), dispatch=True, enforce_eager=True, **options)
+    if family.endswith(ADAPTED):
+        adapter = LoRARequest("adapter", 1, str(write_adapter(checkpoint, folder / "adapter")))
+        wanted = write_merged(checkpoint, Path(adapter.lora_path), folder / f"{family}_merged")
+        options |= {"enable_lora": True, "max_lora_rank": RANK}
+    expected, values = expect(wanted), expected_values(wanted)
+    model = AdaptedVLLM(str(checkpoint), dispatch=True, enforce_eager=True, **options)
+    model.__dict__["adapter"] = adapter
     engine = Engine.around(model.engine)
+    engine.adapter = adapter
     report = {name: _outcome(check, engine, expected) for name, check in CHECKS.items()}
     report |= compared(model, values)
     model.shutdown()

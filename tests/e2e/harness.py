@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 
 from api_schemas.interventions import parse_interventions
@@ -45,7 +46,10 @@ Interventions = list[dict[str, Any]]
 
 @dataclasses.dataclass
 class Ask:
-    """One request: a prompt as text or ids, and what to do with it; ``run`` takes none that streams."""
+    """One request: a prompt as text or ids, and what to do with it; ``run`` takes none that streams.
+
+    Without an adapter it has the engine's.
+    """
 
     prompt: str | list[int]
     interventions: Interventions = dataclasses.field(default_factory=list)
@@ -53,6 +57,7 @@ class Ask:
     sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
     stream: bool = False
     cache_salt: str | None = None
+    adapter: LoRARequest | None = None
 
 
 @dataclasses.dataclass
@@ -94,7 +99,13 @@ def as_tensor(result: TensorResult) -> torch.Tensor:
 
 
 class Engine:
-    """vLLM's ``LLM`` with interventions."""
+    """vLLM's ``LLM`` with interventions.
+
+    Attributes:
+        adapter: The LoRA adapter of requests that name none.
+    """
+
+    adapter: LoRARequest | None = None
 
     def __init__(self, model: Path | str, *, limits: EngineLimits | None = None, **options: Any) -> None:
         """Load the model; engine arguments are vLLM's own."""
@@ -184,7 +195,7 @@ class Engine:
             prompt["cache_salt"] = salt
         if tamper is not None:
             tamper(params)
-        self.core.add_request(request_id, prompt, params)
+        self.core.add_request(request_id, prompt, params, lora_request=ask.adapter or self.adapter)
         return Pending(request_id, collectors)
 
     def submit_broken(self, ask: Ask) -> Pending:

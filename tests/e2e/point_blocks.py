@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from vllm.lora.request import LoRARequest
 
 from nnsight_engine import LanguageModel, save
 from nnsight_engine.vllm_backend.vllm import VLLM
@@ -25,11 +26,22 @@ _RELATIVE: Final = 1e-4
 Values = dict[str, Any]
 
 
+class AdaptedVLLM(VLLM):
+    """An engine whose blocks run with a LoRA adapter.
+
+    Attributes:
+        adapter: The adapter; None for none.
+    """
+
+    adapter: LoRARequest | None
+
+
 def opened(model: Any, prompt: list[int] | None, num_tokens: int = 1) -> Any:
     """Open a trace that generates so many tokens, without a prompt for invokes."""
     inputs = () if prompt is None else (given(model, prompt),)
     if isinstance(model, VLLM):
-        return model.trace(*inputs, max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+        adapter: dict[str, Any] = {"lora_request": model.adapter} if isinstance(model, AdaptedVLLM) else {}
+        return model.trace(*inputs, max_tokens=num_tokens, temperature=0.0, ignore_eos=True, **adapter)
     if num_tokens == 1:
         return model.trace(*inputs)
     return model.trace(  # what `with model.generate(...)` does, which only works in the statement itself

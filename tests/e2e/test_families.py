@@ -15,13 +15,15 @@ from typing import Final
 import pytest
 
 from tests.e2e.check_process import report_of
-from tests.e2e.family_check import CHECKS, COMPILED_CHECKS, COMPILED_FAMILIES
+from tests.e2e.family_check import ADAPTED, CHECKS, COMPILED_CHECKS, COMPILED_FAMILIES
 from tests.e2e.point_blocks import BLOCKS
 from tests.families.checkpoints import FAMILIES, IN_CORE, VARIANTS
 from tests.parallel import WORKER
 
 pytestmark = pytest.mark.e2e
 
+_ADAPTED: Final = tuple(f"{family}{ADAPTED}" for family in FAMILIES if family not in {"llama", "gpt2"})
+"""Families with a LoRA adapter, of which vLLM takes none for GPT-2; Llama's are in ``test_lora``."""
 _CHECKS: Final = "tests.e2e.family_check"
 _NUM_PROCESSES: Final = 1 if WORKER in os.environ else 2
 """One for each process of tests, which have a core each."""
@@ -55,7 +57,7 @@ def reports(
     scope="module",
     params=[
         family if family in IN_CORE else pytest.param(family, marks=pytest.mark.heavy)
-        for family in FAMILIES + VARIANTS
+        for family in (*FAMILIES, *VARIANTS, *_ADAPTED)
     ],
 )
 def family(request: pytest.FixtureRequest) -> str:

@@ -65,6 +65,8 @@ ACCESS: Final = {
     "POST /detokenize": Access.MADE,
     "GET /tokenizer_info": Access.SAME,
     "GET /server_info": Access.OPERATORS,
+    "POST /v1/load_lora_adapter": Access.OPERATORS,
+    "POST /v1/unload_lora_adapter": Access.OPERATORS,
     "POST /reset_prefix_cache": Access.OPERATORS,
     "POST /reset_mm_cache": Access.OPERATORS,
     "POST /reset_encoder_cache": Access.OPERATORS,

@@ -12,7 +12,8 @@ import pytest
 from api_schemas.interventions import FIELD
 from api_schemas.keys import Limits, Scope
 from app.services.passed_bodies import MAX_OBJECTS, check_body
-from app.vllm_routes import RESPONSES, VLLM_ROUTES
+from app.storage.audit import AuditStore, Wanted
+from app.vllm_routes import LOAD_ADAPTER, RESPONSES, VLLM_ROUTES
 from tests.fakes.vllm_app import num_open
 from tests.integration.conftest import ErrorCheck, Serve, Server
 from tests.integration.tenants import Tenants
@@ -73,8 +74,11 @@ async def test_the_key_is_checked_here_and_goes_no_further(server: Server, heade
 
 @pytest.mark.parametrize("route", JSON_ROUTES, ids=str)
 async def test_bodies_have_the_limits_of_all_routes(server: Server, error_of: ErrorCheck, route: Any) -> None:
+    headers = await Tenants(server).headers("acme", Scope.COMPLETIONS, Scope.ADMIN)
+
     async def post(content: str, kind: str = "application/json") -> Any:
-        return await server.client.post(route.path, content=content, headers={"content-type": kind})
+        given = {**headers, "content-type": kind}
+        return await server.client.post(route.path, content=content, headers=given)
 
     error_of(await post(json.dumps({"input": "x" * 3000})), 413, "body_too_large")
     error_of(await post("[" * 20 + "]" * 20), 400, "json_too_deep")
@@ -119,7 +123,9 @@ async def test_texts_beyond_the_models_context_are_not_tokenized(
     async with serve() as server:
         longest = server.context.engine.capabilities().sizes.max_model_len * 32
         body = {"prompt": "a" * (longest // 2), "messages": [{"content": "b" * longest}]}
-        error_of(await server.client.post(route.path, json=body), 400, "invalid_value")
+        tenants = Tenants(server)
+        headers = await tenants.headers("acme", Scope.COMPLETIONS, Scope.ADMIN)
+        error_of(await tenants.send("POST", route.path, headers, json=body), 400, "invalid_value")
 
 
 @pytest.mark.parametrize(("size", "is_stored"), [(1000, None), (70_000, False)])
@@ -144,8 +150,9 @@ async def test_what_only_operators_do_needs_their_scope(server: Server, error_of
     operator = await tenants.headers("op", Scope.ADMIN)
     for route in VLLM_ROUTES:
         if route.scope is Scope.ADMIN:
-            error_of(await tenants.send(route.method, route.path, user), 403, "missing_scope")
-            assert (await tenants.send(route.method, route.path, operator)).status_code == 200
+            body: dict[str, Any] = {"json": {}} if route.has_body else {}
+            error_of(await tenants.send(route.method, route.path, user, **body), 403, "missing_scope")
+            assert (await tenants.send(route.method, route.path, operator, **body)).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/tokenize"])
@@ -179,3 +186,12 @@ async def test_a_stream_that_fails_ends_with_an_error(serve: Serve, path: str) -
         assert events[0] == "data: {}"
         assert events[1].startswith("event: error\ndata: ")
         assert "quota of mine" in events[1]
+
+
+async def test_the_audit_log_names_the_adapter_that_was_loaded(server: Server) -> None:
+    tenants = Tenants(server)
+    operator = await tenants.headers("op", Scope.ADMIN)
+    await sent(tenants, LOAD_ADAPTER, operator, lora_name="pirate", lora_path="/srv/pirate")
+    await server.context.log.flush()
+    found, _ = await AuditStore(server.context.database).page(Wanted(), limit=1)
+    assert (found[0].route, found[0].subject) == (LOAD_ADAPTER, "pirate")

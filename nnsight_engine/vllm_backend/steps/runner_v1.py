@@ -17,6 +17,7 @@ from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from nnsight_engine.vllm_backend.compat import attach_results, is_alone, zero_blocks
+from nnsight_engine.vllm_backend.steps.adapters import AdaptersMixin
 from nnsight_engine.vllm_backend.steps.cpu_sampling import mend_sampling_beside_drafts
 from nnsight_engine.vllm_backend.steps.handler import StepHandler
 from nnsight_engine.vllm_backend.steps.known_ids import KnownIds
@@ -89,7 +90,7 @@ class V1Step(Step):
         return ids
 
 
-class V1RunnerMixin(SeededChunksMixin):
+class V1RunnerMixin(SeededChunksMixin, AdaptersMixin):
     """Mixin in front of the V1 runner's class.
 
     Attributes:

@@ -17,6 +17,7 @@ import torch
 
 from nnsight_engine.plans.step.host_arena import to_device
 from nnsight_engine.vllm_backend.compat import attach_results, is_alone, zero_blocks
+from nnsight_engine.vllm_backend.steps.adapters import AdaptersMixin
 from nnsight_engine.vllm_backend.steps.handler import StepHandler
 from nnsight_engine.vllm_backend.steps.known_ids import KnownIds
 from nnsight_engine.vllm_backend.steps.outcome import with_outcome
@@ -96,7 +97,7 @@ class BlockZeroer:
         zero_blocks(self._runner, block_ids)
 
 
-class V2RunnerMixin:
+class V2RunnerMixin(AdaptersMixin):
     """Mixin in front of the V2 runner's class.
 
     Attributes:

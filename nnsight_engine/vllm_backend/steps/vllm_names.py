@@ -69,6 +69,7 @@ _WORKER: Final = (
         },
         overridden={
             "load_model": "load_dummy_weights=False, **others",
+            "load_lora_model": "model, vllm_config, device",
             "execute_model": "scheduler_output, intermediate_tensors=None, **others",
             "sample_tokens": "grammar_output",
             "_model_forward": "input_ids=None, positions=None, intermediate_tensors=None, "
@@ -91,6 +92,7 @@ _WORKER: Final = (
         called={"_dummy_run": "num_tokens", "_init_kv_zero_meta": ""},
         overridden={
             "load_model": "load_dummy_weights=False, **others",
+            "load_lora_model": "model, vllm_config, device",
             "execute_model": "scheduler_output, intermediate_tensors=None, *, dummy_run=False, **others",
             "prepare_inputs": "scheduler_output, batch_req_state, batch_desc, num_active_loras, **others",
             "sample": "hidden_states, input_batch, grammar_output",
@@ -163,6 +165,18 @@ _WORKER: Final = (
         called={"direct_register_custom_op": "op_name, op_func, *, mutates_args, fake_impl, target_lib"},
     ),
     _used("vllm.utils.import_utils", called={"resolve_obj_by_qualname": "qualname"}),
+    _used("vllm.lora.layers", read="LogitsProcessorWithLoRA VocabParallelEmbeddingWithLoRA"),
+    _used("vllm.lora.layers:BaseLayerWithLoRA", read="base_layer"),
+    _used("vllm.lora.model_manager:LoRAModelManager", read="lora_index_to_id modules punica_wrapper_mapping"),
+    _used(
+        "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU",
+        "vllm.lora.punica_wrapper.punica_gpu:PunicaWrapperGPU",
+        read="device token_lora_indices",
+        overridden={
+            "update_metadata": "mapping, lora_index_to_id, max_loras, vocab_size, **others",
+            "add_lora_linear": "y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, **others",
+        },
+    ),
 )
 
 _MODEL: Final = (
@@ -314,7 +328,7 @@ _CONFIG: Final = (
     _used(
         "vllm.config:ModelConfig",
         read="architectures dtype has_inner_state hf_config hf_text_config is_diffusion is_moe max_model_len "
-        "served_model_name tokenizer tokenizer_mode tokenizer_revision trust_remote_code",
+        "runner_type served_model_name tokenizer tokenizer_mode tokenizer_revision trust_remote_code",
         called={"get_vocab_size": ""},
     ),
     _used(
@@ -359,7 +373,7 @@ _CLIENT: Final = (
             "abort": "request_id",
             "from_engine_args": "engine_args",
             "encode": "prompt, pooling_params, request_id",
-            "generate": "prompt, sampling_params, request_id, *, data_parallel_rank",
+            "generate": "prompt, sampling_params, request_id, *, data_parallel_rank, lora_request=None",
             "get_num_unfinished_requests": "",
             "get_supported_tasks": "",
             "get_tokenizer": "",
@@ -409,7 +423,7 @@ _CLIENT: Final = (
         read="llm_engine",
         called={
             "collective_rpc": "method, *, args",
-            "enqueue": "prompts, sampling_params, *, use_tqdm",
+            "enqueue": "prompts, sampling_params, *, lora_request, use_tqdm",
             "get_tokenizer": "",
             "wait_for_completion": "output_type, *, use_tqdm",
         },
@@ -422,6 +436,8 @@ _CLIENT: Final = (
     _used("vllm.exceptions", read="GracefulHTTPError VLLMClientError VLLMValidationError"),
     _used("vllm.outputs", read="PoolingRequestOutput RequestOutput"),
     _used("vllm.model_executor.models.adapters", read="as_embedding_model as_seq_cls_model"),
+    _used("vllm.lora.request", read="LoRARequest"),
+    _used("vllm.lora.request:LoRARequest", read="lora_int_id lora_name lora_path"),
     _used("vllm.pooling_params", read="PoolingParams"),
     _used(
         "vllm.pooling_params:PoolingParams",
@@ -479,6 +495,14 @@ _SERVER: Final = (
         called={"register_pooling_api_routers": "app, supported_tasks, model_config"},
     ),
     _used("vllm.entrypoints.openai.responses.protocol", read="ResponsesRequest"),
+    _used("vllm.entrypoints.openai.models.serving", read="OpenAIServingModels"),
+    _used(
+        "vllm.entrypoints.openai.models.serving:OpenAIServingModels",
+        read="lora_requests lora_resolver_lock",
+        called={"load_lora_adapter": "request"},
+    ),
+    _used("vllm.entrypoints.serve.lora.api_router", called={"attach_router": "app"}),
+    _used("vllm.entrypoints.serve.lora.protocol", read="LoadLoRAAdapterRequest"),
     _used("vllm.entrypoints.serve.dev.cache.api_router", read="router"),
     _used("vllm.entrypoints.serve.dev.server_info.api_router", read="router"),
     _used("vllm.entrypoints.serve.instrumentator.basic", read="router"),

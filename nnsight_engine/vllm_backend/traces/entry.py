@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from nnsight_engine.core.saves import SAVES
+from nnsight_engine.vllm_backend.traces.block_adapters import NO_ADAPTER
 
 TRACE_KEY: Final = "nnsight_engine_trace"
 
@@ -61,6 +62,7 @@ class TraceEntry(CodeOrigin, frozen=True):
         prints: Whether the block's printed text is reported to the client instead of printed by the worker.
         plain: Whether saved values must be JSON types and tensors, see ``json_values``.
         compresses: Whether the results of the trace are compressed.
+        adapter: Id of the LoRA adapter of the request; ``NO_ADAPTER`` for none.
     """
 
     key: str
@@ -77,6 +79,7 @@ class TraceEntry(CodeOrigin, frozen=True):
     prints: bool = False
     compresses: bool = False
     plain: bool = False
+    adapter: int = NO_ADAPTER
 
     def to_plain(self) -> dict[str, Any]:
         """Return the entry as built-in types, which vLLM can carry."""

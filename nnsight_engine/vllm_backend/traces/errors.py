@@ -70,6 +70,19 @@ class TraceBytesError(RuntimeError):
         )
 
 
+class AdapterNotLoadedError(RuntimeError):
+    """A block called a module whose LoRA adapter is in no slot of the engine."""
+
+    @classmethod
+    def outside_step(cls) -> AdapterNotLoadedError:
+        """Return the error for a call outside of the steps of the block's request."""
+        return cls(
+            "The adapter of this request is in none of the engine's slots: other requests use them, and this "
+            "one takes no part in the step. Call the module while the block has a value of its own step, or "
+            "start the engine with a higher max_loras."
+        )
+
+
 class StageError(RuntimeError):
     """A block requested something of one pipeline stage that only another stage has."""
 

@@ -22,6 +22,7 @@ from nnsight_engine.interleaving.threads import Threads
 from nnsight_engine.serialization import TRUSTED, Policy
 from nnsight_engine.serialization.message.table import Piece
 from nnsight_engine.vllm_backend.model_outline import OutlineEntry, outline_of
+from nnsight_engine.vllm_backend.traces.block_adapters import block_adapters
 from nnsight_engine.vllm_backend.traces.edits import EditStore
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.memory_accounting import MemoryAccount
@@ -85,6 +86,7 @@ class WorkerTraces:
         self.dispatcher = dispatcher if dispatcher is not None else TraceDispatcher()
         self._points = points
         self._config = config
+        self._adapters = block_adapters(points.model)
         self.model = self._new_model(Names())
         self.dispatcher.place.tokens = self.model.token_places()
         self.edits = EditStore(limits.max_edits, limits.max_edit_bytes)
@@ -164,7 +166,7 @@ class WorkerTraces:
             if member.context is None:
                 self._ended.append(request_id)
                 return
-            enter = self.reporting.open(request_id, entry)
+            enter = self._entering(entry, self.reporting.open(request_id, entry))
             mediator = member.context.mediator(entry.index, member.choice, self._threads, enter)
             memory = MemoryAccount(self._max_bytes, partial(member.context.marked, entry.index))
             policy = self.policy or TRUSTED
@@ -183,6 +185,15 @@ class WorkerTraces:
             logger.debug("a trace could not be read", exc_info=True)
             member.error = error
             self._ended.append(request_id)
+
+    def _entering(self, entry: TraceEntry, report: Callable[[], None]) -> Callable[[], None]:
+        """Return a function that the threads of a request's blocks call before anything else."""
+
+        def enter() -> None:
+            report()
+            self._adapters.enter(entry.adapter)
+
+        return enter
 
     def _arrive_in_sandbox(self, request_id: str, entry: TraceEntry, tenant: str) -> None:
         """Start a request's blocks in a sandbox process.
@@ -236,7 +247,9 @@ class WorkerTraces:
         return dict(self.sandboxes.counts)
 
     def _open_sandbox_pool(self) -> None:
-        served = CallableModules(self.model, self.dispatcher, self._points, self._config, self._limits)
+        served = CallableModules(
+            self.model, self.dispatcher, self._points, self._config, self._limits, self._adapters
+        )
         open_sandbox_pool(
             self.sandboxes, served, self.described_modules(), self._points, self._config, self._limits
         )

@@ -12,7 +12,7 @@ MODEL = ServedModel(("smol", "smol-2"), "org/smol", "shape")
 
 
 def head(model: str, **fields: str) -> TraceHead:
-    return TraceHead(model=model, dialect="vllm", **fields)  # type: ignore[arg-type] # all of them are text
+    return TraceHead(model=model, **{"dialect": "vllm", **fields})  # type: ignore[arg-type] # all of them are text
 
 
 @pytest.mark.parametrize(
@@ -65,3 +65,14 @@ def test_a_model_whose_shape_is_not_known_goes_by_its_name_alone() -> None:
         unknown.check(head("/home/me/x", fingerprint=""))
     with pytest.raises(ApiError, match="revision 'main'"):
         ServedModel(("smol",), "smol", revision="v2").check(head("smol", revision="main"))
+
+
+def test_an_adapter_is_a_model_for_blocks_of_vllm() -> None:
+    adapted = ServedModel(("smol",), "org/smol", "shape", adapters=("pirate",))
+    assert adapted.all_names == ("smol", "org/smol", "pirate")
+    adapted.check(head("pirate"))
+    with pytest.raises(ApiError) as caught:
+        adapted.check(head("pirate", dialect="transformers"))
+    assert caught.value.code == "unsupported_combination"
+    with pytest.raises(ApiError):
+        MODEL.check(head("pirate"))

@@ -161,3 +161,22 @@ def test_what_vllm_refuses_is_refused_before_the_model_is_loaded(options: list[s
 
 def test_what_says_what_is_done_anyway_is_let_through() -> None:
     parse(["some/model", "--data-parallel-size", "1", "--no-enable-lora", "--no-allow-credentials"])
+
+
+def test_adapters_are_passed_on() -> None:
+    args = parse(["some/model", "--enable-lora", "--max-loras", "2", "--lora-modules", "one=/srv/one"])
+    assert (args.enable_lora, args.max_loras) == (True, 2)
+    assert [(one.name, one.path) for one in args.lora_modules] == [("one", "/srv/one")]
+    given = '{"name": "two", "path": "/srv/two"}'
+    assert parse(["some/model", "--enable-lora", "--lora-modules", given]).lora_modules[0].name == "two"
+
+
+def test_adapters_need_an_engine_that_takes_them() -> None:
+    with pytest.raises(UnsupportedOptionError, match="--enable-lora"):
+        parse(["some/model", "--lora-modules", "one=/srv/one"])
+
+
+def test_replicas_load_no_adapters_at_run_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "true")
+    with pytest.raises(UnsupportedOptionError, match="VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
+        refuse_with_replicas([])

@@ -27,7 +27,7 @@ def run(engine: Engine, *prompts: str, **head: Any) -> AsyncGenerator[Frame, Non
     )
     request.sandbox_of = None
     no_sandboxes: Any = None
-    traces = VLLMTraceEngine(lambda: cast(Any, engine), Settings(), no_sandboxes)
+    traces = VLLMTraceEngine(lambda: cast(Any, engine), lambda _: None, Settings(), no_sandboxes)
     return traces.run_trace(request, "job")
 
 

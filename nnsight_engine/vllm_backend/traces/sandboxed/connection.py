@@ -19,6 +19,7 @@ from nnsight_engine.sandbox.errors import SandboxEndedError
 from nnsight_engine.serialization import encode_error
 from nnsight_engine.serialization.message.table import Piece
 from nnsight_engine.serialization.values import encode_pieces
+from nnsight_engine.vllm_backend.traces.block_adapters import NO_ADAPTER
 from nnsight_engine.vllm_backend.traces.errors import SandboxedError
 from nnsight_engine.vllm_backend.traces.messages import CallResult, Tensors, ValueSlot, packed
 from nnsight_engine.vllm_backend.traces.row_payloads import RowsPlaceholder, RowStore
@@ -81,6 +82,7 @@ class SandboxConnection:
         waited_s: Seconds that the worker has waited for it, since ``take_spent`` was last called.
         is_held: Whether an answer that arrives is stored until ``take_held`` is called.
         content: The bytes behind the header of the answer processed last.
+        adapter: Id of the LoRA adapter that the modules are called with.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class SandboxConnection:
         self.waited_s = 0.0
         self.is_held = False
         self.content = memoryview(b"")
+        self.adapter = NO_ADAPTER
         self._source = source
         self._unsent: list[bytes | memoryview] = []
         self._dispatcher = dispatcher
@@ -251,6 +254,7 @@ class SandboxConnection:
     def _serve(self, act: Callable[[], None]) -> None:
         """Run ``act`` for a module call, on the trace's budget; an error is raised in the block."""
         listener, self._dispatcher.listener = self._dispatcher.listener, 0
+        adapter = self._served.adapters.enter(self.adapter)
         begin = time.monotonic()
         try:
             act()
@@ -260,6 +264,7 @@ class SandboxConnection:
             self._return(packed(CallResult(encode_error(error))))
         finally:
             self._dispatcher.listener = listener
+            self._served.adapters.enter(adapter)
             self._called_s += time.monotonic() - begin
         call = self._call
         if call is not None and self._takes_too_long(call):

@@ -23,6 +23,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.families import ModelPoints
+from nnsight_engine.vllm_backend.traces.block_adapters import BlockAdapters, base_module
 from nnsight_engine.vllm_backend.traces.errors import SandboxedError
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
 from nnsight_engine.vllm_backend.traces.remote_modules import weight_width
@@ -45,8 +46,10 @@ class CallableModules:
         points: The model's points.
         config: vLLM's configuration.
         limits: Resource limits for blocks.
+        adapters: The LoRA adapters of blocks.
 
     Attributes:
+        adapters: As above.
         entry: The place where the residual stream begins, if a tap lies there; else empty.
         refused: The places whose values no block can have.
         places: The places whose values can be requested.
@@ -59,10 +62,12 @@ class CallableModules:
         points: ModelPoints,
         config: VllmConfig,
         limits: EngineLimits,
+        adapters: BlockAdapters,
     ) -> None:
         """Build the table of modules; a path received from a process is only looked up in this table."""
         self._envoys = {str(envoy.path): envoy for envoy in model.modules()}
         self._dispatcher = dispatcher
+        self.adapters = adapters
         self.entry = model.entry
         of_modules = {f"{path}.{side}" for path in self._envoys for side in ("input", "output")}
         self.refused = frozenset(one for one in of_modules if dispatcher.refusal(one) is not None)
@@ -94,7 +99,7 @@ class CallableModules:
         envoy = self._envoys.get(path)
         if envoy is None:
             raise SandboxedError.uncalled(path, "the model has no such module")
-        module = envoy._module  # noqa: SLF001 - an envoy of ours
+        module = base_module(envoy._module)  # noqa: SLF001 - an envoy of ours
         if kwargs or not args or not all(isinstance(one, torch.Tensor) for one in args):
             raise SandboxedError.uncalled(path, "it takes tensors of rows, in order and without names")
         rows = [one.to(self._device) for one in args]

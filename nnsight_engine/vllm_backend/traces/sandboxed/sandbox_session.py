@@ -146,6 +146,8 @@ class SandboxSession:
     def begin(self, arrived: Sequence[tuple[str, TraceEntry]]) -> None:
         """Send requests that arrived to the process, which decodes them while the worker continues."""
         self.entries.update(arrived)
+        for _, entry in arrived:
+            self.connection.adapter = entry.adapter  # all requests of a trace have the same
         self.live.update(name for name, _ in arrived)
         self._arrived += arrived
         for _ in arrived:

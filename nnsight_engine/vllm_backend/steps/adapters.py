@@ -1,0 +1,123 @@
+"""LoRA adapters: which adapter changes which rows of a projection.
+
+vLLM wraps the projections of a model, and each step tells the wrappers the adapter of each row. Added here:
+
+- A call that a block makes itself uses the adapter of the block's request, see ``traces.block_adapters``.
+- vLLM 0.32 has a fault on a CPU: rows without adapter get the weights in the last slot. There the rows are
+  computed here, adapter by adapter.
+- The embedding and the unembedding stay as they are, and vLLM rejects adapters that change them. A lens reads
+  rows of several requests at once, and vLLM knows the adapters only of the rows that it samples from.
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+from vllm.lora.layers import LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA
+
+from nnsight_engine.core.errors import UnsupportedOptionError
+from nnsight_engine.vllm_backend.traces.block_adapters import NO_SLOT, BlockAdapters
+
+_VOCABULARY: Final = (LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA)
+_BEFORE_UNEMBEDDING: Final = "project_out"
+
+
+class AdaptedRowsMixin(ABC):
+    """Mixin in front of the class of vLLM's punica wrapper, which adds adapters to projections.
+
+    Attributes:
+        blocks: The adapters of blocks.
+    """
+
+    blocks: BlockAdapters
+    device: Any
+    token_lora_indices: torch.Tensor
+    _spans: Sequence[tuple[int, int, int]] = ()
+
+    def update_metadata(self, *args: Any, **kwargs: Any) -> None:
+        """Set the adapter of each row of the step."""
+        super().update_metadata(*args, **kwargs)  # type: ignore[misc] # vLLM's wrapper has it
+        if self._is_on_cpu:
+            slots, counts = torch.unique_consecutive(self.token_lora_indices, return_counts=True)
+            stops = counts.cumsum(0)
+            starts = stops - counts
+            self._spans = list(zip(starts.tolist(), stops.tolist(), slots.tolist(), strict=True))
+
+    def add_lora_linear(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: Sequence[torch.Tensor],
+        lora_b_stacked: Sequence[torch.Tensor],
+        scale: float,
+        output_slices: Sequence[int],
+        **kwargs: Any,
+    ) -> torch.Tensor | None:
+        """Add the adapters' part to the output of a projection, in place.
+
+        Args:
+            y: The output, ``[rows, width]``.
+            x: The input, ``[rows, width]``.
+            lora_a_stacked: For each slice of the output, ``[slots, 1, rank, width of x]``.
+            lora_b_stacked: For each slice of the output, ``[slots, 1, width of the slice, rank]``.
+            scale: Factor.
+            output_slices: Widths of the slices.
+            **kwargs: Passed on to vLLM.
+        """
+        # A block calls no compiled module, and reading a thread's variable cannot be compiled.
+        slot = None if torch.compiler.is_compiling() else self.blocks.slot()
+        if slot is None and not self._is_on_cpu:
+            added: torch.Tensor | None = super().add_lora_linear(  # type: ignore[misc] # as above
+                y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, **kwargs
+            )
+            return added
+        y, x = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
+        for start, stop, index in self._spans if slot is None else [(0, len(x), slot)]:
+            if index == NO_SLOT:
+                continue
+            first = 0
+            for down, up, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
+                inner = x[start:stop].float() @ down[index, 0].float().T * scale
+                part = y[start:stop, first : first + width]
+                part += inner.to(y.dtype) @ up[index, 0].to(y.dtype).T
+                first += width
+        return None
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        return torch.device(self.device).type == "cpu"
+
+
+class AdaptersMixin:
+    """Mixin in front of a runner's class."""
+
+    lora_manager: Any
+
+    def load_lora_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """Wrap the model's projections; return the model.
+
+        Raises:
+            UnsupportedOptionError: An adapter could change the unembedding, or what comes before it.
+        """
+        for module in model.modules():
+            if getattr(module, "embedding_modules", None):
+                module.embedding_modules = {}  # type: ignore[assignment] # an attribute of vLLM's classes
+        adapted: nn.Module = super().load_lora_model(model, *args, **kwargs)  # type: ignore[misc] # vLLM's runner has it
+        manager: Any = adapted.lora_manager
+        for name, module in manager.modules.items():
+            if isinstance(module, _VOCABULARY) or name.endswith(_BEFORE_UNEMBEDDING):
+                raise UnsupportedOptionError(
+                    f"--enable-lora with adapters of {name} is not supported: a lens could not use the "
+                    "adapter of each request; name others with --lora-target-modules"
+                )
+        blocks = BlockAdapters(lambda: manager.lora_index_to_id)
+        for wrapper in manager.punica_wrapper_mapping.values():
+            cls = type(wrapper)
+            wrapper.__class__ = type(f"Intervention{cls.__name__}", (AdaptedRowsMixin, cls), {})
+            wrapper.blocks = blocks
+        manager.block_adapters = blocks
+        return adapted

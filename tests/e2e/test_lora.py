@@ -1,0 +1,299 @@
+"""LoRA adapters with interventions: as transformers with the adapter merged, whoever else is in the batch.
+
+One engine in float32 serves the module: a tiny Llama with two random adapters of all its projections.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+from vllm.lora.request import LoRARequest
+
+from nnsight_engine import LanguageModel, save
+from nnsight_engine.core.errors import UnsupportedOptionError
+from nnsight_engine.vllm_backend.vllm import VLLM
+from tests.e2e.engine_kinds import options_of_process
+from tests.e2e.family_check import CHECKS, PROMPT_IDS, Expected, expect
+from tests.e2e.harness import Ask, Engine, Reply, random_vector
+from tests.e2e.point_blocks import BLOCKS, AdaptedVLLM, Values, difference, expected_values, tried
+from tests.families.adapters import RANK, write_adapter, write_merged, write_weights
+from tests.families.checkpoints import HIDDEN_SIZE, write_checkpoint
+from tests.families.edits import continued
+from tests.families.reference import load_reference_model, reference_activations
+
+pytestmark = pytest.mark.e2e
+
+CONTEXT: Final = 128
+BLOCK_SIZE: Final = 32
+_ENGINE: Final[dict[str, Any]] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": CONTEXT,
+    "max_num_seqs": 8,
+    "num_gpu_blocks_override": 128,
+    "block_size": BLOCK_SIZE,
+    "enable_lora": True,
+    "max_loras": 2,
+    "max_lora_rank": RANK,
+}
+_LONG: Final = PROMPT_IDS * 6
+"""A prompt of several blocks of the KV cache."""
+_LOGPROBS: Final = {"logprobs": 5}
+_CAPTURED: Final = ["layers.2.attn.q", "layers.2.mlp.act", "layers.3.output"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Adapted:
+    """The checkpoint with an adapter or without one.
+
+    Attributes:
+        request: The adapter; None for the checkpoint as it is.
+        merged: The same as a checkpoint of its own.
+    """
+
+    request: LoRARequest | None
+    merged: Path
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def models(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Adapted]:
+    found = {"base": Adapted(None, checkpoint)}
+    for number, name in enumerate(("first", "second"), 1):
+        adapter = write_adapter(checkpoint, tmp_path_factory.mktemp(name), seed=number)
+        merged = write_merged(checkpoint, adapter, tmp_path_factory.mktemp(f"merged_{name}"))
+        found[name] = Adapted(LoRARequest(name, number, str(adapter)), merged)
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(models: dict[str, Adapted]) -> dict[str, Expected]:
+    found = {name: expect(model.merged) for name, model in models.items()}
+    assert len({tuple(one.plain.token_ids) for one in found.values()}) == len(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def values(models: dict[str, Adapted]) -> dict[str, Values | str]:
+    return expected_values(models["first"].merged)
+
+
+@pytest.fixture(scope="module")
+def model(
+    checkpoint: Path,
+    models: dict[str, Adapted],
+    expected: dict[str, Expected],
+    values: dict[str, Values | str],
+) -> Iterator[AdaptedVLLM]:
+    """Start the engine, after transformers has computed what it is compared with."""
+    model = AdaptedVLLM(str(checkpoint), dispatch=True, **_ENGINE, **options_of_process(checkpoint))
+    model.__dict__["adapter"] = models["first"].request
+    yield model
+    model.shutdown()
+
+
+@pytest.fixture(scope="module")
+def engine(model: AdaptedVLLM) -> Engine:
+    return Engine.around(model.engine)
+
+
+# Against transformers.
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("name", ["first", "base"])
+def test_an_adapter_gives_what_the_merged_weights_give(
+    engine: Engine, models: dict[str, Adapted], expected: dict[str, Expected], name: str, check: str
+) -> None:
+    engine.adapter = models[name].request
+    try:
+        CHECKS[check](engine, expected[name])
+    finally:
+        engine.adapter = None
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_block_sees_and_calls_the_adapted_model(
+    model: AdaptedVLLM, values: dict[str, Values | str], block: str
+) -> None:
+    failure = difference(values[block], tried(BLOCKS[block], model))
+    assert failure is None, failure
+
+
+# In one batch.
+
+
+def _steer(seed: int) -> list[dict[str, Any]]:
+    vector = random_vector(seed, HIDDEN_SIZE)
+    return [
+        {"op": "steer", "at": "layers.1.output", "vector": vector, "scale": 2},
+        {"op": "capture", "at": _CAPTURED, "name": "captured"},
+    ]
+
+
+def _ask(number: int, adapter: LoRARequest | None, interventions: list[dict[str, Any]]) -> Ask:
+    return Ask([*PROMPT_IDS, number], interventions, sampling=dict(_LOGPROBS), adapter=adapter)
+
+
+def _assert_equal(one: Reply, other: Reply) -> None:
+    assert (one.failure, one.token_ids) == (None, other.token_ids)
+    assert one.logprobs == other.logprobs
+    if one.collected is not None:
+        for point in _CAPTURED:
+            assert torch.equal(one.tensor("captured", point), other.tensor("captured", point)), point
+
+
+def test_each_request_of_a_mixed_batch_is_as_among_plain_requests(
+    engine: Engine, models: dict[str, Adapted]
+) -> None:
+    names = ["first", "base", "second", "first", "base", "second", "base"]
+    asks = [
+        _ask(number, models[name].request, _steer(number) if number > 2 else [])
+        for number, name in enumerate(names)
+    ]
+    together = [reply for (reply,) in engine.run(asks)]
+    for number, (ask, reply) in enumerate(zip(asks, together, strict=True)):
+        # As many rows in each step: with other numbers of rows, the last bits of products may differ.
+        plain = [_ask(other, None, []) if other != number else ask for other in range(len(asks))]
+        _assert_equal(reply, engine.run(plain)[number][0])
+        ((alone,),) = engine.run([ask])
+        assert alone.token_ids == reply.token_ids
+    assert len({tuple(reply.token_ids) for reply in together}) > len(set(names))
+
+
+def test_more_adapters_than_slots_take_turns(
+    engine: Engine, models: dict[str, Adapted], checkpoint: Path, tmp_path: Path
+) -> None:
+    third = LoRARequest("third", 3, str(write_adapter(checkpoint, tmp_path / "third", seed=3)))
+    adapters = [models["first"].request, None, third, models["second"].request, third]
+    asks = [_ask(number, adapter, _steer(number)) for number, adapter in enumerate(adapters)]
+    together = [reply for (reply,) in engine.run(asks)]
+    for ask, reply in zip(asks, together, strict=True):
+        ((alone,),) = engine.run([ask])
+        assert (reply.failure, reply.token_ids) == (None, alone.token_ids)
+        for point in _CAPTURED:
+            ours, own = reply.tensor("captured", point), alone.tensor("captured", point)
+            torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-4)
+
+
+def test_logprobs_of_an_adapted_prompt(engine: Engine, models: dict[str, Adapted]) -> None:
+    """The unembedding of many rows uses no request's adapter."""
+    sampling = {"prompt_logprobs": 0}
+    with_it = [
+        Ask(PROMPT_IDS, _steer(number), sampling=sampling, adapter=models[name].request)
+        for number, name in enumerate(("first", "second", "base"))
+    ]
+    replies = [reply for (reply,) in engine.run(with_it)]
+    assert all(reply.failure is None for reply in replies)
+
+
+# The prefix cache.
+
+
+@pytest.mark.parametrize("interventions", [[], _steer(1)], ids=["plain", "steered"])
+def test_adapters_never_share_the_prefix_cache(
+    engine: Engine, models: dict[str, Adapted], interventions: list[dict[str, Any]]
+) -> None:
+    prompt = [*_LONG, 100 + len(interventions)]
+    only_writes = interventions[:1]
+    cold = {}
+    for name, model in models.items():
+        cold[name] = engine.ask(prompt, only_writes, sampling=dict(_LOGPROBS), adapter=model.request)
+        assert cold[name].num_cached_tokens == 0, name
+    for name, model in models.items():
+        warm = engine.ask(prompt, only_writes, sampling=dict(_LOGPROBS), adapter=model.request)
+        assert warm.num_cached_tokens >= 64, name
+        assert warm.token_ids == cold[name].token_ids
+    assert len({tuple(reply.token_ids) for reply in cold.values()}) == len(models)
+
+
+# Blocks that call modules.
+
+
+def test_a_block_calls_modules_with_its_own_requests_adapter(
+    model: AdaptedVLLM, engine: Engine, models: dict[str, Adapted]
+) -> None:
+    """Whatever the number of rows and whoever else is in the batch."""
+    rows = torch.randn(5, HIDDEN_SIZE, generator=torch.Generator().manual_seed(1))
+    greedy: dict[str, Any] = {"max_tokens": 3, "temperature": 0.0, "ignore_eos": True}
+    with model.trace(**greedy) as tracer:
+        with tracer.invoke(PROMPT_IDS, lora_request=models["first"].request):
+            of_first = save([model.layers[1].mlp(rows), model.model.layers[0].self_attn.qkv_proj(rows)[0]])
+        with tracer.invoke(PROMPT_IDS[1:], lora_request=models["second"].request):
+            _ = model.layers[2].output
+            of_second = save([model.layers[1].mlp(rows), model.model.layers[0].self_attn.qkv_proj(rows)[0]])
+        with tracer.invoke(PROMPT_IDS[2:]):
+            for _ in tracer.iter[:]:
+                of_base = save([model.layers[1].mlp(rows), model.model.layers[0].self_attn.qkv_proj(rows)[0]])
+    for name, got in (("first", of_first), ("second", of_second), ("base", of_base)):
+        wanted = _called(models[name].merged, rows)
+        for one, other in zip(got, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def _called(merged: Path, rows: torch.Tensor) -> list[torch.Tensor]:
+    local: Any = LanguageModel(str(merged), dtype=torch.float32, dispatch=True)._module
+    attention = local.model.layers[0].self_attn
+    with torch.no_grad():
+        projected = [getattr(attention, f"{part}_proj")(rows) for part in "qkv"]
+        return [local.model.layers[1].mlp(rows), torch.cat(projected, dim=-1)]
+
+
+# What is refused.
+
+
+def head_adapter(directory: Path) -> Path:
+    """Write an adapter of the unembedding."""
+    weights = {
+        "base_model.model.lm_head.lora_A.weight": torch.ones(RANK, HIDDEN_SIZE),
+        "base_model.model.lm_head.lora_B.weight": torch.ones(319, RANK),
+    }
+    write_weights(weights, directory)
+    return directory
+
+
+def test_an_adapter_of_the_unembedding_is_refused(engine: Engine, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="lm_head"):
+        engine.core.add_lora(LoRARequest("head", 9, str(head_adapter(tmp_path))))
+
+
+@pytest.mark.parametrize(("option", "value"), [("tensor_parallel_size", 2), ("pipeline_parallel_size", 2)])
+def test_several_workers_are_refused_by_name(checkpoint: Path, option: str, value: int) -> None:
+    with pytest.raises(UnsupportedOptionError, match=f"--enable-lora with --{option.replace('_', '-')}"):
+        VLLM(str(checkpoint), dispatch=True, **{**_ENGINE, option: value})
+
+
+def test_a_target_before_the_lens_is_refused_by_name(checkpoint: Path) -> None:
+    with pytest.raises(UnsupportedOptionError, match="lm_head"):
+        VLLM(str(checkpoint), dispatch=True, **_ENGINE, lora_target_modules=["lm_head"])
+
+
+@pytest.mark.heavy
+def test_an_adapter_of_a_real_model(bundled: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(bundled, tmp_path / "adapter", std=0.05)
+    merged = load_reference_model(write_merged(bundled, adapter, tmp_path / "merged"))
+    prompt = [504, 2345, 1234, 99, 314]
+    points = ["layers.0.attn.q", "layers.15.mlp.act", "layers.29.output", "norm.output"]
+    activations = reference_activations(tmp_path / "merged", prompt)
+    capture = {"op": "capture", "at": points, "where": {"phase": "prompt"}, "name": "captured"}
+    options = {**_ENGINE, "max_num_seqs": 2}
+    engine = Engine(bundled, **options)
+    try:
+        request = LoRARequest("adapter", 1, str(adapter))
+        reply, plain = engine.ask(prompt, [capture], adapter=request), engine.ask(prompt)
+    finally:
+        engine.close()
+    assert reply.token_ids == continued(merged, prompt, len(reply.token_ids)).token_ids != plain.token_ids
+    for point in points:
+        wanted = activations[point]
+        ours = reply.tensor("captured", point)
+        torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
