@@ -72,8 +72,9 @@ def engine(core: Core, monkeypatch: pytest.MonkeyPatch) -> InterventionAsyncLLM:
         await asyncio.sleep(0)
 
     async def generate(
-        engine: Any, prompt: Any, params: Any, request_id: str, data_parallel_rank: int
+        engine: Any, prompt: Any, params: Any, request_id: str, data_parallel_rank: int, lora_request: None
     ) -> AsyncGenerator[Any, None]:
+        assert lora_request is None
         core.calls.append((core.core_engines[data_parallel_rank], "generate", request_id))
         await engine.add_request(request_id, prompt, params)
         engine.traces.deliver([("key", 0, b"delta", "")], 0)
