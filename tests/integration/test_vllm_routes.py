@@ -74,7 +74,7 @@ async def test_the_key_is_checked_here_and_goes_no_further(server: Server, heade
 
 @pytest.mark.parametrize("route", JSON_ROUTES, ids=str)
 async def test_bodies_have_the_limits_of_all_routes(server: Server, error_of: ErrorCheck, route: Any) -> None:
-    headers = await Tenants(server).headers("acme", Scope.COMPLETIONS, Scope.ADMIN)
+    headers = await Tenants(server).headers("acme")
 
     async def post(content: str, kind: str = "application/json") -> Any:
         given = {**headers, "content-type": kind}
@@ -124,7 +124,7 @@ async def test_texts_beyond_the_models_context_are_not_tokenized(
         longest = server.context.engine.capabilities().sizes.max_model_len * 32
         body = {"prompt": "a" * (longest // 2), "messages": [{"content": "b" * longest}]}
         tenants = Tenants(server)
-        headers = await tenants.headers("acme", Scope.COMPLETIONS, Scope.ADMIN)
+        headers = await tenants.headers("acme")
         error_of(await tenants.send("POST", route.path, headers, json=body), 400, "invalid_value")
 
 

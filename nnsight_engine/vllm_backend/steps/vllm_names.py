@@ -166,7 +166,7 @@ _WORKER: Final = (
     ),
     _used("vllm.utils.import_utils", called={"resolve_obj_by_qualname": "qualname"}),
     _used("vllm.lora.layers", read="LogitsProcessorWithLoRA VocabParallelEmbeddingWithLoRA"),
-    _used("vllm.lora.layers:BaseLayerWithLoRA", read="base_layer"),
+    _used("vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA", read="base_layer"),
     _used("vllm.lora.model_manager:LoRAModelManager", read="lora_index_to_id modules punica_wrapper_mapping"),
     _used(
         "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU",

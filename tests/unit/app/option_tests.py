@@ -59,6 +59,7 @@ SHOWN_BY: Final = {
     "help": "tests/unit/app/test_cli.py::test_without_a_command_it_shows_its_usage_and_fails",
     "host": _ADDRESS,
     "log_error_stack": f"{_SERVED}::test_errors_are_logged_where_they_were_raised_if_that_is_enabled",
+    "lora_modules": "tests/e2e/test_lora_http.py::test_an_adapter_is_a_model_of_the_list",
     "max_log_len": _CONTENT,
     "middleware": f"{_HTTP}::test_an_operators_middleware_sees_every_answer_the_last_one_outermost",
     "model_tag": "tests/unit/app/test_cli.py::test_the_model_comes_first_or_as_an_option_or_not_at_all",
