@@ -16,7 +16,7 @@ WORKER: Final = "PYTEST_XDIST_WORKER"
 _TOGETHER: Final = {
     "bundled_server": tuple(
         f"tests/e2e/test_{name}.py"
-        for name in ("remote", "example", "jobs", "vectors", "presets", "odd_requests")
+        for name in ("remote", "example", "jobs", "vectors", "presets", "odd_requests", "clients")
     ),
     "keyed_server": tuple(
         f"tests/e2e/test_{name}.py"
