@@ -1,4 +1,4 @@
-"""The command line: ``nnsight-engine serve | keys | chat | lens | steer``.
+"""The command line: ``nnsight-engine serve | keys | chat | lens | steer | run-batch``.
 
 Imports nothing heavy: the modules that run ``serve`` and ``keys`` take seconds to import, and are imported
 once their options have been read.

@@ -1,4 +1,4 @@
-"""The command line of ``nnsight-engine chat | lens | steer``: options and the handling of errors."""
+"""The command line of ``chat | lens | steer | run-batch``: options and the handling of errors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Coroutine, Iterator
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
@@ -14,8 +15,10 @@ from rich.console import Console
 
 from app.command_error import CommandError
 from app.settings import ClientSettings
+from app.terminal.batch import CONCURRENCY, Batch
 from app.terminal.chat import Chat
 from app.terminal.lens import lens as show_lens
+from app.terminal.own_server import own_server
 from app.terminal.server import JsonObject, Server
 from app.terminal.steering import SteeringRequest
 from app.terminal.steering import steer as show_steered
@@ -163,6 +166,42 @@ def steer(
     title = f"{vector} × {scale:g} at {', '.join(layer)}"
     server = _server(url)
     _wait(server, show_steered(server, request, title, Console(highlight=False)))
+
+
+@COMMANDS.command(
+    options_metavar="-i FILE -o FILE [MODEL] [OPTIONS] [VLLM OPTIONS]",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def run_batch(
+    context: typer.Context,
+    *,
+    source: Annotated[
+        Path, typer.Option("-i", "--input-file", exists=True, dir_okay=False, help="A request on each line.")
+    ],
+    target: Annotated[
+        Path, typer.Option("-o", "--output-file", dir_okay=False, help="The answers, in the same order.")
+    ],
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at once.")] = CONCURRENCY,
+    url: _Url = None,
+) -> None:
+    """Answer the requests of a file, in the format of OpenAI's batches; bodies may have interventions.
+
+    Without --url a server is started for the run, with MODEL and options as for serve.
+    """
+    if url is not None and context.args:
+        raise typer.BadParameter(f"a server at --url takes no model or options, got {context.args[0]!r}")
+    console = Console(stderr=True, highlight=False)
+    with _reported():
+        batch = Batch(source, target, concurrency)
+
+    async def run() -> None:
+        async with _server(url) if url is not None else own_server(context.args) as server:
+            await batch.run(server, console)
+
+    with _reported():
+        asyncio.run(run())
+    if batch.num_failed:
+        raise CommandError(f"{batch.num_failed} of {batch.num_requests} requests failed; {target} has why")
 
 
 __all__ = ["COMMANDS", "given_options"]

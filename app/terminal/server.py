@@ -25,6 +25,7 @@ JsonObject = dict[str, Any]
 _CONNECT_S: Final = 5.0
 _READ_S: Final = 600.0
 """The longest wait for the next byte; the prefill of a long prompt is slow."""
+_BUSY: Final = frozenset({429, 503})
 _MAX_QUOTED: Final = 500
 """The number of characters that are quoted of an unexpected answer."""
 
@@ -35,16 +36,20 @@ class Server:
     Args:
         url: The server's address.
         key: The API key; empty if the server has no keys.
+        uds: The Unix socket that it listens on, if any.
 
     Raises:
         ValueError: The address is invalid.
     """
 
-    def __init__(self, url: str, key: str = "") -> None:
+    def __init__(self, url: str, key: str = "", uds: str | None = None) -> None:
         self.url = normalized(url)
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._client = httpx.AsyncClient(
-            base_url=self.url, headers=headers, timeout=httpx.Timeout(_READ_S, connect=_CONNECT_S)
+            base_url=self.url,
+            headers=headers,
+            timeout=httpx.Timeout(_READ_S, connect=_CONNECT_S),
+            transport=None if uds is None else httpx.AsyncHTTPTransport(uds=uds),
         )
 
     async def __aenter__(self) -> Self:
@@ -69,6 +74,21 @@ class Server:
             return response
 
         return self._object((await self._with_retries(send)).text)
+
+    async def response(self, path: str, body: JsonObject) -> httpx.Response:
+        """Send a request and return its response, refusals included; repeated while the server is busy.
+
+        Raises:
+            RemoteError: No server answers, or it stays busy.
+        """
+
+        async def send() -> httpx.Response:
+            response = await self._client.post(path, json=body)
+            if response.status_code in _BUSY:
+                raise RemoteError.from_response(response)
+            return response
+
+        return await self._with_retries(send)
 
     async def texts(self, path: str, body: JsonObject) -> AsyncGenerator[str, None]:
         """Yield the text of a completion or of a chat's answer, piece by piece.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pty
 import re
@@ -320,3 +321,48 @@ def test_the_option_goes_before_the_variable_and_a_wrong_address_is_said(termina
     status, _, err = terminal.run("chat", "--url", "ftp://nowhere")
     assert status == 1
     assert "a server's address is like http://127.0.0.1:8000" in err
+
+
+def line(custom_id: str, url: str = "/v1/completions", **body: Any) -> str:
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body})
+
+
+def test_a_batch_is_answered_in_order_and_tells_what_failed(terminal: Terminal, tmp_path: Path) -> None:
+    steer = {"op": "steer", "at": "layers.2.output", "vector": {"name": "joy"}}
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [line(str(index), prompt=f"word{index}", max_tokens=2) for index in range(20)]
+    lines += ["", line("steered", prompt="word", max_tokens=2, interventions=[steer])]
+    lines += [line("wrong", prompt="word", interventions=[{"op": "nothing"}]), line("lost", "/v1/nowhere")]
+    source.write_text("\n".join(lines))
+    status, _, err = terminal.run("run-batch", "-i", str(source), "-o", str(target), "--concurrency", "4",
+                                  "--url", terminal.url)  # fmt: skip
+    assert (status, "2 of 23 requests failed" in err) == (1, True), err
+    answers = [json.loads(one) for one in target.read_text().splitlines()]
+    assert [one["custom_id"] for one in answers] == [*map(str, range(20)), "steered", "wrong", "lost"]
+    texts = [one["response"]["body"]["choices"][0]["text"] for one in answers[:21]]
+    assert texts[19].split() == ["word19", "word19"]
+    assert texts[20].split() == ["word", "joyful"]
+    assert [one["response"]["status_code"] for one in answers[20:]] == [200, 400, 404]
+    assert answers[21]["error"]["code"] == "unknown_operation"
+    assert all(one["response"]["request_id"] for one in answers)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"custom_id": "a", "url": "/v1/completions", "body": {}}\n{"url": 3}', "line 2: custom_id"),
+        ("nonsense", "line 1: the line"),
+        (line("a", stream=True), "are not streamed"),
+        (line("a", url="completions"), "a path such as"),
+    ],
+)
+def test_a_batch_that_is_none_is_refused_before_anything_is_sent(
+    terminal: Terminal, tmp_path: Path, content: str, said: str
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text(content)
+    status, _, err = terminal.run(
+        "run-batch", "-i", str(source), "-o", str(tmp_path / "out"), "--url", terminal.url
+    )
+    assert (status, said in err) == (1, True), err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,133 @@
+"""Sends the requests of a batch file to a server, and writes the answers to another file.
+
+The files are those of OpenAI's batches and of ``vllm run-batch``: a request on each line, with ``custom_id``,
+``method``, ``url`` and ``body``. A body is that of its route, ``interventions`` included. Answers are written
+in the order of the requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, TextIO
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from app.terminal.server import JsonObject, Server
+from nnsight_engine.remote_backend.errors import RemoteError
+
+CONCURRENCY: Final = 64
+"""Requests that are under way at once."""
+_BAD_REQUEST: Final = 400
+_BROKEN_OFF: Final = 502
+
+
+class BatchRequest(BaseModel):
+    """A line of a batch file."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    custom_id: str
+    method: str = "POST"
+    url: str
+    body: dict[str, Any]
+
+
+def read_batch(path: Path) -> Iterator[BatchRequest]:
+    """Yield the requests of a file.
+
+    Raises:
+        ValueError: A line is no request; the message has its number.
+    """
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                request = BatchRequest.model_validate_json(line)
+            except ValidationError as error:
+                first = error.errors()[0]
+                place = ".".join(map(str, first["loc"])) or "the line"
+                raise ValueError(f"{path}, line {number}: {place}: {first['msg']}") from error
+            if request.method.upper() != "POST" or not request.url.startswith("/"):
+                raise ValueError(
+                    f"{path}, line {number}: a request is a POST to a path such as /v1/chat/completions"
+                )
+            if request.body.get("stream"):
+                raise ValueError(f"{path}, line {number}: answers of a batch are not streamed; drop `stream`")
+            yield request
+
+
+class Batch:
+    """One run of a batch file.
+
+    Args:
+        source: The file with the requests.
+        target: The file for the answers; replaced if it exists.
+        concurrency: Number of requests under way at once.
+
+    Raises:
+        ValueError: A line of the file is no request.
+    """
+
+    def __init__(self, source: Path, target: Path, concurrency: int = CONCURRENCY) -> None:
+        self._source = source
+        self._target = target
+        self._concurrency = concurrency
+        self.num_requests = sum(1 for _ in read_batch(source))
+        self.num_failed = 0
+
+    async def run(self, server: Server, console: Console) -> None:
+        """Send all requests, and write each answer once those before it have arrived."""
+        pending: deque[asyncio.Task[JsonObject]] = deque()
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with self._target.open("w", encoding="utf-8") as out, Progress(*columns, console=console) as progress:
+            task = progress.add_task("Batch", total=self.num_requests)
+            try:
+                for request in read_batch(self._source):
+                    pending.append(asyncio.create_task(_answer(server, request)))
+                    if len(pending) == self._concurrency:
+                        await self._write(pending.popleft(), out)
+                        progress.advance(task)
+                while pending:
+                    await self._write(pending.popleft(), out)
+                    progress.advance(task)
+            finally:
+                for left in pending:
+                    left.cancel()
+                await asyncio.gather(*pending, return_exceptions=True)
+
+    async def _write(self, answering: asyncio.Task[JsonObject], out: TextIO) -> None:
+        answer = await answering
+        self.num_failed += answer["error"] is not None
+        out.write(json.dumps(answer, ensure_ascii=False) + "\n")
+        out.flush()
+
+
+async def _answer(server: Server, request: BatchRequest) -> JsonObject:
+    """Return the line of a request's answer."""
+    error: JsonObject | None = None
+    try:
+        response = await server.response(request.url, request.body)
+        status, request_id = response.status_code, response.headers.get("x-request-id", "")
+        body = response.json() if response.content else {}
+        if status >= _BAD_REQUEST:
+            error = body.get("error", body)
+    except (RemoteError, ValueError) as failure:
+        status, request_id, body = getattr(failure, "status", None) or _BROKEN_OFF, "", None
+        error = {"message": str(failure), "code": getattr(failure, "code", None)}
+    return {
+        "id": f"batch_req_{uuid.uuid4().hex}",
+        "custom_id": request.custom_id,
+        "response": {"status_code": status, "request_id": request_id, "body": body},
+        "error": error,
+    }
+
+
+__all__ = ["CONCURRENCY", "Batch", "BatchRequest", "read_batch"]
