@@ -14,6 +14,7 @@ from starlette.requests import HTTPConnection
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.keys import Scope
+from api_schemas.presets import HEADER
 from app.admission.rates import Rates
 from app.audit.log import AuditLog
 from app.auth.keys import Keys
@@ -43,6 +44,8 @@ _RUN_AT_ONCE: Final = {
     "/v1/completions", "/v1/chat/completions", "/v1/traces", "/v1/vectors/train", *WORKING,
 }  # fmt: skip
 """Routes that count against the limit on concurrency."""
+_WITHOUT_PRESETS: Final = frozenset({"/v1/traces", "/v1/vectors/train", "/v1/jobs"})
+"""Routes that run the model as it is; a header with a preset would be ignored there."""
 _FREE: Final = frozenset({Scope.INTERVENTIONS, Scope.CODE})
 """The scopes of routes that intervene, or change what does: not for keys that are limited to presets."""
 _READS: Final = frozenset({"GET", "HEAD"})
@@ -111,9 +114,18 @@ async def caller_of(
         principal.check_free(f"the route {connection.scope['route'].path}")
     if request.intake is not None:  # a route's further scopes are checked by further calls
         return principal
+    route = connection.scope["route"].path
+    if (
+        route in _WITHOUT_PRESETS
+        and connection.scope.get("method") == "POST"
+        and HEADER in connection.headers
+    ):
+        raise ApiError(
+            ErrorCode.UNSUPPORTED_COMBINATION, f"{route} takes no presets; leave out the header.", HEADER
+        )
     request.intake, request.bodies = context.receiving.intake(principal.tenant), context.bodies
     if principal.has_key:
-        works = connection.scope["route"].path in _RUN_AT_ONCE
+        works = route in _RUN_AT_ONCE
         set_limits(context.store.stored, principal)
         request.admitted = await context.rates.admit(principal, request.meter, works=works)
     return principal

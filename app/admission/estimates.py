@@ -52,9 +52,9 @@ def num_choices(body: Mapping[str, Any]) -> int:
     return min(num_prompts(body) * max(1, _number(body.get("n"))), _MAX_COUNT)
 
 
-def num_prompts(body: Mapping[str, Any], field: str = "prompt") -> int:
-    """Return the number of prompts in a field of a body, at least 1."""
-    given = body.get(field)
+def num_prompts(body: Mapping[str, Any]) -> int:
+    """Return the number of prompts of a completion, at least 1."""
+    given = body.get("prompt")
     found = len(given) if isinstance(given, list) and not _is_ids(given) else int(given is not None)
     embeds = body.get("prompt_embeds")
     found += len(embeds) if isinstance(embeds, list) else int(embeds is not None)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, MutableMapping
+from pathlib import Path
 from typing import Any
 
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
@@ -14,7 +15,9 @@ from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
 from vllm.lora.request import LoRARequest
 
 from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.excerpt import clip
 from app.process_environment import ADAPTER_UPDATES, may_update_adapters
+from nnsight_engine.vllm_backend.adapter_requests import is_adapter_folder
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +40,8 @@ class AdapterLocks:
         return len(self._locks)
 
 
-def check_adapter_request(fields: Mapping[str, Any]) -> None:
-    """Check a request to load or unload an adapter.
+def check_adapter_request(fields: MutableMapping[str, Any]) -> None:
+    """Check a request to load or unload an adapter; its folder becomes an absolute path.
 
     Raises:
         ApiError: The operator has not allowed such requests, or the adapter would change while it is used.
@@ -56,17 +59,33 @@ def check_adapter_request(fields: Mapping[str, Any]) -> None:
             "load the other one under its name; running requests end with the one that they began with.",
             "load_inplace",
         )
+    name, path = fields.get("lora_name"), fields.get("lora_path")
+    if isinstance(name, str) and ":" in name:
+        raise ApiError(
+            ErrorCode.INVALID_VALUE,
+            "The name of an adapter has no colon: what follows one in `model` is a preset.",
+            "lora_name",
+        )
+    if isinstance(path, str):
+        folder = str(Path(path).expanduser().absolute())
+        if not is_adapter_folder(folder):
+            raise ApiError(
+                ErrorCode.NOT_FOUND,
+                f"There is no adapter at {clip(path)!r} on the server: it must be a folder there, with "
+                "adapter_config.json and the weights. Download one of a repository first.",
+                "lora_path",
+            )
+        fields["lora_path"] = folder
 
 
 async def load_again(models: OpenAIServingModels, adapters: Iterable[LoRARequest]) -> None:
     """Load the adapters of an engine that has died into the one in its place."""
     for one in adapters:
-        if one.lora_name not in models.lora_requests:
-            answer = await models.load_lora_adapter(
-                LoadLoRAAdapterRequest(lora_name=one.lora_name, lora_path=one.lora_path)
-            )
-            if isinstance(answer, ErrorResponse):
-                logger.error("the adapter %r is lost: %s", one.lora_name, answer.error.message)
+        answer = await models.load_lora_adapter(
+            LoadLoRAAdapterRequest(lora_name=one.lora_name, lora_path=one.lora_path)
+        )
+        if isinstance(answer, ErrorResponse):
+            logger.error("the adapter %r is lost: %s", one.lora_name, answer.error.message)
 
 
 __all__ = ["AdapterLocks", "check_adapter_request", "load_again"]

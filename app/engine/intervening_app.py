@@ -7,6 +7,7 @@ each item of ``data`` has the field.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from http import HTTPStatus
 from typing import Any, Final
@@ -24,7 +25,7 @@ from nnsight_engine.vllm_backend.call import InterventionCall
 _EVENT_END: Final = b"\n\n"
 _DATA: Final = b"data: "
 _BEFORE: Final = frozenset({"response.created", "response.in_progress"})
-"""Events of a stream before its prompt is compiled. They wait, so that a refusal has a status."""
+"""Events of a stream before its first token. They wait for it, so that a refusal has a status."""
 _LAST_RESPONSE: Final = frozenset({"response.completed", "response.incomplete", "response.failed"})
 _LAST_MESSAGE: Final = "message_delta"
 _NAMING: Final = _BEFORE | _LAST_RESPONSE | {"message_start"}
@@ -55,15 +56,16 @@ class InterveningApp:
         Raises:
             ApiError: The call failed; also where the application answers with an error of its own.
         """
-        call = self._results.call
+        call, answer = self._results.call, _Answer(send, self._results)
         try:
             with carrying(call):
-                await self._app(scope, receive, _Answer(send, self._results).send)
+                await self._app(scope, receive, answer.send)
         except Exception as error:
             if call.failure is not None:
                 raise call.failure from error
             raise
         finally:
+            answer.close()
             self._engine.close_call(call)
 
 
@@ -76,6 +78,7 @@ class _Answer:
         self._held: Message | None = None
         self._is_stream = False
         self._content = bytearray()
+        self._patience: asyncio.Task[None] | None = None
 
     async def send(self, message: Message) -> None:
         """Send a message of the application's, with the results that belong to it."""
@@ -83,6 +86,9 @@ class _Answer:
             self._check_failure(is_error=message["status"] >= HTTPStatus.BAD_REQUEST)
             self._held = message
             self._is_stream = self._header(b"content-type").startswith(b"text/event-stream")
+            patience_s = self._results.settings.sse_keep_alive_s
+            if self._is_stream and patience_s:
+                self._patience = asyncio.create_task(self._begin_late(patience_s), name="first-token")
             return
         if message["type"] != "http.response.body":
             await self._send(message)
@@ -119,16 +125,36 @@ class _Answer:
         return answer
 
     async def _send_events(self, *, is_whole: bool) -> None:
-        end = len(self._content) if is_whole else self._content.rfind(_EVENT_END) + len(_EVENT_END)
+        last = self._content.rfind(_EVENT_END)
+        if last < 0 and not is_whole:
+            return
+        end = len(self._content) if is_whole else last + len(_EVENT_END)
         frames = [frame for frame in bytes(self._content[:end]).split(_EVENT_END) if frame]
-        if not is_whole and (not frames or all(_type_of(frame) in _BEFORE for frame in frames)):
+        if self._held is not None and not is_whole and all(_type_of(frame) in _BEFORE for frame in frames):
             return
         del self._content[:end]
         content = b"".join([await self._event(frame) + _EVENT_END for frame in frames])
+        await self._begin()
+        await self._send({"type": "http.response.body", "body": content, "more_body": not is_whole})
+
+    async def _begin(self) -> None:
+        """Send the head, if it was not sent yet."""
         held, self._held = self._held, None
+        if self._patience is not None:
+            self._patience.cancel()
         if held is not None:
             await self._send(held)
-        await self._send({"type": "http.response.body", "body": content, "more_body": not is_whole})
+
+    async def _begin_late(self, patience_s: float) -> None:
+        """Send the head of a stream that waits for its first token, so that comments can keep it alive."""
+        await asyncio.sleep(patience_s)
+        self._patience = None
+        await self._begin()
+
+    def close(self) -> None:
+        """Wait for nothing any more."""
+        if self._patience is not None:
+            self._patience.cancel()
 
     async def _event(self, frame: bytes) -> bytes:
         """Return an event with its results, and with the model's name as it was sent."""

@@ -7,7 +7,7 @@ port, and its lifespan does not run. Its state holds vLLM's serving classes.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from vllm.entrypoints.generate.api_router import register_generate_api_routers
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.pooling.factories import register_pooling_api_routers
 from vllm.entrypoints.serve.dev.cache.api_router import router as cache_router
@@ -61,14 +62,14 @@ class VLLMApp(FastAPI):
         attach_tokenize_router(self)
         attach_adapter_router(self)
         self._has_routes = False
+        self._models: OpenAIServingModels | None = None
 
     @property
     def adapters(self) -> Mapping[str, LoRARequest]:
         """The loaded LoRA adapters by name."""
-        models = getattr(self.state, "openai_serving_models", None)
-        return MappingProxyType({} if models is None else models.lora_requests)
+        return MappingProxyType({} if self._models is None else self._models.lora_requests)
 
-    def check_body(self, path: str, fields: Mapping[str, Any]) -> None:
+    def check_body(self, path: str, fields: MutableMapping[str, Any]) -> None:
         """Check a request for an adapter, and the items of a response one by one.
 
         vLLM's model tries some sixty classes for each item, and reports what each of them lacks.
@@ -102,10 +103,13 @@ class VLLMApp(FastAPI):
             if "generate" in tasks:
                 register_generate_api_routers(self)
         before = list(self.adapters.values())
+        if self._models is not None:
+            self._args.lora_modules = None  # those of the engine before are loaded, as they were last
         await init_app_state(engine, self.state, self._args, tasks)
         models = self.state.openai_serving_models
         models.lora_resolver_lock = AdapterLocks()
         await load_again(models, before)
+        self._models = models
         if "generate" not in tasks:
             return
         for serving in (self.state.openai_serving_completion, self.state.openai_serving_chat):

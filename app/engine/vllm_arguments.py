@@ -103,6 +103,8 @@ def _check(args: argparse.Namespace) -> None:
     """Import the parsers that plugins add, and check what vLLM's server checks before it loads the model."""
     if args.lora_modules and not args.enable_lora:
         raise UnsupportedOptionError("--lora-modules needs --enable-lora; add it")
+    if any(":" in module.name for module in args.lora_modules or ()):
+        raise UnsupportedOptionError("--lora-modules takes names without a colon, which is for presets")
     try:
         validate_parsed_serve_args(args)
         if args.tool_parser_plugin:

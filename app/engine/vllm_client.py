@@ -23,6 +23,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.lora.request import LoRARequest
+from vllm.lora.utils import get_adapter_absolute_path
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.usage.usage_lib import UsageContext
@@ -212,6 +213,8 @@ class VLLMEngineClient:
             pass
 
     def _load(self) -> InterventionAsyncLLM:
+        for adapter in self._args.lora_modules or ():  # a relative path may be a repository's name
+            adapter.path = get_adapter_absolute_path(adapter.path)
         arguments = engine_arguments(self._args, self._settings)
         config = arguments.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
         return InterventionAsyncLLM.create(

@@ -26,7 +26,7 @@ from api_schemas.passed_on import (
     ResponsesRequest,
     ResponsesResponse,
 )
-from app.admission.estimates import num_prompts, of_text
+from app.admission.estimates import of_text
 from app.body import BodyLimits, read_object
 from app.context import Context, Served, caller_of
 from app.engine.client import JsonObject
@@ -34,7 +34,7 @@ from app.errors import error_bytes
 from app.openapi import EVENTS_TYPE, error_responses, event_schema, json_body, schema_of
 from app.request_context import context_of
 from app.services.operations import resolve, take_operations
-from app.services.passed_bodies import check_body
+from app.services.passed_bodies import check_body, num_texts
 from app.services.passing_on import PassedOn
 from app.services.streaming import last_events
 from app.vllm_routes import (
@@ -80,7 +80,10 @@ async def _fields(route: VLLMRoute, request: Request, context: Context) -> JsonO
     settings = context.settings
     limits = BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
     fields = await read_object(request, limits)
-    check_body(route, fields, context.engine.capabilities().sizes.max_model_len)
+    max_model_len = context.engine.capabilities().sizes.max_model_len
+    check_body(route, fields, max_model_len, settings.max_choices)
+    if not route.runs:
+        context.presets.drop_from_model(fields)
     context.engine.check_passed_body(route.path, fields)
     if route.path in {LOAD_ADAPTER, UNLOAD_ADAPTER}:
         context_of(request.scope).record.subject = clip(str(fields.get("lora_name", "")))
@@ -92,7 +95,7 @@ async def _operations(
 ) -> tuple[Intervention, ...]:
     """Take a request's interventions out of its body; raises ApiError if it is not accepted."""
     asked = context_of(request.scope)
-    count = num_prompts(fields, "input") if route.has_many else 1
+    count = num_texts(fields) if route.has_many else 1
     operations = await take_operations(fields, count, request, context, asked.caller)
     if operations and not route.intervenes:
         raise ApiError(

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, Final, TypeVar
 
 from starlette.types import Message, Send
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -77,7 +80,8 @@ class KeepAlive:
                 if num_seen == self._num_sent and self._is_between_events:
                     try:
                         await self._send(_MESSAGE)
-                    except OSError:  # the client has left, as the stream will notice
+                    except Exception:  # the client has left, as the stream will notice
+                        logger.debug("a comment was not sent", exc_info=True)
                         return
 
 

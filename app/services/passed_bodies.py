@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
+from itertools import chain
 from typing import Any, Final
 
 from api_schemas.errors import ApiError, ErrorCode
@@ -18,18 +19,23 @@ _MAX_NAME: Final = 512
 _MAX_CHARS_PER_TOKEN: Final = 32
 _MAX_STORED: Final = 64 * 1024
 _MAX_TEXTS: Final = 64
-_LISTS: Final = ("input", "documents", "items", "text_1", "text_2", "data_1", "data_2", "queries")
+_LISTS: Final = (
+    "input", "messages", "documents", "items", "text_1", "text_2", "data_1", "data_2", "queries",
+)  # fmt: skip
 """Fields with several texts, each of which is a prompt or a part of one."""
 _TRANSFERS: Final = ("kv_transfer_params", "ec_transfer_params")
 
 
-def check_body(route: VLLMRoute, fields: MutableMapping[str, Any], max_model_len: int) -> None:
+def check_body(
+    route: VLLMRoute, fields: MutableMapping[str, Any], max_model_len: int, max_texts: int
+) -> None:
     """Check a body.
 
     Args:
         route: The route.
         fields: The body; large responses are marked not to be stored.
         max_model_len: The number of tokens of the longest prompt with its answer.
+        max_texts: The largest number of texts, where each is a prompt of its own.
 
     Raises:
         ApiError: It is not accepted.
@@ -41,7 +47,10 @@ def check_body(route: VLLMRoute, fields: MutableMapping[str, Any], max_model_len
     check_spelling(fields)
     others = [value for name, value in fields.items() if name != FIELD]
     num_characters = sum(map(len, _texts(others)))
-    num_prompts = min(_num_texts(fields), _MAX_TEXTS) if route.has_many else 1
+    num_prompts = 1
+    if route.has_many:
+        _check_texts(fields, max_model_len, max_texts)
+        num_prompts = min(num_texts(fields), _MAX_TEXTS)
     most = max_model_len * _MAX_CHARS_PER_TOKEN * num_prompts
     if num_characters > most:  # vLLM tokenizes texts whole, on a thread that all requests share
         raise ApiError(
@@ -59,10 +68,37 @@ def check_body(route: VLLMRoute, fields: MutableMapping[str, Any], max_model_len
             fields["store"] = False
 
 
-def _num_texts(fields: Mapping[str, Any]) -> int:
-    """Return the number of texts that are prompts of their own, at least 1."""
-    found = (fields.get(name) for name in _LISTS)
-    return max([1, *(len(texts) for texts in found if isinstance(texts, list))])
+def num_texts(fields: Mapping[str, Any]) -> int:
+    """Return the number of texts of a body that are prompts of their own, at least 1."""
+    lists = [fields[name] for name in _LISTS if _kind_of(fields.get(name)) in {str, list}]
+    return max([1, *map(len, lists)])
+
+
+def _kind_of(texts: Any) -> type | None:
+    """Return the type of a list's items: int for the ids of one prompt, dict for one conversation."""
+    kinds = set(map(type, texts)) if isinstance(texts, list) else set()
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def _check_texts(fields: Mapping[str, Any], max_model_len: int, max_texts: int) -> None:
+    """Check the form and the number of texts; vLLM reports several errors for each wrong item.
+
+    Raises:
+        ApiError: ``invalid_value``.
+    """
+    for name in _LISTS:
+        texts = fields.get(name)
+        if not isinstance(texts, list) or not texts:
+            continue
+        kind = _kind_of(texts)
+        inner = set(map(type, chain.from_iterable(texts))) if kind is list else set()
+        if kind not in {str, int, dict, list} or not (inner <= {int} or inner == {dict}):
+            raise _invalid(name, "must be a text, texts, ids, lists of ids, or messages")
+        if kind is not int and len(texts) > max_texts:
+            raise _invalid(name, f"may have {max_texts} items, got {len(texts)}; send several requests")
+        longest = len(texts) if kind is int else max(map(len, texts)) if inner == {int} else 0
+        if longest > max_model_len and fields.get("truncate_prompt_tokens") is None:
+            raise _invalid(name, f"may have {max_model_len} ids for each text, got {longest}")
 
 
 def _check_response(fields: Mapping[str, Any]) -> None:
@@ -112,4 +148,4 @@ def _invalid(name: str, text: str) -> ApiError:
     return ApiError(ErrorCode.INVALID_VALUE, f"`{name}` {text}.", name)
 
 
-__all__ = ["MAX_OBJECTS", "check_body"]
+__all__ = ["MAX_OBJECTS", "check_body", "num_texts"]

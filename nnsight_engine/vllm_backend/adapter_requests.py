@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
+from typing import Final
 
 from vllm.lora.request import LoRARequest
 
 from api_schemas.errors import ApiError, ErrorCode
+
+_WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
+
+
+def is_adapter_folder(path: str) -> bool:
+    """Return whether a path is a folder with an adapter's configuration and weights."""
+    has_weights = any(Path(path, name).exists() for name in _WEIGHTS)
+    return has_weights and Path(path, "adapter_config.json").exists()
 
 
 def check_files(adapter: LoRARequest) -> None:
@@ -20,8 +28,7 @@ def check_files(adapter: LoRARequest) -> None:
     Raises:
         ApiError: ``model_not_found``: they are not.
     """
-    folder = os.path.expanduser(adapter.lora_path)
-    if os.path.isabs(folder) and not Path(folder, "adapter_config.json").exists():
+    if not is_adapter_folder(adapter.lora_path):
         raise ApiError(
             ErrorCode.MODEL_NOT_FOUND,
             f"The files of the adapter {adapter.lora_name!r} have been removed from the server; its operator "
@@ -45,4 +52,4 @@ def salt_of_adapter(adapter: LoRARequest, salt: str | None, secret: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-__all__ = ["check_files", "salt_of_adapter"]
+__all__ = ["check_files", "is_adapter_folder", "salt_of_adapter"]

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from api_schemas.errors import ApiError
 from api_schemas.interventions import FIELD
 from api_schemas.keys import Limits, Scope
-from app.services.passed_bodies import MAX_OBJECTS, check_body
+from app.services.passed_bodies import MAX_OBJECTS, check_body, num_texts
 from app.storage.audit import AuditStore, Wanted
 from app.vllm_routes import LOAD_ADAPTER, RESPONSES, VLLM_ROUTES
+from tests.fakes.results import MODEL
 from tests.fakes.vllm_app import num_open
 from tests.integration.conftest import ErrorCheck, Serve, Server
 from tests.integration.tenants import Tenants
@@ -116,6 +118,56 @@ async def test_what_costs_the_handlers_too_much_is_refused(
         assert answer.json()["error"]["code"] == code
 
 
+EMBEDDING = next(route for route in JSON_ROUTES if route.has_many)
+
+
+@pytest.mark.parametrize("field", ["input", "documents", "text_2"])
+@pytest.mark.parametrize(
+    "texts",
+    [[1.5] * 5, ["a", 1], [[1], "a"], [[1, None]], [[["a"]]], ["a"] * 4, [[1]] * 4, [None], [*range(9)]],
+    ids=str,
+)
+def test_wrong_and_too_many_texts_are_refused_at_once(field: str, texts: Any) -> None:
+    """VLLM reports several errors for each item, and gathers all of them in one turn of the event loop."""
+    with pytest.raises(ApiError) as refused:
+        check_body(EMBEDDING, {field: texts}, 8, 3)
+    assert (refused.value.code, refused.value.param) == ("invalid_value", field)
+
+
+@pytest.mark.parametrize(
+    ("fields", "count"),
+    [
+        ({"input": "a"}, 1),
+        ({"input": [1, 2, 3]}, 1),
+        ({"input": ["a", "b"]}, 2),
+        ({"input": [[1], [2, 3]]}, 2),
+        ({"input": [{"role": "user", "content": "a"}] * 3}, 1),
+        ({"messages": [{"role": "user", "content": "a"}] * 3}, 1),
+        ({"messages": [[{"role": "user", "content": "a"}]] * 3}, 3),
+    ],
+    ids=str,
+)
+def test_prompts_are_counted_as_vllm_makes_them(fields: Any, count: int) -> None:
+    assert num_texts(fields) == count
+
+
+@pytest.mark.parametrize("path", ["/v1/traces", "/v1/vectors/train", "/v1/jobs"])
+async def test_a_presets_header_is_refused_where_presets_do_not_act(
+    server: Server, error_of: ErrorCheck, path: str
+) -> None:
+    headers = await Tenants(server).headers("acme")
+    answer = await server.client.post(path, json={}, headers={**headers, "x-nnsight-preset": "calm"})
+    error_of(answer, 400, "unsupported_combination")
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/messages/count_tokens"])
+async def test_tokens_are_counted_for_a_model_with_a_preset(server: Server, path: str) -> None:
+    tenants = Tenants(server)
+    body = {"prompt": "x", "messages": [], "model": f"{MODEL}:calm"}
+    found = await tenants.send("POST", path, await tenants.headers("acme"), json=body)
+    assert found.json()["body"]["model"] == MODEL
+
+
 @pytest.mark.parametrize("route", JSON_ROUTES, ids=str)
 async def test_texts_beyond_the_models_context_are_not_tokenized(
     serve: Serve, error_of: ErrorCheck, route: Any
@@ -131,7 +183,7 @@ async def test_texts_beyond_the_models_context_are_not_tokenized(
 @pytest.mark.parametrize(("size", "is_stored"), [(1000, None), (70_000, False)])
 def test_large_responses_are_not_stored(size: int, is_stored: bool | None) -> None:
     fields: dict[str, Any] = {"input": "x" * size}
-    check_body(next(route for route in JSON_ROUTES if route.path == RESPONSES), fields, 100_000)
+    check_body(next(route for route in JSON_ROUTES if route.path == RESPONSES), fields, 100_000, 10)
     assert fields.get("store") is is_stored
 
 

@@ -18,7 +18,15 @@ from api_schemas.interventions import FIELD as INTERVENTIONS
 from api_schemas.interventions import Intervention
 from api_schemas.keys import Scope
 from api_schemas.names import Reference
-from api_schemas.presets import HEADER, MAX_PRESET_BYTES, SEPARATOR, NewPreset, PresetContent, PresetList
+from api_schemas.presets import (
+    HEADER,
+    MAX_PRESET_BYTES,
+    SEPARATOR,
+    NewPreset,
+    PresetContent,
+    PresetList,
+    split_model,
+)
 from api_schemas.request_traces import Trace
 from app.auth.code_policy import check_code_allowed
 from app.auth.principal import Principal
@@ -184,9 +192,9 @@ class PresetService:
         """
         asked = context_of(request.scope)
         caller, own = asked.caller, body.get(INTERVENTIONS)
-        served = self._engine.served().names
-        sent_model = body.get("model")
-        named = named_presets(body, request.headers.getlist(HEADER), served)
+        model = self._engine.served()
+        served, sent_model = model.names, body.get("model")
+        named = named_presets(body, request.headers.getlist(HEADER), (*served, *model.adapters))
         if own:
             caller.check_free(f"`{INTERVENTIONS}` of its own", INTERVENTIONS)
         if not named:
@@ -199,6 +207,12 @@ class PresetService:
         asked.note_presets({str(one.reference): one.name if one.shared else "" for one in presets})
         if body.get("model") != sent_model:
             asked.sent_model = str(sent_model)
+
+    def drop_from_model(self, body: JsonObject) -> None:
+        """Leave the model's own name of ``MODEL:PRESET``, for routes whose requests do not run the model."""
+        model, served = body.get("model"), self._engine.served()
+        if isinstance(model, str):
+            body["model"], _ = split_model(model, (*served.names, *served.adapters))
 
     async def _found(
         self, named: Sequence[NamedPreset], caller: Principal, models: Sequence[str]

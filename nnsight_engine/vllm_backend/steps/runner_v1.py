@@ -164,11 +164,10 @@ class V1RunnerMixin(SeededChunksMixin, AdaptersMixin):
         return output if results is None else attach_results(output, results)
 
     def _pooled(self, output: Any) -> Any:
-        """Return the output of a model that pools with the step's results; an early stage has none yet."""
-        if isinstance(output, IntermediateTensors):
-            return output
+        """Return a pooling model's output with its step's results; those of an early stage are in it."""
         outcome = self.handler.leave_pooled()
-        return output if outcome is None else with_outcome(output, outcome)
+        is_early = isinstance(output, IntermediateTensors)
+        return output if outcome is None or is_early else with_outcome(output, outcome)
 
     def prepare_zeroing(self) -> None:
         """Make ready to zero blocks of the KV cache, see ``UncleanBlocks``."""

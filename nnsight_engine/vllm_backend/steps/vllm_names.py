@@ -437,6 +437,7 @@ _CLIENT: Final = (
     _used("vllm.outputs", read="PoolingRequestOutput RequestOutput"),
     _used("vllm.model_executor.models.adapters", read="as_embedding_model as_seq_cls_model"),
     _used("vllm.lora.request", read="LoRARequest"),
+    _used("vllm.lora.utils", called={"get_adapter_absolute_path": "lora_path"}),
     _used("vllm.lora.request:LoRARequest", read="lora_int_id lora_name lora_path"),
     _used("vllm.pooling_params", read="PoolingParams"),
     _used(

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import gc
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
 from vllm.lora.request import LoRARequest
 
-from app.engine.adapters import AdapterLocks, load_again
+from api_schemas.errors import ApiError
+from app.engine import vllm_app
+from app.engine.adapters import AdapterLocks, check_adapter_request
+from app.process_environment import ADAPTER_UPDATES
+from nnsight_engine.vllm_backend.adapter_requests import check_files
 
 
 class Models:
     """Loads every adapter but those whose files are gone."""
 
     def __init__(self, *names: str) -> None:
+        self.model_config = None
         self.lora_requests = {name: LoRARequest(name, 1, f"/srv/{name}") for name in names}
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        return ()
 
     async def load_lora_adapter(self, request: LoadLoRAAdapterRequest) -> Any:
         if "gone" in request.lora_path:
@@ -28,14 +38,58 @@ class Models:
 
 
 async def test_an_engine_that_is_started_again_has_the_adapters_of_the_one_before(
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    models = Models("at_start")
-    before = Models("at_start", "later", "gone").lora_requests.values()
-    await load_again(cast(Any, models), before)
-    assert models.lora_requests.keys() == {"at_start", "later"}
-    assert models.lora_requests["at_start"].lora_int_id == 1, "it was loaded by the start"
+    """One of the start that was unloaded stays so, and one that was replaced keeps its folder."""
+    args = argparse.Namespace(lora_modules=["of the start"])
+    asked: list[Any] = []
+
+    async def init_app_state(engine: Models, state: Any, given: Any, _tasks: Any) -> None:
+        asked.append(given.lora_modules)
+        state.openai_serving_models = engine
+
+    monkeypatch.setattr(vllm_app, "init_app_state", init_app_state)
+    app = vllm_app.VLLMApp(args)
+    first, second, third = Models("at_start", "unloaded"), Models(), Models()
+    await app.use(first)
+    del first.lora_requests["unloaded"]
+    first.lora_requests |= {
+        name: LoRARequest(name, 2, f"/new/{name}") for name in ("at_start", "later", "gone")
+    }
+    await app.use(second)
+    await app.use(third)
+    assert asked == [["of the start"], None, None]
+    for models in (second, third):
+        folders = {name: one.lora_path for name, one in models.lora_requests.items()}
+        assert folders == {"at_start": "/new/at_start", "later": "/new/later"}
     assert "'gone' is lost: no files" in caplog.text
+
+
+def test_an_adapter_is_a_folder_with_weights_under_a_name_without_a_colon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ADAPTER_UPDATES, "1")
+    monkeypatch.chdir(tmp_path)
+
+    def refused(name: str, path: str) -> str:
+        with pytest.raises(ApiError) as caught:
+            check_adapter_request({"lora_name": name, "lora_path": path})
+        return str(caught.value.param)
+
+    assert refused("pirate", "adapter") == "lora_path"
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    assert refused("pirate", "adapter") == "lora_path"
+    (folder / "adapter_model.safetensors").touch()
+    fields = {"lora_name": "pirate", "lora_path": "adapter"}
+    check_adapter_request(fields)
+    assert fields["lora_path"] == str(folder)
+    assert refused("model:pirate", "adapter") == "lora_name"
+    check_files(LoRARequest("pirate", 1, str(folder)))
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(ApiError, match="removed"):
+        check_files(LoRARequest("pirate", 1, str(folder)))
 
 
 async def test_a_lock_lives_as_long_as_it_is_held() -> None:
