@@ -117,7 +117,7 @@ def log_options(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "uvicorn_level": args.uvicorn_log_level.upper(),
         "logs_requests": not args.disable_uvicorn_access_log,
-        "excluded": frozenset(path.strip() for path in excluded),
+        "excluded": frozenset(path.strip() for path in excluded if path.strip()),
     }
 
 

@@ -52,10 +52,12 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[Log]:
         monkeypatch.setattr(logger, "handlers", [])
         monkeypatch.setattr(logger, "propagate", True)
         monkeypatch.setattr(logger, "level", logger.level)
+    monkeypatch.setattr(logging.getLogger("app.requests"), "filters", [])
     start_logs(Settings(log_format="json", log_level="DEBUG"))
     yield Log(stream)
     root.handlers[:] = handlers
-    root.setLevel(level)
+    monkeypatch.undo()
+    root.setLevel(level)  # which also clears what loggers remember of levels
     logging.captureWarnings(False)
 
 

@@ -9,6 +9,7 @@ import torch
 from api_schemas.request_traces import Trace
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.request_code import encoded_code
+from nnsight_engine.vllm_backend.traces.block_adapters import BlockAdapters
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 
 WIDTH: Final = 8
@@ -95,3 +96,4 @@ class Places:
         names = [f"model.model.layers.{layer}" for layer in range(LAYERS)]
         names += [f"{name}.mlp" for name in names] + ["model.logits", "model.samples", "model.lm_head"]
         self.places = frozenset(f"{name}.{side}" for name in names for side in ("input", "output"))
+        self.adapters = BlockAdapters()

@@ -15,6 +15,7 @@ import torch
 
 from nnsight_engine.sandbox.channel import EngineSide, Memory, SandboxSide
 from nnsight_engine.sandbox.errors import SandboxEndedError, SandboxUnavailableError
+from nnsight_engine.vllm_backend.traces.block_adapters import BlockAdapters
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.messages import Offer, packed
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
@@ -103,6 +104,7 @@ class PlayedModules:
     lasts_s: float = 0.0
     call_bytes: int = 1000
     places: frozenset[str] = frozenset({LAYER, LATER, POSITIONS, SAMPLES})
+    adapters: BlockAdapters = field(default_factory=BlockAdapters)
 
     def begin(self, path: str, args: Sequence[Any], kwargs: dict[str, Any]) -> ModuleCall:
         del args, kwargs
