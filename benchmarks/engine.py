@@ -2,7 +2,8 @@
 
 Both kinds get the same engine arguments. A request with interventions passes through the same parsing,
 compiling and collecting as over HTTP, and a run counts only if everything that it requested was applied. The
-environment must be ``benchmarks.tables.ENVIRONMENT``: the engine core in this process, model runner V1.
+environment must be ``benchmarks.tables.ENVIRONMENT``: the engine core in this process. vLLM chooses the rest
+by itself, as for its users: on a GPU runner V2, asynchronous scheduling and graphs, on a CPU runner V1.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, Final
 
 import torch
 from vllm import LLM, SamplingParams
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
 from api_schemas.interventions import parse_interventions
@@ -72,11 +74,7 @@ class StepwiseEngine:
         arguments = engine_arguments(eager=eager, max_num_seqs=max_num_seqs, max_step_tokens=max_step_tokens)
         model = model or str(bundled_model_path())
         self._model = VLLM(model, dispatch=True, **arguments) if able else None
-        self._llm: Any = (
-            LLM(model=model, async_scheduling=False, **arguments)
-            if self._model is None
-            else self._model.engine
-        )
+        self._llm: Any = LLM(model=model, **arguments) if self._model is None else self._model.engine
         self._core: Any = self._llm.llm_engine
         config = self._llm.model_config.hf_text_config
         self.shape = LayerSizes(config.num_hidden_layers, config.hidden_size)
@@ -200,8 +198,10 @@ class StepwiseEngine:
         """Raise BenchmarkError where the engine has taps and should not, or the reverse.
 
         Two engines in one process share the compiler's caches; taking the other's graph would make a
-        comparison meaningless without a sign of it.
+        comparison meaningless without a sign of it. On a GPU graphs replay without the operators of taps.
         """
+        if current_platform.is_cuda():
+            return
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             self.finish([self.submit([1, 2, 3], 2, [])])
         num_taps = sum(event.count for event in profile.key_averages() if _TAP_OPERATORS in event.key)

@@ -23,8 +23,6 @@ ENVIRONMENT: Final = {
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
-    # Interventions are written for the V1 runner; plain vLLM gets the same one.
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
 """vLLM's variables in a process that drives its engine."""
 

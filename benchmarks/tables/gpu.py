@@ -4,7 +4,7 @@ With one thread of Python; each call ends when the device has done its work. Tra
 *hooks* registers PyTorch hooks, runs and removes them, *bare* is the model alone. Plans: *ours* is a step
 with its plan and the harvest of its results, *plain* the step alone; that no step waits for the device
 before its results are taken is checked before. `--device cpu` runs it without a GPU; the table `serving`
-measures vLLM on the same GPU.
+compares with vLLM as it runs there by default.
 """
 
 from __future__ import annotations

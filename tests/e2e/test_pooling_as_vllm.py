@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -53,6 +54,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[httpx.Cli
         "float32",
     ]
     options += ["--runner", "pooling", "--convert", "embed", "--max-num-seqs", "1"]
+    options += ["--pooler-config", json.dumps({"seq_pooling_type": "MEAN"})]
     vllm = Server(
         command=["-m", "vllm.entrypoints.openai.api_server"],
         ready_path="/health",
