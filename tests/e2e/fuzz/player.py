@@ -82,7 +82,8 @@ class _Gathered:
         self.parts += [] if part is None else [part]
 
     def choice(self) -> Choice:
-        collected = _joined(self.parts) if self.collector is not None else None
+        has_failed_at_once = self.failure is not None and not self.parts
+        collected = None if self.collector is None or has_failed_at_once else _joined(self.parts)
         return Choice(self.token_ids, self.logprobs, collected, failure=self.failure)
 
 
