@@ -7,6 +7,8 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, Field
 
+from api_schemas.pages import Listed, Page
+
 
 class JobStatus(enum.StrEnum):
     """The status of a job; ``LOG`` is an event and not a status."""
@@ -76,7 +78,7 @@ class JobError(BaseModel):
     code: str
 
 
-class Job(BaseModel):
+class Job(Listed):
     """A trace that runs without a waiting client; times are seconds since 1970.
 
     Attributes:
@@ -100,7 +102,6 @@ class Job(BaseModel):
         cancel_requested: Whether its cancellation was requested.
     """
 
-    id: str
     object: Literal["job"] = "job"
     status: JobStatus
     model: str
@@ -120,22 +121,8 @@ class Job(BaseModel):
     cancel_requested: bool
 
 
-class JobList(BaseModel):
-    """A page of jobs, the newest first, in the format of OpenAI's lists.
-
-    Attributes:
-        object: Always ``list``.
-        data: The jobs.
-        first_id: The id of the first job.
-        last_id: The id of the last job; pass it as ``after`` for the next page.
-        has_more: Whether there is a next page.
-    """
-
-    object: Literal["list"] = "list"
-    data: list[Job]
-    first_id: str | None = None
-    last_id: str | None = None
-    has_more: bool
+class JobList(Page[Job]):
+    """A page of jobs, the newest first, in the format of OpenAI's lists."""
 
 
 __all__ = ["Job", "JobError", "JobEvent", "JobList", "JobStatus", "JobSummary"]

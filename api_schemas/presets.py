@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, Field, ValidationInfo, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import Field, ValidationInfo, ValidatorFunctionWrapHandler, WrapValidator
 
 from api_schemas.fields import Strict
 from api_schemas.interventions import Intervention, parse_interventions
 from api_schemas.limits import DEFAULT_LIMITS, RequestLimits
 from api_schemas.names import Reference, StoredName
+from api_schemas.pages import Listed, Page
 
 FIELD: Final = "preset"
 HEADER: Final = "x-nnsight-preset"
@@ -51,7 +52,7 @@ class NewPreset(Strict):
     shared: bool = Field(default=False, strict=True)
 
 
-class Preset(BaseModel):
+class Preset(Listed):
     """A kept preset, without its operations.
 
     Attributes:
@@ -69,7 +70,6 @@ class Preset(BaseModel):
         created_at: The time of its creation, in seconds since 1970.
     """
 
-    id: str
     object: Literal["preset"] = "preset"
     name: str
     version: int
@@ -99,22 +99,8 @@ class PresetContent(Preset):
     interventions: list[dict[str, Any]]
 
 
-class PresetList(BaseModel):
-    """A page of presets, the newest first, in the format of OpenAI's lists.
-
-    Attributes:
-        object: Always ``list``.
-        data: The presets.
-        first_id: The id of the first preset.
-        last_id: The id of the last preset; pass it as ``after`` for the next page.
-        has_more: Whether there is a next page.
-    """
-
-    object: Literal["list"] = "list"
-    data: list[Preset]
-    first_id: str | None = None
-    last_id: str | None = None
-    has_more: bool
+class PresetList(Page[Preset]):
+    """A page of presets, the newest first, in the format of OpenAI's lists."""
 
 
 PresetNames = str | list[str]

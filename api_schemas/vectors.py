@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, model_validator
 from api_schemas.chat import ChatMessage
 from api_schemas.fields import At, Integer, Items, Layers, Number, Strict
 from api_schemas.names import StoredName
+from api_schemas.pages import Listed, Page
 from api_schemas.tensors import TensorInput
 
 
@@ -149,7 +150,7 @@ class Training(BaseModel):
     layers: list[LayerScore]
 
 
-class Vector(BaseModel):
+class Vector(Listed):
     """A stored vector.
 
     Attributes:
@@ -171,7 +172,6 @@ class Vector(BaseModel):
         training: Its training data, method and scores; null if it was uploaded.
     """
 
-    id: str
     object: Literal["vector"] = "vector"
     name: str
     version: int
@@ -189,22 +189,8 @@ class Vector(BaseModel):
     training: Training | None = None
 
 
-class VectorList(BaseModel):
-    """A page of vectors, the newest first, in the format of OpenAI's lists.
-
-    Attributes:
-        object: Always ``list``.
-        data: The vectors.
-        first_id: The id of the first vector.
-        last_id: The id of the last vector; pass it as ``after`` for the next page.
-        has_more: Whether there is a next page.
-    """
-
-    object: Literal["list"] = "list"
-    data: list[Vector]
-    first_id: str | None = None
-    last_id: str | None = None
-    has_more: bool
+class VectorList(Page[Vector]):
+    """A page of vectors, the newest first, in the format of OpenAI's lists."""
 
 
 class TrainingEvent(BaseModel):

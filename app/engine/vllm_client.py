@@ -26,6 +26,7 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.utils import get_adapter_absolute_path
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
+from vllm.tasks import SupportedTask
 from vllm.usage.usage_lib import UsageContext
 
 from api_schemas.capabilities import Capabilities
@@ -194,7 +195,7 @@ class VLLMEngineClient:
         tasks = await self.engine.get_supported_tasks()
         for rank in range(self.engine.num_engines):
             if "generate" not in tasks:
-                await self._pool_one()
+                await self._pool_one(tasks)
                 continue
             params = SamplingParams(max_tokens=1, temperature=0.0)
             num_tokens = 0
@@ -205,9 +206,8 @@ class VLLMEngineClient:
             if not num_tokens:
                 raise RuntimeError("the engine answers, and generates no token")
 
-    async def _pool_one(self) -> None:
-        task = self.engine.model_config.get_pooling_task(await self.engine.get_supported_tasks())
-        params = PoolingParams(task=task)
+    async def _pool_one(self, tasks: tuple[SupportedTask, ...]) -> None:
+        params = PoolingParams(task=self.engine.model_config.get_pooling_task(tasks))
         params.verify(self.engine.model_config)
         async for _ in self.engine.encode({"prompt_token_ids": [0]}, params, f"warm-up-{uuid.uuid4()}"):
             pass

@@ -18,6 +18,7 @@ from app.context import Asked, Coder, Served
 from app.errors import RETRY_AFTER_S, error_response
 from app.openapi import BINARY, TRACE_BODY, error_responses
 from app.request_context import RequestContext
+from app.routes.paging import AfterId, PageLimit
 from app.services.downloads import download
 from app.services.traces.admission import check_head, check_sender
 from app.storage.storage_usage import Holder
@@ -25,7 +26,6 @@ from nnsight_engine.remote_backend.frames import MEDIA_TYPE as FRAMES_TYPE
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
-_MAX_PAGE: Final = 100
 _LOCATION: Final = {"Location": {"description": "The job's path.", "schema": {"type": "string"}}}
 
 Key = Annotated[
@@ -91,10 +91,8 @@ async def check_quotas(asked: RequestContext) -> None:
 async def list_jobs(
     context: Served,
     caller: Coder,
-    limit: Annotated[int, Query(ge=1, le=_MAX_PAGE)] = 20,
-    after: Annotated[
-        str | None, Query(max_length=64, description="The last id of the previous page.")
-    ] = None,
+    limit: PageLimit = 20,
+    after: AfterId = None,
     status: Annotated[JobStatus | None, Query(description="Only jobs with this status.")] = None,
 ) -> JobList:
     """A page of jobs; pass its `last_id` as `after` for the next."""

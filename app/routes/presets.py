@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Response
 from starlette.requests import Request
 
-from api_schemas.names import NAME_PATTERN
 from api_schemas.presets import NewPreset, PresetContent, PresetList
 from app.context import Asked, Intervener, Served
 from app.openapi import error_responses, json_body
+from app.routes.paging import AfterId, OfName, PageLimit
 
 router = APIRouter(prefix="/v1/presets", tags=["presets"])
 
-_MAX_PAGE: Final = 100
 _MADE: Final[dict[int | str, dict[str, Any]]] = error_responses(400, 403, 404, 409, 413, 422, 503)
 
 
@@ -56,13 +55,9 @@ async def put_preset(
 async def list_presets(
     context: Served,
     caller: Intervener,
-    limit: Annotated[int, Query(ge=1, le=_MAX_PAGE)] = 20,
-    after: Annotated[
-        str | None, Query(max_length=64, description="The last id of the previous page.")
-    ] = None,
-    name: Annotated[
-        str | None, Query(pattern=rf"^{NAME_PATTERN}$", description="Only versions of this name.")
-    ] = None,
+    limit: PageLimit = 20,
+    after: AfterId = None,
+    name: OfName = None,
 ) -> PresetList:
     """The caller's own presets and shared ones; pass a page's `last_id` as `after` for the next."""
     return await context.presets.page(caller.tenant, name=name, after=after, limit=limit)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import AsyncIterator
-from typing import Annotated, Final
+from typing import Final
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api_schemas.names import NAME_PATTERN
 from api_schemas.vectors import (
     NewVector,
     TrainingEvent,
@@ -27,6 +26,7 @@ from app.context import Asked, Intervener, Served, Trains
 from app.disconnect import while_connected
 from app.errors import validated
 from app.openapi import BINARY, EVENTS_TYPE, error_responses, json_body, json_events, schema_of
+from app.routes.paging import AfterId, OfName, PageLimit
 from app.services.keep_alive import COMMENT, Begun, LateStream, within
 from app.services.streaming import ClosingStream, events, first_event, last_events
 from app.vectors.training import training_events
@@ -38,7 +38,6 @@ SAFETENSORS_TYPE: Final = "application/safetensors"
 
 TRAINING_EVENTS: Final = json_events(TrainingEvent, last="[DONE]")
 
-_MAX_PAGE: Final = 100
 _BODY: Final = json_body(NewVector)
 _BODY["requestBody"]["content"][FORM_TYPE] = {"schema": schema_of(VectorUpload)}
 
@@ -108,13 +107,9 @@ async def _begun(source: AsyncIterator[str]) -> Begun:
 async def list_vectors(
     context: Served,
     caller: Intervener,
-    limit: Annotated[int, Query(ge=1, le=_MAX_PAGE)] = 20,
-    after: Annotated[
-        str | None, Query(max_length=64, description="The last id of the previous page.")
-    ] = None,
-    name: Annotated[
-        str | None, Query(pattern=rf"^{NAME_PATTERN}$", description="Only versions of this name.")
-    ] = None,
+    limit: PageLimit = 20,
+    after: AfterId = None,
+    name: OfName = None,
 ) -> VectorList:
     """The caller's own vectors and shared ones; pass a page's `last_id` as `after` for the next."""
     return await context.vectors.page(caller.tenant, name=name, after=after, limit=limit)

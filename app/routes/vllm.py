@@ -33,7 +33,7 @@ from app.engine.client import JsonObject
 from app.errors import error_bytes
 from app.openapi import EVENTS_TYPE, error_responses, event_schema, json_body, schema_of
 from app.request_context import context_of
-from app.services.operations import resolve, take_operations
+from app.services.operations import isolate, take_operations, with_vectors
 from app.services.passed_bodies import check_body, num_texts
 from app.services.passing_on import PassedOn
 from app.services.streaming import last_events
@@ -61,9 +61,11 @@ def _endpoint(route: VLLMRoute) -> Callable[..., Awaitable[Response]]:
         operations: tuple[Intervention, ...] = ()
         if route.has_body:
             fields = await _fields(route, request, context)
+            streams = bool(fields.get("stream"))
             if route.runs:
-                operations = await _operations(route, fields, request, context)
-            body, streams = json.dumps(fields).encode(), bool(fields.get("stream"))
+                operations, body = await _prepared(route, fields, request, context)
+            else:
+                body = json.dumps(fields).encode()
         return PassedOn(
             await context.engine.vllm_app(operations, request, streams=streams),
             body,
@@ -90,10 +92,10 @@ async def _fields(route: VLLMRoute, request: Request, context: Context) -> JsonO
     return fields
 
 
-async def _operations(
+async def _prepared(
     route: VLLMRoute, fields: JsonObject, request: Request, context: Context
-) -> tuple[Intervention, ...]:
-    """Take a request's interventions out of its body; raises ApiError if it is not accepted."""
+) -> tuple[tuple[Intervention, ...], bytes]:
+    """Return a request's interventions, and its body without them; raises ApiError if it is not accepted."""
     asked = context_of(request.scope)
     count = num_texts(fields) if route.has_many else 1
     operations = await take_operations(fields, count, request, context, asked.caller)
@@ -101,9 +103,11 @@ async def _operations(
         raise ApiError(
             ErrorCode.UNSUPPORTED_COMBINATION, f"{route.path} takes no `{FIELD}`, and so no preset.", FIELD
         )
+    isolate(operations, fields, request, asked.caller)
+    body = json.dumps(fields).encode()
     if asked.admitted is not None:
-        await asked.admitted.reserve(of_text(len(json.dumps(fields)), fields))
-    return await resolve(operations, fields, request, context, asked.caller)
+        await asked.admitted.reserve(of_text(len(body), fields))
+    return await with_vectors(operations, context, asked.caller), body
 
 
 def _last_events_of(path: str) -> Callable[[ApiError], bytes]:

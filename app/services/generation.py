@@ -27,7 +27,7 @@ from app.observability.token_times import TokenTimes
 from app.request_context import context_of
 from app.services.field_names import check_spelling
 from app.services.keep_alive import COMMENT, Begun, LateStream, within
-from app.services.operations import resolve, take_operations
+from app.services.operations import isolate, take_operations, with_vectors
 from app.services.streaming import ClosingStream, close_stream, events, first_event, last_events
 
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
     interventions = await take_operations(body, count, request, context, caller)
     if asked.admitted is not None:
         await asked.admitted.reserve(of_body(body))
-    interventions = await resolve(interventions, body, request, context, caller)
+    interventions = await with_vectors(interventions, context, caller)
+    isolate(interventions, body, request, caller)
     answer = call(body, interventions, request)
     times = TokenTimes(context.metrics, asked.record, num_choices(body)) if body.get("stream") else None
     # A stream that has to wait may begin with a comment; what vLLM does not take as a stream may not.

@@ -55,24 +55,22 @@ async def take_operations(
     return operations
 
 
-async def resolve(
-    operations: tuple[Intervention, ...],
-    body: JsonObject,
-    request: Request,
-    context: Context,
-    caller: Principal,
+async def with_vectors(
+    operations: tuple[Intervention, ...], context: Context, caller: Principal
 ) -> tuple[Intervention, ...]:
-    """Replace names of vectors, and give the request its part of the prefix cache.
+    """Replace names of vectors; raises ApiError if there is no vector of a name."""
+    return (
+        await context.vectors.resolved(operations, caller.tenant) if names_vectors(operations) else operations
+    )
 
-    Raises:
-        ApiError: There is no vector of a name.
-    """
-    if names_vectors(operations):
-        operations = await context.vectors.resolved(operations, caller.tenant)
+
+def isolate(
+    operations: tuple[Intervention, ...], body: JsonObject, request: Request, caller: Principal
+) -> None:
+    """Give a request its part of the prefix cache."""
     has_writes = any(isinstance(operation, _WRITES) for operation in operations)
     context_of(request.scope).record.salt = "writes" if has_writes else salt_of(body, caller)
     isolate_cache(body, caller)
-    return operations
 
 
 async def _parsed(
@@ -88,4 +86,4 @@ async def _parsed(
     return await asyncio.to_thread(parse_interventions, raw, limits, count)
 
 
-__all__ = ["resolve", "take_operations"]
+__all__ = ["isolate", "take_operations", "with_vectors"]

@@ -9,7 +9,6 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any, Final
 
-from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from api_schemas.errors import ErrorCode
@@ -19,7 +18,7 @@ from app.allowance import Allowance
 from app.storage.database import Database
 from app.storage.storage_usage import Holder
 from app.storage.tables import PresetNameRow, PresetRow
-from app.storage.versions import VersionTable
+from app.storage.versions import VersionTable, write_version
 
 OVERHEAD_BYTES: Final = 1024
 """Bytes that each preset is counted with beside its operations, which bounds their number."""
@@ -99,11 +98,7 @@ class PresetStore:
 
         data, sha256, preset_id = new.data, new.sha256, _TABLE.new_id()
         operations = list(dict.fromkeys(one["op"] for one in new.interventions))
-        try:
-            return await self._database.write(write)
-        except IntegrityError:
-            # The same name was created concurrently, on a database with concurrent writers.
-            return await self._database.write(write)
+        return await write_version(self._database, write)
 
     async def newest_if_same(self, new: NewRow) -> PresetContent | None:
         """Return the newest version of the tenant's name, if it is the same as a preset to be stored."""

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from sqlalchemy import select
-from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from api_schemas.errors import ErrorCode
@@ -23,7 +22,7 @@ from app.storage.database import Database
 from app.storage.storage_usage import Holder
 from app.storage.tables import VectorNameRow, VectorRow
 from app.storage.vector_rows import VectorRows, kind_of
-from app.storage.versions import VersionTable
+from app.storage.versions import VersionTable, write_version
 
 _TABLE: Final = VersionTable(
     VectorNameRow,
@@ -120,11 +119,7 @@ class VectorStore:
         data, sha256 = new.rows.data, new.rows.sha256
         training = None if new.training is None else new.training.model_dump(mode="json")
         vector_id = _TABLE.new_id()
-        try:
-            return await self._database.write(write)
-        except IntegrityError:
-            # The same name was created concurrently, on a database with concurrent writers.
-            return await self._database.write(write)
+        return await write_version(self._database, write)
 
     async def page(
         self, tenant: str, *, name: str | None, after: str | None, limit: int

@@ -10,21 +10,24 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Generic, TypeVar
 
 from sqlalchemy import ColumnElement, func, or_, select
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
 from api_schemas.names import Reference
 from app.allowance import Allowance
+from app.storage.database import Database
 from app.storage.storage_usage import Holder
 from app.storage.tables import StoredNameRow, VersionRow
 
 _ID_BYTES: Final = 12
 
+T = TypeVar("T")
 NameT = TypeVar("NameT", bound=StoredNameRow)
 RowT = TypeVar("RowT", bound=VersionRow)
 
@@ -177,4 +180,12 @@ class VersionTable(Generic[NameT, RowT]):
         return or_(self._rows.tenant == tenant, self._rows.shared.is_(True))
 
 
-__all__ = ["VersionTable"]
+async def write_version(database: Database, write: Callable[[Session], T]) -> T:
+    """Write a new version; once more if its name was created meanwhile, where writers are concurrent."""
+    try:
+        return await database.write(write)
+    except IntegrityError:
+        return await database.write(write)
+
+
+__all__ = ["VersionTable", "write_version"]

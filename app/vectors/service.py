@@ -111,12 +111,7 @@ class VectorService:
     async def page(self, tenant: str, *, name: str | None, after: str | None, limit: int) -> VectorList:
         """Return a page of a tenant's and shared vectors; raises ApiError ``vector_not_found``."""
         data, has_more = await self._store.page(tenant, name=name, after=after, limit=limit)
-        return VectorList(
-            data=data,
-            first_id=data[0].id if data else None,
-            last_id=data[-1].id if data else None,
-            has_more=has_more,
-        )
+        return VectorList.of(data, has_more=has_more)
 
     async def get(self, vector_id: str, tenant: str) -> Vector:
         """Return a vector that is visible to a tenant; raises ApiError ``vector_not_found``."""

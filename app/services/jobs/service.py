@@ -270,9 +270,7 @@ class JobService:
             ApiError: ``job_not_found``: no job has the id ``after``.
         """
         rows, has_more = await self._store.page(owner, status=status, after=after, limit=limit)
-        jobs = [job_of(row) for row in rows]
-        ends = {"first_id": jobs[0].id, "last_id": jobs[-1].id} if jobs else {}
-        return JobList(data=jobs, has_more=has_more, **ends)
+        return JobList.of([job_of(row) for row in rows], has_more=has_more)
 
     async def cancel(self, job_id: str, owner: str) -> Job:
         """Cancel a job on whichever server it runs; a finished job stays as it is.

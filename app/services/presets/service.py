@@ -142,12 +142,7 @@ class PresetService:
     async def page(self, tenant: str, *, name: str | None, after: str | None, limit: int) -> PresetList:
         """Return a page of a tenant's and shared presets; raises ApiError ``preset_not_found``."""
         data, has_more = await self._store.page(tenant, name=name, after=after, limit=limit)
-        return PresetList(
-            data=data,
-            first_id=data[0].id if data else None,
-            last_id=data[-1].id if data else None,
-            has_more=has_more,
-        )
+        return PresetList.of(data, has_more=has_more)
 
     async def get(self, text: str, tenant: str) -> PresetContent:
         """Return what ``calm`` or ``calm@3`` means for a tenant; raises ApiError ``preset_not_found``."""

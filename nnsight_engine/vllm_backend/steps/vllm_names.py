@@ -440,6 +440,7 @@ _CLIENT: Final = (
     _used("vllm.lora.utils", called={"get_adapter_absolute_path": "lora_path"}),
     _used("vllm.lora.request:LoRARequest", read="lora_int_id lora_name lora_path"),
     _used("vllm.pooling_params", read="PoolingParams"),
+    _used("vllm.tasks", read="SupportedTask"),
     _used(
         "vllm.pooling_params:PoolingParams",
         read="extra_kwargs task",
