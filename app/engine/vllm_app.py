@@ -7,6 +7,7 @@ port, and its lifespan does not run. Its state holds vLLM's serving classes.
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Mapping, MutableMapping
 from types import MappingProxyType
 from typing import Any, Final
@@ -60,7 +61,9 @@ class VLLMApp(FastAPI):
         for router in (basic_router, cache_router, info_router):
             self.include_router(router)
         attach_tokenize_router(self)
+        root_level = logging.root.level
         attach_adapter_router(self)
+        logging.root.setLevel(root_level)  # a library imported for these routes sets it to ERROR
         self._has_routes = False
         self._models: OpenAIServingModels | None = None
 

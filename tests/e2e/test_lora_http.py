@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -69,8 +70,15 @@ def keys(data: Path) -> Iterator[dict[str, str]]:
         yield {"operator": operator, "stranger": stranger}
 
 
+@pytest.fixture(scope="module")
+def root_level() -> int:
+    """Return the level of the root logger before a server starts."""
+    return logging.root.level
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def live(
+    root_level: int,
     folders: dict[str, Path],
     expected: dict[str, Expected],
     data: Path,
@@ -78,6 +86,7 @@ async def live(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> AsyncIterator[Live]:
     """Serve the model with the first adapter."""
+    del root_level  # read before the start
     options = (
         *("--max-model-len", str(CONTEXT), "--dtype", "float32", "--block-size", str(BLOCK_SIZE)),
         *("--enable-lora", "--max-loras", "2", "--max-lora-rank", str(RANK)),
@@ -114,6 +123,11 @@ async def test_an_adapter_is_a_model_of_the_list(live: Live, folders: dict[str, 
     assert (cards["first"]["parent"], cards["first"]["root"]) == (MODEL, str(folders["first"]))
     assert (await live.http.get("/v1/capabilities")).json()["adapters"] == ["first"]
     assert "first" in (await live.http.get("/v1/status")).json()["models"][0]["names"]
+
+
+@pytest.mark.usefixtures("live")
+async def test_warnings_are_still_logged(root_level: int) -> None:
+    assert logging.root.level == root_level <= logging.WARNING
 
 
 @pytest.mark.parametrize("name", ["first", MODEL])
