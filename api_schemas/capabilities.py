@@ -48,5 +48,6 @@ class Capabilities(BaseModel):
     dtype: str = Field(description="Dtype of the model's values, and by default of captures.")
     points: list[PointCapability]
     operations: list[str]
+    scopes: list[str] = Field(default=[], description="Parts of answers that a where-clause can name.")
     limits: CapabilityLimits
     sizes: ModelSizes

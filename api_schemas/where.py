@@ -31,6 +31,9 @@ class WhereClause(Strict):
         default=None,
         description="The input token at the position is one of these ids, or texts from /v1/tokenize.",
     )
+    scope: Literal["content", "reasoning", "tool_calls"] | None = Field(
+        default=None, description="The token sampled from the position belongs to this part of the answer."
+    )
 
 
 class Where(WhereClause):

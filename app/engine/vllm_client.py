@@ -36,6 +36,7 @@ from api_schemas.request_traces import Trace
 from api_schemas.tokens import TokenizeRequest
 from app.admission.slot_pool import SlotPool
 from app.auth.code_policy import sandbox_of
+from app.engine.answer_markers import markers_of
 from app.engine.call_results import Call, CallResults
 from app.engine.capabilities import describe
 from app.engine.client import DescribedModel, EngineReply, JsonObject
@@ -68,6 +69,7 @@ from app.storage.results import ResultStore
 from app.tenant_budget import TenantBudget
 from nnsight_engine.core.engine_counts import EngineCounts
 from nnsight_engine.core.token_texts import TokenTexts
+from nnsight_engine.plans.answer_parts import NO_MARKERS
 from nnsight_engine.remote_backend.identity import fingerprint_of
 from nnsight_engine.remote_backend.messages import TraceHead
 from nnsight_engine.vllm_backend.adapter_requests import check_files
@@ -108,6 +110,7 @@ class VLLMEngineClient:
         self._described: DescribedModel | None = None
         self._capabilities: Capabilities | None = None
         self._known_texts: TokenTexts | None = None
+        self._markers = NO_MARKERS
         self.started = asyncio.Event()
         self._vllm_app = VLLMApp(args)
         budget = TenantBudget.of(settings)
@@ -162,6 +165,7 @@ class VLLMEngineClient:
             await self._generate_one()
             if not self._args.skip_tokenizer_init:
                 await asyncio.to_thread(self._texts.text, 0)  # loads the vocabulary
+                self._markers = markers_of(self._engine, self._args.tool_call_parser or "")
         if self.started.is_set():
             gc.collect()  # the dead engine is held by reference cycles; no request waits at this point
         self._is_ready = True
@@ -248,7 +252,9 @@ class VLLMEngineClient:
         """Return the points and operations that this model supports."""
         if self._capabilities is None:  # the same for every engine, since the model is the same
             self._capabilities = describe(self.engine.spec, self._settings)
-        return self._capabilities.model_copy(update={"adapters": list(self._vllm_app.adapters)})
+        return self._capabilities.model_copy(
+            update={"adapters": list(self._vllm_app.adapters), "scopes": self._markers.scopes}
+        )
 
     def served(self) -> ServedModel:
         """Return the served model's names; the fingerprint once it is loaded."""
@@ -437,7 +443,9 @@ class VLLMEngineClient:
             if sandbox is not None:
                 call.slot = partial(self._sandboxes.request, sandbox, call)
             return call
-        return InterventionCall(interventions, self.engine.spec, self._texts.token, stream=streams)
+        return InterventionCall(
+            interventions, self.engine.spec, self._texts.token, stream=streams, markers=self._markers
+        )
 
     async def _serve(self, serve: Serve, request: Any, http: Request, refusals: Refusals) -> Any:
         """Have vLLM answer; raises ApiError if it refuses the request."""

@@ -2,7 +2,8 @@
 
 The host plans a step before it knows how many drafts of the step before were accepted, so it knows no more
 than an upper bound on the positions of a request's rows. That is enough for operations that treat all
-generated positions alike, or decide by token. Other requests run without drafts, and have the same results.
+generated positions alike, or decide by token. Other requests run without drafts, and have the same results:
+those that name positions, or parts of the answer, which depend on all tokens before.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from nnsight_engine.plans.where import last_position, names_generated_alike
 
 def takes_drafts(plan: RequestPlan) -> bool:
     """Return whether drafts may be proposed for a request."""
-    return all(_is_free_of_positions(op, plan.prompt_len) for op in plan.ops)
+    return plan.answer is None and all(_is_free_of_positions(op, plan.prompt_len) for op in plan.ops)
 
 
 def _is_free_of_positions(op: PlannedOp, prompt_len: int) -> bool:

@@ -14,6 +14,7 @@ from typing import Final
 import msgspec
 
 from nnsight_engine.core.model_spec import PATTERN_LEAF
+from nnsight_engine.plans.answer_parts import PlannedAnswer
 
 PLAN_KEY: Final = "nnsight_engine"
 """Key of the engine's entry in vLLM's ``SamplingParams.extra_args``."""
@@ -62,6 +63,7 @@ class WhereRule(msgspec.Struct, frozen=True, omit_defaults=True):
         start: First position of the half-open range.
         stop: End of the half-open range, None for open.
         tokens: Ids of the input token at the position, or None for any.
+        part: Part of the answer that the position belongs to, see ``answer_parts``; 0 for any or none.
         exclude: Positions that match this rule are excluded.
     """
 
@@ -70,7 +72,13 @@ class WhereRule(msgspec.Struct, frozen=True, omit_defaults=True):
     start: int = 0
     stop: int | None = None
     tokens: tuple[int, ...] | None = None
+    part: int = 0
     exclude: WhereRule | None = None
+
+    @property
+    def names_part(self) -> bool:
+        """Whether the rule depends on the parts of the answer."""
+        return bool(self.part) or (self.exclude is not None and self.exclude.names_part)
 
 
 class TensorData(msgspec.Struct, frozen=True):
@@ -138,12 +146,14 @@ class RequestPlan(msgspec.Struct, frozen=True):
         ops: The operations, in the order given.
         stream: Whether results are sent with each token, or all at the end.
         fingerprint: Hash over the writes (hex), the base of the cache salt; empty without writes.
+        answer: How the parts of the answer are told apart; None if no operation names one.
     """
 
     prompt_len: int
     ops: tuple[PlannedOp, ...]
     stream: bool = False
     fingerprint: str = ""
+    answer: PlannedAnswer | None = None
 
     @property
     def num_points(self) -> int:

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from nnsight_engine.plans.answer_parts import Parts
 from nnsight_engine.plans.request_plan import WhereRule
 
 Positions = npt.NDArray[np.int64]
@@ -19,7 +20,11 @@ Mask = npt.NDArray[np.bool_]
 
 
 def evaluate(
-    rule: WhereRule, positions: Positions, token_ids: npt.NDArray[np.integer], prompt_len: int
+    rule: WhereRule,
+    positions: Positions,
+    token_ids: npt.NDArray[np.integer],
+    prompt_len: int,
+    parts: Parts | None = None,
 ) -> Mask:
     """Return which positions the rule matches.
 
@@ -28,6 +33,7 @@ def evaluate(
         positions: Absolute positions, ``[n]``, in any order.
         token_ids: Input token at each of them, ``[n]``; unused if the rule has no tokens.
         prompt_len: Number of prompt tokens.
+        parts: Part of the answer at each position, ``[n]``; unused if the rule names none.
 
     Returns:
         ``[n]``, True for a match.
@@ -35,8 +41,12 @@ def evaluate(
     mask = by_position(rule, positions, prompt_len)
     if rule.tokens is not None:
         mask &= np.isin(token_ids, np.asarray(rule.tokens, np.int64))
+    if rule.part:
+        if parts is None:
+            raise ValueError("the rule names a part of the answer, and the parts are not given")
+        mask &= parts == rule.part
     if rule.exclude is not None:
-        mask &= ~evaluate(rule.exclude, positions, token_ids, prompt_len)
+        mask &= ~evaluate(rule.exclude, positions, token_ids, prompt_len, parts)
     return mask
 
 
@@ -75,7 +85,7 @@ def may_generate(rule: WhereRule, prompt_len: int, num_positions: int) -> bool:
     else:
         candidates = np.asarray([p for p in rule.positions if start <= p < stop], np.int64)
     exclude = rule.exclude
-    if exclude is not None and _excludes_all_tokens(rule, exclude):
+    if exclude is not None and _excludes_all(rule, exclude):
         candidates = candidates[~by_position(exclude, candidates, prompt_len)]
     return len(candidates) > 0
 
@@ -95,15 +105,17 @@ def last_position(rule: WhereRule, prompt_len: int) -> int | None:
     return min(bounds, default=None)
 
 
-def _excludes_all_tokens(rule: WhereRule, exclude: WhereRule) -> bool:
-    """Return whether ``exclude`` matches every token that the rule matches."""
+def _excludes_all(rule: WhereRule, exclude: WhereRule) -> bool:
+    """Return whether ``exclude`` matches every token and every part that the rule matches."""
+    if exclude.part not in {0, rule.part}:
+        return False
     if exclude.tokens is None:
         return True
     return rule.tokens is not None and set(rule.tokens) <= set(exclude.tokens)
 
 
 def by_position(rule: WhereRule, positions: Positions, prompt_len: int) -> Mask:
-    """Apply phase, range and positions; ignore tokens and ``exclude``."""
+    """Apply phase, range and positions; ignore tokens, ``exclude`` and which part of the answer it is."""
     if rule.phase == "prompt":
         mask = positions < prompt_len
     elif rule.phase == "generated":
@@ -116,6 +128,8 @@ def by_position(rule: WhereRule, positions: Positions, prompt_len: int) -> Mask:
         mask &= positions < rule.stop
     if rule.positions is not None:
         mask &= np.isin(positions, np.asarray(rule.positions, np.int64))
+    if rule.part:
+        mask &= positions >= prompt_len - 1
     return mask
 
 
@@ -129,6 +143,10 @@ def _clause_is_constant(rule: WhereRule, prompt_len: int, from_position: int) ->
     ):
         return False
     varies = (
-        rule.start > first or rule.stop is not None or rule.positions is not None or rule.tokens is not None
+        rule.start > first
+        or rule.stop is not None
+        or rule.positions is not None
+        or rule.tokens is not None
+        or rule.part
     )
     return None if varies else True

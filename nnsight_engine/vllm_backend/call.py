@@ -19,6 +19,7 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import Intervention, PromptOperations
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.plans.answer_parts import NO_MARKERS, AnswerMarkers
 from nnsight_engine.plans.collect.collector import RequestCollector
 from nnsight_engine.plans.collect.results import CollectedResults
 from nnsight_engine.plans.compile.request import compile_request
@@ -67,6 +68,7 @@ class InterventionCall:
         spec: The model's description.
         token_of: Returns the token for a text, see ``core.token_texts``.
         stream: Whether the answer is streamed.
+        markers: Markers of the parts of the model's answers.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class InterventionCall:
         token_of: TokenOf,
         *,
         stream: bool,
+        markers: AnswerMarkers = NO_MARKERS,
     ) -> None:
         self.ops = ops
         self._by_prompt = PromptOperations(ops)
@@ -84,6 +87,7 @@ class InterventionCall:
         self._spec = spec
         self._token_of = token_of
         self._stream = stream
+        self._markers = markers
 
     def op_names(self, prompt: int) -> list[str]:
         """Return the name of each operation of a prompt, as given in the request."""
@@ -111,6 +115,7 @@ class InterventionCall:
             max_tokens=(params.max_tokens if generates else None) or 1,
             token_of=self._token_of,
             stream=self._stream,
+            markers=self._markers,
             prompt_logprobs=generates and params.prompt_logprobs is not None,
             indexes=[index for index, _ in declared],
         )

@@ -23,6 +23,7 @@ from api_schemas.limits import RequestLimits
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.tensor_bytes import tensor_from_bytes
 from nnsight_engine.core.token_texts import TokenTexts
+from nnsight_engine.plans.answer_parts import NO_MARKERS, AnswerMarkers
 from nnsight_engine.plans.collect.collector import RequestCollector
 from nnsight_engine.plans.collect.results import (
     CollectedCapture,
@@ -103,9 +104,11 @@ class Engine:
 
     Attributes:
         adapter: The LoRA adapter of requests that name none.
+        markers: Markers of the parts of answers.
     """
 
     adapter: LoRARequest | None = None
+    markers: AnswerMarkers = NO_MARKERS
 
     def __init__(self, model: Path | str, *, limits: EngineLimits | None = None, **options: Any) -> None:
         """Load the model; engine arguments are vLLM's own."""
@@ -180,6 +183,7 @@ class Engine:
                 max_tokens=ask.max_tokens,
                 token_of=TokenTexts(self.tokenizer).token,
                 stream=ask.stream,
+                markers=self.markers,
                 prompt_logprobs=params.prompt_logprobs is not None,
             )
             collectors = self.router.open(

@@ -98,6 +98,7 @@ def play(kind: EngineKind, shape: str, model: Path, seed: int) -> tuple[list[Ans
             counts["left"] += "leaves" in request
             counts["traced"] += "trace" in request
             counts.update(operation["op"] for operation in request["interventions"])
+            counts["of parts"] += "'scope'" in str(request["interventions"])
     counts.update({f"left behind: {name}": count for name, count in engine.held().items() if count})
     vllm.shutdown()
     return answers, dict(counts)
@@ -109,6 +110,7 @@ def _world(engine: Engine, model: Path) -> World:
         return ids
 
     twin = Twin(model, torch.float32, torch.float32, encode)
+    engine.markers = twin.markers
     return World.of(
         engine.spec, twin, engine.tokenizer.decode, max_prompt=_MAX_PROMPT, max_generated=_MAX_GENERATED
     )

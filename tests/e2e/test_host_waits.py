@@ -17,6 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nnsight_engine.plans.answer_parts import AnswerMarkers
 from nnsight_engine.plans.step.plan import StepPlan
 from nnsight_engine.vllm_backend.steps.worker_state import WorkerState
 from tests.e2e.engine_kinds import EngineKind, prepared
@@ -39,6 +40,8 @@ VECTOR: Final = random_vector(0, HIDDEN_SIZE)
 STEER: Final = {"op": "steer", "at": "layers.1.output", "vector": VECTOR, "scale": 2.0}
 CAPTURE: Final = {"op": "capture", "at": ["layers.*.output"], "name": "c"}
 BY_TOKEN: Final = {"where": {"tokens": list(range(0, 300, 2)), "phase": "generated"}}
+OF_PART: Final = {"where": {"scope": "reasoning"}}
+MARKERS: Final = AnswerMarkers({token: 1 + token % 3 for token in range(0, 300, 9)})
 REQUESTS: Final[dict[str, list[dict[str, Any]]]] = {
     "plain": [],
     "steered": [STEER],
@@ -53,6 +56,7 @@ REQUESTS: Final[dict[str, list[dict[str, Any]]]] = {
     ],
     "lens": [{"op": "logit_lens", "layers": "all", "top_k": 2, "name": "l"}],
     "by token": [STEER | BY_TOKEN, CAPTURE | BY_TOKEN],
+    "in a part of the answer": [STEER | OF_PART, CAPTURE | OF_PART],
     "inside a layer": [{"op": "capture", "at": ["layers.2.mlp.output"], "name": "c"}],
 }
 
@@ -97,6 +101,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     path: Path = write_checkpoint("llama", tmp_path_factory.mktemp("llama"))
     with prepared(EngineKind("v1", is_async=True)):
         engine = Engine(path, dtype="float32", async_scheduling=True, max_model_len=128, max_num_seqs=16)
+        engine.markers = MARKERS
         yield engine
         engine.close()
 

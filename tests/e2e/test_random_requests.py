@@ -53,6 +53,7 @@ def played(folder: Path, names: Sequence[str]) -> Answers:
         assert (counts["preempted"] > 0) == name.endswith("tight"), counts
         assert counts["left"], counts
         assert counts["traced"], counts
+        assert counts["of parts"], counts
         kind = EngineKind.named(name.split(":")[0])
         assert (counts["drafted rows"] > 0) == (kind.speculation is not None), counts
         # The drafts of EAGLE are random, and may all be refused.

@@ -135,19 +135,20 @@ class RequestCollector:
             CollectedSites(
                 op=name,
                 at=[str(site) for site in op.sites],
-                positions=_matching_positions(op, self._plan.prompt_len, positions, token_ids[:end]),
+                positions=_matching_positions(op, self._plan, positions, token_ids[:end]),
             )
             for name, op in zip(self._op_names, self._plan.ops, strict=True)
         ]
 
 
 def _matching_positions(
-    op: PlannedOp, prompt_len: int, positions: Positions, token_ids: Positions
+    op: PlannedOp, plan: RequestPlan, positions: Positions, token_ids: Positions
 ) -> list[int]:
     """Return the computed positions that match the operation's rule."""
-    named = evaluate(op.where, positions, token_ids, prompt_len)
+    parts = None if plan.answer is None else plan.answer.parts(token_ids, plan.prompt_len)
+    named = evaluate(op.where, positions, token_ids, plan.prompt_len, parts)
     if op.sites[0] == SAMPLES:
         # Nothing is sampled before the prompt's last position.
-        named &= positions >= prompt_len - 1
+        named &= positions >= plan.prompt_len - 1
     met: list[int] = positions[named].tolist()
     return met

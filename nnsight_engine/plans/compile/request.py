@@ -18,6 +18,7 @@ from api_schemas.interventions import FIELD, Intervention, Operation
 from api_schemas.request_traces import Trace
 from nnsight_engine.core.dtypes import ITEM_BYTES
 from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.plans.answer_parts import NO_MARKERS, AnswerMarkers
 from nnsight_engine.plans.compile.operations import OperationCompiler
 from nnsight_engine.plans.compile.scope import CompileScope, TokenOf
 from nnsight_engine.plans.compile.sites import leaf_of
@@ -37,7 +38,7 @@ _PAIR_BYTES: Final = 8
 """Bytes of a token in a lens result: an id or a rank, and a log-probability, four bytes each."""
 
 
-def compile_request(
+def compile_request(  # noqa: PLR0913 - keywords but the first
     ops: Sequence[Intervention],
     *,
     spec: ModelSpec,
@@ -45,6 +46,7 @@ def compile_request(
     max_tokens: int,
     token_of: TokenOf,
     stream: bool,
+    markers: AnswerMarkers = NO_MARKERS,
     prompt_logprobs: bool = False,
     indexes: Sequence[int] | None = None,
 ) -> CompiledRequest:
@@ -57,6 +59,7 @@ def compile_request(
         max_tokens: Maximum number of generated tokens.
         token_of: Maps a string to its token id, see ``core.token_texts``.
         stream: Whether results are sent with each token.
+        markers: Markers of the parts of the model's answers.
         prompt_logprobs: Whether the request also asks for log-probabilities of the prompt.
         indexes: Indices of the operations in the request, if it has others for other prompts.
 
@@ -71,7 +74,7 @@ def compile_request(
         raise TypeError("a trace has no plan: its request brings it as code")
     numbers = range(len(ops)) if indexes is None else indexes
     declared = {index: op for index, op in zip(numbers, ops, strict=True) if not isinstance(op, Trace)}
-    scope = CompileScope(spec, prompt_token_ids, max_tokens, token_of)
+    scope = CompileScope(spec, prompt_token_ids, max_tokens, token_of, markers)
     names = _names(declared)
     compiler = OperationCompiler(scope)
     planned: list[PlannedOp] = []
@@ -106,6 +109,7 @@ def compile_request(
         ops=tuple(planned),
         stream=stream,
         fingerprint=_fingerprint(planned, scope),
+        answer=scope.answer if any(op.where.names_part for op in planned) else None,
     )
     return CompiledRequest(plan, compiler.tensors, needs_prompt)
 
@@ -186,14 +190,14 @@ def _fingerprint(planned: list[PlannedOp], scope: CompileScope) -> str:
     """Return the hash that separates prefix cache entries with different writes.
 
     Two requests with the same fingerprint must write the same values at every position up to which
-    their tokens agree. So the prompt's length is hashed if a rule has a phase, and the prompt itself
-    if a mean makes early positions depend on later ones.
+    their tokens agree. So the prompt's length is hashed if a rule has a phase or names a part of the answer,
+    and the prompt itself if a mean makes early positions depend on later ones.
     """
     writes = tuple(op for op in planned if not op.reads)
     if not writes:
         return ""
     digest = hashlib.sha256(msgspec.msgpack.encode(writes))
-    if any(_has_phase(op.where) for op in writes):
+    if any(_has_phase(op.where) or op.where.names_part for op in writes):
         digest.update(f"prompt_len:{scope.prompt_len}".encode())
     if any(op.kind is OperationKind.MEAN for op in writes):
         digest.update(b"prompt:")

@@ -17,6 +17,7 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import excerpt
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.token_texts import NoSuchTokenError
+from nnsight_engine.plans.answer_parts import NO_MARKERS, AnswerMarkers, Part, Parts, PlannedAnswer
 
 TokenOf = Callable[[str], int]
 """Maps a text to the id of its single token, see ``core.token_texts``; raises NoSuchTokenError."""
@@ -33,6 +34,7 @@ class CompileScope:
         prompt_token_ids: The prompt.
         max_tokens: Maximum number of generated tokens.
         token_of: Token lookup of the model's tokenizer.
+        markers: Markers of the parts of the model's answers.
 
     Attributes:
         prompt_len: Number of tokens in the prompt.
@@ -40,7 +42,12 @@ class CompileScope:
     """
 
     def __init__(
-        self, spec: ModelSpec, prompt_token_ids: Sequence[int], max_tokens: int, token_of: TokenOf
+        self,
+        spec: ModelSpec,
+        prompt_token_ids: Sequence[int],
+        max_tokens: int,
+        token_of: TokenOf,
+        markers: AnswerMarkers = NO_MARKERS,
     ) -> None:
         self.spec = spec
         self.prompt_len = len(prompt_token_ids)
@@ -48,6 +55,7 @@ class CompileScope:
         self.num_positions = self.prompt_len + max(max_tokens, 1) - 1
         self._prompt_token_ids = prompt_token_ids
         self._token_of = token_of
+        self._markers = markers
         self._ids_by_text: dict[str, int] = {}
 
     @functools.cached_property
@@ -59,6 +67,29 @@ class CompileScope:
     def prompt_positions(self) -> npt.NDArray[np.int64]:
         """The prompt's positions, ``[prompt_len]``."""
         return np.arange(self.prompt_len, dtype=np.int64)
+
+    @functools.cached_property
+    def answer(self) -> PlannedAnswer:
+        """How the parts of the answer are told apart."""
+        return self._markers.plan(self.prompt_ids)
+
+    @functools.cached_property
+    def prompt_parts(self) -> Parts:
+        """The part of the answer to which each of the prompt's positions belongs, ``[prompt_len]``."""
+        return self.answer.parts(self.prompt_ids, self.prompt_len)
+
+    def part(self, name: str, param: str) -> Part:
+        """Return a part of the answer.
+
+        Raises:
+            ApiError: ``unsupported_combination``: it cannot be told apart.
+        """
+        reason = self._markers.missing.get(name)
+        if reason is not None:
+            raise ApiError(
+                ErrorCode.UNSUPPORTED_COMBINATION, f"`scope` {name} is not available: {reason}.", param
+            )
+        return Part[name.upper()]
 
     def token_id(self, token: str | int, param: str) -> int:
         """Return the id of a token given by id or by text.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import numpy as np
 
 from api_schemas.errors import ApiError, ErrorCode
@@ -44,13 +45,13 @@ def compile_where(where: Where, scope: CompileScope, param: str) -> Named:
         param: Path of the clause in the request, for errors.
 
     Raises:
-        ApiError: ``empty_where``, ``contradictory_where``, ``position_out_of_range``,
-            ``unknown_token`` or ``invalid_value``.
+        ApiError: ``empty_where``, ``contradictory_where``, ``position_out_of_range``, ``unknown_token``,
+            ``unsupported_combination`` or ``invalid_value``.
     """
     rule = _clause(where, scope, param)
     if where.exclude is not None:
         exclude = _clause(where.exclude, scope, f"{param}.exclude")
-        rule = WhereRule(rule.phase, rule.positions, rule.start, rule.stop, rule.tokens, exclude)
+        rule = msgspec.structs.replace(rule, exclude=exclude)
     if rule == _EVERYWHERE:
         return Named(rule, scope.prompt_len, scope.prompt_len - 1)
     named = _named_prompt(rule, scope)
@@ -88,7 +89,8 @@ def _clause(clause: WhereClause, scope: CompileScope, param: str) -> WhereRule:
         _refuse_empty(clause.tokens, f"{param}.tokens")
         ids = {scope.token_id(token, f"{param}.tokens.{index}") for index, token in enumerate(clause.tokens)}
         tokens = tuple(sorted(ids))
-    return WhereRule(clause.phase, positions, start, stop, tokens)
+    part = 0 if clause.scope is None else scope.part(clause.scope, f"{param}.scope")
+    return WhereRule(clause.phase, positions, start, stop, tokens, part)
 
 
 def _refuse_empty(items: list[int] | list[str | int], param: str) -> None:
@@ -143,7 +145,8 @@ def _named_prompt(rule: WhereRule, scope: CompileScope) -> Positions:
     positions = scope.prompt_positions
     uses_tokens = rule.tokens is not None or (rule.exclude is not None and rule.exclude.tokens is not None)
     token_ids = scope.prompt_ids if uses_tokens else positions
-    return positions[evaluate(rule, positions, token_ids, scope.prompt_len)]
+    parts = scope.prompt_parts if rule.names_part else None
+    return positions[evaluate(rule, positions, token_ids, scope.prompt_len, parts)]
 
 
 def _contradiction(rule: WhereRule, scope: CompileScope) -> str:
@@ -154,7 +157,7 @@ def _contradiction(rule: WhereRule, scope: CompileScope) -> str:
             "`phase` generated names nothing; raise `max_tokens`, or name the prompt's last position, -1, "
             "which the first token comes from."
         )
-    bare = WhereRule(rule.phase, rule.positions, rule.start, rule.stop, None, rule.exclude)
+    bare = msgspec.structs.replace(rule, tokens=None)
     if rule.tokens is not None and len(_named_prompt(bare, scope)):
         return (
             "None of these tokens stands at the prompt positions that the other conditions name; "
@@ -163,5 +166,5 @@ def _contradiction(rule: WhereRule, scope: CompileScope) -> str:
     return (
         f"All conditions must hold together, and none of the request's {scope.prompt_len} prompt and "
         f"{num_generated} generated positions meets these; drop or widen one of phase, positions, range, "
-        "tokens, exclude."
+        "tokens, scope, exclude."
     )

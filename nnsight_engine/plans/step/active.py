@@ -17,6 +17,7 @@ from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.core.tensor_bytes import tensor_from_bytes
 from nnsight_engine.plans.records import Failure, StepInfo
 from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, PlannedSite, RequestPlan, TensorData
+from nnsight_engine.plans.step.answer_tracker import AnswerTracker
 from nnsight_engine.plans.step.context import StepContext
 from nnsight_engine.plans.step.host_arena import to_device
 from nnsight_engine.plans.step.patterns import PatternState
@@ -94,6 +95,7 @@ class ActiveRequest:
     means: dict[tuple[int, int], torch.Tensor] = dataclasses.field(default_factory=dict)
     patterns: PatternState = dataclasses.field(default_factory=PatternState)
     failed: set[str] = dataclasses.field(default_factory=set)
+    answer: AnswerTracker | None = None
 
     def info(self) -> StepInfo:
         """Return the progress so far, for the response's provenance."""
@@ -198,6 +200,7 @@ class Registrar:
             steady,
             charged_position=plan.prompt_len,
             failed=self.failed,
+            answer=None if plan.answer is None else AnswerTracker(plan.answer, plan.prompt_len),
         )
 
     def forget(self, request: ActiveRequest) -> None:

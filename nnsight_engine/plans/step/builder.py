@@ -18,6 +18,7 @@ from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.plans.records import leaf_width, may_overflow, width_classes
 from nnsight_engine.plans.request_plan import SAMPLES, OperationKind
 from nnsight_engine.plans.step.active import ActiveOp, ActiveRequest
+from nnsight_engine.plans.step.answer_tracker import RowParts
 from nnsight_engine.plans.step.context import StepContext
 from nnsight_engine.plans.step.host_arena import to_device
 from nnsight_engine.plans.step.kernel_factory import (
@@ -90,9 +91,10 @@ class StepBuilder:
         stages: dict[SiteKey, int] = defaultdict(int)
         reserved = StepBytes()
         patterns: list[PatternRows] = []
+        parts = _parts_of(span)
         for active in span.request.ops:
-            offsets, is_masked = named_offsets(span, active)
-            mask = self._mask(span, active, offsets) if is_masked else None
+            offsets, is_masked = named_offsets(span, active, parts)
+            mask = self._mask(span, active, offsets, parts) if is_masked else None
             if active.op.captures_patterns:
                 # Planned even if no row is captured: the keys of every step must be stored.
                 patterns.append(PatternRows(active, offsets, mask))
@@ -153,13 +155,16 @@ class StepBuilder:
                 self._context.count_rows(accepted, active.op, 1)
         return num_accepted * accepted.kept
 
-    def _mask(self, span: Span, active: ActiveOp, offsets: RowArray) -> torch.Tensor:
+    def _mask(self, span: Span, active: ActiveOp, offsets: RowArray, parts: RowParts | None) -> torch.Tensor:
         """Return which rows of a span an operation's rule names."""
         if span.step_token_ids is None:
             raise RuntimeError("the step's tokens are known neither to the host nor on the device")
         token_ids = span.step_token_ids[to_device(offsets + span.row, self._context.device)]
+        own = (
+            None if parts is None or parts.rows is None else parts.rows[to_device(offsets, token_ids.device)]
+        )
         return self._masks.mask(
-            active.op.where, offsets + span.start, token_ids, span.request.plan.prompt_len
+            active.op.where, offsets + span.start, token_ids, span.request.plan.prompt_len, own
         )
 
     def _reserve(self, span: Span, reserved: StepBytes, once: int = 0) -> bool:
@@ -261,6 +266,16 @@ class StepBuilder:
         if overflows is not None:
             group.buffers.append(overflows)
         plan.reads.append(group)
+
+
+def _parts_of(span: Span) -> RowParts | None:
+    """Return the parts of the answer to which the span's rows belong; None if no operation names one."""
+    tracker = span.request.answer
+    if tracker is None:
+        return None
+    ids = span.step_token_ids
+    own = None if ids is None else ids[span.row : span.row + span.num_rows]
+    return tracker.rows(span.start, span.num_rows, span.token_ids, own)
 
 
 def _signature(spans: list[Span]) -> tuple[object, ...] | None:

@@ -10,6 +10,7 @@ import torch
 
 from nnsight_engine.plans.request_plan import LOGITS, OperationKind
 from nnsight_engine.plans.step.active import ActiveOp
+from nnsight_engine.plans.step.answer_tracker import RowParts
 from nnsight_engine.plans.step.host_arena import to_device
 from nnsight_engine.plans.step.kernel_factory import RowArray
 from nnsight_engine.plans.step.plan import Span, StepPlan
@@ -57,8 +58,13 @@ class OperationRows:
         return self.logits_mask if key == LOGITS else self.mask
 
 
-def named_offsets(span: Span, active: ActiveOp) -> tuple[RowArray, bool]:
+def named_offsets(span: Span, active: ActiveOp, parts: RowParts | None) -> tuple[RowArray, bool]:
     """Return the rows of the span on which the operation acts, as offsets from the span's first row.
+
+    Args:
+        span: The request's rows.
+        active: The operation.
+        parts: Parts of the answer to which the rows belong; None if no operation of the request names one.
 
     Returns:
         The offsets, and whether the device decides which of them the operation's rule names.
@@ -75,7 +81,8 @@ def named_offsets(span: Span, active: ActiveOp) -> tuple[RowArray, bool]:
         positions = np.arange(first, span.stop, dtype=np.int64)
         token_ids = span.token_ids[first : span.stop].astype(np.int64)
         known, unknown = positions[: len(token_ids)], positions[len(token_ids) :]
-        named = evaluate(active.op.where, known, token_ids, plan.prompt_len)
+        known_parts = None if parts is None else parts.known[first - span.start :]
+        named = evaluate(active.op.where, known, token_ids, plan.prompt_len, known_parts)
         if len(unknown):
             may = may_match(active.op.where, unknown, plan.prompt_len)
             is_masked = bool((may & ~must_match(active.op.where, unknown, plan.prompt_len)).any())

@@ -1,4 +1,4 @@
-"""Rules about tokens whose ids only the device knows.
+"""Rules about tokens, or parts of the answer, that only the device knows.
 
 With asynchronous scheduling, with drafts, and with vLLM's V2 runner, a step is planned before the host knows
 the tokens that were sampled last. Which rows such a rule names is then decided on the device: the plan covers
@@ -24,7 +24,7 @@ def may_match(rule: WhereRule, positions: Positions, prompt_len: int) -> Mask:
 
 def must_match(rule: WhereRule, positions: Positions, prompt_len: int) -> Mask:
     """Return which positions the rule matches for every token."""
-    if rule.tokens is not None:
+    if rule.tokens is not None or rule.part:
         return np.zeros(len(positions), np.bool_)
     mask = by_position(rule, positions, prompt_len)
     return mask if rule.exclude is None else mask & ~may_match(rule.exclude, positions, prompt_len)
@@ -46,7 +46,12 @@ class TokenMasks:
         self._sets.clear()
 
     def mask(
-        self, rule: WhereRule, positions: Positions, token_ids: torch.Tensor, prompt_len: int
+        self,
+        rule: WhereRule,
+        positions: Positions,
+        token_ids: torch.Tensor,
+        prompt_len: int,
+        parts: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return which positions the rule matches, without waiting for the device.
 
@@ -55,6 +60,7 @@ class TokenMasks:
             positions: Absolute positions, ``[n]``.
             token_ids: Input token at each of them, ``[n]``, on the device.
             prompt_len: Number of prompt tokens.
+            parts: Part of the answer at each of them, ``[n]``, on the device; unused if the rule names none.
 
         Returns:
             ``[n]``, True for a match, on the device.
@@ -62,8 +68,10 @@ class TokenMasks:
         mask = to_device(by_position(rule, positions, prompt_len), self._device)
         if rule.tokens is not None:
             mask = mask & self._is_among(token_ids, rule.tokens)
+        if rule.part and parts is not None:
+            mask = mask & (parts == rule.part)
         if rule.exclude is not None:
-            mask = mask & ~self.mask(rule.exclude, positions, token_ids, prompt_len)
+            mask = mask & ~self.mask(rule.exclude, positions, token_ids, prompt_len, parts)
         return mask
 
     def _is_among(self, token_ids: torch.Tensor, tokens: tuple[int, ...]) -> torch.Tensor:

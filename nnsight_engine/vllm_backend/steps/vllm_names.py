@@ -489,7 +489,16 @@ _SERVER: Final = (
     _used("vllm.renderers.params", read="ChatParams TokenizeParams"),
     _used("vllm.utils.argparse_utils", read="FlexibleArgumentParser"),
     _used("vllm.utils.argparse_utils:FlexibleArgumentParser", called={"load_config_file": "file_path"}),
-    _used("vllm.reasoning:ReasoningParserManager", called={"import_reasoning_parser": "plugin_path"}),
+    _used("vllm.reasoning", read="ReasoningParser"),
+    _used(
+        "vllm.reasoning:ReasoningParserManager",
+        called={"get_reasoning_parser": "name", "import_reasoning_parser": "plugin_path"},
+    ),
+    _used(
+        "vllm.reasoning:ReasoningParser",
+        read="reasoning_end_str reasoning_start_str",
+        called={"extract_reasoning": "model_output, request"},
+    ),
     _used("vllm.tool_parsers:ToolParserManager", called={"import_tool_parser": "plugin_path"}),
     _used("vllm.entrypoints.generate.api_router", called={"register_generate_api_routers": "app"}),
     _used(

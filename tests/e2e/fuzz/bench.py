@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import torch
 
+from nnsight_engine.plans.answer_parts import AnswerMarkers
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.fuzz import wording
 from tests.e2e.fuzz.caching import cache_faults
@@ -81,6 +82,7 @@ class Bench:
         rounded = Twin(setting.model, dtype, dtype, self._encode)
         is_slow = setting.dtype == "float32" and setting.is_large
         exact = rounded if is_slow else Twin(setting.model, dtype, _WIDER[setting.dtype], self._encode)
+        self.engine.markers = rounded.markers
         self._judge = Judge(exact, rounded, setting.dtype)
         self.counts: Counter[str] = Counter()
         self.world = World.of(
@@ -165,7 +167,8 @@ class Bench:
             if any("logits" in wording.points(op, self.world.num_layers) for op in writes):
                 return []
         if code in _NO_POSITION and any(
-            _names_nothing(op.get("where", {}), ids, total, self._encode) for op in operations
+            _names_nothing(op.get("where", {}), ids, total, self._encode, self.engine.markers)
+            for op in operations
         ):
             return []
         if code == "invalid_value" and any(_patches_twice(op, len(ids)) for op in operations):
@@ -193,7 +196,9 @@ def _num_kinds_of_attention(model: Path) -> int:
     return len(set(config.get("layer_types") or ["full_attention"]))
 
 
-def _names_nothing(where: Json, ids: list[int], total: int, encode: wording.Encode) -> bool:
+def _names_nothing(
+    where: Json, ids: list[int], total: int, encode: wording.Encode, markers: AnswerMarkers
+) -> bool:
     """Return whether a clause names no position, or one that the request does not have."""
     clauses = [where, where.get("exclude", {})]
     named = [wording.at_end(p, len(ids)) for clause in clauses for p in clause.get("positions", [])]
@@ -209,7 +214,7 @@ def _names_nothing(where: Json, ids: list[int], total: int, encode: wording.Enco
         beyond
         or outside
         or _is_empty(clauses, len(ids))
-        or not wording.may_name_one(where, ids, total, encode)
+        or not wording.may_name_one(where, ids, total, encode, markers)
     )
 
 

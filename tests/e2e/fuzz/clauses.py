@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from tests.e2e.fuzz import wording
 from tests.e2e.fuzz.world import Json, World
 
 
@@ -46,6 +47,8 @@ class Clauses:
                 self._world.vocab, 20
             )
             clause["tokens"] = [self.spelled(token) for token in tokens]
+        if self._world.markers.begun_by and pick.random() < 0.25:
+            clause["scope"] = pick.choice(wording.PARTS)
         return clause
 
     def _num_positions(self, request: Json) -> int:

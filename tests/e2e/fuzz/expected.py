@@ -8,6 +8,7 @@ the same writes, so a value at one position is what it was when the engine compu
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from nnsight_engine.plans.answer_parts import AnswerMarkers
 from tests.e2e.fuzz import wording
 from tests.e2e.fuzz.vectors import numbers
 from tests.families.edits import place
@@ -73,14 +75,18 @@ class Twin:
         self.tree = TREES[self.model.config.model_type]
         self.num_layers: int = self.model.config.num_hidden_layers
         self.encode = encode
+        self.markers = _markers(encode, self.model.config.vocab_size)
 
     def run(self, ids: Sequence[int], prompt_len: int, operations: Sequence[Op]) -> Expected:
         """Return what the operations see and do on a text of which a part was the prompt."""
+        parts = wording.answer_parts(ids, prompt_len, self.markers)
         positions = {
             index: [
                 position
                 for position, token in enumerate(ids)
-                if wording.names(op.get("where", {}), position, token, prompt_len, self.encode)
+                if wording.names(
+                    op.get("where", {}), position, token, prompt_len, self.encode, parts[position]
+                )
             ]
             for index, op in enumerate(operations)
         }
@@ -218,3 +224,13 @@ def _change(todo: list[_Act]) -> Any:
         rows.copy_(value.reshape(rows.shape))
 
     return change
+
+
+def _markers(encode: wording.Encode, vocab_size: int) -> AnswerMarkers:
+    """Return frequent tokens, and others, in the place of markers: answers then have many short parts."""
+    frequent = [token for text in (",", ".", "\n", " the", " and", " of", "1") for token in encode(text)[:1]]
+    others = random.Random(3).sample(range(1, vocab_size), 14)
+    parts = [1, 2, 3]
+    begun_by = {token: parts[number % 3] for number, token in enumerate([*frequent, *others])}
+    ends = frozenset(random.Random(4).sample(range(1, vocab_size), 3)) - begun_by.keys()
+    return AnswerMarkers(begun_by, first=2, turn_ends=ends)

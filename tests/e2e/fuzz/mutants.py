@@ -16,6 +16,7 @@ from nnsight_engine.core.dtypes import ITEM_BYTES
 from nnsight_engine.plans import where
 from nnsight_engine.plans.collect import assembly
 from nnsight_engine.plans.step import builder, operation_rows, reads, writes
+from nnsight_engine.plans.step.answer_tracker import AnswerTracker
 from nnsight_engine.plans.step.lens import LensReader
 from nnsight_engine.vllm_backend import call
 from tests.e2e import harness
@@ -110,8 +111,8 @@ def _late_phase(patch: Patch) -> None:
     """The prompt's last position counts as generated."""
     right = where.evaluate
 
-    def evaluate(rule: Any, positions: Any, token_ids: Any, prompt_len: int) -> Any:
-        return right(rule, positions, token_ids, prompt_len - 1)
+    def evaluate(rule: Any, positions: Any, token_ids: Any, prompt_len: int, parts: Any) -> Any:
+        return right(rule, positions, token_ids, prompt_len - 1, parts)
 
     patch.setattr(operation_rows, "evaluate", evaluate)
 
@@ -120,10 +121,19 @@ def _no_exclude(patch: Patch) -> None:
     """What a clause excludes is named."""
     right = where.evaluate
 
-    def evaluate(rule: Any, positions: Any, token_ids: Any, prompt_len: int) -> Any:
-        return right(msgspec.structs.replace(rule, exclude=None), positions, token_ids, prompt_len)
+    def evaluate(rule: Any, positions: Any, token_ids: Any, prompt_len: int, parts: Any) -> Any:
+        return right(msgspec.structs.replace(rule, exclude=None), positions, token_ids, prompt_len, parts)
 
     patch.setattr(operation_rows, "evaluate", evaluate)
+
+
+def _parts_begin_anew(patch: Patch) -> None:
+    """A step does not know the part of the answer in which the step before ended."""
+
+    def part_at(self: AnswerTracker, _position: int, _token_ids: Any) -> int:
+        return self._answer.first
+
+    patch.setattr(AnswerTracker, "_part_at", part_at)
 
 
 def _no_salt(patch: Patch) -> None:
@@ -176,10 +186,10 @@ def _delivered_again(patch: Patch) -> None:
     """What is computed again after a preemption is read again."""
     right = operation_rows.named_offsets
 
-    def named(span: Any, active: Any) -> Any:
+    def named(span: Any, active: Any, parts: Any) -> Any:
         end, span.request.end_position = span.request.end_position, 0
         try:
-            return right(span, active)
+            return right(span, active, parts)
         finally:
             span.request.end_position = end
 
@@ -220,6 +230,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     _read_in_place,
     _late_phase,
     _no_exclude,
+    _parts_begin_anew,
     _no_salt,
     _clients_share_a_salt,
     _narrow_patterns,

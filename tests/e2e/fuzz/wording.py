@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from nnsight_engine.plans.answer_parts import AnswerMarkers, Part
+
 Encode = Callable[[str], list[int]]
 """Token ids of a text, without special tokens."""
+PARTS = ("content", "reasoning", "tool_calls")
 
 
 def is_write(operation: dict[str, Any]) -> bool:
@@ -58,8 +61,37 @@ def place(point: str) -> str:
     return f"layers.{layer - 1}.output" if layer else "embed.output"
 
 
-def names(where: dict[str, Any], position: int, token: int, prompt_len: int, encode: Encode) -> bool:
-    """Return whether a where-clause names a position whose input token is ``token``."""
+def answer_parts(token_ids: Sequence[int], prompt_len: int, markers: AnswerMarkers) -> list[str | None]:
+    """Return to which part of the answer each position belongs, None for one before the answer's first."""
+    part = markers.first
+    names: list[str | None] = []
+    for position, token in enumerate(token_ids):
+        if position < prompt_len and token in markers.turn_ends:
+            part = markers.first
+        else:
+            part = markers.begun_by.get(token, part)
+        names.append(None if position < prompt_len - 1 else Part(part).name.lower())
+    return names
+
+
+def names(
+    where: dict[str, Any],
+    position: int,
+    token: int,
+    prompt_len: int,
+    encode: Encode,
+    part: str | None = None,
+) -> bool:
+    """Return whether a where-clause names a position.
+
+    Args:
+        where: The clause.
+        position: The position.
+        token: Its input token.
+        prompt_len: Number of prompt tokens.
+        encode: Token ids of a text.
+        part: The part of the answer to which it belongs.
+    """
     is_prompt = position < prompt_len
     if where.get("phase", "all") not in {"all", "prompt" if is_prompt else "generated"}:
         return False
@@ -73,8 +105,10 @@ def names(where: dict[str, Any], position: int, token: int, prompt_len: int, enc
             return False
     if "tokens" in where and token not in token_ids(where["tokens"], encode):
         return False
+    if where.get("scope", part) not in {None, part}:
+        return False
     exclude = where.get("exclude")
-    return exclude is None or not names(exclude, position, token, prompt_len, encode)
+    return exclude is None or not names(exclude, position, token, prompt_len, encode, part)
 
 
 def at_end(position: int, prompt_len: int) -> int:
@@ -87,15 +121,19 @@ def token_ids(tokens: Sequence[int | str], encode: Encode) -> list[int]:
     return [token if isinstance(token, int) else encode(token)[0] for token in tokens]
 
 
-def may_name_one(where: dict[str, Any], ids: list[int], num_positions: int, encode: Encode) -> bool:
+def may_name_one(
+    where: dict[str, Any], ids: list[int], num_positions: int, encode: Encode, markers: AnswerMarkers
+) -> bool:
     """Return whether a clause can name any position of a request, whatever tokens will be generated."""
     prompt_len = len(ids)
-    if any(names(where, position, token, prompt_len, encode) for position, token in enumerate(ids)):
+    parts = answer_parts(ids, prompt_len, markers)
+    if any(names(where, p, token, prompt_len, encode, parts[p]) for p, token in enumerate(ids)):
         return True
     # Tokens of which a clause does not speak are all alike; -1 is one of them.
     candidates = {-1, *token_ids(where.get("tokens", []), encode)}
     return any(
-        names(where, position, token, prompt_len, encode)
+        names(where, position, token, prompt_len, encode, part)
         for position in range(prompt_len, num_positions)
         for token in candidates
+        for part in PARTS
     )

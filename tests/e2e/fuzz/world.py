@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.plans.answer_parts import NO_MARKERS, AnswerMarkers
 from tests.e2e.fuzz.expected import Twin
 
 Json = dict[str, Any]
@@ -24,6 +25,7 @@ class World:
         texts: Tokens that a string says, by id.
         max_prompt: Tokens of the longest prompt.
         max_generated: Most tokens that are generated.
+        markers: What stands for markers of the parts of answers.
     """
 
     num_layers: int
@@ -33,6 +35,7 @@ class World:
     texts: dict[int, str]
     max_prompt: int
     max_generated: int
+    markers: AnswerMarkers = NO_MARKERS
 
     @classmethod
     def of(cls, spec: ModelSpec, twin: Twin, decode: Any, *, max_prompt: int, max_generated: int) -> World:
@@ -50,7 +53,8 @@ class World:
         texts = {i: decode([i]) for i in random.Random(1).sample(vocab, min(200, len(vocab)))}
         texts = {i: text for i, text in texts.items() if text and twin.encode(text) == [i]}
         widths = {leaf.name: leaf.width for leaf in leaves}
-        return cls(twin.num_layers, widths, norms, vocab, texts, max_prompt, max_generated)
+        size = (max_prompt, max_generated)
+        return cls(twin.num_layers, widths, norms, vocab, texts, *size, twin.markers)
 
     def at(self, leaf: str, layer: str | int) -> str:
         """Return the name of a point."""

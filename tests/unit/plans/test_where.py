@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.where import Where
 from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.plans.answer_parts import AnswerMarkers, Part, Parts
 from nnsight_engine.plans.compile.scope import CompileScope
 from nnsight_engine.plans.compile.where_clause import Named, compile_where
 from nnsight_engine.plans.request_plan import WhereRule
+from nnsight_engine.plans.step.answer_tracker import AnswerTracker
 from nnsight_engine.plans.where import evaluate, generated_is_constant
+from tests.e2e.fuzz.wording import PARTS, answer_parts
 
 VOCABULARY = 6
 SPEC = ModelSpec("tiny", "Llama", 2, 8, VOCABULARY, "float32", 64, 64, (), 1 << 20)
@@ -26,12 +31,12 @@ def token_of(text: str) -> int:
     return int(text[1:])
 
 
-def clause_names(clause: dict[str, Any], position: int, token: int, prompt_len: int) -> bool:
+def clause_names(
+    clause: dict[str, Any], position: int, token: int, prompt_len: int, part: str | None
+) -> bool:
     """Say whether the clause names the position, straight from what the JSON means."""
-    phase = clause.get("phase", "all")
-    if phase == "prompt" and position >= prompt_len:
-        return False
-    if phase == "generated" and position < prompt_len:
+    other = "prompt" if position >= prompt_len else "generated"
+    if clause.get("phase") == other:
         return False
     if clause.get("positions") is not None:
         absolute = [p if p >= 0 else prompt_len + p for p in clause["positions"]]
@@ -48,8 +53,10 @@ def clause_names(clause: dict[str, Any], position: int, token: int, prompt_len: 
         ids = [int(t[1:]) if isinstance(t, str) else t for t in clause["tokens"]]
         if token not in ids:
             return False
+    if clause.get("scope", part) not in {None, part}:
+        return False
     exclude = clause.get("exclude")
-    return exclude is None or not clause_names(exclude, position, token, prompt_len)
+    return exclude is None or not clause_names(exclude, position, token, prompt_len, part)
 
 
 @st.composite
@@ -69,9 +76,19 @@ def clauses(draw: st.DrawFn, prompt_len: int, num_positions: int, *, nested: boo
         clause["tokens"] = draw(
             st.lists(token | token.map(lambda t: f"t{t}"), min_size=1, max_size=VOCABULARY - 1)
         )
+    if draw(st.booleans()):
+        clause["scope"] = draw(st.sampled_from(PARTS) | st.none())
     if nested and draw(st.booleans()):
         clause["exclude"] = draw(clauses(prompt_len, num_positions, nested=False))
     return clause
+
+
+@st.composite
+def markers_of_answers(draw: st.DrawFn) -> AnswerMarkers:
+    token, part = st.integers(0, VOCABULARY - 1), st.integers(1, 3)
+    begun_by = draw(st.dictionaries(token, part, max_size=3))
+    ends = draw(st.frozensets(token.filter(lambda one: one not in begun_by), max_size=1))
+    return AnswerMarkers(begun_by, draw(part), ends)
 
 
 @st.composite
@@ -86,19 +103,20 @@ def requests(draw: st.DrawFn) -> tuple[dict[str, Any], list[int], int, int]:
 
 
 @settings(max_examples=600, deadline=None)
-@given(requests(), st.data())
+@given(requests(), markers_of_answers(), st.data())
 def test_a_clause_names_what_its_json_says_whatever_the_chunks(
-    request_: tuple[dict[str, Any], list[int], int, int], data: st.DataObject
+    request_: tuple[dict[str, Any], list[int], int, int], markers: AnswerMarkers, data: st.DataObject
 ) -> None:
     clause, token_ids, prompt_len, max_tokens = request_
     num_positions = len(token_ids)
+    part_of = answer_parts(token_ids, prompt_len, markers)
     expected = [
         position
         for position in range(num_positions)
-        if clause_names(clause, position, token_ids[position], prompt_len)
+        if clause_names(clause, position, token_ids[position], prompt_len, part_of[position])
     ]
     in_prompt = [position for position in expected if position < prompt_len]
-    scope = CompileScope(SPEC, token_ids[:prompt_len], max_tokens, token_of)
+    scope = CompileScope(SPEC, token_ids[:prompt_len], max_tokens, token_of, markers)
     named = compiled_or_refused(clause, scope)
     if isinstance(named, ApiError):
         if named.code is ErrorCode.CONTRADICTORY_WHERE:
@@ -113,19 +131,32 @@ def test_a_clause_names_what_its_json_says_whatever_the_chunks(
     assert named.num_prompt == len(in_prompt)
     assert in_prompt or may_generate_any(clause, prompt_len, num_positions)
     cuts = sorted(data.draw(st.sets(st.integers(0, num_positions), max_size=4)))
-    found: list[int] = []
-    for start, stop in zip([0, *cuts], [*cuts, num_positions], strict=True):
-        positions = np.arange(start, stop, dtype=np.int64)
-        ids = np.asarray(token_ids[start:stop], np.int32)
-        found += positions[evaluate(named.rule, positions, ids, prompt_len)].tolist()
-    assert found == expected
+    spans = [one for one in itertools.pairwise([0, *cuts, num_positions]) if one[0] < one[1]]
+    parts = scope.answer.parts(np.asarray(token_ids), prompt_len)
+    assert positions_named(named.rule, token_ids, prompt_len, spans, parts) == expected
+    # As a worker does it, which knows all tokens in some steps, or those up to some point, and plans some
+    # steps again.
+    num_first = data.draw(st.integers(prompt_len, num_positions))
+    known = [data.draw(st.sampled_from([num_first, num_positions])) for _ in spans]
+    again = data.draw(st.integers(0, len(spans) - 1))
+    tracker = AnswerTracker(scope.answer, prompt_len)
+    for index in [*range(again + 1), *range(again, len(spans))]:
+        (start, stop), num_known = spans[index], known[index]
+        ids = torch.tensor(token_ids[start:stop], dtype=torch.int32)
+        rows = tracker.rows(start, stop - start, np.asarray(token_ids[:num_known], np.int32), ids)
+        assert rows.known.tolist() == parts[start : min(stop, num_known)].tolist()
+        if rows.rows is not None:
+            on_device = rows.rows.numpy().copy()
+            on_device[: max(prompt_len - 1 - start, 0)] = Part.NONE  # positions decide there
+            assert on_device.tolist() == parts[start:stop].tolist()
     for first in range(prompt_len, num_positions):
         constant = generated_is_constant(named.rule, prompt_len, first)
         if constant is not None:
             assert all(
-                clause_names(clause, position, token, prompt_len) is constant
+                clause_names(clause, position, token, prompt_len, part) is constant
                 for position in range(first, num_positions)
                 for token in range(VOCABULARY)
+                for part in PARTS
             )
 
 
@@ -139,10 +170,22 @@ def compiled_or_refused(clause: dict[str, Any], scope: CompileScope) -> Named | 
 def may_generate_any(clause: dict[str, Any], prompt_len: int, num_positions: int) -> bool:
     """Say whether some token at some generated position would be named."""
     return any(
-        clause_names(clause, position, token, prompt_len)
+        clause_names(clause, position, token, prompt_len, part)
         for position in range(prompt_len, num_positions)
         for token in range(VOCABULARY)
+        for part in PARTS
     )
+
+
+def positions_named(
+    rule: WhereRule, token_ids: list[int], prompt_len: int, spans: list[tuple[int, int]], parts: Parts
+) -> list[int]:
+    found: list[int] = []
+    for start, stop in spans:
+        positions = np.arange(start, stop, dtype=np.int64)
+        ids = np.asarray(token_ids[start:stop], np.int32)
+        found += positions[evaluate(rule, positions, ids, prompt_len, parts[start:stop])].tolist()
+    return found
 
 
 def is_out_of_place(clause: dict[str, Any], prompt_len: int, num_positions: int) -> bool:
@@ -179,6 +222,9 @@ def is_out_of_place(clause: dict[str, Any], prompt_len: int, num_positions: int)
         (WhereRule(positions=(12,), start=13), False),
         (WhereRule(start=14, stop=12), False),
         (WhereRule(tokens=(1,)), None),
+        (WhereRule(part=Part.REASONING), None),
+        (WhereRule(part=Part.REASONING, stop=10), False),
+        (WhereRule(exclude=WhereRule(part=Part.TOOL_CALLS)), None),
         (WhereRule(phase="prompt", tokens=(1,)), False),
         (WhereRule(exclude=WhereRule(phase="prompt")), True),
         (WhereRule(exclude=WhereRule(phase="generated")), False),

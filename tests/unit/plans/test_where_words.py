@@ -11,6 +11,7 @@ import pytest
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.where import Where
 from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.plans.answer_parts import AnswerMarkers
 from nnsight_engine.plans.compile.scope import CompileScope
 from nnsight_engine.plans.compile.where_clause import compile_where
 from nnsight_engine.plans.request_plan import WhereRule
@@ -21,7 +22,8 @@ from tests.e2e.fuzz.world import World
 
 VOCABULARY = list(range(1, 40))
 TEXTS = {token: f"t{token}" for token in VOCABULARY[:20]}
-WORLD = World(4, {}, {}, VOCABULARY, TEXTS, 30, 24)
+MARKERS = AnswerMarkers({3: 2, 7: 1, 11: 3, 12: 3, 20: 1}, 2, frozenset({5}))
+WORLD = World(4, {}, {}, VOCABULARY, TEXTS, 30, 24, MARKERS)
 SPEC = ModelSpec("tiny", "Tiny", 4, 8, 40, "float32", 4096, 4096, (), 2**20)
 
 
@@ -31,7 +33,7 @@ def encode(text: str) -> list[int]:
 
 def compiled(clause: dict[str, Any], ids: list[int], max_tokens: int) -> WhereRule | ErrorCode:
     try:
-        scope = CompileScope(SPEC, ids, max_tokens, lambda text: encode(text)[0])
+        scope = CompileScope(SPEC, ids, max_tokens, lambda text: encode(text)[0], MARKERS)
         return compile_where(Where.model_validate(clause), scope, "where").rule
     except ApiError as error:
         return error.code
@@ -48,11 +50,17 @@ def test_random_clauses_name_what_their_words_say(seed: int) -> None:
         rule = compiled(clause, ids, max_tokens)
         if rule in {ErrorCode.EMPTY_WHERE, ErrorCode.POSITION_OUT_OF_RANGE}:
             continue
-        can_name = wording.may_name_one(clause, ids, len(fed), encode)
+        can_name = wording.may_name_one(clause, ids, len(fed), encode, MARKERS)
         assert can_name == (rule is not ErrorCode.CONTRADICTORY_WHERE), clause
         if isinstance(rule, WhereRule):
-            wanted = [p for p, token in enumerate(fed) if wording.names(clause, p, token, len(ids), encode)]
-            named = evaluate(rule, np.arange(len(fed)), np.asarray(fed), len(ids))
+            parts = wording.answer_parts(fed, len(ids), MARKERS)
+            wanted = [
+                p
+                for p, token in enumerate(fed)
+                if wording.names(clause, p, token, len(ids), encode, parts[p])
+            ]
+            own = MARKERS.plan(np.asarray(ids)).parts(np.asarray(fed), len(ids))
+            named = evaluate(rule, np.arange(len(fed)), np.asarray(fed), len(ids), own)
             assert np.flatnonzero(named).tolist() == wanted, clause
             assert_bounds(rule, wanted, len(ids), len(fed), pick.randint(0, len(fed)))
 

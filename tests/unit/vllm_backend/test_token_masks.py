@@ -51,6 +51,7 @@ def rule(rng: random.Random, depth: int = 0) -> WhereRule:
         start=start,
         stop=rng.choice([None, start + rng.randint(0, 12)]),
         tokens=tuple(rng.sample(range(VOCAB), rng.randint(1, 3))) if rng.random() < 0.6 else None,
+        part=rng.choice([0, 0, 1, 2, 3]),
         exclude=rule(rng, depth + 1) if depth < 3 and rng.random() < 0.6 else None,
     )
 
@@ -63,8 +64,9 @@ def test_random_rules() -> None:
         results = []
         for _ in range(4):
             ids = np.array([rng.randrange(VOCAB) for _ in positions])
-            expected = evaluate(one, positions, ids, prompt_len)
-            mask = masks.mask(one, positions, torch.from_numpy(ids), prompt_len)
+            parts = np.array([rng.randint(1, 3) for _ in positions], np.int8)
+            expected = evaluate(one, positions, ids, prompt_len, parts)
+            mask = masks.mask(one, positions, torch.from_numpy(ids), prompt_len, torch.from_numpy(parts))
             assert mask.tolist() == expected.tolist()
             results.append(expected)
         may, must = may_match(one, positions, prompt_len), must_match(one, positions, prompt_len)

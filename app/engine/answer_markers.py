@@ -1,0 +1,123 @@
+"""The tokens that mark reasoning and tool calls in a model's answers, by the parsers that the server uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, NamedTuple
+
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.reasoning import ReasoningParser, ReasoningParserManager
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from nnsight_engine.plans.answer_parts import NO_MARKERS, AnswerMarkers, Part
+
+
+class PartMarkers(NamedTuple):
+    """The markers of a part of answers; without ``end`` it reaches to the end of the answer."""
+
+    begins: tuple[str, ...]
+    end: str = ""
+
+
+_TOOL_CALL: Final = PartMarkers(("<tool_call>",), "</tool_call>")
+_DEEPSEEK: Final = PartMarkers(
+    ("<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581begin\uff5c>"),
+    "<\uff5ctool\u2581calls\u2581end\uff5c>",
+)
+_KIMI: Final = PartMarkers(
+    ("<|tool_calls_section_begin|>", "<|tool_call_begin|>"), "<|tool_calls_section_end|>"
+)
+TOOL_MARKERS: Final[Mapping[str, PartMarkers]] = {
+    **dict.fromkeys(
+        (
+            "ernie45", "glm45", "glm47", "granite4", "hermes", "ling3", "mimo", "poolside_v1", "qwen3_coder",
+            "qwen3_json", "qwen3_xml", "step3p5",
+        ),
+        _TOOL_CALL,
+    ),
+    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v31": _DEEPSEEK,
+    "dots": PartMarkers(("<dots_function_call>",), "</dots_function_call>"),
+    "functiongemma": PartMarkers(("<start_function_call>",), "<end_function_call>"),
+    "gemma4": PartMarkers(("<|tool_call>",), "<tool_call|>"),
+    "granite": PartMarkers(("<|tool_call|>",)),
+    "granite-20b-fc": PartMarkers(("<function_call>",)),
+    "hy_v3": PartMarkers(("<tool_calls>", "<tool_call>"), "</tool_calls>"),
+    "jamba": PartMarkers(("<tool_calls>",), "</tool_calls>"),
+    "kimi_k2": _KIMI,
+    "longcat": PartMarkers(("<longcat_tool_call>",), "</longcat_tool_call>"),
+    "minimax_m2": PartMarkers(("<minimax:tool_call>",), "</minimax:tool_call>"),
+    "mistral": PartMarkers(("[TOOL_CALLS]",)),
+    "seed_oss": PartMarkers(("<seed:tool_call>",), "</seed:tool_call>"),
+}  # fmt: skip
+"""By vLLM's parser of tool calls. Where others find a call, tokens alone do not tell."""
+
+
+def markers_of(engine: AsyncLLM, tools: str) -> AnswerMarkers:
+    """Return the markers of the answers of a server.
+
+    Args:
+        engine: Its engine.
+        tools: Name of vLLM's parser of tool calls that it uses; empty if none.
+    """
+    tokenizer: Any = engine.renderer.get_tokenizer()
+    ends = engine.model_config.try_get_generation_config().get("eos_token_id")
+    turn_ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+    reasoning = engine.vllm_config.structured_outputs_config.reasoning_parser
+    return find_markers(reasoning, tools, tokenizer, turn_ends)
+
+
+def find_markers(reasoning: str, tools: str, tokenizer: Any, turn_ends: Iterable[int]) -> AnswerMarkers:
+    """Return the markers of answers that two of vLLM's parsers read.
+
+    Args:
+        reasoning: Name of the parser of reasoning; empty if none is used.
+        tools: Name of the parser of tool calls, likewise.
+        tokenizer: The model's tokenizer, of the transformers library.
+        turn_ends: Tokens that end a turn.
+    """
+    vocabulary = tokenizer.get_vocab()
+    parser = ReasoningParserManager.get_reasoning_parser(reasoning)(tokenizer) if reasoning else None
+    used = [
+        (Part.REASONING, f"--reasoning-parser {reasoning}", parser and _of_reasoning(parser)),
+        (Part.TOOL_CALLS, f"--tool-call-parser {tools}", TOOL_MARKERS.get(tools)),
+    ]
+    missing, begun_by, is_told = dict(NO_MARKERS.missing), dict[int, int](), True
+    for part, option, markers in [one for one, name in zip(used, (reasoning, tools), strict=True) if name]:
+        reason = _reason(option, markers, vocabulary)
+        if markers is None or reason:
+            missing |= {part.name.lower(): reason, "content": reason}
+            is_told = False
+            continue
+        del missing[part.name.lower()]
+        begun_by |= {vocabulary[text]: int(part) for text in markers.begins}
+        begun_by |= {vocabulary[markers.end]: int(Part.CONTENT)} if markers.end else {}
+    if is_told and begun_by:
+        del missing["content"]
+    begins_with_reasoning = parser is not None and "reasoning" not in missing and _is_reasoning("x", parser)
+    first = Part.REASONING if begins_with_reasoning else Part.CONTENT
+    return AnswerMarkers(begun_by, first, frozenset(turn_ends), missing)
+
+
+def _of_reasoning(parser: ReasoningParser) -> PartMarkers | None:
+    begin, end = parser.reasoning_start_str, parser.reasoning_end_str
+    return PartMarkers((begin.strip(),), end.strip()) if begin and end else None
+
+
+def _reason(option: str, markers: PartMarkers | None, vocabulary: Mapping[str, int]) -> str:
+    """Return why markers do not tell a part apart; empty if they do."""
+    if markers is None:
+        return f"{option} finds this part by the text, not by tokens of its own"
+    absent = next((text for text in (*markers.begins, markers.end) if text and text not in vocabulary), None)
+    return (
+        ""
+        if absent is None
+        else f"{absent}, by which {option} finds this part, is not one token of the model"
+    )
+
+
+def _is_reasoning(text: str, parser: ReasoningParser) -> bool:
+    """Return whether an answer without a marker is reasoning to a parser."""
+    request = ChatCompletionRequest(messages=[{"role": "user", "content": text}])
+    parts = parser.extract_reasoning(text, request)
+    return parts is not None and bool(parts[0])  # Cohere's parsers return None
