@@ -162,6 +162,44 @@ _LLAMA_LEAVES: Final[Mapping[str, HookSpec]] = types.MappingProxyType(
     }
 )
 
+_NEMOTRON_LEAVES: Final[Mapping[str, HookSpec]] = types.MappingProxyType(
+    _leaves(
+        attention="self_attn",
+        qkv="self_attn.qkv_proj",
+        out="self_attn.o_proj",
+        mlp="mlp",
+        up="mlp.up_proj",
+        down="mlp.down_proj",
+    )
+)
+
+# Modules of transformers return (output, weights), so the output of the projection is used instead.
+_TRANSFORMERS_LLAMA_LEAVES: Final[Mapping[str, HookSpec]] = types.MappingProxyType(
+    {**_LLAMA_LEAVES, "attn.output": HookSpec("self_attn.o_proj", "output")}
+)
+
+_PHI_LEAVES: Final[Mapping[str, HookSpec]] = types.MappingProxyType(
+    _leaves(
+        attention="self_attn.dense",
+        qkv="self_attn.qkv_proj",
+        out="self_attn.dense",
+        mlp="mlp",
+        up="mlp.fc1",
+        down="mlp.fc2",
+    )
+)
+
+_STARCODER2_LEAVES: Final[Mapping[str, HookSpec]] = types.MappingProxyType(
+    _leaves(
+        attention="self_attn.o_proj",
+        qkv="self_attn.qkv_proj",
+        out="self_attn.o_proj",
+        mlp="mlp",
+        up="mlp.c_fc",
+        down="mlp.c_proj",
+    )
+)
+
 _GPT2_LEAVES: Final[Mapping[str, HookSpec]] = types.MappingProxyType(
     _leaves(
         attention="attn", qkv="attn.c_attn", out="attn.c_proj", mlp="mlp", up="mlp.c_fc", down="mlp.c_proj"
@@ -201,13 +239,34 @@ FAMILIES: Final = (
             "MistralForCausalLM",
             "Qwen2ForCausalLM",
             "Qwen3ForCausalLM",
+            "GemmaForCausalLM",
             "Gemma2ForCausalLM",
             "Gemma3ForCausalLM",
+            "Glm4ForCausalLM",
             "Phi3ForCausalLM",
         ),
         layers="model.layers",
         final_norm="model.norm",
         leaves=_LLAMA_LEAVES,
+        kernel="self_attn.attn",
+        hidden_index=1,
+        returns_residual=True,
+    ),
+    EngineFamily(
+        name="granite",
+        model_classes=("GraniteForCausalLM",),
+        layers="model.layers",
+        final_norm="model.norm",
+        leaves=_LLAMA_LEAVES,
+        kernel="self_attn.attn",
+        hidden_index=1,
+    ),
+    EngineFamily(
+        name="nemotron",
+        model_classes=("NemotronForCausalLM",),
+        layers="model.layers",
+        final_norm="model.norm",
+        leaves=_NEMOTRON_LEAVES,
         kernel="self_attn.attn",
         hidden_index=1,
         returns_residual=True,
@@ -229,8 +288,49 @@ FAMILIES: Final = (
         leaves=_OPT_LEAVES,
         kernel="self_attn.attn",
     ),
-    # vLLM 0.32 has no GPT-NeoX implementation. Its Transformers backend runs transformers' modules with
-    # vLLM's linear layers and transformers' per-head layout of the fused projection.
+    # vLLM 0.32 has no implementation of the following ones. Its Transformers backend runs transformers'
+    # modules with vLLM's linear layers, and fuses projections that transformers keeps apart. GPT-NeoX has
+    # transformers' per-head layout of the fused projection.
+    EngineFamily(
+        name="transformers_llama",
+        model_classes=("TransformersForCausalLM",),
+        architectures=(
+            "GlmForCausalLM",
+            "MinistralForCausalLM",
+            "OlmoForCausalLM",
+            "Olmo2ForCausalLM",
+            "Olmo3ForCausalLM",
+            "SmolLM3ForCausalLM",
+        ),
+        layers="model.layers",
+        final_norm="model.norm",
+        leaves=_TRANSFORMERS_LLAMA_LEAVES,
+        kernel="self_attn.attn",
+        is_batched=True,
+        is_kernel_bare=True,
+    ),
+    EngineFamily(
+        name="phi",
+        model_classes=("TransformersForCausalLM",),
+        architectures=("PhiForCausalLM",),
+        layers="model.layers",
+        final_norm="model.final_layernorm",
+        leaves=_PHI_LEAVES,
+        kernel="self_attn.attn",
+        is_batched=True,
+        is_kernel_bare=True,
+    ),
+    EngineFamily(
+        name="starcoder2",
+        model_classes=("TransformersForCausalLM",),
+        architectures=("Starcoder2ForCausalLM",),
+        layers="model.layers",
+        final_norm="model.norm",
+        leaves=_STARCODER2_LEAVES,
+        kernel="self_attn.attn",
+        is_batched=True,
+        is_kernel_bare=True,
+    ),
     EngineFamily(
         name="gpt_neox",
         model_classes=("TransformersForCausalLM",),

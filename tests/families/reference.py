@@ -53,8 +53,48 @@ _LLAMA: Final = Tree(
     },
 )
 
+_GLM: Final = Tree(
+    layers="model.layers",
+    norm="model.norm",
+    inputs=_LLAMA.inputs,
+    outputs={
+        "attn.output": "self_attn.o_proj",
+        "attn.q": "self_attn.q_proj",
+        "attn.k": "self_attn.k_proj",
+        "attn.v": "self_attn.v_proj",
+        "mlp.gate|mlp.up": "mlp.gate_up_proj",
+        "mlp.output": "mlp",
+    },
+)
+
+
+def _tree(out: str, *, up: str, down: str, norm: str = "model.norm") -> Tree:
+    """Return a tree with separate projections, and an MLP without a gate."""
+    return Tree(
+        layers="model.layers",
+        norm=norm,
+        inputs={"attn.heads": out, "mlp.input": "mlp", "mlp.act": down},
+        outputs={
+            "attn.output": out,
+            **{f"attn.{part}": f"self_attn.{part}_proj" for part in "qkv"},
+            "mlp.up": up,
+            "mlp.output": "mlp",
+        },
+    )
+
+
 TREES: Final[dict[str, Tree]] = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"), _LLAMA),
+    **dict.fromkeys(
+        (
+            *("llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"),
+            *("granite", "olmo", "olmo2", "olmo3", "smollm3"),
+        ),
+        _LLAMA,
+    ),
+    **dict.fromkeys(("glm", "glm4"), _GLM),
+    "nemotron": _tree("self_attn.o_proj", up="mlp.up_proj", down="mlp.down_proj"),
+    "phi": _tree("self_attn.dense", up="mlp.fc1", down="mlp.fc2", norm="model.final_layernorm"),
+    "starcoder2": _tree("self_attn.o_proj", up="mlp.c_fc", down="mlp.c_proj"),
     "phi3": Tree(
         layers="model.layers",
         norm="model.norm",

@@ -109,6 +109,16 @@ class ModulePoint:
         return with_first_tensor(value, self.side, whole)
 
 
+class CopiedInputPoint(ModulePoint):
+    """A module's input in memory that the layer still needs; the module gets a copy, which may be edited."""
+
+    def read(self) -> torch.Tensor:
+        """Wait for the value, give the module a copy, and return that."""
+        value = self._value()
+        self._replace(self._value_with(value, first_tensor(value, self.side).clone()))
+        return super().read()
+
+
 class TokenShape:
     """Records the number of rows and tokens in the running step; watches the inputs of the layers.
 

@@ -13,6 +13,7 @@ from nnsight_engine.envoys.architectures import table
 from nnsight_engine.envoys.architectures.architecture import missing_for
 from nnsight_engine.envoys.architectures.errors import NoStandardPointsError
 from nnsight_engine.envoys.architectures.module_points import (
+    CopiedInputPoint,
     FlattenedPoint,
     LogitsPoint,
     ModulePoint,
@@ -117,7 +118,9 @@ class Points(NamedPoints):
         envoy = self._envoy(architecture.layer_path(layer, place.path))
         if architecture.family.is_mlp_flattened and leaf.startswith("mlp."):
             return FlattenedPoint(name, envoy, place.side, self._tokens, self._shape(leaf))
-        return ModulePoint(name, envoy, place.side, architecture.view(leaf), self._shape(leaf))
+        is_stream = leaf == "mlp.input" and architecture.family.has_norms_last
+        kind = CopiedInputPoint if is_stream else ModulePoint
+        return kind(name, envoy, place.side, architecture.view(leaf), self._shape(leaf))
 
     def _module_point(self, name: str, path: str, side: table.Side) -> ModulePoint:
         return ModulePoint(name, self._envoy(path), side, WHOLE, (self._config().hidden_size,))

@@ -69,6 +69,8 @@ class ArchitectureFamily:
             of
             q, then k, then v.
         is_mlp_flattened: Whether the MLP works on ``[batch * tokens, width]``.
+        has_norms_last: Whether norms follow attention and MLP, so that their input is the residual stream
+            itself.
     """
 
     model_types: tuple[str, ...]
@@ -81,6 +83,7 @@ class ArchitectureFamily:
     leaves: Mapping[str, ModulePath]
     is_qkv_per_head: bool = False
     is_mlp_flattened: bool = False
+    has_norms_last: bool = False
 
 
 def _leaves(
@@ -126,7 +129,10 @@ def _frozen(leaves: dict[str, ModulePath]) -> Mapping[str, ModulePath]:
 _SEPARATE_QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 _LLAMA: Final = ArchitectureFamily(
-    model_types=("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gemma3"),
+    model_types=(
+        *("llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gemma3"),
+        *("olmo", "smollm3"),
+    ),
     bodies=("model", "model.language_model", ""),
     layers="layers",
     norm="norm",
@@ -160,6 +166,43 @@ _PHI3: Final = dataclasses.replace(
             "mlp.gate": ModulePath("mlp.gate_up_proj", "output", "gate"),
             "mlp.up": ModulePath("mlp.gate_up_proj", "output", "up"),
         }
+    ),
+)
+
+_GLM: Final = dataclasses.replace(
+    _PHI3,
+    model_types=("glm", "glm4"),
+    leaves=_frozen({**_PHI3.leaves, **{leaf: _LLAMA.leaves[leaf] for leaf in (QUERIES, KEYS, VALUES)}}),
+)
+
+_OLMO2: Final = dataclasses.replace(_LLAMA, model_types=("olmo2", "olmo3"), has_norms_last=True)
+
+_GRANITE: Final = dataclasses.replace(_LLAMA, model_types=("granite",), embed="")  # it scales embeddings
+
+_NEMOTRON: Final = dataclasses.replace(
+    _LLAMA,
+    model_types=("nemotron",),
+    leaves=_frozen({leaf: place for leaf, place in _LLAMA.leaves.items() if leaf != "mlp.gate"}),
+)
+
+_PHI: Final = dataclasses.replace(
+    _LLAMA,
+    model_types=("phi",),
+    norm="final_layernorm",
+    embed="",  # in training mode, dropout follows the embedding
+    leaves=_frozen(
+        _leaves(qkv=_SEPARATE_QKV, out="self_attn.dense", mlp=("mlp", "mlp"), up="mlp.fc1", down="mlp.fc2")
+    ),
+)
+
+_STARCODER2: Final = dataclasses.replace(
+    _LLAMA,
+    model_types=("starcoder2",),
+    embed="",  # likewise
+    leaves=_frozen(
+        _leaves(
+            qkv=_SEPARATE_QKV, out="self_attn.o_proj", mlp=("mlp", "mlp"), up="mlp.c_fc", down="mlp.c_proj"
+        )
     ),
 )
 
@@ -210,11 +253,12 @@ _GPT_NEOX: Final = ArchitectureFamily(
     is_qkv_per_head=True,
 )
 
+_FAMILIES: Final = (
+    *(_LLAMA, _PHI3, _GLM, _GRANITE, _NEMOTRON, _OLMO2, _PHI, _STARCODER2),
+    *(_GPT2, _OPT, _GPT_NEOX),
+)
+
 FAMILIES: Final[Mapping[str, ArchitectureFamily]] = types.MappingProxyType(
-    {
-        model_type: family
-        for family in (_LLAMA, _PHI3, _GPT2, _OPT, _GPT_NEOX)
-        for model_type in family.model_types
-    }
+    {model_type: family for family in _FAMILIES for model_type in family.model_types}
 )
 """The layout of each ``model_type``."""
