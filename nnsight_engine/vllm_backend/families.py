@@ -83,7 +83,8 @@ class EngineFamily:
 
     Attributes:
         name: Key of the table.
-        model_classes: Names of the vLLM model classes with this layout.
+        model_classes: Names of the vLLM model classes with this layout, and of architectures that they serve
+            under another name.
         architectures: Entries of the config's ``architectures`` to which the table applies; empty if the
             class alone decides. Needed for vLLM's Transformers backend, where one class serves all models.
         layers: Path of the list of decoder blocks.
@@ -92,9 +93,12 @@ class EngineFamily:
         kernel: Path, relative to the layer, of vLLM's ``Attention``, which receives queries and keys.
         project_out: Path of a projection between the final norm and the unembedding, or empty.
         hidden_index: Position of the hidden states among the arguments of a block's ``forward``.
-        returns_residual: Whether blocks take and return ``(hidden, residual)``, whose sum is the residual
-            stream (block 0 takes None for the residual). Otherwise blocks take and return the residual stream
-            itself, as one tensor.
+        returns_residual: Whether blocks return ``(hidden, residual)``, whose sum is the residual stream.
+            Otherwise blocks take and return the residual stream itself, as one tensor.
+        has_unused_residual: Whether ``hidden`` is the whole stream, and nothing reads the second tensor,
+            which is then replaced by zeros, so that the sum is right.
+        sums_at_once: Whether attention and MLP are summed before they are reduced over tensor-parallel ranks,
+            none of which then has their values.
         is_batched: Whether values have a leading axis of size 1 (``[1, tokens, width]``).
         is_qkv_interleaved: Whether the fused output is ``[heads, (q, k, v), head_dim]`` instead of all of q,
             then all of k, then all of v.
@@ -112,6 +116,8 @@ class EngineFamily:
     project_out: str = ""
     hidden_index: int = 0
     returns_residual: bool = False
+    has_unused_residual: bool = False
+    sums_at_once: bool = False
     is_batched: bool = False
     is_qkv_interleaved: bool = False
     is_kernel_bare: bool = False
@@ -161,6 +167,15 @@ _LLAMA_LEAVES: Final[Mapping[str, HookSpec]] = types.MappingProxyType(
         "mlp.up": HookSpec("mlp.gate_up_proj", "output", "up"),
     }
 )
+
+
+def _experts(mlp: str) -> Mapping[str, HookSpec]:
+    """Return the leaves of a block with Llama's attention whose MLP, at least in some layers, has experts."""
+    leaves = {leaf: spec for leaf, spec in _LLAMA_LEAVES.items() if not leaf.startswith("mlp.")}
+    return types.MappingProxyType(
+        leaves | {"mlp.input": HookSpec(mlp, "input"), "mlp.output": HookSpec(mlp, "output")}
+    )
+
 
 _NEMOTRON_LEAVES: Final[Mapping[str, HookSpec]] = types.MappingProxyType(
     _leaves(
@@ -251,6 +266,54 @@ FAMILIES: Final = (
         kernel="self_attn.attn",
         hidden_index=1,
         returns_residual=True,
+    ),
+    EngineFamily(
+        name="moe",
+        model_classes=(
+            "Glm4MoeForCausalLM",
+            "OlmoeForCausalLM",
+            "Qwen2MoeForCausalLM",
+            "Qwen3MoeForCausalLM",
+        ),
+        layers="model.layers",
+        final_norm="model.norm",
+        leaves=_experts("mlp"),
+        kernel="self_attn.attn",
+        hidden_index=1,
+        returns_residual=True,
+    ),
+    EngineFamily(
+        name="mixtral",
+        model_classes=("MixtralForCausalLM",),
+        layers="model.layers",
+        final_norm="model.norm",
+        leaves=_experts("block_sparse_moe"),
+        kernel="self_attn.attn",
+        hidden_index=1,
+        returns_residual=True,
+    ),
+    EngineFamily(
+        name="cohere",
+        model_classes=("CohereForCausalLM", "Cohere2ForCausalLM"),
+        layers="model.layers",
+        final_norm="model.norm",
+        leaves=_LLAMA_LEAVES,
+        kernel="self_attn.attn",
+        hidden_index=1,
+        returns_residual=True,
+        has_unused_residual=True,
+        sums_at_once=True,
+    ),
+    EngineFamily(
+        name="exaone4",
+        model_classes=("Exaone4ForCausalLM", "StablelmForCausalLM", "StableLmForCausalLM"),
+        layers="model.layers",
+        final_norm="model.norm",
+        leaves=_LLAMA_LEAVES,
+        kernel="self_attn.attn",
+        hidden_index=1,
+        returns_residual=True,
+        has_unused_residual=True,
     ),
     EngineFamily(
         name="granite",
@@ -543,6 +606,11 @@ def resolve_points(
         UnsupportedModelError: No table matches the model.
     """
     family = family_named(_served_class(model).__name__, config.architectures or [])
+    if family.sums_at_once and tensor_parallel_size > 1:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} with --tensor-parallel-size is not supported: no rank has the outputs "
+            "of attention and MLP, which are summed before they are reduced"
+        )
     layers = tuple(model.get_submodule(family.layers).children())
     # vLLM's placeholders for blocks of other pipeline stages contain no modules.
     held = [index for index, layer in enumerate(layers) if next(layer.children(), None) is not None]
@@ -563,7 +631,7 @@ def resolve_points(
         # Sizes are read from the projections, since configs differ in which sizes they state and under which
         # names.
         head_dim=_input_size(block, family.leaves["attn.heads"]) // num_heads,
-        intermediate_size=_input_size(block, family.leaves["mlp.act"]),
+        intermediate_size=_input_size(block, family.leaves["mlp.act"]) if "mlp.act" in family.leaves else 0,
         vocab_size=config.vocab_size,
         tensor_parallel_size=tensor_parallel_size,
         generates=generates,

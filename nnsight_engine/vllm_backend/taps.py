@@ -135,6 +135,12 @@ def install_taps(layers: Sequence[nn.Module], hidden_index: int, taps: Collectio
         first.forward = _tapped_at_start(first.forward, hidden_index)
 
 
+def drop_unused_residuals(layers: Sequence[nn.Module]) -> None:
+    """Have layers return zeros in place of their second tensor, which nothing reads."""
+    for layer in layers:
+        layer.forward = _without_residual(layer.forward)
+
+
 @contextlib.contextmanager
 def untapped(
     layers: Sequence[nn.Module], hidden_index: int, taps: Collection[int], step: TapStep
@@ -166,6 +172,14 @@ def untapped(
                 handle = layers[0].register_forward_pre_hook(before, with_kwargs=True)
             stack.callback(handle.remove)
         yield
+
+
+def _without_residual(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def forward_alone(*args: Any, **kwargs: Any) -> Any:
+        hidden, _ = forward(*args, **kwargs)
+        return hidden, torch.zeros_like(hidden)
+
+    return forward_alone
 
 
 def _tapped(forward: Callable[..., Any], index: int) -> Callable[..., Any]:

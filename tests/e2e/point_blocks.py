@@ -83,6 +83,7 @@ def read_everything(model: Any) -> Values:
 
 def read_by_attribute(model: Any) -> Values:
     layer = model.layers[LAYER]
+    has_neurons = f"layers.{LAYER}.mlp.up" in model.points()
     with opened(model, PROMPT):
         read: Values = save({})
         read["embed"] = model.embed.output
@@ -91,7 +92,8 @@ def read_by_attribute(model: Any) -> Values:
         read["q"], read["k"], read["v"] = layer.attn.q, layer.attn.k, layer.attn.v
         read["heads"] = layer.attn.heads
         read["mlp.input"] = layer.mlp.input
-        read["up"] = layer.mlp.up
+        if has_neurons:
+            read["up"] = layer.mlp.up
         read["mlp.output"] = layer.mlp.output
         for index, one in enumerate(model.layers[LAYER + 1 :]):
             read[f"output of {index}"] = one.output

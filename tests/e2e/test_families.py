@@ -22,8 +22,24 @@ from tests.parallel import WORKER
 
 pytestmark = pytest.mark.e2e
 
-_ADAPTED: Final = tuple(f"{family}{ADAPTED}" for family in FAMILIES if family not in {"llama", "gpt2"})
-"""Families with a LoRA adapter, of which vLLM takes none for GPT-2; Llama's are in ``test_lora``."""
+_ADAPTED: Final = tuple(
+    f"{family}{ADAPTED}"
+    for family in (
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "gemma2",
+        "gemma3",
+        "phi3",
+        "granite",
+        "smollm3",
+        "opt",
+        "gpt_neox",
+    )
+)
+"""Families with a LoRA adapter, of which vLLM takes none for GPT-2; Llama's are in ``test_lora``. The others have
+their modules in common with one of these.
+"""
 _CHECKS: Final = "tests.e2e.family_check"
 _NUM_PROCESSES: Final = 1 if WORKER in os.environ else 2
 """One for each process of tests, which have a core each."""

@@ -68,6 +68,13 @@ _GLM: Final = Tree(
 )
 
 
+_EXPERTS: Final = dataclasses.replace(
+    _LLAMA,
+    inputs={leaf: path for leaf, path in _LLAMA.inputs.items() if leaf != "mlp.act"},
+    outputs={leaf: path for leaf, path in _LLAMA.outputs.items() if leaf not in {"mlp.gate", "mlp.up"}},
+)
+
+
 def _tree(out: str, *, up: str, down: str, norm: str = "model.norm") -> Tree:
     """Return a tree with separate projections, and an MLP without a gate."""
     return Tree(
@@ -87,10 +94,11 @@ TREES: Final[dict[str, Tree]] = {
     **dict.fromkeys(
         (
             *("llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"),
-            *("granite", "olmo", "olmo2", "olmo3", "smollm3"),
+            *("cohere", "cohere2", "exaone4", "granite", "olmo", "olmo2", "olmo3", "smollm3", "stablelm"),
         ),
         _LLAMA,
     ),
+    **dict.fromkeys(("glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"), _EXPERTS),
     **dict.fromkeys(("glm", "glm4"), _GLM),
     "nemotron": _tree("self_attn.o_proj", up="mlp.up_proj", down="mlp.down_proj"),
     "phi": _tree("self_attn.dense", up="mlp.fc1", down="mlp.fc2", norm="model.final_layernorm"),

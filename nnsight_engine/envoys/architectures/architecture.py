@@ -205,6 +205,8 @@ def _envoys(layer: torch.nn.Module, family: ArchitectureFamily) -> dict[type[tor
         found[type(layer)] = SplitMlpLayerEnvoy
         return found
     mlp = layer.get_submodule(family.mlp)
+    if "mlp.up" not in family.leaves:
+        return found
     if "mlp.gate" in family.leaves:
         found[type(mlp)] = GatedMlpEnvoy
     else:

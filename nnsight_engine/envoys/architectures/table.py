@@ -131,7 +131,7 @@ _SEPARATE_QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_pro
 _LLAMA: Final = ArchitectureFamily(
     model_types=(
         *("llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gemma3"),
-        *("olmo", "smollm3"),
+        *("cohere", "cohere2", "olmo", "smollm3", "stablelm"),
     ),
     bodies=("model", "model.language_model", ""),
     layers="layers",
@@ -175,9 +175,18 @@ _GLM: Final = dataclasses.replace(
     leaves=_frozen({**_PHI3.leaves, **{leaf: _LLAMA.leaves[leaf] for leaf in (QUERIES, KEYS, VALUES)}}),
 )
 
-_OLMO2: Final = dataclasses.replace(_LLAMA, model_types=("olmo2", "olmo3"), has_norms_last=True)
+_OLMO2: Final = dataclasses.replace(_LLAMA, model_types=("exaone4", "olmo2", "olmo3"), has_norms_last=True)
 
 _GRANITE: Final = dataclasses.replace(_LLAMA, model_types=("granite",), embed="")  # it scales embeddings
+
+# Experts have no neurons in common, so that no module has them.
+_EXPERTS: Final = dataclasses.replace(
+    _LLAMA,
+    model_types=("glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
+    leaves=_frozen(
+        {leaf: place for leaf, place in _LLAMA.leaves.items() if leaf not in {"mlp.gate", "mlp.up", NEURONS}}
+    ),
+)
 
 _NEMOTRON: Final = dataclasses.replace(
     _LLAMA,
@@ -254,7 +263,7 @@ _GPT_NEOX: Final = ArchitectureFamily(
 )
 
 _FAMILIES: Final = (
-    *(_LLAMA, _PHI3, _GLM, _GRANITE, _NEMOTRON, _OLMO2, _PHI, _STARCODER2),
+    *(_LLAMA, _PHI3, _EXPERTS, _GLM, _GRANITE, _NEMOTRON, _OLMO2, _PHI, _STARCODER2),
     *(_GPT2, _OPT, _GPT_NEOX),
 )
 

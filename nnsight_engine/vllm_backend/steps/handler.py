@@ -43,7 +43,13 @@ from nnsight_engine.vllm_backend.steps.stage_transport import take_results, with
 from nnsight_engine.vllm_backend.steps.step import Step
 from nnsight_engine.vllm_backend.steps.trace_reports import TraceReports
 from nnsight_engine.vllm_backend.steps.worker_state import WorkerState
-from nnsight_engine.vllm_backend.taps import CONTEXT_KEY, TapStep, install_taps, untapped
+from nnsight_engine.vllm_backend.taps import (
+    CONTEXT_KEY,
+    TapStep,
+    drop_unused_residuals,
+    install_taps,
+    untapped,
+)
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
 from nnsight_engine.vllm_backend.traces.module_order import UntappedError
 from nnsight_engine.vllm_backend.traces.placement import traces_of_worker
@@ -99,6 +105,8 @@ class StepHandler:
             generates=config.model_config.runner_type != "pooling",
         )
         self.taps: frozenset[int] = frozenset()
+        if points.family.has_unused_residual:
+            drop_unused_residuals([points.layers[layer] for layer in points.local_layers])
         if has_taps:
             self.taps = frozenset(filter(points.stage.has, chosen_taps(limits.taps, len(points.layers))))
             install_taps(points.layers, points.family.hidden_index, self.taps)

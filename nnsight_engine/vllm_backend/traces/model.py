@@ -181,7 +181,7 @@ def _envoys(points: ModelPoints) -> dict[type[torch.nn.Module], type[Envoy]]:
     found: dict[type[torch.nn.Module], type[Envoy]] = {VocabParallelEmbedding: VocabularyEnvoy}
     layer, family = points.layers[points.local_layers.start], points.family
     found[type(layer.get_submodule(family.attention))] = AttentionEnvoy
-    if family.mlp:
+    if family.mlp and "mlp.up" in family.leaves:
         mlp = layer.get_submodule(family.mlp)
         gated = GatedMlpEnvoy if "mlp.gate" in family.leaves else MlpEnvoy
         found[type(mlp)] = UpEnvoy if hasattr(mlp, "act") else gated

@@ -313,6 +313,9 @@ class Shards:
     def _place_mlp(self, points: ModelPoints, layer: int) -> None:
         """Record the layouts of the activation function between an MLP's projections."""
         block, leaves = points.layers[layer], points.family.leaves
+        if "mlp.up" not in leaves:
+            self._leave_unknown(block.get_submodule(points.family.mlp))
+            return
         up, down = (block.get_submodule(leaves[leaf].path) for leaf in ("mlp.up", "mlp.act"))
         parent = block.get_submodule(leaves["mlp.act"].path.rpartition(".")[0])
         for module in parent.children():

@@ -76,17 +76,22 @@ def hooked(module: Any, name: str) -> Iterator[None]:
 
 @contextmanager
 def changed_softmax(is_changed: Callable[[int], bool]) -> Iterator[None]:
-    """Change the probabilities of some layers: in these models only attention calls softmax, once."""
+    """Change the probabilities of some layers: only attention takes the softmax of four axes, once each."""
     original = torch.nn.functional.softmax
     calls = iter(range(NUM_LAYERS))
 
     def softmax(*args: Any, **kwargs: Any) -> torch.Tensor:
         value = original(*args, **kwargs)
-        return moved(value) if is_changed(next(calls)) else value
+        return moved(value) if value.ndim == 4 and is_changed(next(calls)) else value
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.nn.functional, "softmax", softmax)
         yield
+
+
+def mlp_leaf(model: NNsight) -> str:
+    """Return a leaf of the MLP: experts have no neurons in common."""
+    return "up" if f"layers.{LAYER}.mlp.up" in model.points else "output"
 
 
 def logits_of(module: Any) -> torch.Tensor:
@@ -201,7 +206,8 @@ def test_points_are_attributes_by_the_same_names_on_every_architecture(model: NN
             (getattr(layer.attn, leaf), model.points[f"layers.{LAYER}.attn.{leaf}"])
             for leaf in ("q", "k", "v", "pattern", "heads")
         ]
-        pairs.append((layer.mlp.up, model.points[f"layers.{LAYER}.mlp.up"]))
+        mlp = mlp_leaf(model)
+        pairs.append((getattr(layer.mlp, mlp), model.points[f"layers.{LAYER}.mlp.{mlp}"]))
         pairs.append((layer.output, model.points[f"layers.{LAYER}.output"]))
         pairs.append((model.logits, model.points["logits"]))
         pairs = save([(one.clone(), other.clone()) for one, other in pairs])
@@ -224,7 +230,8 @@ def test_a_head_is_ablated_in_one_line(model: NNsight, module: Any) -> None:
 
 
 def test_attributes_are_assigned_like_points(model: NNsight, module: Any) -> None:
-    for name in ("embed.output", f"layers.{LAYER}.attn.q", f"layers.{LAYER}.mlp.up", "logits"):
+    mlp = mlp_leaf(model)
+    for name in ("embed.output", f"layers.{LAYER}.attn.q", f"layers.{LAYER}.mlp.{mlp}", "logits"):
         with hooked(module, name):
             expected = logits_of(module)
         with torch.no_grad(), model.trace(IDS, use_cache=False):
@@ -235,7 +242,8 @@ def test_attributes_are_assigned_like_points(model: NNsight, module: Any) -> Non
             elif name.endswith("q"):
                 model.layers[LAYER].attn.q = moved(model.layers[LAYER].attn.q)
             else:
-                model.layers[LAYER].mlp.up = moved(model.layers[LAYER].mlp.up)
+                part = model.layers[LAYER].mlp
+                setattr(part, mlp, moved(getattr(part, mlp)))
             found = model.output.logits.save()
         assert torch.equal(found, expected), name
 
@@ -244,7 +252,7 @@ def test_attributes_are_assigned_like_points(model: NNsight, module: Any) -> Non
 
 
 def test_a_point_that_the_model_has_passed_is_an_error(model: NNsight) -> None:
-    for late in ("attn.q", "attn.pattern", "mlp.act"):
+    for late in ("attn.q", "attn.pattern", "mlp.input"):
         with pytest.raises(OutOfOrderError), torch.no_grad(), model.trace(IDS, use_cache=False):
             _ = model.points[f"layers.{LAYER}.output"], model.points[f"layers.{LAYER}.{late}"]
 
