@@ -37,8 +37,8 @@ _ADAPTED: Final = tuple(
         "gpt_neox",
     )
 )
-"""Families with a LoRA adapter, of which vLLM takes none for GPT-2; Llama's are in ``test_lora``. The others have
-their modules in common with one of these.
+"""Families with a LoRA adapter, of which vLLM takes none for GPT-2; Llama's are in ``test_lora``. The other
+dense families have their modules in common with one of these.
 """
 _CHECKS: Final = "tests.e2e.family_check"
 _NUM_PROCESSES: Final = 1 if WORKER in os.environ else 2
