@@ -468,6 +468,7 @@ class VLLMEngineClient:
             self._store,
             self._settings,
             self._texts.text,
+            base_path=str(http.scope.get("root_path", "")),
             inline=inline,
         )
 
