@@ -35,7 +35,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import excerpt
 from app.engine.adapters import AdapterLocks, check_adapter_request, load_again
-from app.engine.vllm_errors import cause_of, engine_dead, raise_stream_errors
+from app.engine.vllm_errors import cause_of, raise_message_errors, raise_stream_errors, raised
 from app.errors import error_response
 from app.stored_responses import StoredResponses
 from app.vllm_routes import LOAD_ADAPTER, RESPONSES, UNLOAD_ADAPTER
@@ -117,6 +117,7 @@ class VLLMApp(FastAPI):
             return
         for serving in (self.state.openai_serving_completion, self.state.openai_serving_chat):
             raise_stream_errors(serving)
+        raise_message_errors(self.state.anthropic_serving_messages)
         for name in _STORES:
             setattr(self.state.openai_serving_responses, name, StoredResponses())
 
@@ -134,10 +135,9 @@ class VLLMApp(FastAPI):
 
 
 async def _answer(_request: Request, error: Exception) -> Response:
-    if isinstance(error, ApiError):
-        return error_response(error)
-    if isinstance(error, EngineDeadError):
-        return error_response(engine_dead())
+    found = raised(error)
+    if isinstance(found, ApiError):
+        return error_response(found)
     refused = create_error_response(cause_of(error))
     return JSONResponse(refused.model_dump(), status_code=refused.error.code)
 
