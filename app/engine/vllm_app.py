@@ -21,8 +21,10 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.pooling.factories import register_pooling_api_routers
+from vllm.entrypoints.rl.online.api_router import router as pause_router
 from vllm.entrypoints.serve.dev.cache.api_router import router as cache_router
 from vllm.entrypoints.serve.dev.server_info.api_router import router as info_router
+from vllm.entrypoints.serve.dev.sleep.api_router import router as sleep_router
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.entrypoints.serve.instrumentator.basic import router as basic_router
@@ -58,7 +60,7 @@ class VLLMApp(FastAPI):
         init_exception_handler(self)
         for kind in _OURS:  # vLLM's own handler would end the server
             self.add_exception_handler(kind, _answer)
-        for router in (basic_router, cache_router, info_router):
+        for router in (basic_router, cache_router, info_router, pause_router, sleep_router):
             self.include_router(router)
         attach_tokenize_router(self)
         root_level = logging.root.level

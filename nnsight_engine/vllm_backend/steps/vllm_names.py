@@ -237,7 +237,7 @@ _SCHEDULER: Final = (
         "vllm.v1.core.sched.async_scheduler:AsyncScheduler",
         read="block_size finished_req_ids kv_cache_config kv_cache_manager max_num_active_reqs "
         "max_num_running_reqs max_num_scheduled_tokens need_mamba_block_aligned_split needs_kv_cache_zeroing "
-        "num_spec_tokens requests running scheduler_config vllm_config waiting",
+        "num_spec_tokens pause_state requests running scheduler_config vllm_config waiting",
         called={"_preempt_request": "request, timestamp"},
         overridden={
             "__init__": "vllm_config, kv_cache_config, structured_output_manager, block_size, **others",
@@ -296,7 +296,7 @@ _SCHEDULER: Final = (
         "vllm.v1.kv_cache_interface:KVCacheConfig", read="kv_cache_groups needs_kv_cache_zeroing num_blocks"
     ),
     _used("vllm.v1.kv_cache_interface:KVCacheGroupSpec", read="layer_names"),
-    _used("vllm.v1.engine", read="EngineCoreOutput EngineCoreOutputs"),
+    _used("vllm.v1.engine", read="EngineCoreOutput EngineCoreOutputs PauseMode"),
     _used(
         "vllm.v1.engine:EngineCoreOutput",
         read="finish_reason finished kv_transfer_params new_token_ids request_id",
@@ -327,8 +327,9 @@ _CONFIG: Final = (
     ),
     _used(
         "vllm.config:ModelConfig",
-        read="architectures dtype has_inner_state hf_config hf_text_config is_diffusion is_moe max_model_len "
-        "runner_type served_model_name tokenizer tokenizer_mode tokenizer_revision trust_remote_code",
+        read="architectures dtype enable_sleep_mode has_inner_state hf_config hf_text_config is_diffusion "
+        "is_moe max_model_len runner_type served_model_name tokenizer tokenizer_mode tokenizer_revision "
+        "trust_remote_code",
         called={"get_vocab_size": ""},
     ),
     _used(
@@ -346,7 +347,7 @@ _CONFIG: Final = (
     _used(
         "vllm.platforms.interface:Platform",
         read="device_type ray_device_key",
-        called={"is_cpu": ""},
+        called={"is_cpu": "", "is_sleep_mode_available": ""},
     ),
     _used("vllm.platforms.cpu:CpuPlatform", read="ray_device_key", overridden={}),
     _used(
@@ -368,7 +369,8 @@ _CONFIG: Final = (
 _CLIENT: Final = (
     _used(
         "vllm.v1.engine.async_llm:AsyncLLM",
-        read="engine_core errored input_processor output_handler output_processor renderer vllm_config",
+        read="engine_core errored input_processor model_config output_handler output_processor renderer "
+        "vllm_config",
         called={
             "abort": "request_id",
             "from_engine_args": "engine_args",
@@ -388,6 +390,10 @@ _CLIENT: Final = (
             "collective_rpc": "method, timeout=None, args=(), kwargs=None",
             "encode": "prompt, pooling_params, request_id, **others",
             "generate": "prompt, sampling_params, request_id, **others",
+            "sleep": "level=1, mode='abort'",
+            "wake_up": "tags=None",
+            "pause_generation": "*, mode='abort', clear_cache=True",
+            "resume_generation": "",
         },
     ),
     _used("vllm.v1.engine.exceptions", read="EngineDeadError EngineGenerateError"),
