@@ -91,6 +91,7 @@ class ErrorCode(enum.StrEnum):
     DRAINING = "draining"
     ENGINE_DEAD = "engine_dead"
     ENGINE_RESTARTING = "engine_restarting"
+    ENGINE_PAUSED = "engine_paused"
     REPLICA_LOST = "replica_lost"
     REQUEST_TIMED_OUT = "request_timed_out"
     DATABASE_UNAVAILABLE = "database_unavailable"
@@ -144,6 +145,7 @@ STATUS: Final[dict[ErrorCode, int]] = {
     ErrorCode.DRAINING: 503,
     ErrorCode.ENGINE_DEAD: 503,
     ErrorCode.ENGINE_RESTARTING: 503,
+    ErrorCode.ENGINE_PAUSED: 503,
     ErrorCode.REPLICA_LOST: 503,
     ErrorCode.REQUEST_TIMED_OUT: 504,
     ErrorCode.DATABASE_UNAVAILABLE: 503,

@@ -36,12 +36,14 @@ class VLLMRoute(NamedTuple):
 
 
 RESPONSES: Final = "/v1/responses"
+STORED_RESPONSE: Final = f"{RESPONSES}/{{response_id}}"
 MESSAGES: Final = "/v1/messages"
 LOAD_ADAPTER: Final = "/v1/load_lora_adapter"
 UNLOAD_ADAPTER: Final = "/v1/unload_lora_adapter"
 _API: Final = (
     VLLMRoute("POST", RESPONSES, "OpenAI's responses", runs=True, intervenes=True, has_body=True),
-    VLLMRoute("GET", "/v1/responses/{response_id}", "A stored response"),
+    VLLMRoute("GET", STORED_RESPONSE, "A stored response"),
+    VLLMRoute("POST", f"{STORED_RESPONSE}/cancel", "Cancel a response in the background"),
     VLLMRoute("POST", MESSAGES, "Anthropic's messages", runs=True, intervenes=True, has_body=True),
     VLLMRoute("POST", "/v1/messages/count_tokens", "Count the tokens of a conversation", has_body=True),
     VLLMRoute("POST", "/tokenize", "Tokenize a text or a conversation", has_body=True),
@@ -76,13 +78,23 @@ _OPERATING: Final = (
     VLLMRoute("POST", "/reset_mm_cache", "Empty the cache of multi-modal inputs", Scope.ADMIN),
     VLLMRoute("POST", "/reset_encoder_cache", "Empty the cache of encoder outputs", Scope.ADMIN),
 )
+_PAUSING: Final = (
+    VLLMRoute("POST", "/sleep", "Stop the engine's work, and free memory of a GPU", Scope.ADMIN),
+    VLLMRoute("POST", "/wake_up", "Go on after /sleep", Scope.ADMIN),
+    VLLMRoute("GET", "/is_sleeping", "Whether the engine sleeps or is paused", Scope.ADMIN),
+    VLLMRoute("POST", "/pause", "Stop the engine's work", Scope.ADMIN),
+    VLLMRoute("POST", "/resume", "Go on after /pause", Scope.ADMIN),
+    VLLMRoute("GET", "/is_paused", "Whether the engine is paused", Scope.ADMIN),
+)
 
-VLLM_ROUTES: Final = (*_API, *_POOLING, *_OPERATING)
+VLLM_ROUTES: Final = (*_API, *_POOLING, *_OPERATING, *_PAUSING)
 """The table."""
 EMBEDDINGS: Final = tuple(route.path for route in _POOLING if route.intervenes)
 """Paths that embed texts, each with its own results."""
 WORKING: Final = frozenset(route.path for route in VLLM_ROUTES if route.has_body)
 """Paths whose requests count against the limits on work."""
+OF_ONE_ENGINE: Final = frozenset(route.path for route in _PAUSING)
+"""Paths that are of one engine, of which a front of replicas does not know which one is meant."""
 OUTSIDE_V1: Final = frozenset(route.path for route in VLLM_ROUTES if not route.path.startswith("/v1/"))
 """Paths outside of the API's prefix."""
 
@@ -90,8 +102,10 @@ __all__ = [
     "EMBEDDINGS",
     "LOAD_ADAPTER",
     "MESSAGES",
+    "OF_ONE_ENGINE",
     "OUTSIDE_V1",
     "RESPONSES",
+    "STORED_RESPONSE",
     "UNLOAD_ADAPTER",
     "VLLM_ROUTES",
     "WORKING",

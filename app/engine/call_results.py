@@ -27,6 +27,7 @@ class CallResults:
         store: Stores large results.
         settings: The server's settings.
         decode: Returns a token's text.
+        base_path: See ``choice_json``.
         inline: Whether tensors are embedded, however large.
     """
 
@@ -36,6 +37,7 @@ class CallResults:
     store: ResultStore
     settings: Settings
     decode: Decode
+    base_path: str = ""
     inline: bool = False
 
     async def part(self, choice: int) -> JsonObject | None:
@@ -60,6 +62,7 @@ class CallResults:
             work=self.asked,
             settings=self.settings,
             decode=self.decode,
+            base_path=self.base_path,
             operations=operations,
             inline=self.inline,
         )

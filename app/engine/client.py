@@ -104,9 +104,21 @@ class EngineClient(Protocol):
         """Answer a chat completion request."""
 
     async def vllm_app(
-        self, interventions: tuple[Intervention, ...], http: Request, *, streams: bool
+        self,
+        interventions: tuple[Intervention, ...],
+        http: Request,
+        *,
+        streams: bool,
+        in_background: bool = False,
     ) -> ASGIApp:
-        """Return vLLM's own application, which answers the routes of ``app.vllm_routes``, for one request."""
+        """Return vLLM's own application, which answers the routes of ``app.vllm_routes``, for one request.
+
+        Args:
+            interventions: Its operations.
+            http: The request.
+            streams: Whether the answer is streamed.
+            in_background: Whether it is a response in the background. The application then ends with it.
+        """
 
     def check_passed_body(self, path: str, fields: JsonObject) -> None:
         """Check a body before it is passed on to ``vllm_app``; raises ApiError if it would cost too much."""

@@ -21,8 +21,10 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.pooling.factories import register_pooling_api_routers
+from vllm.entrypoints.rl.online.api_router import router as pause_router
 from vllm.entrypoints.serve.dev.cache.api_router import router as cache_router
 from vllm.entrypoints.serve.dev.server_info.api_router import router as info_router
+from vllm.entrypoints.serve.dev.sleep.api_router import router as sleep_router
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.entrypoints.serve.instrumentator.basic import router as basic_router
@@ -35,7 +37,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import excerpt
 from app.engine.adapters import AdapterLocks, check_adapter_request, load_again
-from app.engine.vllm_errors import cause_of, engine_dead, raise_stream_errors
+from app.engine.vllm_errors import cause_of, raise_message_errors, raise_stream_errors, raised
 from app.errors import error_response
 from app.stored_responses import StoredResponses
 from app.vllm_routes import LOAD_ADAPTER, RESPONSES, UNLOAD_ADAPTER
@@ -58,7 +60,7 @@ class VLLMApp(FastAPI):
         init_exception_handler(self)
         for kind in _OURS:  # vLLM's own handler would end the server
             self.add_exception_handler(kind, _answer)
-        for router in (basic_router, cache_router, info_router):
+        for router in (basic_router, cache_router, info_router, pause_router, sleep_router):
             self.include_router(router)
         attach_tokenize_router(self)
         root_level = logging.root.level
@@ -117,6 +119,7 @@ class VLLMApp(FastAPI):
             return
         for serving in (self.state.openai_serving_completion, self.state.openai_serving_chat):
             raise_stream_errors(serving)
+        raise_message_errors(self.state.anthropic_serving_messages)
         for name in _STORES:
             setattr(self.state.openai_serving_responses, name, StoredResponses())
 
@@ -134,10 +137,9 @@ class VLLMApp(FastAPI):
 
 
 async def _answer(_request: Request, error: Exception) -> Response:
-    if isinstance(error, ApiError):
-        return error_response(error)
-    if isinstance(error, EngineDeadError):
-        return error_response(engine_dead())
+    found = raised(error)
+    if isinstance(found, ApiError):
+        return error_response(found)
     refused = create_error_response(cause_of(error))
     return JSONResponse(refused.model_dump(), status_code=refused.error.code)
 

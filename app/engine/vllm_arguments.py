@@ -105,6 +105,11 @@ def _check(args: argparse.Namespace) -> None:
         raise UnsupportedOptionError("--lora-modules needs --enable-lora; add it")
     if any(":" in module.name for module in args.lora_modules or ()):
         raise UnsupportedOptionError("--lora-modules takes names without a colon, which is for presets")
+    if args.enable_sleep_mode and not current_platform.is_sleep_mode_available():
+        raise UnsupportedOptionError(
+            "--enable-sleep-mode frees memory of a GPU, and vLLM has none here that can; leave it out: "
+            "POST /sleep?level=0 pauses without it"
+        )
     try:
         validate_parsed_serve_args(args)
         if args.tool_parser_plugin:

@@ -37,6 +37,7 @@ from api_schemas.tokens import TokenizeRequest
 from app.admission.slot_pool import SlotPool
 from app.auth.code_policy import sandbox_of
 from app.engine.answer_markers import markers_of
+from app.engine.background_app import BackgroundApp
 from app.engine.call_results import Call, CallResults
 from app.engine.capabilities import describe
 from app.engine.client import DescribedModel, EngineReply, JsonObject
@@ -350,9 +351,16 @@ class VLLMEngineClient:
         return await counted(answering, self._vllm_app.state)
 
     async def vllm_app(
-        self, interventions: tuple[Intervention, ...], http: Request, *, streams: bool
+        self,
+        interventions: tuple[Intervention, ...],
+        http: Request,
+        *,
+        streams: bool,
+        in_background: bool = False,
     ) -> ASGIApp:
         """Return vLLM's own application, for one request."""
+        if in_background:
+            return BackgroundApp(self._vllm_app, self._vllm_app.serving("openai_serving_responses"))
         if not interventions:
             return self._vllm_app
         call = await self._call(interventions, http, streams=streams)
@@ -468,6 +476,7 @@ class VLLMEngineClient:
             self._store,
             self._settings,
             self._texts.text,
+            base_path=str(http.scope.get("root_path", "")),
             inline=inline,
         )
 

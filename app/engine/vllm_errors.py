@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from http import HTTPStatus
 from typing import Any, Final
 
 from vllm import SamplingParams
+from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMValidationError
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -62,6 +64,53 @@ def raise_stream_errors(serving: Any) -> None:
         raise raised(message) from message
 
     serving.create_streaming_error_response = create
+
+
+def raise_message_errors(serving: Any) -> None:
+    """Have a vLLM serving class of Anthropic's messages name the errors that are not the server's own.
+
+    vLLM answers an error of the engine's checks with status 500, and one in a stream as ``internal_error``.
+    """
+    raise_stream_errors(serving)
+    create, convert = serving.create_messages, serving.message_stream_converter
+
+    async def create_messages(request: Any, raw_request: Any = None) -> Any:
+        try:
+            return await create(request, raw_request)
+        except Exception as error:  # noqa: BLE001 - vLLM's route answers all of them
+            return answer_of(error)
+
+    async def message_stream_converter(frames: AsyncIterator[str]) -> AsyncIterator[str]:
+        failures: list[Exception] = []
+
+        async def watched() -> AsyncIterator[str]:
+            try:
+                async for frame in frames:
+                    yield frame
+            except Exception as error:
+                failures.append(error)
+                raise
+
+        async for event in convert(watched()):
+            if failures:  # the event is the converter's form of it
+                (failure,) = failures
+                raise Refusals({}, ()).refused(failure) if isinstance(failure, RefusedError) else failure
+            yield event
+
+    serving.create_messages = create_messages
+    serving.message_stream_converter = message_stream_converter
+
+
+def answer_of(error: Exception) -> ErrorResponse:
+    """Return vLLM's form of an error that was raised while it served a request."""
+    found = raised(error)
+    if isinstance(found, RefusedError):
+        refused: ErrorResponse = create_error_response(cause_of(error))
+        return refused
+    info = found.body().error
+    return ErrorResponse(
+        error=ErrorInfo(message=info.message, type=info.type, param=info.param, code=found.status)
+    )
 
 
 def raised(error: Exception) -> ApiError | RefusedError:

@@ -87,6 +87,7 @@ TO_ENGINE: Final = frozenset(
         "enable_prompt_embeds",
         "enable_return_routed_experts",
         "enable_shm_tensor_arena",
+        "enable_sleep_mode",
         "enable_trace_replay",
         "enforce_eager",
         "engram_config",
@@ -312,10 +313,7 @@ _NO_ROUTE: Final = "its routes are not served here"
 _REPLICAS: Final = "run several servers with --replicas N"
 _ONE_MACHINE: Final = f"the engines of --data-parallel-size run on one machine; over machines {_REPLICAS}"
 _ADAPTERS: Final = "adapters are for the projections of text models on one rank; leave it out"
-_SLEEP: Final = (
-    "vLLM has it on GPUs only, and whether interventions outlive it is not known; stop the server, and start "
-    "it again"
-)
+_SLEEP: Final = "--enable-sleep-mode moves the weights and discards the KV cache, and no more; leave it out"
 
 REFUSED: Final[Mapping[str, str]] = types.MappingProxyType(
     {
@@ -361,9 +359,7 @@ REFUSED: Final[Mapping[str, str]] = types.MappingProxyType(
             "vLLM calls tools itself for gpt-oss alone, which is none of the supported families "
             "(docs/points.md); tools are called by the client"
         ),
-        **dict.fromkeys(
-            ("enable_sleep_mode", "sleep_mode_offload_cudagraph", "sleep_preserve_parameter_names"), _SLEEP
-        ),
+        **dict.fromkeys(("sleep_mode_offload_cudagraph", "sleep_preserve_parameter_names"), _SLEEP),
         **dict.fromkeys(
             (
                 "cohere_is_reasoning_model",

@@ -41,6 +41,7 @@ from app.replicas.websocket_relay import reject, relay_socket
 from app.request_context import RequestContextMiddleware, context_of
 from app.settings import Settings
 from app.tenant_budget import TenantBudget
+from app.vllm_routes import OF_ONE_ENGINE
 
 _UNVERIFIED_BYTES: Final = 1024 * 1024
 """Size of the part of a body that is buffered before a replica has accepted its sender."""
@@ -96,6 +97,8 @@ class Front:
             answer = await self._queries.metrics(request)
         elif path == "/v1/models" and not named and len(self._options.models) > 1:
             answer = await self._queries.models(request)
+        elif path in OF_ONE_ENGINE:
+            raise _of_one_engine(path)
         elif path in READY:
             answer = await self._queries.ready(request, self._wanted(named))
         elif is_buffered(request):
@@ -298,6 +301,14 @@ class _ModelInPath:
             if model:
                 context_of(scope).record.model = model
         await self._app(scope, receive, send)
+
+
+def _of_one_engine(path: str) -> ApiError:
+    return ApiError(
+        ErrorCode.UNSUPPORTED_COMBINATION,
+        f"{path} is about one engine, and several replicas serve here: use a server without --replicas, or "
+        "another number of replicas.",
+    )
 
 
 def _no_result() -> ApiError:

@@ -34,7 +34,7 @@ from app.errors import error_bytes
 from app.openapi import EVENTS_TYPE, error_responses, event_schema, json_body, schema_of
 from app.request_context import context_of
 from app.services.operations import isolate, take_operations, with_vectors
-from app.services.passed_bodies import check_body, num_texts
+from app.services.passed_bodies import check_body, check_in_background, is_in_background, num_texts
 from app.services.passing_on import PassedOn
 from app.services.streaming import last_events
 from app.vllm_routes import (
@@ -42,6 +42,7 @@ from app.vllm_routes import (
     LOAD_ADAPTER,
     MESSAGES,
     RESPONSES,
+    STORED_RESPONSE,
     UNLOAD_ADAPTER,
     VLLM_ROUTES,
     VLLMRoute,
@@ -49,6 +50,7 @@ from app.vllm_routes import (
 
 router = APIRouter(tags=["vllm"])
 
+_FALSE: Final = {"false", "0"}
 _ERRORS: Final[dict[int | str, dict[str, Any]]] = {
     status: {"description": one["description"]}  # those of the handlers have vLLM's form
     for status, one in error_responses(400, 401, 403, 404, 413, 422, 429, 503, 504).items()
@@ -57,17 +59,20 @@ _ERRORS: Final[dict[int | str, dict[str, Any]]] = {
 
 def _endpoint(route: VLLMRoute) -> Callable[..., Awaitable[Response]]:
     async def passed_on(request: Request, context: Served) -> Response:
-        body, streams = b"", False
+        body, streams, in_background = b"", False, False
         operations: tuple[Intervention, ...] = ()
+        if route.path == STORED_RESPONSE:
+            _check_whole(request)
         if route.has_body:
             fields = await _fields(route, request, context)
             streams = bool(fields.get("stream"))
+            in_background = is_in_background(route, fields)
             if route.runs:
                 operations, body = await _prepared(route, fields, request, context)
             else:
                 body = json.dumps(fields).encode()
         return PassedOn(
-            await context.engine.vllm_app(operations, request, streams=streams),
+            await context.engine.vllm_app(operations, request, streams=streams, in_background=in_background),
             body,
             stall_s=context.settings.client_stall_timeout_s,
             final_event=_last_events_of(route.path),
@@ -75,6 +80,16 @@ def _endpoint(route: VLLMRoute) -> Callable[..., Awaitable[Response]]:
         )
 
     return passed_on
+
+
+def _check_whole(request: Request) -> None:
+    """Check that a stored response is read whole; raises ApiError if its events are asked for."""
+    if request.query_params.get("stream", "false").lower() not in _FALSE:
+        raise ApiError(
+            ErrorCode.UNSUPPORTED_COMBINATION,
+            "Events of stored responses are not kept: read it without `stream`.",
+            "stream",
+        )
 
 
 async def _fields(route: VLLMRoute, request: Request, context: Context) -> JsonObject:
@@ -99,6 +114,8 @@ async def _prepared(
     asked = context_of(request.scope)
     count = num_texts(fields) if route.has_many else 1
     operations = await take_operations(fields, count, request, context, asked.caller)
+    if is_in_background(route, fields):
+        check_in_background(fields, has_operations=bool(operations))
     if operations and not route.intervenes:
         raise ApiError(
             ErrorCode.UNSUPPORTED_COMBINATION, f"{route.path} takes no `{FIELD}`, and so no preset.", FIELD

@@ -68,6 +68,34 @@ def check_body(
             fields["store"] = False
 
 
+def is_in_background(route: VLLMRoute, fields: Mapping[str, Any]) -> bool:
+    """Return whether a checked body asks for a response in the background."""
+    return route.path == RESPONSES and bool(fields.get("background"))
+
+
+def check_in_background(fields: Mapping[str, Any], *, has_operations: bool) -> None:
+    """Check a request for a response in the background.
+
+    Raises:
+        ApiError: It streams, has operations, or is not stored.
+    """
+    others = {
+        FIELD: (has_operations, "a stored response has no results"),
+        "stream": (bool(fields.get("stream")), "the events of one that is cancelled would never end"),
+        "store": (
+            fields.get("store", True) is not True,
+            f"it is read later; texts may have {_MAX_STORED} characters",
+        ),
+    }
+    for name, (is_refused, reason) in others.items():
+        if is_refused:
+            raise ApiError(
+                ErrorCode.UNSUPPORTED_COMBINATION,
+                f"`background` cannot be combined with this `{name}`: {reason}. Leave one of them out.",
+                name,
+            )
+
+
 def num_texts(fields: Mapping[str, Any]) -> int:
     """Return the number of texts of a body that are prompts of their own, at least 1."""
     lists = [fields[name] for name in _LISTS if _kind_of(fields.get(name)) in {str, list}]
@@ -102,8 +130,8 @@ def _check_texts(fields: Mapping[str, Any], max_model_len: int, max_texts: int) 
 
 
 def _check_response(fields: Mapping[str, Any]) -> None:
-    if fields.get("background") is not None and fields["background"] is not False:
-        raise _invalid("background", "is not supported: send it without, and stay connected")
+    if not isinstance(fields.get("background", False), bool | None):
+        raise _invalid("background", "must be true or false")
     for name in ("user", "request_id", "prompt_cache_key", "previous_response_id"):
         given = fields.get(name)
         if isinstance(given, str) and len(given) > _MAX_NAME:
@@ -148,4 +176,4 @@ def _invalid(name: str, text: str) -> ApiError:
     return ApiError(ErrorCode.INVALID_VALUE, f"`{name}` {text}.", name)
 
 
-__all__ = ["MAX_OBJECTS", "check_body", "num_texts"]
+__all__ = ["MAX_OBJECTS", "check_body", "check_in_background", "is_in_background", "num_texts"]

@@ -36,6 +36,7 @@ from nnsight_engine.vllm_backend.call import InterventionCall, PromptEntry, prep
 from nnsight_engine.vllm_backend.compat import add_entries, check_supported
 from nnsight_engine.vllm_backend.metering import count_tokens, note_spent
 from nnsight_engine.vllm_backend.output_payloads import deliver_payloads
+from nnsight_engine.vllm_backend.pausing_async_llm import PausingAsyncLLM, check_not_aborted
 from nnsight_engine.vllm_backend.processes import kill_engine, uninterrupted
 from nnsight_engine.vllm_backend.result_router import ResultRouter
 from nnsight_engine.vllm_backend.rpc_results import answer
@@ -43,7 +44,6 @@ from nnsight_engine.vllm_backend.sender_usage import SENDER_KEY
 from nnsight_engine.vllm_backend.tensor_interning import TensorTable
 from nnsight_engine.vllm_backend.trace_call import TraceCall
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
-from nnsight_engine.vllm_backend.tracing_async_llm import TracingAsyncLLM
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ async def _check_grammar(
         await outputs.aclose()
 
 
-class InterventionAsyncLLM(TracingAsyncLLM):
+class InterventionAsyncLLM(PausingAsyncLLM):
     """An ``AsyncLLM`` with interventions; await ``describe`` once before the first request."""
 
     spec: ModelSpec
@@ -245,6 +245,7 @@ class InterventionAsyncLLM(TracingAsyncLLM):
             cumulative = sampling_params.output_kind is not RequestOutputKind.DELTA
 
             def deliver(output: RequestOutput) -> None:
+                check_not_aborted(output.outputs)
                 entry.deliver(output.outputs, cumulative=cumulative)
 
             outputs = super().generate(prompt, sampling_params, request_id, **kwargs)

@@ -150,7 +150,8 @@ class FairScheduler(Scheduler):
     def _limited_queues(self) -> Iterator[None]:
         """Reduce the queues, for one step, to the requests whose turn it is."""
         self._drop_idle_senders()
-        light_senders = self.sharing.light_senders()
+        # While the engine is paused nothing new starts, so nobody makes room for it.
+        light_senders = frozenset() if self.pause_state else self.sharing.light_senders()
         first = [request for request in self.running if _sender(request) in light_senders]
         rest = [request for request in self.running if _sender(request) not in light_senders]
         waiting = (

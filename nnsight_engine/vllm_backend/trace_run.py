@@ -8,6 +8,7 @@ server's clients as a ``MergedRun``, and each prompt of the operation ``trace`` 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
@@ -283,20 +284,18 @@ class MergedRun(TraceRun):
 
     async def _run(self, index: int) -> None:
         """Put one request's outputs into the queue, then its error, or None at its end."""
-        outputs = self.start(index)
         try:
-            async for output in outputs:
-                for choice in output.outputs:  # vLLM keeps appending to its own list
-                    choice.token_ids = list(choice.token_ids)
-                taken = asyncio.Event()
-                self._queue.put_nowait((Output(index, output), taken))
-                await taken.wait()
+            async with contextlib.aclosing(self.start(index)) as outputs:
+                async for output in outputs:
+                    for choice in output.outputs:  # vLLM keeps appending to its own list
+                        choice.token_ids = list(choice.token_ids)
+                    taken = asyncio.Event()
+                    self._queue.put_nowait((Output(index, output), taken))
+                    await taken.wait()
         except Exception as error:  # noqa: BLE001 - raised by ``__anext__``
             self._queue.put_nowait(_Failure(index, error))
         else:
             self._queue.put_nowait(None)
-        finally:
-            await outputs.aclose()
 
 
 def _num_bytes(event: TraceEvent) -> int:

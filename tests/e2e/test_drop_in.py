@@ -114,7 +114,7 @@ REFUSED = {
     "vllm serve MODEL --api-server-count 4": "--api-server-count is not supported: one process answers",
     "vllm serve MODEL --headless --data-parallel-size 2": "--headless is not supported",
     "vllm serve MODEL --grpc": "--grpc is not supported: the server speaks HTTP",
-    "vllm serve MODEL --enable-sleep-mode": "--enable-sleep-mode is not supported: vLLM has it on GPUs only",
+    "vllm serve MODEL --enable-sleep-mode": "--enable-sleep-mode frees memory of a GPU",
     "vllm serve MODEL --tool-server demo": "--tool-server is not supported: vLLM calls tools itself",
     "vllm serve MODEL --nnodes 2 --node-rank 1": "--nnodes is not supported: over machines",
     "vllm serve MODEL --enable-auto-tool-choice": "--enable-auto-tool-choice requires --tool-call-parser",

@@ -14,6 +14,7 @@ import pytest_asyncio
 import torch
 from openai import AsyncOpenAI
 
+from nnsight_engine.vllm_backend.pausing_async_llm import PauseRefusedError
 from tests.e2e.harness import random_vector
 from tests.e2e.live import MODEL, Live, live_server
 from tests.families.checkpoints import build_tokenizer, write_checkpoint
@@ -39,6 +40,22 @@ async def live(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> As
     options += ["--max-model-len", "256", "--max-num-batched-tokens", "64", "--block-size", "32"]
     async with live_server(checkpoint, tmp_path_factory.mktemp("results"), *options) as live:
         yield live
+
+
+async def test_a_paused_engine_answers_later_and_none_is_asked_to_abort(live: Live) -> None:
+    engine = live.engine.engine
+    body = {"model": MODEL, "input": TEXTS}
+    expected = (await live.http.post("/v1/embeddings", json=body)).json()["data"]
+    for pause in (engine.sleep(0, "abort"), engine.pause_generation(mode="abort")):
+        with pytest.raises(PauseRefusedError, match="mode=wait"):
+            await pause
+    assert not await engine.is_sleeping()
+    await engine.sleep(0, "wait")
+    waiting = asyncio.create_task(live.http.post("/v1/embeddings", json=body))
+    await asyncio.sleep(0.3)
+    assert not waiting.done()
+    await engine.wake_up()
+    assert (await waiting).json()["data"] == expected
 
 
 class Reference:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from typing_extensions import override
+from vllm.v1.core.sched.interface import PauseState
 
 from nnsight_engine import save
 from nnsight_engine.vllm_backend.request_tracer import SentTrace
@@ -102,6 +103,28 @@ def test_a_first_token_comes_at_once_though_places_and_memory_are_taken(engine: 
         scale = theirs.abs().amax(dim=-1, keepdim=True)
         torch.testing.assert_close(ours / scale, theirs / scale, rtol=1e-3, atol=1e-3)
     assert recomputed > 0, "there was memory left, so nothing was shown"
+
+
+def test_nothing_is_preempted_for_what_a_paused_engine_does_not_start(engine: Engine) -> None:
+    pending = [engine.submit(flooding(index, MANY)) for index in range(NUM_PLACES)]
+    for _ in range(5):
+        engine.core.step()
+    core: Any = engine.core.engine_core
+    core.engine_core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    large = engine.submit(Ask(LARGE, max_tokens=1, sampling=FEW))
+    done: dict[str, Any] = {}
+    for _ in range(40):
+        done |= {output.request_id: output for output in engine.core.step() if output.finished}
+    assert done.keys() == {entry.request_id for entry in pending}
+    core.engine_core.scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert steps_to_the_end(engine, large.request_id, done) == 1
+    for index, entry in enumerate(pending):
+        (mine,) = engine.replies(entry, done[entry.request_id])
+        assert mine.collected is not None
+        assert not mine.collected.recomputed_tokens
+        ((alone,),) = engine.run([flooding(index, {})])
+        assert mine.token_ids == alone.token_ids
+    engine.replies(large, done[large.request_id])
 
 
 def traced(model: VLLM, number: int) -> SentTrace:

@@ -130,6 +130,25 @@ async def test_a_refusal_is_ours_and_has_its_status(
     assert set((await live.held()).values()) == {0}
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("path", APIS)
+async def test_a_wrong_request_without_interventions_is_the_clients_error(
+    live: Live, path: str, *, stream: bool
+) -> None:
+    grammar = {"type": "json_schema", "name": "wrong", "schema": {"type": "string", "pattern": "("}}
+    field = "text" if path == "/v1/responses" else "output_config"
+    answer = await send(live, path, [], stream=stream, **{field: {"format": grammar}})
+    if stream:
+        last = events_of(answer)[-1]
+        assert last["type"] == "error"
+        error = last.get("error", last)
+    else:
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+    assert "The grammar cannot be used" in error["message"]
+    assert error["type"] == ("error" if path == "/v1/responses" and stream else "invalid_request_error")
+
+
 async def test_official_clients_send_operations_and_read_results(live: Live) -> None:
     expected = await chat(live, [STEER, PROBE])
     extra = {"interventions": [STEER, PROBE], "temperature": 0}

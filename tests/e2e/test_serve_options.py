@@ -45,7 +45,7 @@ OFF = [
     *("--enable-auto-tool-choice", "--tool-call-parser", "calls_everything"),
     *("--tool-parser-plugin", "tests/e2e/own_tool_parser.py", "--fingerprint-mode", "none"),
     *("--enable-log-requests", "--enable-log-outputs", "--log-level", "INFO", "--no-enable-log-deltas"),
-    *("--chat-template", TEMPLATE),
+    *("--chat-template", TEMPLATE, "--root-path", "/behind/proxy"),
 ]
 GENERATED = "Generated response"
 SHARED = ["--max-model-len", "512", "--dtype", "float32"]
@@ -100,7 +100,11 @@ def on(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clie
 @pytest.fixture(scope="module")
 def off(bundled: Path) -> Iterator[Client]:
     """A server with other values, or none."""
-    with Server(arguments=["--model", str(bundled), *SHARED, *OFF]) as server, Client(server) as client:
+    arguments, environment = (
+        ["--model", str(bundled), *SHARED, *OFF],
+        {"NNSIGHT_ENGINE_INLINE_TENSOR_BYTES": "0"},
+    )
+    with Server(arguments=arguments, environment=environment) as server, Client(server) as client:
         yield client
 
 
@@ -229,6 +233,14 @@ def test_requests_and_answers_are_logged_without_their_content(on: Client, off: 
         assert f"Received request {answer['id']}" in written
         assert f"{GENERATED} {answer['id']}" in written
         assert "swordfish" not in written
+
+
+def test_links_to_results_have_the_prefix_of_the_server(off: Client) -> None:
+    capture = {"op": "capture", "at": "layers.1.output", "name": "c"}
+    (choice,) = off.chat(interventions=[capture])["choices"]
+    (point,) = choice["interventions"]["results"]["c"]["points"].values()
+    assert point["url"].startswith("/behind/proxy/v1/results/")
+    assert off.get(point["url"]).status_code == 200
 
 
 def test_errors_are_logged_where_they_were_raised_if_that_is_enabled(on: Client, off: Client) -> None:

@@ -238,10 +238,15 @@ class FakeEngineClient:
         return await self._generate("chat.completion", prompts, body, interventions, http, inline=inline)
 
     async def vllm_app(
-        self, interventions: tuple[Intervention, ...], http: Request, *, streams: bool
+        self,
+        interventions: tuple[Intervention, ...],
+        http: Request,
+        *,
+        streams: bool,
+        in_background: bool = False,
     ) -> ASGIApp:
         """Return a stand-in for vLLM's application, and keep the request's operations."""
-        del http
+        del http, in_background
         self.passed_on = (interventions, streams)
         return self._vllm_app
 

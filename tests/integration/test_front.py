@@ -18,6 +18,7 @@ from websockets.exceptions import InvalidStatus
 from api_schemas.errors import ApiError, ErrorCode
 from app.replicas.protocol import ReplicaAddress, none_ready
 from app.replicas.relay import REPLICA_HEADER
+from app.vllm_routes import OF_ONE_ENGINE
 from tests.fakes.results import MODEL
 from tests.integration.fronted import Some, askers, asking, code_of, fronted, who
 from tests.integration.scripted_traces import HEADERS, trace
@@ -39,6 +40,14 @@ async def test_answers_are_the_replicas_own_and_say_whose(tmp_path: Path):
         assert (await front.client.get("/health/ready")).json() == {"status": "ready"}
         [card] = (await front.client.get("/v1/models")).json()["data"]
         assert card["id"] == MODEL
+
+
+@pytest.mark.parametrize("path", sorted(OF_ONE_ENGINE))
+async def test_what_is_about_one_engine_is_not_sent_to_any(tmp_path: Path, path: str):
+    async with fronted(tmp_path) as front:
+        for method in ("GET", "POST"):
+            refused = await front.client.request(method, path)
+            assert (refused.status_code, code_of(refused)) == (400, "unsupported_combination")
 
 
 async def test_a_common_beginning_leads_to_one_replica_others_to_all(tmp_path: Path):

@@ -96,7 +96,6 @@ ITEMS = [{"role": "user", "content": "x"}] * (MAX_OBJECTS + 1)
 @pytest.mark.parametrize(
     ("field", "given", "code"),
     [
-        ("background", True, "invalid_value"),
         ("background", "1", "invalid_value"),
         ("background", [], "invalid_value"),
         ("input", ITEMS, "invalid_value"),

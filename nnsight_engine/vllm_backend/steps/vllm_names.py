@@ -237,7 +237,7 @@ _SCHEDULER: Final = (
         "vllm.v1.core.sched.async_scheduler:AsyncScheduler",
         read="block_size finished_req_ids kv_cache_config kv_cache_manager max_num_active_reqs "
         "max_num_running_reqs max_num_scheduled_tokens need_mamba_block_aligned_split needs_kv_cache_zeroing "
-        "num_spec_tokens requests running scheduler_config vllm_config waiting",
+        "num_spec_tokens pause_state requests running scheduler_config vllm_config waiting",
         called={"_preempt_request": "request, timestamp"},
         overridden={
             "__init__": "vllm_config, kv_cache_config, structured_output_manager, block_size, **others",
@@ -296,7 +296,7 @@ _SCHEDULER: Final = (
         "vllm.v1.kv_cache_interface:KVCacheConfig", read="kv_cache_groups needs_kv_cache_zeroing num_blocks"
     ),
     _used("vllm.v1.kv_cache_interface:KVCacheGroupSpec", read="layer_names"),
-    _used("vllm.v1.engine", read="EngineCoreOutput EngineCoreOutputs"),
+    _used("vllm.v1.engine", read="EngineCoreOutput EngineCoreOutputs PauseMode"),
     _used(
         "vllm.v1.engine:EngineCoreOutput",
         read="finish_reason finished kv_transfer_params new_token_ids request_id",
@@ -327,8 +327,9 @@ _CONFIG: Final = (
     ),
     _used(
         "vllm.config:ModelConfig",
-        read="architectures dtype has_inner_state hf_config hf_text_config is_diffusion is_moe max_model_len "
-        "runner_type served_model_name tokenizer tokenizer_mode tokenizer_revision trust_remote_code",
+        read="architectures dtype enable_sleep_mode has_inner_state hf_config hf_text_config is_diffusion "
+        "is_moe max_model_len runner_type served_model_name tokenizer tokenizer_mode tokenizer_revision "
+        "trust_remote_code",
         called={"get_vocab_size": ""},
     ),
     _used(
@@ -346,7 +347,7 @@ _CONFIG: Final = (
     _used(
         "vllm.platforms.interface:Platform",
         read="device_type ray_device_key",
-        called={"is_cpu": ""},
+        called={"is_cpu": "", "is_sleep_mode_available": ""},
     ),
     _used("vllm.platforms.cpu:CpuPlatform", read="ray_device_key", overridden={}),
     _used(
@@ -368,7 +369,8 @@ _CONFIG: Final = (
 _CLIENT: Final = (
     _used(
         "vllm.v1.engine.async_llm:AsyncLLM",
-        read="engine_core errored input_processor output_handler output_processor renderer vllm_config",
+        read="engine_core errored input_processor model_config output_handler output_processor renderer "
+        "vllm_config",
         called={
             "abort": "request_id",
             "from_engine_args": "engine_args",
@@ -388,6 +390,10 @@ _CLIENT: Final = (
             "collective_rpc": "method, timeout=None, args=(), kwargs=None",
             "encode": "prompt, pooling_params, request_id, **others",
             "generate": "prompt, sampling_params, request_id, **others",
+            "sleep": "level=1, mode='abort'",
+            "wake_up": "tags=None",
+            "pause_generation": "*, mode='abort', clear_cache=True",
+            "resume_generation": "",
         },
     ),
     _used("vllm.v1.engine.exceptions", read="EngineDeadError EngineGenerateError"),
@@ -483,7 +489,7 @@ _SERVER: Final = (
         called={"make_arg_parser": "parser", "validate_parsed_serve_args": "args"},
     ),
     _used("vllm.entrypoints.launchers.launcher", called={"validate_api_server_args": "args"}),
-    _used("vllm.entrypoints.serve.engine.protocol", read="ErrorResponse"),
+    _used("vllm.entrypoints.serve.engine.protocol", read="ErrorInfo ErrorResponse"),
     _used("vllm.entrypoints.serve.tokenize.protocol", read="DetokenizeRequest"),
     _used("vllm.renderers.chat_utils", read="ChatTemplateContentFormatOption"),
     _used("vllm.renderers.params", read="ChatParams TokenizeParams"),
@@ -516,6 +522,20 @@ _SERVER: Final = (
     _used("vllm.entrypoints.serve.lora.protocol", read="LoadLoRAAdapterRequest"),
     _used("vllm.entrypoints.serve.dev.cache.api_router", read="router"),
     _used("vllm.entrypoints.serve.dev.server_info.api_router", read="router"),
+    _used("vllm.entrypoints.serve.dev.sleep.api_router", read="router"),
+    _used("vllm.entrypoints.rl.online.api_router", read="router"),
+    _used(
+        "vllm.entrypoints.anthropic.serving:AnthropicServingMessages",
+        called={
+            "create_messages": "request, raw_request",
+            "create_streaming_error_response": "message",
+            "message_stream_converter": "generator",
+        },
+    ),
+    _used(
+        "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses",
+        read="background_tasks response_store",
+    ),
     _used("vllm.entrypoints.serve.instrumentator.basic", read="router"),
     _used("vllm.entrypoints.serve.tokenize.api_router", called={"attach_router": "app"}),
     _used("vllm.entrypoints.serve.exception_handling.register", called={"init_exception_handler": "app"}),

@@ -58,6 +58,19 @@ async def test_an_error_of_one_request_ends_all() -> None:
     assert set(engine.aborted) == {"key-0", "key-1"}
 
 
+async def test_an_error_at_the_start_of_a_request_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine()
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ValueError("no engine is left")
+
+    monkeypatch.setattr(engine, "start_request", refuse)
+    async with asyncio.timeout(5):
+        with pytest.raises(ValueError, match="no engine is left"):
+            await events(engine.run([1]))
+    assert (len(engine.traces), engine.forgotten) == (0, ["key"])
+
+
 async def test_a_reader_that_leaves_ends_the_requests() -> None:
     engine = Engine()
     async with engine.run(*[range(1, 10_000)] * 3) as run:

@@ -1,0 +1,67 @@
+"""Levels of sleep and modes that an engine takes, with and without the option that frees memory."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from nnsight_engine.vllm_backend.pausing_async_llm import PauseRefusedError, PausingAsyncLLM
+
+
+class Engine(PausingAsyncLLM):
+    """An engine without processes."""
+
+    def __init__(self, *, frees_memory: bool) -> None:
+        self.model_config = SimpleNamespace(enable_sleep_mode=frees_memory, runner_type="generate")
+        self._pausing = asyncio.Lock()
+
+    def __del__(self) -> None:
+        """End nothing."""
+
+
+@pytest.fixture
+def done(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return what vLLM was asked to do; it takes a while."""
+    found: list[Any] = []
+
+    async def sleep(_: Any, level: int, mode: str) -> None:
+        found.append(("begin", level, mode))
+        await asyncio.sleep(0.01)
+        found.append(("asleep", level, mode))
+
+    async def wake_up(_: Any, tags: Any) -> bool:
+        found.append(("awake", tags))
+        return True
+
+    monkeypatch.setattr(AsyncLLM, "sleep", sleep)
+    monkeypatch.setattr(AsyncLLM, "wake_up", wake_up)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("frees_memory", "level", "mode", "reason"),
+    [
+        (False, 1, "wait", "--enable-sleep-mode"),
+        (True, 1, "keep", "mode=wait"),
+        (True, 2, "wait", "discards the weights"),
+    ],
+)
+async def test_what_would_go_wrong_is_refused(
+    done: list[Any], *, frees_memory: bool, level: int, mode: Any, reason: str
+) -> None:
+    with pytest.raises(PauseRefusedError, match=reason):
+        await Engine(frees_memory=frees_memory).sleep(level, mode)
+    assert not done
+
+
+async def test_an_engine_is_woken_up_only_once_it_sleeps(done: list[Any]) -> None:
+    engine = Engine(frees_memory=True)
+    sleeping = asyncio.create_task(engine.sleep(1, "wait"))
+    await asyncio.sleep(0)
+    assert await engine.wake_up()
+    await sleeping
+    assert done == [("begin", 1, "wait"), ("asleep", 1, "wait"), ("awake", None)]
