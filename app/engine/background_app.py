@@ -44,9 +44,8 @@ class BackgroundApp:
 
         await self._app(scope, receive, watched)
         answer = json.loads(content)
-        response_id = (
-            answer.get("id") if isinstance(answer, dict) else None
-        )  # refused, or its client has left
+        # Without an id it was refused.
+        response_id = answer.get("id") if isinstance(answer, dict) else None
         task: asyncio.Task[None] | None = self._serving.background_tasks.get(response_id)
         if task is None:
             return
