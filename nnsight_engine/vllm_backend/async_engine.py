@@ -20,6 +20,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 from vllm.config import VllmConfig
+from vllm.lora.request import LoRARequest
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
@@ -229,10 +230,7 @@ class InterventionAsyncLLM(TracingAsyncLLM):
         if sender:
             sampling_params.extra_args = {**extra, SENDER_KEY: sender}
         adapter = kwargs.get("lora_request")
-        if adapter is not None:
-            check_files(adapter)
-            salt = salt_of_adapter(adapter, prompt.get("cache_salt"), self._salt_secret)
-            prompt = {**prompt, "cache_salt": salt}
+        prompt = self._adapted(prompt, adapter)
         if isinstance(call, TraceCall):
             _token_ids(prompt)  # raises for embeddings, which have no token positions
             kwargs.pop("lora_request", None)
@@ -271,6 +269,8 @@ class InterventionAsyncLLM(TracingAsyncLLM):
             )
             raise call.failure
         pooled: AsyncGenerator[PoolingRequestOutput, None]
+        with _noting_failure(call):
+            prompt = self._adapted(prompt, kwargs.get("lora_request"))
         if call is None:
             pooled = super().encode(prompt, params, request_id, **kwargs)
             return pooled
@@ -278,6 +278,18 @@ class InterventionAsyncLLM(TracingAsyncLLM):
             entry, prompt = self._planned(call, prompt, params, 1)
         pooled = super().encode(prompt, params, request_id, **kwargs)
         return _watched(call, entry, pooled, lambda _: None)
+
+    def _adapted(self, prompt: Any, adapter: LoRARequest | None) -> Any:
+        """Return a prompt with the cache salt of its adapter, if it has one.
+
+        Raises:
+            ApiError: ``model_not_found``: the adapter's files are gone.
+        """
+        if adapter is None:
+            return prompt
+        check_files(adapter)
+        salt = salt_of_adapter(adapter, prompt.get("cache_salt"), self._salt_secret)
+        return {**prompt, "cache_salt": salt}
 
     def _planned(
         self, call: InterventionCall, prompt: Any, params: SamplingParams | PoolingParams, num_choices: int
