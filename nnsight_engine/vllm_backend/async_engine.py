@@ -185,6 +185,21 @@ class InterventionAsyncLLM(TracingAsyncLLM):
         answers = [one for one in await self.collective_rpc("count_events") if one]
         return EngineCounts.total(map(EngineCounts.from_plain, answers))
 
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load a LoRA adapter into all workers of all engines, or into none.
+
+        vLLM's own call leaves the errors of all workers but the first to be read as results of later calls.
+
+        Raises:
+            ValueError: It cannot be loaded.
+        """
+        adapter = (lora_request.lora_name, lora_request.lora_int_id, lora_request.lora_path)
+        failures = [one for one in await self.collective_rpc("load_adapter", args=adapter) if one is not None]
+        if failures:
+            await self.remove_lora(lora_request.lora_int_id)
+            raise ValueError(failures[0])
+        return True
+
     def _close_key(self, key: str) -> None:
         self.router.close(key)
         self._contents.release(key)

@@ -131,15 +131,19 @@ class AdaptersMixin:
     lora_manager: Any
 
     def _set_active_loras(
-        self, by_prompt: Sequence[int], by_row: Sequence[int], adapters: Iterable[LoRARequest], *args: Any
+        self,
+        prompt_lora_mapping: Sequence[int],
+        token_lora_mapping: Sequence[int],
+        lora_requests: Iterable[LoRARequest],
+        *args: Any,
     ) -> None:
         """Put the step's adapters into slots, in an order on which all ranks agree.
 
         vLLM goes by the order of a set, which differs between processes, and so do then the adapters that are
         removed for others. A call by a block needs its adapter on all ranks, or on none.
         """
-        ordered = sorted(adapters, key=lambda one: one.lora_int_id)
-        super()._set_active_loras(by_prompt, by_row, ordered, *args)  # type: ignore[misc] # vLLM's runner has it
+        ordered = sorted(lora_requests, key=lambda one: one.lora_int_id)
+        super()._set_active_loras(prompt_lora_mapping, token_lora_mapping, ordered, *args)  # type: ignore[misc] # vLLM's runner has it
 
     def load_lora_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Wrap the model's projections; return the model.
