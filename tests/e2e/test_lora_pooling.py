@@ -193,7 +193,9 @@ async def test_an_adapter_of_the_bare_model_that_is_loaded_and_unloaded(
     for one in asked:
         gone = await embedder.http.post("/v1/embeddings", json=one)
         assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model_not_found"), gone.text
-    assert (await embedder.http.post("/v1/unload_lora_adapter", json={"lora_name": "bare"})).status_code == 200
+    assert (
+        await embedder.http.post("/v1/unload_lora_adapter", json={"lora_name": "bare"})
+    ).status_code == 200
     for path in ("/v1/embeddings", "/pooling"):
         for one in asked:
             assert (await embedder.http.post(path, json=one)).status_code == 404
