@@ -157,8 +157,9 @@ def _check_adapters(config: VllmConfig) -> None:
     """Raise UnsupportedOptionError for models of which no way to the adapted value is known."""
     if config.lora_config is not None and config.model_config.is_moe:
         raise UnsupportedOptionError(
-            "--enable-lora with a model of experts is not supported together with interventions yet: adapters "
-            "are for dense models; start without it, with a checkpoint into which the adapter is merged"
+            "--enable-lora with a model of experts is not supported together with interventions yet: "
+            "adapters are for dense models; start without it, with a checkpoint into which the adapter is "
+            "merged"
         )
 
 

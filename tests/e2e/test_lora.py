@@ -307,7 +307,9 @@ def head_adapter(directory: Path) -> Path:
 def test_an_adapter_of_the_unembedding_is_refused_by_every_worker(
     engine: Engine, models: dict[str, Adapted], tmp_path: Path
 ) -> None:
-    for folder, refused in ((head_adapter(tmp_path), True), (Path(models["first"].request.lora_path), False)):
+    adapter = models["first"].request
+    assert adapter is not None
+    for folder, refused in ((head_adapter(tmp_path), True), (adapter.lora_path, False)):
         found = engine.llm.collective_rpc("load_adapter", args=("another", 9, str(folder)))
         assert [one is not None and "lm_head" in one for one in found] == [refused] * len(found)
 

@@ -225,7 +225,8 @@ def with_head(head: str, number: int) -> tuple[torch.Tensor, dict[str, torch.Ten
     if number and head == "low rank":
         down = torch.randn(RANK, HIDDEN_SIZE, generator=generator)
         up = torch.randn(NUM_LABELS, RANK, generator=generator)
-        weights = {f"base_model.model.score.lora_{side}.weight": one for side, one in zip("AB", (down, up))}
+        sides = {"A": down, "B": up}
+        weights = {f"base_model.model.score.lora_{side}.weight": one for side, one in sides.items()}
         return base + ALPHA / RANK * (up @ down), weights, config
     return base, {}, config
 

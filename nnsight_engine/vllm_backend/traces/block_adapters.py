@@ -1,8 +1,8 @@
 """The LoRA adapters of blocks that call modules themselves.
 
 A call by a block has rows of its own, of which vLLM knows no adapter. It uses the adapter of the block's
-request: the block's thread carries it, or a worker's thread while it makes the call for a block elsewhere. The
-orders to other ranks and stages have the adapter's id, see ``messages.CallOrder``.
+request: the block's thread carries it, or a worker's thread while it makes the call for a block elsewhere.
+Orders to other ranks and stages have the adapter's id, see ``messages.CallOrder``.
 """
 
 from __future__ import annotations
