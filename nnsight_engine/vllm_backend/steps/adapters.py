@@ -136,6 +136,7 @@ class AdaptersMixin:
         token_lora_mapping: Sequence[int],
         lora_requests: Iterable[LoRARequest],
         *args: Any,
+        **kwargs: Any,
     ) -> None:
         """Put the step's adapters into slots, in an order on which all ranks agree.
 
@@ -143,7 +144,7 @@ class AdaptersMixin:
         removed for others. A call by a block needs its adapter on all ranks, or on none.
         """
         ordered = sorted(lora_requests, key=lambda one: one.lora_int_id)
-        super()._set_active_loras(prompt_lora_mapping, token_lora_mapping, ordered, *args)  # type: ignore[misc] # vLLM's runner has it
+        super()._set_active_loras(prompt_lora_mapping, token_lora_mapping, ordered, *args, **kwargs)  # type: ignore[misc] # vLLM's runner has it
 
     def load_lora_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Wrap the model's projections; return the model.
