@@ -312,7 +312,7 @@ _PROXY: Final = "use a proxy in front of the server for it (docs/deploying.md)"
 _NO_ROUTE: Final = "its routes are not served here"
 _REPLICAS: Final = "run several servers with --replicas N"
 _ONE_MACHINE: Final = f"the engines of --data-parallel-size run on one machine; over machines {_REPLICAS}"
-_ADAPTERS: Final = "adapters are for the projections of text models on one rank; leave it out"
+_ADAPTERS: Final = "adapters are for whole projections of text models (docs/lora.md); leave it out"
 _SLEEP: Final = "--enable-sleep-mode moves the weights and discards the KV cache, and no more; leave it out"
 
 REFUSED: Final[Mapping[str, str]] = types.MappingProxyType(

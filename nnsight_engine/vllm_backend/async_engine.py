@@ -20,6 +20,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 from vllm.config import VllmConfig
+from vllm.lora.request import LoRARequest
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
@@ -184,6 +185,21 @@ class InterventionAsyncLLM(PausingAsyncLLM):
         answers = [one for one in await self.collective_rpc("count_events") if one]
         return EngineCounts.total(map(EngineCounts.from_plain, answers))
 
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load a LoRA adapter into all workers of all engines, or into none.
+
+        vLLM's own call leaves the errors of all workers but the first to be read as results of later calls.
+
+        Raises:
+            ValueError: It cannot be loaded.
+        """
+        adapter = (lora_request.lora_name, lora_request.lora_int_id, lora_request.lora_path)
+        failures = [one for one in await self.collective_rpc("load_adapter", args=adapter) if one is not None]
+        if failures:
+            await self.remove_lora(lora_request.lora_int_id)
+            raise ValueError(failures[0])
+        return True
+
     def _close_key(self, key: str) -> None:
         self.router.close(key)
         self._contents.release(key)
@@ -229,10 +245,7 @@ class InterventionAsyncLLM(PausingAsyncLLM):
         if sender:
             sampling_params.extra_args = {**extra, SENDER_KEY: sender}
         adapter = kwargs.get("lora_request")
-        if adapter is not None:
-            check_files(adapter)
-            salt = salt_of_adapter(adapter, prompt.get("cache_salt"), self._salt_secret)
-            prompt = {**prompt, "cache_salt": salt}
+        prompt = self._adapted(prompt, adapter)
         if isinstance(call, TraceCall):
             _token_ids(prompt)  # raises for embeddings, which have no token positions
             kwargs.pop("lora_request", None)
@@ -272,6 +285,8 @@ class InterventionAsyncLLM(PausingAsyncLLM):
             )
             raise call.failure
         pooled: AsyncGenerator[PoolingRequestOutput, None]
+        with _noting_failure(call):
+            prompt = self._adapted(prompt, kwargs.get("lora_request"))
         if call is None:
             pooled = super().encode(prompt, params, request_id, **kwargs)
             return pooled
@@ -279,6 +294,18 @@ class InterventionAsyncLLM(PausingAsyncLLM):
             entry, prompt = self._planned(call, prompt, params, 1)
         pooled = super().encode(prompt, params, request_id, **kwargs)
         return _watched(call, entry, pooled, lambda _: None)
+
+    def _adapted(self, prompt: Any, adapter: LoRARequest | None) -> Any:
+        """Return a prompt with the cache salt of its adapter, if it has one.
+
+        Raises:
+            ApiError: ``model_not_found``: the adapter's files are gone.
+        """
+        if adapter is None:
+            return prompt
+        check_files(adapter)
+        salt = salt_of_adapter(adapter, prompt.get("cache_salt"), self._salt_secret)
+        return {**prompt, "cache_salt": salt}
 
     def _planned(
         self, call: InterventionCall, prompt: Any, params: SamplingParams | PoolingParams, num_choices: int

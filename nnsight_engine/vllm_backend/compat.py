@@ -154,21 +154,13 @@ def check_supported(config: VllmConfig) -> None:
 
 
 def _check_adapters(config: VllmConfig) -> None:
-    """Raise UnsupportedOptionError for engines of which no way to the adapted value is known or tested."""
-    parallel = config.parallel_config
-    refused = {
-        "--tensor-parallel-size": parallel.tensor_parallel_size > 1,
-        "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
-        "a model of experts": bool(config.model_config.is_moe),
-        "--runner pooling": config.model_config.runner_type == "pooling",
-    }
-    for option, given in refused.items():
-        if config.lora_config is not None and given:
-            raise UnsupportedOptionError(
-                f"--enable-lora with {option} is not supported together with interventions yet: adapters are "
-                "for dense models that generate, on one rank; start without it, with a checkpoint into which "
-                "the adapter is merged"
-            )
+    """Raise UnsupportedOptionError for models of which no way to the adapted value is known."""
+    if config.lora_config is not None and config.model_config.is_moe:
+        raise UnsupportedOptionError(
+            "--enable-lora with a model of experts is not supported together with interventions yet: "
+            "adapters are for dense models; start without it, with a checkpoint into which the adapter is "
+            "merged"
+        )
 
 
 def _check_engines(config: VllmConfig) -> None:

@@ -673,9 +673,15 @@ def _optional_module(model: nn.Module, path: str) -> nn.Module | None:
     return module
 
 
+def base_module(module: nn.Module) -> nn.Module:
+    """Return the projection inside vLLM's wrapper for LoRA adapters, or the module itself."""
+    base: nn.Module | None = getattr(module, "base_layer", None)
+    return module if base is None else base
+
+
 def _input_size(block: nn.Module, spec: HookSpec) -> int:
     """Return the whole-model input width of one of vLLM's linear layers."""
-    return cast("_Linear", block.get_submodule(spec.path)).input_size
+    return cast("_Linear", base_module(block.get_submodule(spec.path))).input_size
 
 
 def _plain_forward(module: nn.Module, rows: torch.Tensor) -> torch.Tensor:

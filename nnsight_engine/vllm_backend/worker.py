@@ -6,7 +6,10 @@ is replaced by a subclass with an adapter of ``steps`` in front.
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Final
+
+from vllm.lora.request import LoRARequest
 
 from nnsight_engine.serialization import encode_error
 from nnsight_engine.vllm_backend.compat import platform_worker_class
@@ -17,6 +20,8 @@ from nnsight_engine.vllm_backend.steps.handler import StepHandler
 from nnsight_engine.vllm_backend.steps.runner_v1 import V1RunnerMixin
 from nnsight_engine.vllm_backend.steps.runner_v2 import V2RunnerMixin
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
+
+logger = logging.getLogger(__name__)
 
 _COLLECT_S: Final = 0.01
 """Seconds that the engine waits for a trace's results before it continues with other requests."""
@@ -142,6 +147,15 @@ class InterventionWorker(_PlatformWorker):
     def remove_edit(self, name: str) -> None:
         """Remove an edit; called over vLLM's RPC."""
         self._handler.traces.remove_edit(name)
+
+    def load_adapter(self, name: str, number: int, path: str) -> str | None:
+        """Load a LoRA adapter; return the reason if it cannot be loaded; called over vLLM's RPC."""
+        try:
+            self.add_lora(LoRARequest(name, number, path))
+        except Exception as error:
+            logger.exception("the adapter %r cannot be loaded", name)
+            return str(error) or type(error).__name__
+        return None
 
     def outline_model(self) -> list[OutlineEntry]:
         """List the model's modules; called over vLLM's RPC."""

@@ -32,7 +32,7 @@ class KeyedServer:
 
 @contextlib.contextmanager
 def serving_several(
-    checkpoint: Path, data: Path, arguments: Sequence[str]
+    checkpoint: Path, data: Path, arguments: Sequence[str], **variables: str
 ) -> Iterator[tuple[Server, dict[str, str]]]:
     """Serve a tiny model with several workers or engines; yield the server, and a key of each kind.
 
@@ -40,6 +40,7 @@ def serving_several(
         checkpoint: The model.
         data: Takes the server's data.
         arguments: vLLM's options, which ask for several.
+        **variables: More of the server's environment.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NNSIGHT_ENGINE_DATA_DIR", str(data))
@@ -52,6 +53,7 @@ def serving_several(
         "NNSIGHT_ENGINE_DATA_DIR": str(data),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
+        **variables,
     }
     arguments = [*arguments, "--dtype", "float32"]
     server = Server(

@@ -1,14 +1,16 @@
 """LoRA adapters with interventions: as transformers with the adapter merged, whoever else is in the batch.
 
-One engine in float32 serves the module: a tiny Llama with two random adapters of all its projections.
+Engines in float32 serve the module, with one worker, two ranks, and two stages: a tiny Llama with two random
+adapters of all its projections.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import pytest
 import torch
@@ -44,7 +46,8 @@ _ENGINE: Final[dict[str, Any]] = {
 _LONG: Final = PROMPT_IDS * 6
 """A prompt of several blocks of the KV cache."""
 _LOGPROBS: Final = {"logprobs": 5}
-_CAPTURED: Final = ["layers.2.attn.q", "layers.2.mlp.act", "layers.3.output"]
+_CAPTURED: Final = ["layers.0.mlp.output", "layers.2.attn.q", "layers.2.mlp.act", "layers.3.output"]
+_Value = TypeVar("_Value")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,15 +90,35 @@ def values(models: dict[str, Adapted]) -> dict[str, Values | str]:
     return expected_values(models["first"].merged)
 
 
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param({}, id="one worker"),
+        pytest.param({"tensor_parallel_size": 2}, id="two ranks", marks=pytest.mark.heavy),
+        pytest.param({"pipeline_parallel_size": 2}, id="two stages", marks=pytest.mark.heavy),
+    ],
+)
+def workers(request: pytest.FixtureRequest) -> Iterator[dict[str, int]]:
+    """Choose the engine's workers."""
+    chosen: dict[str, int] = request.param
+    with pytest.MonkeyPatch.context() as patch:
+        if chosen:
+            patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+            patch.setenv("OMP_NUM_THREADS", "1")
+        yield chosen
+
+
 @pytest.fixture(scope="module")
 def model(
+    workers: dict[str, int],
     checkpoint: Path,
     models: dict[str, Adapted],
     expected: dict[str, Expected],
     values: dict[str, Values | str],
 ) -> Iterator[AdaptedVLLM]:
     """Start the engine, after transformers has computed what it is compared with."""
-    model = AdaptedVLLM(str(checkpoint), dispatch=True, **_ENGINE, **options_of_process(checkpoint))
+    options = {**_ENGINE, **options_of_process(checkpoint), **workers}
+    model = AdaptedVLLM(str(checkpoint), dispatch=True, **options)
     model.__dict__["adapter"] = models["first"].request
     yield model
     model.shutdown()
@@ -109,6 +132,18 @@ def engine(model: AdaptedVLLM) -> Engine:
 # Against transformers.
 
 
+def offered(expected: Expected, engine: Engine) -> Expected:
+    """Return what is expected at the points that operations may name; with two ranks not at all."""
+
+    def known(values: Mapping[str, _Value]) -> dict[str, _Value]:
+        leaves = {point: re.sub(r"^layers\.\d+\.", "", point) for point in values}
+        return {point: value for point, value in values.items() if engine.spec.leaf(leaves[point])}
+
+    return dataclasses.replace(
+        expected, activations=known(expected.activations), written=known(expected.written)
+    )
+
+
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("name", ["first", "base"])
 def test_an_adapter_gives_what_the_merged_weights_give(
@@ -116,7 +151,7 @@ def test_an_adapter_gives_what_the_merged_weights_give(
 ) -> None:
     engine.adapter = models[name].request
     try:
-        CHECKS[check](engine, expected[name])
+        CHECKS[check](engine, offered(expected[name], engine))
     finally:
         engine.adapter = None
 
@@ -132,11 +167,15 @@ def test_a_block_sees_and_calls_the_adapted_model(
 # In one batch.
 
 
-def _steer(seed: int) -> list[dict[str, Any]]:
+def _captured(engine: Engine) -> list[str]:
+    return [point for point in _CAPTURED if engine.spec.leaf(point.partition(".")[2].partition(".")[2])]
+
+
+def _steer(engine: Engine, seed: int) -> list[dict[str, Any]]:
     vector = random_vector(seed, HIDDEN_SIZE)
     return [
         {"op": "steer", "at": "layers.1.output", "vector": vector, "scale": 2},
-        {"op": "capture", "at": _CAPTURED, "name": "captured"},
+        {"op": "capture", "at": _captured(engine), "name": "captured"},
     ]
 
 
@@ -144,12 +183,11 @@ def _ask(number: int, adapter: LoRARequest | None, interventions: list[dict[str,
     return Ask([*PROMPT_IDS, number], interventions, sampling=dict(_LOGPROBS), adapter=adapter)
 
 
-def _assert_equal(one: Reply, other: Reply) -> None:
+def _assert_equal(one: Reply, other: Reply, captured: list[str]) -> None:
     assert (one.failure, one.token_ids) == (None, other.token_ids)
     assert one.logprobs == other.logprobs
-    if one.collected is not None:
-        for point in _CAPTURED:
-            assert torch.equal(one.tensor("captured", point), other.tensor("captured", point)), point
+    for point in captured if one.collected is not None else ():
+        assert torch.equal(one.tensor("captured", point), other.tensor("captured", point)), point
 
 
 def test_each_request_of_a_mixed_batch_is_as_among_plain_requests(
@@ -157,14 +195,14 @@ def test_each_request_of_a_mixed_batch_is_as_among_plain_requests(
 ) -> None:
     names = ["first", "base", "second", "first", "base", "second", "base"]
     asks = [
-        _ask(number, models[name].request, _steer(number) if number > 2 else [])
+        _ask(number, models[name].request, _steer(engine, number) if number > 2 else [])
         for number, name in enumerate(names)
     ]
     together = [reply for (reply,) in engine.run(asks)]
     for number, (ask, reply) in enumerate(zip(asks, together, strict=True)):
         # As many rows in each step: with other numbers of rows, the last bits of products may differ.
         plain = [_ask(other, None, []) if other != number else ask for other in range(len(asks))]
-        _assert_equal(reply, engine.run(plain)[number][0])
+        _assert_equal(reply, engine.run(plain)[number][0], _captured(engine))
         ((alone,),) = engine.run([ask])
         assert alone.token_ids == reply.token_ids
     assert len({tuple(reply.token_ids) for reply in together}) > len(set(names))
@@ -175,12 +213,12 @@ def test_more_adapters_than_slots_take_turns(
 ) -> None:
     third = LoRARequest("third", 3, str(write_adapter(checkpoint, tmp_path / "third", seed=3)))
     adapters = [models["first"].request, None, third, models["second"].request, third]
-    asks = [_ask(number, adapter, _steer(number)) for number, adapter in enumerate(adapters)]
+    asks = [_ask(number, adapter, _steer(engine, number)) for number, adapter in enumerate(adapters)]
     together = [reply for (reply,) in engine.run(asks)]
     for ask, reply in zip(asks, together, strict=True):
         ((alone,),) = engine.run([ask])
         assert (reply.failure, reply.token_ids) == (None, alone.token_ids)
-        for point in _CAPTURED:
+        for point in _captured(engine):
             ours, own = reply.tensor("captured", point), alone.tensor("captured", point)
             torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-4)
 
@@ -189,7 +227,7 @@ def test_logprobs_of_an_adapted_prompt(engine: Engine, models: dict[str, Adapted
     """The unembedding of many rows uses no request's adapter."""
     sampling = {"prompt_logprobs": 0}
     with_it = [
-        Ask(PROMPT_IDS, _steer(number), sampling=sampling, adapter=models[name].request)
+        Ask(PROMPT_IDS, _steer(engine, number), sampling=sampling, adapter=models[name].request)
         for number, name in enumerate(("first", "second", "base"))
     ]
     replies = [reply for (reply,) in engine.run(with_it)]
@@ -199,12 +237,12 @@ def test_logprobs_of_an_adapted_prompt(engine: Engine, models: dict[str, Adapted
 # The prefix cache.
 
 
-@pytest.mark.parametrize("interventions", [[], _steer(1)], ids=["plain", "steered"])
+@pytest.mark.parametrize("num_writes", [0, 1], ids=["plain", "steered"])
 def test_adapters_never_share_the_prefix_cache(
-    engine: Engine, models: dict[str, Adapted], interventions: list[dict[str, Any]]
+    engine: Engine, models: dict[str, Adapted], num_writes: int
 ) -> None:
-    prompt = [*_LONG, 100 + len(interventions)]
-    only_writes = interventions[:1]
+    prompt = [*_LONG, 100 + num_writes]
+    only_writes = _steer(engine, 1)[:num_writes]
     cold = {}
     for name, model in models.items():
         cold[name] = engine.ask(prompt, only_writes, sampling=dict(_LOGPROBS), adapter=model.request)
@@ -220,19 +258,24 @@ def test_adapters_never_share_the_prefix_cache(
 
 
 def test_a_block_calls_modules_with_its_own_requests_adapter(
-    model: AdaptedVLLM, engine: Engine, models: dict[str, Adapted]
+    model: AdaptedVLLM, workers: dict[str, int], models: dict[str, Adapted]
 ) -> None:
-    """Whatever the number of rows and whoever else is in the batch."""
+    """Whatever the number of rows and whoever else is in the batch; on an early stage while it runs."""
+    waits = "pipeline_parallel_size" in workers
     rows = torch.randn(5, HIDDEN_SIZE, generator=torch.Generator().manual_seed(1))
     greedy: dict[str, Any] = {"max_tokens": 3, "temperature": 0.0, "ignore_eos": True}
     with model.trace(**greedy) as tracer:
         with tracer.invoke(PROMPT_IDS, lora_request=models["first"].request):
+            if waits:
+                _ = model.layers[0].output
             of_first = save([model.layers[1].mlp(rows), model.model.layers[0].self_attn.qkv_proj(rows)[0]])
         with tracer.invoke(PROMPT_IDS[1:], lora_request=models["second"].request):
-            _ = model.layers[2].output
+            _ = model.layers[1].output
             of_second = save([model.layers[1].mlp(rows), model.model.layers[0].self_attn.qkv_proj(rows)[0]])
         with tracer.invoke(PROMPT_IDS[2:]):
             for _ in tracer.iter[:]:
+                if waits:
+                    _ = model.layers[0].output
                 of_base = save([model.layers[1].mlp(rows), model.model.layers[0].self_attn.qkv_proj(rows)[0]])
     for name, got in (("first", of_first), ("second", of_second), ("base", of_base)):
         wanted = _called(models[name].merged, rows)
@@ -261,15 +304,14 @@ def head_adapter(directory: Path) -> Path:
     return directory
 
 
-def test_an_adapter_of_the_unembedding_is_refused(engine: Engine, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="lm_head"):
-        engine.core.add_lora(LoRARequest("head", 9, str(head_adapter(tmp_path))))
-
-
-@pytest.mark.parametrize(("option", "value"), [("tensor_parallel_size", 2), ("pipeline_parallel_size", 2)])
-def test_several_workers_are_refused_by_name(checkpoint: Path, option: str, value: int) -> None:
-    with pytest.raises(UnsupportedOptionError, match=f"--enable-lora with --{option.replace('_', '-')}"):
-        VLLM(str(checkpoint), dispatch=True, **{**_ENGINE, option: value})
+def test_an_adapter_of_the_unembedding_is_refused_by_every_worker(
+    engine: Engine, models: dict[str, Adapted], tmp_path: Path
+) -> None:
+    adapter = models["first"].request
+    assert adapter is not None
+    for folder, refused in ((head_adapter(tmp_path), True), (adapter.lora_path, False)):
+        found = engine.llm.collective_rpc("load_adapter", args=("another", 9, str(folder)))
+        assert [one is not None and "lm_head" in one for one in found] == [refused] * len(found)
 
 
 def test_a_target_before_the_lens_is_refused_by_name(checkpoint: Path) -> None:

@@ -39,7 +39,9 @@ def write_adapter(checkpoint: Path, directory: Path, *, seed: int = 0, std: floa
 
 def write_weights(weights: dict[str, torch.Tensor], directory: Path, **changes: Any) -> None:
     """Write an adapter with these weights; ``changes`` are entries of its config."""
-    targets = sorted({name.removesuffix(".weight").rsplit(".", 2)[-2] for name in weights})
+    targets = sorted(
+        {name.removesuffix(".weight").rsplit(".", 2)[-2] for name in weights if ".lora_" in name}
+    )
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": ALPHA, "lora_dropout": 0.0,
         "target_modules": targets, "bias": "none", "base_model_name_or_path": "base",

@@ -24,6 +24,7 @@ import torch
 from nnsight_engine.sandbox.forkserver import ForkServer
 from nnsight_engine.serialization import decode, encode
 from nnsight_engine.serialization.message.table import Piece
+from nnsight_engine.vllm_backend.traces.block_adapters import BlockAdapters
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.names import Names
 from nnsight_engine.vllm_backend.traces.peer_traces import PeerTraces
@@ -130,12 +131,15 @@ class PlayedCollectives(TpCollectives):
     def __init__(self, ranks: Ranks, model: PlayedModel) -> None:
         self.ranks = ranks
         self.shards = cast("Any", PlayedShards())
+        self.adapters = BlockAdapters()
         self._model = cast("Any", model)
         self.num_calls = 0
 
-    def call(self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(
+        self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], adapter: int | None
+    ) -> Any:
         self.num_calls += 1
-        return super().call(path, method, args, kwargs)
+        return super().call(path, method, args, kwargs, adapter)
 
 
 class Leader(TpLeaderTraces):

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PROMPT_IDS = [45, 257, 80, 301, 77, 78, 260, 90]
-UNGATED = {"gpt2", "opt", "opt_post_norm", "gpt_neox", "gpt_neox_sequential"}
+UNGATED = {
+    *("gpt2", "opt", "opt_post_norm", "gpt_neox", "gpt_neox_sequential", "nemotron", "phi", "starcoder2"),
+}
+EXPERTS = {"glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"}
 
 
 @pytest.fixture(scope="module", params=FAMILIES + VARIANTS)
@@ -47,15 +50,16 @@ def activations(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def test_every_point_is_there_with_its_shape(family: str, activations: dict[str, torch.Tensor]) -> None:
     leaves = {"input", "output", "attn.output", "attn.q", "attn.k", "attn.v", "attn.heads"}
-    leaves |= {"mlp.input", "mlp.output", "mlp.up", "mlp.act"} | (
-        set() if family in UNGATED else {"mlp.gate"}
-    )
+    leaves |= {"mlp.input", "mlp.output"}
+    leaves |= set() if family in EXPERTS else {"mlp.up", "mlp.act"}
+    leaves |= set() if family in EXPERTS | UNGATED else {"mlp.gate"}
     expected = {f"layers.{layer}.{leaf}" for layer in range(NUM_LAYERS) for leaf in leaves}
     expected |= {"embed.output", "logits"} | (set() if family == "opt_post_norm" else {"norm.output"})
     assert set(activations) == expected
     tokens = len(PROMPT_IDS)
     assert activations["layers.2.output"].shape == (tokens, HIDDEN_SIZE)
-    assert activations["layers.2.mlp.act"].shape == (tokens, INTERMEDIATE_SIZE)
+    if family not in EXPERTS:
+        assert activations["layers.2.mlp.act"].shape == (tokens, INTERMEDIATE_SIZE)
     assert activations["layers.2.attn.q"].shape == activations["layers.2.attn.heads"].shape
     assert activations["layers.2.attn.k"].shape[2] == activations["layers.2.attn.q"].shape[2]
 

@@ -12,12 +12,13 @@ vLLM wraps the projections of a model, and each step tells the wrappers the adap
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import torch
 from torch import nn
 from vllm.lora.layers import LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA
+from vllm.lora.request import LoRARequest
 
 from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.vllm_backend.traces.block_adapters import NO_SLOT, BlockAdapters
@@ -35,6 +36,7 @@ class AdaptedRowsMixin(ABC):
 
     blocks: BlockAdapters
     device: Any
+    sampler_indices: torch.Tensor
     token_lora_indices: torch.Tensor
     _spans: Sequence[tuple[int, int, int]] = ()
 
@@ -87,6 +89,37 @@ class AdaptedRowsMixin(ABC):
                 first += width
         return None
 
+    def add_lora_logits(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: torch.Tensor,
+        lora_b_stacked: torch.Tensor,
+        scale: float,
+        **kwargs: Any,
+    ) -> torch.Tensor | None:
+        """Add the adapters' part to the output of a classification head, in place.
+
+        Args:
+            y: The output, ``[requests, labels]``.
+            x: The input, ``[requests, width]``.
+            lora_a_stacked: ``[slots, 1, rank, width]``.
+            lora_b_stacked: ``[slots, 1, labels, rank]``.
+            scale: Factor.
+            **kwargs: Passed on to vLLM.
+        """
+        if not self._is_on_cpu:
+            added: torch.Tensor | None = super().add_lora_logits(  # type: ignore[misc] # vLLM's wrapper has it
+                y, x, lora_a_stacked, lora_b_stacked, scale, **kwargs
+            )
+            return added
+        for index in self.sampler_indices.unique().tolist():
+            if index != NO_SLOT:
+                rows = self.sampler_indices == index
+                inner = x[rows].float() @ lora_a_stacked[index, 0].float().T * scale
+                y[rows] += inner.to(y.dtype) @ lora_b_stacked[index, 0].to(y.dtype).T
+        return None
+
     @property
     def _is_on_cpu(self) -> bool:
         return torch.device(self.device).type == "cpu"
@@ -96,6 +129,22 @@ class AdaptersMixin:
     """Mixin in front of a runner's class."""
 
     lora_manager: Any
+
+    def _set_active_loras(
+        self,
+        prompt_lora_mapping: Sequence[int],
+        token_lora_mapping: Sequence[int],
+        lora_requests: Iterable[LoRARequest],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Put the step's adapters into slots, in an order on which all ranks agree.
+
+        vLLM goes by the order of a set, which differs between processes, and so do then the adapters that are
+        removed for others. A call by a block needs its adapter on all ranks, or on none.
+        """
+        ordered = sorted(lora_requests, key=lambda one: one.lora_int_id)
+        super()._set_active_loras(prompt_lora_mapping, token_lora_mapping, ordered, *args, **kwargs)  # type: ignore[misc] # vLLM's runner has it
 
     def load_lora_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Wrap the model's projections; return the model.

@@ -70,6 +70,7 @@ _WORKER: Final = (
         overridden={
             "load_model": "load_dummy_weights=False, **others",
             "load_lora_model": "model, vllm_config, device",
+            "_set_active_loras": "prompt_lora_mapping, token_lora_mapping, lora_requests, **others",
             "execute_model": "scheduler_output, intermediate_tensors=None, **others",
             "sample_tokens": "grammar_output",
             "_model_forward": "input_ids=None, positions=None, intermediate_tensors=None, "
@@ -93,6 +94,7 @@ _WORKER: Final = (
         overridden={
             "load_model": "load_dummy_weights=False, **others",
             "load_lora_model": "model, vllm_config, device",
+            "_set_active_loras": "prompt_lora_mapping, token_lora_mapping, lora_requests, **others",
             "execute_model": "scheduler_output, intermediate_tensors=None, *, dummy_run=False, **others",
             "prepare_inputs": "scheduler_output, batch_req_state, batch_desc, num_active_loras, **others",
             "sample": "hidden_states, input_batch, grammar_output",
@@ -122,6 +124,7 @@ _WORKER: Final = (
         "vllm.v1.worker.gpu_worker:Worker",
         "vllm.v1.worker.cpu_worker:CPUWorker",
         read="device model_runner vllm_config",
+        called={"add_lora": "lora_request"},
         overridden={
             "init_device": "",
             "initialize_from_config": "kv_cache_config",
@@ -171,8 +174,9 @@ _WORKER: Final = (
     _used(
         "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU",
         "vllm.lora.punica_wrapper.punica_gpu:PunicaWrapperGPU",
-        read="device token_lora_indices",
+        read="device sampler_indices token_lora_indices",
         overridden={
+            "add_lora_logits": "y, x, lora_a_stacked, lora_b_stacked, scale, **others",
             "update_metadata": "mapping, lora_index_to_id, max_loras, vocab_size, **others",
             "add_lora_linear": "y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, **others",
         },
@@ -380,12 +384,14 @@ _CLIENT: Final = (
             "get_supported_tasks": "",
             "get_tokenizer": "",
             "is_sleeping": "",
+            "remove_lora": "lora_id",
             "shutdown": "",
             "_run_output_handler": "",
         },
         overridden={
             "__init__": "vllm_config, executor_class, log_stats, *, usage_context=None, log_requests=True, "
             "**others",
+            "add_lora": "lora_request",
             "add_request": "request_id, prompt, params, *, trace_headers=None, **others",
             "collective_rpc": "method, timeout=None, args=(), kwargs=None",
             "encode": "prompt, pooling_params, request_id, **others",

@@ -1,14 +1,16 @@
 """The LoRA adapters of blocks that call modules themselves.
 
 A call by a block has rows of its own, of which vLLM knows no adapter. It uses the adapter of the block's
-request: the block's thread carries it, or the worker's thread while it makes the call for a block elsewhere.
+request: the block's thread carries it, or a worker's thread while it makes the call for a block elsewhere.
+Orders to other ranks and stages have the adapter's id, see ``messages.CallOrder``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Final
 
 from nnsight_engine.vllm_backend.traces.errors import AdapterNotLoadedError
 
@@ -32,15 +34,25 @@ class BlockAdapters:
         self._slots = slots
         self._thread = threading.local()
 
-    def enter(self, adapter: int | None) -> int | None:
-        """Set the adapter of this thread's further calls; return the one before.
+    @property
+    def current(self) -> int | None:
+        """The id of this thread's adapter, or ``NO_ADAPTER``; None for the model's own calls."""
+        adapter: int | None = getattr(self._thread, "adapter", None)
+        return adapter
 
-        Args:
-            adapter: Its id, or ``NO_ADAPTER``; None for the model's own calls.
-        """
-        before: int | None = getattr(self._thread, "adapter", None)
+    def enter(self, adapter: int | None) -> None:
+        """Set the adapter of this thread's further calls, see ``current``."""
         self._thread.adapter = adapter
-        return before
+
+    @contextlib.contextmanager
+    def using(self, adapter: int | None) -> Iterator[None]:
+        """Set the adapter of this thread's calls within the context, see ``current``."""
+        before = self.current
+        self.enter(adapter)
+        try:
+            yield
+        finally:
+            self.enter(before)
 
     def slot(self) -> int | None:
         """Return the slot of this thread's adapter, or ``NO_SLOT``; None for the model's own calls.
@@ -48,7 +60,7 @@ class BlockAdapters:
         Raises:
             AdapterNotLoadedError: The adapter is in no slot, since other requests are running.
         """
-        adapter: int | None = getattr(self._thread, "adapter", None)
+        adapter = self.current
         if adapter is None:
             return None
         if adapter == NO_ADAPTER:
@@ -65,10 +77,4 @@ def block_adapters(model: nn.Module) -> BlockAdapters:
     return BlockAdapters() if found is None else found
 
 
-def base_module(module: nn.Module) -> nn.Module:
-    """Return the projection inside vLLM's wrapper for adapters, or the module itself."""
-    base: Any = getattr(module, "base_layer", module)
-    return module if base is None else base
-
-
-__all__ = ["NO_ADAPTER", "NO_SLOT", "BlockAdapters", "base_module", "block_adapters"]
+__all__ = ["NO_ADAPTER", "NO_SLOT", "BlockAdapters", "block_adapters"]

@@ -145,11 +145,13 @@ class CallOrder(msgspec.Struct, frozen=True, tag=True):
         path: The module.
         method: The name of its method; empty for the module itself.
         slots: The tensors that the arguments refer to by number, instead of containing them.
+        adapter: The LoRA adapter of the call, see ``BlockAdapters.current``.
     """
 
     path: str
     method: str = ""
     slots: list[ValueSlot] = []
+    adapter: int | None = None
 
 
 # Encoding.

@@ -118,8 +118,10 @@ class Ranks:
 
     # Arguments of calls.
 
-    def broadcast_call(self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Order the other ranks to call a module, or a method of it.
+    def broadcast_call(
+        self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], adapter: int | None
+    ) -> None:
+        """Order the other ranks to call a module, or a method of it, see ``CallOrder``.
 
         Raises:
             SpreadModuleError: An argument cannot be sent.
@@ -137,7 +139,7 @@ class Ranks:
             return (numbers[id(value)],) if isinstance(value, torch.Tensor) else None
 
         body = encode_pieces((args, kwargs), reference=reference)
-        self.broadcast(CallOrder(path, method, list(map(slot_of_rank, sent))), sent, body)
+        self.broadcast(CallOrder(path, method, list(map(slot_of_rank, sent)), adapter), sent, body)
 
 
 class RankTensors(Tensors):

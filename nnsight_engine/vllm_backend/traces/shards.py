@@ -30,6 +30,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 from nnsight_engine.core.trees import map_tensors
+from nnsight_engine.vllm_backend.families import base_module
 from nnsight_engine.vllm_backend.traces.errors import SpreadModuleError
 
 if TYPE_CHECKING:
@@ -234,7 +235,7 @@ class Shards:
         Raises:
             SpreadModuleError: The layout is not known.
         """
-        module: Any = self._modules[path]
+        module: Any = base_module(self._modules[path])
         if not part.numel():
             return EVERYWHERE  # vLLM has repacked the weight and left an empty tensor
         if not isinstance(getattr(module, "quant_method", None), _PLAIN_WEIGHTS):
@@ -263,6 +264,7 @@ class Shards:
                 self._places[provider] = place
 
     def _place_linear(self, path: str, module: nn.Module) -> None:
+        module = base_module(module)
         if isinstance(module, ColumnParallelLinear) and module.tp_size > 1:
             exit_ = EVERYWHERE if module.gather_output else ShardLocation(rest=_columns(module))
             self._put(path, EVERYWHERE, exit_)
@@ -330,7 +332,7 @@ class Shards:
         """Record the modules inside an attention or an MLP whose layouts were not determined as unknown."""
         for module in container.modules():
             path = self._paths.get(id(module))
-            if path is None or module is container or isinstance(module, ReplicatedLinear):
+            if path is None or module is container or isinstance(base_module(module), ReplicatedLinear):
                 continue
             self._unknown |= {
                 provider for provider in (f"{path}.input", f"{path}.output") if provider not in self._places
@@ -355,4 +357,5 @@ def _columns(module: ColumnParallelLinear) -> Layout:
 
 def _is_parallel(module: nn.Module) -> bool:
     parallel = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
+    module = base_module(module)
     return isinstance(module, parallel) and module.tp_size > 1

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from nnsight_engine.core.trees import tensors
+from nnsight_engine.vllm_backend.traces.block_adapters import block_adapters
 from nnsight_engine.vllm_backend.traces.errors import SpreadModuleError
 from nnsight_engine.vllm_backend.traces.shards import Shards, map_numbered
 
@@ -32,12 +33,14 @@ class TpCollectives:
     Attributes:
         ranks: The ranks.
         shards: The layout of its sharded values.
+        adapters: The LoRA adapters of blocks.
     """
 
     def __init__(self, ranks: Ranks, model: WorkerModel, points: ModelPoints) -> None:
         """Prepare the collectives for this rank's part of the model."""
         self.ranks = ranks
         self.shards = Shards(points, model.own_modules())
+        self.adapters = block_adapters(points.model)
         self._model = model
 
     def refusal(self, provider: str) -> SpreadModuleError | None:
@@ -91,11 +94,13 @@ class TpCollectives:
         if method not in _ITSELF and (self.shards.has_parts(path) or hasattr(torch.nn.Module, method)):
             raise SpreadModuleError.method(path, method)
 
-    def call(self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a module, or a method of it, with whole arguments; return the whole result."""
+    def call(
+        self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], adapter: int | None
+    ) -> Any:
+        """Call a module, or a method of it, with whole arguments and an adapter; return the whole result."""
         envoy = self._model.get(path)
         # As on a block's own thread.
-        with torch.inference_mode(mode=False), torch.no_grad():
+        with torch.inference_mode(mode=False), torch.no_grad(), self.adapters.using(adapter):
             if method not in _ITSELF:
                 return getattr(envoy._module, method)(*args, **kwargs)  # noqa: SLF001 - an envoy of ours
             entrance, exit_ = self.shards.place(f"{path}.input"), self.shards.place(f"{path}.output")

@@ -70,7 +70,7 @@ class TpFollowerDispatcher(TraceDispatcher):
         # Calls made inside do not count as the model's own calls.
         listener, self.listener = self.listener, 0
         try:
-            self.spread.call(order.path, order.method, args, kwargs)
+            self.spread.call(order.path, order.method, args, kwargs, order.adapter)
         except Exception:
             # The leading rank raises the same error in the block.
             logger.debug("a module could not be called for a block", exc_info=True)

@@ -144,7 +144,8 @@ class TpLeaderDispatcher(TraceDispatcher):
         if not self.spread.shards.needs_all(path):
             return super().applied(path, apply, args, kwargs, method)
         self.spread.check_call(path, method)
-        return self._on_models_thread(lambda: self._call(path, method, args, kwargs), path)
+        adapter = self.spread.adapters.current  # of this thread, which is not the model's
+        return self._on_models_thread(lambda: self._call(path, method, args, kwargs, adapter), path)
 
     def call_module(self, envoy: Envoy, *args: torch.Tensor) -> Any:
         """Call a module for a block in another process, on all ranks if it is sharded.
@@ -158,12 +159,14 @@ class TpLeaderDispatcher(TraceDispatcher):
         self.spread.check_call(path, "")
         if not self._depth:
             raise SpreadModuleError.outside(path)
-        return self._call(path, "", args, {})
+        return self._call(path, "", args, {}, self.spread.adapters.current)
 
-    def _call(self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(
+        self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], adapter: int | None
+    ) -> Any:
         args, kwargs = map_tensors((args, kwargs), lambda tensor: plain(tensor).clone())
-        self.spread.ranks.broadcast_call(path, method, args, kwargs)
-        return self.spread.call(path, method, args, kwargs)
+        self.spread.ranks.broadcast_call(path, method, args, kwargs, adapter)
+        return self.spread.call(path, method, args, kwargs, adapter)
 
     def called_directly(self, path: str) -> None:
         """Reject a call that only this rank would make, while the other ranks are elsewhere.

@@ -7,11 +7,11 @@ import threading
 import pytest
 from torch import nn
 
+from nnsight_engine.vllm_backend.families import base_module
 from nnsight_engine.vllm_backend.traces.block_adapters import (
     NO_ADAPTER,
     NO_SLOT,
     BlockAdapters,
-    base_module,
     block_adapters,
 )
 from nnsight_engine.vllm_backend.traces.errors import AdapterNotLoadedError
@@ -35,9 +35,11 @@ def test_a_thread_has_its_own_adapter() -> None:
 
 def test_the_models_thread_has_one_for_the_length_of_a_call() -> None:
     adapters = BlockAdapters(lambda: [7])
-    before = adapters.enter(7)
-    assert adapters.slot() == 0
-    adapters.enter(before)
+    with adapters.using(7):
+        assert adapters.slot() == 0
+        with adapters.using(NO_ADAPTER):
+            assert adapters.slot() == NO_SLOT
+        assert adapters.current == 7
     assert adapters.slot() is None
 
 

@@ -51,10 +51,10 @@ def test_arguments_of_a_call_arrive_as_they_were(device: str) -> None:
     first, second = torch.randn(2, 3).to(device), torch.arange(3)
     plain = (None, 1, True, 0.5, 2j, "a", b"b")
     args: tuple[Any, ...] = (first, [second, plain], {"key": first, 3: torch.int8})
-    leading.broadcast_call("model.head", "forward", args, {"again": [first]})
+    leading.broadcast_call("model.head", "forward", args, {"again": [first]}, 7)
     order, content = following.next_order()
     assert isinstance(order, CallOrder)
-    assert (order.path, order.method) == ("model.head", "forward")
+    assert (order.path, order.method, order.adapter) == ("model.head", "forward", 7)
     found, named = content.arguments(order)
     assert found[1][1] == plain
     assert found[2][3] is torch.int8
@@ -77,5 +77,5 @@ def test_arguments_of_a_call_arrive_as_they_were(device: str) -> None:
 def test_an_argument_that_cannot_be_sent_is_refused_before_any_rank_waits(argument: Any, name: str) -> None:
     leading, _, orders = two_ranks()
     with pytest.raises(SpreadModuleError, match=name):
-        leading.broadcast_call("model.head", "", (argument,), {})
+        leading.broadcast_call("model.head", "", (argument,), {}, None)
     assert orders.empty()

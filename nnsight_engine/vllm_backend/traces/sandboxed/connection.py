@@ -254,17 +254,16 @@ class SandboxConnection:
     def _serve(self, act: Callable[[], None]) -> None:
         """Run ``act`` for a module call, on the trace's budget; an error is raised in the block."""
         listener, self._dispatcher.listener = self._dispatcher.listener, 0
-        adapter = self._served.adapters.enter(self.adapter)
         begin = time.monotonic()
         try:
-            act()
+            with self._served.adapters.using(self.adapter):
+                act()
         except (SandboxEndedError, OSError):
             raise
         except Exception as error:  # noqa: BLE001 - raised in the block
             self._return(packed(CallResult(encode_error(error))))
         finally:
             self._dispatcher.listener = listener
-            self._served.adapters.enter(adapter)
             self._called_s += time.monotonic() - begin
         call = self._call
         if call is not None and self._takes_too_long(call):

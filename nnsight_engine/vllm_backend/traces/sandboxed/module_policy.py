@@ -22,8 +22,8 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from nnsight_engine.vllm_backend.compat import EngineLimits
-from nnsight_engine.vllm_backend.families import ModelPoints
-from nnsight_engine.vllm_backend.traces.block_adapters import BlockAdapters, base_module
+from nnsight_engine.vllm_backend.families import ModelPoints, base_module
+from nnsight_engine.vllm_backend.traces.block_adapters import BlockAdapters
 from nnsight_engine.vllm_backend.traces.errors import SandboxedError
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
 from nnsight_engine.vllm_backend.traces.remote_modules import weight_width

@@ -15,6 +15,7 @@ import torch
 from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.serialization import decode, encode_error
 from nnsight_engine.serialization.values import encode_pieces
+from nnsight_engine.vllm_backend.traces.block_adapters import BlockAdapters, block_adapters
 from nnsight_engine.vllm_backend.traces.errors import StageError
 from nnsight_engine.vllm_backend.traces.messages import (
     ALL_DTYPES,
@@ -52,7 +53,12 @@ logger = logging.getLogger(__name__)
 
 
 class EarlyStageDispatcher(TraceDispatcher):
-    """Offers the values of this stage's model to the blocks of the last stage."""
+    """Offers the values of this stage's model to the blocks of the last stage.
+
+    Attributes:
+        model: The tree of envoys over this stage's part of the model.
+        adapters: The LoRA adapters of blocks.
+    """
 
     model: WorkerModel
 
@@ -65,6 +71,7 @@ class EarlyStageDispatcher(TraceDispatcher):
                 since later stages continue with them.
         """
         super().__init__()
+        self.adapters = BlockAdapters()
         self._link = link
         self._shared = {f"{path}.output" for path in shared}
         self._rows = RowStore()
@@ -122,7 +129,8 @@ class EarlyStageDispatcher(TraceDispatcher):
         while True:
             head, body = unpacked(self._link.receive(), by_early_stage)
             if isinstance(head, CallOrder):
-                self._call(head.path, *decode(body, resolve=self._rows.resolve))
+                with self.adapters.using(head.adapter):
+                    self._call(head.path, *decode(body, resolve=self._rows.resolve))
                 continue
             # Probes hold a reference to this dictionary, so it is changed in place.
             self.wanted.clear()
@@ -170,6 +178,7 @@ class EarlyStageTraces(PeerTraces):
         dispatcher = EarlyStageDispatcher(link, [f"model{path}" for path in paths])
         super().__init__(dispatcher, WorkerModel(points, config, dispatcher))
         dispatcher.model = self.model
+        dispatcher.adapters = block_adapters(points.model)
         link.send(encode_pieces(described(points.model)))
 
     def step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:

@@ -258,12 +258,13 @@ class LastStageTraces(WorkerTraces):
         if refused is not None:
             raise StageError.argument(path, refused)
         args, kwargs = map_tensors((args, kwargs), plain)
+        adapter = self._adapters.current
         answers: list[Any] = []
         errors: list[BaseException] = []
 
         def exchange() -> None:
             try:
-                answers.append(self._exchange(listening, path, args, kwargs))
+                answers.append(self._exchange(listening, path, args, kwargs, adapter))
             except BaseException as error:  # noqa: BLE001 - raised in the block
                 errors.append(error)
 
@@ -285,10 +286,15 @@ class LastStageTraces(WorkerTraces):
         listening = self._listening
         if listening is None or listening.stage != stage:
             raise StageError.call(path, stage)
-        return self._exchange(listening, path, tuple(map(plain, args)), {})
+        return self._exchange(listening, path, tuple(map(plain, args)), {}, self._adapters.current)
 
     def _exchange(
-        self, listening: _Listening, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        listening: _Listening,
+        path: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        adapter: int | None,
     ) -> Any:
         """Have a stage call a module; return the result.
 
@@ -303,7 +309,7 @@ class LastStageTraces(WorkerTraces):
                 arguments = encode_pieces((args, kwargs), reference=RemoteStageValue.reference)
             except EncodeError as error:
                 raise StageError.argument(path, str(error)) from None
-            listening.link.send(packed(CallOrder(path), arguments))
+            listening.link.send(packed(CallOrder(path, adapter=adapter), arguments))
             head, body = unpacked(listening.link.receive(), by_last_stage)
         assert isinstance(head, CallResult)  # noqa: S101 - nothing else follows a call
         if head.error is not None:
