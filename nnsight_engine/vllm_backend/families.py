@@ -35,6 +35,7 @@ SHARDED_LEAVES: Final = frozenset(
 )
 """Leaves of which each tensor-parallel rank computes only its own columns."""
 
+ROUTER: Final = "moe.router"
 _QKV: Final = ("q", "k", "v")
 _POOLING_ADAPTERS: Final = "vllm.model_executor.models.adapters"
 """The module whose classes pool the hidden states of other models."""
@@ -55,6 +56,7 @@ class TextConfig(Protocol):
 
 class _Linear(Protocol):
     input_size: int
+    output_size: int
 
 
 class _CausalModel(Protocol):
@@ -173,7 +175,12 @@ def _experts(mlp: str) -> Mapping[str, HookSpec]:
     """Return the leaves of a block with Llama's attention whose MLP, at least in some layers, has experts."""
     leaves = {leaf: spec for leaf, spec in _LLAMA_LEAVES.items() if not leaf.startswith("mlp.")}
     return types.MappingProxyType(
-        leaves | {"mlp.input": HookSpec(mlp, "input"), "mlp.output": HookSpec(mlp, "output")}
+        leaves
+        | {
+            "mlp.input": HookSpec(mlp, "input"),
+            ROUTER: HookSpec(f"{mlp}.gate", "output"),
+            "mlp.output": HookSpec(mlp, "output"),
+        }
     )
 
 
@@ -422,6 +429,7 @@ class ModelPoints:
         final_norm: The final norm, or None if the model has none.
         project_out: Projection between the final norm and the unembedding, or None.
         tensor_parallel_size: Number of ranks that share each layer.
+        num_experts: Width of ``moe.router``; 0 if the model does not have it.
         generates: Whether it generates tokens, and has an unembedding.
     """
 
@@ -438,6 +446,7 @@ class ModelPoints:
     intermediate_size: int
     vocab_size: int
     tensor_parallel_size: int
+    num_experts: int = 0
     generates: bool = True
 
     @property
@@ -588,7 +597,7 @@ class ModelPoints:
             return (self.num_kv_heads, self.head_dim)
         if leaf in {"mlp.gate", "mlp.up", "mlp.act"}:
             return (self.intermediate_size,)
-        return (self.hidden_size,)
+        return (self.num_experts,) if leaf == ROUTER else (self.hidden_size,)
 
 
 def resolve_points(
@@ -616,6 +625,7 @@ def resolve_points(
     held = [index for index, layer in enumerate(layers) if next(layer.children(), None) is not None]
     if not held:
         raise UnsupportedModelError(f"{type(model).__name__} has no decoder blocks at {family.layers}")
+    family = fitting(family, [layers[index] for index in held])
     block = layers[held[0]]
     num_heads = config.num_attention_heads
     return ModelPoints(
@@ -634,8 +644,18 @@ def resolve_points(
         intermediate_size=_input_size(block, family.leaves["mlp.act"]) if "mlp.act" in family.leaves else 0,
         vocab_size=config.vocab_size,
         tensor_parallel_size=tensor_parallel_size,
+        num_experts=_output_size(block, family.leaves[ROUTER]) if ROUTER in family.leaves else 0,
         generates=generates,
     )
+
+
+def fitting(family: EngineFamily, blocks: Sequence[nn.Module]) -> EngineFamily:
+    """Return the table without ``moe.router`` if some of a model's blocks have no experts."""
+    spec = family.leaves.get(ROUTER)
+    if spec is None or all(spec.path in dict(block.named_modules()) for block in blocks):
+        return family
+    others = {leaf: place for leaf, place in family.leaves.items() if leaf != ROUTER}
+    return dataclasses.replace(family, leaves=others)
 
 
 def _served_class(model: nn.Module) -> type:
@@ -682,6 +702,11 @@ def base_module(module: nn.Module) -> nn.Module:
 def _input_size(block: nn.Module, spec: HookSpec) -> int:
     """Return the whole-model input width of one of vLLM's linear layers."""
     return cast("_Linear", base_module(block.get_submodule(spec.path))).input_size
+
+
+def _output_size(block: nn.Module, spec: HookSpec) -> int:
+    """Return the whole-model output width of one of vLLM's linear layers."""
+    return cast("_Linear", block.get_submodule(spec.path)).output_size
 
 
 def _plain_forward(module: nn.Module, rows: torch.Tensor) -> torch.Tensor:

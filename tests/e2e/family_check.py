@@ -42,6 +42,7 @@ _WRITES: Final[dict[str, dict[str, Any]]] = {
     "embed.output": {"op": "steer", "scale": 0.5},
     "layers.1.mlp.act": {"op": "ablate", "units": UNITS},
     "layers.1.attn.q": {"op": "steer", "scale": 2.0},
+    "layers.1.moe.router": {"op": "steer", "scale": 2.0},
 }
 """The writes that are compared, by the point at which each acts."""
 
@@ -75,7 +76,7 @@ def expect(checkpoint: Path) -> Expected:
     vectors = {
         point: torch.randn(activations[point][0].numel(), generator=generator)
         for point, write in _WRITES.items()
-        if write["op"] == "steer"
+        if write["op"] == "steer" and point in activations
     }
     model: Any = load_reference_model(checkpoint)
     activations |= _patterns(model)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
+from unittest import mock
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
-from tests.families.reference import TREES, splitter
+from tests.families.reference import ROUTER, TREES, splitter
 
 Change = Callable[[torch.Tensor], None]
 """Changes rows ``[..., *leaf shape]`` in place, all positions alike."""
@@ -62,7 +64,14 @@ def continued(model: nn.Module, prompt_ids: Sequence[int], num_tokens: int) -> C
     return Continuation(ids[len(prompt_ids) :], logits[len(prompt_ids) - 1 :])
 
 
-def place(model: nn.Module, point: str, change: Change) -> RemovableHandle:
+class Edit(Protocol):
+    """An edit in place."""
+
+    def remove(self) -> None:
+        """End it."""
+
+
+def place(model: nn.Module, point: str, change: Change) -> Edit:
     """Edit a point of a model that ``load_reference_model`` returned, until the handle is removed.
 
     Args:
@@ -79,6 +88,8 @@ def place(model: nn.Module, point: str, change: Change) -> RemovableHandle:
         return _after(model.get_submodule(tree.norm), change)
     _, layer, leaf = point.split(".", 2)
     block = blocks[int(layer)]
+    if leaf == ROUTER:
+        return _routed(block.get_submodule(tree.outputs[leaf]), change)
     if leaf == "output":
         return _after(block, change)
     if leaf in tree.inputs:
@@ -101,6 +112,32 @@ def _before(module: nn.Module, change: Change) -> RemovableHandle:
         return ((value, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": value})
 
     return module.register_forward_pre_hook(edit, with_kwargs=True)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _EditedForward:
+    module: nn.Module
+
+    def remove(self) -> None:
+        """Restore the module's own ``forward``."""
+        del self.module.forward
+
+
+def _routed(router: nn.Module, change: Change) -> Edit:
+    """Edit the logits inside a router, which chooses experts by them before it returns."""
+    linear, forward = functional.linear, router.forward
+
+    def changed(*args: Any, **kwargs: Any) -> torch.Tensor:
+        value = linear(*args, **kwargs)
+        change(value)
+        return value
+
+    def edited(*args: Any, **kwargs: Any) -> Any:
+        with mock.patch.object(functional, "linear", changed):
+            return forward(*args, **kwargs)
+
+    router.forward = edited
+    return _EditedForward(router)
 
 
 def _after(module: nn.Module, change: Change) -> RemovableHandle:

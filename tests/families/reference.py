@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+ROUTER: Final = "moe.router"
 Split = tuple[int, ...]
 
 
@@ -73,6 +74,7 @@ _EXPERTS: Final = dataclasses.replace(
     inputs={leaf: path for leaf, path in _LLAMA.inputs.items() if leaf != "mlp.act"},
     outputs={leaf: path for leaf, path in _LLAMA.outputs.items() if leaf not in {"mlp.gate", "mlp.up"}},
 )
+_ROUTED: Final = dataclasses.replace(_EXPERTS, outputs={**_EXPERTS.outputs, ROUTER: "mlp.gate"})
 
 
 def _tree(out: str, *, up: str, down: str, norm: str = "model.norm") -> Tree:
@@ -98,7 +100,8 @@ TREES: Final[dict[str, Tree]] = {
         ),
         _LLAMA,
     ),
-    **dict.fromkeys(("glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"), _EXPERTS),
+    "glm4_moe": _EXPERTS,  # some of its blocks have no experts
+    **dict.fromkeys(("mixtral", "olmoe", "qwen2_moe", "qwen3_moe"), _ROUTED),
     **dict.fromkeys(("glm", "glm4"), _GLM),
     "nemotron": _tree("self_attn.o_proj", up="mlp.up_proj", down="mlp.down_proj"),
     "phi": _tree("self_attn.dense", up="mlp.fc1", down="mlp.fc2", norm="model.final_layernorm"),

@@ -52,6 +52,7 @@ def test_every_point_is_there_with_its_shape(family: str, activations: dict[str,
     leaves = {"input", "output", "attn.output", "attn.q", "attn.k", "attn.v", "attn.heads"}
     leaves |= {"mlp.input", "mlp.output"}
     leaves |= set() if family in EXPERTS else {"mlp.up", "mlp.act"}
+    leaves |= {"moe.router"} if family in EXPERTS - {"glm4_moe"} else set()
     leaves |= set() if family in EXPERTS | UNGATED else {"mlp.gate"}
     expected = {f"layers.{layer}.{leaf}" for layer in range(NUM_LAYERS) for leaf in leaves}
     expected |= {"embed.output", "logits"} | (set() if family == "opt_post_norm" else {"norm.output"})

@@ -126,7 +126,12 @@ def architecture_of(module: torch.nn.Module) -> Architecture | None:
         return None
     body = next((body for body in family.bodies if _layers(module, body, family) is not None), None)
     layers = None if body is None else _layers(module, body, family)
-    if body is None or layers is None or not _fits(layers[0], family):
+    if body is None or layers is None:
+        return None
+    if table.ROUTER in family.leaves and not all(_has(layer, family, table.ROUTER) for layer in layers):
+        others = {leaf: place for leaf, place in family.leaves.items() if leaf != table.ROUTER}
+        family = dataclasses.replace(family, leaves=others)
+    if not all(_has(layers[0], family, leaf) for leaf in family.leaves):
         return None
     text: Any = config.get_text_config()
     decoder = module.get_submodule(body)
@@ -170,11 +175,10 @@ def _layers(module: torch.nn.Module, body: str, family: ArchitectureFamily) -> t
     return found if isinstance(found, torch.nn.ModuleList) and len(found) else None
 
 
-def _fits(layer: torch.nn.Module, family: ArchitectureFamily) -> bool:
-    """Return whether a layer has every module of the table."""
+def _has(layer: torch.nn.Module, family: ArchitectureFamily, leaf: str) -> bool:
+    """Return whether a layer has the module of a leaf."""
     try:
-        for place in family.leaves.values():
-            layer.get_submodule(place.path)
+        layer.get_submodule(family.leaves[leaf].path)
     except AttributeError:
         return False
     return True

@@ -66,7 +66,9 @@ class Points(NamedPoints):
     def before_run(self) -> None:
         """Prepare for a run of the model: watch the values that are needed from its start."""
         architecture = self.architecture
-        if architecture is not None and architecture.family.is_mlp_flattened:
+        if architecture is not None and (
+            architecture.family.is_mlp_flattened or table.ROUTER in architecture.family.leaves
+        ):
             self._tokens.shape = None
             layers = [self._envoy(architecture.layer_path(index)) for index in range(architecture.num_layers)]
             self._root.interleaver.watch(self._tokens, [f"{layer.path}.input" for layer in layers])
@@ -116,7 +118,9 @@ class Points(NamedPoints):
         if place is None:
             raise self._unknown(name)
         envoy = self._envoy(architecture.layer_path(layer, place.path))
-        if architecture.family.is_mlp_flattened and leaf.startswith("mlp."):
+        if place.operation:
+            envoy = getattr(envoy.source, place.operation)
+        if leaf == table.ROUTER or (architecture.family.is_mlp_flattened and leaf.startswith("mlp.")):
             return FlattenedPoint(name, envoy, place.side, self._tokens, self._shape(leaf))
         is_stream = leaf == "mlp.input" and architecture.family.has_norms_last
         kind = CopiedInputPoint if is_stream else ModulePoint
@@ -141,6 +145,10 @@ class Points(NamedPoints):
                 architecture.num_kv_heads if leaf in {table.KEYS, table.VALUES} else architecture.num_heads
             )
             return (num_heads, self._input_width(table.HEADS) // architecture.num_heads)
+        if leaf == table.ROUTER:
+            path = architecture.layer_path(0, architecture.family.leaves[leaf].path)
+            router: Any = self._envoy(path)._module
+            return (router.weight.shape[0],)
         if leaf in _PER_NEURON:
             return (self._input_width(table.NEURONS),)
         return (self._config().hidden_size,)

@@ -18,6 +18,8 @@ PATTERN: Final = "attn.pattern"
 HEADS: Final = "attn.heads"
 NEURONS: Final = "mlp.act"
 QUERIES, KEYS, VALUES = "attn.q", "attn.k", "attn.v"
+ROUTER: Final = "moe.router"
+"""The logits by which a block's experts are chosen; only models have it whose blocks all have experts."""
 
 ORDER: Final = (
     "input",
@@ -28,6 +30,7 @@ ORDER: Final = (
     HEADS,
     "attn.output",
     "mlp.input",
+    ROUTER,
     "mlp.gate",
     "mlp.up",
     NEURONS,
@@ -45,11 +48,14 @@ class ModulePath:
         path: The module, below the layer; empty for the layer itself.
         side: ``input`` is the first argument, ``output`` the return value, or the first item of a tuple.
         part: Part of a fused output; empty for the whole.
+        operation: The operation inside the module's ``forward`` whose output it is, as ``source`` names it;
+            empty for the module's own.
     """
 
     path: str
     side: Side
     part: Part = ""
+    operation: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -185,6 +191,7 @@ _EXPERTS: Final = dataclasses.replace(
     model_types=("glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
     leaves=_frozen(
         {leaf: place for leaf, place in _LLAMA.leaves.items() if leaf not in {"mlp.gate", "mlp.up", NEURONS}}
+        | {ROUTER: ModulePath("mlp.gate", "output", operation="F_linear_0")}
     ),
 )
 

@@ -55,6 +55,7 @@ def open_sandbox_pool(
             "intermediate_size": points.intermediate_size,
             "vocab_size": points.vocab_size,
             "tensor_parallel_size": points.tensor_parallel_size,
+            "num_experts": points.num_experts,
         },
         "limits": dataclasses.asdict(limits),
         "entry": served.entry,

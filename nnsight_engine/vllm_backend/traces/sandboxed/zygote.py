@@ -20,7 +20,7 @@ from nnsight_engine.sandbox.confine import ProcessLimits
 from nnsight_engine.sandbox.zygote import NUMBER, fork_children
 from nnsight_engine.serialization import decode
 from nnsight_engine.vllm_backend.compat import EngineLimits
-from nnsight_engine.vllm_backend.families import ModelPoints, family_named
+from nnsight_engine.vllm_backend.families import ModelPoints, family_named, fitting
 from nnsight_engine.vllm_backend.traces.errors import SandboxedError
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
 from nnsight_engine.vllm_backend.traces.names import Names
@@ -79,6 +79,7 @@ def _points(setup: Mapping[str, Any]) -> ModelPoints:
     model = tree([tuple(entry) for entry in setup["modules"]], 0, _OUTSIDE, {})
     family = family_named(setup["class_name"], setup["architectures"])
     layers = tuple(model.get_submodule(family.layers).children())
+    family = fitting(family, layers)
     has_norm = family.final_norm in dict(model.named_modules(remove_duplicate=False))
     return ModelPoints(
         model=model,
