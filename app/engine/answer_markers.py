@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -10,6 +11,8 @@ from vllm.reasoning import ReasoningParser, ReasoningParserManager
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from nnsight_engine.plans.answer_parts import NO_MARKERS, AnswerMarkers, Part
+
+logger = logging.getLogger(__name__)
 
 
 class PartMarkers(NamedTuple):
@@ -30,8 +33,7 @@ _KIMI: Final = PartMarkers(
 TOOL_MARKERS: Final[Mapping[str, PartMarkers]] = {
     **dict.fromkeys(
         (
-            "ernie45", "glm45", "glm47", "granite4", "hermes", "ling3", "mimo", "poolside_v1", "qwen3_coder",
-            "qwen3_json", "qwen3_xml", "step3p5",
+            "ernie45", "glm45", "glm47", "granite4", "hermes", "ling3", "poolside_v1", "qwen3_json",
         ),
         _TOOL_CALL,
     ),
@@ -40,7 +42,6 @@ TOOL_MARKERS: Final[Mapping[str, PartMarkers]] = {
     "dots": PartMarkers(("<dots_function_call>",), "</dots_function_call>"),
     "functiongemma": PartMarkers(("<start_function_call>",), "<end_function_call>"),
     "gemma4": PartMarkers(("<|tool_call>",), "<tool_call|>"),
-    "granite": PartMarkers(("<|tool_call|>",)),
     "granite-20b-fc": PartMarkers(("<function_call>",)),
     "hy_v3": PartMarkers(("<tool_calls>", "<tool_call>"), "</tool_calls>"),
     "jamba": PartMarkers(("<tool_calls>",), "</tool_calls>"),
@@ -48,9 +49,8 @@ TOOL_MARKERS: Final[Mapping[str, PartMarkers]] = {
     "longcat": PartMarkers(("<longcat_tool_call>",), "</longcat_tool_call>"),
     "minimax_m2": PartMarkers(("<minimax:tool_call>",), "</minimax:tool_call>"),
     "mistral": PartMarkers(("[TOOL_CALLS]",)),
-    "seed_oss": PartMarkers(("<seed:tool_call>",), "</seed:tool_call>"),
 }  # fmt: skip
-"""By vLLM's parser of tool calls. Where others find a call, tokens alone do not tell."""
+"""By vLLM's parser of tool calls. Others also find calls without a marker, so that tokens do not tell."""
 
 
 def markers_of(engine: AsyncLLM, tools: str) -> AnswerMarkers:
@@ -60,21 +60,21 @@ def markers_of(engine: AsyncLLM, tools: str) -> AnswerMarkers:
         engine: Its engine.
         tools: Name of vLLM's parser of tool calls that it uses; empty if none.
     """
-    tokenizer: Any = engine.renderer.get_tokenizer()
-    ends = engine.model_config.try_get_generation_config().get("eos_token_id")
-    turn_ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
     reasoning = engine.vllm_config.structured_outputs_config.reasoning_parser
-    return find_markers(reasoning, tools, tokenizer, turn_ends)
+    try:
+        return find_markers(reasoning, tools, engine.renderer.get_tokenizer())
+    except Exception as error:
+        logger.exception("the parts of answers cannot be told apart: a parser does not tell its markers")
+        return AnswerMarkers(missing=dict.fromkeys(NO_MARKERS.missing, f"a parser has failed: {error}"))
 
 
-def find_markers(reasoning: str, tools: str, tokenizer: Any, turn_ends: Iterable[int]) -> AnswerMarkers:
+def find_markers(reasoning: str, tools: str, tokenizer: Any) -> AnswerMarkers:
     """Return the markers of answers that two of vLLM's parsers read.
 
     Args:
         reasoning: Name of the parser of reasoning; empty if none is used.
         tools: Name of the parser of tool calls, likewise.
         tokenizer: The model's tokenizer, of the transformers library.
-        turn_ends: Tokens that end a turn.
     """
     vocabulary = tokenizer.get_vocab()
     parser = ReasoningParserManager.get_reasoning_parser(reasoning)(tokenizer) if reasoning else None
@@ -96,7 +96,11 @@ def find_markers(reasoning: str, tools: str, tokenizer: Any, turn_ends: Iterable
         del missing["content"]
     begins_with_reasoning = parser is not None and "reasoning" not in missing and _is_reasoning("x", parser)
     first = Part.REASONING if begins_with_reasoning else Part.CONTENT
-    return AnswerMarkers(begun_by, first, frozenset(turn_ends), missing)
+    # Special tokens stand between the turns: the end of text, or the names of those who speak.
+    between = {
+        token for token, added in getattr(tokenizer, "added_tokens_decoder", {}).items() if added.special
+    }
+    return AnswerMarkers(begun_by, first, frozenset(between - begun_by.keys()), missing)
 
 
 def _of_reasoning(parser: ReasoningParser) -> PartMarkers | None:

@@ -46,8 +46,12 @@ class BackgroundApp:
         answer = json.loads(content)
         # Without an id it was refused.
         response_id = answer.get("id") if isinstance(answer, dict) else None
+        stored = self._serving.response_store.get(response_id)
         task: asyncio.Task[None] | None = self._serving.background_tasks.get(response_id)
         if task is None:
+            if stored is not None and stored.status in _UNDER_WAY:  # it has failed before its first token
+                note_error(scope, "internal_error")
+                stored.status = "failed"
             return
         reached = context_of(scope).deadline.reached
         waited_for: set[asyncio.Future[Any]] = {task, reached}

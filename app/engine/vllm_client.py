@@ -166,7 +166,8 @@ class VLLMEngineClient:
             await self._generate_one()
             if not self._args.skip_tokenizer_init:
                 await asyncio.to_thread(self._texts.text, 0)  # loads the vocabulary
-                self._markers = markers_of(self._engine, self._args.tool_call_parser or "")
+                tools = self._args.tool_call_parser or ""
+                self._markers = await asyncio.to_thread(markers_of, self._engine, tools)
         if self.started.is_set():
             gc.collect()  # the dead engine is held by reference cycles; no request waits at this point
         self._is_ready = True

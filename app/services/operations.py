@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from starlette.requests import Request
 
+from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import FIELD, Intervention, RequestLimits, parse_interventions
 from api_schemas.keys import Scope
 from api_schemas.operations import Ablate, Patch, Steer
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from app.context import Context
 
 _WRITES: Final = (Steer, Ablate, Patch, Trace)
+_LEAVES_CHOICE: Final = (None, "auto", "none")
+"""Kinds of ``tool_choice`` that force no call."""
 
 
 async def take_operations(
@@ -49,6 +52,7 @@ async def take_operations(
         if asked.admitted is not None:
             await asked.admitted.check(*INTERVENING)
     operations = await _parsed(raw, count, request, context.settings.request_limits)
+    _check_scopes(operations, body)
     asked.record.note_operations(body.get("model"), operations)
     if any(isinstance(operation, Trace) for operation in operations):
         check_code_allowed(context.settings, caller)
@@ -71,6 +75,24 @@ def isolate(
     has_writes = any(isinstance(operation, _WRITES) for operation in operations)
     context_of(request.scope).record.salt = "writes" if has_writes else salt_of(body, caller)
     isolate_cache(body, caller)
+
+
+def _check_scopes(operations: tuple[Intervention, ...], body: JsonObject) -> None:
+    """Raise ApiError if parts of an answer are named that is forced to be a call, written without markers."""
+    choice = body.get("tool_choice")
+    if (choice.get("type") if isinstance(choice, dict) else choice) in _LEAVES_CHOICE:
+        return
+    for index, operation in enumerate(operations):
+        if isinstance(operation, Trace):
+            continue
+        where = operation.where
+        if where.scope is not None or (where.exclude is not None and where.exclude.scope is not None):
+            raise ApiError(
+                ErrorCode.UNSUPPORTED_COMBINATION,
+                "A call that `tool_choice` forces is written by a grammar, without the tokens that tell the "
+                "parts of an answer apart: leave out `scope`, or let the model choose.",
+                f"{FIELD}.{index}.where.scope",
+            )
 
 
 async def _parsed(

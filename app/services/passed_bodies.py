@@ -81,6 +81,7 @@ def check_in_background(fields: Mapping[str, Any], *, has_operations: bool) -> N
     """
     others = {
         FIELD: (has_operations, "a stored response has no results"),
+        "request_id": ("request_id" in fields, "its id is chosen by the server"),
         "stream": (bool(fields.get("stream")), "the events of one that is cancelled would never end"),
         "store": (
             fields.get("store", True) is not True,

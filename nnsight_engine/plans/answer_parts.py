@@ -69,7 +69,7 @@ class AnswerMarkers(msgspec.Struct, frozen=True):
     Attributes:
         begun_by: As in ``PlannedAnswer``.
         first: Part with which an answer begins if its prompt has no marker.
-        turn_ends: Tokens that end a turn. Markers of earlier turns do not count.
+        turn_ends: Tokens between turns. Markers of earlier turns do not count.
         missing: Why a part cannot be told apart, by its name.
     """
 

@@ -161,6 +161,12 @@ def _check_adapters(config: VllmConfig) -> None:
             "adapters are for dense models; start without it, with a checkpoint into which the adapter is "
             "merged"
         )
+    pooler = config.model_config.pooler_config
+    if config.lora_config is not None and pooler is not None and pooler.task == "token_classify":
+        raise UnsupportedOptionError(
+            "--enable-lora is not supported with --pooler-config.task token_classify: vLLM gives such models "
+            "the adapter's projections, but not its head; start without it"
+        )
 
 
 def _check_engines(config: VllmConfig) -> None:

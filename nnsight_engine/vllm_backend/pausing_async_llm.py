@@ -2,8 +2,8 @@
 
 While an engine is paused, requests wait in it: it answers probes and its counters can be read, but no step
 runs. What vLLM would do wrong is refused: a level of sleep that would discard the weights, or do nothing, and
-the mode ``abort`` for requests that are pooled, which ends vLLM's engine. The operations run one after
-another: vLLM frees an engine's memory once its requests have ended, also if it was woken up meanwhile.
+the mode ``abort`` for requests that are pooled, which ends vLLM's engine. Nothing wakes an engine up while
+it is to free memory: vLLM frees it once the engine's requests have ended, also if it works again by then.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Choice(Protocol):
 
 
 class PausingAsyncLLM(TracingAsyncLLM):
-    """An ``AsyncLLM`` that is paused by one operation at a time."""
+    """An ``AsyncLLM`` that can be paused."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Start the engine as vLLM does."""
@@ -46,13 +46,16 @@ class PausingAsyncLLM(TracingAsyncLLM):
         """
         self._check_level(level, mode)
         self._check_mode(mode)
+        if level < _FREES_MEMORY:
+            await self._unless_dead(super().sleep(level, mode))
+            return
         async with self._pausing:
-            await super().sleep(level, mode)
+            await self._unless_dead(super().sleep(level, mode))
 
     async def wake_up(self, tags: list[str] | None = None) -> bool:
-        """Go on; waits for an operation under way. Returns whether all memory is back."""
+        """Go on; waits for a sleep under way that frees memory. Returns whether all memory is back."""
         async with self._pausing:
-            is_awake: bool = await super().wake_up(tags)
+            is_awake: bool = await self._unless_dead(super().wake_up(tags))
             return is_awake
 
     async def pause_generation(self, *, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
@@ -62,13 +65,12 @@ class PausingAsyncLLM(TracingAsyncLLM):
             PauseRefusedError: The engine does not support the mode; nothing was done.
         """
         self._check_mode(mode)
-        async with self._pausing:
-            await super().pause_generation(mode=mode, clear_cache=clear_cache)
+        await self._unless_dead(super().pause_generation(mode=mode, clear_cache=clear_cache))
 
     async def resume_generation(self) -> None:
-        """Go on; waits for an operation under way."""
+        """Go on; waits for a sleep under way that frees memory."""
         async with self._pausing:
-            await super().resume_generation()
+            await self._unless_dead(super().resume_generation())
 
     def _check_level(self, level: int, mode: PauseMode) -> None:
         if level >= _DISCARDS_WEIGHTS:

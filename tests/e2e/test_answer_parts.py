@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import re
 from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
@@ -32,9 +31,10 @@ TOOLS: Final = [{"type": "function", "function": {"name": "look", "parameters": 
 MESSAGES: Final = [{"role": "user", "content": "hate cats"}]
 FOUND_BY_TEXT: Final = {
     "apertus", "cohere_command3", "cohere_command4", "deepseek_v32", "deepseek_v4", "deepseek_v41",
-    "gigachat3", "hf", "hunyuan_a13b", "hy_v4", "inkling", "internlm", "k2_horizon", "kimi_k3", "lfm2",
-    "llama3_json", "llama4_json", "llama4_pythonic", "minicpm5", "minimax_m3", "muse_glimmer", "olmo3",
-    "openai", "phi4_mini_json", "plamo3", "pythonic", "step3", "xlam",
+    "gigachat3", "granite", "hf", "hunyuan_a13b", "hy_v4", "inkling", "internlm", "k2_horizon",
+    "kimi_k3", "lfm2", "llama3_json", "llama4_json", "llama4_pythonic", "mimo", "minicpm5",
+    "minimax_m3", "muse_glimmer", "olmo3", "openai", "phi4_mini_json", "plamo3", "pythonic",
+    "qwen3_coder", "qwen3_xml", "seed_oss", "step3", "step3p5", "xlam",
 }  # fmt: skip
 """vLLM's parsers of tool calls that have no markers here."""
 SCOPES: Final = ("reasoning", "content", "tool_calls")
@@ -206,32 +206,34 @@ async def test_a_prompt_that_ends_the_reasoning_begins_with_content(
     assert list(places.values()) == ["reasoning", "content", "reasoning", "tool_calls"]
 
 
-@pytest.mark.parametrize("scope", ["content", "tool_calls"])
-async def test_grammars_hold_while_steered(live: Live, scope: str) -> None:
+async def test_a_grammar_holds_while_content_is_steered(live: Live) -> None:
     schema = SCHEMA | {"properties": {"at": {"enum": ["dogs", "cats"]}}, "additionalProperties": False}
-    tool = {"type": "function", "function": {"name": "look", "parameters": schema, "strict": True}}
-    place = r'\{"at":\s?"(dogs|cats)"\}$'
-    grammars: dict[str, dict[str, Any]] = {
-        place: {"response_format": {"type": "json_schema", "json_schema": {"name": "at", "schema": schema}}},
-        r'<tool_call>\n\{"name": "look", "arguments": \{\s*"at":\s*': {  # any blanks, up to the last token
-            "tools": [tool],
-            "tool_choice": {"type": "function", "function": {"name": "look"}},
-        },
-    }
-    steer = {"op": "steer", "at": "layers.1.output", "vector": [4.0] * 128, "where": {"scope": scope}}
-    messages = [{"role": "user", "content": "hate cats</think>"}]  # grammars begin behind the reasoning
-    for pattern, body in grammars.items():
-        operations = [steer, capture("seen", {"scope": scope})]
-        response = await live.post(
-            "/v1/chat/completions", messages=messages, max_tokens=60, interventions=operations, **body
-        )
-        assert response.status_code == 200, response.text
-        (choice,) = response.json()["choices"]
-        # Not streamed, vLLM's answer does not take into account that the prompt has ended the reasoning.
-        text = choice["message"]["reasoning"]
-        assert re.match(pattern, text), text
-        # The tiny model writes the marker in letters, which makes it content.
-        assert bool(choice["interventions"]["results"]["seen"]["positions"]) == (scope == "content")
+    steer = {"op": "steer", "at": "layers.1.output", "vector": [4.0] * 128, "where": {"scope": "content"}}
+    response = await live.post(
+        "/v1/chat/completions",
+        messages=[{"role": "user", "content": "hate cats</think>"}],  # grammars begin behind the reasoning
+        max_tokens=60,
+        interventions=[steer, *(capture(scope, {"scope": scope}) for scope in SCOPES)],
+        response_format={"type": "json_schema", "json_schema": {"name": "at", "schema": schema}},
+    )
+    assert response.status_code == 200, response.text
+    (choice,) = response.json()["choices"]
+    # Not streamed, vLLM's answer does not take into account that the prompt has ended the reasoning.
+    assert json.loads(choice["message"]["reasoning"])["at"] in {"dogs", "cats"}
+    results = choice["interventions"]["results"]
+    assert [bool(results[scope]["positions"]) for scope in SCOPES] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "look"}}, {"type": "any"}, ["odd"]]
+)
+async def test_a_forced_call_has_no_markers_and_is_refused(live: Live, choice: Any) -> None:
+    operations = [capture("seen", {"exclude": {"scope": "tool_calls"}})]
+    body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice}
+    response = await live.post("/v1/chat/completions", interventions=operations, **body)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (400, "unsupported_combination")
+    assert error["param"] == "interventions.0.where.scope"
 
 
 async def test_capabilities_name_the_scopes(live: Live) -> None:
@@ -243,11 +245,11 @@ def test_each_parser_of_tool_calls_is_known(tokenizer: PreTrainedTokenizerFast) 
     assert set(TOOL_MARKERS) <= registered
     assert registered - set(TOOL_MARKERS) == FOUND_BY_TEXT
     for name in FOUND_BY_TEXT:
-        markers = find_markers("", name, tokenizer, [])
+        markers = find_markers("", name, tokenizer)
         assert markers.scopes == []
         assert f"--tool-call-parser {name} finds this part by the text" in markers.missing["tool_calls"]
-    without_tokens = find_markers("", "mistral", tokenizer, [])
+    without_tokens = find_markers("", "mistral", tokenizer)
     assert "[TOOL_CALLS], by which --tool-call-parser mistral" in without_tokens.missing["content"]
-    assert find_markers("", "hermes", tokenizer, []).scopes == ["content", "tool_calls"]
-    assert find_markers("deepseek_r1", "", tokenizer, []).scopes == ["content", "reasoning"]
-    assert find_markers("deepseek_r1", "pythonic", tokenizer, []).scopes == ["reasoning"]
+    assert find_markers("", "hermes", tokenizer).scopes == ["content", "tool_calls"]
+    assert find_markers("deepseek_r1", "", tokenizer).scopes == ["content", "reasoning"]
+    assert find_markers("deepseek_r1", "pythonic", tokenizer).scopes == ["reasoning"]

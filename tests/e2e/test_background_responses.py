@@ -147,3 +147,14 @@ async def test_what_cannot_be_combined_with_it_is_named(acme: Tenant, field: str
 async def test_its_events_cannot_be_read_later(acme: Tenant) -> None:
     answer = await acme.get("/v1/responses/resp_1?stream=true&starting_after=2")
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream")
+
+
+async def test_a_response_that_fails_before_its_first_token_is_failed(acme: Tenant) -> None:
+    answer = await acme.create(SHORT, background=True, logit_bias={"99999999": 1})
+    assert answer.status_code == 200, answer.text
+    assert (await acme.ended(answer.json()["id"]))["status"] == "failed"
+
+
+async def test_its_id_is_chosen_by_the_server(acme: Tenant) -> None:
+    answer = await acme.create(SHORT, background=True, request_id="mine")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "request_id")

@@ -68,7 +68,9 @@ class TokenMasks:
         mask = to_device(by_position(rule, positions, prompt_len), self._device)
         if rule.tokens is not None:
             mask = mask & self._is_among(token_ids, rule.tokens)
-        if rule.part and parts is not None:
+        if rule.part:
+            if parts is None:
+                raise ValueError("the rule names a part of the answer, and the parts are not given")
             mask = mask & (parts == rule.part)
         if rule.exclude is not None:
             mask = mask & ~self.mask(rule.exclude, positions, token_ids, prompt_len, parts)

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from nnsight_engine.vllm_backend.pausing_async_llm import PauseRefusedError, PausingAsyncLLM
 
 
 class Engine(PausingAsyncLLM):
     """An engine without processes."""
+
+    output_handler: asyncio.Task[None] | None = None
 
     def __init__(self, *, frees_memory: bool) -> None:
         self.model_config = SimpleNamespace(enable_sleep_mode=frees_memory, runner_type="generate")
@@ -65,3 +68,20 @@ async def test_an_engine_is_woken_up_only_once_it_sleeps(done: list[Any]) -> Non
     assert await engine.wake_up()
     await sleeping
     assert done == [("begin", 1, "wait"), ("asleep", 1, "wait"), ("awake", None)]
+
+
+async def test_a_pause_does_not_keep_an_engine_from_being_woken_up(done: list[Any]) -> None:
+    engine = Engine(frees_memory=True)
+    sleeping = asyncio.create_task(engine.sleep(0, "wait"))
+    await asyncio.sleep(0.001)
+    assert await engine.wake_up()
+    assert done == [("begin", 0, "wait"), ("awake", None)]
+    await sleeping
+
+
+async def test_a_pause_ends_with_its_engine(done: list[Any]) -> None:
+    engine = Engine(frees_memory=True)
+    engine.output_handler = asyncio.create_task(asyncio.sleep(0))
+    with pytest.raises(EngineDeadError):
+        await engine.sleep(1, "wait")
+    assert ("asleep", 1, "wait") not in done
