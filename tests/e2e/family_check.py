@@ -34,7 +34,7 @@ PROMPT_IDS: Final = [45, 257, 80, 301, 77, 78, 260, 90, 91, 120, 33, 44]
 NUM_TOKENS: Final = 6
 UNITS: Final = list(range(0, 192, 3))
 LENS_TARGETS: Final = [7, 45, 301]
-COMPILED_FAMILIES: Final = ("llama", "gpt2")
+COMPILED_FAMILIES: Final = ("llama", "gpt2", "exaone4", "qwen3_moe", "smollm3")
 _COMPILED: Final[dict[str, Any]] = {"enforce_eager": False, "compilation_config": {"backend": "eager"}}
 
 _WRITES: Final[dict[str, dict[str, Any]]] = {

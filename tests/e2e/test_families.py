@@ -8,9 +8,9 @@ here read its report, so that a test's name says which check of which family fai
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
@@ -47,6 +47,11 @@ _NUM_PROCESSES: Final = 1 if WORKER in os.environ else 2
 Report = dict[str, dict[str, str | None]]
 
 
+def thinned(families: Iterable[str]) -> list[Any]:
+    """Return parameters of which those outside of the core are heavy."""
+    return [one if one in IN_CORE else pytest.param(one, marks=pytest.mark.heavy) for one in families]
+
+
 @pytest.fixture(scope="module")
 def reports(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -71,10 +76,7 @@ def reports(
 
 @pytest.fixture(
     scope="module",
-    params=[
-        family if family in IN_CORE else pytest.param(family, marks=pytest.mark.heavy)
-        for family in (*FAMILIES, *VARIANTS, *_ADAPTED)
-    ],
+    params=thinned((*FAMILIES, *VARIANTS, *_ADAPTED)),
 )
 def family(request: pytest.FixtureRequest) -> str:
     """Every family and variant."""
@@ -95,7 +97,7 @@ def test_a_block_gives_the_same_on_both_engines(
     assert failure is None, failure
 
 
-@pytest.mark.parametrize("family", COMPILED_FAMILIES, scope="module")
+@pytest.mark.parametrize("family", thinned(COMPILED_FAMILIES), scope="module")
 @pytest.mark.parametrize("check", COMPILED_CHECKS)
 def test_compiled_engine_agrees_with_transformers(
     family: str, check: str, reports: dict[str, Future[Report]]
