@@ -37,6 +37,7 @@ class PausingAsyncLLM(TracingAsyncLLM):
         """Start the engine as vLLM does."""
         super().__init__(*args, **kwargs)
         self._pausing = asyncio.Lock()
+        self._num_wakes = 0
 
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
         """Stop the engine's work; from level 1 on, free memory.
@@ -47,7 +48,10 @@ class PausingAsyncLLM(TracingAsyncLLM):
         self._check_level(level, mode)
         self._check_mode(mode)
         if level < _FREES_MEMORY:
+            num_wakes = self._num_wakes
             await self._unless_dead(super().sleep(level, mode))
+            if self._num_wakes > num_wakes and self.logger_manager is not None:
+                self.logger_manager.record_sleep_state(0, 0)  # vLLM records the sleep once it has waited
             return
         async with self._pausing:
             await self._unless_dead(super().sleep(level, mode))
@@ -56,6 +60,7 @@ class PausingAsyncLLM(TracingAsyncLLM):
         """Go on; waits for a sleep under way that frees memory. Returns whether all memory is back."""
         async with self._pausing:
             is_awake: bool = await self._unless_dead(super().wake_up(tags))
+            self._num_wakes += is_awake
             return is_awake
 
     async def pause_generation(self, *, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
@@ -71,6 +76,7 @@ class PausingAsyncLLM(TracingAsyncLLM):
         """Go on; waits for a sleep under way that frees memory."""
         async with self._pausing:
             await self._unless_dead(super().resume_generation())
+            self._num_wakes += 1
 
     def _check_level(self, level: int, mode: PauseMode) -> None:
         if level >= _DISCARDS_WEIGHTS:

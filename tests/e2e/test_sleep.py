@@ -262,7 +262,7 @@ async def counts(sleeper: Sleeper) -> dict[str, int]:
     return dict(found)
 
 
-async def test_waking_up_waits_for_a_sleep_that_waits(sleeper: Sleeper) -> None:
+async def test_waking_up_ends_a_sleep_that_waits(sleeper: Sleeper) -> None:
     before = await sleeper.under_way()
     sleeping = asyncio.create_task(sleeper.post("/sleep?level=0&mode=wait"))
     await asyncio.sleep(0.1)

@@ -77,6 +77,7 @@ def vllm_app() -> Starlette:
         routes=[
             Route("/v1/responses", create, methods=["POST"]),
             Route("/v1/responses/{response_id}", find),
+            Route("/v1/responses/{response_id}/cancel", find, methods=["POST"]),
             Route("/{path:path}", repeat, methods=["GET", "POST"]),
         ]
     )

@@ -94,7 +94,8 @@ async def test_what_one_group_refuses_is_counted_by_none(tenants: Tenants) -> No
     assert answers[0].headers["x-ratelimit-remaining-requests"] == "0"
     await tenants.send("PUT", path, admin, json={})
     again = await tenants.send("GET", "/v1/models", headers)
-    assert again.headers["x-ratelimit-remaining-requests"] == "8"
+    # Of ten, two were taken; on a slow machine one has come back since.
+    assert again.headers["x-ratelimit-remaining-requests"] in {"8", "9"}
 
 
 async def test_no_more_come_in_together_than_may(tenants: Tenants) -> None:

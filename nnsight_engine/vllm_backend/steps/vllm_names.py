@@ -371,10 +371,11 @@ _CONFIG: Final = (
 )
 
 _CLIENT: Final = (
+    _used("vllm.v1.metrics.loggers:StatLoggerManager", called={"record_sleep_state": "sleep=0, level=0"}),
     _used(
         "vllm.v1.engine.async_llm:AsyncLLM",
-        read="engine_core errored input_processor model_config output_handler output_processor renderer "
-        "vllm_config",
+        read="engine_core errored input_processor logger_manager model_config output_handler "
+        "output_processor renderer vllm_config",
         called={
             "abort": "request_id",
             "from_engine_args": "engine_args",

@@ -21,6 +21,8 @@ class Engine(PausingAsyncLLM):
     def __init__(self, *, frees_memory: bool) -> None:
         self.model_config = SimpleNamespace(enable_sleep_mode=frees_memory, runner_type="generate")
         self._pausing = asyncio.Lock()
+        self._num_wakes = 0
+        self.logger_manager = None
 
     def __del__(self) -> None:
         """End nothing."""
