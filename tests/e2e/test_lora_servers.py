@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -171,3 +172,36 @@ def test_engines_that_are_started_again_have_the_adapters_that_they_had_at_last(
         for engine in ENGINES:
             assert served.choice(name, engine=engine)["token_ids"] == expected[name].plain.token_ids
     assert served.post("/v1/completions", model="third", prompt="a").status_code == 404
+
+
+def test_adapters_are_loaded_and_unloaded_as_by_vllms_server(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    options = ["--max-model-len", "128", "--dtype", "float32", "--enforce-eager", "--enable-lora"]
+    options += ["--max-lora-rank", str(RANK)]
+    variables = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
+    vllm = Server(
+        command=["-m", "vllm.entrypoints.openai.api_server"],
+        ready_path="/health",
+        arguments=["--model", str(folders["base"]), *options],
+        environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **variables},
+    )
+    data = {"NNSIGHT_ENGINE_DATA_DIR": str(tmp_path)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(*next(iter(data.items())))
+        key = made(patch, "admin", "--scopes", ",".join(("admin", *SCOPES)))
+    ours = Server(str(folders["base"]), arguments=options, environment=variables | data)
+    load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+    first = {"lora_name": "first", "lora_path": str(folders["first"])}
+    requests: list[tuple[str, dict[str, Any]]] = [
+        *((load, first), (load, first)),
+        *((unload, {"lora_name": "first"}), (unload, {"lora_name": "first"}), (load, first)),
+    ]
+    with ExitStack() as stack, ThreadPoolExecutor() as pool:
+        both = list(pool.map(stack.enter_context, [ours, vllm]))
+        for path, body in requests:
+            headers = {"authorization": f"Bearer {key}"}
+            mine, theirs = (
+                httpx.post(f"{one.base_url}{path}", json=body, headers=headers, timeout=60) for one in both
+            )
+            assert (mine.status_code, mine.content) == (theirs.status_code, theirs.content), (path, body)
