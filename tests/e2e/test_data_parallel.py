@@ -155,8 +155,12 @@ def test_both_engines_give_the_same_and_their_steps_are_added(served: Served) ->
     capture = {"op": "capture", "at": ["layers.*.output", "logits"], "name": "c"}
     first, second = (served.choices(PROMPTS[3], capture, engine=engine) for engine in ENGINES)
     assert first == second
-    after = served.metrics()
-    for name, labels in ((f"{OURS}steps_total", {"tier": "tap"}), ("vllm:request_success_total", {})):
+    after, until = served.metrics(), time.monotonic() + 60
+    steps = (f"{OURS}steps_total", {"tier": "tap"})
+    while after.value(steps[0], **steps[1]) == before.value(steps[0], **steps[1]):
+        assert time.monotonic() < until  # a scrape does not wait long for busy engines
+        after = served.metrics()
+    for name, labels in (steps, ("vllm:request_success_total", dict[str, str]())):
         grown = after.value(name, **labels) - before.value(name, **labels)
         assert grown == (6 if labels else 2)
     for engine in ENGINES:
