@@ -102,7 +102,8 @@ def served(
     arguments = [KINDS.get(kind, "--data-parallel-size"), "2", "--max-model-len", "128", "--enable-lora"]
     arguments += ["--max-loras", "2", "--max-lora-rank", str(RANK), "--lora-modules"]
     arguments += [f"first={folders['first']}"]
-    variables = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    # Several sandboxes and workers on a small machine wait for each other.
+    variables = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "NNSIGHT_ENGINE_TRACE_STEP_S": "30"}
     with serving_several(folders["base"], data, arguments, **variables) as (server, keys):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("NNSIGHT_ENGINE_DATA_DIR", str(data))

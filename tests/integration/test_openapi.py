@@ -222,7 +222,9 @@ def stories(url: str, key: dict[str, str], family: str) -> tuple[list[BaseExcept
                 case.media_type = "application/json"
                 case.body = {"name": "joy", "vectors": {"1": [0.5] * 8}}
             if case.path == "/v1/presets" and case.method in {"POST", "PUT"} and not is_made_wrong:
-                case.body = {"name": "calm", "interventions": [{"op": "capture", "at": "layers.1.output"}]}
+                # Of two versions one is left behind a deletion.
+                name = f"calm-{secrets.token_hex(8)}"
+                case.body = {"name": name, "interventions": [{"op": "capture", "at": "layers.1.output"}]}
 
         def get_call_kwargs(self, case: schemathesis.Case[Any]) -> dict[str, Any]:
             return {"headers": {"Authorization": f"Bearer {self.key}"}, "timeout": 10}
