@@ -253,28 +253,52 @@ _GPT_NEOX_LEAVES: Final[Mapping[str, HookSpec]] = types.MappingProxyType(
     )
 )
 
-FAMILIES: Final = (
-    EngineFamily(
-        name="llama",
-        model_classes=(
-            "LlamaForCausalLM",
-            "MistralForCausalLM",
-            "Qwen2ForCausalLM",
-            "Qwen3ForCausalLM",
-            "GemmaForCausalLM",
-            "Gemma2ForCausalLM",
-            "Gemma3ForCausalLM",
-            "Glm4ForCausalLM",
-            "Phi3ForCausalLM",
-        ),
-        layers="model.layers",
-        final_norm="model.norm",
-        leaves=_LLAMA_LEAVES,
-        kernel="self_attn.attn",
-        hidden_index=1,
-        returns_residual=True,
+_LLAMA: Final = EngineFamily(
+    name="llama",
+    model_classes=(
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "GemmaForCausalLM",
+        "Gemma2ForCausalLM",
+        "Gemma3ForCausalLM",
+        "Glm4ForCausalLM",
+        "Phi3ForCausalLM",
     ),
-    EngineFamily(
+    layers="model.layers",
+    final_norm="model.norm",
+    leaves=_LLAMA_LEAVES,
+    kernel="self_attn.attn",
+    hidden_index=1,
+    returns_residual=True,
+)
+
+# vLLM 0.32 has no implementation of these. Its Transformers backend runs transformers' modules with vLLM's
+# linear layers, and fuses projections that transformers keeps apart.
+_TRANSFORMERS_LLAMA: Final = EngineFamily(
+    name="transformers_llama",
+    model_classes=("TransformersForCausalLM",),
+    architectures=(
+        "GlmForCausalLM",
+        "MinistralForCausalLM",
+        "OlmoForCausalLM",
+        "Olmo2ForCausalLM",
+        "Olmo3ForCausalLM",
+        "SmolLM3ForCausalLM",
+    ),
+    layers="model.layers",
+    final_norm="model.norm",
+    leaves=_TRANSFORMERS_LLAMA_LEAVES,
+    kernel="self_attn.attn",
+    is_batched=True,
+    is_kernel_bare=True,
+)
+
+FAMILIES: Final = (
+    _LLAMA,
+    dataclasses.replace(
+        _LLAMA,
         name="moe",
         model_classes=(
             "Glm4MoeForCausalLM",
@@ -282,64 +306,29 @@ FAMILIES: Final = (
             "Qwen2MoeForCausalLM",
             "Qwen3MoeForCausalLM",
         ),
-        layers="model.layers",
-        final_norm="model.norm",
         leaves=_experts("mlp"),
-        kernel="self_attn.attn",
-        hidden_index=1,
-        returns_residual=True,
     ),
-    EngineFamily(
-        name="mixtral",
-        model_classes=("MixtralForCausalLM",),
-        layers="model.layers",
-        final_norm="model.norm",
-        leaves=_experts("block_sparse_moe"),
-        kernel="self_attn.attn",
-        hidden_index=1,
-        returns_residual=True,
+    dataclasses.replace(
+        _LLAMA, name="mixtral", model_classes=("MixtralForCausalLM",), leaves=_experts("block_sparse_moe")
     ),
-    EngineFamily(
+    dataclasses.replace(
+        _LLAMA,
         name="cohere",
         model_classes=("CohereForCausalLM", "Cohere2ForCausalLM"),
-        layers="model.layers",
-        final_norm="model.norm",
-        leaves=_LLAMA_LEAVES,
-        kernel="self_attn.attn",
-        hidden_index=1,
-        returns_residual=True,
         has_unused_residual=True,
         sums_at_once=True,
     ),
-    EngineFamily(
+    dataclasses.replace(
+        _LLAMA,
         name="exaone4",
         model_classes=("Exaone4ForCausalLM", "StablelmForCausalLM", "StableLmForCausalLM"),
-        layers="model.layers",
-        final_norm="model.norm",
-        leaves=_LLAMA_LEAVES,
-        kernel="self_attn.attn",
-        hidden_index=1,
-        returns_residual=True,
         has_unused_residual=True,
     ),
-    EngineFamily(
-        name="granite",
-        model_classes=("GraniteForCausalLM",),
-        layers="model.layers",
-        final_norm="model.norm",
-        leaves=_LLAMA_LEAVES,
-        kernel="self_attn.attn",
-        hidden_index=1,
+    dataclasses.replace(
+        _LLAMA, name="granite", model_classes=("GraniteForCausalLM",), returns_residual=False
     ),
-    EngineFamily(
-        name="nemotron",
-        model_classes=("NemotronForCausalLM",),
-        layers="model.layers",
-        final_norm="model.norm",
-        leaves=_NEMOTRON_LEAVES,
-        kernel="self_attn.attn",
-        hidden_index=1,
-        returns_residual=True,
+    dataclasses.replace(
+        _LLAMA, name="nemotron", model_classes=("NemotronForCausalLM",), leaves=_NEMOTRON_LEAVES
     ),
     EngineFamily(
         name="gpt2",
@@ -358,60 +347,29 @@ FAMILIES: Final = (
         leaves=_OPT_LEAVES,
         kernel="self_attn.attn",
     ),
-    # vLLM 0.32 has no implementation of the following ones. Its Transformers backend runs transformers'
-    # modules with vLLM's linear layers, and fuses projections that transformers keeps apart. GPT-NeoX has
-    # transformers' per-head layout of the fused projection.
-    EngineFamily(
-        name="transformers_llama",
-        model_classes=("TransformersForCausalLM",),
-        architectures=(
-            "GlmForCausalLM",
-            "MinistralForCausalLM",
-            "OlmoForCausalLM",
-            "Olmo2ForCausalLM",
-            "Olmo3ForCausalLM",
-            "SmolLM3ForCausalLM",
-        ),
-        layers="model.layers",
-        final_norm="model.norm",
-        leaves=_TRANSFORMERS_LLAMA_LEAVES,
-        kernel="self_attn.attn",
-        is_batched=True,
-        is_kernel_bare=True,
-    ),
-    EngineFamily(
+    _TRANSFORMERS_LLAMA,
+    dataclasses.replace(
+        _TRANSFORMERS_LLAMA,
         name="phi",
-        model_classes=("TransformersForCausalLM",),
         architectures=("PhiForCausalLM",),
-        layers="model.layers",
         final_norm="model.final_layernorm",
         leaves=_PHI_LEAVES,
-        kernel="self_attn.attn",
-        is_batched=True,
-        is_kernel_bare=True,
     ),
-    EngineFamily(
+    dataclasses.replace(
+        _TRANSFORMERS_LLAMA,
         name="starcoder2",
-        model_classes=("TransformersForCausalLM",),
         architectures=("Starcoder2ForCausalLM",),
-        layers="model.layers",
-        final_norm="model.norm",
         leaves=_STARCODER2_LEAVES,
-        kernel="self_attn.attn",
-        is_batched=True,
-        is_kernel_bare=True,
     ),
-    EngineFamily(
+    # Its fused projection has transformers' layout, one head after the other.
+    dataclasses.replace(
+        _TRANSFORMERS_LLAMA,
         name="gpt_neox",
-        model_classes=("TransformersForCausalLM",),
         architectures=("GPTNeoXForCausalLM",),
-        layers="model.layers",
         final_norm="model.final_layer_norm",
         leaves=_GPT_NEOX_LEAVES,
         kernel="attention.attn",
-        is_batched=True,
         is_qkv_interleaved=True,
-        is_kernel_bare=True,
     ),
 )
 """The tables, one per layout."""

@@ -54,26 +54,12 @@ _LLAMA: Final = Tree(
     },
 )
 
-_GLM: Final = Tree(
-    layers="model.layers",
-    norm="model.norm",
-    inputs=_LLAMA.inputs,
-    outputs={
-        "attn.output": "self_attn.o_proj",
-        "attn.q": "self_attn.q_proj",
-        "attn.k": "self_attn.k_proj",
-        "attn.v": "self_attn.v_proj",
-        "mlp.gate|mlp.up": "mlp.gate_up_proj",
-        "mlp.output": "mlp",
-    },
-)
-
-
 _EXPERTS: Final = dataclasses.replace(
     _LLAMA,
     inputs={leaf: path for leaf, path in _LLAMA.inputs.items() if leaf != "mlp.act"},
     outputs={leaf: path for leaf, path in _LLAMA.outputs.items() if leaf not in {"mlp.gate", "mlp.up"}},
 )
+_GLM: Final = dataclasses.replace(_LLAMA, outputs={**_EXPERTS.outputs, "mlp.gate|mlp.up": "mlp.gate_up_proj"})
 _ROUTED: Final = dataclasses.replace(_EXPERTS, outputs={**_EXPERTS.outputs, ROUTER: "mlp.gate"})
 
 
