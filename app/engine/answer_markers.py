@@ -78,21 +78,21 @@ def find_markers(reasoning: str, tools: str, tokenizer: Any) -> AnswerMarkers:
     """
     vocabulary = tokenizer.get_vocab()
     parser = ReasoningParserManager.get_reasoning_parser(reasoning)(tokenizer) if reasoning else None
-    used = [
-        (Part.REASONING, f"--reasoning-parser {reasoning}", parser and _of_reasoning(parser)),
-        (Part.TOOL_CALLS, f"--tool-call-parser {tools}", TOOL_MARKERS.get(tools)),
-    ]
-    missing, begun_by, is_told = dict(NO_MARKERS.missing), dict[int, int](), True
-    for part, option, markers in [one for one, name in zip(used, (reasoning, tools), strict=True) if name]:
+    used: list[tuple[Part, str, PartMarkers | None]] = []
+    if parser is not None:
+        used.append((Part.REASONING, f"--reasoning-parser {reasoning}", _of_reasoning(parser)))
+    if tools:
+        used.append((Part.TOOL_CALLS, f"--tool-call-parser {tools}", TOOL_MARKERS.get(tools)))
+    missing, begun_by = dict(NO_MARKERS.missing), dict[int, int]()
+    for part, option, markers in used:
         reason = _reason(option, markers, vocabulary)
         if markers is None or reason:
             missing |= {part.name.lower(): reason, "content": reason}
-            is_told = False
             continue
         del missing[part.name.lower()]
         begun_by |= {vocabulary[text]: int(part) for text in markers.begins}
         begun_by |= {vocabulary[markers.end]: int(Part.CONTENT)} if markers.end else {}
-    if is_told and begun_by:
+    if used and not any(part.name.lower() in missing for part, _, _ in used):
         del missing["content"]
     begins_with_reasoning = parser is not None and "reasoning" not in missing and _is_reasoning("x", parser)
     first = Part.REASONING if begins_with_reasoning else Part.CONTENT
@@ -112,12 +112,10 @@ def _reason(option: str, markers: PartMarkers | None, vocabulary: Mapping[str, i
     """Return why markers do not tell a part apart; empty if they do."""
     if markers is None:
         return f"{option} finds this part by the text, not by tokens of its own"
-    absent = next((text for text in (*markers.begins, markers.end) if text and text not in vocabulary), None)
-    return (
-        ""
-        if absent is None
-        else f"{absent}, by which {option} finds this part, is not one token of the model"
-    )
+    for text in (*markers.begins, markers.end):
+        if text and text not in vocabulary:
+            return f"{text}, by which {option} finds this part, is not one token of the model"
+    return ""
 
 
 def _is_reasoning(text: str, parser: ReasoningParser) -> bool:

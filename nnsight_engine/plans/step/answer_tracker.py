@@ -60,9 +60,7 @@ class AnswerTracker:
             RuntimeError: The step before was not planned, and the host does not know its tokens.
         """
         num_known = min(max(len(token_ids) - start, 0), num_rows)
-        known = np.zeros(num_known, np.int8)
-        if num_known:
-            known[:] = self._known(start, token_ids[start : start + num_known], token_ids)
+        known = self._known(start, token_ids[start : start + num_known], token_ids)
         if num_known == num_rows:
             # The host may not know the tokens of the next step, and then not those before either.
             self._start, self._stop = -1, start + num_rows
