@@ -46,26 +46,28 @@ class BackgroundApp:
         answer = json.loads(content)
         # Without an id it was refused.
         response_id = answer.get("id") if isinstance(answer, dict) else None
-        stored = self._serving.response_store.get(response_id)
         task: asyncio.Task[None] | None = self._serving.background_tasks.get(response_id)
-        if task is None:
-            if stored is not None and stored.status in _UNDER_WAY:  # it has failed before its first token
-                note_error(scope, "internal_error")
-                stored.status = "failed"
-            return
-        reached = context_of(scope).deadline.reached
-        waited_for: set[asyncio.Future[Any]] = {task, reached}
-        await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)
-        task.cancel()
-        (error,) = await asyncio.gather(task, return_exceptions=True)
-        if isinstance(error, Exception):
-            note_error(scope, getattr(raised(error), "code", "internal_error"))
-            logger.warning("a response in the background has failed: %s", type(error).__name__)
-        elif reached.done():
-            note_error(scope, reached.result().code)
+        if task is not None:
+            await _ended(task, scope)
         stored = self._serving.response_store.get(response_id)
         if stored is not None and stored.status in _UNDER_WAY:
             stored.status = "failed"
+            if task is None:  # it had ended before the answer
+                note_error(scope, "internal_error")
+
+
+async def _ended(task: asyncio.Task[None], scope: Scope) -> None:
+    """Wait for a response's work; the request's deadline ends it."""
+    reached = context_of(scope).deadline.reached
+    waited_for: set[asyncio.Future[Any]] = {task, reached}
+    await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)
+    task.cancel()
+    (error,) = await asyncio.gather(task, return_exceptions=True)
+    if isinstance(error, Exception):
+        note_error(scope, getattr(raised(error), "code", "internal_error"))
+        logger.warning("a response in the background has failed: %s", type(error).__name__)
+    elif reached.done():
+        note_error(scope, reached.result().code)
 
 
 __all__ = ["BackgroundApp"]
