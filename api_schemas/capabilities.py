@@ -13,6 +13,9 @@ class PointCapability(BaseModel):
     width: int = Field(description="Number of elements of one position's value, and of a vector for it.")
     tier: str = Field(description="`tap` runs in the compiled step, `eager` makes steps run uncompiled.")
     operations: list[str] = Field(description="Operations that may name the point.")
+    layers: list[int] | None = Field(
+        default=None, description="The layers that have it in this shape; null for all."
+    )
 
 
 class ModelSizes(BaseModel):

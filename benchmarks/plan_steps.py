@@ -29,7 +29,9 @@ from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.records import StepResults
 from nnsight_engine.plans.request_plan import RequestPlan
 from nnsight_engine.plans.step.plan import StepPlan
-from nnsight_engine.vllm_backend.families import FAMILIES, ModelPoints
+from nnsight_engine.vllm_backend.families import FAMILIES
+from nnsight_engine.vllm_backend.model_layout import ModelLayout
+from nnsight_engine.vllm_backend.model_points import ModelPoints
 from nnsight_engine.vllm_backend.steps.step import RequestRows, Step
 from nnsight_engine.vllm_backend.steps.worker_state import WorkerState
 
@@ -51,16 +53,12 @@ _SPEC: Final = ModelSpec(
 )
 _POINTS: Final = ModelPoints(
     model=nn.Identity(),
-    family=FAMILIES[0],
+    layout=ModelLayout(FAMILIES[0], ()),
     layers=(),
     local_layers=range(0),
     final_norm=None,
     project_out=None,
     hidden_size=_SHAPE.hidden_size,
-    num_heads=1,
-    num_kv_heads=1,
-    head_dim=_SHAPE.hidden_size,
-    intermediate_size=_SHAPE.hidden_size,
     vocab_size=_SPEC.vocab_size,
     tensor_parallel_size=1,
 )

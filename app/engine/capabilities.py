@@ -46,7 +46,13 @@ def spec_of(capabilities: Capabilities) -> ModelSpec:
     """Return the description of the model that ``describe`` was called with."""
     sizes = capabilities.sizes
     leaves = tuple(
-        LeafSpec(one.name.removeprefix(_ANY_LAYER), tuple(one.shape), one.tier, tuple(one.operations))
+        LeafSpec(
+            one.name.removeprefix(_ANY_LAYER),
+            tuple(one.shape),
+            one.tier,
+            tuple(one.operations),
+            None if one.layers is None else tuple(one.layers),
+        )
         for one in capabilities.points
     )
     return ModelSpec(
@@ -71,4 +77,5 @@ def _point(leaf: LeafSpec) -> PointCapability:
         width=leaf.width,
         tier=leaf.tier,
         operations=list(leaf.operations),
+        layers=None if leaf.layers is None else list(leaf.layers),
     )

@@ -37,7 +37,7 @@ class ModelShape:
     Attributes:
         name: The server's name of the model.
         num_layers: The number of layers.
-        widths: Numbers at one position, by a layer's leaf.
+        widths: Numbers at one position, by a layer's leaf; without leaves whose width varies by layer.
     """
 
     name: str
@@ -47,11 +47,11 @@ class ModelShape:
     @classmethod
     def of(cls, name: str, capabilities: Capabilities) -> Self:
         """Return the shape of the served model."""
-        widths = {
-            point.name.removeprefix(LAYER_PREFIX): point.width
-            for point in capabilities.points
-            if point.name.startswith(LAYER_PREFIX) and "steer" in point.operations
-        }
+        found: dict[str, set[int]] = {}
+        for point in capabilities.points:
+            if point.name.startswith(LAYER_PREFIX) and "steer" in point.operations:
+                found.setdefault(point.name.removeprefix(LAYER_PREFIX), set()).add(point.width)
+        widths = {leaf: min(several) for leaf, several in found.items() if len(several) == 1}
         return cls(name, capabilities.sizes.num_layers, widths)
 
     @property

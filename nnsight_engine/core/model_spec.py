@@ -29,12 +29,14 @@ class LeafSpec:
         tier: ``tap`` where the compiled step serves it, ``eager`` where the step must run uncompiled with
             hooks.
         operations: The operations that may name this point.
+        layers: The layers that have it in this shape; None for all, and for a point of the whole model.
     """
 
     name: str
     shape: tuple[int, ...]
     tier: str
     operations: tuple[str, ...]
+    layers: tuple[int, ...] | None = None
 
     @property
     def width(self) -> int:
@@ -47,7 +49,13 @@ class LeafSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The model as interventions see it; sizes are of the whole model, not of one rank."""
+    """The model as interventions see it; sizes are of the whole model, not of one rank.
+
+    Attributes:
+        leaves: The kinds of points. A leaf that has several shapes is listed with each, for its layers.
+        layout: Where the points lie in the model's modules, ``ModelLayout.to_plain``; empty if there are no
+            traces.
+    """
 
     name: str
     architecture: str
@@ -59,10 +67,27 @@ class ModelSpec:
     max_num_batched_tokens: int
     leaves: tuple[LeafSpec, ...]
     max_capture_bytes: int
+    layout: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def leaf(self, name: str) -> LeafSpec | None:
-        """Return the leaf called ``name``, or None if this model has none."""
-        return next((leaf for leaf in self.leaves if leaf.name == name), None)
+    def leaf(self, name: str, layer: int | None = None) -> LeafSpec | None:
+        """Return the leaf called ``name`` of a layer, or of any layer; None if there is none.
+
+        Args:
+            name: The leaf's name.
+            layer: The layer, -1 for a point of the whole model; None for any.
+        """
+        return next(
+            (
+                leaf
+                for leaf in self.leaves
+                if leaf.name == name and (layer is None or leaf.layers is None or layer in leaf.layers)
+            ),
+            None,
+        )
+
+    def layers_of(self, name: str) -> list[int]:
+        """Return the layers that have the leaf called ``name``."""
+        return [layer for layer in range(self.num_layers) if self.leaf(name, layer) is not None]
 
     def to_plain(self) -> dict[str, Any]:
         """Return the description as JSON values."""
@@ -77,6 +102,7 @@ class ModelSpec:
                 shape=tuple(leaf["shape"]),
                 tier=leaf["tier"],
                 operations=tuple(leaf["operations"]),
+                layers=None if leaf["layers"] is None else tuple(leaf["layers"]),
             )
             for leaf in plain["leaves"]
         )

@@ -82,7 +82,7 @@ def may_overflow(op: PlannedOp, spec: ModelSpec) -> bool:
 
 def leaf_width(site: PlannedSite, spec: ModelSpec) -> int:
     """Return the flattened width of a site's value; raise InterventionError if the model lacks the site."""
-    leaf = spec.leaf(site.leaf)
+    leaf = spec.leaf(site.leaf, site.layer)
     if leaf is None:
         raise InterventionError("unknown_point", f"the model has no point {site}")
     return leaf.width

@@ -27,7 +27,7 @@ from nnsight_engine.core.tap_choice import ALL_TAPS, chosen_taps, tap_of
 from nnsight_engine.plans.records import StepResults
 
 if TYPE_CHECKING:
-    from nnsight_engine.vllm_backend.families import ModelPoints
+    from nnsight_engine.vllm_backend.model_points import ModelPoints
 
 CONFIG_KEY: Final = "nnsight_engine"
 """Key of this project's entry in vLLM's ``additional_config``, which is part of the compile cache's key."""

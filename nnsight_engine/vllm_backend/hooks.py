@@ -18,7 +18,7 @@ from nnsight_engine.core.model_spec import PATTERN_LEAF
 from nnsight_engine.plans.request_plan import PlannedSite
 from nnsight_engine.plans.step.plan import StepPlan
 from nnsight_engine.vllm_backend.attention_hooks import AttentionHook
-from nnsight_engine.vllm_backend.families import ModelPoints
+from nnsight_engine.vllm_backend.model_points import ModelPoints
 
 
 @contextlib.contextmanager
@@ -54,7 +54,7 @@ def _register(
         # An input may be memory that the block still needs, so writes go to a copy.
         if writes and spec.side == "input":
             value = value.clone()
-        view = points.view(spec, value)
+        view = points.view(spec, value, site.layer)
         flat = view.reshape(view.shape[0], -1)
         plan.run(site, flat, None)
         if writes and flat.data_ptr() != view.data_ptr():

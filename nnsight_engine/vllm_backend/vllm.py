@@ -143,7 +143,7 @@ class VLLM(StandardNames):
         self._update(outlined(entries))
         for name in (LOGITS, SAMPLES):
             self._add_envoy(WrapperModule(), name)
-        self.__dict__["_points"] = EnginePoints.on_client(self, entries[0][1], spec)
+        self.__dict__["_points"] = EnginePoints.on_client(self, spec)
         self.__dict__["_is_known"] = True
 
     def _fetch_description(self, transport: Transport) -> None:

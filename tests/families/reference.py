@@ -29,7 +29,7 @@ class Tree:
     Attributes:
         layers: Path of the blocks' list.
         norm: Path of the final norm.
-        inputs: Leaf to the module, below a block, whose input it is.
+        inputs: Leaf to the module, below a block, whose input it is. A block has those whose modules it has.
         outputs: Leaf to the module whose output it is; ``a|b|c`` where the output holds several.
     """
 
@@ -54,13 +54,9 @@ _LLAMA: Final = Tree(
     },
 )
 
-_EXPERTS: Final = dataclasses.replace(
-    _LLAMA,
-    inputs={leaf: path for leaf, path in _LLAMA.inputs.items() if leaf != "mlp.act"},
-    outputs={leaf: path for leaf, path in _LLAMA.outputs.items() if leaf not in {"mlp.gate", "mlp.up"}},
-)
-_GLM: Final = dataclasses.replace(_LLAMA, outputs={**_EXPERTS.outputs, "mlp.gate|mlp.up": "mlp.gate_up_proj"})
-_ROUTED: Final = dataclasses.replace(_EXPERTS, outputs={**_EXPERTS.outputs, ROUTER: "mlp.gate"})
+_UNGATED: Final = {leaf: path for leaf, path in _LLAMA.outputs.items() if leaf not in {"mlp.gate", "mlp.up"}}
+_GLM: Final = dataclasses.replace(_LLAMA, outputs={**_UNGATED, "mlp.gate|mlp.up": "mlp.gate_up_proj"})
+_EXPERTS: Final = dataclasses.replace(_LLAMA, outputs={**_LLAMA.outputs, ROUTER: "mlp.gate"})
 
 
 def _tree(out: str, *, up: str, down: str, norm: str = "model.norm") -> Tree:
@@ -86,8 +82,7 @@ TREES: Final[dict[str, Tree]] = {
         ),
         _LLAMA,
     ),
-    "glm4_moe": _EXPERTS,  # some of its blocks have no experts
-    **dict.fromkeys(("mixtral", "olmoe", "qwen2_moe", "qwen3_moe"), _ROUTED),
+    **dict.fromkeys(("glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"), _EXPERTS),
     **dict.fromkeys(("glm", "glm4"), _GLM),
     "nemotron": _tree("self_attn.o_proj", up="mlp.up_proj", down="mlp.down_proj"),
     "phi": _tree("self_attn.dense", up="mlp.fc1", down="mlp.fc2", norm="model.final_layernorm"),
@@ -168,11 +163,15 @@ def reference_activations(path: Path, prompt_ids: Sequence[int]) -> dict[str, to
     for index, block in enumerate(blocks):
         _record(block, "input", [f"layers.{index}.input"], found)
         _record(block, "output", [f"layers.{index}.output"], found)
+        modules = dict(block.named_modules())
         for leaf, module_path in tree.inputs.items():
-            _record(block.get_submodule(module_path), "input", [f"layers.{index}.{leaf}"], found)
+            if module_path in modules:
+                _record(modules[module_path], "input", [f"layers.{index}.{leaf}"], found)
         for leaves, module_path in tree.outputs.items():
             points = [f"layers.{index}.{leaf}" for leaf in leaves.split("|")]
-            _record(block.get_submodule(module_path), "output", points, found, splitter(config, len(points)))
+            if module_path in modules:
+                split = splitter(config, len(points))
+                _record(modules[module_path], "output", points, found, split)
     parent, _, name = tree.norm.rpartition(".")
     norm = getattr(model.get_submodule(parent), name)
     if norm is not None:

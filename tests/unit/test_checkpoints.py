@@ -49,12 +49,13 @@ def activations(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def test_every_point_is_there_with_its_shape(family: str, activations: dict[str, torch.Tensor]) -> None:
-    leaves = {"input", "output", "attn.output", "attn.q", "attn.k", "attn.v", "attn.heads"}
-    leaves |= {"mlp.input", "mlp.output"}
-    leaves |= set() if family in EXPERTS else {"mlp.up", "mlp.act"}
-    leaves |= {"moe.router"} if family in EXPERTS - {"glm4_moe"} else set()
-    leaves |= set() if family in EXPERTS | UNGATED else {"mlp.gate"}
-    expected = {f"layers.{layer}.{leaf}" for layer in range(NUM_LAYERS) for leaf in leaves}
+    always = {"input", "output", "attn.output", "attn.q", "attn.k", "attn.v", "attn.heads"}
+    always |= {"mlp.input", "mlp.output"}
+    dense = {"mlp.up", "mlp.act", *(set() if family in UNGATED else {"mlp.gate"})}
+    expected = {f"layers.{layer}.{leaf}" for layer in range(NUM_LAYERS) for leaf in always}
+    for layer in range(NUM_LAYERS):
+        has_experts = family in EXPERTS and (layer > 0 or family != "glm4_moe")
+        expected |= {f"layers.{layer}.{leaf}" for leaf in ({"moe.router"} if has_experts else dense)}
     expected |= {"embed.output", "logits"} | (set() if family == "opt_post_norm" else {"norm.output"})
     assert set(activations) == expected
     tokens = len(PROMPT_IDS)

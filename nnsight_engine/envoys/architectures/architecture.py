@@ -20,7 +20,7 @@ from nnsight_engine.envoys.architectures.part_envoys import (
     SplitMlpLayerEnvoy,
     UpEnvoy,
 )
-from nnsight_engine.envoys.architectures.table import FAMILIES, ArchitectureFamily
+from nnsight_engine.envoys.architectures.table import FAMILIES, ArchitectureFamily, ModulePath
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.aliases import Rename
@@ -37,7 +37,7 @@ class Architecture:
     Attributes:
         family: The table.
         body: Path of the decoder, empty for the model itself.
-        num_layers: Number of decoder blocks.
+        leaves: Location of each leaf of each layer, except ``attn.pattern``; layers of one model may differ.
         num_heads: Number of query heads.
         num_kv_heads: Number of key and value heads.
         has_norm: Whether there is a final norm.
@@ -48,13 +48,22 @@ class Architecture:
 
     family: ArchitectureFamily
     body: str
-    num_layers: int
+    leaves: tuple[Mapping[str, ModulePath], ...]
     num_heads: int
     num_kv_heads: int
     has_norm: bool
     has_logits: bool
     rename: Mapping[str, str]
     envoys: Mapping[type[torch.nn.Module], type[Envoy]]
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder blocks."""
+        return len(self.leaves)
+
+    def has(self, leaf: str) -> bool:
+        """Return whether any layer has a leaf."""
+        return any(leaf in leaves for leaves in self.leaves)
 
     def path(self, below_body: str) -> str:
         """Return the path from the model's root of a path below the body."""
@@ -65,9 +74,9 @@ class Architecture:
         path = self.path(f"{self.family.layers}.{layer}")
         return f"{path}.{below}" if below else path
 
-    def view(self, leaf: str) -> views.View:
+    def view(self, layer: int, leaf: str) -> views.View:
         """Return the view of a leaf on its module's tensor."""
-        part = self.family.leaves[leaf].part
+        part = self.leaves[layer][leaf].part
         counts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         if part in _QKV:
             index = _QKV.index(part)
@@ -128,23 +137,18 @@ def architecture_of(module: torch.nn.Module) -> Architecture | None:
     layers = None if body is None else _layers(module, body, family)
     if body is None or layers is None:
         return None
-    if table.ROUTER in family.leaves and not all(_has(layer, family, table.ROUTER) for layer in layers):
-        others = {leaf: place for leaf, place in family.leaves.items() if leaf != table.ROUTER}
-        family = dataclasses.replace(family, leaves=others)
-    if not all(_has(layers[0], family, leaf) for leaf in family.leaves):
-        return None
     text: Any = config.get_text_config()
     decoder = module.get_submodule(body)
     return Architecture(
         family=family,
         body=body,
-        num_layers=len(layers),
+        leaves=tuple(_leaves_of(layer, family) for layer in layers),
         num_heads=text.num_attention_heads,
         num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
         has_norm=getattr(decoder, family.norm, None) is not None,
         has_logits=any(hasattr(module, name) for name in _HEADS_OF_MODELS),
-        rename=_rename(module, body, family, layers[0]),
-        envoys=_envoys(layers[0], family),
+        rename=_rename(module, body, family, layers),
+        envoys={kind: envoy for layer in layers for kind, envoy in _envoys(layer, family).items()},
     )
 
 
@@ -175,17 +179,18 @@ def _layers(module: torch.nn.Module, body: str, family: ArchitectureFamily) -> t
     return found if isinstance(found, torch.nn.ModuleList) and len(found) else None
 
 
-def _has(layer: torch.nn.Module, family: ArchitectureFamily, leaf: str) -> bool:
-    """Return whether a layer has the module of a leaf."""
-    try:
-        layer.get_submodule(family.leaves[leaf].path)
-    except AttributeError:
-        return False
-    return True
+def _leaves_of(layer: torch.nn.Module, family: ArchitectureFamily) -> Mapping[str, ModulePath]:
+    """Return those leaves of the table whose modules a layer has."""
+    modules = dict(layer.named_modules(remove_duplicate=False))
+    return {
+        leaf: place
+        for leaf, place in family.leaves.items()
+        if place.path in modules and (not place.needs or place.needs in modules)
+    }
 
 
 def _rename(
-    module: torch.nn.Module, body: str, family: ArchitectureFamily, layer: torch.nn.Module
+    module: torch.nn.Module, body: str, family: ArchitectureFamily, layers: torch.nn.ModuleList
 ) -> dict[str, str]:
     """Return paths with their aliases, except for aliases that exist as attributes already."""
     names = {"layers": family.layers, "norm": family.norm, "embed": family.embed}
@@ -195,23 +200,24 @@ def _rename(
         for name, path in names.items()
         if path and getattr(decoder, path, None) is not None and not hasattr(module, name)
     }
-    if not hasattr(layer, "attn"):
+    if family.attention and not any(hasattr(layer, "attn") for layer in layers):
         found[family.attention] = "attn"
     return found
 
 
 def _envoys(layer: torch.nn.Module, family: ArchitectureFamily) -> dict[type[torch.nn.Module], type[Envoy]]:
     """Return the envoy classes of a layer's modules."""
-    found: dict[type[torch.nn.Module], type[Envoy]] = {
-        type(layer.get_submodule(family.attention)): AttentionEnvoy
-    }
+    leaves, modules = _leaves_of(layer, family), dict(layer.named_modules(remove_duplicate=False))
+    found: dict[type[torch.nn.Module], type[Envoy]] = {}
+    if family.attention and family.attention in modules:
+        found[type(modules[family.attention])] = AttentionEnvoy
+    if "mlp.up" not in leaves:
+        return found
     if not family.mlp:
         found[type(layer)] = SplitMlpLayerEnvoy
         return found
-    mlp = layer.get_submodule(family.mlp)
-    if "mlp.up" not in family.leaves:
-        return found
-    if "mlp.gate" in family.leaves:
+    mlp = modules[family.mlp]
+    if "mlp.gate" in leaves:
         found[type(mlp)] = GatedMlpEnvoy
     else:
         found[type(mlp)] = UpEnvoy if hasattr(mlp, "act") else MlpEnvoy

@@ -7,7 +7,7 @@ the same interface. A subclass of ``NamedPoints`` lists the leaves, and creates 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -35,8 +35,12 @@ class NamedPoints(ABC):
         """Return the number of layers."""
 
     @abstractmethod
-    def _leaves(self) -> list[str]:
+    def _leaves(self, layer: int) -> list[str]:
         """Return the leaves of a layer, in the order in which the model computes them."""
+
+    @abstractmethod
+    def _points_before_layers(self) -> list[str]:
+        """Return the points before the layers."""
 
     @abstractmethod
     def _points_after_layers(self) -> list[str]:
@@ -83,20 +87,32 @@ class NamedPoints(ABC):
 
     def __repr__(self) -> str:
         """List the points, those of all layers in one line per leaf."""
-        lines = [f"{name} {shape}" for name, shape in self().items() if not name.startswith("layers.")]
-        leaves = [f"layers.*.{leaf} {self._point(f'layers.0.{leaf}').shape}" for leaf in self._leaves()]
-        return "\n".join([f"points of {self._num_layers()} layers:", lines[0], *leaves, *lines[1:]])
+        num_layers = self._num_layers()
+        lines = _joined(
+            num_layers,
+            lambda layer: [self._shaped(f"layers.{layer}.{leaf}") for leaf in self._leaves(layer)],
+        )
+        return "\n".join(
+            [
+                f"points of {num_layers} layers:",
+                *map(self._shaped, self._points_before_layers()),
+                *(f"layers.*.{line}" for line in lines),
+                *map(self._shaped, self._points_after_layers()),
+            ]
+        )
 
     def group(self, prefix: str) -> PointGroup:
         """Return the points that begin with ``prefix``, as attributes."""
         return PointGroup(self, prefix)
 
     def _names(self) -> Iterator[str]:
-        num_layers, leaves = self._num_layers(), self._leaves()
-        yield EMBED
-        for layer in range(num_layers):
-            yield from (f"layers.{layer}.{leaf}" for leaf in leaves)
+        yield from self._points_before_layers()
+        for layer in range(self._num_layers()):
+            yield from (f"layers.{layer}.{leaf}" for leaf in self._leaves(layer))
         yield from self._points_after_layers()
+
+    def _shaped(self, name: str) -> str:
+        return f"{name.split('.', 2)[-1] if name.startswith('layers.') else name} {self._point(name).shape}"
 
     def _point(self, name: str) -> PointAccess:
         point = self._points.get(name)
@@ -115,11 +131,25 @@ class NamedPoints(ABC):
         return found[0].layer, found[0].leaf
 
     def _unknown(self, name: str) -> UnknownPointError:
-        whole = ", ".join([EMBED, *self._points_after_layers()])
+        whole = ", ".join([*self._points_before_layers(), *self._points_after_layers()])
+        num_layers = self._num_layers()
+        leaves = _joined(num_layers, self._leaves)
         return UnknownPointError(
             f"a point of this model is one of {whole}, or, such as layers.0.output, of a layer "
-            f"from 0 to {self._num_layers() - 1} one of {', '.join(self._leaves())}; got {name!r}"
+            f"from 0 to {num_layers - 1} one of {', '.join(leaves)}; got {name!r}"
         )
+
+
+def _joined(num_layers: int, of_layer: Callable[[int], Iterable[str]]) -> list[str]:
+    """Return what the layers have, each once; with the layers, if only some have it."""
+    found: dict[str, list[int]] = {}
+    for layer in range(num_layers):
+        for one in of_layer(layer):
+            found.setdefault(one, []).append(layer)
+    return [
+        one if len(layers) == num_layers else f"{one} (layers {', '.join(map(str, layers))})"
+        for one, layers in found.items()
+    ]
 
 
 class PartList:

@@ -67,7 +67,7 @@ class Points(NamedPoints):
         """Prepare for a run of the model: watch the values that are needed from its start."""
         architecture = self.architecture
         if architecture is not None and (
-            architecture.family.is_mlp_flattened or table.ROUTER in architecture.family.leaves
+            architecture.family.is_mlp_flattened or architecture.has(table.ROUTER)
         ):
             self._tokens.shape = None
             layers = [self._envoy(architecture.layer_path(index)) for index in range(architecture.num_layers)]
@@ -93,9 +93,14 @@ class Points(NamedPoints):
     def _num_layers(self) -> int:
         return self._known().num_layers
 
-    def _leaves(self) -> list[str]:
-        leaves = self._known().family.leaves
-        return [leaf for leaf in table.ORDER if leaf in leaves or leaf == table.PATTERN]
+    def _leaves(self, layer: int) -> list[str]:
+        leaves = self._known().leaves[layer]
+        has_pattern = table.HEADS in leaves
+        return [leaf for leaf in table.ORDER if leaf in leaves or (leaf == table.PATTERN and has_pattern)]
+
+    def _points_before_layers(self) -> list[str]:
+        self._known()
+        return [EMBED]
 
     def _points_after_layers(self) -> list[str]:
         has = {NORM: self._known().has_norm, LOGITS: self._known().has_logits}
@@ -112,19 +117,22 @@ class Points(NamedPoints):
         layer, leaf = self._parsed(name)
         if leaf == table.PATTERN:
             attention = self._envoy(architecture.layer_path(layer, architecture.family.attention))
-            out = self._envoy(architecture.layer_path(layer, architecture.family.leaves[table.HEADS].path))
+            heads = architecture.leaves[layer].get(table.HEADS)
+            if heads is None:
+                raise self._unknown(name)
+            out = self._envoy(architecture.layer_path(layer, heads.path))
             return PatternPoint(name, attention, out, architecture.num_heads)
-        place = architecture.family.leaves.get(leaf)
+        place = architecture.leaves[layer].get(leaf)
         if place is None:
             raise self._unknown(name)
         envoy = self._envoy(architecture.layer_path(layer, place.path))
         if place.operation:
             envoy = getattr(envoy.source, place.operation)
         if leaf == table.ROUTER or (architecture.family.is_mlp_flattened and leaf.startswith("mlp.")):
-            return FlattenedPoint(name, envoy, place.side, self._tokens, self._shape(leaf))
+            return FlattenedPoint(name, envoy, place.side, self._tokens, self._shape(layer, leaf))
         is_stream = leaf == "mlp.input" and architecture.family.has_norms_last
         kind = CopiedInputPoint if is_stream else ModulePoint
-        return kind(name, envoy, place.side, architecture.view(leaf), self._shape(leaf))
+        return kind(name, envoy, place.side, architecture.view(layer, leaf), self._shape(layer, leaf))
 
     def _module_point(self, name: str, path: str, side: table.Side) -> ModulePoint:
         return ModulePoint(name, self._envoy(path), side, WHOLE, (self._config().hidden_size,))
@@ -137,25 +145,25 @@ class Points(NamedPoints):
         config: Any = self._root._module.config
         return config.get_text_config()
 
-    def _shape(self, leaf: str) -> tuple[int, ...]:
+    def _shape(self, layer: int, leaf: str) -> tuple[int, ...]:
         """Return the shape of one position's value of a leaf that a module provides."""
         architecture = self._known()
         if leaf in _PER_HEAD:
             num_heads = (
                 architecture.num_kv_heads if leaf in {table.KEYS, table.VALUES} else architecture.num_heads
             )
-            return (num_heads, self._input_width(table.HEADS) // architecture.num_heads)
+            return (num_heads, self._input_width(layer, table.HEADS) // architecture.num_heads)
         if leaf == table.ROUTER:
-            path = architecture.layer_path(0, architecture.family.leaves[leaf].path)
+            path = architecture.layer_path(layer, architecture.leaves[layer][leaf].path)
             router: Any = self._envoy(path)._module
             return (router.weight.shape[0],)
         if leaf in _PER_NEURON:
-            return (self._input_width(table.NEURONS),)
+            return (self._input_width(layer, table.NEURONS),)
         return (self._config().hidden_size,)
 
-    def _input_width(self, leaf: str) -> int:
+    def _input_width(self, layer: int, leaf: str) -> int:
         """Return the width of a projection's input from its module; not all configs state it."""
-        path = self._known().layer_path(0, self._known().family.leaves[leaf].path)
+        path = self._known().layer_path(layer, self._known().leaves[layer][leaf].path)
         module: Any = self._envoy(path)._module
         width: int = module.in_features if hasattr(module, "in_features") else module.nx
         return width

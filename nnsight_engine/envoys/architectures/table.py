@@ -19,7 +19,7 @@ HEADS: Final = "attn.heads"
 NEURONS: Final = "mlp.act"
 QUERIES, KEYS, VALUES = "attn.q", "attn.k", "attn.v"
 ROUTER: Final = "moe.router"
-"""The logits by which a block's experts are chosen; only models have it whose blocks all have experts."""
+"""The logits by which a block's experts are chosen."""
 
 ORDER: Final = (
     "input",
@@ -48,6 +48,7 @@ class ModulePath:
         path: The module, below the layer; empty for the layer itself.
         side: ``input`` is the first argument, ``output`` the return value, or the first item of a tuple.
         part: Part of a fused output; empty for the whole.
+        needs: A module below the layer without which it does not have the leaf; empty for none.
         operation: The operation inside the module's ``forward`` whose output it is, as ``source`` names it;
             empty for the module's own.
     """
@@ -55,6 +56,7 @@ class ModulePath:
     path: str
     side: Side
     part: Part = ""
+    needs: str = ""
     operation: str = ""
 
 
@@ -70,7 +72,8 @@ class ArchitectureFamily:
         embed: The module whose output enters the first block, below the body; empty if there is none.
         attention: The attention module, below a block.
         mlp: The MLP, below a block; empty if its modules are children of the block itself.
-        leaves: Location of each leaf of a layer, except ``attn.pattern``, which no module provides.
+        leaves: Location of each leaf of a layer, except ``attn.pattern``, which no module provides. A layer
+            has those whose modules it has.
         is_qkv_per_head: Whether a fused projection returns ``[heads, (q, k, v), head_dim]`` rather than all
             of
             q, then k, then v.
@@ -185,14 +188,11 @@ _OLMO2: Final = dataclasses.replace(_LLAMA, model_types=("exaone4", "olmo2", "ol
 
 _GRANITE: Final = dataclasses.replace(_LLAMA, model_types=("granite",), embed="")  # it scales embeddings
 
-# Experts have no neurons in common, so that no module has them.
+# Experts have no neurons in common, so that no module has them; blocks without experts have their own.
 _EXPERTS: Final = dataclasses.replace(
     _LLAMA,
     model_types=("glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
-    leaves=_frozen(
-        {leaf: place for leaf, place in _LLAMA.leaves.items() if leaf not in {"mlp.gate", "mlp.up", NEURONS}}
-        | {ROUTER: ModulePath("mlp.gate", "output", operation="F_linear_0")}
-    ),
+    leaves=_frozen({**_LLAMA.leaves, ROUTER: ModulePath("mlp.gate", "output", operation="F_linear_0")}),
 )
 
 _NEMOTRON: Final = dataclasses.replace(

@@ -97,7 +97,7 @@ def _captured(op: PlannedOp, spec: ModelSpec, records: list[StepRecord]) -> dict
             item = np.dtype(_ITEM_DTYPES[dtype])
             values = np.frombuffer(records[-1].parts[part], item).reshape(len(indices), width)
         for place, index in enumerate(indices):
-            leaf = spec.leaf(op.sites[index].leaf)
+            leaf = spec.leaf(op.sites[index].leaf, op.sites[index].layer)
             shape = () if leaf is None else leaf.shape
             rows = values[place].shape[:-1] if has_rows else ()
             points[index] = TensorResult(dtype, (*rows, *shape), values[place].tobytes())

@@ -238,10 +238,7 @@ class OperationCompiler:
         return PlannedOp(OperationKind.LENS, sites, named.rule, name, top_k=op.top_k, targets=tuple(targets))
 
     def _widths(self, sites: tuple[PlannedSite, ...]) -> list[int]:
-        by_leaf = {
-            leaf: leaf_of(PlannedSite(leaf), self._spec).width for leaf in {site.leaf for site in sites}
-        }
-        return [by_leaf[site.leaf] for site in sites]
+        return [leaf_of(site, self._spec).width for site in sites]
 
     def _keep(self, tensor: TensorData) -> str:
         key = tensor.key()

@@ -172,9 +172,6 @@ def _key_bytes(ops: Sequence[PlannedOp], prompt_len: int, spec: ModelSpec) -> in
         prompt_len: Tokens of the prompt.
         spec: The model's description.
     """
-    leaf = spec.leaf("attn.k")
-    if leaf is None:
-        return 0
     num_keys: dict[int, int] = {}
     for op in ops:
         if not op.captures_patterns:
@@ -183,7 +180,10 @@ def _key_bytes(ops: Sequence[PlannedOp], prompt_len: int, spec: ModelSpec) -> in
         needed = prompt_len if last is None else min(prompt_len, last + 1)
         for site in op.sites:
             num_keys[site.layer] = max(num_keys.get(site.layer, 0), needed)
-    return sum(num_keys.values()) * leaf.width * ITEM_BYTES[spec.dtype]
+    num_values = (
+        count * leaf.width for layer, count in num_keys.items() if (leaf := spec.leaf("attn.k", layer))
+    )
+    return sum(num_values) * ITEM_BYTES[spec.dtype]
 
 
 def _fingerprint(planned: list[PlannedOp], scope: CompileScope) -> str:

@@ -10,7 +10,7 @@ from typing import Final
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import excerpt
-from api_schemas.points import MODEL_POINTS, LayerSelection, PointPattern, resolve_layer
+from api_schemas.points import MODEL_POINTS, LayerSelection, Point, PointPattern, resolve_layer
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.plans.request_plan import PlannedSite
 
@@ -36,8 +36,8 @@ def resolve_sites(
     texts = [(at, param)] if isinstance(at, str) else [(text, f"{param}.{i}") for i, text in enumerate(at)]
     for text, path in texts:
         pattern = PointPattern.parse(text, path)
-        _checked_leaf(pattern, text, operation, spec, path)
-        for point in pattern.resolve(spec.num_layers, path):
+        _check_leaf(pattern, text, operation, spec, path)
+        for point in _in_layers(pattern, text, spec, path):
             site = PlannedSite(point.leaf, point.layer)
             _refuse_second(site, seen, path)
             sites.append(site)
@@ -70,19 +70,34 @@ def resolve_lens_sites(layers: str | list[int], spec: ModelSpec, param: str) -> 
 
 def leaf_of(site: PlannedSite, spec: ModelSpec) -> LeafSpec:
     """Return the description of a resolved site's leaf; raise ApiError ``unknown_point`` if there is none."""
-    leaf = spec.leaf(site.leaf)
+    leaf = spec.leaf(site.leaf, site.layer)
     if leaf is None:
         raise ApiError(ErrorCode.UNKNOWN_POINT, f"{spec.name} has no point {site}.")
     return leaf
 
 
-def _checked_leaf(pattern: PointPattern, text: str, operation: str, spec: ModelSpec, param: str) -> None:
+def _in_layers(pattern: PointPattern, text: str, spec: ModelSpec, param: str) -> list[Point]:
+    """Return the points of a pattern, in those of its layers that have the leaf; raises if none has."""
+    points = pattern.resolve(spec.num_layers, param)
+    found = [point for point in points if spec.leaf(point.leaf, point.layer) is not None]
+    if not found:
+        having = ", ".join(str(layer) for layer in spec.layers_of(pattern.leaf))
+        raise ApiError(
+            ErrorCode.UNKNOWN_POINT,
+            f"{spec.name} has no point {excerpt(text)}: its blocks differ, and {pattern.leaf} is in layers "
+            f"{having}.",
+            param,
+        )
+    return found
+
+
+def _check_leaf(pattern: PointPattern, text: str, operation: str, spec: ModelSpec, param: str) -> None:
     leaf = spec.leaf(pattern.leaf)
     if leaf is None or (pattern.layers is None) != (pattern.leaf in MODEL_POINTS):
         raise ApiError(
             ErrorCode.UNKNOWN_POINT,
             f"{spec.name} has no point {excerpt(text)}; it has "
-            f"{', '.join(_form(known) for known in spec.leaves)}.",
+            f"{', '.join(dict.fromkeys(_form(known) for known in spec.leaves))}.",
             param,
         )
     if operation not in leaf.operations:

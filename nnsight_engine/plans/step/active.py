@@ -251,7 +251,7 @@ class Registrar:
         return tensor if keeps_float32 else tensor.to(self._context.dtype)
 
     def _width(self, site: PlannedSite) -> int:
-        leaf = self._context.spec.leaf(site.leaf)
+        leaf = self._context.spec.leaf(site.leaf, site.layer)
         if leaf is None or site.layer >= self._context.spec.num_layers:
             raise InterventionError("unknown_point", f"the model has no point {site}")
         return leaf.width

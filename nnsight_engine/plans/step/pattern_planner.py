@@ -88,7 +88,7 @@ class PatternPlanner:
     def _free(self, span: Span, open_until: dict[int, int]) -> None:
         stores = span.request.patterns.stores
         for layer in [layer for layer in stores if layer not in open_until]:
-            num_bytes = self._key_bytes(stores.pop(layer).capacity)
+            num_bytes = self._key_bytes(layer, stores.pop(layer).capacity)
             self._context.ledger.give_back(span.request.request_id, num_bytes)
 
     def _plan_keys(self, plan: StepPlan, span: Span, layer: int, open_until: int) -> None:
@@ -111,12 +111,12 @@ class PatternPlanner:
         wanted = request.plan.prompt_len if store is None else 2 * store.capacity
         capacity = max(stop, min(wanted, open_until))
         context = self._context
-        context.ledger.reserve(request.request_id, self._key_bytes(capacity))
-        keys = torch.empty(capacity, *self._key_shape(), dtype=context.dtype, device=context.device)
+        context.ledger.reserve(request.request_id, self._key_bytes(layer, capacity))
+        keys = torch.empty(capacity, *self._key_shape(layer), dtype=context.dtype, device=context.device)
         if store is None:
             store = request.patterns.stores[layer] = AttentionKeyStore(keys)
         else:
-            old_bytes = self._key_bytes(store.capacity)
+            old_bytes = self._key_bytes(layer, store.capacity)
             store.move_to(keys)
             context.ledger.give_back(request.request_id, old_bytes)
         return store
@@ -165,12 +165,12 @@ class PatternPlanner:
         site = member.active.op.sites[member.site_index]
         plan.groups.setdefault(site, []).append(KernelGroup(kernel, [member], lambda _member: kernel))
 
-    def _key_shape(self) -> tuple[int, ...]:
-        leaf = self._context.spec.leaf("attn.k")
+    def _key_shape(self, layer: int) -> tuple[int, ...]:
+        leaf = self._context.spec.leaf("attn.k", layer)
         if leaf is None:
             raise InterventionError("unknown_point", "attention patterns need attn.k, which the model lacks")
         return leaf.shape
 
-    def _key_bytes(self, num_positions: int) -> int:
-        num_heads, head_dim = self._key_shape()
+    def _key_bytes(self, layer: int, num_positions: int) -> int:
+        num_heads, head_dim = self._key_shape(layer)
         return num_positions * num_heads * head_dim * self._context.dtype.itemsize

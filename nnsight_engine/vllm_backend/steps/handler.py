@@ -35,8 +35,8 @@ from nnsight_engine.vllm_backend.compat import (
     is_single_tenant,
     params_of,
 )
-from nnsight_engine.vllm_backend.families import resolve_points
 from nnsight_engine.vllm_backend.hooks import hooked
+from nnsight_engine.vllm_backend.model_points import resolve_points
 from nnsight_engine.vllm_backend.steps.graphs import StepGraphs, cut_at_taps
 from nnsight_engine.vllm_backend.steps.outcome import StepOutcome
 from nnsight_engine.vllm_backend.steps.stage_transport import take_results, with_results
@@ -133,9 +133,10 @@ class StepHandler:
 
     @property
     def trace_spec(self) -> ModelSpec:
-        """The model's description for traces; includes the leaves that are sharded over ranks."""
+        """The model's description for traces: with the layout, and the leaves that are sharded over ranks."""
         leaves = self.interventions.points.leaf_specs(wholes=True)
-        return dataclasses.replace(self.model_spec, leaves=leaves)
+        layout = self.interventions.points.layout.to_plain()
+        return dataclasses.replace(self.model_spec, leaves=leaves, layout=layout)
 
     @property
     def runs_blocks(self) -> bool:

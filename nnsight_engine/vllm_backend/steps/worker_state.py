@@ -37,7 +37,7 @@ from nnsight_engine.plans.step.stage_results import (
 )
 from nnsight_engine.plans.step.steady_run import SteadyRun
 from nnsight_engine.vllm_backend.attention_hooks import attention_form
-from nnsight_engine.vllm_backend.families import ModelPoints
+from nnsight_engine.vllm_backend.model_points import ModelPoints
 from nnsight_engine.vllm_backend.steps.step import Step
 
 logger = logging.getLogger(__name__)

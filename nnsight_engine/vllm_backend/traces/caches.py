@@ -179,7 +179,7 @@ class EngineCacheView(CacheView):
         _, layer, group = prefix.split(".", 2)
         here = self
         if f"{group}.{side}" == ATTENTION_INPUT:  # attention has more arguments, in varying order
-            projection = family.leaves[table.QUERIES].path
+            projection = points.layout.blocks[int(layer)].leaves[table.QUERIES].path
             path = f"{points.root.path}.{family.layers}.{layer}.{projection}"
             here = type(self)(self._cache, path, None)
         values = _values(here._entry(), side)  # noqa: SLF001 - a view like this one

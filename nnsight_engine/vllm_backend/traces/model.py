@@ -17,7 +17,7 @@ from nnsight_engine.envoys.architectures.part_envoys import AttentionEnvoy, Gate
 from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.envoys.probes import Probes
 from nnsight_engine.modeling.wrapper import WrapperModule
-from nnsight_engine.vllm_backend.families import ModelPoints
+from nnsight_engine.vllm_backend.model_points import ModelPoints
 from nnsight_engine.vllm_backend.traces.errors import NestedTraceError, SandboxedError
 from nnsight_engine.vllm_backend.traces.names import Names, add_vocabulary
 from nnsight_engine.vllm_backend.traces.points import LOGITS, SAMPLES, StandardNames
@@ -169,22 +169,25 @@ def _bare_kernels(points: ModelPoints) -> list[tuple[torch.nn.Module, str]]:
     """Return the attention kernels whose calls the module probes do not see, with their paths."""
     if not points.family.is_kernel_bare:
         return []
-    family = points.family
+    blocks = points.layout.blocks
     return [
-        (points.attention(layer), f"model.{family.layers}.{layer}.{family.kernel}")
+        (points.attention(layer), f"model.{points.family.layers}.{layer}.{blocks[layer].kernel}")
         for layer in points.local_layers
+        if blocks[layer].kernel
     ]
 
 
 def _envoys(points: ModelPoints) -> dict[type[torch.nn.Module], type[Envoy]]:
     """Return the envoy classes for particular module classes: vocabulary, attention and MLP."""
     found: dict[type[torch.nn.Module], type[Envoy]] = {VocabParallelEmbedding: VocabularyEnvoy}
-    layer, family = points.layers[points.local_layers.start], points.family
-    found[type(layer.get_submodule(family.attention))] = AttentionEnvoy
-    if family.mlp and "mlp.up" in family.leaves:
-        mlp = layer.get_submodule(family.mlp)
-        gated = GatedMlpEnvoy if "mlp.gate" in family.leaves else MlpEnvoy
-        found[type(mlp)] = UpEnvoy if hasattr(mlp, "act") else gated
+    for layer in points.local_layers:
+        module, block = points.layers[layer], points.layout.blocks[layer]
+        if block.kernel:
+            found[type(module.get_submodule(block.attention))] = AttentionEnvoy
+        if block.mlp and "mlp.up" in block.leaves:
+            mlp = module.get_submodule(block.mlp)
+            gated = GatedMlpEnvoy if "mlp.gate" in block.leaves else MlpEnvoy
+            found[type(mlp)] = UpEnvoy if hasattr(mlp, "act") else gated
     return found
 
 

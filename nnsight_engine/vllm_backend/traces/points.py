@@ -26,12 +26,11 @@ from nnsight_engine.envoys.architectures.named_points import (
     PointGroup,
 )
 from nnsight_engine.envoys.envoy import Envoy
-from nnsight_engine.vllm_backend.families import family_named
+from nnsight_engine.vllm_backend.model_layout import ModelLayout
 
 if TYPE_CHECKING:
     from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
     from nnsight_engine.envoys.architectures.module_points import PointAccess
-    from nnsight_engine.vllm_backend.families import EngineFamily
 
 SAMPLES: Final = "samples"
 _STANDARD: Final = ("points", "layers", "norm", "embed")
@@ -80,8 +79,7 @@ class EnginePoints(NamedPoints):
 
     Args:
         root: The envoy of the model.
-        family: The locations of the family's points.
-        num_layers: The number of layers.
+        layout: The location of the points.
         leaves: The points of the model, with their shapes.
 
     Attributes:
@@ -90,57 +88,76 @@ class EnginePoints(NamedPoints):
 
     scanned: tuple[int, torch.dtype] | None = None
 
-    def __init__(
-        self, root: Envoy, family: EngineFamily, num_layers: int, leaves: Sequence[LeafSpec]
-    ) -> None:
+    def __init__(self, root: Envoy, layout: ModelLayout, leaves: Sequence[LeafSpec]) -> None:
         """Offer the points in ``leaves``."""
         super().__init__()
         self.root = root
-        self.family = family
-        self._count = num_layers
-        self._shapes = {leaf.name: leaf.shape for leaf in leaves}
-        # Not in ``points``, only on parts: the input of attention's projections, and of the final norm.
-        self._shapes |= dict.fromkeys((ATTENTION_INPUT, NORM_INPUT), self._shapes["input"])
+        self.layout = layout
+        self.family = layout.family
+        self._specs = leaves
+        self._names_of_leaves = {leaf.name for leaf in leaves}
 
     @staticmethod
-    def on_client(root: Envoy, class_name: str, spec: ModelSpec) -> EnginePoints:
+    def on_client(root: Envoy, spec: ModelSpec) -> EnginePoints:
         """Return the points of an engine's model for the client.
 
         Args:
             root: The envoy of the model.
-            class_name: The name of the model's class in vLLM.
-            spec: The model's description.
+            spec: The model's description for traces.
         """
-        family = family_named(class_name, [spec.architecture])
-        return EnginePoints(root, family, spec.num_layers, spec.leaves)
+        return EnginePoints(root, ModelLayout.from_plain(spec.layout), spec.leaves)
 
     @property
     def num_layers(self) -> int:
         """The number of layers."""
-        return self._count
+        return len(self.layout.blocks)
 
     def has(self, name: str) -> bool:
-        """Return whether the model has the point of this name; the layer's index is not checked."""
-        return _leaf_of(name) in self._shapes
+        """Return whether the model has the point of this name."""
+        prefix, _, rest = name.partition(".")
+        layer, _, leaf = rest.partition(".")
+        if prefix != _LAYERS or not leaf:
+            return name == NORM_INPUT or name in self._names_of_leaves
+        return self._spec(int(layer), leaf) is not None
 
     def _num_layers(self) -> int:
-        return self._count
+        return self.num_layers
 
-    def _leaves(self) -> list[str]:
-        return [leaf for leaf in table.ORDER if leaf in self._shapes]
+    def _leaves(self, layer: int) -> list[str]:
+        return [leaf for leaf in table.ORDER if leaf != ATTENTION_INPUT and self._spec(layer, leaf)]
+
+    def _points_before_layers(self) -> list[str]:
+        return [EMBED] if EMBED in self._names_of_leaves else []
 
     def _points_after_layers(self) -> list[str]:
-        return [name for name in (NORM, LOGITS) if name in self._shapes]
+        return [name for name in (NORM, LOGITS) if name in self._names_of_leaves]
 
     def _found(self, name: str) -> PointAccess:
-        return NamedPlace(self, name, self._shapes[self._resolved(name)[1]])
+        return NamedPlace(self, name, self._shape(*self._resolved(name)))
+
+    def _shape(self, layer: int, leaf: str) -> tuple[int, ...]:
+        """Return the shape of one position's value of a point that the model has."""
+        spec = self._spec(layer, leaf)
+        assert spec is not None  # noqa: S101 - resolved before
+        return spec.shape
+
+    def _spec(self, layer: int, leaf: str) -> LeafSpec | None:
+        """Return the description of a layer's leaf, or of a point of the whole model; None without it."""
+        # Not in ``points``, only on parts: the input of attention's projections, and of the final norm.
+        if leaf == ATTENTION_INPUT and table.QUERIES not in self.layout.blocks[layer].leaves:
+            return None
+        name = "input" if leaf in {ATTENTION_INPUT, NORM_INPUT} else leaf
+        return next(
+            (one for one in self._specs if one.name == name and (one.layers is None or layer in one.layers)),
+            None,
+        )
 
     def _resolved(self, name: str) -> tuple[int, str]:
         """Return the layer (-1 for a point of the whole model) and the leaf; raises UnknownPointError."""
-        if name in {EMBED, NORM_INPUT, *self._points_after_layers()}:
+        if name in {NORM_INPUT, *self._points_before_layers(), *self._points_after_layers()}:
             return -1, name
         layer, leaf = self._parsed(name)
-        if leaf not in self._shapes:
+        if self._spec(layer, leaf) is None:
             raise self._unknown(name)
         return layer, leaf
 
@@ -173,7 +190,7 @@ class EnginePoints(NamedPoints):
         if name == "embed":
             return PointGroup(self, name)
         if name == "norm":
-            if NORM not in self._shapes:
+            if NORM not in self._names_of_leaves:
                 raise self._unknown(NORM)
             return Part(self, name, self.raw(self.family.final_norm))
         _, _, rest = name.partition(".")
@@ -187,7 +204,8 @@ class EnginePoints(NamedPoints):
     def part(self, layer: int, group: str) -> PointGroup:
         """Return a layer's ``attn`` or ``mlp``."""
         prefix = f"{_LAYERS}.{layer}.{group}"
-        path = self.family.attention if group == "attn" else self.family.mlp
+        block = self.layout.blocks[layer]
+        path = block.attention if group == "attn" else block.mlp
         if not path:
             return PointGroup(self, prefix)
         return Part(self, prefix, self.raw(f"{self.family.layers}.{layer}.{path}"))
@@ -379,11 +397,6 @@ def _layer(prefix: str) -> int | None:
     """Return the layer's index if a prefix is a layer's standard name, else None."""
     first, _, rest = prefix.partition(".")
     return int(rest) if first == _LAYERS and rest.isdecimal() else None
-
-
-def _leaf_of(name: str) -> str:
-    """Return a point's name without its layer."""
-    return name.split(".", 2)[-1] if name.startswith(f"{_LAYERS}.") else name
 
 
 __all__ = [

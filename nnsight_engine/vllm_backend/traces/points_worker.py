@@ -30,7 +30,7 @@ from nnsight_engine.vllm_backend.traces.rows import zeros_of
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.architectures.table import Side
-    from nnsight_engine.vllm_backend.families import ModelPoints
+    from nnsight_engine.vllm_backend.model_points import ModelPoints
     from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 
 
@@ -106,10 +106,12 @@ class OutputPoint:
     Attributes:
         point: The point that reads the same value.
         is_batched: Whether the tensor has an axis of size 1 before the token axis.
+        returns_none: Whether the module returns ``(stream, None)``.
     """
 
     point: ModulePoint
     is_batched: bool
+    returns_none: bool
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -128,7 +130,8 @@ class OutputPoint:
         """
         if not isinstance(value, torch.Tensor):
             raise PointValueError(f"{self.point.name} takes a tensor, got {type(value).__name__}")
-        self.point.envoy.output = value[None] if self.is_batched else value
+        whole = value[None] if self.is_batched else value
+        self.point.envoy.output = (whole, None) if self.returns_none else whole
 
 
 class WorkerPoints(EnginePoints):
@@ -136,13 +139,13 @@ class WorkerPoints(EnginePoints):
 
     def __init__(self, root: Envoy, points: ModelPoints, dispatcher: TraceDispatcher) -> None:
         """Offer all points: blocks see whole values, also of sharded tensors."""
-        super().__init__(root, points.family, len(points.layers), points.leaf_specs(wholes=True))
+        super().__init__(root, points.layout, points.leaf_specs(wholes=True))
         self._model = points
         self._dispatcher = dispatcher
 
     def _found(self, name: str) -> PointAccess:
         layer, leaf = self._resolved(name)
-        shape = self._shapes[leaf]
+        shape = self._shape(layer, leaf)
         if leaf == LOGITS:
             return ModulePoint(name, self.root.get(f"{self.root.path}.{LOGITS}"), "output", WHOLE, shape)
         if leaf in {NORM, NORM_INPUT}:
@@ -152,17 +155,16 @@ class WorkerPoints(EnginePoints):
         if leaf in RESIDUAL_LEAVES:
             return self._residual(name, layer, "input" if leaf == "input" else "output", shape)
         if leaf == table.PATTERN:
-            kernel = self.raw(f"{self.family.layers}.{layer}.{self.family.kernel}")
-            return WorkerPatternPoint(name, kernel, (self._model.num_heads, self._model.num_kv_heads), shape)
-        if leaf == ATTENTION_INPUT:
-            spec = HookSpec(self.family.leaves[table.QUERIES].path, "input")
-        else:
-            spec = self.family.leaves[leaf]
+            block = self.layout.blocks[layer]
+            kernel = self.raw(f"{self.family.layers}.{layer}.{block.kernel}")
+            return WorkerPatternPoint(name, kernel, (block.num_heads, block.num_kv_heads), shape)
+        leaves = self.layout.blocks[layer].leaves
+        spec = HookSpec(leaves[table.QUERIES].path, "input") if leaf == ATTENTION_INPUT else leaves[leaf]
         envoy = self.raw(f"{self.family.layers}.{layer}.{spec.path}")
-        return ModulePoint(name, envoy, spec.side, self._view(spec), shape)
+        return ModulePoint(name, envoy, spec.side, self._view(spec, layer), shape)
 
-    def _view(self, spec: HookSpec) -> View:
-        return View(lambda whole: self._model.view(spec, whole), is_all=not spec.part)
+    def _view(self, spec: HookSpec, layer: int) -> View:
+        return View(lambda whole: self._model.view(spec, whole, layer), is_all=not spec.part)
 
     def _rows(self) -> View:
         return View(lambda whole: whole[0]) if self.family.is_batched else WHOLE
@@ -179,14 +181,15 @@ class WorkerPoints(EnginePoints):
         if side == "input" and self._dispatcher.entry:
             path = self._dispatcher.entry.removesuffix(".output")
             start = Envoy(WrapperModule(), self.root.interleaver, path, root=self.root)
-            return OutputPoint(
-                ModulePoint(name, start, "output", self._rows(), shape), self.family.is_batched
-            )
+            point = ModulePoint(name, start, "output", self._rows(), shape)
+            return OutputPoint(point, self.family.is_batched, returns_none=False)
         envoy = self.raw(f"{self.family.layers}.{layer}")
         if self.family.returns_residual:
             return StreamPoint(name, envoy, side, self.family.hidden_index if side == "input" else 0, shape)
         point = ModulePoint(name, envoy, side, self._rows(), shape)
-        return OutputPoint(point, self.family.is_batched) if side == "output" else point
+        if side == "input":
+            return point
+        return OutputPoint(point, self.family.is_batched, returns_none=self.family.returns_none)
 
     def skipping(self, prefix: str, value: Any) -> Any:
         """Return the replacement for the output of a layer or part: one tensor, or a value in vLLM's form."""
@@ -195,4 +198,6 @@ class WorkerPoints(EnginePoints):
         is_layer = prefix.rpartition(".")[2].isdecimal()
         if is_layer and self.family.returns_residual:
             return (value, zeros_of(value))
-        return value[None] if self.family.is_batched and value.ndim == len(("tokens", "width")) else value
+        is_short = self.family.is_batched and value.ndim == len(("tokens", "width"))
+        whole = value[None] if is_short else value
+        return (whole, None) if is_layer and self.family.returns_none else whole

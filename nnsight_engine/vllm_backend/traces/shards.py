@@ -30,7 +30,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 from nnsight_engine.core.trees import map_tensors
-from nnsight_engine.vllm_backend.families import base_module
+from nnsight_engine.vllm_backend.model_points import base_module
 from nnsight_engine.vllm_backend.traces.errors import SpreadModuleError
 
 if TYPE_CHECKING:
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from nnsight_engine.vllm_backend.families import ModelPoints
+    from nnsight_engine.vllm_backend.model_layout import BlockPoints
+    from nnsight_engine.vllm_backend.model_points import ModelPoints
 
 _ACTIVATIONS: Final = (
     "vllm.model_executor.layers.activation",
@@ -200,7 +201,6 @@ class Shards:
     def __init__(self, points: ModelPoints, modules: Iterable[tuple[nn.Module, str]]) -> None:
         """Determine the layouts of all modules."""
         self._size = points.tensor_parallel_size
-        self._num_kv_heads = points.num_kv_heads
         self._modules = {path: module for module, path in modules}
         self._paths = {id(module): path for path, module in self._modules.items()}
         self._places: dict[str, ShardLocation] = {}
@@ -209,8 +209,11 @@ class Shards:
             self._place_linear(path, module)
         self._spread = {path for path, module in self._modules.items() if _is_parallel(module)}
         for layer in points.local_layers:
-            self._place_attention(points, layer)
-            self._place_mlp(points, layer)
+            block = points.layout.blocks[layer]
+            if block.kernel:
+                self._place_attention(points, layer, block)
+            if block.mlp or "mlp.up" in block.leaves:
+                self._place_mlp(points.layers[layer], block)
 
     def place(self, provider: str) -> ShardLocation:
         """Return how a provider's value is sharded."""
@@ -276,16 +279,15 @@ class Shards:
                 EVERYWHERE if module.reduce_results else None,
             )
 
-    def _place_attention(self, points: ModelPoints, layer: int) -> None:
+    def _place_attention(self, points: ModelPoints, layer: int, block: BlockPoints) -> None:
         """Record the layouts between attention's projections."""
-        block, family = points.layers[layer], points.family
-        attention = block.get_submodule(family.attention)
+        attention = points.layers[layer].get_submodule(block.attention)
         kernel: Any = points.attention(layer)
         path = self._paths.get(id(kernel))
         if path is None:
-            path = f"{self._paths[id(attention)]}.{family.kernel.rpartition('.')[2]}"
+            path = f"{self._paths[id(attention)]}.{block.kernel.rpartition('.')[2]}"
             self._modules[path] = kernel
-        queries, keys, values = self._heads(kernel)
+        queries, keys, values = self._heads(kernel, block)
         self._put(path, ShardLocation((queries, keys, values)), ShardLocation(rest=queries))
         self._spread.add(path)
         for name, module in attention.named_children():
@@ -297,36 +299,36 @@ class Shards:
             elif name in _HEAD_NORMS:
                 count, copies = kernel.num_heads, 1
                 if name == "k_norm":
-                    count, copies = kernel.num_kv_heads, self._kv_copies(kernel)
+                    count, copies = kernel.num_kv_heads, self._kv_copies(kernel, block)
                 heads = ShardLocation((Layout((ShardPiece(count, copies),), axis=-2),))
                 self._put(own, heads, heads)
         self._leave_unknown(attention)
 
-    def _heads(self, kernel: Any) -> tuple[Layout, Layout, Layout]:
+    def _heads(self, kernel: Any, block: BlockPoints) -> tuple[Layout, Layout, Layout]:
         """Return the layouts of a kernel's queries, keys and values."""
-        copies = self._kv_copies(kernel)
+        copies = self._kv_copies(kernel, block)
         keys = Layout((ShardPiece(kernel.num_kv_heads * kernel.head_size, copies),))
         values = Layout((ShardPiece(kernel.num_kv_heads * kernel.head_size_v, copies),))
         return Layout((ShardPiece(kernel.num_heads * kernel.head_size),)), keys, values
 
-    def _kv_copies(self, kernel: Any) -> int:
-        return max(1, int(kernel.num_kv_heads * self._size // self._num_kv_heads))
+    def _kv_copies(self, kernel: Any, block: BlockPoints) -> int:
+        return max(1, int(kernel.num_kv_heads * self._size // block.num_kv_heads))
 
-    def _place_mlp(self, points: ModelPoints, layer: int) -> None:
+    def _place_mlp(self, layer: nn.Module, block: BlockPoints) -> None:
         """Record the layouts of the activation function between an MLP's projections."""
-        block, leaves = points.layers[layer], points.family.leaves
+        leaves = block.leaves
         if "mlp.up" not in leaves:
-            self._leave_unknown(block.get_submodule(points.family.mlp))
+            self._leave_unknown(layer.get_submodule(block.mlp))
             return
-        up, down = (block.get_submodule(leaves[leaf].path) for leaf in ("mlp.up", "mlp.act"))
-        parent = block.get_submodule(leaves["mlp.act"].path.rpartition(".")[0])
+        up, down = (layer.get_submodule(leaves[leaf].path) for leaf in ("mlp.up", "mlp.act"))
+        parent = layer.get_submodule(leaves["mlp.act"].path.rpartition(".")[0])
         for module in parent.children():
             own = self._paths.get(id(module))
             if own is not None and type(module).__module__ in _ACTIVATIONS:
                 before, after = self._paths[id(up)], self._paths[id(down)]
                 self._put(own, self.place(f"{before}.output"), self.place(f"{after}.input"))
-        if points.family.mlp:
-            self._leave_unknown(block.get_submodule(points.family.mlp))
+        if block.mlp:
+            self._leave_unknown(layer.get_submodule(block.mlp))
 
     def _leave_unknown(self, container: nn.Module) -> None:
         """Record the modules inside an attention or an MLP whose layouts were not determined as unknown."""

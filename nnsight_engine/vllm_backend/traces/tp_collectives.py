@@ -18,7 +18,7 @@ from nnsight_engine.vllm_backend.traces.shards import Shards, map_numbered
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from nnsight_engine.vllm_backend.families import ModelPoints
+    from nnsight_engine.vllm_backend.model_points import ModelPoints
     from nnsight_engine.vllm_backend.traces.model import WorkerModel
     from nnsight_engine.vllm_backend.traces.ranks import Ranks
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from nnsight_engine.vllm_backend.compat import EngineLimits
-    from nnsight_engine.vllm_backend.families import ModelPoints
+    from nnsight_engine.vllm_backend.model_points import ModelPoints
 
 logger = logging.getLogger(__name__)
 
@@ -250,9 +250,7 @@ class WorkerTraces:
         served = CallableModules(
             self.model, self.dispatcher, self._points, self._config, self._limits, self._adapters
         )
-        open_sandbox_pool(
-            self.sandboxes, served, self.described_modules(), self._points, self._config, self._limits
-        )
+        open_sandbox_pool(self.sandboxes, served, self.described_modules(), self._points, self._limits)
 
     def described_modules(self) -> list[Description]:
         """Return the descriptions of the model's modules."""

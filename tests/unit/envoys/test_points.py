@@ -191,10 +191,11 @@ def test_the_vocabulary_is_that_of_the_server(model: NNsight, module: Any) -> No
         for family in vllm_families.FAMILIES
         if class_name in (family.architectures or family.model_classes)
     )
-    leaves = {name.removeprefix("layers.0.") for name in model.points if name.startswith("layers.0.")}
-    # Some of this model's blocks have no experts.
-    missing = {"moe.router"} if module.config.model_type == "glm4_moe" else set()
-    assert leaves == {*family.leaves, *RESIDUAL_LEAVES, PATTERN_LEAF} - missing
+    leaves = {name.split(".", 2)[-1] for name in model.points if name.startswith("layers.")}
+    # Experts have no neurons in common; a model of experts has them in its dense blocks only.
+    neurons = {"mlp.gate", "mlp.up", "mlp.act"}
+    assert leaves <= {*family.leaves, *RESIDUAL_LEAVES, PATTERN_LEAF}
+    assert leaves - neurons == {*family.leaves, *RESIDUAL_LEAVES, PATTERN_LEAF} - neurons
     whole = {name for name in model.points if not name.startswith("layers.")}
     without_norm = {"norm.output"} if module.config.to_dict().get("do_layer_norm_before") is False else set()
     assert whole == {*MODEL_POINTS} - {"samples"} - without_norm

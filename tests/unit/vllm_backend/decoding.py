@@ -18,7 +18,9 @@ from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.records import Payload, StepResults
 from nnsight_engine.plans.request_plan import CompiledRequest
 from nnsight_engine.plans.step.plan import StepPlan
-from nnsight_engine.vllm_backend.families import FAMILIES, ModelPoints
+from nnsight_engine.vllm_backend.families import FAMILIES
+from nnsight_engine.vllm_backend.model_layout import ModelLayout
+from nnsight_engine.vllm_backend.model_points import ModelPoints
 from nnsight_engine.vllm_backend.steps.step import RequestRows, Step
 from nnsight_engine.vllm_backend.steps.worker_state import WorkerState
 
@@ -151,16 +153,12 @@ class Worker:
         self.model = StandIn()
         points = ModelPoints(
             model=self.model,
-            family=FAMILIES[0],
+            layout=ModelLayout(FAMILIES[0], ()),
             layers=(),
             local_layers=range(0),
             final_norm=None,
             project_out=None,
             hidden_size=HIDDEN,
-            num_heads=1,
-            num_kv_heads=1,
-            head_dim=HIDDEN,
-            intermediate_size=HIDDEN,
             vocab_size=VOCAB,
             tensor_parallel_size=1,
         )

@@ -7,7 +7,7 @@ import threading
 import pytest
 from torch import nn
 
-from nnsight_engine.vllm_backend.families import base_module
+from nnsight_engine.vllm_backend.model_points import base_module
 from nnsight_engine.vllm_backend.traces.block_adapters import (
     NO_ADAPTER,
     NO_SLOT,

@@ -8,7 +8,8 @@ import torch
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.envoys.architectures.errors import UnknownPointError
 from nnsight_engine.envoys.envoy import Envoy
-from nnsight_engine.vllm_backend.families import UnsupportedModelError
+from nnsight_engine.vllm_backend.families import family_named
+from nnsight_engine.vllm_backend.model_layout import BlockPoints, ModelLayout
 from nnsight_engine.vllm_backend.model_outline import outlined
 from nnsight_engine.vllm_backend.traces.caches import RequestCache
 from nnsight_engine.vllm_backend.traces.points import EnginePoints, Part, StandardNames, standard_name
@@ -33,6 +34,9 @@ def points_of(architecture: str, *leaves: str) -> EnginePoints:
     root = StandardNames(
         outlined([("", architecture, "", ""), *((path, "Module", "", "") for path in paths)])
     )
+    family = family_named(architecture, [architecture])
+    assert family is not None
+    block = BlockPoints(dict(family.leaves), family.kernel)
     names = ("embed.output", "input", "output", *leaves, *(["norm.output"] if norm else []), "logits")
     spec = ModelSpec(
         name="tiny",
@@ -45,8 +49,9 @@ def points_of(architecture: str, *leaves: str) -> EnginePoints:
         max_num_batched_tokens=8,
         leaves=tuple(LeafSpec(name, (8,), "tap", ()) for name in names),
         max_capture_bytes=1,
+        layout=ModelLayout(family, (block, block)).to_plain(),
     )
-    points = root.__dict__["_points"] = EnginePoints.on_client(root, architecture, spec)
+    points = root.__dict__["_points"] = EnginePoints.on_client(root, spec)
     return points
 
 
@@ -98,13 +103,6 @@ def test_hostile_names_are_unknown_points() -> None:
     for name in ("", "layers", "layers.", "layers.0", "layers.-9.output", "layers.*.output", "x" * 10_000):
         with pytest.raises(UnknownPointError):
             _ = points[name]
-
-
-def test_a_model_of_no_table_is_refused() -> None:
-    points = points_of("LlamaForCausalLM")
-    spec = ModelSpec("m", "MambaForCausalLM", 1, 1, 1, "float32", 1, 1, (), 1)
-    with pytest.raises(UnsupportedModelError, match="MambaForCausalLM"):
-        EnginePoints.on_client(points.root, "MambaForCausalLM", spec)
 
 
 def test_a_path_is_a_standard_name_or_the_modules_as_printed() -> None:

@@ -22,7 +22,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from nnsight_engine.vllm_backend.compat import EngineLimits
-from nnsight_engine.vllm_backend.families import ModelPoints, base_module
+from nnsight_engine.vllm_backend.model_points import ModelPoints, base_module
 from nnsight_engine.vllm_backend.traces.block_adapters import BlockAdapters
 from nnsight_engine.vllm_backend.traces.errors import SandboxedError
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
@@ -74,13 +74,10 @@ class CallableModules:
         self.places = frozenset(of_modules | ({self.entry} if self.entry else set())) - self.refused
         self._max_rows: int = config.scheduler_config.max_num_batched_tokens
         self._max_bytes = limits.sandbox_message_bytes
-        self._max_width = 2 * max(points.hidden_size, points.intermediate_size or 0)
+        blocks = points.layout.blocks
+        self._max_width = 2 * max(points.hidden_size, *(block.inner_size for block in blocks))
         layers = f"{model.path}.{points.family.layers}"
-        self._mlps = {
-            f"{layers}.{layer}.{points.family.mlp}"
-            for layer in range(len(points.layers))
-            if points.family.mlp
-        }
+        self._mlps = {f"{layers}.{layer}.{block.mlp}" for layer, block in enumerate(blocks) if block.mlp}
         self._hidden_size = points.hidden_size
         weight = next(points.model.parameters())
         self._dtype, self._device = weight.dtype, weight.device

@@ -11,10 +11,8 @@ from nnsight_engine.sandbox.forkserver import ForkServer
 from nnsight_engine.serialization import encode
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
     from nnsight_engine.vllm_backend.compat import EngineLimits
-    from nnsight_engine.vllm_backend.families import ModelPoints
+    from nnsight_engine.vllm_backend.model_points import ModelPoints
     from nnsight_engine.vllm_backend.traces.remote_modules import Description
     from nnsight_engine.vllm_backend.traces.sandboxed.module_policy import CallableModules
     from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_pool import SandboxPool
@@ -28,7 +26,6 @@ def open_sandbox_pool(
     served: CallableModules,
     modules: Sequence[Description],
     points: ModelPoints,
-    config: VllmConfig,
     limits: EngineLimits,
 ) -> None:
     """Start the fork server for a worker's sandboxed traces, without waiting for it.
@@ -38,24 +35,17 @@ def open_sandbox_pool(
         served: Calls modules for the processes.
         modules: The descriptions of the model's modules.
         points: The model's points.
-        config: vLLM's configuration.
         limits: Resource limits for blocks.
     """
     half_bytes = limits.sandbox_message_bytes
     setup = {
         "call_bytes": served.call_bytes,
         "modules": list(modules),
-        "class_name": type(points.model).__name__,
-        "architectures": list(config.model_config.hf_text_config.architectures or []),
+        "layout": points.layout.to_plain(),
         "sizes": {
             "hidden_size": points.hidden_size,
-            "num_heads": points.num_heads,
-            "num_kv_heads": points.num_kv_heads,
-            "head_dim": points.head_dim,
-            "intermediate_size": points.intermediate_size,
             "vocab_size": points.vocab_size,
             "tensor_parallel_size": points.tensor_parallel_size,
-            "num_experts": points.num_experts,
         },
         "limits": dataclasses.asdict(limits),
         "entry": served.entry,

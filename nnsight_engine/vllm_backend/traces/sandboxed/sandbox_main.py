@@ -24,7 +24,7 @@ from nnsight_engine.sandbox.block_checker import CHECKED
 from nnsight_engine.sandbox.channel import SandboxSide
 from nnsight_engine.serialization import decode, restore_error
 from nnsight_engine.vllm_backend.compat import EngineLimits
-from nnsight_engine.vllm_backend.families import ModelPoints
+from nnsight_engine.vllm_backend.model_points import ModelPoints
 from nnsight_engine.vllm_backend.traces.errors import SandboxedError, SpreadModuleError
 from nnsight_engine.vllm_backend.traces.messages import (
     CallResult,

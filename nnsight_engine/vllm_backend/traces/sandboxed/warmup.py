@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 
 from api_schemas.request_traces import Trace
-from nnsight_engine.vllm_backend.families import ModelPoints
+from nnsight_engine.vllm_backend.model_points import ModelPoints
 from nnsight_engine.vllm_backend.request_code import encoded_code
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.messages import End, PassedPlaces, packed_value

@@ -20,7 +20,8 @@ from nnsight_engine.sandbox.confine import ProcessLimits
 from nnsight_engine.sandbox.zygote import NUMBER, fork_children
 from nnsight_engine.serialization import decode
 from nnsight_engine.vllm_backend.compat import EngineLimits
-from nnsight_engine.vllm_backend.families import ModelPoints, family_named, fitting
+from nnsight_engine.vllm_backend.model_layout import ModelLayout
+from nnsight_engine.vllm_backend.model_points import ModelPoints
 from nnsight_engine.vllm_backend.traces.errors import SandboxedError
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
 from nnsight_engine.vllm_backend.traces.names import Names
@@ -77,13 +78,13 @@ _OUTSIDE = _Outside()
 def _points(setup: Mapping[str, Any]) -> ModelPoints:
     """Return the points of a tree of stand-ins."""
     model = tree([tuple(entry) for entry in setup["modules"]], 0, _OUTSIDE, {})
-    family = family_named(setup["class_name"], setup["architectures"])
-    layers = tuple(model.get_submodule(family.layers).children())
-    family = fitting(family, layers)
+    layout = ModelLayout.from_plain(setup["layout"])
+    family = layout.family
+    layers = tuple(model.get_submodule(family.layers).children()) if family.layers else ()
     has_norm = family.final_norm in dict(model.named_modules(remove_duplicate=False))
     return ModelPoints(
         model=model,
-        family=family,
+        layout=layout,
         layers=layers,
         local_layers=range(len(layers)),
         final_norm=model.get_submodule(family.final_norm) if has_norm else None,

@@ -45,7 +45,7 @@ from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from nnsight_engine.vllm_backend.families import ModelPoints
+    from nnsight_engine.vllm_backend.model_points import ModelPoints
     from nnsight_engine.vllm_backend.traces.request import TraceSpan
     from nnsight_engine.vllm_backend.traces.stages.links import Channel
 

@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 
     from nnsight_engine.envoys.envoy import Envoy
     from nnsight_engine.vllm_backend.compat import EngineLimits
-    from nnsight_engine.vllm_backend.families import ModelPoints
+    from nnsight_engine.vllm_backend.model_points import ModelPoints
     from nnsight_engine.vllm_backend.traces.request import TraceSpan
     from nnsight_engine.vllm_backend.traces.stages.links import Channel
 

@@ -1,0 +1,108 @@
+"""Location of the points in one model: the same in all of its workers, in sandboxes and on clients.
+
+Blocks of one model may differ: hybrids mix attention and recurrence, and dense blocks come before blocks of
+experts. So each block has its own leaves and sizes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from nnsight_engine.core.model_spec import PATTERN_LEAF
+from nnsight_engine.vllm_backend.families import ROUTER, EngineFamily, HookSpec
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockPoints:
+    """Points within one block; sizes are those of the whole model, not of a rank.
+
+    Attributes:
+        leaves: Location of each leaf.
+        kernel: Path, relative to the block, of vLLM's ``Attention``; empty if the block has none.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads.
+        head_dim: Width of a head; 0 without ``attn.heads``.
+        inner_size: Width of ``mlp.act``; 0 without it.
+        num_experts: Width of ``moe.router``; 0 without it.
+    """
+
+    leaves: Mapping[str, HookSpec]
+    kernel: str = ""
+    num_heads: int = 0
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    inner_size: int = 0
+    num_experts: int = 0
+
+    @property
+    def attention(self) -> str:
+        """Path of the attention module, relative to the block; empty if there is none."""
+        return self.kernel.rpartition(".")[0]
+
+    @property
+    def mlp(self) -> str:
+        """Path of the MLP, relative to the block; empty if there is no module of its own."""
+        if "mlp.input" not in self.leaves or "mlp.output" not in self.leaves:
+            return ""
+        first, last = self.leaves["mlp.input"].path, self.leaves["mlp.output"].path
+        return first if first == last else ""
+
+    @property
+    def has_pattern(self) -> bool:
+        """Whether attention's probabilities can be computed from its queries and keys."""
+        return bool(self.kernel) and "attn.k" in self.leaves
+
+    def shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """Return the shape of one position's value at each leaf, the pattern included."""
+        queries, keys = (self.num_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
+        inner = (self.inner_size,)
+        of_leaf = {
+            "attn.q": queries,
+            "attn.heads": queries,
+            "attn.k": keys,
+            "attn.v": keys,
+            "mlp.gate": inner,
+            "mlp.up": inner,
+            "mlp.act": inner,
+            ROUTER: (self.num_experts,),
+        }
+        shapes = {leaf: of_leaf.get(leaf, (hidden_size,)) for leaf in self.leaves}
+        return shapes | ({PATTERN_LEAF: (self.num_heads, -1)} if self.has_pattern else {})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelLayout:
+    """Location of a model's points.
+
+    Attributes:
+        family: The paths of the model's parts, and the form of the residual stream.
+        blocks: The points within each block, in order.
+    """
+
+    family: EngineFamily
+    blocks: tuple[BlockPoints, ...]
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the layout as JSON values; blocks that are alike are listed once."""
+        kinds: list[BlockPoints] = []
+        for block in self.blocks:
+            if block not in kinds:
+                kinds.append(block)
+        # The table's leaves are those of the blocks.
+        family = dataclasses.replace(self.family, leaves={})
+        return {
+            "family": msgspec.to_builtins(family),
+            "kinds": [msgspec.to_builtins(kind) for kind in kinds],
+            "blocks": [kinds.index(block) for block in self.blocks],
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> ModelLayout:
+        """Return the layout from the result of ``to_plain``."""
+        kinds = [msgspec.convert(kind, BlockPoints) for kind in plain["kinds"]]
+        family = msgspec.convert(plain["family"], EngineFamily)
+        return cls(family, tuple(kinds[index] for index in plain["blocks"]))

@@ -1,0 +1,362 @@
+"""The points of one loaded model: a family's table, or what its structure showed, resolved against it.
+
+The runner builds it once after the weights are loaded, and places taps and hooks with it.
+
+Invariant: every leaf that ``leaf_specs`` lists can be located on every layer that it names and this rank
+holds, and the tensor that ``view`` returns shares memory with the tensor that the module computes with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Final, Protocol, cast
+
+import torch
+
+from nnsight_engine.core.model_spec import PATTERN_LEAF, LeafSpec
+from nnsight_engine.plans.step.stage import Stage
+from nnsight_engine.vllm_backend.families import (
+    ROUTER,
+    SHARDED_LEAVES,
+    EngineFamily,
+    HookSpec,
+    UnsupportedModelError,
+    family_named,
+)
+from nnsight_engine.vllm_backend.model_layout import BlockPoints, ModelLayout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import nn
+
+VALUE_OPERATIONS: Final = ("steer", "ablate", "patch", "capture", "probe")
+"""Operations supported at every point whose value is a vector."""
+
+_QKV: Final = ("q", "k", "v")
+_POOLING_ADAPTERS: Final = "vllm.model_executor.models.adapters"
+"""The module whose classes pool the hidden states of other models."""
+
+Blocks = dict[int, BlockPoints]
+"""The blocks that a pipeline stage holds, by layer."""
+
+
+class TextConfig(Protocol):
+    """The fields read from a Hugging Face text config (``ModelConfig.hf_text_config``)."""
+
+    architectures: list[str] | None
+    hidden_size: int
+    num_attention_heads: int
+    vocab_size: int
+
+
+class _Linear(Protocol):
+    input_size: int
+    output_size: int
+
+
+class _CausalModel(Protocol):
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelPoints:
+    """The layout of one loaded model, with its modules; sizes are those of the whole model, not of a rank.
+
+    Attributes:
+        model: The model as vLLM loaded it.
+        layout: The location of the points.
+        layers: All blocks of the model in order; blocks of other pipeline stages are vLLM's placeholders.
+        local_layers: Indices of the blocks that this pipeline stage holds.
+        final_norm: The final norm, or None if the model has none.
+        project_out: Projection between the final norm and the unembedding, or None.
+        tensor_parallel_size: Number of ranks that share each layer.
+        generates: Whether it generates tokens, and has an unembedding.
+    """
+
+    model: nn.Module
+    layout: ModelLayout
+    layers: tuple[nn.Module, ...]
+    local_layers: range
+    final_norm: nn.Module | None
+    project_out: nn.Module | None
+    hidden_size: int
+    vocab_size: int
+    tensor_parallel_size: int
+    generates: bool = True
+
+    @property
+    def family(self) -> EngineFamily:
+        """The paths of the model's parts, and the form of the residual stream."""
+        return self.layout.family
+
+    @property
+    def returns_residual(self) -> bool:
+        """Whether blocks return ``(hidden, residual)`` instead of one tensor."""
+        return self.family.returns_residual
+
+    @property
+    def stage(self) -> Stage:
+        """The part of the model that this worker has."""
+        stop = self.local_layers.stop
+        return Stage(self.local_layers.start, None if stop == len(self.layers) else stop)
+
+    def locate(self, leaf: str, layer: int) -> tuple[nn.Module, HookSpec]:
+        """Return the module that carries ``leaf`` of ``layer``, and the leaf's location in it.
+
+        Args:
+            leaf: A leaf of the block.
+            layer: Index of a block that this pipeline stage holds.
+
+        Raises:
+            LookupError: The block has no such leaf, or this stage does not hold the layer.
+        """
+        if layer not in self.local_layers:
+            held = f"{self.local_layers.start} to {self.local_layers.stop - 1}"
+            raise LookupError(
+                f"this pipeline stage holds layers {held}, got {layer}; ask the stage that has it"
+            )
+        leaves = self.layout.blocks[layer].leaves
+        spec = leaves.get(leaf)
+        if spec is None:
+            raise LookupError(
+                f"the leaf must be one of {', '.join(leaves)}, got {leaf!r}; residual points are taps"
+            )
+        return self.layers[layer].get_submodule(spec.path), spec
+
+    def attention(self, layer: int) -> nn.Module:
+        """Return vLLM's ``Attention`` of a layer that has one, and that this pipeline stage holds."""
+        return self.layers[layer].get_submodule(self.layout.blocks[layer].kernel)
+
+    def value(self, spec: HookSpec, hooked: object) -> torch.Tensor:
+        """Return the tensor from the arguments or the output that a hook received.
+
+        Args:
+            spec: The leaf's location.
+            hooked: A pre-hook's positional arguments (side ``input``) or the module's output.
+
+        Raises:
+            TypeError: The module computes with something else, such as an activation that vLLM quantized
+                together with the activation function.
+        """
+        first = hooked[0] if isinstance(hooked, tuple) and hooked else hooked
+        if not isinstance(first, torch.Tensor):
+            raise TypeError(
+                f"the {spec.side} of {spec.path} must be a tensor, got {type(first).__name__}; "
+                "fused quantization hides this point, serve the model without it"
+            )
+        return first
+
+    def view(self, spec: HookSpec, value: torch.Tensor, layer: int) -> torch.Tensor:
+        """Return the rows of a layer's leaf ``[tokens, *leaf shape]`` as a view into ``value``.
+
+        Writes to the view change ``value``. Only write to views of outputs: an input may be a tensor that the
+        block still needs (OPT-350m's ``mlp.input`` is its residual stream). To change an input, clone it,
+        write to a view of the clone and pass the clone on.
+        """
+        rows = value[0] if self.family.is_batched else value
+        block = self.layout.blocks[layer]
+        if spec.part in _QKV:
+            return self._heads(block, spec.part, rows)
+        if spec.part:
+            start = block.inner_size if spec.part == "up" else 0
+            return rows[..., start : start + block.inner_size]
+        if spec == block.leaves.get("attn.heads"):
+            return _split_last(rows, block.num_heads, block.head_dim)
+        return rows
+
+    def _heads(self, block: BlockPoints, part: str, rows: torch.Tensor) -> torch.Tensor:
+        """Return q, k or v from the fused rows, as ``[tokens, heads, head_dim]``."""
+        index = _QKV.index(part)
+        if self.family.is_qkv_interleaved:
+            return _split_last(rows, block.num_heads, len(_QKV), block.head_dim)[..., index, :]
+        heads = (block.num_heads, block.num_kv_heads, block.num_kv_heads)
+        start = sum(heads[:index]) * block.head_dim
+        columns = rows[..., start : start + heads[index] * block.head_dim]
+        return _split_last(columns, heads[index], block.head_dim)
+
+    def lens_logits(self, residual: torch.Tensor) -> torch.Tensor | None:
+        """Return the logits of residual rows, read as if they were the last block's output.
+
+        Applies the final norm, then the model's own unembedding, with the model's logit scales, soft caps and
+        OPT's output projection. Replaced ``forward`` methods and hooks on the modules do not run, so that a
+        lens never triggers other operations. Every tensor-parallel rank must call this together, with the
+        same rows.
+
+        Args:
+            residual: ``[n, hidden]`` in the model's dtype; not changed.
+
+        Returns:
+            ``[n, vocab]``, or None on a rank on which vLLM does not gather logits, or on an early stage.
+        """
+        if not self.stage.is_last:
+            return None
+        model_class = cast("type[_CausalModel]", type(self.model))
+        hidden = residual
+        # The rows were computed under inference mode; this method may be called outside of it.
+        with torch.inference_mode():
+            if self.final_norm is not None:
+                hidden = _plain_forward(self.final_norm, hidden)
+            if self.project_out is not None:
+                hidden = _plain_forward(self.project_out, hidden)
+            return model_class.compute_logits(cast("_CausalModel", self.model), hidden)
+
+    def leaf_specs(self, *, wholes: bool = False) -> tuple[LeafSpec, ...]:
+        """Return the points that this model offers.
+
+        Under tensor parallelism this leaves out the leaves that are sharded over ranks, and the attention
+        patterns, of which each rank could compute only its own heads.
+
+        Args:
+            wholes: Leave nothing out; for traces, which combine the parts of all ranks.
+        """
+        everything = wholes or self.tensor_parallel_size == 1
+        hidden = (self.hidden_size,)
+        specs = []
+        if self.layers:
+            lens = ["logit_lens"] if self.generates and self.family.final_norm else []
+            specs += [
+                LeafSpec("embed.output", hidden, "tap", VALUE_OPERATIONS),
+                LeafSpec("input", hidden, "tap", VALUE_OPERATIONS),
+                LeafSpec("output", hidden, "tap", (*VALUE_OPERATIONS, *lens)),
+            ]
+        specs += [
+            LeafSpec(
+                leaf,
+                shape,
+                "eager",
+                ("capture",) if leaf == PATTERN_LEAF else VALUE_OPERATIONS,
+                None if len(layers) == len(self.layers) else tuple(layers),
+            )
+            for (leaf, shape), layers in self._shaped_leaves().items()
+            if everything or leaf not in {*SHARDED_LEAVES, PATTERN_LEAF}
+        ]
+        if self.final_norm is not None:
+            specs.append(LeafSpec("norm.output", hidden, "tap", VALUE_OPERATIONS))
+        if self.generates:
+            specs.append(LeafSpec("logits", (self.vocab_size,), "tap", VALUE_OPERATIONS))
+            specs.append(LeafSpec("samples", (), "tap", ("capture",)))
+        return tuple(specs)
+
+    def _shaped_leaves(self) -> dict[tuple[str, tuple[int, ...]], list[int]]:
+        """Return the layers that have each leaf in each shape."""
+        found: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+        for layer, block in enumerate(self.layout.blocks):
+            for leaf, shape in block.shapes(self.hidden_size).items():
+                found.setdefault((leaf, shape), []).append(layer)
+        return found
+
+
+def resolve_points(
+    model: nn.Module,
+    config: TextConfig,
+    *,
+    tensor_parallel_size: int = 1,
+    generates: bool = True,
+    find: Callable[[], EngineFamily] | None = None,
+    gather: Callable[[Blocks], Sequence[Blocks]] = lambda blocks: [blocks],
+) -> ModelPoints:
+    """Resolve the points of a loaded vLLM model.
+
+    Args:
+        model: The model that vLLM's loader returned.
+        config: Its text config, ``ModelConfig.hf_text_config``.
+        tensor_parallel_size: Number of ranks that share each layer.
+        generates: Whether it generates tokens, rather than pools its hidden states.
+        find: Finds the parts of a model of no table; None to refuse it.
+        gather: Returns the blocks of all pipeline stages.
+
+    Raises:
+        UnsupportedModelError: No table matches the model.
+    """
+    name, architectures = served_class(model).__name__, config.architectures or []
+    family = family_named(name, architectures)
+    if family is None and find is not None:
+        family = find()
+    if family is None:
+        raise UnsupportedModelError.unknown(name, architectures)
+    if family.sums_at_once and tensor_parallel_size > 1:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} with --tensor-parallel-size is not supported: no rank has the outputs "
+            "of attention and MLP, which are summed before they are reduced"
+        )
+    layers = tuple(model.get_submodule(family.layers).children()) if family.layers else ()
+    # vLLM's placeholders for blocks of other pipeline stages contain no modules.
+    held = [index for index, layer in enumerate(layers) if next(layer.children(), None) is not None]
+    if family.layers and not held:
+        raise UnsupportedModelError(f"{type(model).__name__} has no decoder blocks at {family.layers}")
+    own = {index: _block_points(layers[index], family, config) for index in held}
+    blocks = {layer: block for part in gather(own) for layer, block in part.items()}
+    return ModelPoints(
+        model=model,
+        layout=ModelLayout(family, tuple(blocks[layer] for layer in sorted(blocks))),
+        layers=layers,
+        local_layers=range(held[0], held[-1] + 1) if held else range(0),
+        final_norm=_optional_module(model, family.final_norm) if family.final_norm else None,
+        project_out=_optional_module(model, family.project_out) if family.project_out else None,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        tensor_parallel_size=tensor_parallel_size,
+        generates=generates,
+    )
+
+
+def _block_points(block: nn.Module, family: EngineFamily, config: TextConfig) -> BlockPoints:
+    """Return the points of a block: those leaves of the table whose modules the block has."""
+    modules = dict(block.named_modules(remove_duplicate=False))
+    leaves = {
+        leaf: spec
+        for leaf, spec in family.leaves.items()
+        if spec.path in modules and (not spec.needs or spec.needs in modules)
+    }
+    num_heads = config.num_attention_heads
+    # Sizes are read from the projections, since configs differ in which sizes they state and under which
+    # names.
+    return BlockPoints(
+        leaves=leaves,
+        kernel=family.kernel if family.kernel in modules else "",
+        num_heads=num_heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+        head_dim=_input_size(block, leaves["attn.heads"]) // num_heads if "attn.heads" in leaves else 0,
+        inner_size=_input_size(block, leaves["mlp.act"]) if "mlp.act" in leaves else 0,
+        num_experts=_output_size(block, leaves[ROUTER]) if ROUTER in leaves else 0,
+    )
+
+
+def served_class(model: nn.Module) -> type:
+    """Return a model's class, without the subclass that vLLM makes of it to pool its hidden states."""
+    return next(kind for kind in type(model).__mro__ if kind.__module__ != _POOLING_ADAPTERS)
+
+
+def _optional_module(model: nn.Module, path: str) -> nn.Module | None:
+    """Return the module at ``path``, or None if the model sets the attribute to None."""
+    parent, _, name = path.rpartition(".")
+    module: nn.Module | None = getattr(model.get_submodule(parent), name)
+    return module
+
+
+def base_module(module: nn.Module) -> nn.Module:
+    """Return the projection inside vLLM's wrapper for LoRA adapters, or the module itself."""
+    base: nn.Module | None = getattr(module, "base_layer", None)
+    return module if base is None else base
+
+
+def _input_size(block: nn.Module, spec: HookSpec) -> int:
+    """Return the whole-model input width of one of vLLM's linear layers."""
+    return cast("_Linear", base_module(block.get_submodule(spec.path))).input_size
+
+
+def _output_size(block: nn.Module, spec: HookSpec) -> int:
+    """Return the whole-model output width of one of vLLM's linear layers."""
+    return cast("_Linear", block.get_submodule(spec.path)).output_size
+
+
+def _plain_forward(module: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """Run ``forward`` of the module's class, without replacements and hooks of this instance."""
+    result = type(module).forward(module, rows)
+    return cast("torch.Tensor", result[0] if isinstance(result, tuple) else result)
+
+
+def _split_last(rows: torch.Tensor, *sizes: int) -> torch.Tensor:
+    """Split the last axis into several; the result is a view, whatever the strides."""
+    return rows.view(*rows.shape[:-1], *sizes)
