@@ -117,6 +117,13 @@ def serve(  # noqa: PLR0913 - one argument for each option
             "uncompiled."
         ),
     ] = None,
+    points: Annotated[
+        str | None,
+        _option(
+            "Models that have points: any (the default: the residual stream of a model without a table is "
+            "found by its structure, and proved at start) or strict (models with a table)."
+        ),
+    ] = None,
     vllm_version_check: Annotated[
         str | None,
         _option(
@@ -161,6 +168,7 @@ def serve(  # noqa: PLR0913 - one argument for each option
                 port=port,
                 sandbox=sandbox,
                 taps=taps,
+                points=points,
                 vllm_version_check=vllm_version_check,
                 local_engine=local_engine or None,
                 local_engine_device=local_engine_device,

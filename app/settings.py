@@ -177,6 +177,11 @@ class Settings(BaseSettings):
         description="Points of the residual stream with taps in the compiled model: `all`, `off`, or "
         "points such as `layers.4:20.output`.",
     )
+    points: Literal["any", "strict"] = Field(
+        default="any",
+        description="Models that have points: `any` decoder, whose residual stream is found by its "
+        "structure if there is no table for it; or `strict`: those with a table.",
+    )
     vllm_version_check: VersionCheck = Field(
         default="auto",
         description="What happens with a version of vLLM that is not known. `auto`: it is refused if a name "

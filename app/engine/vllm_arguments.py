@@ -75,6 +75,7 @@ def engine_arguments(args: argparse.Namespace, settings: Settings) -> AsyncEngin
         fair_window_s=settings.fair_window_s,
         fair_step=settings.fair_step,
         taps=settings.taps,
+        points=settings.points,
     )
     options = engine_options(limits)
     options["additional_config"] = {

@@ -33,6 +33,8 @@ CONFIG_KEY: Final = "nnsight_engine"
 """Key of this project's entry in vLLM's ``additional_config``, which is part of the compile cache's key."""
 
 WORKER_CLASS: Final = "nnsight_engine.vllm_backend.worker.InterventionWorker"
+ANY: Final = "any"
+STRICT: Final = "strict"
 _RAY_EXECUTOR: Final = "nnsight_engine.vllm_backend.ray_executor.ClusterExecutor"
 SCHEDULER_CLASS: Final = "nnsight_engine.vllm_backend.scheduler.InterventionScheduler"
 _RESULTS_ATTRIBUTE: Final = "nnsight_engine_results"
@@ -66,6 +68,7 @@ class EngineLimits:
         fair_step: Maximum duration of a step, as a multiple of the shortest step's, while a tenant within its
             share is active beside one that is not.
         taps: Points of the residual stream that have taps, see ``chosen_taps``.
+        points: Which models have points: ``any`` decoder, or ``strict`` for those of the tables.
     """
 
     max_capture_bytes_per_request: int = 256 * 1024 * 1024
@@ -85,6 +88,7 @@ class EngineLimits:
     fair_window_s: float = 5.0
     fair_step: float = 1.25
     taps: str = ALL_TAPS
+    points: str = ANY
 
     def __post_init__(self) -> None:
         """Check the choice of the sandbox; raises UnsupportedOptionError."""

@@ -10,7 +10,10 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Mapping, Sequence
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+if TYPE_CHECKING:
+    import torch
 
 Part = Literal["", "q", "k", "v", "gate", "up"]
 
@@ -71,7 +74,8 @@ class EngineFamily:
         kernel: Path, relative to the layer, of vLLM's ``Attention``, which receives queries and keys; empty
             if it is not known.
         project_out: Path of a projection between the final norm and the unembedding, or empty.
-        hidden_index: Position of the hidden states among the arguments of a block's ``forward``.
+        hidden_index: Position of the hidden states among the parameters of a block's ``forward``.
+        hidden_name: Name of that parameter, which some models use to call blocks.
         returns_none: Whether blocks return ``(stream, None)``.
         returns_residual: Whether blocks return ``(hidden, residual)``, whose sum is the residual stream.
             Otherwise blocks take and return the residual stream itself, as one tensor.
@@ -95,6 +99,7 @@ class EngineFamily:
     architectures: tuple[str, ...] = ()
     project_out: str = ""
     hidden_index: int = 0
+    hidden_name: str = "hidden_states"
     returns_none: bool = False
     returns_residual: bool = False
     has_unused_residual: bool = False
@@ -102,6 +107,26 @@ class EngineFamily:
     is_batched: bool = False
     is_qkv_interleaved: bool = False
     is_kernel_bare: bool = False
+
+    def hidden_key(self, args: Sequence[Any]) -> int | str:
+        """Return where a call of a block has the hidden states: their position, or their name."""
+        return self.hidden_index if self.hidden_index < len(args) else self.hidden_name
+
+    def hidden_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
+        """Return the hidden states among the arguments of a call of a block."""
+        key = self.hidden_key(args)
+        hidden: torch.Tensor = args[key] if isinstance(key, int) else kwargs[key]
+        return hidden
+
+    def residual_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+        """Return the stream's second tensor among the arguments of a call of a block; None without it."""
+        if not self.returns_residual:
+            return None
+        key = self.hidden_key(args)
+        if isinstance(key, int) and key + 1 < len(args):
+            residual: torch.Tensor | None = args[key + 1]
+            return residual
+        return kwargs.get("residual")
 
 
 def _leaves(*, attention: str, qkv: str, out: str, mlp: str, up: str, down: str) -> dict[str, HookSpec]:

@@ -46,7 +46,6 @@ class TextConfig(Protocol):
 
     architectures: list[str] | None
     hidden_size: int
-    num_attention_heads: int
     vocab_size: int
 
 
@@ -309,7 +308,7 @@ def _block_points(block: nn.Module, family: EngineFamily, config: TextConfig) ->
         for leaf, spec in family.leaves.items()
         if spec.path in modules and (not spec.needs or spec.needs in modules)
     }
-    num_heads = config.num_attention_heads
+    num_heads: int = getattr(config, "num_attention_heads", 0)  # a model without attention states none
     # Sizes are read from the projections, since configs differ in which sizes they state and under which
     # names.
     return BlockPoints(

@@ -25,6 +25,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from nnsight_engine.plans.step.plan import StepPlan
 
 if TYPE_CHECKING:
+    from nnsight_engine.vllm_backend.families import EngineFamily
     from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 
 CONTEXT_KEY: Final = "nnsight_engine_step"
@@ -39,16 +40,15 @@ class TapStep:
     Args:
         plan: The plan of the declarative requests; None for none.
         dispatcher: Connects the blocks of traced requests with the model; None if the step has no blocks.
+        returns_none: Whether layers return ``(stream, None)``, which blocks then see.
     """
 
-    __slots__ = (
-        "_dispatcher",
-        "_plan",
-        "_planned",
-        "_served",
-    )
+    __slots__ = ("_dispatcher", "_plan", "_planned", "_returns_none", "_served")
 
-    def __init__(self, plan: StepPlan | None, dispatcher: TraceDispatcher | None) -> None:
+    def __init__(
+        self, plan: StepPlan | None, dispatcher: TraceDispatcher | None, *, returns_none: bool = False
+    ) -> None:
+        self._returns_none = returns_none
         self._plan = plan
         self._planned = frozenset[int]() if plan is None else plan.taps()
         self._dispatcher = dispatcher
@@ -69,7 +69,8 @@ class TapStep:
         self.run_plan(tap, hidden, residual)
         dispatcher = self._served
         if dispatcher is not None:
-            dispatcher.at_tap(tap, hidden if residual is None else (hidden, residual))
+            is_single = residual is None and not (tap and self._returns_none)
+            dispatcher.at_tap(tap, hidden if is_single else (hidden, residual))
 
     def run_plan(self, tap: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Run the plan's operations at a tap, or at the location of a tap that is not installed."""
@@ -119,12 +120,12 @@ direct_register_custom_op(
 )
 
 
-def install_taps(layers: Sequence[nn.Module], hidden_index: int, taps: Collection[int]) -> None:
+def install_taps(layers: Sequence[nn.Module], family: EngineFamily, taps: Collection[int]) -> None:
     """Install taps after layers, and before the first layer.
 
     Args:
         layers: The decoder layers, in order.
-        hidden_index: Position of the hidden states among the arguments of a layer's ``forward``.
+        family: The form of the residual stream.
         taps: Numbers of the taps to install: 0 before the first layer, i + 1 after layer i.
     """
     for index, layer in enumerate(layers):
@@ -132,7 +133,7 @@ def install_taps(layers: Sequence[nn.Module], hidden_index: int, taps: Collectio
             layer.forward = _tapped(layer.forward, index)
     if 0 in taps:
         first = layers[0]
-        first.forward = _tapped_at_start(first.forward, hidden_index)
+        first.forward = _tapped_at_start(first.forward, family)
 
 
 def drop_unused_residuals(layers: Sequence[nn.Module]) -> None:
@@ -143,21 +144,20 @@ def drop_unused_residuals(layers: Sequence[nn.Module]) -> None:
 
 @contextlib.contextmanager
 def untapped(
-    layers: Sequence[nn.Module], hidden_index: int, taps: Collection[int], step: TapStep
+    layers: Sequence[nn.Module], family: EngineFamily, taps: Collection[int], step: TapStep
 ) -> Iterator[None]:
     """Run the plan at residual points without installed taps, by hooks, during one uncompiled forward pass.
 
     Args:
         layers: The decoder layers, in order.
-        hidden_index: See ``install_taps``.
+        family: The form of the residual stream.
         taps: Numbers of the missing taps.
         step: The step's operations.
     """
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if step.is_models_own():
-            hidden = args[hidden_index] if hidden_index < len(args) else kwargs["hidden_states"]
-            step.run_plan(0, hidden, None)
+            step.run_plan(0, family.hidden_of(args, kwargs), None)
 
     def after(tap: int, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         if step.is_models_own():
@@ -187,19 +187,20 @@ def _tapped(forward: Callable[..., Any], index: int) -> Callable[..., Any]:
 
     def tapped_forward(*args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
-        if isinstance(output, tuple):
-            torch.ops.nnsight_engine.tap_pair(output[0], output[1], tap)
-        else:
+        if not isinstance(output, tuple):
             torch.ops.nnsight_engine.tap_single(output, tap)
+        elif output[1] is None:
+            torch.ops.nnsight_engine.tap_single(output[0], tap)
+        else:
+            torch.ops.nnsight_engine.tap_pair(output[0], output[1], tap)
         return output
 
     return tapped_forward
 
 
-def _tapped_at_start(forward: Callable[..., Any], position: int) -> Callable[..., Any]:
+def _tapped_at_start(forward: Callable[..., Any], family: EngineFamily) -> Callable[..., Any]:
     def tapped_forward(*args: Any, **kwargs: Any) -> Any:
-        hidden = args[position] if position < len(args) else kwargs["hidden_states"]
-        torch.ops.nnsight_engine.tap_single(hidden, 0)
+        torch.ops.nnsight_engine.tap_single(family.hidden_of(args, kwargs), 0)
         return forward(*args, **kwargs)
 
     return tapped_forward

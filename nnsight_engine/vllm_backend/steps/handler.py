@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
 from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.distributed import get_pp_group
 from vllm.forward_context import get_forward_context
 from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -28,6 +31,7 @@ from nnsight_engine.plans.step.host_arena import to_device
 from nnsight_engine.plans.step.plan import StepPlan
 from nnsight_engine.plans.step.stage_results import StageResults
 from nnsight_engine.vllm_backend.compat import (
+    STRICT,
     EngineLimits,
     brings,
     describe_model,
@@ -36,13 +40,14 @@ from nnsight_engine.vllm_backend.compat import (
     params_of,
 )
 from nnsight_engine.vllm_backend.hooks import hooked
-from nnsight_engine.vllm_backend.model_points import resolve_points
+from nnsight_engine.vllm_backend.model_points import Blocks, resolve_points
 from nnsight_engine.vllm_backend.steps.graphs import StepGraphs, cut_at_taps
 from nnsight_engine.vllm_backend.steps.outcome import StepOutcome
 from nnsight_engine.vllm_backend.steps.stage_transport import take_results, with_results
 from nnsight_engine.vllm_backend.steps.step import Step
 from nnsight_engine.vllm_backend.steps.trace_reports import TraceReports
 from nnsight_engine.vllm_backend.steps.worker_state import WorkerState
+from nnsight_engine.vllm_backend.structure import found_family
 from nnsight_engine.vllm_backend.taps import (
     CONTEXT_KEY,
     TapStep,
@@ -56,6 +61,11 @@ from nnsight_engine.vllm_backend.traces.placement import traces_of_worker
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
 from nnsight_engine.vllm_backend.traces.step_facts import StepFacts
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
+
+if TYPE_CHECKING:
+    from nnsight_engine.vllm_backend.families import EngineFamily
+
+_LOG: Final = logging.getLogger(__name__)
 
 ModelOutput = Any
 """Hidden states ``[rows, hidden]``, in a tuple with those of inner layers where a draft model reads them; on
@@ -103,13 +113,15 @@ class StepHandler:
             config.model_config.hf_text_config,
             tensor_parallel_size=parallel.tensor_parallel_size,
             generates=config.model_config.runner_type != "pooling",
+            find=None if limits.points == STRICT else partial(_found, model, config, device),
+            gather=_of_all_stages,
         )
         self.taps: frozenset[int] = frozenset()
         if points.family.has_unused_residual:
             drop_unused_residuals([points.layers[layer] for layer in points.local_layers])
-        if has_taps:
+        if has_taps and points.layers:
             self.taps = frozenset(filter(points.stage.has, chosen_taps(limits.taps, len(points.layers))))
-            install_taps(points.layers, points.family.hidden_index, self.taps)
+            install_taps(points.layers, points.family, self.taps)
         self.counts = EngineCounts()
         self.traces = traces_of_worker(points, config, limits)
         self.reports = TraceReports(self.traces)
@@ -240,15 +252,16 @@ class StepHandler:
         if plan is None and not traced:
             return self.plain_forward(run)
         context = get_forward_context()
-        tap_step = TapStep(plan, self.traces.dispatcher if traced else None)
+        points = self.interventions.points
+        dispatcher = self.traces.dispatcher if traced else None
+        tap_step = TapStep(plan, dispatcher, returns_none=points.family.returns_none)
         context.additional_kwargs[CONTEXT_KEY] = tap_step
         with contextlib.ExitStack() as stack:
             missing = set() if plan is None else plan.taps() - self.taps
             if plan is not None and (missing or plan.hook_sites()):
                 _call_modules(context)
-                points = self.interventions.points
                 stack.enter_context(hooked(points, plan, tap_step.is_models_own))
-                stack.enter_context(untapped(points.layers, points.family.hidden_index, missing, tap_step))
+                stack.enter_context(untapped(points.layers, points.family, missing, tap_step))
             output = self._traced_forward(step, run, context) if traced else run()
         received = self._from_stages
         is_uncompiled = context.skip_compiled or any(one.is_uncompiled for one in received)
@@ -371,6 +384,26 @@ class StepHandler:
 def _uncompiled(*_: Any) -> None:
     """Forward pre-hook: run the model's modules one by one."""
     _call_modules(get_forward_context())
+
+
+def _found(model: nn.Module, config: VllmConfig, device: torch.device) -> EngineFamily:
+    """Return the parts of a model of no table, and log what was seen."""
+    found = found_family(model, config, device)
+    _LOG.warning(
+        "%s has no table of points: they are found by the model's structure; %s",
+        type(model).__name__,
+        "; ".join(found.remarks),
+    )
+    return found.family
+
+
+def _of_all_stages(own: Blocks) -> list[Blocks]:
+    """Return the blocks of all pipeline stages."""
+    group = get_pp_group()
+    found: list[Any] = [own] * group.world_size
+    if group.world_size > 1:
+        torch.distributed.all_gather_object(found, own, group=group.cpu_group)
+    return found
 
 
 def _call_modules(context: Any) -> None:

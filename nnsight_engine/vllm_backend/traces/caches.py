@@ -170,12 +170,13 @@ class EngineCacheView(CacheView):
         family = points.family
         if prefix == _NORM or prefix.count(".") == 1:
             entry = self._entry()
+            if side == "input" and prefix != _NORM:
+                _ = entry.inputs  # raises, with advice, if there are none
+                given = entry.values["input"]
+                pairs = [(family.hidden_of(*one), family.residual_of(*one)) for one in given]
+                return _each(pairs, lambda pair: _tensor(pair, family, is_stream=True))
             is_stream = family.returns_residual and (prefix != _NORM or side == "input")
-            index = family.hidden_index if side == "input" and prefix != _NORM else 0
-            return _each(
-                _values(entry, side),
-                lambda value: _tensor(value, index if is_stream else 0, family, is_stream=is_stream),
-            )
+            return _each(_values(entry, side), lambda value: _tensor(value, family, is_stream=is_stream))
         _, layer, group = prefix.split(".", 2)
         here = self
         if f"{group}.{side}" == ATTENTION_INPUT:  # attention has more arguments, in varying order
@@ -183,7 +184,7 @@ class EngineCacheView(CacheView):
             path = f"{points.root.path}.{family.layers}.{layer}.{projection}"
             here = type(self)(self._cache, path, None)
         values = _values(here._entry(), side)  # noqa: SLF001 - a view like this one
-        return _each(values, lambda value: _tensor(value, 0, family, is_stream=False))
+        return _each(values, lambda value: _tensor(value, family, is_stream=False))
 
 
 def _values(entry: Entry, side: str) -> list[Any]:
@@ -200,11 +201,11 @@ def _each(values: list[Any], form: Callable[[Any], Any]) -> Any:
     return formed[0] if len(formed) == 1 else formed
 
 
-def _tensor(value: Any, index: int, family: EngineFamily, *, is_stream: bool) -> torch.Tensor:
+def _tensor(value: Any, family: EngineFamily, *, is_stream: bool) -> torch.Tensor:
     """Return the single tensor of a value that a standard name refers to."""
     several = value if isinstance(value, tuple) else (value,)
-    first: torch.Tensor = several[index]
-    second = several[index + 1] if is_stream and len(several) > index + 1 else None
+    first: torch.Tensor = several[0]
+    second = several[1] if is_stream and len(several) > 1 else None
     if second is not None:
         first = first + second
     return first[0] if family.is_batched else first

@@ -30,39 +30,34 @@ from nnsight_engine.vllm_backend.traces.rows import zeros_of
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.architectures.table import Side
+    from nnsight_engine.vllm_backend.families import EngineFamily
     from nnsight_engine.vllm_backend.model_points import ModelPoints
     from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StreamPoint:
-    """The residual stream where vLLM carries it as two consecutive tensors.
+    """The output of a block that returns the residual stream as two tensors.
 
     Attributes:
         name: The point's name.
         envoy: The module.
-        side: The module's input or output.
-        index: Index of the first tensor. The second is None where the model has only one so far.
         shape: See ``PointAccess``.
     """
 
     name: str
     envoy: Envoy
-    side: Side
-    index: int
     shape: tuple[int, ...]
 
     def read(self) -> torch.Tensor:
         """Wait for the tensors and return their sum; in-place edits of the sum reach the model."""
-        value = self._value()
-        hidden, residual = self._pair(value)
-        if residual is None:
-            return hidden
+        hidden, residual, *rest = self.envoy.output
         with torch.inference_mode(mode=False):  # inference tensors have no version counter
-            stream = hidden + residual
+            stream: torch.Tensor = hidden + residual
         mediator = self.envoy.interleaver.current
         if mediator is not None:
-            mediator.transform = PointEdit(self.name, mediator, stream, lambda: self._with(value, stream))
+            replaced = (stream, torch.zeros_like(residual), *rest)
+            mediator.transform = PointEdit(self.name, mediator, stream, lambda: replaced)
         return stream
 
     def write(self, value: torch.Tensor) -> None:
@@ -76,27 +71,46 @@ class StreamPoint:
                 f"{self.name} takes a tensor [tokens, {self.shape[-1]}], got {type(value).__name__}; to "
                 "change some of it, edit in place: output[:] = ..."
             )
-        if self.side == "output":
-            # The current value is not read first: a prompt may be computed in chunks.
-            self.envoy.output = (value, zeros_of(value))
+        # The current value is not read first: a prompt may be computed in chunks.
+        self.envoy.output = (value, zeros_of(value))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EntryPoint:
+    """The residual stream as the first block receives it, where no tap lies.
+
+    Attributes:
+        name: The point's name.
+        envoy: The first block.
+        family: The form of the stream.
+        shape: See ``PointAccess``.
+    """
+
+    name: str
+    envoy: Envoy
+    family: EngineFamily
+    shape: tuple[int, ...]
+
+    def read(self) -> torch.Tensor:
+        """Wait for the value and return it as a view."""
+        hidden = self.family.hidden_of(*self.envoy.inputs)
+        return hidden[0] if self.family.is_batched else hidden
+
+    def write(self, value: torch.Tensor) -> None:
+        """Wait for the arguments and replace the stream among them.
+
+        Raises:
+            PointValueError: ``value`` is not a tensor.
+        """
+        if not isinstance(value, torch.Tensor):
+            raise PointValueError(f"{self.name} takes a tensor, got {type(value).__name__}")
+        args, kwargs = self.envoy.inputs
+        whole = value[None] if self.family.is_batched else value
+        key = self.family.hidden_key(args)
+        if isinstance(key, int):
+            self.envoy.inputs = ((*args[:key], whole, *args[key + 1 :]), kwargs)
         else:
-            self.envoy.inputs = self._with(self.envoy.inputs, value)
-
-    def _value(self) -> Any:
-        return self.envoy.inputs if self.side == "input" else self.envoy.output
-
-    def _pair(self, value: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        tensors = value[0] if self.side == "input" else value
-        hidden, residual = (*tensors, None)[self.index : self.index + 2]
-        return hidden, residual
-
-    def _with(self, value: Any, stream: torch.Tensor) -> Any:
-        """Return a copy of a value with another residual stream."""
-        tensors = value[0] if self.side == "input" else value
-        _, residual = self._pair(value)
-        pair = (stream,) if residual is None else (stream, torch.zeros_like(residual))
-        replaced = (*tensors[: self.index], *pair, *tensors[self.index + len(pair) :])
-        return (replaced, value[1]) if self.side == "input" else replaced
+            self.envoy.inputs = (args, {**kwargs, key: whole})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -184,11 +198,11 @@ class WorkerPoints(EnginePoints):
             point = ModulePoint(name, start, "output", self._rows(), shape)
             return OutputPoint(point, self.family.is_batched, returns_none=False)
         envoy = self.raw(f"{self.family.layers}.{layer}")
-        if self.family.returns_residual:
-            return StreamPoint(name, envoy, side, self.family.hidden_index if side == "input" else 0, shape)
-        point = ModulePoint(name, envoy, side, self._rows(), shape)
         if side == "input":
-            return point
+            return EntryPoint(name, envoy, self.family, shape)
+        if self.family.returns_residual:
+            return StreamPoint(name, envoy, shape)
+        point = ModulePoint(name, envoy, side, self._rows(), shape)
         return OutputPoint(point, self.family.is_batched, returns_none=self.family.returns_none)
 
     def skipping(self, prefix: str, value: Any) -> Any:
