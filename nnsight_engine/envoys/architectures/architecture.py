@@ -20,6 +20,7 @@ from nnsight_engine.envoys.architectures.part_envoys import (
     SplitMlpLayerEnvoy,
     UpEnvoy,
 )
+from nnsight_engine.envoys.architectures.structure import family_by_structure
 from nnsight_engine.envoys.architectures.table import FAMILIES, ArchitectureFamily, ModulePath
 
 if TYPE_CHECKING:
@@ -128,10 +129,12 @@ class Architecture:
 
 
 def architecture_of(module: torch.nn.Module) -> Architecture | None:
-    """Return the architecture of a transformers model; None for a model of an unknown family."""
-    config: Any = getattr(module, "config", None)
-    family = FAMILIES.get(str(getattr(config, "model_type", "")))
-    if family is None or not _is_from_transformers(module):
+    """Return the architecture of a decoder of transformers, by table or structure; None for other modules."""
+    if not _is_from_transformers(module):
+        return None
+    config: Any = module.config
+    family = FAMILIES.get(config.model_type) or family_by_structure(module)
+    if family is None:
         return None
     body = next((body for body in family.bodies if _layers(module, body, family) is not None), None)
     layers = None if body is None else _layers(module, body, family)
@@ -139,13 +142,14 @@ def architecture_of(module: torch.nn.Module) -> Architecture | None:
         return None
     text: Any = config.get_text_config()
     decoder = module.get_submodule(body)
+    num_heads = getattr(text, "num_attention_heads", 0)  # a model without attention states none
     return Architecture(
         family=family,
         body=body,
         leaves=tuple(_leaves_of(layer, family) for layer in layers),
-        num_heads=text.num_attention_heads,
-        num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-        has_norm=getattr(decoder, family.norm, None) is not None,
+        num_heads=num_heads,
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or num_heads,
+        has_norm=bool(family.norm) and getattr(decoder, family.norm) is not None,
         has_logits=any(hasattr(module, name) for name in _HEADS_OF_MODELS),
         rename=_rename(module, body, family, layers),
         envoys={kind: envoy for layer in layers for kind, envoy in _envoys(layer, family).items()},
@@ -154,13 +158,12 @@ def architecture_of(module: torch.nn.Module) -> Architecture | None:
 
 def missing_for(module: torch.nn.Module) -> str:
     """Return the reason why a module has no standard points, for an error message."""
-    model_type = getattr(getattr(module, "config", None), "model_type", None)
-    known = ", ".join(FAMILIES)
     if not _is_from_transformers(module):
-        return f"it is not a model of the transformers library of the type {known}"
-    if model_type in FAMILIES:
-        return f"its modules are not at the paths of {model_type}"
-    return f"its config's model_type must be one of {known}, got {model_type!r}"
+        return "it is not a model of the transformers library"
+    config: Any = module.config
+    if config.model_type in FAMILIES:
+        return f"its modules are not at the paths of {config.model_type}"
+    return "it has no single list of as many blocks as its config's num_hidden_layers"
 
 
 def _is_from_transformers(module: torch.nn.Module) -> bool:
