@@ -13,7 +13,7 @@ import dataclasses
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 from unittest import mock
 
 import torch
@@ -66,7 +66,30 @@ class _Call:
     is_tuple: bool
 
 
-class ModelRuns:
+class Runs(Protocol):
+    """Runs a model on the same tokens.
+
+    Attributes:
+        model: The model, or one pipeline stage of it.
+        hidden_size: The width of its residual stream.
+        is_last: Whether it has the end of the model.
+    """
+
+    model: nn.Module
+    hidden_size: int
+    is_last: bool
+
+    def output(self) -> torch.Tensor:
+        """Run the model and return its hidden states, ``[tokens, hidden]``; of an early stage, their sum."""
+
+    def noise(self, like: torch.Tensor) -> torch.Tensor:
+        """Return a change of a stream, the same each time, in its shape, dtype and scale."""
+
+    def is_stream(self, value: object) -> bool:
+        """Return whether a value has the shape of the residual stream."""
+
+
+class ModelRuns(Runs):
     """Runs a loaded model on a few tokens, as one step of the engine, without its KV cache.
 
     Args:
@@ -79,6 +102,7 @@ class ModelRuns:
         self.model = model
         self._config = config
         self.hidden_size: int = config.model_config.get_hidden_size()
+        self.is_last = get_pp_group().is_last_rank
         generator = torch.Generator().manual_seed(_SEED)
         vocab_size = min(config.model_config.get_vocab_size(), 1000)
         self._ids = torch.randint(5, vocab_size, (_NUM_TOKENS,), generator=generator).to(device)
@@ -87,7 +111,7 @@ class ModelRuns:
         self._noise = torch.randn(_NUM_TOKENS, self.hidden_size, generator=generator).to(device)
 
     def output(self) -> torch.Tensor:
-        """Run the model and return its hidden states, ``[tokens, hidden]``; of an early stage, their sum."""
+        """Run the model, see ``Runs``."""
         model: Any = self.model
         inputs: dict[str, Any] = {"input_ids": self._ids, "positions": self._positions}
         with (
@@ -111,7 +135,7 @@ class ModelRuns:
         return first.reshape(-1, self.hidden_size).clone()
 
     def noise(self, like: torch.Tensor) -> torch.Tensor:
-        """Return a change of a stream, in its shape, dtype and scale."""
+        """Return a change of a stream, see ``Runs``."""
         scale = float(like.float().std()) or 1.0
         return (self._noise * scale).to(like.dtype).view(like.shape)
 
@@ -124,16 +148,10 @@ class ModelRuns:
         )
 
 
-def found_family(model: nn.Module, config: VllmConfig, device: torch.device) -> Found:
-    """Find the parts of a model that has no table, and prove them.
-
-    Args:
-        model: The model as vLLM loaded it.
-        config: vLLM's configuration.
-        device: The device of the model.
-    """
-    nothing = EngineFamily(NAME, (type(model).__name__,), layers="", final_norm="", leaves={}, kernel="")
-    runs = ModelRuns(model, config, device)
+def found_family(runs: Runs) -> Found:
+    """Find the parts of a model that has no table, and prove them."""
+    name = type(runs.model).__name__
+    nothing = EngineFamily(NAME, (name,), layers="", final_norm="", leaves={}, kernel="")
     try:
         layers, calls, norm = _seen(runs)
     except _UnprovenError as error:
@@ -154,7 +172,7 @@ def found_family(model: nn.Module, config: VllmConfig, device: torch.device) -> 
         return Found(family, (remark, str(error)))
 
 
-def _seen(runs: ModelRuns) -> tuple[str, list[_Call], tuple[str, torch.Tensor] | None]:
+def _seen(runs: Runs) -> tuple[str, list[_Call], tuple[str, torch.Tensor] | None]:
     """Run the model once; return the path of the blocks, their calls, and the module that ends the model.
 
     Raises:
@@ -245,7 +263,7 @@ def _received(output: torch.Tensor | None, following: _Call, layers: str) -> int
     raise _UnprovenError(f"a block of {layers} does not receive the stream that the one before it returned")
 
 
-def _proven(family: EngineFamily, runs: ModelRuns, blocks: Sequence[nn.Module]) -> EngineFamily:
+def _proven(family: EngineFamily, runs: Runs, blocks: Sequence[nn.Module]) -> EngineFamily:
     """Return the family with the role of the second tensor, after changes of the stream."""
     plain = runs.output()
     of_each_kind = {type(block): number for number, block in reversed([*enumerate(blocks)])}
@@ -287,13 +305,13 @@ def _proven(family: EngineFamily, runs: ModelRuns, blocks: Sequence[nn.Module]) 
     return dataclasses.replace(family, has_unused_residual=kinds == {True})
 
 
-def _norm_of(family: EngineFamily, runs: ModelRuns, last: _Call, end: tuple[str, torch.Tensor] | None) -> str:
+def _norm_of(family: EngineFamily, runs: Runs, last: _Call, end: tuple[str, torch.Tensor] | None) -> str:
     """Return the path of the final norm.
 
     Raises:
         _UnprovenError: The module that ends the model is no function of the last block's output.
     """
-    if not get_pp_group().is_last_rank:
+    if not runs.is_last:
         return ""
     if end is None:
         raise _UnprovenError("no module returns the model's hidden states, so that there is no norm.output")
@@ -333,7 +351,7 @@ def _replaced(block: nn.Module, change: Callable[[torch.Tensor, Any], tuple[Any,
 
 
 @contextlib.contextmanager
-def _changed_input(block: nn.Module, family: EngineFamily, runs: ModelRuns) -> Iterator[None]:
+def _changed_input(block: nn.Module, family: EngineFamily, runs: Runs) -> Iterator[None]:
     """Change the stream that the first block receives, in place."""
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

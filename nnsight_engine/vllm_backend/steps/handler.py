@@ -47,7 +47,7 @@ from nnsight_engine.vllm_backend.steps.stage_transport import take_results, with
 from nnsight_engine.vllm_backend.steps.step import Step
 from nnsight_engine.vllm_backend.steps.trace_reports import TraceReports
 from nnsight_engine.vllm_backend.steps.worker_state import WorkerState
-from nnsight_engine.vllm_backend.structure import found_family
+from nnsight_engine.vllm_backend.structure import ModelRuns, found_family
 from nnsight_engine.vllm_backend.taps import (
     CONTEXT_KEY,
     TapStep,
@@ -388,7 +388,7 @@ def _uncompiled(*_: Any) -> None:
 
 def _found(model: nn.Module, config: VllmConfig, device: torch.device) -> EngineFamily:
     """Return the parts of a model of no table, and log what was seen."""
-    found = found_family(model, config, device)
+    found = found_family(ModelRuns(model, config, device))
     _LOG.warning(
         "%s has no table of points: they are found by the model's structure; %s",
         type(model).__name__,

@@ -139,7 +139,13 @@ _WORKER: Final = (
     ),
     _used("vllm.v1.worker.gpu_input_batch:CachedRequestState", read="num_prompt_tokens"),
     _used("vllm.v1.utils:CpuGpuBuffer", read="gpu np"),
-    _used("vllm.forward_context", called={"get_forward_context": ""}),
+    _used(
+        "vllm.forward_context",
+        called={
+            "get_forward_context": "",
+            "set_forward_context": "attn_metadata, vllm_config, *, num_tokens, skip_compiled",
+        },
+    ),
     _used(
         "vllm.forward_context:ForwardContext",
         read="additional_kwargs cudagraph_runtime_mode skip_compiled",
@@ -231,6 +237,7 @@ _MODEL: Final = (
         read="head_size head_size_v impl num_heads num_kv_heads sliding_window",
         called={"forward": "query, key, value"},
     ),
+    _used("vllm.model_executor.layers.attention_layer_base", read="AttentionLayerBase"),
     _used("vllm.model_executor.models.utils", read="PPMissingLayer"),
     _used("vllm.tokenizers", called={"cached_tokenizer_from_config": "model_config"}),
 )

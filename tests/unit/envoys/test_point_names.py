@@ -51,7 +51,7 @@ def test_a_module_of_an_unknown_kind_says_what_is_missing() -> None:
     model = NNsight(torch.nn.Sequential(torch.nn.Linear(2, 2)))
     with pytest.raises(NoStandardPointsError, match="not a model of the transformers library"):
         model.points()
-    with pytest.raises(NoStandardPointsError, match="llama"):
+    with pytest.raises(NoStandardPointsError, match="no standard points"):
         model.points["layers.0.output"]
     assert "embed.output" not in model.points
     assert "no standard points" in repr(model.points)
@@ -59,11 +59,19 @@ def test_a_module_of_an_unknown_kind_says_what_is_missing() -> None:
     assert not hasattr(model, "embed")
 
 
-def test_an_architecture_in_no_table_is_named() -> None:
+def test_a_decoder_of_no_table_has_the_residual_stream() -> None:
     module = build()
     module.config.model_type = "mamba"
+    stream = [f"layers.{layer}.{side}" for layer in range(2) for side in ("input", "output")]
+    assert list(NNsight(module).points) == ["embed.output", *stream, "norm.output", "logits"]
+
+
+def test_a_model_of_another_structure_has_no_points() -> None:
+    module = build()
+    module.config.model_type = "mamba"
+    module.config.num_hidden_layers = 3
     assert architecture_of(module) is None
-    with pytest.raises(NoStandardPointsError, match="'mamba'"):
+    with pytest.raises(NoStandardPointsError, match="num_hidden_layers"):
         NNsight(module).points()
 
 

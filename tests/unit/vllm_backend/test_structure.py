@@ -1,0 +1,239 @@
+"""The residual stream of small decoders of every kind is found, and what is none is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nnsight_engine.vllm_backend.structure import Runs, found_family
+
+TOKENS, WIDTH, NUM_BLOCKS = 8, 16, 4
+
+
+class Norm(nn.Module):
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        stream = hidden if residual is None else hidden + residual
+        normed = nn.functional.rms_norm(stream, (WIDTH,))
+        return normed if residual is None else (normed, stream)
+
+
+class Block(nn.Module):
+    """A block whose ``forward`` is given, of two projections."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.norm = Norm()
+        self.run = run
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        returned: Any = self.run(self, *args, **kwargs)
+        return returned
+
+
+class Decoder(nn.Module):
+    """Embeddings, blocks, and a norm, joined as ``joined`` says."""
+
+    def __init__(
+        self, joined: Callable[[Decoder, torch.Tensor], torch.Tensor], run: Callable[..., Any]
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = nn.Embedding(32, WIDTH)
+        self.layers = nn.ModuleList(Block(run) for _ in range(NUM_BLOCKS))
+        self.norm = Norm()
+        self.joined = joined
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.joined(self, self.embed(ids))
+
+
+class DecoderRuns(Runs):
+    """Runs one of the decoders."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.hidden_size, self.is_last = model, WIDTH, True
+
+    def output(self) -> torch.Tensor:
+        with torch.no_grad():
+            output: torch.Tensor = self.model(torch.arange(TOKENS))
+        return output.reshape(TOKENS, WIDTH).clone()
+
+    def noise(self, like: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(like.shape, generator=torch.Generator().manual_seed(1))
+        scaled: torch.Tensor = noise * float(like.std())
+        return scaled
+
+    def is_stream(self, value: object) -> bool:
+        shapes = {(TOKENS, WIDTH), (1, TOKENS, WIDTH)}
+        return isinstance(value, torch.Tensor) and tuple(value.shape) in shapes
+
+
+def alone(block: Block, hidden: torch.Tensor) -> torch.Tensor:
+    added: torch.Tensor = block.inner(block.norm(hidden))
+    return hidden + added
+
+
+def pair(block: Block, positions: Any, hidden: torch.Tensor, residual: torch.Tensor | None) -> Any:
+    del positions
+    if residual is None:
+        return block.inner(block.norm(hidden)), hidden
+    normed, residual = block.norm(hidden, residual)
+    return block.inner(normed), residual
+
+
+def in_a_row(model: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        hidden = layer(hidden)
+    normed: torch.Tensor = model.norm(hidden)
+    return normed
+
+
+def in_pairs(model: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+    residual = None
+    for layer in model.layers:
+        hidden, residual = layer(None, hidden, residual)
+    normed: torch.Tensor = model.norm(hidden, residual)[0]
+    return normed
+
+
+def named(model: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        hidden = layer(positions=torch.arange(TOKENS), hidden=hidden)
+    normed: torch.Tensor = model.norm(hidden)
+    return normed
+
+
+def batched(model: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+    return in_a_row(model, hidden[None])[0]
+
+
+def beside_none(model: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        hidden, nothing = layer(hidden)
+        assert nothing is None
+    normed: torch.Tensor = model.norm(hidden)
+    return normed
+
+
+def first_of_two(model: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+    residual = None
+    for layer in model.layers:
+        hidden, residual = layer(None, hidden, residual)
+    normed: torch.Tensor = model.norm(hidden)
+    return normed
+
+
+def unused_residual(block: Block, positions: Any, hidden: torch.Tensor, residual: Any) -> Any:
+    del positions, residual
+    return alone(block, hidden), hidden
+
+
+FOUND: dict[str, tuple[Decoder, dict[str, Any]]] = {
+    "one tensor": (Decoder(in_a_row, alone), {}),
+    "a pair": (Decoder(in_pairs, pair), {"returns_residual": True, "hidden_index": 1}),
+    "a batch of one": (Decoder(batched, alone), {"is_batched": True}),
+    "a pair with None": (
+        Decoder(beside_none, lambda block, hidden: (alone(block, hidden), None)),
+        {"returns_none": True},
+    ),
+    "a second tensor that nobody reads": (
+        Decoder(first_of_two, unused_residual),
+        {"returns_residual": True, "has_unused_residual": True, "hidden_index": 1},
+    ),
+    "arguments by name": (
+        Decoder(named, lambda block, positions, hidden: alone(block, hidden)),
+        {"hidden_name": "hidden"},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FOUND)
+def test_the_form_of_the_stream_is_found(kind: str) -> None:
+    model, expected = FOUND[kind]
+    plain = DecoderRuns(model).output()
+    found = found_family(DecoderRuns(model))
+    family = found.family
+    assert (family.layers, family.final_norm) == ("layers", "norm"), found.remarks
+    defaults = {"returns_residual": False, "has_unused_residual": False, "is_batched": False}
+    wanted: dict[str, Any] = {**defaults, "returns_none": False, **expected}
+    assert {name: getattr(family, name) for name in wanted} == wanted
+    assert torch.equal(DecoderRuns(model).output(), plain)
+
+
+def half_a_pair(model: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+    residual = None
+    for layer in model.layers:
+        hidden, residual = layer(None, hidden, residual)
+    normed: torch.Tensor = model.norm(hidden, 0.5 * residual)[0]  # type: ignore[operator] # there are blocks
+    return normed
+
+
+def scaled_between(model: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        hidden = layer(hidden) * 0.9
+    normed: torch.Tensor = model.norm(hidden)
+    return normed
+
+
+def kept_aside(model: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+    first = hidden = model.layers[0](hidden)
+    for layer in [*model.layers][1:]:
+        hidden = layer(hidden)
+    normed: torch.Tensor = model.norm(hidden + first)
+    return normed
+
+
+def all_for_nothing(model: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+    in_a_row(model, hidden)
+    normed: torch.Tensor = model.norm(hidden)
+    return normed
+
+
+def different_each_time(model: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+    return in_a_row(model, hidden + torch.rand(()))
+
+
+def backwards(model: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+    for layer in [*model.layers][::-1]:
+        hidden = layer(hidden)
+    normed: torch.Tensor = model.norm(hidden)
+    return normed
+
+
+@pytest.mark.parametrize(
+    ("joined", "run", "seen"),
+    [
+        (half_a_pair, pair, "not the sum"),
+        (scaled_between, alone, "does not receive the stream"),
+        (all_for_nothing, alone, "does not reach"),
+        (different_each_time, alone, "two runs on the same tokens differ"),
+        (backwards, alone, "no list of blocks passes a stream"),
+        (in_a_row, lambda block, hidden: alone(block, hidden)[:, :3], "no list of blocks passes a stream"),
+    ],
+    ids=lambda value: getattr(value, "__name__", "") or None,
+)
+def test_what_is_no_stream_is_refused(joined: Any, run: Any, seen: str) -> None:
+    if seen.startswith("no list") and joined is in_a_row:
+        joined = narrow
+    found = found_family(DecoderRuns(Decoder(joined, run)))
+    assert found.family.layers == ""
+    assert seen in found.remarks[0]
+
+
+def narrow(model: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        layer(hidden)
+    normed: torch.Tensor = model.norm(hidden)
+    return normed
+
+
+def test_a_model_that_ends_in_more_than_a_norm_has_no_lens() -> None:
+    found = found_family(DecoderRuns(Decoder(kept_aside, alone)))
+    assert found.family.layers == "layers"
+    assert found.family.final_norm == ""
+    assert "no lens" in found.remarks[1]
