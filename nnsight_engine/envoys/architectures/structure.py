@@ -55,7 +55,7 @@ def _containers(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]
     """Yield the modules that may be the decoder, with their paths: the language model's own first."""
     decoder: Any = module.get_decoder() if hasattr(module, "get_decoder") else module  # type: ignore[operator]
     paths = {id(one): path for path, one in module.named_modules()}
-    for one in (decoder, getattr(module, "base_model", module), module):
+    for one in (decoder, getattr(module, "base_model", module), module, *module.children()):
         if id(one) in paths:
             yield paths[id(one)], one
 

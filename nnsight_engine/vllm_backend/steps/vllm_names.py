@@ -316,7 +316,11 @@ _SCHEDULER: Final = (
 )
 
 _CONFIG: Final = (
-    _used("vllm.config", read="CUDAGraphMode CompilationConfig ModelConfig VllmConfig"),
+    _used(
+        "vllm.config",
+        read="CUDAGraphMode CompilationConfig ModelConfig VllmConfig",
+        called={"set_current_vllm_config": "vllm_config"},
+    ),
     _used(
         "vllm.config:VllmConfig",
         read="additional_config compilation_config kv_transfer_config lora_config model_config "
