@@ -72,11 +72,13 @@ class Runs(Protocol):
     Attributes:
         model: The model, or one pipeline stage of it.
         hidden_size: The width of its residual stream.
+        num_layers: The number of its blocks, those of other stages included.
         is_last: Whether it has the end of the model.
     """
 
     model: nn.Module
     hidden_size: int
+    num_layers: int
     is_last: bool
 
     def output(self) -> torch.Tensor:
@@ -102,6 +104,7 @@ class ModelRuns(Runs):
         self.model = model
         self._config = config
         self.hidden_size: int = config.model_config.get_hidden_size()
+        self.num_layers = config.model_config.get_total_num_hidden_layers()
         self.is_last = get_pp_group().is_last_rank
         generator = torch.Generator().manual_seed(_SEED)
         vocab_size = min(config.model_config.get_vocab_size(), 1000)
@@ -125,12 +128,13 @@ class ModelRuns(Runs):
             if not get_pp_group().is_first_rank:
                 dtype = self._config.model_config.dtype
                 received = model.make_empty_intermediate_tensors(_NUM_TOKENS, dtype, self._ids.device)
+                generator = torch.Generator().manual_seed(_SEED)
                 for tensor in received.tensors.values():
-                    tensor.copy_(self._noise)
+                    tensor.copy_(torch.randn(tensor.shape, generator=generator))
                 inputs |= {"intermediate_tensors": received}
             returned = model(**inputs)
         if isinstance(returned, IntermediateTensors):
-            returned = torch.stack(list(returned.tensors.values())).sum(0)
+            returned = torch.stack([one for one in returned.tensors.values() if self.is_stream(one)]).sum(0)
         first: torch.Tensor = returned[0] if isinstance(returned, tuple) else returned
         return first.reshape(-1, self.hidden_size).clone()
 
@@ -216,7 +220,7 @@ def _seen(runs: Runs) -> tuple[str, list[_Call], tuple[str, torch.Tensor] | None
         raise _UnprovenError(
             f"no list of blocks passes a stream [tokens, {runs.hidden_size}] on in order; lists: {lists}"
         )
-    path = max(in_order, key=lambda path: len(in_order[path]))
+    path = max(in_order, key=lambda path: (len(stacks[path]) == runs.num_layers, len(in_order[path])))
     end = next((end for end in ends if torch.equal(end[1].reshape(output.shape), output)), None)
     return path, in_order[path], end
 
@@ -226,7 +230,7 @@ def _called_in_order(stack: Sequence[nn.Module], calls: Sequence[_Call]) -> list
     held = [block for block in stack if next(block.children(), None) is not None]
     members = {id(block) for block in held}
     found = [call for call in calls if id(call.module) in members]
-    return found if len(held) > 1 and [call.module for call in found] == held else []
+    return found if [call.module for call in found] == held else []
 
 
 def _stream_of(family: EngineFamily, calls: Sequence[_Call]) -> EngineFamily:
@@ -235,8 +239,9 @@ def _stream_of(family: EngineFamily, calls: Sequence[_Call]) -> EngineFamily:
     Raises:
         _UnprovenError: A block's result is not what the next one receives.
     """
-    first, second = calls[0], calls[1]
-    key = _received(first.outputs[0], second, family.layers)
+    first = calls[0]
+    # A pipeline stage may hold a single block, which then shows its first argument only.
+    key = _received(first.outputs[0], calls[1], family.layers) if len(calls) > 1 else next(iter(first.inputs))
     parameters = list(inspect.signature(type(first.module).forward).parameters)[1:]
     name = parameters[key] if isinstance(key, int) and key < len(parameters) else str(key)
     index = parameters.index(name) if name in parameters else key if isinstance(key, int) else 0

@@ -56,7 +56,7 @@ class DecoderRuns(Runs):
     """Runs one of the decoders."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.hidden_size, self.is_last = model, WIDTH, True
+        self.model, self.hidden_size, self.num_layers, self.is_last = model, WIDTH, NUM_BLOCKS, True
 
     def output(self) -> torch.Tensor:
         with torch.no_grad():
