@@ -136,7 +136,7 @@ class ModelRuns(Runs):
         if isinstance(returned, IntermediateTensors):
             returned = torch.stack([one for one in returned.tensors.values() if self.is_stream(one)]).sum(0)
         first: torch.Tensor = returned[0] if isinstance(returned, tuple) else returned
-        return first.reshape(-1, self.hidden_size).clone()
+        return first.reshape(-1, first.shape[-1]).clone()
 
     def noise(self, like: torch.Tensor) -> torch.Tensor:
         """Return a change of a stream, see ``Runs``."""
@@ -221,8 +221,9 @@ def _seen(runs: Runs) -> tuple[str, list[_Call], tuple[str, torch.Tensor] | None
             f"no list of blocks passes a stream [tokens, {runs.hidden_size}] on in order; lists: {lists}"
         )
     path = max(in_order, key=lambda path: (len(stacks[path]) == runs.num_layers, len(in_order[path])))
-    end = next((end for end in ends if torch.equal(end[1].reshape(output.shape), output)), None)
-    return path, in_order[path], end
+    around = {"", *(path[:end] for end in range(len(path)) if path[end] == ".")}
+    is_end = (end for end in ends if end[0] not in around and torch.equal(end[1].flatten(0, -2), output))
+    return path, in_order[path], next(is_end, None)
 
 
 def _called_in_order(stack: Sequence[nn.Module], calls: Sequence[_Call]) -> list[_Call]:

@@ -232,8 +232,13 @@ def narrow(model: Decoder, hidden: torch.Tensor) -> torch.Tensor:
     return normed
 
 
-def test_a_model_that_ends_in_more_than_a_norm_has_no_lens() -> None:
-    found = found_family(DecoderRuns(Decoder(kept_aside, alone)))
+def scaled_at_the_end(model: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+    return in_a_row(model, hidden) * 0.1
+
+
+@pytest.mark.parametrize(("joined", "seen"), [(kept_aside, "no lens"), (scaled_at_the_end, "no norm.output")])
+def test_a_model_that_ends_in_more_than_a_norm_has_no_lens(joined: Any, seen: str) -> None:
+    found = found_family(DecoderRuns(Decoder(joined, alone)))
     assert found.family.layers == "layers"
     assert found.family.final_norm == ""
-    assert "no lens" in found.remarks[1]
+    assert seen in found.remarks[1]
