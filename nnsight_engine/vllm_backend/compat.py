@@ -132,6 +132,10 @@ def check_supported(config: VllmConfig) -> None:
             has_stages and Executor.get_class(config).__name__ == "RayDistributedExecutor"
         ),
         "--speculative-config with --pipeline-parallel-size": has_stages and drafts is not None,
+        # vLLM computes these on the first stage and drops them on the others, so that answers are wrong.
+        "--pipeline-parallel-size with a model that has inputs per layer (Gemma 4)": (
+            has_stages and bool(getattr(config.model_config.hf_text_config, "hidden_size_per_layer_input", 0))
+        ),
         # Its rows are not those of the scheduler's output.
         "--speculative-config with ngram_gpu and VLLM_USE_V2_MODEL_RUNNER=0": (
             drafts is not None and drafts.use_ngram_gpu() and not config.use_v2_model_runner

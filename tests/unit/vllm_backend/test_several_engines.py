@@ -1,4 +1,4 @@
-"""Which forms of vLLM's data parallelism are refused, and with which reason."""
+"""Which forms of vLLM's data and pipeline parallelism are refused, and with which reason."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig
+from transformers import Gemma4TextConfig, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 from vllm import EngineArgs
 from vllm.config import VllmConfig
 
@@ -27,8 +27,8 @@ EXPERTS: Final = Qwen3MoeConfig(
 
 def config_of(folder: Path, config: PretrainedConfig, **options: Any) -> VllmConfig:
     config.save_pretrained(folder)
-    engine_args = EngineArgs(str(folder), skip_tokenizer_init=True, data_parallel_size=2, **options)
-    return engine_args.create_engine_config()
+    options = {"data_parallel_size": 2, **options}
+    return EngineArgs(str(folder), skip_tokenizer_init=True, **options).create_engine_config()
 
 
 def test_engines_of_a_dense_model_on_this_machine_are_supported(tmp_path: Path) -> None:
@@ -55,6 +55,13 @@ def test_other_forms_are_refused_by_name(
 ) -> None:
     found = config_of(tmp_path, config, **options)
     with pytest.raises(UnsupportedOptionError, match=f"(?s){name}.*{reason}.*--replicas"):
+        check_supported(found)
+
+
+def test_stages_are_refused_for_a_model_whose_inputs_per_layer_vllm_drops(tmp_path: Path) -> None:
+    config = Gemma4TextConfig(architectures=["Gemma4ForCausalLM"], head_dim=32, **SIZES)
+    found = config_of(tmp_path, config, data_parallel_size=1, pipeline_parallel_size=2)
+    with pytest.raises(UnsupportedOptionError, match="--pipeline-parallel-size with a model that has inputs"):
         check_supported(found)
 
 
