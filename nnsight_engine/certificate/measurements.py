@@ -1,0 +1,172 @@
+"""What one engine computes for a certificate, and its form in files.
+
+A measurement is a tensor, or the failure that came in its place. The transformers side is computed in a process
+of its own and returns its measurements as a ``Reference`` in a folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import torch
+from safetensors.torch import load_file, save_file
+
+from api_schemas.errors import ApiError
+from nnsight_engine.core.errors import InterventionError, UnsupportedOptionError
+from nnsight_engine.envoys.architectures.errors import (
+    NoStandardPointsError,
+    PatternError,
+    PointValueError,
+    UnknownPointError,
+)
+
+LOGITS: Final = "logits"
+DEFAULT_PROMPT: Final = "The Eiffel Tower is in the city of"
+_REFUSALS: Final = (
+    ApiError,
+    InterventionError,
+    NoStandardPointsError,
+    PatternError,
+    PointValueError,
+    UnknownPointError,
+    UnsupportedOptionError,
+)
+_INTERNAL: Final = "internal_error"
+_TENSORS: Final = "reference.safetensors"
+_FACTS: Final = "reference.json"
+_MAX_MESSAGE: Final = 300
+
+Report = Callable[[str, int, int], None]
+"""Receives the progress: what is being done, the number of steps done, and of all steps."""
+
+
+class CertificateError(Exception):
+    """The check of a model cannot be carried out; the message has the reason and the next step."""
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """Why there is no value.
+
+    Attributes:
+        message: The error's first line.
+        is_refusal: Whether the engine refused with a typed error, rather than broke.
+    """
+
+    message: str
+    is_refusal: bool
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """Return the failure of an exception."""
+        lines = str(error).strip().splitlines() or [""]
+        code = str(getattr(error, "code", ""))
+        return cls(
+            f"{type(error).__name__}: {lines[0]}"[:_MAX_MESSAGE],
+            isinstance(error, _REFUSALS) and code != _INTERNAL,
+        )
+
+
+Measurement = torch.Tensor | Failure
+Measurements = Mapping[str, Measurement]
+
+
+class CheckRequest(msgspec.Struct, frozen=True):
+    """What is compared.
+
+    Attributes:
+        model: A folder or a name on the hub.
+        prompt: The prompt, as text.
+        layers: The layers, such as ``0,4:6,-1`` or ``*``; None for the first, the middle and the last of each
+            kind.
+        seed: Seed of the changes that are written.
+        num_tokens: Number of tokens generated without interventions.
+        revision: The model's revision on the hub.
+        trust_remote_code: Whether code of the checkpoint may run.
+        device: Device of transformers' model.
+    """
+
+    model: str
+    prompt: str = DEFAULT_PROMPT
+    layers: str | None = None
+    seed: int = 0
+    num_tokens: int = 6
+    revision: str | None = None
+    trust_remote_code: bool = False
+    device: str = "cpu"
+
+
+class ReferenceFacts(msgspec.Struct):
+    """What describes a reference, without tensors.
+
+    Attributes:
+        architecture: transformers' class.
+        prompt_ids: The prompt's tokens.
+        num_layers: Number of layers; 0 if the model has no standard points.
+        layers: The layers that are compared.
+        points: The compared points that transformers has, in the order in which the model computes them.
+        tokens: The greedy continuation.
+        failures: Failures by measurement.
+    """
+
+    architecture: str
+    prompt_ids: list[int]
+    num_layers: int
+    layers: list[int]
+    points: list[str]
+    tokens: list[int]
+    failures: dict[str, Failure]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reference:
+    """What transformers computes, in float32. Measurements, by key:
+
+    - ``plain``: logits of the prompt's last position and of each generated token but the last, ``[tokens,
+      vocabulary]``
+    - ``value POINT``: ``[tokens, *shape]``, of ``logits`` the last position only
+    - ``change POINT``: what is added at every position but the first, of the point's shape; at ``logits`` at the
+      last position
+    - ``write POINT``: logits of the last position ``[vocabulary]`` with that change
+    - ``skip LAYER``: logits of the last position with that layer skipped
+    """
+
+    facts: ReferenceFacts
+    tensors: Mapping[str, torch.Tensor]
+
+    def get(self, key: str) -> Measurement | None:
+        """Return a measurement; None if it was not made."""
+        found = self.tensors.get(key)
+        return self.facts.failures.get(key) if found is None else found
+
+    def save(self, folder: Path) -> None:
+        """Write the reference into a folder."""
+        save_file({key: value.contiguous() for key, value in self.tensors.items()}, folder / _TENSORS)
+        (folder / _FACTS).write_bytes(msgspec.json.encode(self.facts))
+
+    @classmethod
+    def load(cls, folder: Path) -> Reference:
+        """Read a reference that ``save`` wrote."""
+        facts = msgspec.json.decode((folder / _FACTS).read_bytes(), type=ReferenceFacts)
+        return cls(facts, load_file(folder / _TENSORS))
+
+
+def measured(measure: Callable[[], torch.Tensor]) -> Measurement:
+    """Return what a function computes, or its failure."""
+    try:
+        return measure()
+    except Exception as error:  # noqa: BLE001 - whatever it is, the certificate says it
+        return Failure.of(error)
+
+
+def all_measured(
+    names: list[str], measure: Callable[[list[str]], Mapping[str, torch.Tensor]]
+) -> dict[str, Measurement]:
+    """Measure several points at once; if that fails, one by one, so that one failure hides no other value."""
+    try:
+        return dict(measure(names))
+    except Exception:  # noqa: BLE001 - the failures of single points say which it was
+        return {name: measured(lambda name=name: measure([name])[name]) for name in names}  # type: ignore[misc] # mypy cannot infer the lambda

@@ -1,0 +1,177 @@
+"""The transformers side of a certificate, computed with ``LanguageModel`` in float32."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, Final
+
+import torch
+
+from api_schemas.errors import ApiError
+from api_schemas.points import LayerSelection, PointPattern
+from nnsight_engine.certificate import blocks
+from nnsight_engine.certificate.measurements import (
+    LOGITS,
+    CertificateError,
+    CheckRequest,
+    Failure,
+    Measurement,
+    Reference,
+    ReferenceFacts,
+    Report,
+    all_measured,
+    measured,
+)
+from nnsight_engine.envoys.architectures.errors import NoStandardPointsError
+from nnsight_engine.modeling.language import LanguageModel
+
+_MIN_TOKENS: Final = 4
+_MAX_TOKENS: Final = 256
+"""Values of all points at all positions are held at once."""
+_SCALES: Final = (1.0, 4.0, 16.0)
+"""Sizes of a change, relative to the value's own root mean square; the first that moves the logits is taken."""
+_CLEAR: Final = 0.05
+"""Effect of a change that is large enough, relative to the largest logit."""
+
+
+def compute(request: CheckRequest, report: Report) -> Reference:
+    """Compute what transformers gives.
+
+    Raises:
+        CertificateError: The model cannot be loaded, or the prompt or the layers do not fit it.
+    """
+    report("loading transformers' model", 0, 0)
+    model = _load(request)
+    prompt_ids = model.tokenizer.encode(request.prompt)
+    if not _MIN_TOKENS <= len(prompt_ids) <= _MAX_TOKENS:
+        raise CertificateError(
+            f"the prompt must have {_MIN_TOKENS} to {_MAX_TOKENS} tokens, got {len(prompt_ids)}; choose another "
+            "with --prompt"
+        )
+    return _Measuring(request, model, prompt_ids, report).run()
+
+
+def _load(request: CheckRequest) -> LanguageModel:
+    options: dict[str, Any] = {
+        "dtype": torch.float32,
+        "device_map": request.device,
+        "trust_remote_code": request.trust_remote_code,
+        "dispatch": True,
+    }
+    if request.revision is not None:
+        options["revision"] = request.revision
+    try:
+        try:
+            return LanguageModel(request.model, attn_implementation="eager", **options)
+        except ValueError:  # its attention has one implementation, which yields no patterns
+            return LanguageModel(request.model, **options)
+    except Exception as error:  # whatever transformers raises for a checkpoint
+        raise CertificateError(f"transformers cannot load {request.model}: {Failure.of(error).message}") from error
+
+
+class _Measuring:
+    """One model under measurement."""
+
+    def __init__(
+        self, request: CheckRequest, model: LanguageModel, prompt_ids: list[int], report: Report
+    ) -> None:
+        self._request = request
+        self._model = model
+        self._ids = prompt_ids
+        self._prompt = torch.tensor([prompt_ids])
+        self._report = report
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._failures: dict[str, Failure] = {}
+
+    def run(self) -> Reference:
+        """Measure everything."""
+        tokens = self._generate()
+        num_layers, layers, shapes = self._points()
+        values = all_measured(list(shapes), lambda names: blocks.read(self._model, self._prompt, names))
+        for name, value in values.items():
+            self._add(f"value {name}", value)
+        total = len(shapes) + len(layers)
+        generator = torch.Generator().manual_seed(self._request.seed)
+        for done, (name, shape) in enumerate(shapes.items()):
+            self._report(f"transformers: {name}", done, total)
+            self._write(name, shape, values[name], generator)
+        for done, layer in enumerate(layers, len(shapes)):
+            self._report(f"transformers: layers.{layer} skipped", done, total)
+            self._add(
+                f"skip {layer}", measured(lambda layer=layer: blocks.skip(self._model, self._prompt, layer))  # type: ignore[misc] # mypy cannot infer the lambda
+            )
+        architecture = type(self._model._module).__name__
+        facts = ReferenceFacts(
+            architecture, self._ids, num_layers, layers, list(shapes), tokens, self._failures
+        )
+        return Reference(facts, self._tensors)
+
+    def _add(self, key: str, found: Measurement) -> None:
+        if isinstance(found, Failure):
+            self._failures[key] = found
+        else:
+            self._tensors[key] = found
+
+    def _generate(self) -> list[int]:
+        """Continue the prompt greedily, without a cache; keeps the logits of each step."""
+        module: Any = self._model._module
+        ids, rows = list(self._ids), []
+        for _ in range(self._request.num_tokens):
+            with torch.no_grad():
+                logits = module(torch.tensor([ids], device=module.device), use_cache=False).logits
+            rows.append(logits[0, -1].float().cpu())
+            ids.append(int(rows[-1].argmax()))
+        self._tensors["plain"] = torch.stack(rows)
+        return ids[len(self._ids) :]
+
+    def _points(self) -> tuple[int, list[int], dict[str, tuple[int, ...]]]:
+        """Return the number of layers, the compared layers, and the compared points with their shapes."""
+        try:
+            shapes = self._model.points()
+        except NoStandardPointsError as error:
+            self._failures["points"] = Failure.of(error)
+            return 0, [], {}
+        by_layer = {name: PointPattern.parse(name).layers for name in shapes}
+        num_layers = 1 + max((one.index or 0 for one in by_layer.values() if one is not None), default=-1)
+        layers = self._layers(num_layers)
+        kept = {
+            name: shape for name, shape in shapes.items() if (one := by_layer[name]) is None or one.index in layers
+        }
+        return num_layers, layers, kept
+
+    def _layers(self, num_layers: int) -> list[int]:
+        """Return the layers that the request names, or the first, the middle and the last of each kind."""
+        if self._request.layers is not None:
+            try:
+                parts = [LayerSelection.parse(part.strip()) for part in self._request.layers.split(",")]
+                return sorted({layer for part in parts for layer in part.resolve(num_layers)})
+            except ApiError as error:
+                raise CertificateError(error.message) from error
+        types = getattr(self._model._module.config.get_text_config(), "layer_types", None) or [""] * num_layers
+        kinds: defaultdict[Any, list[int]] = defaultdict(list)
+        for layer in range(num_layers):
+            modules = self._model.layers[layer]._module.named_modules()
+            kinds[(types[layer], *((path, type(module).__name__) for path, module in modules))].append(layer)
+        return sorted({one for of in kinds.values() for one in (of[0], of[len(of) // 2], of[-1])})
+
+    def _write(
+        self, name: str, shape: tuple[int, ...], value: Measurement, generator: torch.Generator
+    ) -> None:
+        """Measure the effect of a change, as large as is needed for a clear one."""
+        key = f"write {name}"
+        noise = torch.randn([abs(size) for size in shape], generator=generator)
+        if isinstance(value, Failure) or any(size < 0 for size in shape):  # patterns are only read
+            self._failures[key] = value if isinstance(value, Failure) else Failure("it can only be read", True)
+            return
+        plain = self._tensors["plain"][0]
+        size = value.square().mean().sqrt().clamp_min(1e-6)
+        for scale in _SCALES:
+            change = noise * size * scale
+            found = measured(lambda change=change: blocks.write_in_place(self._model, self._prompt, name, change))  # type: ignore[misc] # as above
+            if isinstance(found, Failure) or (found - plain).abs().max() >= _CLEAR * plain.abs().max():
+                break
+        self._tensors[f"change {name}"] = change
+        self._add(key, found)
+
+
+__all__ = ["compute"]
