@@ -1,4 +1,4 @@
-"""The command line: ``nnsight-engine serve | keys | chat | lens | steer | run-batch``.
+"""The command line: ``nnsight-engine serve | check | keys | chat | lens | steer | run-batch``.
 
 Imports nothing heavy: the modules that run ``serve`` and ``keys`` take seconds to import, and are imported
 once their options have been read.
@@ -10,6 +10,7 @@ import importlib
 import importlib.metadata
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
@@ -183,6 +184,43 @@ def serve(  # noqa: PLR0913 - one argument for each option
             ),
         )
     )
+
+
+@_COMMANDS.command(
+    options_metavar="MODEL [OPTIONS] [VLLM OPTIONS]",
+    context_settings=_PASSED_ON,
+    epilog="nnsight-engine check Qwen/Qwen3-0.6B --layers 0,14,-1 --json certificate.json",
+)
+def check(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="A folder or a Hugging Face name.", callback=_value)],
+    *,
+    prompt: Annotated[str | None, _option("The prompt, of 4 to 256 tokens.")] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(help="0,4:6,-1 or *; by default the first, the middle and the last of each kind."),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", dir_okay=False, help="A file for the certificate as JSON.")
+    ] = None,
+    revision: Annotated[str | None, _option("The model's revision on the hub.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the checkpoint's own code.")
+    ] = False,
+    transformers_device: Annotated[str, _option("Where transformers' model runs, first.")] = "cpu",
+) -> int:
+    """Compare every point of MODEL on vLLM with transformers: values, changes, skipped layers.
+
+    Both compute in float32 by default; --dtype changes vLLM's. Exits with 1 if a comparison differs or a
+    change silently has no effect. vLLM's own options are passed on, see vllm serve --help=all.
+    """
+    command = importlib.import_module("app.check_command")
+    options = given_options(prompt=prompt, layers=layers, revision=revision)
+    request = command.CheckRequest(
+        model, trust_remote_code=trust_remote_code, device=transformers_device, **options
+    )
+    status: int = command.run(request, context.args, json_file)
+    return status
 
 
 @_COMMANDS.command(context_settings=_PASSED_ON, add_help_option=False, options_metavar="COMMAND [OPTIONS]")

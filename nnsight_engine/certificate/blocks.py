@@ -1,7 +1,8 @@
 """The blocks of a certificate: the same code on ``LanguageModel`` and on ``VLLM``.
 
-A change is added at every position but the first, since the same addition to all keys would change no attention.
-At ``logits`` it is added at the last position, the only one that vLLM computes.
+A change is added at every position but the first, since the same addition to all keys would change no
+attention. At ``logits`` it is added at the last position, the only one that vLLM computes. Writes and skips
+return the logits of the last position, float32 ``[vocabulary]``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ from nnsight_engine.core.saves import save
 
 
 def read(model: Any, prompt: Any, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Read points: ``[tokens, *shape]``, attention patterns ``[heads, tokens, keys]``, of logits the last row."""
+    """Read points.
+
+    Returns:
+        By point, float32 ``[tokens, *shape]``; attention patterns ``[heads, tokens, keys]``, and of logits
+        the last position only.
+    """
     with model.trace(prompt):
         values: dict[str, torch.Tensor] = save({})
         for name in names:
@@ -27,7 +33,7 @@ def read(model: Any, prompt: Any, names: Sequence[str]) -> dict[str, torch.Tenso
 
 
 def write_in_place(model: Any, prompt: Any, name: str, change: torch.Tensor) -> torch.Tensor:
-    """Add to a point in place; returns the logits of the last position, ``[vocabulary]``."""
+    """Add to a point in place."""
     axis = -1 - change.ndim
     with model.trace(prompt):
         value = model.points[name]
@@ -38,7 +44,7 @@ def write_in_place(model: Any, prompt: Any, name: str, change: torch.Tensor) -> 
 
 
 def assign(model: Any, prompt: Any, name: str, change: torch.Tensor) -> torch.Tensor:
-    """Replace a point by its value with an addition; returns the logits of the last position, ``[vocabulary]``."""
+    """Assign a point its value with an addition."""
     axis = -1 - change.ndim
     with model.trace(prompt):
         value = model.points[name].clone()
@@ -50,7 +56,7 @@ def assign(model: Any, prompt: Any, name: str, change: torch.Tensor) -> torch.Te
 
 
 def skip(model: Any, prompt: Any, layer: int) -> torch.Tensor:
-    """Skip a layer, whose output is then its input; returns the logits of the last position, ``[vocabulary]``."""
+    """Skip a layer, whose output is then its input."""
     with model.trace(prompt):
         block = model.layers[layer]
         block.skip(block.input)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Final
 
 import msgspec
 
 from nnsight_engine.certificate.verdicts import Bounds, Status, Verdict
 
-WITHOUT_OPERATIONS = "plain"
-WHAT = ("operations", "trace", "steer", "in place", "assigned", "skip")
+PLAIN: Final = "plain"
+VALUES: Final = ("operations", "trace")
+WRITES: Final = ("steer", "in place", "assigned")
+SKIP: Final = "skip"
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -17,8 +20,8 @@ class Finding(msgspec.Struct, frozen=True):
 
     Attributes:
         subject: A point, ``layers.4`` for a skipped layer, or ``tokens``.
-        what: ``plain`` without interventions; a value read by ``operations`` or by a ``trace``; a change by the
-            operation ``steer`` or by a block, ``in place`` or ``assigned``; ``skip``.
+        what: ``plain`` without interventions; a value read by ``operations`` or by a ``trace``; a change by
+            the operation ``steer`` or by a block, ``in place`` or ``assigned``; ``skip``.
         verdict: The verdict.
     """
 

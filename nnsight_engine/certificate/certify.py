@@ -10,7 +10,7 @@ from vllm import RequestOutput
 
 import nnsight_engine
 from nnsight_engine.certificate import blocks
-from nnsight_engine.certificate.certificate import Certificate, Finding
+from nnsight_engine.certificate.certificate import PLAIN, SKIP, VALUES, WRITES, Certificate, Finding
 from nnsight_engine.certificate.measurements import (
     LOGITS,
     CertificateError,
@@ -45,11 +45,11 @@ def certify(request: CheckRequest, *, report: Report = lambda *_: None, **engine
     Args:
         request: What is compared.
         report: Receives the progress.
-        **engine_args: vLLM's engine arguments. By default the dtype is float32, the engine is not compiled, and
-            a request may be as long as the check needs.
+        **engine_args: vLLM's engine arguments. By default the dtype is float32, the engine is not compiled,
+            and requests may be as long as the check needs.
 
     Raises:
-        CertificateError: transformers or vLLM cannot load the model, or the prompt or the layers do not fit it.
+        CertificateError: transformers or vLLM cannot load the model, or the prompt or the layers do not fit.
     """
     check_dtype(engine_args.get("dtype", "float32"))
     reference = compute_apart(request, report)
@@ -108,6 +108,7 @@ class _Comparison:
         self._dtype = self._operations.spec.dtype
         self._bounds = BOUNDS[self._dtype]
         self._findings: list[Finding] = []
+        self._is_apart = False
 
     def run(self) -> Certificate:
         """Compare everything."""
@@ -129,15 +130,20 @@ class _Comparison:
         )  # fmt: skip
 
     def _add(self, subject: str, what: str, verdict: Verdict) -> None:
+        if self._is_apart and verdict.status is Status.DIFFERS and verdict.difference is not None:
+            reason = "vLLM's own logits differ from transformers', and this with them"
+            verdict = Verdict(Status.NOT_COMPARED, verdict.difference, reason)
         self._findings.append(Finding(subject, what, verdict))
 
     def _compare_plain(self) -> None:
         """Compare what both engines compute without interventions."""
         logits = self._reference.tensors["plain"]
         output = self._operations.generate(len(logits), _NUM_LOGPROBS)
-        self._add(LOGITS, "plain", judge_value(*_most_likely(logits[0], output), self._bounds))
+        verdict = judge_value(*_most_likely(logits[0], output), self._bounds)
+        self._add(LOGITS, PLAIN, verdict)
+        self._is_apart = verdict.status is Status.DIFFERS
         got = list(output.outputs[0].token_ids)
-        self._add("tokens", "plain", judge_tokens(self._reference.facts.tokens, got, logits, self._bounds))
+        self._add("tokens", PLAIN, judge_tokens(self._reference.facts.tokens, got, logits, self._bounds))
 
     def _compare_points(self) -> None:
         points = self._points()
@@ -148,13 +154,13 @@ class _Comparison:
         for done, point in enumerate(points):
             self._report(f"vLLM: {point}", done, total)
             wanted = self._reference.get(f"value {point}")
-            self._add(point, "operations", judge_value(wanted, captured.get(point), self._bounds))
-            self._add(point, "trace", judge_value(wanted, read.get(point), self._bounds))
+            for what, values in zip(VALUES, (captured, read), strict=True):
+                self._add(point, what, judge_value(wanted, values.get(point), self._bounds))
             self._compare_writes(point, captured.get(LOGITS), read.get(LOGITS))
         for done, layer in enumerate(self._reference.facts.layers, len(points)):
             self._report(f"vLLM: layers.{layer} skipped", done, total)
-            got = measured(lambda layer=layer: blocks.skip(self._model, self._ids, layer))  # type: ignore[misc] # mypy cannot infer the lambda
-            self._judge_movement(f"layers.{layer}", "skip", f"skip {layer}", got, read.get(LOGITS))
+            got = measured(blocks.skip, self._model, self._ids, layer)
+            self._judge_movement(f"layers.{layer}", SKIP, f"skip {layer}", got, read.get(LOGITS))
 
     def _points(self) -> list[str]:
         """Return the points of either side in the compared layers, transformers' first."""
@@ -175,14 +181,14 @@ class _Comparison:
             read: The same, by a trace.
         """
         key = f"write {point}"
-        change = self._reference.get(f"change {point}")
-        if not isinstance(change, torch.Tensor) or isinstance(self._reference.get(key), Failure):
-            return  # it is only read, or transformers cannot write it, as its value says
-        steered = measured(lambda: self._operations.steer(point, change))
-        self._judge_movement(point, "steer", key, steered, captured)
-        for what, block in (("in place", blocks.write_in_place), ("assigned", blocks.assign)):
-            got = measured(lambda block=block: block(self._model, self._ids, point, change))  # type: ignore[misc] # as above
-            self._judge_movement(point, what, key, got, read)
+        change = self._reference.tensors.get(f"change {point}")
+        if change is None:
+            return
+        steered = measured(self._operations.steer, point, change)
+        edited = measured(blocks.write_in_place, self._model, self._ids, point, change)
+        assigned = measured(blocks.assign, self._model, self._ids, point, change)
+        for what, got in zip(WRITES, (steered, edited, assigned), strict=True):
+            self._judge_movement(point, what, key, got, captured if what == WRITES[0] else read)
 
     def _judge_movement(
         self, subject: str, what: str, key: str, got: Measurement, unchanged: Measurement | None

@@ -1,7 +1,7 @@
 """What one engine computes for a certificate, and its form in files.
 
-A measurement is a tensor, or the failure that came in its place. The transformers side is computed in a process
-of its own and returns its measurements as a ``Reference`` in a folder.
+A measurement is a tensor, or the failure in its place. The transformers side is computed in a process of its
+own and returns its measurements as a ``Reference`` in a folder.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -66,7 +66,7 @@ class Failure(msgspec.Struct, frozen=True):
         code = str(getattr(error, "code", ""))
         return cls(
             f"{type(error).__name__}: {lines[0]}"[:_MAX_MESSAGE],
-            isinstance(error, _REFUSALS) and code != _INTERNAL,
+            is_refusal=isinstance(error, _REFUSALS) and code != _INTERNAL,
         )
 
 
@@ -123,15 +123,12 @@ class ReferenceFacts(msgspec.Struct):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reference:
-    """What transformers computes, in float32. Measurements, by key:
+    """What transformers computes, in float32.
 
-    - ``plain``: logits of the prompt's last position and of each generated token but the last, ``[tokens,
-      vocabulary]``
-    - ``value POINT``: ``[tokens, *shape]``, of ``logits`` the last position only
-    - ``change POINT``: what is added at every position but the first, of the point's shape; at ``logits`` at the
-      last position
-    - ``write POINT``: logits of the last position ``[vocabulary]`` with that change
-    - ``skip LAYER``: logits of the last position with that layer skipped
+    Measurements have the keys ``plain``, logits ``[tokens, vocabulary]`` from which the continuation was
+    chosen; ``value POINT``, as ``blocks.read`` returns it; ``change POINT``, what is added there, of the
+    point's shape; ``write POINT`` and ``skip LAYER``, the logits ``[vocabulary]`` of the last position with
+    that change, or with that layer skipped.
     """
 
     facts: ReferenceFacts
@@ -154,10 +151,10 @@ class Reference:
         return cls(facts, load_file(folder / _TENSORS))
 
 
-def measured(measure: Callable[[], torch.Tensor]) -> Measurement:
+def measured(measure: Callable[..., torch.Tensor], *args: Any) -> Measurement:
     """Return what a function computes, or its failure."""
     try:
-        return measure()
+        return measure(*args)
     except Exception as error:  # noqa: BLE001 - whatever it is, the certificate says it
         return Failure.of(error)
 
@@ -169,4 +166,4 @@ def all_measured(
     try:
         return dict(measure(names))
     except Exception:  # noqa: BLE001 - the failures of single points say which it was
-        return {name: measured(lambda name=name: measure([name])[name]) for name in names}  # type: ignore[misc] # mypy cannot infer the lambda
+        return {name: measured(lambda one: measure([one])[one], name) for name in names}

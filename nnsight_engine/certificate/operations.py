@@ -69,7 +69,9 @@ class OperationRunner:
             if point.endswith(PATTERN_LEAF)
         ]
         if vectors:
-            operations.append({"op": "capture", "at": vectors, "name": "values", "where": {"phase": "prompt"}})
+            operations.append(
+                {"op": "capture", "at": vectors, "name": "values", "where": {"phase": "prompt"}}
+            )
         if LOGITS in points:
             operations.append(_LAST_LOGITS)
         found = {
@@ -79,11 +81,12 @@ class OperationRunner:
             for point, result in capture.points.items()
         }
         return {
-            point: value.transpose(0, 1) if point.endswith(PATTERN_LEAF) else value for point, value in found.items()
+            point: value.transpose(0, 1) if point.endswith(PATTERN_LEAF) else value
+            for point, value in found.items()
         }
 
     def steer(self, point: str, change: torch.Tensor) -> torch.Tensor:
-        """Add to a point, as ``blocks.write_in_place`` does; returns the last position's logits ``[vocabulary]``.
+        """Add to a point, as ``blocks.write_in_place`` does, and return the same logits.
 
         Raises:
             ApiError: The point cannot be steered.
@@ -117,7 +120,9 @@ class OperationRunner:
             params = SamplingParams(temperature=0.0, max_tokens=1)
             prepare_params(params, compiled, key)
             prompt = {"prompt_token_ids": self._ids, "cache_salt": salted(compiled, None, key)}
-            (output,) = self._engine.run([{name: one for name, one in prompt.items() if one is not None}], [params])
+            (output,) = self._engine.run(
+                [{name: one for name, one in prompt.items() if one is not None}], [params]
+            )
             if collector.failure is not None:
                 raise InterventionError(collector.failure.code, collector.failure.message)
             return collector.take_final(output.outputs[0].token_ids)

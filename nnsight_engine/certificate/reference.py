@@ -11,7 +11,6 @@ from api_schemas.errors import ApiError
 from api_schemas.points import LayerSelection, PointPattern
 from nnsight_engine.certificate import blocks
 from nnsight_engine.certificate.measurements import (
-    LOGITS,
     CertificateError,
     CheckRequest,
     Failure,
@@ -28,10 +27,11 @@ from nnsight_engine.modeling.language import LanguageModel
 _MIN_TOKENS: Final = 4
 _MAX_TOKENS: Final = 256
 """Values of all points at all positions are held at once."""
-_SCALES: Final = (1.0, 4.0, 16.0)
-"""Sizes of a change, relative to the value's own root mean square; the first that moves the logits is taken."""
+_SCALES: Final = (1.0, 4.0, 4.0)
+"""A change has the size of the value, its root mean square, and grows until it moves the logits clearly."""
 _CLEAR: Final = 0.05
-"""Effect of a change that is large enough, relative to the largest logit."""
+"""A clear movement, relative to the largest logit."""
+_LEAST: Final = 1e-6
 
 
 def compute(request: CheckRequest, report: Report) -> Reference:
@@ -45,8 +45,8 @@ def compute(request: CheckRequest, report: Report) -> Reference:
     prompt_ids = model.tokenizer.encode(request.prompt)
     if not _MIN_TOKENS <= len(prompt_ids) <= _MAX_TOKENS:
         raise CertificateError(
-            f"the prompt must have {_MIN_TOKENS} to {_MAX_TOKENS} tokens, got {len(prompt_ids)}; choose another "
-            "with --prompt"
+            f"the prompt must have {_MIN_TOKENS} to {_MAX_TOKENS} tokens, got {len(prompt_ids)}; choose "
+            "another one"
         )
     return _Measuring(request, model, prompt_ids, report).run()
 
@@ -66,7 +66,9 @@ def _load(request: CheckRequest) -> LanguageModel:
         except ValueError:  # its attention has one implementation, which yields no patterns
             return LanguageModel(request.model, **options)
     except Exception as error:  # whatever transformers raises for a checkpoint
-        raise CertificateError(f"transformers cannot load {request.model}: {Failure.of(error).message}") from error
+        raise CertificateError(
+            f"transformers cannot load {request.model}: {Failure.of(error).message}"
+        ) from error
 
 
 class _Measuring:
@@ -77,6 +79,7 @@ class _Measuring:
     ) -> None:
         self._request = request
         self._model = model
+        self._module: Any = model._module  # noqa: SLF001 - transformers' own model, which an envoy wraps
         self._ids = prompt_ids
         self._prompt = torch.tensor([prompt_ids])
         self._report = report
@@ -97,10 +100,8 @@ class _Measuring:
             self._write(name, shape, values[name], generator)
         for done, layer in enumerate(layers, len(shapes)):
             self._report(f"transformers: layers.{layer} skipped", done, total)
-            self._add(
-                f"skip {layer}", measured(lambda layer=layer: blocks.skip(self._model, self._prompt, layer))  # type: ignore[misc] # mypy cannot infer the lambda
-            )
-        architecture = type(self._model._module).__name__
+            self._add(f"skip {layer}", measured(blocks.skip, self._model, self._prompt, layer))
+        architecture = type(self._module).__name__
         facts = ReferenceFacts(
             architecture, self._ids, num_layers, layers, list(shapes), tokens, self._failures
         )
@@ -114,11 +115,11 @@ class _Measuring:
 
     def _generate(self) -> list[int]:
         """Continue the prompt greedily, without a cache; keeps the logits of each step."""
-        module: Any = self._model._module
         ids, rows = list(self._ids), []
         for _ in range(self._request.num_tokens):
             with torch.no_grad():
-                logits = module(torch.tensor([ids], device=module.device), use_cache=False).logits
+                prompt = torch.tensor([ids], device=self._module.device)
+                logits = self._module(prompt, use_cache=False).logits
             rows.append(logits[0, -1].float().cpu())
             ids.append(int(rows[-1].argmax()))
         self._tensors["plain"] = torch.stack(rows)
@@ -135,7 +136,9 @@ class _Measuring:
         num_layers = 1 + max((one.index or 0 for one in by_layer.values() if one is not None), default=-1)
         layers = self._layers(num_layers)
         kept = {
-            name: shape for name, shape in shapes.items() if (one := by_layer[name]) is None or one.index in layers
+            name: shape
+            for name, shape in shapes.items()
+            if (one := by_layer[name]) is None or one.index in layers
         }
         return num_layers, layers, kept
 
@@ -147,10 +150,10 @@ class _Measuring:
                 return sorted({layer for part in parts for layer in part.resolve(num_layers)})
             except ApiError as error:
                 raise CertificateError(error.message) from error
-        types = getattr(self._model._module.config.get_text_config(), "layer_types", None) or [""] * num_layers
+        types = getattr(self._module.config.get_text_config(), "layer_types", None) or [""] * num_layers
         kinds: defaultdict[Any, list[int]] = defaultdict(list)
         for layer in range(num_layers):
-            modules = self._model.layers[layer]._module.named_modules()
+            modules = self._model.layers[layer]._module.named_modules()  # noqa: SLF001 - as above
             kinds[(types[layer], *((path, type(module).__name__) for path, module in modules))].append(layer)
         return sorted({one for of in kinds.values() for one in (of[0], of[len(of) // 2], of[-1])})
 
@@ -158,20 +161,17 @@ class _Measuring:
         self, name: str, shape: tuple[int, ...], value: Measurement, generator: torch.Generator
     ) -> None:
         """Measure the effect of a change, as large as is needed for a clear one."""
-        key = f"write {name}"
-        noise = torch.randn([abs(size) for size in shape], generator=generator)
-        if isinstance(value, Failure) or any(size < 0 for size in shape):  # patterns are only read
-            self._failures[key] = value if isinstance(value, Failure) else Failure("it can only be read", True)
-            return
+        if isinstance(value, Failure) or any(size < 0 for size in shape):
+            return  # patterns, which grow, are only read
         plain = self._tensors["plain"][0]
-        size = value.square().mean().sqrt().clamp_min(1e-6)
+        change = torch.randn(shape, generator=generator) * value.square().mean().sqrt().clamp_min(_LEAST)
         for scale in _SCALES:
-            change = noise * size * scale
-            found = measured(lambda change=change: blocks.write_in_place(self._model, self._prompt, name, change))  # type: ignore[misc] # as above
+            change *= scale
+            found = measured(blocks.write_in_place, self._model, self._prompt, name, change)
             if isinstance(found, Failure) or (found - plain).abs().max() >= _CLEAR * plain.abs().max():
                 break
         self._tensors[f"change {name}"] = change
-        self._add(key, found)
+        self._add(f"write {name}", found)
 
 
 __all__ = ["compute"]

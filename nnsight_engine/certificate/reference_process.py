@@ -1,8 +1,8 @@
 """The transformers side in a process of its own, which gives the memory back before vLLM loads the model.
 
 The two must not share a process: vLLM's Transformers backend changes transformers' classes for all models of
-its process. ``python -m nnsight_engine.certificate.reference_process FOLDER`` reads the request in the folder and
-writes the reference there; lines of its output are progress.
+its process. ``python -m nnsight_engine.certificate.reference_process FOLDER`` reads the request in the folder
+and writes the reference there; lines of its output are progress.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def compute_apart(request: CheckRequest, report: Report) -> Reference:
         folder = Path(name)
         (folder / _REQUEST).write_bytes(msgspec.json.encode(request))
         with (folder / _ERRORS).open("wb") as errors:
-            process = subprocess.Popen(
+            process = subprocess.Popen(  # noqa: S603 - this module
                 [sys.executable, "-m", "nnsight_engine.certificate.reference_process", name],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -47,8 +47,8 @@ def compute_apart(request: CheckRequest, report: Report) -> Reference:
         if process.returncode:
             said = (folder / _ERRORS).read_text(errors="replace")[-_SHOWN:]
             raise CertificateError(
-                f"the process with transformers' model ended with status {process.returncode}, perhaps for lack of "
-                f"memory:\n{said}"
+                f"the process with transformers' model ended with status {process.returncode}, perhaps for "
+                f"lack of memory:\n{said}"
             )
         return Reference.load(folder)
 

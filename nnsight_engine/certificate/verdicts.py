@@ -7,6 +7,7 @@ that it causes in transformers. A bound holds for a dtype, since vLLM computes i
 from __future__ import annotations
 
 import enum
+import math
 from typing import Final
 
 import msgspec
@@ -17,7 +18,7 @@ from nnsight_engine.certificate.measurements import Failure, Measurement
 _NO_MOVEMENT: Final = 0.1
 """Part of transformers' movement below which vLLM's is none."""
 _NOISE: Final = 4.0
-"""Movements that differ by less than this many times what the engines differ by without a write say nothing."""
+"""How often the engines' difference without a write may be in that of movements without meaning anything."""
 _MARGIN: Final = 2.0
 
 
@@ -78,7 +79,10 @@ def judge_value(wanted: Measurement | None, got: Measurement | None, bounds: Bou
 
 
 def judge_movement(
-    wanted: Measurement | None, got: Measurement | None, plain: tuple[torch.Tensor, torch.Tensor], bounds: Bounds
+    wanted: Measurement | None,
+    got: Measurement | None,
+    plain: tuple[torch.Tensor, torch.Tensor],
+    bounds: Bounds,
 ) -> Verdict:
     """Judge logits after the same change on both engines.
 
@@ -97,11 +101,13 @@ def judge_movement(
     is_finite = plain[0].isfinite()
     ours, theirs = (wanted - plain[0])[is_finite], (got - plain[1])[is_finite]
     effect, apart = _size(ours), _size(theirs - ours)
-    if 0 < effect and apart <= bounds.movement * effect:
+    if effect > 0 and apart <= bounds.movement * effect:
         return Verdict(Status.OK, apart / effect)
     difference = apart / effect if effect else None
     if apart <= _NOISE * _size((plain[1] - plain[0])[is_finite]):
-        return Verdict(Status.NOT_COMPARED, difference, "it moves the logits no more than the engines differ anyway")
+        return Verdict(
+            Status.NOT_COMPARED, difference, "it moves the logits no more than the engines differ anyway"
+        )
     if _size(theirs) <= _NO_MOVEMENT * effect:
         return Verdict(Status.SILENTLY_WRONG, difference, "vLLM accepts it, and its logits do not move")
     return Verdict(Status.DIFFERS, difference, "it moves vLLM's logits otherwise than transformers'")
@@ -119,7 +125,11 @@ def judge_tokens(wanted: list[int], got: list[int], logits: torch.Tensor, bounds
     first = next((step for step, (a, b) in enumerate(zip(wanted, got, strict=False)) if a != b), None)
     if first is None:
         is_same = len(wanted) == len(got)
-        return Verdict(Status.OK) if is_same else Verdict(Status.DIFFERS, None, f"{len(got)} tokens instead of {len(wanted)}")
+        return (
+            Verdict(Status.OK)
+            if is_same
+            else Verdict(Status.DIFFERS, None, f"{len(got)} tokens instead of {len(wanted)}")
+        )
     row = logits[first]
     margin = float((row[wanted[first]] - row[got[first]]) / row.abs().max())
     if margin <= _MARGIN * bounds.value:
@@ -132,14 +142,14 @@ def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
     is_finite = wanted.isfinite()
     scale = _size(wanted[is_finite]) or 1.0
     if not torch.equal(wanted[~is_finite], got[~is_finite]):  # masked elements are the same infinity
-        return float("inf")
+        return math.inf
     return _size(got[is_finite] - wanted[is_finite]) / scale
 
 
 def _size(value: torch.Tensor) -> float:
     """Return the largest absolute element; infinite if there are NaNs."""
     largest = float(value.abs().max()) if value.numel() else 0.0
-    return float("inf") if largest != largest else largest  # noqa: PLR0124 - a NaN is not itself
+    return math.inf if math.isnan(largest) else largest
 
 
 def _missing(wanted: Measurement | None, got: Measurement | None) -> Verdict | None:
