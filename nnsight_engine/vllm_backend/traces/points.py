@@ -171,9 +171,9 @@ class EnginePoints(NamedPoints):
         envoy: Envoy = self.root.get(f"{self.root.path}.{path}")
         return envoy
 
-    def skipping(self, prefix: str, value: Any) -> Any:  # noqa: ARG002 - the worker's knows the form
-        """Return the replacement for the output of a layer or its part."""
-        return value
+    def skip(self, part: Part, raw: Envoy, value: Any) -> None:  # noqa: ARG002 - the worker's needs both
+        """Use a value as the output of a layer or its part, which has the envoy ``raw``."""
+        raw.skip(value)
 
     # Names.
 
@@ -267,7 +267,7 @@ class Part(PointGroup):
     def skip(self, value: Any) -> None:
         """Use ``value``, one tensor, as the output; the module runs for other requests only."""
         mine = self.__dict__
-        mine["_raw"].skip(mine["_points"].skipping(mine["_prefix"], value))
+        mine["_points"].skip(self, mine["_raw"], value)
 
     def __dir__(self) -> list[str]:
         """List the points and the attributes of vLLM's module."""

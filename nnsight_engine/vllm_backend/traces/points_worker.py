@@ -10,7 +10,7 @@ bit by bit.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -23,7 +23,7 @@ from nnsight_engine.envoys.architectures.views import WHOLE, View
 from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.modeling.wrapper import WrapperModule
 from nnsight_engine.vllm_backend.families import HookSpec
-from nnsight_engine.vllm_backend.traces.points import ATTENTION_INPUT, NORM_INPUT, EnginePoints
+from nnsight_engine.vllm_backend.traces.points import ATTENTION_INPUT, NORM_INPUT, EnginePoints, Part
 from nnsight_engine.vllm_backend.traces.points_edits import PointEdit
 from nnsight_engine.vllm_backend.traces.points_pattern import WorkerPatternPoint
 from nnsight_engine.vllm_backend.traces.rows import zeros_of
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from nnsight_engine.vllm_backend.families import EngineFamily
     from nnsight_engine.vllm_backend.model_points import ModelPoints
     from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
+
+
+_FIRST_LAYER: Final = "layers.0"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -205,11 +208,20 @@ class WorkerPoints(EnginePoints):
         point = ModulePoint(name, envoy, side, self._rows(), shape)
         return OutputPoint(point, self.family.is_batched, returns_none=self.family.returns_none)
 
-    def skipping(self, prefix: str, value: Any) -> Any:
-        """Return the replacement for the output of a layer or part: one tensor, or a value in vLLM's form."""
+    def skip(self, part: Part, raw: Envoy, value: Any) -> None:
+        """Use a value as the output of a layer or its part: one tensor, or a value in vLLM's form."""
+        output = self._in_form(value, is_layer=part.place.rpartition(".")[2].isdecimal())
+        if part.place == _FIRST_LAYER and self._dispatcher.entry:
+            raw.output = (
+                output  # its input comes from a tap inside it, when its call can no longer be skipped
+            )
+        else:
+            raw.skip(output)
+
+    def _in_form(self, value: Any, *, is_layer: bool) -> Any:
+        """Return a tensor as vLLM's layer or module returns it, and any other value as it is."""
         if not isinstance(value, torch.Tensor):
             return value
-        is_layer = prefix.rpartition(".")[2].isdecimal()
         if is_layer and self.family.returns_residual:
             return (value, zeros_of(value))
         is_short = self.family.is_batched and value.ndim == len(("tokens", "width"))
