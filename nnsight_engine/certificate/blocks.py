@@ -2,7 +2,7 @@
 
 A change is added at every position but the first, since the same addition to all keys would change no
 attention. At ``logits`` it is added at the last position, the only one that vLLM computes. Writes and skips
-return the logits of the last position, float32 ``[vocabulary]``.
+return the logits of the last position, float32 ``[vocabulary]``. Options are those of ``trace``.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from nnsight_engine.certificate.measurements import LOGITS
 from nnsight_engine.core.saves import save
 
 
-def read(model: Any, prompt: Any, names: Sequence[str]) -> dict[str, torch.Tensor]:
+def read(model: Any, prompt: Any, names: Sequence[str], **options: Any) -> dict[str, torch.Tensor]:
     """Read points.
 
     Returns:
         By point, float32 ``[tokens, *shape]``; attention patterns ``[heads, tokens, keys]``, and of logits
         the last position only.
     """
-    with model.trace(prompt):
+    with model.trace(prompt, **options):
         values: dict[str, torch.Tensor] = save({})
         for name in names:
             value = model.points[name]
@@ -32,10 +32,10 @@ def read(model: Any, prompt: Any, names: Sequence[str]) -> dict[str, torch.Tenso
     return {name: _on_host(value[0] if is_batched else value) for name, value in values.items()}
 
 
-def write_in_place(model: Any, prompt: Any, name: str, change: torch.Tensor) -> torch.Tensor:
+def write_in_place(model: Any, prompt: Any, name: str, change: torch.Tensor, **options: Any) -> torch.Tensor:
     """Add to a point in place."""
     axis = -1 - change.ndim
-    with model.trace(prompt):
+    with model.trace(prompt, **options):
         value = model.points[name]
         first = value.shape[axis] - 1 if name == LOGITS else 1
         value.narrow(axis, first, value.shape[axis] - first).add_(change.to(value))
@@ -43,10 +43,10 @@ def write_in_place(model: Any, prompt: Any, name: str, change: torch.Tensor) -> 
     return _on_host(logits).flatten()
 
 
-def assign(model: Any, prompt: Any, name: str, change: torch.Tensor) -> torch.Tensor:
+def assign(model: Any, prompt: Any, name: str, change: torch.Tensor, **options: Any) -> torch.Tensor:
     """Assign a point its value with an addition."""
     axis = -1 - change.ndim
-    with model.trace(prompt):
+    with model.trace(prompt, **options):
         value = model.points[name].clone()
         first = value.shape[axis] - 1 if name == LOGITS else 1
         value.narrow(axis, first, value.shape[axis] - first).add_(change.to(value))
@@ -55,9 +55,9 @@ def assign(model: Any, prompt: Any, name: str, change: torch.Tensor) -> torch.Te
     return _on_host(logits).flatten()
 
 
-def skip(model: Any, prompt: Any, layer: int) -> torch.Tensor:
+def skip(model: Any, prompt: Any, layer: int, **options: Any) -> torch.Tensor:
     """Skip a layer, whose output is then its input."""
-    with model.trace(prompt):
+    with model.trace(prompt, **options):
         block = model.layers[layer]
         block.skip(block.input)
         logits = model.points[LOGITS][..., -1, :].clone().save()

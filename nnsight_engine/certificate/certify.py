@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import torch
 from vllm import RequestOutput
+from vllm.lora.request import LoRARequest
 
 import nnsight_engine
 from nnsight_engine.certificate import blocks
@@ -82,7 +83,12 @@ def check_dtype(dtype: str) -> None:
 
 
 def compare(
-    model: VLLM, request: CheckRequest, reference: Reference, *, report: Report = lambda *_: None
+    model: VLLM,
+    request: CheckRequest,
+    reference: Reference,
+    *,
+    adapter: LoRARequest | None = None,
+    report: Report = lambda *_: None,
 ) -> Certificate:
     """Compare a running engine with what transformers has computed.
 
@@ -90,25 +96,34 @@ def compare(
         model: The engine, started with ``mode="sync"``.
         request: What is compared.
         reference: What transformers has computed for it.
+        adapter: The LoRA adapter of all requests, whose weights the reference has, too.
         report: Receives the progress.
     """
-    return _Comparison(model, request, reference, report).run()
+    return _Comparison(model, request, reference, adapter, report).run()
 
 
 class _Comparison:
     """One engine under comparison."""
 
-    def __init__(self, model: VLLM, request: CheckRequest, reference: Reference, report: Report) -> None:
+    def __init__(
+        self,
+        model: VLLM,
+        request: CheckRequest,
+        reference: Reference,
+        adapter: LoRARequest | None,
+        report: Report,
+    ) -> None:
         self._model = model
         self._request = request
         self._reference = reference
         self._report = report
         self._ids = reference.facts.prompt_ids
-        self._operations = OperationRunner(model, self._ids)
+        self._operations = OperationRunner(model, self._ids, adapter)
         self._dtype = self._operations.spec.dtype
         self._bounds = BOUNDS[self._dtype]
         self._findings: list[Finding] = []
         self._is_apart = False
+        self._options: dict[str, Any] = {} if adapter is None else {"lora_request": adapter}
 
     def run(self) -> Certificate:
         """Compare everything."""
@@ -150,7 +165,7 @@ class _Comparison:
         total = len(points) + len(self._reference.facts.layers)
         self._report("vLLM: values", 0, total)
         captured = all_measured(points, self._operations.capture)
-        read = all_measured(points, lambda names: blocks.read(self._model, self._ids, names))
+        read = all_measured(points, lambda names: blocks.read(self._model, self._ids, names, **self._options))
         for done, point in enumerate(points):
             self._report(f"vLLM: {point}", done, total)
             wanted = self._reference.get(f"value {point}")
@@ -159,7 +174,7 @@ class _Comparison:
             self._compare_writes(point, captured.get(LOGITS), read.get(LOGITS))
         for done, layer in enumerate(self._reference.facts.layers, len(points)):
             self._report(f"vLLM: layers.{layer} skipped", done, total)
-            got = measured(blocks.skip, self._model, self._ids, layer)
+            got = measured(blocks.skip, self._model, self._ids, layer, **self._options)
             self._judge_movement(f"layers.{layer}", SKIP, f"skip {layer}", got, read.get(LOGITS))
 
     def _points(self) -> list[str]:
@@ -185,8 +200,8 @@ class _Comparison:
         if change is None:
             return
         steered = measured(self._operations.steer, point, change)
-        edited = measured(blocks.write_in_place, self._model, self._ids, point, change)
-        assigned = measured(blocks.assign, self._model, self._ids, point, change)
+        edited = measured(blocks.write_in_place, self._model, self._ids, point, change, **self._options)
+        assigned = measured(blocks.assign, self._model, self._ids, point, change, **self._options)
         for what, got in zip(WRITES, (steered, edited, assigned), strict=True):
             self._judge_movement(point, what, key, got, captured if what == WRITES[0] else read)
 

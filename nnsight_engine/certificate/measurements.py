@@ -151,10 +151,10 @@ class Reference:
         return cls(facts, load_file(folder / _TENSORS))
 
 
-def measured(measure: Callable[..., torch.Tensor], *args: Any) -> Measurement:
+def measured(measure: Callable[..., torch.Tensor], *args: Any, **options: Any) -> Measurement:
     """Return what a function computes, or its failure."""
     try:
-        return measure(*args)
+        return measure(*args, **options)
     except Exception as error:  # noqa: BLE001 - whatever it is, the certificate says it
         return Failure.of(error)
 

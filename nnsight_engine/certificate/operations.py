@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 from vllm import RequestOutput, SamplingParams
+from vllm.lora.request import LoRARequest
 
 from api_schemas.interventions import parse_interventions
 from api_schemas.limits import RequestLimits
@@ -36,12 +37,14 @@ class OperationRunner:
     Args:
         model: A model whose blocking engine has started.
         prompt_ids: The prompt of all requests.
+        adapter: The LoRA adapter of all requests.
     """
 
-    def __init__(self, model: VLLM, prompt_ids: list[int]) -> None:
+    def __init__(self, model: VLLM, prompt_ids: list[int], adapter: LoRARequest | None = None) -> None:
         assert isinstance(model.host, SyncEngine)  # noqa: S101 - a certificate's own
         self._engine = model.host
         self._ids = prompt_ids
+        self._adapter = adapter
         self.spec = ModelSpec.from_plain(answer(self._engine.call("describe_interventions")))
         self._router = ResultRouter(self.spec)
         self._token_of = TokenTexts(model.tokenizer).token
@@ -52,7 +55,13 @@ class OperationRunner:
         params = SamplingParams(
             temperature=0.0, max_tokens=num_tokens, logprobs=num_logprobs, ignore_eos=True
         )
-        (output,) = self._engine.run([{"prompt_token_ids": self._ids}], [params])
+        return self._output(params, None)
+
+    def _output(self, params: SamplingParams, salt: str | None) -> RequestOutput:
+        prompt: dict[str, Any] = {"prompt_token_ids": self._ids}
+        if salt is not None:
+            prompt["cache_salt"] = salt
+        (output,) = self._engine.run([prompt], [params], [self._adapter])
         return output
 
     def capture(self, points: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -119,10 +128,7 @@ class OperationRunner:
         try:
             params = SamplingParams(temperature=0.0, max_tokens=1)
             prepare_params(params, compiled, key)
-            prompt = {"prompt_token_ids": self._ids, "cache_salt": salted(compiled, None, key)}
-            (output,) = self._engine.run(
-                [{name: one for name, one in prompt.items() if one is not None}], [params]
-            )
+            output = self._output(params, salted(compiled, None, key))
             if collector.failure is not None:
                 raise InterventionError(collector.failure.code, collector.failure.message)
             return collector.take_final(output.outputs[0].token_ids)

@@ -5,7 +5,8 @@ transformers' classes for the whole process: what transformers and ``LanguageMod
 before the first engine starts. ``test_families`` runs this module and reads the report it writes.
 
 ``python -m tests.e2e.family_check FOLDER FAMILY...`` writes checkpoints and ``report.json``, by family
-and check, or block of ``point_blocks``, what went wrong or null, into the folder.
+and check, block of ``point_blocks``, or kind of comparison of a certificate, what went wrong or null, into
+the folder.
 """
 
 from __future__ import annotations
@@ -21,10 +22,15 @@ import torch
 from vllm.lora.request import LoRARequest
 
 from api_schemas.points import MODEL_POINTS
+from nnsight_engine.certificate.certificate import PLAIN, SKIP, VALUES, WRITES, Certificate
+from nnsight_engine.certificate.certify import compare
+from nnsight_engine.certificate.measurements import CheckRequest
+from nnsight_engine.certificate.reference import compute
+from nnsight_engine.certificate.verdicts import Status
 from nnsight_engine.plans.collect.results import CollectedCapture, CollectedLens, CollectedToken
 from tests.e2e.check_process import in_forks
 from tests.e2e.harness import Ask, Engine, Reply
-from tests.e2e.point_blocks import AdaptedVLLM, compared, expected_values
+from tests.e2e.point_blocks import BESIDE_CERTIFICATE, AdaptedVLLM, compared, expected_values
 from tests.families.adapters import RANK, write_adapter, write_merged
 from tests.families.checkpoints import NUM_LAYERS, write_checkpoint
 from tests.families.edits import Continuation, add, continued, place, zero
@@ -278,6 +284,8 @@ COMPILED_CHECKS: Final[dict[str, Check]] = {
 }
 
 
+CERTIFICATE: Final = (PLAIN, *VALUES, *WRITES, SKIP)
+
 ADAPTED: Final = "_adapted"
 """Suffix of a family whose engine runs everything with a LoRA adapter."""
 
@@ -292,13 +300,16 @@ def run(family: str, folder: Path) -> dict[str, str | None]:
         adapter = LoRARequest("adapter", 1, str(write_adapter(checkpoint, folder / "adapter")))
         wanted = write_merged(checkpoint, Path(adapter.lora_path), folder / f"{family}_merged")
         options |= {"enable_lora": True, "max_lora_rank": RANK}
-    expected, values = expect(wanted), expected_values(wanted)
+    expected, values = expect(wanted), expected_values(wanted, BESIDE_CERTIFICATE)
+    request = CheckRequest(str(wanted))
+    reference = compute(request, lambda *_: None)
     model = AdaptedVLLM(str(checkpoint), dispatch=True, enforce_eager=True, **options)
     model.__dict__["adapter"] = adapter
     engine = Engine.around(model.engine)
     engine.adapter = adapter
     report = {name: _outcome(check, engine, expected) for name, check in CHECKS.items()}
     report |= compared(model, values)
+    report |= _findings(compare(model, request, reference, adapter=adapter))
     model.shutdown()
     if family in COMPILED_FAMILIES:
         engine = Engine(checkpoint, **options, **_COMPILED)
@@ -313,6 +324,19 @@ def _outcome(check: Check, engine: Engine, expected: Expected) -> str | None:
     except Exception:  # noqa: BLE001 - whatever it is, the report says it and the next check runs
         return traceback.format_exc()
     return None
+
+
+def _findings(certificate: Certificate) -> dict[str, str | None]:
+    """Return what a certificate finds of each kind of comparison."""
+    return {
+        what: "\n".join(
+            f"{one.subject}: {one.verdict}"
+            for one in certificate.findings
+            if one.what == what and one.verdict.status is not Status.OK
+        )
+        or None
+        for what in CERTIFICATE
+    }
 
 
 def main() -> None:

@@ -15,8 +15,8 @@ from typing import Any, Final
 import pytest
 
 from tests.e2e.check_process import report_of
-from tests.e2e.family_check import ADAPTED, CHECKS, COMPILED_CHECKS, COMPILED_FAMILIES
-from tests.e2e.point_blocks import BLOCKS
+from tests.e2e.family_check import ADAPTED, CERTIFICATE, CHECKS, COMPILED_CHECKS, COMPILED_FAMILIES
+from tests.e2e.point_blocks import BESIDE_CERTIFICATE
 from tests.families.checkpoints import FAMILIES, IN_CORE, VARIANTS
 from tests.parallel import WORKER
 
@@ -89,11 +89,17 @@ def test_family_agrees_with_transformers(family: str, check: str, reports: dict[
     assert failure is None, failure
 
 
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("block", sorted(BESIDE_CERTIFICATE))
 def test_a_block_gives_the_same_on_both_engines(
     family: str, block: str, reports: dict[str, Future[Report]]
 ) -> None:
     failure = reports[family].result()[family][block]
+    assert failure is None, failure
+
+
+@pytest.mark.parametrize("what", CERTIFICATE)
+def test_certificate_of_a_family_is_ok(family: str, what: str, reports: dict[str, Future[Report]]) -> None:
+    failure = reports[family].result()[family][what]
     assert failure is None, failure
 
 
