@@ -98,6 +98,9 @@ def compare(
         reference: What transformers has computed for it.
         adapter: The LoRA adapter of all requests, whose weights the reference has, too.
         report: Receives the progress.
+
+    Raises:
+        CertificateError: vLLM cannot generate with the model.
     """
     return _Comparison(model, request, reference, adapter, report).run()
 
@@ -153,7 +156,10 @@ class _Comparison:
     def _compare_plain(self) -> None:
         """Compare what both engines compute without interventions."""
         logits = self._reference.tensors["plain"]
-        output = self._operations.generate(len(logits), _NUM_LOGPROBS)
+        try:
+            output = self._operations.generate(len(logits), _NUM_LOGPROBS)
+        except Exception as error:  # whatever the model raises
+            raise CertificateError(f"vLLM cannot generate: {Failure.of(error).message}") from error
         verdict = judge_value(*_most_likely(logits[0], output), self._bounds)
         self._add(LOGITS, PLAIN, verdict)
         self._is_apart = verdict.status is Status.DIFFERS
