@@ -15,7 +15,7 @@ import msgspec
 import torch
 from safetensors.torch import load_file, save_file
 
-from api_schemas.errors import ApiError
+from api_schemas.errors import ApiError, ErrorCode
 from nnsight_engine.core.errors import InterventionError, UnsupportedOptionError
 from nnsight_engine.envoys.architectures.errors import (
     NoStandardPointsError,
@@ -35,7 +35,8 @@ _REFUSALS: Final = (
     UnknownPointError,
     UnsupportedOptionError,
 )
-_INTERNAL: Final = "internal_error"
+_BROKEN: Final = frozenset({ErrorCode.INTERNAL, ErrorCode.INTERVENTION_FAILED})
+"""Codes of errors that are no refusal: the engine could not do what it had accepted."""
 _TENSORS: Final = "reference.safetensors"
 _FACTS: Final = "reference.json"
 _MAX_MESSAGE: Final = 300
@@ -66,7 +67,7 @@ class Failure(msgspec.Struct, frozen=True):
         code = str(getattr(error, "code", ""))
         return cls(
             f"{type(error).__name__}: {lines[0]}"[:_MAX_MESSAGE],
-            is_refusal=isinstance(error, _REFUSALS) and code != _INTERNAL,
+            is_refusal=isinstance(error, _REFUSALS) and code not in _BROKEN,
         )
 
 

@@ -101,7 +101,9 @@ MUTANTS: Final = {
         _table(is_qkv_interleaved=True),
         (*_everywhere("layers.0.attn.v"), ("layers.0.attn.v", "in place"), ("layers.0.attn.v", "assigned")),
     ),
-    "residual_left_out": Mutant("llama", _table(returns_residual=False), _everywhere("layers.0.output")),
+    "residual_left_out": Mutant(
+        "llama", _table(returns_residual=False), (("layers.0.output", "trace"), ("layers.0", "skip"))
+    ),
     "residual_dropped": Mutant("llama", _table(has_unused_residual=True), (("logits", "plain"),)),
     "unused_residual_added": Mutant(
         "exaone4", _table(has_unused_residual=False), _everywhere("layers.2.output")

@@ -117,7 +117,7 @@ class StoreKeys(ReadKernel):
         """Copy the keys into the store."""
         keys = value.keys(self.first_row, self.stop_row)
         if keys is None:
-            raise InterventionError("intervention_failed", "the layer shares another layer's keys")
+            raise InterventionError("unsupported_at_point", "the layer shares another layer's keys")
         self.store.put(self.start, keys)
 
 

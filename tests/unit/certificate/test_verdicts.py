@@ -17,6 +17,7 @@ from nnsight_engine.certificate.verdicts import (
     judge_tokens,
     judge_value,
 )
+from nnsight_engine.core.errors import InterventionError
 
 FP32 = BOUNDS["float32"]
 VALUE = torch.tensor([[1.0, -4.0], [0.5, 2.0]])
@@ -131,6 +132,7 @@ def test_a_typed_error_is_a_refusal_and_an_internal_or_any_other_one_is_not() ->
 
     assert failed(ApiError(ErrorCode.UNKNOWN_POINT, "no such point")).is_refusal
     assert not failed(ApiError(ErrorCode.INTERNAL, "broken")).is_refusal
+    assert not failed(InterventionError("intervention_failed", "never reached")).is_refusal
     assert failed(KeyError("x\ny")) == Failure("KeyError: 'x\\ny'", is_refusal=False)
 
 
