@@ -97,7 +97,8 @@ def print_certificate(certificate: Certificate, console: Console) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in certificate.versions.items())
     counts = ", ".join(f"{number} {status}" for status, number in certificate.counts().items())
     console.print(
-        f"{certificate.model} ({certificate.architecture}, {certificate.dtype}), layers "
+        f"{certificate.model} ({certificate.architecture}, in vLLM {certificate.vllm_class}, "
+        f"{certificate.dtype}), layers "
         f"{', '.join(map(str, certificate.layers)) or 'none'} of {certificate.num_layers}, {versions}: "
         f"{counts}. Values count as equal within {certificate.bounds.value:g} of the largest, effects within "
         f"{certificate.bounds.movement:g}.",

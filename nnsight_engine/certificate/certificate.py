@@ -36,6 +36,7 @@ class Certificate(msgspec.Struct, frozen=True):
     Attributes:
         model: The model as it was named.
         architecture: transformers' class.
+        vllm_class: vLLM's.
         dtype: vLLM's dtype; transformers computes in float32.
         versions: Versions of the packages by name.
         prompt_ids: The prompt.
@@ -47,6 +48,7 @@ class Certificate(msgspec.Struct, frozen=True):
 
     model: str
     architecture: str
+    vllm_class: str
     dtype: str
     versions: dict[str, str]
     prompt_ids: list[int]

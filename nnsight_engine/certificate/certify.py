@@ -33,6 +33,7 @@ from nnsight_engine.certificate.verdicts import (
     judge_tokens,
     judge_value,
 )
+from nnsight_engine.vllm_backend.rpc_results import answer
 from nnsight_engine.vllm_backend.vllm import VLLM
 
 _NUM_LOGPROBS: Final = 20
@@ -122,6 +123,7 @@ class _Comparison:
         self._report = report
         self._ids = reference.facts.prompt_ids
         self._operations = OperationRunner(model, self._ids, adapter)
+        self._class = str(answer(model.host.call("outline_model"))[0][1])
         self._dtype = self._operations.spec.dtype
         self._bounds = BOUNDS[self._dtype]
         self._findings: list[Finding] = []
@@ -143,7 +145,7 @@ class _Comparison:
             except importlib.metadata.PackageNotFoundError:
                 continue
         return Certificate(
-            self._request.model, facts.architecture, self._dtype, versions, self._ids, facts.num_layers,
+            self._request.model, facts.architecture, self._class, self._dtype, versions, self._ids, facts.num_layers,
             facts.layers, self._bounds, self._findings,
         )  # fmt: skip
 

@@ -1,8 +1,8 @@
 """Writes the page of checked families: one row for each checkpoint, from ``nnsight-engine check``.
 
 ``python -m tests.families.certify CHECKPOINT...`` checks each folder in a process of its own and writes
-``docs/model-families.md``. Certificates are kept in a folder, and those that are there already are not made again,
-so that a run that was interrupted goes on.
+``docs/model-families.md``. Certificates are kept in a folder, and those that are there already are not made
+again, so that a run that was interrupted goes on.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _HEAD: Final = """# Checked model families
 
 <!-- written by python -m tests.families.certify -->
 
-Each row is the [certificate](check.md) of a tiny checkpoint with random weights, made on {date} by `nnsight-engine
-check` with {versions}: every point of the first, the middle and the last layer of each kind, vLLM compared with
-`transformers`, in float32 on a CPU. *Logits* is the largest difference without interventions, relative to the
-largest log-probability. *Values*, *writes* and *skips* count the comparisons that are ok, of those that could be made.
-`TransformersForCausalLM` is vLLM's Transformers backend.
+Each row is the [certificate](check.md) of a tiny checkpoint with random weights, made on {date} by
+`nnsight-engine check` with {versions}: every point of the first, the middle and the last layer of each kind,
+vLLM compared with `transformers`, in float32 on a CPU. *Logits* is the largest difference without interventions,
+relative to the largest log-probability. *Values*, *writes* and *skips* count the comparisons that are ok, of
+those that could be made. `TransformersForCausalLM` is vLLM's Transformers backend.
 
 | checkpoint | architecture | in vLLM | logits | values | writes | skips | not ok |
 |---|---|---|---|---|---|---|---|
