@@ -191,7 +191,7 @@ def serve(  # noqa: PLR0913 - one argument for each option
     context_settings=_PASSED_ON,
     epilog="nnsight-engine check Qwen/Qwen3-0.6B --layers 0,14,-1 --json certificate.json",
 )
-def check(
+def check(  # noqa: PLR0913 - one argument for each option
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="A folder or a Hugging Face name.", callback=_value)],
     *,
@@ -207,6 +207,10 @@ def check(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run the checkpoint's own code.")
     ] = False,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="The largest relative difference; 0.001 in float32, more in others."),
+    ] = None,
     transformers_device: Annotated[str, _option("Where transformers' model runs, first.")] = "cpu",
 ) -> int:
     """Compare every point of MODEL on vLLM with transformers: values, changes, skipped layers.
@@ -215,7 +219,7 @@ def check(
     change silently has no effect. vLLM's own options are passed on, see vllm serve --help=all.
     """
     command = importlib.import_module("app.check_command")
-    options = given_options(prompt=prompt, layers=layers, revision=revision)
+    options = given_options(prompt=prompt, layers=layers, revision=revision, tolerance=tolerance)
     request = command.CheckRequest(
         model, trust_remote_code=trust_remote_code, device=transformers_device, **options
     )

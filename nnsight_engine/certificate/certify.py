@@ -26,7 +26,8 @@ from nnsight_engine.certificate.measurements import (
 from nnsight_engine.certificate.operations import OperationRunner
 from nnsight_engine.certificate.reference_process import compute_apart
 from nnsight_engine.certificate.verdicts import (
-    BOUNDS,
+    TOLERANCES,
+    Bounds,
     Status,
     Verdict,
     judge_movement,
@@ -53,7 +54,9 @@ def certify(request: CheckRequest, *, report: Report = lambda *_: None, **engine
     Raises:
         CertificateError: transformers or vLLM cannot load the model, or the prompt or the layers do not fit.
     """
-    check_dtype(engine_args.get("dtype", "float32"))
+    dtype = engine_args.get("dtype", "float32")
+    if dtype not in TOLERANCES:
+        raise CertificateError(f"the dtype must be one of {', '.join(TOLERANCES)}, got {dtype}")
     reference = compute_apart(request, report)
     report("loading vLLM's engine", 0, 0)
     options: dict[str, Any] = {
@@ -71,16 +74,6 @@ def certify(request: CheckRequest, *, report: Report = lambda *_: None, **engine
         return compare(model, request, reference, report=report)
     finally:
         model.shutdown()
-
-
-def check_dtype(dtype: str) -> None:
-    """Check that differences of a dtype can be judged.
-
-    Raises:
-        CertificateError: They cannot.
-    """
-    if dtype not in BOUNDS:
-        raise CertificateError(f"the dtype must be one of {', '.join(BOUNDS)}, got {dtype}")
 
 
 def compare(
@@ -125,7 +118,7 @@ class _Comparison:
         self._operations = OperationRunner(model, self._ids, adapter)
         self._class = str(answer(model.host.call("outline_model"))[0][1])
         self._dtype = self._operations.spec.dtype
-        self._bounds = BOUNDS[self._dtype]
+        self._bounds = Bounds.of(request.tolerance or TOLERANCES[self._dtype])
         self._findings: list[Finding] = []
         self._is_apart = False
         self._options: dict[str, Any] = {} if adapter is None else {"lora_request": adapter}
@@ -145,8 +138,8 @@ class _Comparison:
             except importlib.metadata.PackageNotFoundError:
                 continue
         return Certificate(
-            self._request.model, facts.architecture, self._class, self._dtype, versions, self._ids, facts.num_layers,
-            facts.layers, self._bounds, self._findings,
+            self._request.model, facts.architecture, self._class, self._dtype, versions, self._ids,
+            facts.num_layers, facts.layers, self._bounds, self._findings,
         )  # fmt: skip
 
     def _add(self, subject: str, what: str, verdict: Verdict) -> None:

@@ -88,6 +88,7 @@ class CheckRequest(msgspec.Struct, frozen=True):
         revision: The model's revision on the hub.
         trust_remote_code: Whether code of the checkpoint may run.
         device: Device of transformers' model.
+        tolerance: The largest relative difference of equal values; None for that of vLLM's dtype.
     """
 
     model: str
@@ -98,6 +99,7 @@ class CheckRequest(msgspec.Struct, frozen=True):
     revision: str | None = None
     trust_remote_code: bool = False
     device: str = "cpu"
+    tolerance: float | None = None
 
 
 class ReferenceFacts(msgspec.Struct):

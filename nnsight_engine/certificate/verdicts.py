@@ -1,7 +1,7 @@
 """Verdicts: what one engine computes, judged by what the other computes.
 
 All differences are relative: of a value to its largest element, of a write to the largest movement of a logit
-that it causes in transformers. A bound holds for a dtype, since vLLM computes in it.
+that it causes in transformers.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ _NO_MOVEMENT: Final = 0.1
 _NOISE: Final = 4.0
 """How often the engines' difference without a write may be in that of movements without meaning anything."""
 _MARGIN: Final = 2.0
+_MOST: Final = 0.3
 
 
 class Status(enum.StrEnum):
@@ -36,18 +37,20 @@ class Bounds(msgspec.Struct, frozen=True):
 
     Attributes:
         value: Of values, and of logits without a write.
-        movement: Of the movement of logits by a write.
+        movement: Of the movement of logits by a write, which is a difference of two.
     """
 
     value: float
     movement: float
 
+    @classmethod
+    def of(cls, tolerance: float) -> Bounds:
+        """Return the bounds where values differ by no more than ``tolerance``."""
+        return cls(tolerance, min(10 * tolerance, _MOST))
 
-BOUNDS: Final = {
-    "float32": Bounds(1e-3, 1e-2),
-    "float16": Bounds(2e-2, 1e-1),
-    "bfloat16": Bounds(1e-1, 3e-1),
-}
+
+TOLERANCES: Final = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
+"""What vLLM's dtype accounts for; transformers computes in float32."""
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -106,7 +109,7 @@ def judge_movement(
     difference = apart / effect if effect else None
     if apart <= _NOISE * _size((plain[1] - plain[0])[is_finite]):
         return Verdict(
-            Status.NOT_COMPARED, difference, "it moves the logits no more than the engines differ anyway"
+            Status.NOT_COMPARED, difference, "the movements differ no more than the engines do without it"
         )
     if _size(theirs) <= _NO_MOVEMENT * effect:
         return Verdict(Status.SILENTLY_WRONG, difference, "vLLM accepts it, and its logits do not move")

@@ -11,6 +11,7 @@ import argparse
 import datetime
 import subprocess
 import sys
+import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,15 +24,19 @@ _PROJECT: Final = Path(__file__).resolve().parents[2]
 _PAGE: Final = _PROJECT / "docs" / "model-families.md"
 _TIMEOUT_S: Final = 900
 _MAX_REASON: Final = 160
+_COLUMNS: Final = 120
+_TEXT: Final = """
+Each row is the [certificate](check.md) of a tiny checkpoint with random weights, made on {date} by
+`nnsight-engine check` with {versions}: every point of the first, the middle and the last layer of each kind,
+vLLM compared with `transformers`, in float32 on a CPU. *Logits* is the largest difference without
+interventions, relative to the largest log-probability. *Values*, *writes* and *skips* count the comparisons
+that are ok, of those that could be made. `TransformersForCausalLM` is vLLM's Transformers backend.
+"""
 _HEAD: Final = """# Checked model families
 
 <!-- written by python -m tests.families.certify -->
 
-Each row is the [certificate](check.md) of a tiny checkpoint with random weights, made on {date} by
-`nnsight-engine check` with {versions}: every point of the first, the middle and the last layer of each kind,
-vLLM compared with `transformers`, in float32 on a CPU. *Logits* is the largest difference without interventions,
-relative to the largest log-probability. *Values*, *writes* and *skips* count the comparisons that are ok, of
-those that could be made. `TransformersForCausalLM` is vLLM's Transformers backend.
+{text}
 
 | checkpoint | architecture | in vLLM | logits | values | writes | skips | not ok |
 |---|---|---|---|---|---|---|---|
@@ -75,7 +80,8 @@ def page(checkpoints: Sequence[Path], folder: Path) -> str:
         ]  # fmt: skip
         rows.append(f"| {' | '.join(cells)} |")
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    return _HEAD.format(date=today, versions=versions) + "\n".join(rows) + "\n"
+    text = textwrap.fill(_TEXT.format(date=today, versions=versions).strip(), _COLUMNS)
+    return _HEAD.format(text=text) + "\n".join(rows) + "\n"
 
 
 def _logits(certificate: Certificate) -> str:

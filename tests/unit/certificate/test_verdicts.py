@@ -10,7 +10,8 @@ import torch
 from api_schemas.errors import ApiError, ErrorCode
 from nnsight_engine.certificate.measurements import Failure, all_measured, measured
 from nnsight_engine.certificate.verdicts import (
-    BOUNDS,
+    TOLERANCES,
+    Bounds,
     Status,
     Verdict,
     judge_movement,
@@ -19,7 +20,7 @@ from nnsight_engine.certificate.verdicts import (
 )
 from nnsight_engine.core.errors import InterventionError
 
-FP32 = BOUNDS["float32"]
+FP32 = Bounds.of(TOLERANCES["float32"])
 VALUE = torch.tensor([[1.0, -4.0], [0.5, 2.0]])
 PLAIN = torch.tensor([1.0, 2.0, -10.0, 3.0])
 MOVE = torch.tensor([0.5, -1.0, 2.0, 0.0])
@@ -63,7 +64,7 @@ def test_a_value_of_zeros_is_compared_by_itself() -> None:
 
 
 def test_bounds_are_those_of_the_dtype() -> None:
-    assert judge_value(VALUE, VALUE * 1.01, BOUNDS["bfloat16"]).status is Status.OK
+    assert judge_value(VALUE, VALUE * 1.01, Bounds.of(TOLERANCES["bfloat16"])).status is Status.OK
     assert judge_value(VALUE, VALUE * 1.01, FP32).status is Status.DIFFERS
 
 
