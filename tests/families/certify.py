@@ -26,7 +26,7 @@ _TIMEOUT_S: Final = 900
 _MAX_REASON: Final = 160
 _COLUMNS: Final = 120
 _TEXT: Final = """
-Each row is the [certificate](check.md) of a tiny checkpoint with random weights, made on {date} by
+Each row is the [certificate](howto/check.md) of a tiny checkpoint with random weights, made on {date} by
 `nnsight-engine check` with {versions}: every point of the first, the middle and the last layer of each kind,
 vLLM compared with `transformers`, in float32 on a CPU. *Logits* is the largest difference without
 interventions, relative to the largest log-probability. *Values*, *writes* and *skips* count the comparisons
