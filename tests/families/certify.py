@@ -80,7 +80,9 @@ def page(checkpoints: Sequence[Path], folder: Path) -> str:
         ]  # fmt: skip
         rows.append(f"| {' | '.join(cells)} |")
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    text = textwrap.fill(_TEXT.format(date=today, versions=versions).strip(), _COLUMNS)
+    text = textwrap.fill(
+        _TEXT.format(date=today, versions=versions).strip(), _COLUMNS, break_on_hyphens=False
+    )
     return _HEAD.format(text=text) + "\n".join(rows) + "\n"
 
 
