@@ -55,11 +55,28 @@ def assign(model: Any, prompt: Any, name: str, change: torch.Tensor, **options: 
     return _on_host(logits).flatten()
 
 
-def skip(model: Any, prompt: Any, layer: int, **options: Any) -> torch.Tensor:
-    """Skip a layer, whose output is then its input."""
+def num_returned(model: Any, prompt: Any, layer: int) -> int:
+    """Return the number of items that a layer of a transformers model returns; 0 if it returns one tensor."""
+    with model.trace(prompt):
+        output = model.layers[layer].output
+        number: int = save(len(output) if isinstance(output, tuple) else 0)
+    return number
+
+
+def skip(model: Any, prompt: Any, layer: int, *, num_items: int = 0, **options: Any) -> torch.Tensor:
+    """Skip a layer, whose output is then its input.
+
+    Args:
+        model: The model.
+        prompt: The prompt.
+        layer: The layer.
+        num_items: Number of items in the place of its output, of which all but the first are None; 0 for the
+            tensor alone.
+        **options: Options of the trace.
+    """
     with model.trace(prompt, **options):
         block = model.layers[layer]
-        block.skip(block.input)
+        block.skip((block.input, *[None] * (num_items - 1)) if num_items else block.input)
         logits = model.points[LOGITS][..., -1, :].clone().save()
     return _on_host(logits).flatten()
 

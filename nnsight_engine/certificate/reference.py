@@ -100,7 +100,7 @@ class _Measuring:
             self._write(name, shape, values[name], generator)
         for done, layer in enumerate(layers, len(shapes)):
             self._report(f"transformers: layers.{layer} skipped", done, total)
-            self._add(f"skip {layer}", measured(blocks.skip, self._model, self._prompt, layer))
+            self._add(f"skip {layer}", measured(self._skip, layer))
         architecture = type(self._module).__name__
         facts = ReferenceFacts(
             architecture, self._ids, num_layers, layers, list(shapes), tokens, self._failures
@@ -156,6 +156,10 @@ class _Measuring:
             modules = self._model.layers[layer]._module.named_modules()  # noqa: SLF001 - as above
             kinds[(types[layer], *((path, type(module).__name__) for path, module in modules))].append(layer)
         return sorted({one for of in kinds.values() for one in (of[0], of[len(of) // 2], of[-1])})
+
+    def _skip(self, layer: int) -> torch.Tensor:
+        num_items = blocks.num_returned(self._model, self._prompt, layer)
+        return blocks.skip(self._model, self._prompt, layer, num_items=num_items)
 
     def _write(
         self, name: str, shape: tuple[int, ...], value: Measurement, generator: torch.Generator
