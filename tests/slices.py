@@ -24,6 +24,7 @@ SECONDS: Final = {
     "ray": 300,
     "tests/deploy/test_read_only.py": 85,
     "tests/docs/test_engine_pages.py": 220,
+    "tests/e2e/test_certificate.py": 105,
     "tests/e2e/test_compile_cache.py": 130,
     "tests/e2e/test_compiled.py": 100,
     "tests/e2e/test_cuda_graphs.py": 90,

@@ -82,6 +82,7 @@ BLOCKS = {
     "heads": "model.layers[4].attn.heads[:, 0] = 0\nh = model.logits.output.float().save()",
     "module": "h = model.model.layers[2].mlp.output.float().save()",
     "skip": "model.layers[2].mlp.skip(model.layers[2].mlp.input * 0)\nh = model.logits.output.float().save()",
+    "skip the first": "l = model.layers[0]\nl.skip(l.input * 2)\nh = model.logits.output.float().save()",
     "steps": "h = [].save()\nfor step in tracer.iter[:]:\n    h.append(model.samples.output.item())",
     "logits": "model.logits.output[:, 11] = 1e4\nh = model.samples.output.save()",
     "random": "h = torch.rand(3).save()",
