@@ -16,6 +16,7 @@ from nnsight_engine.vllm_backend.compat import platform_worker_class
 from nnsight_engine.vllm_backend.model_outline import OutlineEntry
 from nnsight_engine.vllm_backend.rpc_results import PENDING
 from nnsight_engine.vllm_backend.shared_memory_results import leave
+from nnsight_engine.vllm_backend.steps.cpu_rotary import mend_rotary_embedding
 from nnsight_engine.vllm_backend.steps.handler import StepHandler
 from nnsight_engine.vllm_backend.steps.runner_v1 import V1RunnerMixin
 from nnsight_engine.vllm_backend.steps.runner_v2 import V2RunnerMixin
@@ -35,6 +36,8 @@ class InterventionWorker(_PlatformWorker):
     def init_device(self) -> None:
         """Set the device up as the platform does, then extend the runner's class."""
         super().init_device()
+        if self.device.type == "cpu":
+            mend_rotary_embedding()
         runner = self.model_runner
         cls = type(runner)
         adapter = V2RunnerMixin if self.vllm_config.use_v2_model_runner else V1RunnerMixin

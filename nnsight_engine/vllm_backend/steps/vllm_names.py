@@ -166,6 +166,11 @@ _WORKER: Final = (
             "expand_batch_to_tokens": "x, cu_num_tokens, num_tokens, replace_from, replace_to",
         },
     ),
+    _used(
+        "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding",
+        called={"forward_native": "positions, query, key"},
+        overridden={"forward_cpu": "positions, query, key=None"},
+    ),
     _used("vllm.v1.outputs:ModelRunnerOutput", read="req_id_to_index sampled_token_ids"),
     _used("vllm.v1.outputs:SamplerOutput", read="logprobs_tensors sampled_token_ids"),
     _used("vllm.v1.outputs:LogprobsTensors", read="logprob_token_ids logprobs selected_token_ranks"),
