@@ -13,12 +13,25 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+from vllm.model_executor.layers.linear import LinearBase
 
 from nnsight_engine.core.model_spec import PATTERN_LEAF
 from nnsight_engine.plans.request_plan import PlannedSite
 from nnsight_engine.plans.step.plan import StepPlan
 from nnsight_engine.vllm_backend.attention_hooks import AttentionHook
-from nnsight_engine.vllm_backend.model_points import ModelPoints
+from nnsight_engine.vllm_backend.model_points import ModelPoints, base_module
+
+
+def keep_inputs_plain(points: ModelPoints) -> None:
+    """Have the inputs of linear layers that are points computed as tensors of the model's dtype.
+
+    Some quantised linear layers take inputs that vLLM quantised together with the activation function.
+    """
+    for layer in points.local_layers:
+        for spec in points.layout.blocks[layer].leaves.values():
+            module = base_module(points.layers[layer].get_submodule(spec.path))
+            if spec.side == "input" and isinstance(module, LinearBase):
+                module.requires_unquantized_input = True
 
 
 @contextlib.contextmanager

@@ -236,9 +236,15 @@ def expected_values(checkpoint: Path, names: Iterable[str] = BLOCKS) -> dict[str
     return {name: tried(BLOCKS[name], model) for name in names}
 
 
-def compared(model: VLLM, wanted: dict[str, Values | str]) -> dict[str, str | None]:
-    """Run blocks on vLLM; returns what went wrong with each."""
-    return {name: difference(value, tried(BLOCKS[name], model)) for name, value in wanted.items()}
+def compared(model: VLLM, wanted: dict[str, Values | str], tolerance: float = 0.0) -> dict[str, str | None]:
+    """Run the blocks on vLLM; returns what went wrong with each.
+
+    Args:
+        model: The engine.
+        wanted: What ``expected_values`` returned.
+        tolerance: Largest difference, relative to the largest value, beyond float32's rounding.
+    """
+    return {name: difference(value, tried(BLOCKS[name], model), tolerance) for name, value in wanted.items()}
 
 
 def tried(block: Callable[[Any], Values], model: Any) -> Values | str:
@@ -248,20 +254,20 @@ def tried(block: Callable[[Any], Values], model: Any) -> Values | str:
         return traceback.format_exc()
 
 
-def difference(wanted: Values | str, got: Values | str) -> str | None:
+def difference(wanted: Values | str, got: Values | str, tolerance: float = 0.0) -> str | None:
     if isinstance(wanted, str) or isinstance(got, str):
         sides = {"LanguageModel": wanted, "VLLM": got}
         return "\n".join(f"{side}: {failure}" for side, failure in sides.items() if isinstance(failure, str))
     if wanted.keys() != got.keys():
         return f"different values: {sorted(wanted.keys() ^ got.keys())}"
-    found = [f"{name}: {how}" for name in wanted if (how := _apart(wanted[name], got[name]))]
+    found = [f"{name}: {how}" for name in wanted if (how := _apart(wanted[name], got[name], tolerance))]
     return "\n".join(found) or None
 
 
-def _apart(wanted: torch.Tensor, got: torch.Tensor) -> str:
+def _apart(wanted: torch.Tensor, got: torch.Tensor, tolerance: float) -> str:
     # One form has an axis for the batch of one, the other has not; of logits each has one.
     wanted, got = (value[0] if value.shape[0] == 1 else value for value in (wanted, got))
     if wanted.shape != got.shape:
         return f"of shape {tuple(wanted.shape)} and {tuple(got.shape)}"
     difference = float((wanted - got).abs().max() / wanted.abs().max().clamp_min(1e-6))
-    return "" if difference < _RELATIVE else f"apart by {difference:.2g} of the largest"
+    return "" if difference < _RELATIVE + tolerance else f"apart by {difference:.2g} of the largest"

@@ -15,9 +15,17 @@ from typing import Any, Final
 import pytest
 
 from tests.e2e.check_process import report_of
-from tests.e2e.family_check import ADAPTED, CERTIFICATE, CHECKS, COMPILED_CHECKS, COMPILED_FAMILIES
+from tests.e2e.family_check import (
+    ADAPTED,
+    CERTIFICATE,
+    CHECKS,
+    COMPILED_CHECKS,
+    COMPILED_FAMILIES,
+    QUANTISED,
+)
 from tests.e2e.point_blocks import BESIDE_CERTIFICATE
 from tests.families.checkpoints import FAMILIES, IN_CORE, VARIANTS
+from tests.families.quantised import FORMATS
 from tests.parallel import WORKER
 
 pytestmark = pytest.mark.e2e
@@ -40,6 +48,8 @@ _ADAPTED: Final = tuple(
 """Families with a LoRA adapter, of which vLLM takes none for GPT-2; Llama's are in ``test_lora``. The other
 dense families have their modules in common with one of these.
 """
+_QUANTISED: Final = tuple(f"llama{QUANTISED}{form}" for form in FORMATS)
+_CORE: Final = (*IN_CORE, "llama_in_fp8")
 _CHECKS: Final = "tests.e2e.family_check"
 _NUM_PROCESSES: Final = 1 if WORKER in os.environ else 2
 """One for each process of tests, which have a core each."""
@@ -49,7 +59,7 @@ Report = dict[str, dict[str, str | None]]
 
 def thinned(families: Iterable[str]) -> list[Any]:
     """Return parameters of which those outside of the core are heavy."""
-    return [one if one in IN_CORE else pytest.param(one, marks=pytest.mark.heavy) for one in families]
+    return [one if one in _CORE else pytest.param(one, marks=pytest.mark.heavy) for one in families]
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +86,7 @@ def reports(
 
 @pytest.fixture(
     scope="module",
-    params=thinned((*FAMILIES, *VARIANTS, *_ADAPTED)),
+    params=thinned((*FAMILIES, *VARIANTS, *_ADAPTED, *_QUANTISED)),
 )
 def family(request: pytest.FixtureRequest) -> str:
     """Every family and variant."""

@@ -246,15 +246,19 @@ def write_checkpoint(family: str, directory: Path, *, seed: int = 0, **changes: 
     Returns:
         ``directory``, ready for ``from_pretrained`` and for vLLM.
     """
-    tokenizer = build_tokenizer()
-    config = build_config(family, vocab_size=len(tokenizer), **changes)
+    config = build_config(family, vocab_size=len(build_tokenizer()), **changes)
+    return write_model(config, directory, seed=seed)
+
+
+def write_model(config: PreTrainedConfig, directory: Path, *, seed: int = 0) -> Path:
+    """Write a random model with this config, and its tokenizer, as ``write_checkpoint`` does."""
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     # Gemma multiplies embeddings by the root of the hidden size.
     embedding_std = 0.03 if config.model_type.startswith("gemma") else 0.1
     _randomize(model, torch.Generator().manual_seed(seed), embedding_std)
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    build_tokenizer().save_pretrained(directory)
     return directory
 
 

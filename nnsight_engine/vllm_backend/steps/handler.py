@@ -39,7 +39,7 @@ from nnsight_engine.vllm_backend.compat import (
     is_single_tenant,
     params_of,
 )
-from nnsight_engine.vllm_backend.hooks import hooked
+from nnsight_engine.vllm_backend.hooks import hooked, keep_inputs_plain
 from nnsight_engine.vllm_backend.model_points import Blocks, resolve_points
 from nnsight_engine.vllm_backend.steps.graphs import StepGraphs, cut_at_taps
 from nnsight_engine.vllm_backend.steps.outcome import StepOutcome
@@ -116,6 +116,7 @@ class StepHandler:
             find=None if limits.points == STRICT else partial(_found, model, config, device),
             gather=_of_all_stages,
         )
+        keep_inputs_plain(points)
         self.taps: frozenset[int] = frozenset()
         if points.family.has_unused_residual:
             drop_unused_residuals([points.layers[layer] for layer in points.local_layers])

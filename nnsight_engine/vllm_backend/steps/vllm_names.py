@@ -211,7 +211,10 @@ _MODEL: Final = (
         read="ColumnParallelLinear LinearBase MergedColumnParallelLinear QKVParallelLinear ReplicatedLinear "
         "RowParallelLinear UnquantizedLinearMethod",
     ),
-    _used("vllm.model_executor.layers.linear:LinearBase", read="input_size output_size quant_method tp_size"),
+    _used(
+        "vllm.model_executor.layers.linear:LinearBase",
+        read="input_size output_size quant_method requires_unquantized_input tp_size",
+    ),
     _used(
         "vllm.model_executor.layers.linear:ColumnParallelLinear",
         read="gather_output output_size_per_partition",
