@@ -29,6 +29,8 @@ from nnsight_engine.certificate.measurements import CheckRequest
 from nnsight_engine.certificate.reference import compute
 from nnsight_engine.certificate.verdicts import Status
 from nnsight_engine.plans.collect.results import CollectedCapture, CollectedLens, CollectedToken
+from nnsight_engine.vllm_backend.model_points import ModelPoints
+from nnsight_engine.vllm_backend.structure import Found, ModelRuns, found_family
 from tests.e2e.check_process import in_forks
 from tests.e2e.harness import Ask, Engine, Reply
 from tests.e2e.point_blocks import BESIDE_CERTIFICATE, AdaptedVLLM, compared, expected_values
@@ -210,6 +212,22 @@ def check_greedy(engine: Engine, expected: Expected) -> None:
     assert reply.token_ids == expected.plain.token_ids, reply.token_ids
 
 
+def check_structure(engine: Engine, expected: Expected) -> None:
+    """Without the table, the model's structure shows the same residual stream."""
+    del expected
+    ((found, points),) = engine.llm.collective_rpc(_structure)
+    wanted = points.family
+    for name in ("layers", "hidden_index", "returns_residual", "has_unused_residual", "is_batched"):
+        assert getattr(found.family, name) == getattr(wanted, name), (name, found)
+    assert found.family.final_norm == ("" if points.final_norm is None else wanted.final_norm), found
+
+
+def _structure(worker: Any) -> tuple[Found, ModelPoints]:
+    runner = worker.model_runner
+    found = found_family(ModelRuns(runner.get_model(), worker.vllm_config, worker.device))
+    return found, runner.handler.interventions.points
+
+
 def check_compiled_taps(engine: Engine, expected: Expected) -> None:
     """Writes and reads at taps happen inside the compiled step."""
     assert not engine.core.vllm_config.model_config.enforce_eager
@@ -285,6 +303,7 @@ CHECKS: Final[dict[str, Check]] = {
     "lens": check_lens,
     "writes": check_writes,
     "greedy": check_greedy,
+    "structure": check_structure,
 }
 COMPILED_CHECKS: Final[dict[str, Check]] = {
     "compiled_taps": check_compiled_taps,
