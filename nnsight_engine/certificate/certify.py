@@ -18,6 +18,7 @@ from nnsight_engine.certificate.measurements import (
     CheckRequest,
     Failure,
     Measurement,
+    Measurements,
     Reference,
     Report,
     all_measured,
@@ -162,52 +163,56 @@ class _Comparison:
         self._add("tokens", PLAIN, judge_tokens(self._reference.facts.tokens, got, logits, self._bounds))
 
     def _compare_points(self) -> None:
-        points = self._points()
+        offered = self._offered()
+        points = list(dict.fromkeys([*self._reference.facts.points, *offered]))
         total = len(points) + len(self._reference.facts.layers)
         self._report("vLLM: values", 0, total)
-        captured = all_measured(points, self._operations.capture)
-        read = all_measured(points, lambda names: blocks.read(self._model, self._ids, names, **self._options))
+        captured = all_measured(list(filter(self._operations.offers, points)), self._operations.capture)
+        read = all_measured(
+            offered, lambda names: blocks.read(self._model, self._ids, names, **self._options)
+        )
         for done, point in enumerate(points):
             self._report(f"vLLM: {point}", done, total)
             wanted = self._reference.get(f"value {point}")
             for what, values in zip(VALUES, (captured, read), strict=True):
                 self._add(point, what, judge_value(wanted, values.get(point), self._bounds))
-            self._compare_writes(point, captured.get(LOGITS), read.get(LOGITS))
+            self._compare_writes(point, captured, read)
         for done, layer in enumerate(self._reference.facts.layers, len(points)):
             self._report(f"vLLM: layers.{layer} skipped", done, total)
             got = measured(blocks.skip, self._model, self._ids, layer, **self._options)
             self._judge_movement(f"layers.{layer}", SKIP, f"skip {layer}", got, read.get(LOGITS))
 
-    def _points(self) -> list[str]:
-        """Return the points of either side in the compared layers, transformers' first."""
+    def _offered(self) -> list[str]:
+        """Return vLLM's points in the compared layers."""
         layers = set(self._reference.facts.layers)
-        offered = [
+        return [
             name
             for name in self._model.points()
             if not name.startswith("layers.") or int(name.split(".")[1]) in layers
         ]
-        return list(dict.fromkeys([*self._reference.facts.points, *offered]))
 
-    def _compare_writes(self, point: str, captured: Measurement | None, read: Measurement | None) -> None:
+    def _compare_writes(self, point: str, captured: Measurements, read: Measurements) -> None:
         """Compare the effects of a change at a point.
 
         Args:
             point: The point.
-            captured: vLLM's logits without a change, ``[1, vocabulary]``, by operations.
+            captured: vLLM's values without a change, by operations.
             read: The same, by a trace.
         """
         key = f"write {point}"
         change = self._reference.tensors.get(f"change {point}")
         if change is None:
             return
-        steered = measured(self._operations.steer, point, change)
-        edited = measured(blocks.write_in_place, self._model, self._ids, point, change, **self._options)
-        assigned = measured(blocks.assign, self._model, self._ids, point, change, **self._options)
-        for what, got in zip(WRITES, (steered, edited, assigned), strict=True):
-            self._judge_movement(point, what, key, got, captured if what == WRITES[0] else read)
+        steered = measured(self._operations.steer, point, change) if point in captured else None
+        self._judge_movement(point, WRITES[0], key, steered, captured.get(LOGITS))
+        for what, write in zip(WRITES[1:], (blocks.write_in_place, blocks.assign), strict=True):
+            got = None
+            if point in read:
+                got = measured(write, self._model, self._ids, point, change, **self._options)
+            self._judge_movement(point, what, key, got, read.get(LOGITS))
 
     def _judge_movement(
-        self, subject: str, what: str, key: str, got: Measurement, unchanged: Measurement | None
+        self, subject: str, what: str, key: str, got: Measurement | None, unchanged: Measurement | None
     ) -> None:
         plain = self._reference.tensors["plain"][0]
         own = unchanged.flatten() if isinstance(unchanged, torch.Tensor) else plain

@@ -50,6 +50,13 @@ class OperationRunner:
         self._token_of = TokenTexts(model.tokenizer).token
         deliver_payloads(self._engine.inner.llm_engine.output_processor, {PLAN_KEY: self._router.deliver})
 
+    def offers(self, point: str) -> bool:
+        """Return whether operations may name a point: some ranks do not have all that blocks have."""
+        layer, _, leaf = point.removeprefix("layers.").partition(".")
+        if not point.startswith("layers."):
+            return self.spec.leaf(point) is not None
+        return self.spec.leaf(leaf, int(layer)) is not None
+
     def generate(self, num_tokens: int, num_logprobs: int) -> RequestOutput:
         """Continue the prompt greedily, without operations."""
         params = SamplingParams(

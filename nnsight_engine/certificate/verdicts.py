@@ -159,7 +159,7 @@ def _missing(wanted: Measurement | None, got: Measurement | None) -> Verdict | N
     """Return the verdict where one side has no value."""
     if wanted is None or got is None:
         where = "vLLM" if got is None else "transformers"
-        return Verdict(Status.NOT_COMPARED, None, f"{where} does not have the point")
+        return Verdict(Status.NOT_COMPARED, None, f"{where} does not offer the point")
     if isinstance(wanted, Failure):
         return Verdict(Status.NOT_COMPARED, None, f"transformers: {wanted.message}")
     if isinstance(got, Failure):

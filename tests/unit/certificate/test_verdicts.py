@@ -71,8 +71,8 @@ def test_bounds_are_those_of_the_dtype() -> None:
 @pytest.mark.parametrize(
     ("wanted", "got", "reason"),
     [
-        (None, VALUE, "transformers does not have the point"),
-        (VALUE, None, "vLLM does not have the point"),
+        (None, VALUE, "transformers does not offer the point"),
+        (VALUE, None, "vLLM does not offer the point"),
         (BREAK, VALUE, "transformers: TypeError: oh"),
         (VALUE, REFUSAL, "vLLM: ApiError: not here"),
     ],
