@@ -325,6 +325,13 @@ FAMILIES: Final = (
     dataclasses.replace(
         _LLAMA, name="nemotron", model_classes=("NemotronForCausalLM",), leaves=_NEMOTRON_LEAVES
     ),
+    dataclasses.replace(
+        _LLAMA,
+        name="idefics3",
+        model_classes=("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
+        layers="model.text_model.layers",
+        final_norm="model.text_model.norm",
+    ),
     EngineFamily(
         name="gpt2",
         model_classes=("GPT2LMHeadModel",),

@@ -34,6 +34,8 @@ VALUE_OPERATIONS: Final = ("steer", "ablate", "patch", "capture", "probe")
 """Operations supported at every point whose value is a vector."""
 
 _QKV: Final = ("q", "k", "v")
+_LANGUAGE_MODEL: Final = "language_model"
+"""Where models that see have a language model of another family; vLLM names it so in all of them."""
 _POOLING_ADAPTERS: Final = "vllm.model_executor.models.adapters"
 """The module whose classes pool the hidden states of other models."""
 
@@ -269,7 +271,7 @@ def resolve_points(
         UnsupportedModelError: No table matches the model.
     """
     name, architectures = served_class(model).__name__, config.architectures or []
-    family = family_named(name, architectures)
+    family = family_named(name, architectures) or _inner_family(model, architectures)
     if family is None and find is not None:
         family = find()
     if family is None:
@@ -319,6 +321,18 @@ def _block_points(block: nn.Module, family: EngineFamily, config: TextConfig) ->
         head_dim=_input_size(block, leaves["attn.heads"]) // num_heads if "attn.heads" in leaves else 0,
         inner_size=_input_size(block, leaves["mlp.act"]) if "mlp.act" in leaves else 0,
         num_experts=_output_size(block, leaves[ROUTER]) if ROUTER in leaves else 0,
+    )
+
+
+def _inner_family(model: nn.Module, architectures: Sequence[str]) -> EngineFamily | None:
+    """Return the table for the language model inside of a model that sees, with paths in the whole model."""
+    inner = getattr(model, _LANGUAGE_MODEL, None)
+    family = None if inner is None else family_named(type(inner).__name__, architectures)
+    if family is None:
+        return None
+    paths = {name: getattr(family, name) for name in ("layers", "final_norm", "project_out")}
+    return dataclasses.replace(
+        family, **{name: f"{_LANGUAGE_MODEL}.{path}" for name, path in paths.items() if path}
     )
 
 

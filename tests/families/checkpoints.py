@@ -255,14 +255,14 @@ def write_model(config: PreTrainedConfig, directory: Path, *, seed: int = 0) -> 
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     # Gemma multiplies embeddings by the root of the hidden size.
     embedding_std = 0.03 if config.model_type.startswith("gemma") else 0.1
-    _randomize(model, torch.Generator().manual_seed(seed), embedding_std)
+    randomize(model, torch.Generator().manual_seed(seed), embedding_std)
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory)
     build_tokenizer().save_pretrained(directory)
     return directory
 
 
-def _randomize(model: torch.nn.Module, generator: torch.Generator, embedding_std: float) -> None:
+def randomize(model: torch.nn.Module, generator: torch.Generator, embedding_std: float) -> None:
     """Redraw every weight with enough spread that tokens, layers and heads differ plainly.
 
     Norm weights and biases are moved off their initial 1 and 0, so that dropping one shows.
