@@ -78,20 +78,20 @@ class Ablate(_PointOperation):
 
 
 class Patch(_PointOperation):
-    """Replace the value by given ones, one row per position, in the order of ``where.positions``."""
+    """Replace the value by given ones, one row per position, in the order of ``where``."""
 
     op: Literal["patch"] = "patch"
     values: TensorInput = Field(
         description="[positions, width] for all points, or [points, positions, width]."
     )
-    where: Where = Field(description="It must have `positions`, in the order of the rows.")
+    where: Where = Field(description="It must have `positions` or `images`, in the order of the rows.")
 
     @model_validator(mode="after")
     def _check_positions(self) -> Self:
-        if self.where.positions is None:
+        if self.where.positions is None and self.where.images is None:
             raise PydanticCustomError(
                 ErrorCode.INVALID_SHAPE.value,
-                "`patch` needs `where.positions`, one for each row of `values`",
+                "`patch` needs `where.positions` or `where.images`, a position for each row of `values`",
                 {"field": "where.positions"},
             )
         return self

@@ -134,4 +134,8 @@ class ChoiceInterventions(BaseModel):
 
     results: dict[str, Result] = Field(default_factory=dict, description="By the operation's name.")
     applied: list[Applied] | None = None
+    images: list[list[tuple[int, int]]] | None = Field(
+        default=None,
+        description="The positions of each image of the prompt, as half-open ranges; absent if it has none.",
+    )
     provenance: Provenance | None = None

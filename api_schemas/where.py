@@ -31,6 +31,10 @@ class WhereClause(Strict):
         default=None,
         description="The input token at the position is one of these ids, or texts from /v1/tokenize.",
     )
+    images: Items[Integer] | None = Field(
+        default=None,
+        description="The position is one of these images', counted from 0; negatives count from the last.",
+    )
     scope: Literal["content", "reasoning", "tool_calls"] | None = Field(
         default=None, description="The token sampled from the position belongs to this part of the answer."
     )

@@ -64,6 +64,7 @@ class CallResults:
             decode=self.decode,
             base_path=self.base_path,
             operations=operations,
+            images=call.images(choice, self.num_choices) if collected.final else (),
             inline=self.inline,
         )
 

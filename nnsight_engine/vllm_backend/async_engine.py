@@ -39,6 +39,7 @@ from nnsight_engine.vllm_backend.metering import count_tokens, note_spent
 from nnsight_engine.vllm_backend.output_payloads import deliver_payloads
 from nnsight_engine.vllm_backend.pausing_async_llm import PausingAsyncLLM, check_not_aborted
 from nnsight_engine.vllm_backend.processes import kill_engine, uninterrupted
+from nnsight_engine.vllm_backend.prompt_media import media_of
 from nnsight_engine.vllm_backend.result_router import ResultRouter
 from nnsight_engine.vllm_backend.rpc_results import answer
 from nnsight_engine.vllm_backend.sender_usage import SENDER_KEY
@@ -314,8 +315,8 @@ class InterventionAsyncLLM(PausingAsyncLLM):
 
         Returns the prompt's entry, and the prompt with its cache salt; raises ApiError if they are invalid.
         """
-        prompt_token_ids = _token_ids(prompt)
-        compiled = call.compile(prompt_token_ids, params)
+        prompt_token_ids, media = _token_ids(prompt), media_of(prompt)
+        compiled = call.compile(prompt_token_ids, media, params)
         key = uuid.uuid4().hex
         op_names = call.op_names(len(call.entries))
         with contextlib.ExitStack() as undo:
@@ -330,7 +331,7 @@ class InterventionAsyncLLM(PausingAsyncLLM):
                 op_names=op_names,
                 num_choices=num_choices,
             )
-            entry = PromptEntry(key, compiled, collectors, [[] for _ in collectors])
+            entry = PromptEntry(key, compiled, collectors, [[] for _ in collectors], media)
             call.entries.append(entry)
             undo.pop_all()  # from here on ``close_call`` closes it
         prepare_params(params, compiled, key)

@@ -24,6 +24,7 @@ from nnsight_engine.plans.collect.collector import RequestCollector
 from nnsight_engine.plans.collect.results import CollectedResults
 from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.compile.scope import TokenOf
+from nnsight_engine.plans.prompt_media import NO_MEDIA, PromptMedia, Spans
 from nnsight_engine.plans.request_plan import PLAN_KEY, CompiledRequest
 from nnsight_engine.vllm_backend.compat import add_entries
 
@@ -37,12 +38,14 @@ class PromptEntry:
         compiled: The prompt's compiled plan.
         collectors: One for each choice.
         token_ids: Generated token ids delivered so far, by choice.
+        media: The prompt's images.
     """
 
     key: str
     compiled: CompiledRequest
     collectors: list[RequestCollector]
     token_ids: list[list[int]]
+    media: PromptMedia = NO_MEDIA
 
     def deliver(self, outputs: Sequence[Any], *, cumulative: bool) -> None:
         """Record the tokens of one ``RequestOutput``."""
@@ -103,7 +106,7 @@ class InterventionCall:
         return sum(collector.spent_s for entry in self.entries for collector in entry.collectors)
 
     def compile(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams | PoolingParams
+        self, prompt_token_ids: Sequence[int], media: PromptMedia, params: SamplingParams | PoolingParams
     ) -> CompiledRequest:
         """Return the plan for the next prompt; raises ApiError if the operations do not fit it."""
         generates = isinstance(params, SamplingParams)
@@ -116,6 +119,7 @@ class InterventionCall:
             token_of=self._token_of,
             stream=self._stream,
             markers=self._markers,
+            media=media,
             prompt_logprobs=generates and params.prompt_logprobs is not None,
             indexes=[index for index, _ in declared],
         )
@@ -131,6 +135,11 @@ class InterventionCall:
         entry, index = self._locate(choice, num_choices)
         with _as_api_error():
             return entry.collectors[index].take_final(entry.token_ids[index])
+
+    def images(self, choice: int, num_choices: int) -> tuple[Spans, ...]:
+        """Return the positions of each image of the prompt to which a choice of the answer belongs."""
+        entry, _ = self._locate(choice, num_choices)
+        return entry.media.images
 
     def _locate(self, choice: int, num_choices: int) -> tuple[PromptEntry, int]:
         # vLLM numbers choices prompt by prompt.

@@ -16,6 +16,7 @@ from api_schemas.errors import ApiError, ErrorCode
 from nnsight_engine.plans.collect.results import CollectedResults, CollectedTrace
 from nnsight_engine.remote_backend.saved_deltas import MALFORMED
 from nnsight_engine.vllm_backend.json_values import NotPlainError
+from nnsight_engine.vllm_backend.prompt_media import media_of
 from nnsight_engine.vllm_backend.trace_results import (
     MAX_DELTA_BYTES,
     BlockError,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.lora.request import LoRARequest
 
+    from nnsight_engine.plans.prompt_media import Spans
     from nnsight_engine.remote_backend.backpressure import SlowReaderError
     from nnsight_engine.vllm_backend.trace_router import TraceEvent
     from nnsight_engine.vllm_backend.trace_run import FinishedTrace, TraceHost
@@ -73,6 +75,7 @@ class TracedPrompt(TraceRun):
         choices: One ``ChoiceValues`` for each of the prompt's choices.
         slot: The prompt's slot, released when the worker has dropped the trace.
         tier: How its steps ran, once it is over.
+        images: The positions of each of the prompt's images.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class TracedPrompt(TraceRun):
         self.choices = [ChoiceValues() for _ in range(params.n)]
         self.slot = call.slot()
         self.tier = ""
+        self.images = media_of(prompt).images
         self._call = call
 
     async def outputs(self, **options: Any) -> AsyncGenerator[RequestOutput, None]:
@@ -299,6 +303,11 @@ class TraceCall:
         prompt, found = self._choice(choice, num_choices)
         result = CollectedTrace(self._name, found.saves or {}, {}, found.take_printed(), found.warnings)
         return CollectedResults([result], is_code=True, tier=prompt.tier)
+
+    def images(self, choice: int, num_choices: int) -> tuple[Spans, ...]:
+        """Return the positions of each image of the prompt to which a choice of the answer belongs."""
+        prompt, _ = self._choice(choice, num_choices)
+        return prompt.images
 
     def failed(self, error: BlockError, *, has_begun: bool) -> ApiError:
         """Return the API error for a block's error, or for the reason why the trace has not begun."""

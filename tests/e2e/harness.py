@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL.Image import Image
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
@@ -38,6 +39,7 @@ from nnsight_engine.plans.request_plan import PLAN_KEY
 from nnsight_engine.vllm_backend.call import prepare_params, salted
 from nnsight_engine.vllm_backend.compat import EngineLimits, engine_options
 from nnsight_engine.vllm_backend.output_payloads import deliver_payloads
+from nnsight_engine.vllm_backend.prompt_media import media_of
 from nnsight_engine.vllm_backend.result_router import ResultRouter
 from nnsight_engine.vllm_backend.rpc_results import answer
 from tests.e2e.engine_kinds import options_of_process
@@ -49,7 +51,7 @@ Interventions = list[dict[str, Any]]
 class Ask:
     """One request: a prompt as text or ids, and what to do with it; ``run`` takes none that streams.
 
-    Without an adapter it has the engine's.
+    Without an adapter it has the engine's. Its images stand where its text has the processor's mark.
     """
 
     prompt: str | list[int]
@@ -59,6 +61,7 @@ class Ask:
     stream: bool = False
     cache_salt: str | None = None
     adapter: LoRARequest | None = None
+    images: Sequence[Image] = ()
 
 
 @dataclasses.dataclass
@@ -166,11 +169,11 @@ class Engine:
 
     def submit(self, ask: Ask, tamper: Callable[[SamplingParams], None] | None = None) -> Pending:
         """Queue one request; ``tamper`` may change what the engine is sent."""
-        ids = self.token_ids(ask.prompt)
+        prompt = self.rendered(ask)
+        ids, media = prompt["prompt_token_ids"], media_of(prompt)
         options = {"temperature": 0.0, "max_tokens": ask.max_tokens, "ignore_eos": True} | ask.sampling
         kind = RequestOutputKind.DELTA if ask.stream else RequestOutputKind.FINAL_ONLY
         params = SamplingParams(**options, output_kind=kind)
-        prompt: dict[str, Any] = {"prompt_token_ids": ids}
         request_id = uuid.uuid4().hex
         collectors: list[RequestCollector] = []
         salt = ask.cache_salt
@@ -184,6 +187,7 @@ class Engine:
                 token_of=TokenTexts(self.tokenizer).token,
                 stream=ask.stream,
                 markers=self.markers,
+                media=media,
                 prompt_logprobs=params.prompt_logprobs is not None,
             )
             collectors = self.router.open(
@@ -201,6 +205,14 @@ class Engine:
             tamper(params)
         self.core.add_request(request_id, prompt, params, lora_request=ask.adapter or self.adapter)
         return Pending(request_id, collectors)
+
+    def rendered(self, ask: Ask) -> dict[str, Any]:
+        """Return the prompt as vLLM's server passes it to the engine."""
+        if not ask.images:
+            return {"prompt_token_ids": self.token_ids(ask.prompt)}
+        raw = {"prompt": ask.prompt, "multi_modal_data": {"image": list(ask.images)}}
+        (prompt,) = self.core.renderer.render_cmpl([raw])
+        return prompt
 
     def submit_broken(self, ask: Ask) -> Pending:
         """Queue a request whose first tensor is swapped for a narrower one behind admission's back."""

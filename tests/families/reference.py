@@ -7,10 +7,10 @@ transformers', written down apart from the engine's own tables, so that the two 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -83,6 +83,7 @@ TREES: Final[dict[str, Tree]] = {
         _LLAMA,
     ),
     **dict.fromkeys(("glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"), _EXPERTS),
+    "idefics3": dataclasses.replace(_LLAMA, layers="model.text_model.layers", norm="model.text_model.norm"),
     **dict.fromkeys(("glm", "glm4"), _GLM),
     "nemotron": _tree("self_attn.o_proj", up="mlp.up_proj", down="mlp.down_proj"),
     "phi": _tree("self_attn.dense", up="mlp.fc1", down="mlp.fc2", norm="model.final_layernorm"),
@@ -138,26 +139,29 @@ TREES: Final[dict[str, Tree]] = {
 
 def load_reference_model(path: Path) -> nn.Module:
     """Load a checkpoint with transformers: float32, eager attention, evaluation mode."""
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+    sees = hasattr(AutoConfig.from_pretrained(path), "vision_config")
+    model_class = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    model: nn.Module = model_class.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager", local_files_only=True
     )
     return model.eval()
 
 
-def reference_activations(path: Path, prompt_ids: Sequence[int]) -> dict[str, torch.Tensor]:
+def reference_activations(path: Path, prompt_ids: Sequence[int], **inputs: Any) -> dict[str, torch.Tensor]:
     """Return transformers' value at every point for one prompt.
 
     Args:
         path: A checkpoint that ``write_checkpoint`` wrote, or any of the same families.
         prompt_ids: The prompt's token ids.
+        **inputs: The prompt's images, as the processor returns them.
 
     Returns:
         Point string (``layers.3.attn.q``, ``norm.output``, …) to float32 ``[tokens, *shape]``.
         ``norm.output`` is missing where the model has no final norm.
     """
     model = load_reference_model(path)
-    config: Any = model.config
-    tree = TREES[config.model_type]
+    tree = TREES[cast("Any", model.config).model_type]
+    config: Any = model.config.get_text_config()
     found: dict[str, torch.Tensor] = {}
     blocks = list(model.get_submodule(tree.layers).children())
     for index, block in enumerate(blocks):
@@ -177,7 +181,7 @@ def reference_activations(path: Path, prompt_ids: Sequence[int]) -> dict[str, to
     if norm is not None:
         _record(norm, "output", ["norm.output"], found)
     with torch.no_grad():
-        logits = model(torch.tensor([list(prompt_ids)]), use_cache=False).logits[0]
+        logits = model(torch.tensor([list(prompt_ids)]), use_cache=False, **inputs).logits[0]
     found["embed.output"] = found["layers.0.input"]
     found["logits"] = logits.float()
     return {point: _shaped(point, value, config) for point, value in found.items()}

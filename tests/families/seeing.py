@@ -78,9 +78,9 @@ _VISION: Final[dict[str, Any]] = {
 
 
 def picture(seed: int, width: int = IMAGE_SIZE, height: int = IMAGE_SIZE) -> Image.Image:
-    """Return an image of random pixels."""
-    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
-    return Image.fromarray(pixels)
+    """Return an image of four fields in random colours."""
+    pixels = np.random.default_rng(seed).integers(0, 255, (2, 2, 3), dtype=np.uint8)
+    return Image.fromarray(pixels).resize((width, height), Image.Resampling.NEAREST)
 
 
 def write_llava(directory: Path) -> Path:
@@ -135,7 +135,11 @@ def write_idefics3(directory: Path) -> Path:
 
 def write_gemma3(directory: Path) -> Path:
     """Write a Gemma 3: each image is 4 tokens between two marks, which attend to each other."""
-    marks = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+    marks = {
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+        "image_token": "<image_soft_token>",
+    }
     tokenizer = _tokenizer()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer.backend_tokenizer,
@@ -144,8 +148,13 @@ def write_gemma3(directory: Path) -> Path:
         extra_special_tokens=marks,
     )
     first, last, soft = tokenizer.convert_tokens_to_ids(list(marks.values()))
-    text = {**_TEXT, "head_dim": 64, "sliding_window": 64, "query_pre_attn_scalar": 48,
-        "layer_types": ["sliding_attention", "full_attention"] * (NUM_LAYERS // 2)}
+    text = {
+        **_TEXT,
+        "head_dim": 64,
+        "sliding_window": 64,
+        "query_pre_attn_scalar": 48,
+        "layer_types": ["sliding_attention", "full_attention"] * (NUM_LAYERS // 2),
+    }
     del text["tie_word_embeddings"]
     config = Gemma3Config(
         vision_config=_VISION,

@@ -134,14 +134,20 @@ class OperationCompiler:
 
     def _patch(self, op: Patch, param: str) -> PlannedOp:
         where, path = op.where, f"{param}.where"
-        if where.range is not None or where.tokens is not None or where.exclude is not None:
+        others = (where.range, where.tokens, where.scope, where.exclude)
+        if any(one is not None for one in others) or (where.positions and where.images):
             raise ApiError(
                 ErrorCode.INVALID_VALUE,
-                "`patch` has one row of `values` per position, so its `where` takes `positions` and "
-                "`phase` only.",
+                "`patch` has one row of `values` per position, so its `where` takes either `positions` or "
+                "`images`, and `phase` only.",
                 path,
             )
-        positions = resolve_positions(where.positions or [], where.phase, self._scope, f"{path}.positions")
+        if where.images:
+            positions = self._scope.image_positions(where.images, f"{path}.images")
+        else:
+            positions = resolve_positions(
+                where.positions or [], where.phase, self._scope, f"{path}.positions"
+            )
         if len(set(positions)) < len(positions):
             raise ApiError(
                 ErrorCode.INVALID_VALUE,

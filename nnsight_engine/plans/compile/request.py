@@ -23,6 +23,7 @@ from nnsight_engine.plans.compile.operations import OperationCompiler
 from nnsight_engine.plans.compile.scope import CompileScope, TokenOf
 from nnsight_engine.plans.compile.sites import leaf_of
 from nnsight_engine.plans.compile.where_clause import Named
+from nnsight_engine.plans.prompt_media import NO_MEDIA, PromptMedia
 from nnsight_engine.plans.request_plan import (
     LOGITS,
     CompiledRequest,
@@ -47,6 +48,7 @@ def compile_request(  # noqa: PLR0913 - keywords but the first
     token_of: TokenOf,
     stream: bool,
     markers: AnswerMarkers = NO_MARKERS,
+    media: PromptMedia = NO_MEDIA,
     prompt_logprobs: bool = False,
     indexes: Sequence[int] | None = None,
 ) -> CompiledRequest:
@@ -60,6 +62,7 @@ def compile_request(  # noqa: PLR0913 - keywords but the first
         token_of: Maps a string to its token id, see ``core.token_texts``.
         stream: Whether results are sent with each token.
         markers: Markers of the parts of the model's answers.
+        media: The prompt's images.
         prompt_logprobs: Whether the request also asks for log-probabilities of the prompt.
         indexes: Indices of the operations in the request, if it has others for other prompts.
 
@@ -74,7 +77,7 @@ def compile_request(  # noqa: PLR0913 - keywords but the first
         raise TypeError("a trace has no plan: its request brings it as code")
     numbers = range(len(ops)) if indexes is None else indexes
     declared = {index: op for index, op in zip(numbers, ops, strict=True) if not isinstance(op, Trace)}
-    scope = CompileScope(spec, prompt_token_ids, max_tokens, token_of, markers)
+    scope = CompileScope(spec, prompt_token_ids, max_tokens, token_of, markers, media)
     names = _names(declared)
     compiler = OperationCompiler(scope)
     planned: list[PlannedOp] = []
@@ -202,6 +205,7 @@ def _fingerprint(planned: list[PlannedOp], scope: CompileScope) -> str:
     if any(op.kind is OperationKind.MEAN for op in writes):
         digest.update(b"prompt:")
         digest.update(scope.prompt_ids.tobytes())
+        digest.update(scope.media.digest.encode())
     return digest.hexdigest()
 
 

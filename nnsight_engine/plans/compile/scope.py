@@ -18,6 +18,7 @@ from api_schemas.excerpt import excerpt
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.token_texts import NoSuchTokenError
 from nnsight_engine.plans.answer_parts import NO_MARKERS, AnswerMarkers, Part, Parts, PlannedAnswer
+from nnsight_engine.plans.prompt_media import NO_MEDIA, PromptMedia
 
 TokenOf = Callable[[str], int]
 """Maps a text to the id of its single token, see ``core.token_texts``; raises NoSuchTokenError."""
@@ -35,8 +36,10 @@ class CompileScope:
         max_tokens: Maximum number of generated tokens.
         token_of: Token lookup of the model's tokenizer.
         markers: Markers of the parts of the model's answers.
+        media: The prompt's images.
 
     Attributes:
+        media: As above.
         prompt_len: Number of tokens in the prompt.
         num_positions: Number of positions that the model computes at most.
     """
@@ -48,8 +51,10 @@ class CompileScope:
         max_tokens: int,
         token_of: TokenOf,
         markers: AnswerMarkers = NO_MARKERS,
+        media: PromptMedia = NO_MEDIA,
     ) -> None:
         self.spec = spec
+        self.media = media
         self.prompt_len = len(prompt_token_ids)
         # The last generated token is never fed back, so it has no position.
         self.num_positions = self.prompt_len + max(max_tokens, 1) - 1
@@ -90,6 +95,25 @@ class CompileScope:
                 ErrorCode.UNSUPPORTED_COMBINATION, f"`scope` {name} is not available: {reason}.", param
             )
         return Part[name.upper()]
+
+    def image_positions(self, indexes: Sequence[int], param: str) -> list[int]:
+        """Return the positions of images, image by image in the order given.
+
+        Raises:
+            ApiError: ``position_out_of_range``: the prompt has no such image.
+        """
+        images = self.media.images
+        positions: list[int] = []
+        for number, index in enumerate(indexes):
+            if not -len(images) <= index < len(images):
+                known = f"images 0 to {len(images) - 1}" if images else "no images"
+                raise ApiError(
+                    ErrorCode.POSITION_OUT_OF_RANGE,
+                    f"This prompt has {known}, got {excerpt(index)}.",
+                    f"{param}.{number}",
+                )
+            positions += [position for span in images[index] for position in range(*span)]
+        return positions
 
     def token_id(self, token: str | int, param: str) -> int:
         """Return the id of a token given by id or by text.

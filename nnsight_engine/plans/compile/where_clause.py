@@ -84,6 +84,10 @@ def _clause(clause: WhereClause, scope: CompileScope, param: str) -> WhereRule:
         _refuse_empty(clause.positions, f"{param}.positions")
         resolved = resolve_positions(clause.positions, clause.phase, scope, f"{param}.positions")
         positions = tuple(sorted(set(resolved)))
+    if clause.images is not None:
+        _refuse_empty(clause.images, f"{param}.images")
+        seen = set(scope.image_positions(clause.images, f"{param}.images"))
+        positions = tuple(sorted(seen if positions is None else seen & set(positions)))
     start, stop = (0, None) if clause.range is None else _range(clause.range, scope, f"{param}.range")
     if clause.tokens is not None:
         _refuse_empty(clause.tokens, f"{param}.tokens")
@@ -166,5 +170,5 @@ def _contradiction(rule: WhereRule, scope: CompileScope) -> str:
     return (
         f"All conditions must hold together, and none of the request's {scope.prompt_len} prompt and "
         f"{num_generated} generated positions meets these; drop or widen one of phase, positions, range, "
-        "tokens, scope, exclude."
+        "tokens, images, scope, exclude."
     )

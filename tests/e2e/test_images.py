@@ -1,0 +1,248 @@
+"""Operations over the images of a prompt equal transformers with hooks, in a real engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+from PIL.Image import Image
+from transformers import AutoProcessor
+
+from api_schemas.errors import ApiError, ErrorCode
+from nnsight_engine.plans.collect.results import CollectedCapture, CollectedLens
+from nnsight_engine.vllm_backend.prompt_media import media_of
+from tests.e2e.harness import Ask, Engine, Reply, random_vector
+from tests.families.checkpoints import HIDDEN_SIZE, NUM_LAYERS
+from tests.families.reference import load_reference_model, reference_activations
+from tests.families.seeing import IMAGE_TOKEN, picture, write_idefics3
+
+pytestmark = pytest.mark.e2e
+
+TEXT: Final = f" Paris is {IMAGE_TOKEN} and Rome is {IMAGE_TOKEN} good"
+IMAGES: Final = (picture(1), picture(2, 40, 24))
+LAYER: Final = 1
+AT: Final = f"layers.{LAYER}.output"
+VECTOR: Final = random_vector(3, HIDDEN_SIZE)
+SCALE: Final = 8
+NUM_TOKENS: Final = 6
+
+
+class Reference:
+    """The same checkpoint in transformers."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.checkpoint = checkpoint
+        self.model: Any = load_reference_model(checkpoint)
+        self.processor: Any = AutoProcessor.from_pretrained(checkpoint)
+
+    def inputs(self, text: str, images: tuple[Image, ...]) -> dict[str, Any]:
+        return dict(self.processor(text=[text], images=[list(images)], return_tensors="pt"))
+
+    def image_positions(self, text: str = TEXT, images: tuple[Image, ...] = IMAGES) -> list[int]:
+        ids = self.inputs(text, images)["input_ids"][0]
+        found: list[int] = (ids == self.model.config.image_token_id).nonzero().flatten().tolist()
+        return found
+
+    def positions_by_image(self) -> tuple[list[int], list[int]]:
+        """Return those of the two images of ``TEXT``, with a word between them."""
+        ids = self.inputs(TEXT, IMAGES)["input_ids"][0].tolist()
+        word = ids.index(self.processor.tokenizer.encode(" Rome")[0])
+        positions = self.image_positions()
+        return [one for one in positions if one < word], [one for one in positions if one > word]
+
+    def activations(self, text: str = TEXT, images: tuple[Image, ...] = IMAGES) -> dict[str, torch.Tensor]:
+        inputs = self.inputs(text, images)
+        ids = inputs.pop("input_ids")[0].tolist()
+        return reference_activations(self.checkpoint, ids, **inputs)
+
+    @contextmanager
+    def changing(self, positions: list[int], change: Any) -> Iterator[None]:
+        """Change some rows of the layer's output while the prompt is computed."""
+
+        def edit(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
+            if output.shape[1] == 1:  # a generated token
+                return output
+            output = output.clone()
+            output[0, positions] = change(output[0, positions])
+            return output
+
+        hook = self.model.model.text_model.layers[LAYER].register_forward_hook(edit)
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            hook.remove()
+
+    def generated(self, positions: Sequence[int] = (), change: Any = None) -> list[int]:
+        """Return the greedy tokens with some rows changed."""
+        inputs = self.inputs(TEXT, IMAGES)
+        with self.changing(list(positions), change or (lambda rows: rows)):
+            ids = self.model.generate(
+                **inputs, max_new_tokens=NUM_TOKENS, min_new_tokens=NUM_TOKENS, do_sample=False
+            )[0]
+        tokens: list[int] = ids[inputs["input_ids"].shape[1] :].tolist()
+        return tokens
+
+
+@contextmanager
+def serving(checkpoint: Path, **options: Any) -> Iterator[Engine]:
+    defaults: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "block_size": 32}
+    engine = Engine(checkpoint, **(defaults | options))
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return Reference(write_idefics3(tmp_path_factory.mktemp("idefics3")))
+
+
+@pytest.fixture(scope="module")
+def engine(reference: Reference) -> Iterator[Engine]:
+    with serving(reference.checkpoint) as engine:
+        yield engine
+
+
+def steered(rows: torch.Tensor) -> torch.Tensor:
+    return rows + SCALE * torch.tensor(VECTOR)
+
+
+def ask(engine: Engine, *interventions: dict[str, Any], **fields: Any) -> Reply:
+    given = {"prompt": TEXT, "images": IMAGES, "max_tokens": NUM_TOKENS} | fields
+    ((reply,),) = engine.run([Ask(interventions=list(interventions), **given)])
+    assert reply.failure is None
+    return reply
+
+
+def assert_captured(reply: Reply, expected: dict[str, torch.Tensor]) -> None:
+    result = reply.result("c")
+    assert isinstance(result, CollectedCapture)
+    for point in result.points:
+        rows = expected[point][result.positions]
+        torch.testing.assert_close(reply.tensor("c", point), rows, rtol=1e-3, atol=1e-4, msg=point)
+
+
+CAPTURE: Final = {"op": "capture", "at": ["embed.output", "layers.*.output", "layers.*.attn.q"], "name": "c"}
+
+
+def test_a_plain_answer_is_that_of_transformers(engine: Engine, reference: Reference) -> None:
+    assert ask(engine).token_ids == reference.generated()
+
+
+def test_values_at_all_positions_are_those_of_transformers(engine: Engine, reference: Reference) -> None:
+    reply = ask(engine, {**CAPTURE, "where": {"phase": "prompt"}})
+    assert_captured(reply, reference.activations())
+
+
+def test_images_name_their_positions(engine: Engine, reference: Reference) -> None:
+    first, second = reference.positions_by_image()
+    for where, expected in (
+        ({"images": [0]}, first),
+        ({"images": [-1]}, second),
+        ({"images": [1, 0]}, first + second),
+        ({"images": [0, 1], "range": [0, second[0]]}, first),
+        ({"images": [1], "positions": [0, second[2]]}, [second[2]]),
+        ({"images": [0, 1], "exclude": {"images": [0]}}, second),
+    ):
+        result = ask(engine, {**CAPTURE, "where": where}).result("c")
+        assert isinstance(result, CollectedCapture)
+        assert result.positions == expected
+
+
+def test_an_image_is_steered_as_in_transformers(engine: Engine, reference: Reference) -> None:
+    steer = {"op": "steer", "at": AT, "vector": VECTOR, "scale": SCALE, "where": {"images": [0, 1]}}
+    expected = reference.generated(reference.image_positions(), steered)
+    plain = ask(engine).token_ids
+    assert expected != plain
+    assert ask(engine, steer).token_ids == expected
+    assert ask(engine).token_ids == plain, "what was steered is not read from the prefix cache"
+
+
+def test_an_image_is_patched_by_another_one(engine: Engine, reference: Reference) -> None:
+    text, image, other = f"{IMAGE_TOKEN} the city", (IMAGES[0],), (picture(7),)
+    capture = {**CAPTURE, "at": AT, "where": {"images": [0]}}
+    rows = ask(engine, capture, prompt=text, images=other).tensor("c", AT)
+    patch = {"op": "patch", "at": AT, "values": rows.tolist(), "where": {"images": [0]}}
+    with reference.changing(reference.image_positions(text, image), lambda _: rows):
+        expected = reference.model(**reference.inputs(text, image)).logits[0, -1]
+    last = {"op": "capture", "at": "logits", "where": {"positions": [-1]}, "name": "c"}
+    patched = ask(engine, patch, last, prompt=text, images=image).tensor("c", "logits")[0]
+    plain = ask(engine, last, prompt=text, images=image).tensor("c", "logits")[0]
+    torch.testing.assert_close(patched, expected, rtol=1e-3, atol=1e-4)
+    assert (patched - plain).abs().max() > 0.01
+
+
+def test_the_lens_reads_images(engine: Engine, reference: Reference) -> None:
+    lens = {"op": "logit_lens", "layers": "all", "top_k": 1, "where": {"images": [1]}, "name": "c"}
+    result = ask(engine, lens).result("c")
+    assert isinstance(result, CollectedLens)
+    values = reference.activations()
+    for layer in range(NUM_LAYERS):
+        with torch.no_grad():
+            rows = reference.model.model.text_model.norm(values[f"layers.{layer}.output"][result.positions])
+            expected = reference.model.lm_head(rows).argmax(dim=-1).tolist()
+        assert [top[0].id for top, _ in result.layers[layer]] == expected
+
+
+def test_requests_with_the_same_text_and_other_images_share_nothing(engine: Engine) -> None:
+    replies = [
+        ask(engine, images=(picture(seed), picture(seed + 1)), sampling={"logprobs": 1})
+        for seed in (10, 20, 10)
+    ]
+    first, other, again = (next(iter(reply.logprobs[0].values())) for reply in replies)
+    assert first == pytest.approx(again, abs=1e-4)
+    assert abs(first - other) > 1e-3
+    assert replies[2].num_cached_tokens > replies[1].num_cached_tokens
+
+
+def test_means_over_other_images_share_nothing(engine: Engine) -> None:
+    mean = {"op": "ablate", "at": AT, "method": "mean", "where": {"phase": "prompt"}}
+    text = "the good city is in the tower of Paris and I love dogs " + IMAGE_TOKEN
+    asks = [Ask(text, [mean], NUM_TOKENS, images=(picture(seed),)) for seed in (10, 20)]
+    alone = [engine.run([one])[0][0] for one in asks]
+    assert alone[1].num_cached_tokens == 0
+
+
+def test_chunks_of_an_image_are_as_the_whole(reference: Reference) -> None:
+    with serving(reference.checkpoint, max_num_batched_tokens=24, max_num_seqs=4) as engine:
+        reply = ask(engine, {**CAPTURE, "where": {"phase": "prompt"}})
+        assert_captured(reply, reference.activations())
+        steer = {"op": "steer", "at": AT, "vector": VECTOR, "scale": SCALE, "where": {"images": [1]}}
+        tokens = ask(engine, steer).token_ids
+    _, second = reference.positions_by_image()
+    assert tokens == reference.generated(second, steered)
+
+
+@pytest.mark.parametrize(
+    ("images", "where", "message"),
+    [
+        (IMAGES, {"images": [2]}, "images 0 to 1"),
+        (IMAGES, {"images": [-3]}, "images 0 to 1"),
+        ((), {"images": [0]}, "no images"),
+    ],
+)
+def test_an_image_that_is_not_there_is_refused(
+    engine: Engine, images: tuple[Image, ...], where: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ApiError, match=message) as caught:
+        ask(engine, {**CAPTURE, "where": where}, images=images)
+    assert caught.value.code is ErrorCode.POSITION_OUT_OF_RANGE
+    assert caught.value.param == "interventions.0.where.images.0"
+
+
+def test_an_image_at_other_positions_is_contradictory(engine: Engine) -> None:
+    with pytest.raises(ApiError) as caught:
+        ask(engine, {**CAPTURE, "where": {"images": [0], "phase": "generated"}})
+    assert caught.value.code is ErrorCode.CONTRADICTORY_WHERE
+
+
+def test_marks_between_the_parts_of_an_image_are_none_of_its_positions(engine: Engine) -> None:
+    media = media_of(engine.rendered(Ask(TEXT, images=IMAGES)))
+    assert len(media.images) == 2
+    assert all(len(spans) > 1 and spans == tuple(sorted(spans)) for spans in media.images)
