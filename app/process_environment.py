@@ -14,6 +14,9 @@ from typing import Final
 
 from app.settings import Settings, otlp_traces_endpoint
 
+MEDIA_CONNECTOR: Final = "nnsight_engine"
+"""The name of ``app.engine.media`` in vLLM's registry."""
+
 _ENGINE_DEFAULTS: Final = {
     # vLLM reserves one core for itself on CPU; on small machines that is half of them.
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
@@ -23,6 +26,11 @@ _ENGINE_DEFAULTS: Final = {
     # One process for the engine and its only worker instead of two: saves seconds at start.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
+    # vLLM's own fetches any URL of a request; a redirect would lead from an allowed host to any other.
+    "VLLM_MEDIA_CONNECTOR": MEDIA_CONNECTOR,
+    "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
+    # An image of a few bytes can have this many pixels, of 3 bytes each once it is decoded.
+    "VLLM_MAX_IMAGE_PIXELS": str(2**24),
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 

@@ -1,4 +1,4 @@
-"""Isolation of the prefix cache: requests neither reuse nor detect another tenant's prompts."""
+"""Isolation of vLLM's caches: requests neither reuse nor detect what another tenant sent."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 
 from app.auth.principal import Principal
 from app.engine.client import JsonObject
+from app.media_parts import content_parts
 
 
 def salt_of(body: JsonObject, caller: Principal) -> str:
@@ -16,10 +17,20 @@ def salt_of(body: JsonObject, caller: Principal) -> str:
 
 
 def isolate_cache(body: JsonObject, caller: Principal) -> None:
-    """Set the cache salt, so that timing does not reveal whether another tenant sent a prompt."""
+    """Set the cache salt, so that timing does not reveal whether another tenant sent a prompt.
+
+    The ids by which clients name images, to send them once, are the tenant's own likewise.
+    """
     if not caller.has_key:
         return
     salt = body.get("cache_salt")
     if salt is None or (salt and isinstance(salt, str)):  # vLLM refuses other values
-        # Unambiguous, since no tenant's name has a colon; hashed, since vLLM limits the salt's length.
-        body["cache_salt"] = hashlib.sha256(f"{caller.tenant}:{salt or ''}".encode()).hexdigest()
+        body["cache_salt"] = _own(salt or "", caller)
+    for part in content_parts(body):
+        if part.get("uuid") is not None:
+            part["uuid"] = _own(str(part["uuid"]), caller)
+
+
+def _own(name: str, caller: Principal) -> str:
+    # Unambiguous, since no tenant's name has a colon; hashed, since vLLM limits the salt's length.
+    return hashlib.sha256(f"{caller.tenant}:{name}".encode()).hexdigest()

@@ -56,7 +56,7 @@ class CallResults:
         call = self.call
         # Code reports its own results.
         operations = call.operations(choice, self.num_choices) if isinstance(call, InterventionCall) else ()
-        return await choice_json(
+        answer = await choice_json(
             collected,
             store=self.store,
             work=self.asked,
@@ -64,9 +64,10 @@ class CallResults:
             decode=self.decode,
             base_path=self.base_path,
             operations=operations,
-            images=call.images(choice, self.num_choices) if collected.final else (),
             inline=self.inline,
         )
+        images = call.images(choice, self.num_choices) if collected.final else ()
+        return {**answer, "images": images} if images else answer
 
 
 __all__ = ["Call", "CallResults"]

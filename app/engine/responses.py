@@ -29,7 +29,6 @@ from nnsight_engine.plans.collect.results import (
     CollectedTrace,
     TensorResult,
 )
-from nnsight_engine.plans.prompt_media import Spans
 
 _LOWEST_LOGPROB: Final = -9999.0
 """Replaces the logarithm of zero, as in vLLM's own log-probabilities."""
@@ -53,7 +52,6 @@ async def choice_json(
     decode: Decode,
     base_path: str = "",
     operations: Sequence[Intervention] = (),
-    images: Sequence[Spans] = (),
     inline: bool = False,
 ) -> dict[str, Any]:
     """Return the ``interventions`` object of one choice, or of one token's part of it.
@@ -66,13 +64,11 @@ async def choice_json(
         decode: Returns the text of a token id.
         operations: The request's operations, in its order; for those with named vectors, the answer says
             which version was used.
-        images: The positions of each image of the prompt.
         inline: Whether tensors stay in the answer, however large.
         base_path: The prefix of ``/v1`` in the server's URLs (ASGI's ``root_path``).
 
     Returns:
-        ``results`` by name; in the final part also ``provenance``, ``images`` if there are any and, except for
-        code, ``applied``.
+        ``results`` by name; in the final part also ``provenance`` and, except for code, ``applied``.
 
     Raises:
         ApiError: The store refuses the tensors; ``trace_failed``: two tensors have the same path.
@@ -102,8 +98,6 @@ async def choice_json(
             "refused_rows": collected.refused_rows,
             "tier": collected.tier,
         }
-    if images:
-        answer["images"] = images
     if collected.final and work.presets:
         answer["provenance"]["presets"] = list(work.presets)
     return answer

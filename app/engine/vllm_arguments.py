@@ -21,6 +21,8 @@ from app.settings import Settings
 from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.vllm_backend.compat import EngineLimits, engine_options
 
+_MEDIA_PER_PROMPT: Final = {"image": 8, "audio": 4, "video": 1}
+"""The most of each unless ``--limit-mm-per-prompt`` says otherwise; each is decoded whole, in this process."""
 _WITHOUT_BF16: Final = "AVX2"
 """torch's name for x86 processors without AVX-512, where a matmul in bfloat16 is about ten times slower."""
 
@@ -50,6 +52,7 @@ def parse(arguments: list[str], *, compiles: bool = False) -> argparse.Namespace
             raise UnsupportedOptionError(
                 f"{flag} is not supported: interventions need their own; start without it"
             )
+    args.limit_mm_per_prompt = {**_MEDIA_PER_PROMPT, **args.limit_mm_per_prompt}
     if current_platform.is_cpu() and not compiles:
         args.enforce_eager = True
     has_bf16 = not current_platform.is_cpu() or torch.backends.cpu.get_cpu_capability() != _WITHOUT_BF16

@@ -45,6 +45,7 @@ from app.engine.engine_watchdog import stalled
 from app.engine.grammar_requests import read_accepted, setup_of
 from app.engine.grammars import Grammars
 from app.engine.intervening_app import InterveningApp
+from app.engine.media import register_connector
 from app.engine.served_model import ServedModel
 from app.engine.server_load import counted
 from app.engine.tokenizing import ids_of, texts_of, tokenize_request
@@ -221,6 +222,7 @@ class VLLMEngineClient:
     def _load(self) -> InterventionAsyncLLM:
         for adapter in self._args.lora_modules or ():  # a relative path may be a repository's name
             adapter.path = get_adapter_absolute_path(adapter.path)
+        register_connector()
         arguments = engine_arguments(self._args, self._settings)
         config = arguments.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
         return InterventionAsyncLLM.create(

@@ -31,6 +31,7 @@ from app.body import BodyLimits, read_object
 from app.context import Context, Served, caller_of
 from app.engine.client import JsonObject
 from app.errors import error_bytes
+from app.media_parts import num_media_characters
 from app.openapi import EVENTS_TYPE, error_responses, event_schema, json_body, schema_of
 from app.request_context import context_of
 from app.services.operations import isolate, take_operations, with_vectors
@@ -123,7 +124,7 @@ async def _prepared(
     isolate(operations, fields, request, asked.caller)
     body = json.dumps(fields).encode()
     if asked.admitted is not None:
-        await asked.admitted.reserve(of_text(len(body), fields))
+        await asked.admitted.reserve(of_text(len(body) - num_media_characters(fields), fields))
     return await with_vectors(operations, context, asked.caller), body
 
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import FIELD
+from app.media_parts import num_media_characters
 from app.services.field_names import check_spelling
 from app.vllm_routes import RESPONSES, VLLMRoute
 
@@ -46,7 +47,7 @@ def check_body(
         )
     check_spelling(fields)
     others = [value for name, value in fields.items() if name != FIELD]
-    num_characters = sum(map(len, _texts(others)))
+    num_characters = sum(map(len, _texts(others))) - num_media_characters(fields)
     num_prompts = 1
     if route.has_many:
         _check_texts(fields, max_model_len, max_texts)

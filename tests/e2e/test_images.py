@@ -222,8 +222,8 @@ def test_chunks_of_an_image_are_as_the_whole(reference: Reference) -> None:
 @pytest.mark.parametrize(
     ("images", "where", "message"),
     [
-        (IMAGES, {"images": [2]}, "images 0 to 1"),
-        (IMAGES, {"images": [-3]}, "images 0 to 1"),
+        (IMAGES, {"images": [2]}, "has 2 images, got 2"),
+        (IMAGES, {"images": [-3]}, "has 2 images, got -3"),
         ((), {"images": [0]}, "no images"),
     ],
 )

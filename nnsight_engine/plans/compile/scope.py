@@ -106,10 +106,10 @@ class CompileScope:
         positions: list[int] = []
         for number, index in enumerate(indexes):
             if not -len(images) <= index < len(images):
-                known = f"images 0 to {len(images) - 1}" if images else "no images"
+                known = f"{len(images)} image{'s' if len(images) > 1 else ''}" if images else "no images"
                 raise ApiError(
                     ErrorCode.POSITION_OUT_OF_RANGE,
-                    f"This prompt has {known}, got {excerpt(index)}.",
+                    f"Images count from 0 and this prompt has {known}, got {excerpt(index)}.",
                     f"{param}.{number}",
                 )
             positions += [position for span in images[index] for position in range(*span)]

@@ -465,7 +465,10 @@ _CLIENT: Final = (
         read="engine_core output_processor",
         called={"abort_request": "request_ids, *, internal"},
     ),
-    _used("vllm.exceptions", read="GracefulHTTPError VLLMClientError VLLMValidationError"),
+    _used(
+        "vllm.exceptions",
+        read="GracefulHTTPError VLLMClientError VLLMUnprocessableEntityError VLLMValidationError",
+    ),
     _used("vllm.outputs", read="PoolingRequestOutput RequestOutput"),
     _used("vllm.model_executor.models.adapters", read="as_embedding_model as_seq_cls_model"),
     _used("vllm.lora.request", read="LoRARequest"),
@@ -519,6 +522,16 @@ _SERVER: Final = (
     _used("vllm.entrypoints.serve.tokenize.protocol", read="DetokenizeRequest"),
     _used("vllm.renderers.chat_utils", read="ChatTemplateContentFormatOption"),
     _used("vllm.renderers.params", read="ChatParams TokenizeParams"),
+    _used("vllm.multimodal.media", read="MEDIA_CONNECTOR_REGISTRY MediaConnector"),
+    _used(
+        "vllm.multimodal.media:MediaConnector",
+        read="allowed_local_media_path allowed_media_domains",
+        overridden={
+            "load_from_url": "url, media_io, **others",
+            "load_from_url_async": "url, media_io, **others",
+        },
+    ),
+    _used("vllm.multimodal.inputs:PlaceholderRange", called={"extract_embeds_range": ""}, read="offset"),
     _used("vllm.utils.argparse_utils", read="FlexibleArgumentParser"),
     _used("vllm.utils.argparse_utils:FlexibleArgumentParser", called={"load_config_file": "file_path"}),
     _used("vllm.reasoning", read="ReasoningParser"),
