@@ -1,7 +1,7 @@
 """Images, audio and videos of requests, as far as the operator lets clients have this server fetch them.
 
-vLLM fetches any URL unless ``--allowed-media-domains`` names hosts: a client could have the server read pages of
-the network that it is in. ``VLLM_MEDIA_CONNECTOR`` selects this class by its name in vLLM's registry.
+vLLM fetches any URL unless ``--allowed-media-domains`` names hosts: a client could have the server read pages
+of the network that it is in. ``VLLM_MEDIA_CONNECTOR`` selects this class by its name in vLLM's registry.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.vllm_backend.compat import EngineLimits, engine_options
 
 _MEDIA_PER_PROMPT: Final = {"image": 8, "audio": 4, "video": 1}
-"""The most of each unless ``--limit-mm-per-prompt`` says otherwise; each is decoded whole, in this process."""
+"""The most of each unless ``--limit-mm-per-prompt`` says otherwise. They are decoded in this process."""
 _WITHOUT_BF16: Final = "AVX2"
 """torch's name for x86 processors without AVX-512, where a matmul in bfloat16 is about ten times slower."""
 

@@ -330,9 +330,11 @@ def _inner_family(model: nn.Module, architectures: Sequence[str]) -> EngineFamil
     family = None if inner is None else family_named(type(inner).__name__, architectures)
     if family is None:
         return None
-    paths = {name: getattr(family, name) for name in ("layers", "final_norm", "project_out")}
     return dataclasses.replace(
-        family, **{name: f"{_LANGUAGE_MODEL}.{path}" for name, path in paths.items() if path}
+        family,
+        layers=f"{_LANGUAGE_MODEL}.{family.layers}",
+        final_norm=f"{_LANGUAGE_MODEL}.{family.final_norm}",
+        project_out=family.project_out and f"{_LANGUAGE_MODEL}.{family.project_out}",
     )
 
 

@@ -211,7 +211,7 @@ class Engine:
         if not ask.images:
             return {"prompt_token_ids": self.token_ids(ask.prompt)}
         raw = {"prompt": ask.prompt, "multi_modal_data": {"image": list(ask.images)}}
-        (prompt,) = self.core.renderer.render_cmpl([raw])
+        prompt: dict[str, Any] = self.core.renderer.render_cmpl([raw])[0]
         return prompt
 
     def submit_broken(self, ask: Ask) -> Pending:

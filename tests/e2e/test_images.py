@@ -114,7 +114,7 @@ def steered(rows: torch.Tensor) -> torch.Tensor:
 
 
 def ask(engine: Engine, *interventions: dict[str, Any], **fields: Any) -> Reply:
-    given = {"prompt": TEXT, "images": IMAGES, "max_tokens": NUM_TOKENS} | fields
+    given: dict[str, Any] = {"prompt": TEXT, "images": IMAGES, "max_tokens": NUM_TOKENS} | fields
     ((reply,),) = engine.run([Ask(interventions=list(interventions), **given)])
     assert reply.failure is None
     return reply

@@ -7,7 +7,7 @@ transformers', written down apart from the engine's own tables, so that the two 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -160,8 +160,8 @@ def reference_activations(path: Path, prompt_ids: Sequence[int], **inputs: Any) 
         ``norm.output`` is missing where the model has no final norm.
     """
     model = load_reference_model(path)
-    tree = TREES[cast("Any", model.config).model_type]
-    config: Any = model.config.get_text_config()
+    whole: Any = model.config
+    tree, config = TREES[whole.model_type], whole.get_text_config()
     found: dict[str, torch.Tensor] = {}
     blocks = list(model.get_submodule(tree.layers).children())
     for index, block in enumerate(blocks):
