@@ -14,7 +14,8 @@ from typing import Final
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import excerpt
 
-MODEL_POINTS: Final = ("embed.output", "norm.output", "logits", "samples")
+VISION: Final = "vision.output"
+MODEL_POINTS: Final = ("embed.output", VISION, "norm.output", "logits", "samples")
 """Points of the whole model; every other leaf belongs to a layer."""
 
 _PREFIX: Final = "layers."

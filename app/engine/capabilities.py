@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Final
 
 from api_schemas.capabilities import Capabilities, CapabilityLimits, ModelSizes, PointCapability
+from api_schemas.points import MODEL_POINTS
 from app.auth.code_policy import takes_code
 from app.settings import Settings
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
-
-_MODEL_LEAVES: Final = frozenset({"embed.output", "norm.output", "logits", "samples"})
 
 _ANY_LAYER: Final = "layers.*."
 
@@ -70,7 +69,7 @@ def spec_of(capabilities: Capabilities) -> ModelSpec:
 
 
 def _point(leaf: LeafSpec) -> PointCapability:
-    name = leaf.name if leaf.name in _MODEL_LEAVES else f"{_ANY_LAYER}{leaf.name}"
+    name = leaf.name if leaf.name in MODEL_POINTS else f"{_ANY_LAYER}{leaf.name}"
     return PointCapability(
         name=name,
         shape=list(leaf.shape),

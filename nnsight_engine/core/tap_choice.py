@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from api_schemas.errors import ApiError
-from api_schemas.points import PointPattern
+from api_schemas.points import VISION, PointPattern
 from nnsight_engine.core.errors import UnsupportedOptionError
 
 ALL_TAPS: Final = "all"
@@ -51,9 +51,10 @@ def chosen_taps(text: str, num_layers: int) -> frozenset[int]:
 def tap_of(leaf: str, layer: int) -> int | None:
     """Return the number of the tap at a point, or None.
 
-    A layer's output and the next layer's input are the same tap.
+    A layer's output and the next layer's input are the same tap. The rows of images are a part of the first
+    layer's input.
     """
-    if leaf == _EMBED:
+    if leaf in {_EMBED, VISION}:
         return 0
     return layer + _OFFSETS[leaf] if leaf in _OFFSETS else None
 

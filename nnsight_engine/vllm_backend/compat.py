@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.platforms import current_platform
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
@@ -20,6 +20,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.kv_cache_interface import CircularBufferSpec, MambaSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
+from api_schemas.points import VISION
 from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.core.sandbox_choice import PROCESS, check_sandbox
@@ -330,9 +331,17 @@ def describe_model(points: ModelPoints, config: VllmConfig, limits: EngineLimits
         dtype=str(model.dtype).removeprefix("torch."),
         max_model_len=model.max_model_len,
         max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
-        leaves=_with_tiers(points.leaf_specs(), limits, len(points.layers)),
+        leaves=_with_tiers([*points.leaf_specs(), *_vision(points, model)], limits, len(points.layers)),
         max_capture_bytes=limits.max_capture_bytes_per_request,
     )
+
+
+def _vision(points: ModelPoints, model: ModelConfig) -> list[LeafSpec]:
+    """Return the point of the rows of images, if the model sees and its residual stream is known."""
+    embed = next((leaf for leaf in points.leaf_specs() if leaf.name == "embed.output"), None)
+    if embed is None or not hasattr(model.hf_config, "vision_config"):
+        return []
+    return [dataclasses.replace(embed, name=VISION)]
 
 
 def _with_tiers(leaves: Sequence[LeafSpec], limits: EngineLimits, num_layers: int) -> tuple[LeafSpec, ...]:

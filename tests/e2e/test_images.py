@@ -13,6 +13,7 @@ from PIL.Image import Image
 from transformers import AutoProcessor
 
 from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.points import VISION
 from nnsight_engine.plans.collect.results import CollectedCapture, CollectedLens
 from nnsight_engine.vllm_backend.prompt_media import media_of
 from tests.e2e.harness import Ask, Engine, Reply, random_vector
@@ -176,6 +177,46 @@ def test_an_image_is_patched_by_another_one(engine: Engine, reference: Reference
     plain = ask(engine, last, prompt=text, images=image).tensor("c", "logits")[0]
     torch.testing.assert_close(patched, expected, rtol=1e-3, atol=1e-4)
     assert (patched - plain).abs().max() > 0.01
+
+
+def test_the_rows_of_images_are_read_and_written_alone(engine: Engine, reference: Reference) -> None:
+    def merged(image: Image) -> torch.Tensor:
+        inputs = reference.inputs(f"{IMAGE_TOKEN} the city", (image,))
+        pixels, mask = inputs["pixel_values"], inputs["pixel_attention_mask"]
+        rows: torch.Tensor = reference.model.model.get_image_features(pixels, mask).pooler_output
+        return rows.flatten(0, -2)
+
+    read = {"op": "capture", "at": VISION, "name": "c"}
+    text, images = f"{IMAGE_TOKEN} the city", (IMAGES[0],)
+    rows = ask(engine, read, prompt=text, images=images)
+    assert rows.result("c").positions == reference.image_positions(text, images)
+    with torch.no_grad():
+        torch.testing.assert_close(rows.tensor("c", VISION), merged(images[0]), rtol=1e-3, atol=1e-4)
+        other = merged(picture(7))
+    patch = {"op": "patch", "at": VISION, "values": other.tolist(), "where": {"images": [0]}}
+    last = {"op": "capture", "at": "logits", "where": {"positions": [-1]}, "name": "c"}
+    patched = ask(engine, patch, last, prompt=text, images=images).tensor("c", "logits")
+    with torch.no_grad():
+        expected = reference.model(**reference.inputs(text, (picture(7),))).logits[0, -1:]
+    torch.testing.assert_close(patched, expected, rtol=1e-3, atol=1e-4)
+    again = ask(engine, read, prompt=text, images=images).tensor("c", VISION)
+    assert torch.equal(again, rows.tensor("c", VISION)), "the encoder's cache has what was encoded"
+
+
+@pytest.mark.parametrize(
+    ("operation", "images", "code"),
+    [
+        ({"at": VISION}, (), ErrorCode.POSITION_OUT_OF_RANGE),
+        ({"at": [VISION, AT]}, IMAGES, ErrorCode.UNSUPPORTED_COMBINATION),
+        ({"at": VISION, "where": {"phase": "generated"}}, IMAGES, ErrorCode.CONTRADICTORY_WHERE),
+    ],
+)
+def test_rows_of_images_that_are_not_there_are_refused(
+    engine: Engine, operation: dict[str, Any], images: tuple[Image, ...], code: ErrorCode
+) -> None:
+    with pytest.raises(ApiError) as caught:
+        ask(engine, {"op": "capture", **operation}, images=images)
+    assert caught.value.code is code
 
 
 def test_the_lens_reads_images(engine: Engine, reference: Reference) -> None:

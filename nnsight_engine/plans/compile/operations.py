@@ -13,6 +13,7 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import excerpt
 from api_schemas.interventions import Operation
 from api_schemas.operations import Ablate, Capture, LogitLens, Patch, Probe, Steer
+from api_schemas.points import VISION
 from nnsight_engine.core.dtypes import LARGEST
 from nnsight_engine.core.model_spec import PATTERN_LEAF, ModelSpec
 from nnsight_engine.plans.compile.scope import CompileScope
@@ -67,6 +68,7 @@ class OperationCompiler:
         Raises:
             ApiError: The operation is invalid for this model or prompt.
         """
+        op = self._on_images(op, param)
         named = compile_where(op.where, self._scope, f"{param}.where")
         match op:
             case Steer():
@@ -82,6 +84,29 @@ class OperationCompiler:
             case LogitLens():
                 planned = self._lens(op, named, name, param)
         return planned, named
+
+    def _on_images(self, op: Operation, param: str) -> Operation:
+        """Return an operation at the rows of images with these as its positions, and any other as it is."""
+        points = [] if isinstance(op, LogitLens) else [op.at] if isinstance(op.at, str) else op.at
+        if VISION not in points:
+            return op
+        if len(points) > 1:
+            raise ApiError(
+                ErrorCode.UNSUPPORTED_COMBINATION,
+                f"{VISION} has rows at the positions of images only; name it in an operation of its own.",
+                f"{param}.at",
+            )
+        if op.where.images is not None:
+            return op
+        num_images = len(self._scope.media.images)
+        if not num_images:
+            raise ApiError(
+                ErrorCode.POSITION_OUT_OF_RANGE,
+                f"This prompt has no images, and so no {VISION}.",
+                f"{param}.at",
+            )
+        where = op.where.model_copy(update={"images": [*range(num_images)]})
+        return op.model_copy(update={"where": where})
 
     def _steer(self, op: Steer, named: Named, param: str) -> PlannedOp:
         sites = resolve_sites(op.at, op.op, self._spec, f"{param}.at")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from api_schemas.points import MODEL_POINTS
+from api_schemas.points import MODEL_POINTS, VISION
 from nnsight_engine.core.model_spec import PATTERN_LEAF, RESIDUAL_LEAVES
 from nnsight_engine.core.saves import save
 from nnsight_engine.envoys.architectures.errors import PointValueError, UnknownPointError
@@ -198,7 +198,7 @@ def test_the_vocabulary_is_that_of_the_server(model: NNsight, module: Any) -> No
     assert leaves - neurons == {*family.leaves, *RESIDUAL_LEAVES, PATTERN_LEAF} - neurons
     whole = {name for name in model.points if not name.startswith("layers.")}
     without_norm = {"norm.output"} if module.config.to_dict().get("do_layer_norm_before") is False else set()
-    assert whole == {*MODEL_POINTS} - {"samples"} - without_norm
+    assert whole == {*MODEL_POINTS} - {"samples", VISION} - without_norm
 
 
 def test_points_are_attributes_by_the_same_names_on_every_architecture(model: NNsight) -> None:
