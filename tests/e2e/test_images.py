@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -10,83 +10,21 @@ from typing import Any, Final
 import pytest
 import torch
 from PIL.Image import Image
-from transformers import AutoProcessor
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.points import VISION
 from nnsight_engine.plans.collect.results import CollectedCapture, CollectedLens
 from nnsight_engine.vllm_backend.prompt_media import media_of
 from tests.e2e.harness import Ask, Engine, Reply, random_vector
+from tests.e2e.seeing_reference import IMAGES, LAYER, NUM_TOKENS, TEXT, SeeingReference
 from tests.families.checkpoints import HIDDEN_SIZE, NUM_LAYERS
-from tests.families.reference import load_reference_model, reference_activations
 from tests.families.seeing import IMAGE_TOKEN, picture, write_idefics3
 
 pytestmark = pytest.mark.e2e
 
-TEXT: Final = f" Paris is {IMAGE_TOKEN} and Rome is {IMAGE_TOKEN} good"
-IMAGES: Final = (picture(1), picture(2, 40, 24))
-LAYER: Final = 1
 AT: Final = f"layers.{LAYER}.output"
 VECTOR: Final = random_vector(3, HIDDEN_SIZE)
 SCALE: Final = 8
-NUM_TOKENS: Final = 6
-
-
-class Reference:
-    """The same checkpoint in transformers."""
-
-    def __init__(self, checkpoint: Path) -> None:
-        self.checkpoint = checkpoint
-        self.model: Any = load_reference_model(checkpoint)
-        self.processor: Any = AutoProcessor.from_pretrained(checkpoint)
-
-    def inputs(self, text: str, images: tuple[Image, ...]) -> dict[str, Any]:
-        return dict(self.processor(text=[text], images=[list(images)], return_tensors="pt"))
-
-    def image_positions(self, text: str = TEXT, images: tuple[Image, ...] = IMAGES) -> list[int]:
-        ids = self.inputs(text, images)["input_ids"][0]
-        found: list[int] = (ids == self.model.config.image_token_id).nonzero().flatten().tolist()
-        return found
-
-    def positions_by_image(self) -> tuple[list[int], list[int]]:
-        """Return those of the two images of ``TEXT``, with a word between them."""
-        ids = self.inputs(TEXT, IMAGES)["input_ids"][0].tolist()
-        word = ids.index(self.processor.tokenizer.encode(" Rome")[0])
-        positions = self.image_positions()
-        return [one for one in positions if one < word], [one for one in positions if one > word]
-
-    def activations(self, text: str = TEXT, images: tuple[Image, ...] = IMAGES) -> dict[str, torch.Tensor]:
-        inputs = self.inputs(text, images)
-        ids = inputs.pop("input_ids")[0].tolist()
-        return reference_activations(self.checkpoint, ids, **inputs)
-
-    @contextmanager
-    def changing(self, positions: list[int], change: Any) -> Iterator[None]:
-        """Change some rows of the layer's output while the prompt is computed."""
-
-        def edit(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
-            if output.shape[1] == 1:  # a generated token
-                return output
-            output = output.clone()
-            output[0, positions] = change(output[0, positions])
-            return output
-
-        hook = self.model.model.text_model.layers[LAYER].register_forward_hook(edit)
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            hook.remove()
-
-    def generated(self, positions: Sequence[int] = (), change: Any = None) -> list[int]:
-        """Return the greedy tokens with some rows changed."""
-        inputs = self.inputs(TEXT, IMAGES)
-        with self.changing(list(positions), change or (lambda rows: rows)):
-            ids = self.model.generate(
-                **inputs, max_new_tokens=NUM_TOKENS, min_new_tokens=NUM_TOKENS, do_sample=False
-            )[0]
-        tokens: list[int] = ids[inputs["input_ids"].shape[1] :].tolist()
-        return tokens
 
 
 @contextmanager
@@ -100,12 +38,12 @@ def serving(checkpoint: Path, **options: Any) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return Reference(write_idefics3(tmp_path_factory.mktemp("idefics3")))
+def reference(tmp_path_factory: pytest.TempPathFactory) -> SeeingReference:
+    return SeeingReference(write_idefics3(tmp_path_factory.mktemp("idefics3")))
 
 
 @pytest.fixture(scope="module")
-def engine(reference: Reference) -> Iterator[Engine]:
+def engine(reference: SeeingReference) -> Iterator[Engine]:
     with serving(reference.checkpoint) as engine:
         yield engine
 
@@ -132,16 +70,18 @@ def assert_captured(reply: Reply, expected: dict[str, torch.Tensor]) -> None:
 CAPTURE: Final = {"op": "capture", "at": ["embed.output", "layers.*.output", "layers.*.attn.q"], "name": "c"}
 
 
-def test_a_plain_answer_is_that_of_transformers(engine: Engine, reference: Reference) -> None:
+def test_a_plain_answer_is_that_of_transformers(engine: Engine, reference: SeeingReference) -> None:
     assert ask(engine).token_ids == reference.generated()
 
 
-def test_values_at_all_positions_are_those_of_transformers(engine: Engine, reference: Reference) -> None:
+def test_values_at_all_positions_are_those_of_transformers(
+    engine: Engine, reference: SeeingReference
+) -> None:
     reply = ask(engine, {**CAPTURE, "where": {"phase": "prompt"}})
     assert_captured(reply, reference.activations())
 
 
-def test_images_name_their_positions(engine: Engine, reference: Reference) -> None:
+def test_images_name_their_positions(engine: Engine, reference: SeeingReference) -> None:
     first, second = reference.positions_by_image()
     for where, expected in (
         ({"images": [0]}, first),
@@ -156,7 +96,7 @@ def test_images_name_their_positions(engine: Engine, reference: Reference) -> No
         assert result.positions == expected
 
 
-def test_an_image_is_steered_as_in_transformers(engine: Engine, reference: Reference) -> None:
+def test_an_image_is_steered_as_in_transformers(engine: Engine, reference: SeeingReference) -> None:
     steer = {"op": "steer", "at": AT, "vector": VECTOR, "scale": SCALE, "where": {"images": [0, 1]}}
     expected = reference.generated(reference.image_positions(), steered)
     plain = ask(engine).token_ids
@@ -165,7 +105,7 @@ def test_an_image_is_steered_as_in_transformers(engine: Engine, reference: Refer
     assert ask(engine).token_ids == plain, "what was steered is not read from the prefix cache"
 
 
-def test_an_image_is_patched_by_another_one(engine: Engine, reference: Reference) -> None:
+def test_an_image_is_patched_by_another_one(engine: Engine, reference: SeeingReference) -> None:
     text, image, other = f"{IMAGE_TOKEN} the city", (IMAGES[0],), (picture(7),)
     capture = {**CAPTURE, "at": AT, "where": {"images": [0]}}
     rows = ask(engine, capture, prompt=text, images=other).tensor("c", AT)
@@ -179,7 +119,7 @@ def test_an_image_is_patched_by_another_one(engine: Engine, reference: Reference
     assert (patched - plain).abs().max() > 0.01
 
 
-def test_the_rows_of_images_are_read_and_written_alone(engine: Engine, reference: Reference) -> None:
+def test_the_rows_of_images_are_read_and_written_alone(engine: Engine, reference: SeeingReference) -> None:
     def merged(image: Image) -> torch.Tensor:
         inputs = reference.inputs(f"{IMAGE_TOKEN} the city", (image,))
         pixels, mask = inputs["pixel_values"], inputs["pixel_attention_mask"]
@@ -219,7 +159,7 @@ def test_rows_of_images_that_are_not_there_are_refused(
     assert caught.value.code is code
 
 
-def test_the_lens_reads_images(engine: Engine, reference: Reference) -> None:
+def test_the_lens_reads_images(engine: Engine, reference: SeeingReference) -> None:
     lens = {"op": "logit_lens", "layers": "all", "top_k": 1, "where": {"images": [1]}, "name": "c"}
     result = ask(engine, lens).result("c")
     assert isinstance(result, CollectedLens)
@@ -250,7 +190,7 @@ def test_means_over_other_images_share_nothing(engine: Engine) -> None:
     assert alone[1].num_cached_tokens == 0
 
 
-def test_chunks_of_an_image_are_as_the_whole(reference: Reference) -> None:
+def test_chunks_of_an_image_are_as_the_whole(reference: SeeingReference) -> None:
     with serving(reference.checkpoint, max_num_batched_tokens=24, max_num_seqs=4) as engine:
         reply = ask(engine, {**CAPTURE, "where": {"phase": "prompt"}})
         assert_captured(reply, reference.activations())

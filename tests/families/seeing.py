@@ -49,10 +49,12 @@ PATCH_SIZE: Final = 4
 VISION_LAYERS: Final = 3
 
 CHAT_TEMPLATE: Final = (
-    "{% for message in messages %}{{ message['role'] }}: {% if message['content'] is string %}"
-    "{{ message['content'] }}{% else %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}\n"
-    "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    "{% for message in messages %}{{ message['role'] }}: "
+    "{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 
 _TEXT: Final[dict[str, Any]] = {

@@ -1,0 +1,219 @@
+"""Images in requests over HTTP: operations on their positions, on each route, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator
+from typing import Any, Final
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.e2e.keyed import made
+from tests.e2e.seeing_reference import IMAGES, LAYER, NUM_TOKENS, TEXT, SeeingReference
+from tests.e2e.server import Server
+from tests.families.checkpoints import HIDDEN_SIZE
+from tests.families.seeing import IMAGE_TOKEN, picture, write_idefics3
+
+pytestmark = pytest.mark.e2e
+
+AT: Final = f"layers.{LAYER}.output"
+VECTOR: Final = [float(index % 7) for index in range(HIDDEN_SIZE)]
+CAPTURE: Final = {"op": "capture", "at": AT, "where": {"images": [0]}, "name": "c", "dtype": "float32"}
+CHAT: Final = "/v1/chat/completions"
+
+
+class Seeing:
+    """The server, and clients of two tenants."""
+
+    def __init__(self, server: Server, keys: list[str], reference: SeeingReference) -> None:
+        self.reference = reference
+        self.clients = [
+            httpx.Client(base_url=server.base_url, timeout=60, headers={"Authorization": f"Bearer {key}"})
+            for key in keys
+        ]
+
+    def post(self, path: str, *, client: int = 0, **body: Any) -> httpx.Response:
+        return self.clients[client].post(path, json={"model": "tiny"} | body)
+
+    def chat(self, content: list[dict[str, Any]], **body: Any) -> httpx.Response:
+        asked = {"max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        return self.post(CHAT, messages=[{"role": "user", "content": content}], **(asked | body))
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeing]:
+    folder = tmp_path_factory.mktemp("seeing")
+    reference = SeeingReference(write_idefics3(folder / "idefics3"))
+    data = folder / "data"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NNSIGHT_ENGINE_DATA_DIR", str(data))
+        keys = [made(patch, "acme"), made(patch, "rival")]
+    arguments = ["--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", "256"]
+    environment = {"NNSIGHT_ENGINE_DATA_DIR": str(data)}
+    with Server(str(folder / "idefics3"), arguments=arguments, environment=environment) as server:
+        yield Seeing(server, keys, reference)
+
+
+def data_url(image: Image.Image) -> str:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def image_part(url: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}, **fields}
+
+
+def text_part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def two_images() -> list[dict[str, Any]]:
+    """Return ``TEXT`` as the parts of a message."""
+    texts = TEXT.split(IMAGE_TOKEN)
+    urls = [image_part(data_url(image)) for image in IMAGES]
+    return [text_part(texts[0]), urls[0], text_part(texts[1]), urls[1], text_part(texts[2])]
+
+
+RENDERED: Final = f"user: {TEXT}\nassistant:"
+
+
+def steered(rows: torch.Tensor) -> torch.Tensor:
+    return rows + 3 * torch.tensor(VECTOR)
+
+
+def first_image(seeing: Seeing) -> list[int]:
+    ids = seeing.reference.inputs(RENDERED, IMAGES)["input_ids"][0].tolist()
+    word = ids.index(seeing.reference.processor.tokenizer.encode(" Rome")[0])
+    return [one for one in seeing.reference.image_positions(RENDERED) if one < word]
+
+
+def value_of(link: dict[str, Any]) -> torch.Tensor:
+    numbers = np.frombuffer(base64.b64decode(link["data"]), np.float32)
+    return torch.from_numpy(numbers.copy()).reshape(link["shape"])
+
+
+def test_a_chat_about_images_is_answered_as_by_transformers(seeing: Seeing) -> None:
+    answer = seeing.chat(two_images()).json()
+    expected = seeing.reference.generated(text=RENDERED)
+    assert answer["choices"][0]["token_ids"] == expected
+    assert "interventions" not in answer["choices"][0]
+
+
+def test_an_image_is_steered_captured_and_named_in_the_answer(seeing: Seeing) -> None:
+    positions = first_image(seeing)
+    steer = {"op": "steer", "at": AT, "vector": VECTOR, "scale": 3, "where": {"images": [0]}}
+    answer = seeing.chat(two_images(), interventions=[CAPTURE, steer], n=2, temperature=1, top_k=1).json()
+    expected = seeing.reference.generated(positions, steered, text=RENDERED)
+    assert expected != seeing.reference.generated(text=RENDERED)
+    rows = seeing.reference.activations(RENDERED)[AT][positions]
+    for choice in answer["choices"]:
+        assert choice["token_ids"] == expected
+        found = choice["interventions"]
+        assert found["applied"][1]["positions"] == found["results"]["c"]["positions"] == positions
+        torch.testing.assert_close(value_of(found["results"]["c"]["points"][AT]), rows, rtol=1e-3, atol=1e-4)
+        by_image = [[one for span in spans for one in range(*span)] for spans in found["images"]]
+        assert by_image[0] == positions
+        assert [*by_image[0], *by_image[1]] == seeing.reference.image_positions(RENDERED)
+
+
+def test_a_stream_names_the_images_at_its_end(seeing: Seeing) -> None:
+    frames = seeing.chat(two_images(), interventions=[CAPTURE], stream=True).text.split("\n\n")
+    told = [frame for frame in frames if '"images"' in frame]
+    assert len(told) == 1
+    assert '"provenance"' in told[0]
+
+
+def test_code_sees_images(seeing: Seeing) -> None:
+    positions = first_image(seeing)
+    code = f"rows = model.points['{AT}'][{positions}].save()"
+    found = seeing.chat(two_images(), interventions=[{"op": "trace", "code": code, "name": "t"}]).json()
+    found = found["choices"][0]["interventions"]
+    rows = seeing.reference.activations(RENDERED)[AT][positions]
+    torch.testing.assert_close(value_of(found["results"]["t"]["saves"]["rows"]), rows, rtol=1e-3, atol=1e-4)
+    assert found["images"][0][0][0] == positions[0]
+
+
+def test_images_larger_than_a_text_may_be_are_taken_by_all_routes(seeing: Seeing) -> None:
+    pixels = np.random.default_rng(1).integers(0, 255, (128, 128, 3), dtype=np.uint8)
+    url = data_url(Image.fromarray(pixels))
+    chat = seeing.chat([image_part(url), text_part(" good")], interventions=[CAPTURE], max_tokens=1).json()
+    positions = chat["choices"][0]["interventions"]["results"]["c"]["positions"]
+    parts = [
+        {"type": "input_image", "image_url": url, "detail": "auto"},
+        {"type": "input_text", "text": " good"},
+    ]
+    turn = {"role": "user", "content": parts}
+    response = seeing.post("/v1/responses", input=[turn], max_output_tokens=1, interventions=[CAPTURE])
+    source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+    content = [{"type": "image", "source": source}, text_part(" good")]
+    message = seeing.post(
+        "/v1/messages",
+        messages=[{"role": "user", "content": content}],
+        max_tokens=1,
+        interventions=[CAPTURE],
+    )
+    for answer in (response.json(), message.json()):
+        found = answer["interventions"]
+        assert found["results"]["c"]["positions"] == positions
+        assert [one for span in found["images"][0] for one in range(*span)] == positions
+
+
+def test_capabilities_list_the_rows_of_images(seeing: Seeing) -> None:
+    points = seeing.clients[0].get("/v1/capabilities").json()["points"]
+    assert {"vision.output", "embed.output"} <= {point["name"] for point in points}
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("http://127.0.0.1:9/x.png", "--allowed-media-domains"),
+        ("HTTPS://127.0.0.1:9/x.png", "--allowed-media-domains"),
+        ("file:///etc/passwd", "--allowed-local-media-path"),
+        ("data:image/png;base64,AAAA", "cannot identify image"),
+    ],
+)
+def test_media_from_elsewhere_are_refused(seeing: Seeing, url: str, message: str) -> None:
+    answer = seeing.chat([image_part(url)])
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+    source = {"role": "user", "content": [{"type": "input_image", "image_url": url, "detail": "auto"}]}
+    answer = seeing.post("/v1/responses", input=[source], max_output_tokens=1)
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+
+
+def test_images_that_would_fill_the_memory_are_refused(seeing: Seeing) -> None:
+    answer = seeing.chat([image_part(data_url(Image.new("1", (2**13, 2**13))))])
+    assert answer.status_code == 400
+    assert "exceed the maximum" in answer.json()["error"]["message"]
+    answer = seeing.chat([image_part(data_url(picture(1)))] * 9)
+    assert answer.status_code == 400
+    assert "At most 8 image(s)" in answer.json()["error"]["message"]
+
+
+def test_a_client_names_an_image_to_send_it_once_and_no_other_tenant_has_it(seeing: Seeing) -> None:
+    named = image_part(data_url(picture(5)), uuid="cat")
+    again = {"type": "image_url", "image_url": None, "uuid": "cat"}
+    first = seeing.chat([named, text_part(" good")])
+    assert first.status_code == 200
+    second = seeing.chat([again, text_part(" good")])
+    assert second.status_code == 200
+    assert second.json()["choices"][0]["token_ids"] == first.json()["choices"][0]["token_ids"]
+    others = seeing.chat([again, text_part(" good")], client=1)
+    assert others.status_code == 400
+    assert "Cache miss" in others.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", CHAT])
+def test_a_prompt_without_images_has_none(seeing: Seeing, path: str) -> None:
+    asked = {"prompt": " good"} if path != CHAT else {"messages": [{"role": "user", "content": " good"}]}
+    answer = seeing.post(path, **asked, max_tokens=1, interventions=[CAPTURE])
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == ("position_out_of_range", "interventions.0.where.images.0")
