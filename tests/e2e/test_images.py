@@ -182,14 +182,6 @@ def test_requests_with_the_same_text_and_other_images_share_nothing(engine: Engi
     assert replies[2].num_cached_tokens > replies[1].num_cached_tokens
 
 
-def test_means_over_other_images_share_nothing(engine: Engine) -> None:
-    mean = {"op": "ablate", "at": AT, "method": "mean", "where": {"phase": "prompt"}}
-    text = "the good city is in the tower of Paris and I love dogs " + IMAGE_TOKEN
-    asks = [Ask(text, [mean], NUM_TOKENS, images=(picture(seed),)) for seed in (10, 20)]
-    alone = [engine.run([one])[0][0] for one in asks]
-    assert alone[1].num_cached_tokens == 0
-
-
 def test_chunks_of_an_image_are_as_the_whole(reference: SeeingReference) -> None:
     with serving(reference.checkpoint, max_num_batched_tokens=24, max_num_seqs=4) as engine:
         reply = ask(engine, {**CAPTURE, "where": {"phase": "prompt"}})

@@ -16,6 +16,7 @@ from api_schemas.tensors import TensorObject
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.core.token_texts import NoSuchTokenError
 from nnsight_engine.plans.compile.request import compile_request
+from nnsight_engine.plans.prompt_media import NO_MEDIA, PromptMedia
 from nnsight_engine.plans.request_plan import (
     CompiledRequest,
     OperationKind,
@@ -57,7 +58,12 @@ def token_of(text: str) -> int:
     return ids[0]
 
 
-def compiled(*raw: dict[str, Any], prompt: list[int] = PROMPT, max_tokens: int = 8) -> CompiledRequest:
+def compiled(
+    *raw: dict[str, Any],
+    prompt: list[int] = PROMPT,
+    max_tokens: int = 8,
+    media: PromptMedia = NO_MEDIA,
+) -> CompiledRequest:
     return compile_request(
         parse_interventions(list(raw)),
         spec=SPEC,
@@ -65,6 +71,7 @@ def compiled(*raw: dict[str, Any], prompt: list[int] = PROMPT, max_tokens: int =
         max_tokens=max_tokens,
         token_of=token_of,
         stream=True,
+        media=media,
     )
 
 
@@ -262,6 +269,24 @@ def test_what_depends_on_the_prompt_does_not_share_a_cache_with_other_prompts() 
     mean = {"op": "ablate", "at": "layers.0.output", "method": "mean"}
     assert fingerprint(mean) != fingerprint(mean, prompt=[*PROMPT[:-1], 99])
     assert fingerprint(mean) == fingerprint(mean, prompt=list(PROMPT))
+    seen = [compiled(mean, media=PromptMedia((((1, 3),),), image)).plan.fingerprint for image in "aab"]
+    assert seen[0] == seen[1] != seen[2]
+
+
+def test_images_are_their_positions_in_the_order_of_a_patch_s_rows() -> None:
+    media = PromptMedia((((0, 1), (2, 3)), ((4, 5),)), "d")
+    values = [[float(row)] * 8 for row in range(3)]
+    patch = {"op": "patch", "at": "layers.0.output", "values": values, "where": {"images": [1, 0]}}
+    found = compiled(patch, media=media)
+    assert found.plan.ops[0].where == WhereRule(positions=(0, 2, 4))
+    (tensor,) = found.tensors.values()
+    assert np.frombuffer(tensor.data, np.float32).reshape(3, 8)[:, 0].tolist() == [1, 2, 0]
+    for where, expected in (
+        ({"images": [0], "tokens": [12]}, WhereRule(positions=(0, 2), tokens=(12,))),
+        ({"images": [0, -1], "positions": [1, 2, 4]}, WhereRule(positions=(2, 4))),
+        ({"exclude": {"images": [1]}}, WhereRule(exclude=WhereRule(positions=(4,)))),
+    ):
+        assert compiled(steer(where=where), media=media).plan.ops[0].where == expected
 
 
 def test_a_vector_of_real_size_compiles_in_well_under_two_milliseconds() -> None:
