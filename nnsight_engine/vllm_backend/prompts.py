@@ -19,6 +19,7 @@ _OTHER_NAMES: Final = {"max_new_tokens": "max_tokens"}
 
 _IDS: Final = "input_ids"
 _MASK: Final = "attention_mask"
+_MEDIA: Final = "multi_modal_data"
 INPUT_NAMES: Final = (_IDS, _MASK, "token_type_ids")
 """The names in a tokenizer's output. Token types matter to encoders only, so they are accepted and ignored.
 """
@@ -100,6 +101,23 @@ def as_prompt(*inputs: Any, **named: Any) -> dict[str, Any]:
     if "prompt_token_ids" in prompt:
         prompt["prompt_token_ids"] = _one_row(prompt["prompt_token_ids"])
     return prompt
+
+
+def with_images(prompt: dict[str, Any], images: Any) -> dict[str, Any]:
+    """Return a prompt with its images, as vLLM accepts both.
+
+    Args:
+        prompt: The prompt, with the model's mark where an image belongs.
+        images: An image or several, or None.
+
+    Raises:
+        TypeError: The prompt has images already.
+    """
+    if images is None:
+        return prompt
+    if prompt.get(_MEDIA) is not None:
+        raise TypeError(f"images= and {_MEDIA} are the same input, got both; give one of them")
+    return {**prompt, _MEDIA: {"image": list(images) if isinstance(images, list | tuple) else [images]}}
 
 
 def refuse_function(options: Mapping[str, Any]) -> None:

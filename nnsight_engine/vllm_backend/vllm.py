@@ -24,7 +24,7 @@ from nnsight_engine.tracing.tracer import Backend, refuse_statement
 from nnsight_engine.vllm_backend.client_names import ClientNames
 from nnsight_engine.vllm_backend.edits import Edits, EngineEditingTracer
 from nnsight_engine.vllm_backend.model_outline import OutlineEntry, outlined
-from nnsight_engine.vllm_backend.prompts import INPUT_NAMES, Request, as_prompt, refuse_function
+from nnsight_engine.vllm_backend.prompts import INPUT_NAMES, Request, as_prompt, refuse_function, with_images
 from nnsight_engine.vllm_backend.remote import VLLMDialect, local_tokenizer
 from nnsight_engine.vllm_backend.rpc_results import answer
 from nnsight_engine.vllm_backend.traces.points import LOGITS, SAMPLES, EnginePoints, StandardNames
@@ -397,8 +397,9 @@ class VLLM(StandardNames):
                 "run in batches with others, so there is no invoke for all rows"
             )
         tokens = {name: kwargs.pop(name) for name in INPUT_NAMES if name in kwargs}
+        prompt = with_images(as_prompt(*inputs, **tokens), kwargs.pop("images", None))
         own = [kwargs.pop(name, None) for name in ("sampling_params", "edits", "lora_request")]
-        return (Request(as_prompt(*inputs, **tokens), kwargs, *own),), {}, 1
+        return (Request(prompt, kwargs, *own),), {}, 1
 
     def _batch(
         self, batched_input: tuple[tuple[Any, ...], dict[str, Any]], *inputs: Any, **kwargs: Any
