@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import aiohttp
-import requests
 from vllm.exceptions import VLLMUnprocessableEntityError, VLLMValidationError
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 
@@ -29,7 +28,7 @@ class GuardedMediaConnector(MediaConnector):
         self._check(url)
         try:
             return super().load_from_url(url, media_io, **options)
-        except (OSError, requests.RequestException) as error:
+        except OSError as error:  # those of requests are
             raise _unreachable(error) from error
 
     async def load_from_url_async(self, url: str, media_io: Any, **options: Any) -> Any:

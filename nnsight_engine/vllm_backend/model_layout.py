@@ -28,6 +28,7 @@ class BlockPoints:
         head_dim: Width of a head; 0 without ``attn.heads``.
         inner_size: Width of ``mlp.act``; 0 without it.
         num_experts: Width of ``moe.router``; 0 without it.
+        is_causal: Whether no position attends to later ones.
     """
 
     leaves: Mapping[str, HookSpec]
@@ -37,6 +38,7 @@ class BlockPoints:
     head_dim: int = 0
     inner_size: int = 0
     num_experts: int = 0
+    is_causal: bool = True
 
     @property
     def attention(self) -> str:
@@ -54,7 +56,7 @@ class BlockPoints:
     @property
     def has_pattern(self) -> bool:
         """Whether attention's probabilities can be computed from its queries and keys."""
-        return bool(self.kernel) and "attn.k" in self.leaves
+        return bool(self.kernel) and "attn.k" in self.leaves and self.is_causal
 
     def shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
         """Return the shape of one position's value at each leaf, the pattern included."""

@@ -220,8 +220,28 @@ class InterventionScheduler(DraftScheduler):
 
         In addition to vLLM's own cases, this holds for a traced prompt that fits into one step.
         """
-        is_traced = request.request_id in self._traced and request.num_tokens <= self.longest_whole_prompt
-        return is_traced or super().needs_single_step(request)
+        return self._stays_whole(request) or super().needs_single_step(request)
+
+    def _stays_whole(self, request: Request) -> bool:
+        return request.request_id in self._traced and request.num_tokens <= self.longest_whole_prompt
+
+    def _try_schedule_encoder_inputs(
+        self,
+        request: Request,
+        num_computed_tokens: int,
+        num_new_tokens: int,
+        encoder_compute_budget: int,
+        shift_computed_tokens: int = 0,
+    ) -> Any:
+        """Return the images of a request to encode in this step, and how much of its prompt that leaves.
+
+        A traced prompt that fits into one step waits rather than being split at an image without room.
+        """
+        found = super()._try_schedule_encoder_inputs(
+            request, num_computed_tokens, num_new_tokens, encoder_compute_budget, shift_computed_tokens
+        )
+        is_split = found[1] < num_new_tokens and self._stays_whole(request)
+        return ([], 0, encoder_compute_budget, [], []) if is_split else found
 
     def group_members(self, request: Request) -> Collection[str]:
         """Return the ids of the requests of the same trace, whose blocks may wait for each other."""

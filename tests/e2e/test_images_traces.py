@@ -38,7 +38,12 @@ def reference(checkpoint: Path) -> SeeingReference:
 
 @pytest.fixture(scope="module")
 def model(checkpoint: Path) -> Iterator[VLLM]:
-    options: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "enforce_eager": True, "dispatch": True}
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "max_model_len": 256,
+        "enforce_eager": True,
+        "dispatch": True,
+    }
     model = VLLM(str(checkpoint), **(options | options_of_process(checkpoint)))
     yield model
     model.shutdown()
@@ -84,3 +89,21 @@ def test_images_are_given_once(model: VLLM) -> None:
     prompt = {"prompt": TEXT, "multi_modal_data": {"image": list(IMAGES)}}
     with pytest.raises(TypeError, match="the same input"), model.trace(prompt, images=list(IMAGES)):
         pass
+
+
+def test_a_prompt_waits_for_room_for_its_images_and_is_not_split(
+    model: VLLM, reference: SeeingReference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine: Any = model.engine.llm_engine
+    manager = engine.engine_core.engine_core.scheduler.encoder_cache_manager
+    can_allocate, answers = manager.can_allocate, [True, False]
+
+    def full_at_first(*args: Any) -> bool:
+        return can_allocate(*args) and (not answers or answers.pop(0))
+
+    manager.reset()
+    monkeypatch.setattr(manager, "can_allocate", full_at_first)
+    with model.trace(TEXT, images=list(IMAGES)):
+        rows = model.points[AT].save()
+    assert not answers
+    assert_close(rows, reference.activations()[AT])

@@ -97,13 +97,13 @@ class CompileScope:
         return Part[name.upper()]
 
     def image_positions(self, indexes: Sequence[int], param: str) -> list[int]:
-        """Return the positions of images, image by image in the order given.
+        """Return the positions of images, image by image in the order given, each once.
 
         Raises:
             ApiError: ``position_out_of_range``: the prompt has no such image.
         """
         images = self.media.images
-        positions: list[int] = []
+        named: dict[int, None] = {}
         for number, index in enumerate(indexes):
             if not -len(images) <= index < len(images):
                 known = f"{len(images)} image{'s' if len(images) > 1 else ''}" if images else "no images"
@@ -112,8 +112,8 @@ class CompileScope:
                     f"Images count from 0 and this prompt has {known}, got {excerpt(index)}.",
                     f"{param}.{number}",
                 )
-            positions += [position for span in images[index] for position in range(*span)]
-        return positions
+            named[index % len(images)] = None
+        return [position for index in named for span in images[index] for position in range(*span)]
 
     def token_id(self, token: str | int, param: str) -> int:
         """Return the id of a token given by id or by text.

@@ -266,6 +266,8 @@ _SCHEDULER: Final = (
             "finish_requests": "request_ids, finished_status",
             "_get_new_block_ids_to_zero": "",
             "_preempt_request": "request, timestamp, **others",
+            "_try_schedule_encoder_inputs": "request, num_computed_tokens, num_new_tokens, "
+            "encoder_compute_budget, shift_computed_tokens=0",
             "_update_after_schedule": "scheduler_output",
             "update_draft_token_ids": "draft_token_ids",
             "_update_request_with_output": "request, new_token_ids, **others",
@@ -524,7 +526,7 @@ _SERVER: Final = (
     _used("vllm.renderers.params", read="ChatParams TokenizeParams"),
     _used("vllm.multimodal.media", read="MEDIA_CONNECTOR_REGISTRY MediaConnector"),
     _used(
-        "vllm.multimodal.media:MediaConnector",
+        "vllm.multimodal.media.connector:MediaConnector",
         read="allowed_local_media_path allowed_media_domains",
         overridden={
             "load_from_url": "url, media_io, **others",

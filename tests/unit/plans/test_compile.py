@@ -284,6 +284,7 @@ def test_images_are_their_positions_in_the_order_of_a_patch_s_rows() -> None:
     for where, expected in (
         ({"images": [0], "tokens": [12]}, WhereRule(positions=(0, 2), tokens=(12,))),
         ({"images": [0, -1], "positions": [1, 2, 4]}, WhereRule(positions=(2, 4))),
+        ({"images": [-2, 0] * 50_000}, WhereRule(positions=(0, 2))),
         ({"exclude": {"images": [1]}}, WhereRule(exclude=WhereRule(positions=(4,)))),
     ):
         assert compiled(steer(where=where), media=media).plan.ops[0].where == expected
