@@ -254,6 +254,7 @@ def resolve_points(
     *,
     tensor_parallel_size: int = 1,
     generates: bool = True,
+    is_causal: bool = True,
     find: Callable[[], EngineFamily] | None = None,
     gather: Callable[[Blocks], Sequence[Blocks]] = lambda blocks: [blocks],
 ) -> ModelPoints:
@@ -264,6 +265,7 @@ def resolve_points(
         config: Its text config, ``ModelConfig.hf_text_config``.
         tensor_parallel_size: Number of ranks that share each layer.
         generates: Whether it generates tokens, rather than pools its hidden states.
+        is_causal: Whether no position attends to later ones, as those of an image do in Gemma 3.
         find: Finds the parts of a model of no table; None to refuse it.
         gather: Returns the blocks of all pipeline stages.
 
@@ -286,7 +288,10 @@ def resolve_points(
     held = [index for index, layer in enumerate(layers) if next(layer.children(), None) is not None]
     if family.layers and not held:
         raise UnsupportedModelError(f"{type(model).__name__} has no decoder blocks at {family.layers}")
-    own = {index: _block_points(layers[index], family, config) for index in held}
+    own = {
+        index: dataclasses.replace(_block_points(layers[index], family, config), is_causal=is_causal)
+        for index in held
+    }
     blocks = {layer: block for part in gather(own) for layer, block in part.items()}
     return ModelPoints(
         model=model,

@@ -113,6 +113,7 @@ class StepHandler:
             config.model_config.hf_text_config,
             tensor_parallel_size=parallel.tensor_parallel_size,
             generates=config.model_config.runner_type != "pooling",
+            is_causal=not config.model_config.is_mm_prefix_lm,
             find=None if limits.points == STRICT else partial(_found, model, config, device),
             gather=_of_all_stages,
         )

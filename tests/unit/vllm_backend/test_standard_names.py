@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -133,3 +135,11 @@ def test_a_cache_leads_on_from_the_root_to_standard_names() -> None:
     for path, view in [*inside, *whole.model.layers.items()]:
         assert view == whole[path]
         assert view._envoy is root.get(path)
+
+
+def test_there_is_no_pattern_where_positions_attend_to_later_ones() -> None:
+    family = family_named("Gemma3ForCausalLM", [])
+    assert family is not None
+    causal = BlockPoints(dict(family.leaves), family.kernel, num_heads=2, num_kv_heads=1, head_dim=4)
+    shapes, others = causal.shapes(8), dataclasses.replace(causal, is_causal=False).shapes(8)
+    assert shapes.keys() - others.keys() == {"attn.pattern"}
