@@ -353,8 +353,8 @@ _CONFIG: Final = (
     _used(
         "vllm.config:ModelConfig",
         read="architectures dtype enable_sleep_mode has_inner_state hf_config hf_text_config is_diffusion "
-        "is_mm_prefix_lm is_moe max_model_len runner_type served_model_name tokenizer tokenizer_mode tokenizer_revision "
-        "trust_remote_code",
+        "is_mm_prefix_lm is_moe max_model_len runner_type served_model_name tokenizer tokenizer_mode "
+        "tokenizer_revision trust_remote_code",
         called={"get_vocab_size": ""},
     ),
     _used(
