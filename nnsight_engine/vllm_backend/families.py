@@ -15,14 +15,17 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 if TYPE_CHECKING:
     import torch
 
+from nnsight_engine.core.model_spec import EXPERTS_LEAF, ROUTER_LEAF, WEIGHTS_LEAF
+
 Part = Literal["", "q", "k", "v", "gate", "up"]
+
+SUMMED_LEAVES: Final = frozenset({"moe.output", "moe.shared.output"})
+"""Leaves of which each tensor-parallel rank has a summand."""
 
 SHARDED_LEAVES: Final = frozenset(
     {"attn.q", "attn.k", "attn.v", "attn.heads", "mlp.gate", "mlp.up", "mlp.act"}
 )
 """Leaves of which each tensor-parallel rank computes only its own columns."""
-
-ROUTER: Final = "moe.router"
 
 
 class UnsupportedModelError(Exception):
@@ -164,19 +167,38 @@ _LLAMA_LEAVES: Final[Mapping[str, HookSpec]] = types.MappingProxyType(
 )
 
 
-def _experts(mlp: str) -> Mapping[str, HookSpec]:
+def _experts(mlp: str, *, gate: str = "gate", has_shared: bool = False) -> Mapping[str, HookSpec]:
     """Return the leaves of a block with Llama's attention and, at least in some layers, experts.
 
     Experts have no neurons in common, so that no module has them.
+
+    Args:
+        mlp: The MLP.
+        gate: The module of the router's logits, below the MLP.
+        has_shared: Whether what shared experts add is a value in transformers, too.
     """
+    inner = f"{mlp}.experts.inner"  # modules that ``expert_points`` adds
     return types.MappingProxyType(
         {
             **_LLAMA_LEAVES,
             "mlp.input": HookSpec(mlp, "input"),
-            ROUTER: HookSpec(f"{mlp}.gate", "output"),
+            ROUTER_LEAF: HookSpec(f"{mlp}.{gate}", "output"),
+            EXPERTS_LEAF: HookSpec(f"{inner}.ids", "output"),
+            WEIGHTS_LEAF: HookSpec(f"{inner}.weights", "output"),
+            "moe.output": HookSpec(f"{inner}.routed", "output"),
             "mlp.output": HookSpec(mlp, "output"),
         }
+        | ({"moe.shared.output": HookSpec(f"{inner}.shared", "output")} if has_shared else {})
     )
+
+
+def _renamed(leaves: Mapping[str, HookSpec], names: Mapping[str, str]) -> Mapping[str, HookSpec]:
+    """Return leaves whose modules are below children of the layer by other names."""
+    renamed = {}
+    for leaf, spec in leaves.items():
+        first, dot, rest = spec.path.partition(".")
+        renamed[leaf] = dataclasses.replace(spec, path=f"{names.get(first, first)}{dot}{rest}")
+    return types.MappingProxyType(renamed)
 
 
 _NEMOTRON_LEAVES: Final[Mapping[str, HookSpec]] = types.MappingProxyType(
@@ -295,13 +317,29 @@ FAMILIES: Final = (
     dataclasses.replace(
         _LLAMA,
         name="moe",
-        model_classes=(
-            "Glm4MoeForCausalLM",
-            "OlmoeForCausalLM",
-            "Qwen2MoeForCausalLM",
-            "Qwen3MoeForCausalLM",
-        ),
+        model_classes=("OlmoeForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"),
         leaves=_experts("mlp"),
+    ),
+    dataclasses.replace(
+        _LLAMA,
+        name="glm4_moe",
+        model_classes=("Glm4MoeForCausalLM",),
+        leaves=_experts("mlp", has_shared=True),
+    ),
+    dataclasses.replace(
+        _LLAMA,
+        name="gpt_oss",
+        model_classes=("GptOssForCausalLM",),
+        leaves=_renamed(_experts("mlp", gate="router"), {"self_attn": "attn"}),
+        kernel="attn.attn",
+        hidden_index=0,
+    ),
+    dataclasses.replace(
+        _LLAMA,
+        name="granitemoe",
+        model_classes=("GraniteMoeForCausalLM",),
+        leaves=_experts("block_sparse_moe"),
+        returns_residual=False,
     ),
     dataclasses.replace(
         _LLAMA, name="mixtral", model_classes=("MixtralForCausalLM",), leaves=_experts("block_sparse_moe")

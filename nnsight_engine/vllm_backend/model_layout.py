@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from nnsight_engine.core.model_spec import PATTERN_LEAF
-from nnsight_engine.vllm_backend.families import ROUTER, EngineFamily, HookSpec
+from nnsight_engine.core.model_spec import EXPERTS_LEAF, PATTERN_LEAF, ROUTER_LEAF, WEIGHTS_LEAF
+from nnsight_engine.vllm_backend.families import EngineFamily, HookSpec
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,6 +29,9 @@ class BlockPoints:
         inner_size: Width of ``mlp.act``; 0 without it.
         num_experts: Width of ``moe.router``; 0 without it.
         is_causal: Whether no position attends to later ones.
+        num_chosen: Number of experts that are chosen for each token; 0 without ``moe.experts``.
+        forces_experts: Whether given experts can be used instead.
+        has_sinks: Whether attention has sinks beside the positions.
     """
 
     leaves: Mapping[str, HookSpec]
@@ -39,6 +42,9 @@ class BlockPoints:
     inner_size: int = 0
     num_experts: int = 0
     is_causal: bool = True
+    num_chosen: int = 0
+    forces_experts: bool = False
+    has_sinks: bool = False
 
     @property
     def attention(self) -> str:
@@ -56,7 +62,8 @@ class BlockPoints:
     @property
     def has_pattern(self) -> bool:
         """Whether attention's probabilities can be computed from its queries and keys."""
-        return bool(self.kernel) and "attn.k" in self.leaves and self.is_causal
+        is_computable = self.is_causal and not self.has_sinks
+        return bool(self.kernel) and "attn.k" in self.leaves and is_computable
 
     def shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
         """Return the shape of one position's value at each leaf, the pattern included."""
@@ -70,7 +77,9 @@ class BlockPoints:
             "mlp.gate": inner,
             "mlp.up": inner,
             "mlp.act": inner,
-            ROUTER: (self.num_experts,),
+            ROUTER_LEAF: (self.num_experts,),
+            EXPERTS_LEAF: (self.num_chosen,),
+            WEIGHTS_LEAF: (self.num_chosen,),
         }
         shapes = {leaf: of_leaf.get(leaf, (hidden_size,)) for leaf in self.leaves}
         return shapes | ({PATTERN_LEAF: (self.num_heads, -1)} if self.has_pattern else {})

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Final, Protocol, cast
 
 import torch
 
-from nnsight_engine.core.model_spec import PATTERN_LEAF, LeafSpec
+from nnsight_engine.core.model_spec import EXPERTS_LEAF, PATTERN_LEAF, ROUTER_LEAF, LeafSpec
 from nnsight_engine.plans.step.stage import Stage
 from nnsight_engine.vllm_backend.families import (
-    ROUTER,
     SHARDED_LEAVES,
+    SUMMED_LEAVES,
     EngineFamily,
     HookSpec,
     UnsupportedModelError,
@@ -26,12 +26,17 @@ from nnsight_engine.vllm_backend.families import (
 from nnsight_engine.vllm_backend.model_layout import BlockPoints, ModelLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
 
+    from nnsight_engine.vllm_backend.expert_points import InnerExperts
+
 VALUE_OPERATIONS: Final = ("steer", "ablate", "patch", "capture", "probe")
 """Operations supported at every point whose value is a vector."""
+
+FORCING_OPERATIONS: Final = ("ablate", "patch", "capture")
+"""Operations at the ids of chosen experts: writes that give ids, and reads."""
 
 _QKV: Final = ("q", "k", "v")
 _LANGUAGE_MODEL: Final = "language_model"
@@ -124,6 +129,17 @@ class ModelPoints:
                 f"the leaf must be one of {', '.join(leaves)}, got {leaf!r}; residual points are taps"
             )
         return self.layers[layer].get_submodule(spec.path), spec
+
+    def choices(self) -> dict[str, int]:
+        """Return the paths of modules whose output are ids of experts that can be replaced.
+
+        Each has the number of experts.
+        """
+        return {
+            f"{self.family.layers}.{layer}.{block.leaves[EXPERTS_LEAF].path}": block.num_experts
+            for layer, block in enumerate(self.layout.blocks)
+            if block.forces_experts
+        }
 
     def attention(self, layer: int) -> nn.Module:
         """Return vLLM's ``Attention`` of a layer that has one, and that this pipeline stage holds."""
@@ -221,16 +237,18 @@ class ModelPoints:
                 LeafSpec("input", hidden, "tap", VALUE_OPERATIONS),
                 LeafSpec("output", hidden, "tap", (*VALUE_OPERATIONS, *lens)),
             ]
+        missing = SUMMED_LEAVES if self.tensor_parallel_size > 1 else frozenset()
+        missing |= frozenset() if everything else {*SHARDED_LEAVES, PATTERN_LEAF}
         specs += [
             LeafSpec(
                 leaf,
                 shape,
                 "eager",
-                ("capture",) if leaf == PATTERN_LEAF else VALUE_OPERATIONS,
+                self._operations(leaf, layers[0]),
                 None if len(layers) == len(self.layers) else tuple(layers),
             )
             for (leaf, shape), layers in self._shaped_leaves().items()
-            if everything or leaf not in {*SHARDED_LEAVES, PATTERN_LEAF}
+            if leaf not in missing
         ]
         if self.final_norm is not None:
             specs.append(LeafSpec("norm.output", hidden, "tap", VALUE_OPERATIONS))
@@ -238,6 +256,12 @@ class ModelPoints:
             specs.append(LeafSpec("logits", (self.vocab_size,), "tap", VALUE_OPERATIONS))
             specs.append(LeafSpec("samples", (), "tap", ("capture",)))
         return tuple(specs)
+
+    def _operations(self, leaf: str, layer: int) -> tuple[str, ...]:
+        """Return the operations that may name a hooked leaf."""
+        if leaf == EXPERTS_LEAF and self.layout.blocks[layer].forces_experts:
+            return FORCING_OPERATIONS
+        return ("capture",) if leaf in {PATTERN_LEAF, EXPERTS_LEAF} else VALUE_OPERATIONS
 
     def _shaped_leaves(self) -> dict[tuple[str, tuple[int, ...]], list[int]]:
         """Return the layers that have each leaf in each shape."""
@@ -316,6 +340,7 @@ def _block_points(block: nn.Module, family: EngineFamily, config: TextConfig) ->
         if spec.path in modules and (not spec.needs or spec.needs in modules)
     }
     num_heads: int = getattr(config, "num_attention_heads", 0)  # a model without attention states none
+    inner = _inner_experts(block, leaves)
     # Sizes are read from the projections, since configs differ in which sizes they state and under which
     # names.
     return BlockPoints(
@@ -325,7 +350,10 @@ def _block_points(block: nn.Module, family: EngineFamily, config: TextConfig) ->
         num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
         head_dim=_input_size(block, leaves["attn.heads"]) // num_heads if "attn.heads" in leaves else 0,
         inner_size=_input_size(block, leaves["mlp.act"]) if "mlp.act" in leaves else 0,
-        num_experts=_output_size(block, leaves[ROUTER]) if ROUTER in leaves else 0,
+        num_experts=_output_size(block, leaves[ROUTER_LEAF]) if ROUTER_LEAF in leaves else 0,
+        num_chosen=0 if inner is None else inner.top_k,
+        forces_experts=inner is not None and inner.weights_of is not None,
+        has_sinks=bool(getattr(modules.get(family.kernel), "has_sink", False)),
     )
 
 
@@ -341,6 +369,14 @@ def _inner_family(model: nn.Module, architectures: Sequence[str]) -> EngineFamil
         final_norm=f"{_LANGUAGE_MODEL}.{family.final_norm}",
         project_out=family.project_out and f"{_LANGUAGE_MODEL}.{family.project_out}",
     )
+
+
+def _inner_experts(block: nn.Module, leaves: Mapping[str, HookSpec]) -> InnerExperts | None:
+    """Return a block's module with the values inside its experts; None if no point has their choice."""
+    spec = leaves.get(EXPERTS_LEAF)
+    if spec is None:
+        return None
+    return cast("InnerExperts", block.get_submodule(spec.path.rpartition(".")[0]))
 
 
 def served_class(model: nn.Module) -> type:

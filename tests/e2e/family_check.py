@@ -36,14 +36,15 @@ from tests.e2e.harness import Ask, Engine, Reply
 from tests.e2e.point_blocks import BESIDE_CERTIFICATE, AdaptedVLLM, compared, expected_values
 from tests.families.adapters import RANK, write_adapter, write_merged
 from tests.families.checkpoints import NUM_LAYERS, build_tokenizer, write_checkpoint
-from tests.families.edits import Continuation, add, continued, place, zero
+from tests.families.edits import Change, Continuation, add, continued, place, set_to, zero
 from tests.families.quantised import FORMATS, rounded_inputs, write_quantised
-from tests.families.reference import load_reference_model, reference_activations
+from tests.families.reference import TREES, load_reference_model, reference_activations
 
 PROMPT_IDS: Final = [45, 257, 80, 301, 77, 78, 260, 90, 91, 120, 33, 44]
 NUM_TOKENS: Final = 6
 UNITS: Final = list(range(0, 192, 3))
 LENS_TARGETS: Final = [7, 45, 301]
+EXPERTS: Final = [3, 0]
 COMPILED_FAMILIES: Final = ("llama", "gpt2", "exaone4", "qwen3_moe", "smollm3", "llama_in_int8")
 _COMPILED: Final[dict[str, Any]] = {"enforce_eager": False, "compilation_config": {"backend": "eager"}}
 
@@ -53,6 +54,10 @@ _WRITES: Final[dict[str, dict[str, Any]]] = {
     "layers.1.mlp.act": {"op": "ablate", "units": UNITS},
     "layers.1.attn.q": {"op": "steer", "scale": 2.0},
     "layers.1.moe.router": {"op": "steer", "scale": 2.0},
+    "layers.1.moe.experts": {"op": "ablate", "method": "vector", "vector": EXPERTS},
+    "layers.1.moe.weights": {"op": "steer", "scale": 2.0},
+    "layers.1.moe.output": {"op": "steer", "scale": 2.0},
+    "layers.1.moe.shared.output": {"op": "steer", "scale": 2.0},
 }
 """The writes that are compared, by the point at which each acts."""
 
@@ -91,13 +96,13 @@ def expect(checkpoint: Path) -> Expected:
         if write["op"] == "steer" and point in activations
     }
     model: Any = load_reference_model(checkpoint)
-    activations |= _patterns(model)
+    if TREES[model.config.model_type].has_pattern:
+        activations |= _patterns(model)
     written = {}
     for point, write in _WRITES.items():
         if point not in activations:
             continue
-        change = zero(UNITS) if point not in vectors else add(write["scale"] * vectors[point])
-        handle = place(model, point, change)
+        handle = place(model, point, _change(write, vectors.get(point)))
         written[point] = continued(model, PROMPT_IDS, NUM_TOKENS)
         handle.remove()
     # The engine runs past the end of text, so transformers has to as well.
@@ -113,6 +118,13 @@ def expect(checkpoint: Path) -> Expected:
         written,
         vectors,
     )
+
+
+def _change(write: dict[str, Any], vector: torch.Tensor | None) -> Change:
+    """Return what a write does, as a change of rows."""
+    if vector is not None:
+        return add(write["scale"] * vector)
+    return set_to(write["vector"]) if "vector" in write else zero(write["units"])
 
 
 def _patterns(model: Any) -> dict[str, torch.Tensor]:

@@ -64,7 +64,7 @@ def writable(model: Any) -> list[str]:
         name
         for name in model.points()
         if (not name.startswith("layers.") or name.startswith(f"layers.{LAYER}."))
-        and not name.endswith("attn.pattern")
+        and not name.endswith(("attn.pattern", "moe.experts"))
     ]
 
 
@@ -175,7 +175,24 @@ def steer_while_generating(model: Any) -> Values:
     }
 
 
+def force_experts(model: Any) -> Values:
+    name = f"layers.{LAYER}.moe.experts"
+    if name not in model.points:
+        return {}
+    with opened(model, PROMPT):
+        model.points[name][..., -2:, :] = torch.tensor([3, 0])
+        edited = model.points[f"layers.{LAYER}.moe.weights"].clone().save()
+        logits = model.points["logits"][..., -1, :].clone().save()
+    with opened(model, PROMPT):
+        model.points[name] = 3 - model.points[name]
+        assigned = model.points[f"layers.{LAYER}.moe.weights"].clone().save()
+        after = model.points["logits"][..., -1, :].clone().save()
+    return {"edited": edited, "logits": logits, "assigned": assigned, "after": after}
+
+
 def patterns_while_generating(model: Any) -> Values:
+    if f"layers.{LAYER}.attn.pattern" not in model.points:
+        return {}
     with opened(model, PROMPT, NUM_TOKENS) as tracer:
         steps: list[torch.Tensor] = save([])
         for _ in tracer.iter[:]:
@@ -217,6 +234,7 @@ BLOCKS: Final[dict[str, Callable[[Any], Values]]] = {
         patch_from_another_prompt,
         patch_between_invokes,
         steer_while_generating,
+        force_experts,
         patterns_while_generating,
         skip_a_layer,
         look_through_a_lens,

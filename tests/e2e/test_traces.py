@@ -102,9 +102,9 @@ def test_a_sampled_token_can_be_replaced(model: VLLM) -> None:
 @pytest.mark.parametrize(
     ("place", "number", "why"),
     [
-        ("samples.output", 10**9, "tokens are from 0 to 49151"),
-        ("model.embed_tokens.input", 49152, "tokens are from 0 to 49151"),
-        ("model.embed_tokens.input", -1, "tokens are from 0 to 49151"),
+        ("samples.output", 10**9, "takes integers from 0 to 49151"),
+        ("model.embed_tokens.input", 49152, "takes integers from 0 to 49151"),
+        ("model.embed_tokens.input", -1, "takes integers from 0 to 49151"),
         ("model.layers.0.self_attn.rotary_emb.input", 2**40, "integers that vLLM's kernels trust"),
         ("model.layers.0.input", 0, "integers that vLLM's kernels trust"),
     ],

@@ -16,7 +16,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
-from tests.families.reference import ROUTER, TREES, splitter
+from tests.families.experts import force
+from tests.families.reference import EXPERTS, ROUTER, TREES, WEIGHTS, Tree, splitter
 
 Change = Callable[[torch.Tensor], None]
 """Changes rows ``[..., *leaf shape]`` in place, all positions alike."""
@@ -41,6 +42,15 @@ def add(vector: torch.Tensor) -> Change:
     def change(rows: torch.Tensor) -> None:
         is_split = rows.shape[-1] != vector.numel()
         rows.add_(vector.view(rows.shape[-2:]) if is_split else vector)
+
+    return change
+
+
+def set_to(values: list[int]) -> Change:
+    """Return the change that sets every row to the same values."""
+
+    def change(rows: torch.Tensor) -> None:
+        rows[...] = torch.tensor(values, dtype=rows.dtype)
 
     return change
 
@@ -89,7 +99,11 @@ def place(model: nn.Module, point: str, change: Change) -> Edit:
     _, layer, leaf = point.split(".", 2)
     block = blocks[int(layer)]
     if leaf == ROUTER:
-        return _routed(block.get_submodule(tree.outputs[leaf]), change)
+        return _routed(block.get_submodule(tree.router), change)
+    if leaf == EXPERTS:
+        return force(block, tree, config, change)
+    if leaf == WEIGHTS:
+        return _weighted(block, tree, change)
     if leaf == "output":
         return _after(block, change)
     if leaf in tree.inputs:
@@ -138,6 +152,21 @@ def _routed(router: nn.Module, change: Change) -> Edit:
 
     router.forward = edited
     return _EditedForward(router)
+
+
+def _weighted(block: nn.Module, tree: Tree, change: Change) -> Edit:
+    """Edit the weights that a router returns, by weight."""
+
+    def edit(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+        items = list(output)
+        index = tree.router_order[1]
+        order = items[index].argsort(dim=-1, descending=True)
+        weights = items[index].gather(-1, order)
+        change(weights)
+        items[index] = torch.empty_like(weights).scatter(-1, order, weights)
+        return tuple(items)
+
+    return block.get_submodule(tree.router).register_forward_hook(edit)
 
 
 def _after(module: nn.Module, change: Change) -> RemovableHandle:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 ROUTER: Final = "moe.router"
+EXPERTS: Final = "moe.experts"
+WEIGHTS: Final = "moe.weights"
 Split = tuple[int, ...]
 
 
@@ -31,12 +33,18 @@ class Tree:
         norm: Path of the final norm.
         inputs: Leaf to the module, below a block, whose input it is. A block has those whose modules it has.
         outputs: Leaf to the module whose output it is; ``a|b|c`` where the output holds several.
+        router: The module that returns logits, weights and ids of experts, or empty.
+        router_order: The index of each of these in what the module returns.
+        has_pattern: Whether attention's probabilities are those of the positions alone, without sinks.
     """
 
     layers: str
     norm: str
     inputs: Mapping[str, str]
     outputs: Mapping[str, str]
+    router: str = ""
+    router_order: tuple[int, int, int] = (0, 1, 2)
+    has_pattern: bool = True
 
 
 _LLAMA: Final = Tree(
@@ -56,7 +64,9 @@ _LLAMA: Final = Tree(
 
 _UNGATED: Final = {leaf: path for leaf, path in _LLAMA.outputs.items() if leaf not in {"mlp.gate", "mlp.up"}}
 _GLM: Final = dataclasses.replace(_LLAMA, outputs={**_UNGATED, "mlp.gate|mlp.up": "mlp.gate_up_proj"})
-_EXPERTS: Final = dataclasses.replace(_LLAMA, outputs={**_LLAMA.outputs, ROUTER: "mlp.gate"})
+_EXPERTS: Final = dataclasses.replace(
+    _LLAMA, outputs={**_LLAMA.outputs, "moe.output": "mlp.experts"}, router="mlp.gate"
+)
 
 
 def _tree(out: str, *, up: str, down: str, norm: str = "model.norm") -> Tree:
@@ -82,8 +92,23 @@ TREES: Final[dict[str, Tree]] = {
         ),
         _LLAMA,
     ),
-    **dict.fromkeys(("glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"), _EXPERTS),
     "idefics3": dataclasses.replace(_LLAMA, layers="model.text_model.layers", norm="model.text_model.norm"),
+    **dict.fromkeys(("mixtral", "olmoe", "qwen2_moe", "qwen3_moe"), _EXPERTS),
+    "glm4_moe": dataclasses.replace(
+        _EXPERTS, outputs={**_EXPERTS.outputs, "moe.shared.output": "mlp.shared_experts"}
+    ),
+    "gpt_oss": dataclasses.replace(_EXPERTS, router="mlp.router", has_pattern=False),
+    "granitemoe": dataclasses.replace(
+        _EXPERTS,
+        inputs={**_EXPERTS.inputs, "mlp.input": "block_sparse_moe"},
+        outputs={
+            **_EXPERTS.outputs,
+            "moe.output": "block_sparse_moe.experts",
+            "mlp.output": "block_sparse_moe",
+        },
+        router="block_sparse_moe.router",
+        router_order=(2, 1, 0),
+    ),
     **dict.fromkeys(("glm", "glm4"), _GLM),
     "nemotron": _tree("self_attn.o_proj", up="mlp.up_proj", down="mlp.down_proj"),
     "phi": _tree("self_attn.dense", up="mlp.fc1", down="mlp.fc2", norm="model.final_layernorm"),
@@ -176,6 +201,8 @@ def reference_activations(path: Path, prompt_ids: Sequence[int], **inputs: Any) 
             if module_path in modules:
                 split = splitter(config, len(points))
                 _record(modules[module_path], "output", points, found, split)
+        if tree.router and tree.router in modules:
+            _record_choice(modules[tree.router], tree, f"layers.{index}", found)
     parent, _, name = tree.norm.rpartition(".")
     norm = getattr(model.get_submodule(parent), name)
     if norm is not None:
@@ -207,6 +234,19 @@ def _record(
         )
     else:
         module.register_forward_hook(lambda _module, _args, output: keep(output))
+
+
+def _record_choice(router: nn.Module, tree: Tree, layer: str, found: dict[str, torch.Tensor]) -> None:
+    """Hook a router and keep its logits, and the ids and weights of its experts by weight."""
+
+    def keep(output: Any) -> None:
+        logits, weights, ids = (output[index] for index in tree.router_order)
+        order = weights.argsort(dim=-1, descending=True)
+        found[f"{layer}.{ROUTER}"] = logits.clone()
+        found[f"{layer}.{WEIGHTS}"] = weights.gather(-1, order)
+        found[f"{layer}.{EXPERTS}"] = ids.gather(-1, order)
+
+    router.register_forward_hook(lambda _module, _args, output: keep(output))
 
 
 def splitter(config: Any, num_parts: int) -> Callable[[torch.Tensor], Sequence[torch.Tensor]]:

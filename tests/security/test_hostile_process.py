@@ -103,7 +103,7 @@ def test_tokens_that_there_are_not_are_not_sampled(world: World, number: int) ->
     world.begin(wanting(SAMPLES, then=changing([slot], content)))
     world.step()
     assert world.dispatcher.provide(SAMPLES, torch.arange(NUM_ROWS)).tolist() == [0, 1, 2, 3, 4]
-    assert f"tokens are from 0 to {NUM_TOKENS - 1}" in world.error()
+    assert f"takes integers from 0 to {NUM_TOKENS - 1}" in world.error()
 
 
 def test_tokens_that_there_are_can_be_sampled(world: World) -> None:

@@ -205,6 +205,8 @@ def _rename(
     }
     if family.attention and not any(hasattr(layer, "attn") for layer in layers):
         found[family.attention] = "attn"
+    if family.mlp and not any(hasattr(layer, "mlp") for layer in layers):
+        found[family.mlp] = "mlp"
     return found
 
 

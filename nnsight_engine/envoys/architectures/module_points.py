@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
@@ -44,7 +44,7 @@ def check_fits(name: str, value: object, current: torch.Tensor) -> torch.Tensor:
     """Return a value for writing, with the dtype and on the device of the current value.
 
     Raises:
-        PointValueError: It is no tensor, or has another shape.
+        PointValueError: It is no tensor, has another shape, or has fractions where the model has integers.
         ValueError: It has numbers beyond that dtype.
     """
     if not isinstance(value, torch.Tensor):
@@ -56,6 +56,8 @@ def check_fits(name: str, value: object, current: torch.Tensor) -> torch.Tensor:
         raise PointValueError(
             f"{name} takes a tensor of shape {tuple(current.shape)}, got one of {tuple(value.shape)}"
         )
+    if value.is_floating_point() and not current.is_floating_point():
+        raise PointValueError(f"{name} takes integers, got a tensor of {value.dtype}")
     return fitted(value, current)
 
 
@@ -161,15 +163,15 @@ class FlattenedPoint:
         value = self.envoy.inputs if self.side == "input" else self.envoy.output
         mediator = self.envoy.interleaver.current
         if mediator is None:
-            return self._rows(first_tensor(value, self.side), None)
+            return self._rows(self._whole(value), None)
         batcher = self.envoy.interleaver.batcher
-        whole = first_tensor(batcher.current_value, self.side)
+        whole = self._whole(batcher.current_value)
         batcher.trust(whole)
         if self.side == "input":
             # The layer may still need the tensor: it is the residual stream if norms come last.
             whole = self._put(whole.clone())
         rows = self._rows(whole, mediator)
-        if rows.requires_grad:
+        if rows.requires_grad or self._is_computed:
             mediator.transform = lambda: self._given_back(whole, rows, mediator)
         return rows
 
@@ -181,7 +183,7 @@ class FlattenedPoint:
         if mediator is None:
             raise PointValueError(f"{self.name} is assigned inside `with model.trace(...):`")
         mediator.transform = None
-        whole = first_tensor(self.envoy.interleaver.batcher.current_value, self.side)
+        whole = self._whole(self.envoy.interleaver.batcher.current_value)
         self._put(self._with_rows(whole, fitting, mediator))
 
     def _rows(self, whole: torch.Tensor, mediator: Mediator | None) -> torch.Tensor:
@@ -212,8 +214,19 @@ class FlattenedPoint:
 
     def _put(self, whole: torch.Tensor) -> torch.Tensor:
         batcher = self.envoy.interleaver.batcher
-        batcher.current_value = with_first_tensor(batcher.current_value, self.side, whole)
+        batcher.current_value = self._with_whole(batcher.current_value, whole)
         return whole
+
+    # The tensor of the module's value.
+
+    _is_computed: ClassVar[bool] = False
+    """Whether ``_whole`` returns a new tensor, whose edits reach the model with ``_with_whole`` only."""
+
+    def _whole(self, value: Any) -> torch.Tensor:
+        return first_tensor(value, self.side)
+
+    def _with_whole(self, value: Any, whole: torch.Tensor) -> Any:
+        return with_first_tensor(value, self.side, whole)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from nnsight_engine.envoys.architectures import table
 from nnsight_engine.envoys.architectures.architecture import missing_for
 from nnsight_engine.envoys.architectures.errors import NoStandardPointsError
+from nnsight_engine.envoys.architectures.expert_points import ExpertIdsPoint, ExpertWeightsPoint
 from nnsight_engine.envoys.architectures.module_points import (
     CopiedInputPoint,
     FlattenedPoint,
@@ -22,6 +23,7 @@ from nnsight_engine.envoys.architectures.module_points import (
 )
 from nnsight_engine.envoys.architectures.named_points import EMBED, LOGITS, NORM, NamedPoints
 from nnsight_engine.envoys.architectures.pattern import PatternPoint
+from nnsight_engine.envoys.architectures.routing import expert_weights
 from nnsight_engine.envoys.architectures.views import WHOLE
 
 if TYPE_CHECKING:
@@ -66,9 +68,7 @@ class Points(NamedPoints):
     def before_run(self) -> None:
         """Prepare for a run of the model: watch the values that are needed from its start."""
         architecture = self.architecture
-        if architecture is not None and (
-            architecture.family.is_mlp_flattened or architecture.has(table.ROUTER)
-        ):
+        if architecture is not None and any(map(architecture.has, architecture.family.flattened)):
             self._tokens.shape = None
             layers = [self._envoy(architecture.layer_path(index)) for index in range(architecture.num_layers)]
             self._root.interleaver.watch(self._tokens, [f"{layer.path}.input" for layer in layers])
@@ -95,7 +95,7 @@ class Points(NamedPoints):
 
     def _leaves(self, layer: int) -> list[str]:
         leaves = self._known().leaves[layer]
-        has_pattern = table.HEADS in leaves
+        has_pattern = table.HEADS in leaves and self._known().family.has_pattern
         return [leaf for leaf in table.ORDER if leaf in leaves or (leaf == table.PATTERN and has_pattern)]
 
     def _points_before_layers(self) -> list[str]:
@@ -118,7 +118,7 @@ class Points(NamedPoints):
         if leaf == table.PATTERN:
             attention = self._envoy(architecture.layer_path(layer, architecture.family.attention))
             heads = architecture.leaves[layer].get(table.HEADS)
-            if heads is None:
+            if heads is None or not architecture.family.has_pattern:
                 raise self._unknown(name)
             out = self._envoy(architecture.layer_path(layer, heads.path))
             return PatternPoint(name, attention, out, architecture.num_heads)
@@ -128,11 +128,19 @@ class Points(NamedPoints):
         envoy = self._envoy(architecture.layer_path(layer, place.path))
         if place.operation:
             envoy = getattr(envoy.source, place.operation)
-        if leaf == table.ROUTER or (architecture.family.is_mlp_flattened and leaf.startswith("mlp.")):
-            return FlattenedPoint(name, envoy, place.side, self._tokens, self._shape(layer, leaf))
+        if leaf in architecture.family.flattened:
+            return self._flattened(name, envoy, place.side, layer, leaf)
         is_stream = leaf == "mlp.input" and architecture.family.has_norms_last
         kind = CopiedInputPoint if is_stream else ModulePoint
         return kind(name, envoy, place.side, architecture.view(layer, leaf), self._shape(layer, leaf))
+
+    def _flattened(self, name: str, envoy: Envoy, side: table.Side, layer: int, leaf: str) -> FlattenedPoint:
+        shape = self._shape(layer, leaf)
+        if leaf in {table.EXPERTS, table.EXPERT_WEIGHTS}:
+            kind = ExpertIdsPoint if leaf == table.EXPERTS else ExpertWeightsPoint
+            order = self._known().family.router_order
+            return kind(name, envoy, side, self._tokens, shape, expert_weights(self._config()), order)
+        return FlattenedPoint(name, envoy, side, self._tokens, shape)
 
     def _module_point(self, name: str, path: str, side: table.Side) -> ModulePoint:
         return ModulePoint(name, self._envoy(path), side, WHOLE, (self._config().hidden_size,))
@@ -157,6 +165,8 @@ class Points(NamedPoints):
             path = architecture.layer_path(layer, architecture.leaves[layer][leaf].path)
             router: Any = self._envoy(path)._module
             return (router.weight.shape[0],)
+        if leaf in {table.EXPERTS, table.EXPERT_WEIGHTS}:
+            return (self._config().num_experts_per_tok,)
         if leaf in _PER_NEURON:
             return (self._input_width(layer, table.NEURONS),)
         return (self._config().hidden_size,)

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from typing import Final, Literal
 
 Side = Literal["input", "output"]
-Part = Literal["", "q", "k", "v", "gate", "up"]
+RouterOrder = tuple[int, int, int]
+Part = Literal["", "q", "k", "v", "gate", "up", "weights", "ids"]
 
 PATTERN: Final = "attn.pattern"
 HEADS: Final = "attn.heads"
@@ -20,6 +21,7 @@ NEURONS: Final = "mlp.act"
 QUERIES, KEYS, VALUES = "attn.q", "attn.k", "attn.v"
 ROUTER: Final = "moe.router"
 """The logits by which a block's experts are chosen."""
+EXPERTS, EXPERT_WEIGHTS, ROUTED, SHARED = "moe.experts", "moe.weights", "moe.output", "moe.shared.output"
 
 ORDER: Final = (
     "input",
@@ -31,6 +33,10 @@ ORDER: Final = (
     "attn.output",
     "mlp.input",
     ROUTER,
+    EXPERTS,
+    EXPERT_WEIGHTS,
+    ROUTED,
+    SHARED,
     "mlp.gate",
     "mlp.up",
     NEURONS,
@@ -47,7 +53,7 @@ class ModulePath:
     Attributes:
         path: The module, below the layer; empty for the layer itself.
         side: ``input`` is the first argument, ``output`` the return value, or the first item of a tuple.
-        part: Part of a fused output; empty for the whole.
+        part: Part of a fused output, or an item of what a router returns; empty for the whole.
         needs: A module below the layer without which it does not have the leaf; empty for none.
         operation: The operation inside the module's ``forward`` whose output it is, as ``source`` names it;
             empty for the module's own.
@@ -77,9 +83,11 @@ class ArchitectureFamily:
         is_qkv_per_head: Whether a fused projection returns ``[heads, (q, k, v), head_dim]`` rather than all
             of
             q, then k, then v.
-        is_mlp_flattened: Whether the MLP works on ``[batch * tokens, width]``.
         has_norms_last: Whether norms follow attention and MLP, so that their input is the residual stream
             itself.
+        flattened: Leaves whose values are ``[batch * tokens, width]``, at least in some layers.
+        router_order: The index of logits, weights and ids in what a router of experts returns.
+        has_pattern: Whether attention's probabilities are those of the positions alone.
     """
 
     model_types: tuple[str, ...]
@@ -91,8 +99,10 @@ class ArchitectureFamily:
     mlp: str
     leaves: Mapping[str, ModulePath]
     is_qkv_per_head: bool = False
-    is_mlp_flattened: bool = False
     has_norms_last: bool = False
+    flattened: frozenset[str] = frozenset()
+    router_order: RouterOrder = (0, 1, 2)
+    has_pattern: bool = True
 
 
 def _leaves(
@@ -133,6 +143,16 @@ def _leaves(
 
 def _frozen(leaves: dict[str, ModulePath]) -> Mapping[str, ModulePath]:
     return types.MappingProxyType(leaves)
+
+
+def _at(leaves: Mapping[str, ModulePath], paths: Mapping[str, str]) -> Mapping[str, ModulePath]:
+    """Return leaves whose modules are at other paths."""
+    return _frozen(
+        {
+            leaf: dataclasses.replace(place, path=paths.get(place.path, place.path))
+            for leaf, place in leaves.items()
+        }
+    )
 
 
 _SEPARATE_QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -191,8 +211,46 @@ _GRANITE: Final = dataclasses.replace(_LLAMA, model_types=("granite",), embed=""
 # Experts have no neurons in common, so that no module has them; blocks without experts have their own.
 _EXPERTS: Final = dataclasses.replace(
     _LLAMA,
-    model_types=("glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
-    leaves=_frozen({**_LLAMA.leaves, ROUTER: ModulePath("mlp.gate", "output", operation="F_linear_0")}),
+    model_types=("mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
+    leaves=_frozen(
+        {
+            **_LLAMA.leaves,
+            ROUTER: ModulePath("mlp.gate", "output", operation="F_linear_0"),
+            EXPERTS: ModulePath("mlp.gate", "output", "ids"),
+            EXPERT_WEIGHTS: ModulePath("mlp.gate", "output", "weights"),
+            ROUTED: ModulePath("mlp.experts", "output"),
+        }
+    ),
+    flattened=frozenset({ROUTER, EXPERTS, EXPERT_WEIGHTS, ROUTED}),
+)
+
+_SHARED_EXPERTS: Final = dataclasses.replace(
+    _EXPERTS,
+    model_types=("glm4_moe",),
+    leaves=_frozen({**_EXPERTS.leaves, SHARED: ModulePath("mlp.shared_experts", "output")}),
+)
+
+_GPT_OSS: Final = dataclasses.replace(
+    _EXPERTS,
+    model_types=("gpt_oss",),
+    leaves=_at(_EXPERTS.leaves, {"mlp.gate": "mlp.router"}),
+    has_pattern=False,  # attention has sinks beside the positions
+)
+
+_GRANITE_MOE: Final = dataclasses.replace(
+    _EXPERTS,
+    model_types=("granitemoe",),
+    embed="",  # it scales embeddings
+    mlp="block_sparse_moe",
+    leaves=_at(
+        _EXPERTS.leaves,
+        {
+            "mlp": "block_sparse_moe",
+            "mlp.gate": "block_sparse_moe.router",
+            "mlp.experts": "block_sparse_moe.experts",
+        },
+    ),
+    router_order=(2, 1, 0),
 )
 
 _NEMOTRON: Final = dataclasses.replace(
@@ -246,7 +304,7 @@ _OPT: Final = ArchitectureFamily(
     leaves=_frozen(
         _leaves(qkv=_SEPARATE_QKV, out="self_attn.out_proj", mlp=("fc1", "fc2"), up="fc1", down="fc2")
     ),
-    is_mlp_flattened=True,
+    flattened=frozenset({"mlp.input", "mlp.up", NEURONS, "mlp.output"}),
 )
 
 _GPT_NEOX: Final = ArchitectureFamily(
@@ -270,7 +328,8 @@ _GPT_NEOX: Final = ArchitectureFamily(
 )
 
 _FAMILIES: Final = (
-    *(_LLAMA, _PHI3, _EXPERTS, _GLM, _GRANITE, _NEMOTRON, _OLMO2, _PHI, _STARCODER2),
+    *(_EXPERTS, _SHARED_EXPERTS, _GPT_OSS, _GRANITE_MOE),
+    *(_LLAMA, _PHI3, _GLM, _GRANITE, _NEMOTRON, _OLMO2, _PHI, _STARCODER2),
     *(_GPT2, _OPT, _GPT_NEOX),
 )
 

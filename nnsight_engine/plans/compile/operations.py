@@ -15,11 +15,12 @@ from api_schemas.interventions import Operation
 from api_schemas.operations import Ablate, Capture, LogitLens, Patch, Probe, Steer
 from api_schemas.points import VISION
 from nnsight_engine.core.dtypes import LARGEST
-from nnsight_engine.core.model_spec import PATTERN_LEAF, ModelSpec
+from nnsight_engine.core.model_spec import EXPERTS_LEAF, PATTERN_LEAF, ROUTER_LEAF, ModelSpec
 from nnsight_engine.plans.compile.scope import CompileScope
 from nnsight_engine.plans.compile.sites import leaf_of, resolve_lens_sites, resolve_sites
 from nnsight_engine.plans.compile.tensors import (
     check_directions,
+    check_experts,
     check_patch,
     check_range,
     check_rows,
@@ -132,12 +133,36 @@ class OperationCompiler:
         if op.vector is not None:
             tensor = read_tensor(op.vector, f"{param}.vector")
             check_rows(tensor, widths, f"{param}.vector")
+            self._check_experts(sites, tensor, f"{param}.vector")
             check_range(tensor, 1.0, self._spec.dtype, f"{param}.vector")
             key = self._keep(tensor)
+        if any(site.leaf == EXPERTS_LEAF for site in sites) and (
+            op.method != "vector" or op.units is not None
+        ):
+            raise ApiError(
+                ErrorCode.UNSUPPORTED_COMBINATION,
+                f"{EXPERTS_LEAF} are ids of experts: `ablate` gives all of them with `method` vector, "
+                "without `units`.",
+                f"{param}.method",
+            )
         units = None if op.units is None else _units(op.units, min(widths), f"{param}.units")
         if kind is OperationKind.MEAN:
             self._check_mean(named, param)
         return PlannedOp(kind, sites, named.rule, tensor=key, units=units)
+
+    def _check_experts(self, sites: tuple[PlannedSite, ...], tensor: TensorData, param: str) -> None:
+        """Check ids of experts, if the sites take some: kernels use them as indices."""
+        ids = [site.leaf == EXPERTS_LEAF for site in sites]
+        if not any(ids):
+            return
+        if not all(ids):
+            raise ApiError(
+                ErrorCode.UNSUPPORTED_COMBINATION,
+                f"{EXPERTS_LEAF} are ids of experts: write them in an operation of their own.",
+                param,
+            )
+        routers = [PlannedSite(ROUTER_LEAF, site.layer) for site in sites]
+        check_experts(tensor, min(self._widths(tuple(routers))), param)
 
     def _check_mean(self, named: Named, param: str) -> None:
         limit = self._spec.max_num_batched_tokens
@@ -189,6 +214,7 @@ class OperationCompiler:
         sites = resolve_sites(op.at, op.op, self._spec, f"{param}.at")
         tensor = read_tensor(op.values, f"{param}.values")
         check_patch(tensor, self._widths(sites), len(positions), f"{param}.values")
+        self._check_experts(sites, tensor, f"{param}.values")
         check_range(tensor, 1.0, self._spec.dtype, f"{param}.values")
         order = sorted(range(len(positions)), key=positions.__getitem__)
         rule = WhereRule(positions=tuple(positions[index] for index in order))
@@ -206,6 +232,16 @@ class OperationCompiler:
                     f"{param}.at",
                 )
             self._check_sampled(named, param)
+            dtype = "int64"
+        ids = [site.leaf == EXPERTS_LEAF for site in sites]
+        if any(ids):
+            if not all(ids) or op.dtype is not None or op.reduce == "mean":
+                raise ApiError(
+                    ErrorCode.UNSUPPORTED_COMBINATION,
+                    f"{EXPERTS_LEAF} are ids of experts: capture them in an operation of their own, without "
+                    "`dtype` and without `reduce` mean.",
+                    f"{param}.at",
+                )
             dtype = "int64"
         pattern = [site.leaf == PATTERN_LEAF for site in sites]
         if any(pattern) and not all(pattern):

@@ -125,6 +125,21 @@ def check_directions(tensor: TensorData, mode: str, param: str) -> None:
         )
 
 
+def check_experts(tensor: TensorData, num_experts: int, param: str) -> None:
+    """Check that every row has ids of different experts; raise ApiError ``invalid_value``."""
+    rows: Floats = floats_from_bytes(tensor.dtype, tensor.data).reshape(-1, tensor.shape[-1])
+    if not ((rows >= 0) & (rows < num_experts) & (rows == np.floor(rows))).all():
+        raise ApiError(
+            ErrorCode.INVALID_VALUE,
+            f"Ids of experts are whole numbers from 0 to {num_experts - 1}; got {rows.min():g} to "
+            f"{rows.max():g}.",
+            param,
+        )
+    ordered = np.sort(rows, axis=-1)
+    if (ordered[:, 1:] == ordered[:, :-1]).any():
+        raise ApiError(ErrorCode.INVALID_VALUE, "Each of a token's experts may be named once.", param)
+
+
 def reorder_rows(tensor: TensorData, order: Sequence[int]) -> TensorData:
     """Return the tensor with its second-to-last axis reordered by these indices."""
     if list(order) == list(range(len(order))):

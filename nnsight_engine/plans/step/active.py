@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from nnsight_engine.core.errors import InterventionError
+from nnsight_engine.core.model_spec import EXPERTS_LEAF
 from nnsight_engine.core.tensor_bytes import tensor_from_bytes
 from nnsight_engine.plans.records import Failure, StepInfo
 from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, PlannedSite, RequestPlan, TensorData
@@ -228,8 +229,9 @@ class Registrar:
                 else 1.0
             )
             # A vector for all layers and a stack of one per layer differ in shape only: one key fits both.
-            key = (op.tensor, str(op.kind), scale)
-            tensor = self.bank.acquire(key, lambda: self._prepare(op, contents[op.tensor], scale))
+            dtype = self._operand_dtype(op)
+            key = (op.tensor, f"{op.kind} {dtype}", scale)
+            tensor = self.bank.acquire(key, lambda: self._prepare(op, contents[op.tensor], scale).to(dtype))
             bank_keys.append(key)
             _check_width(op, tensor, widths)
         units = None if op.units is None else to_device(np.array(op.units, np.int64), self._context.device)
@@ -246,9 +248,13 @@ class Registrar:
             tensor = tensor.unsqueeze(0)
         if op.kind in NEEDS_DIRECTION:
             tensor = tensor / tensor.norm(dim=-1, keepdim=True)
-        tensor = tensor * scale
-        keeps_float32 = op.kind in NEEDS_DIRECTION or op.kind is OperationKind.PROBE
-        return tensor if keeps_float32 else tensor.to(self._context.dtype)
+        return tensor * scale
+
+    def _operand_dtype(self, op: PlannedOp) -> torch.dtype:
+        """Return the dtype of an operation's tensor; ids of experts are exact in float32."""
+        is_ids = op.sites[0].leaf == EXPERTS_LEAF
+        keeps_float32 = op.kind in NEEDS_DIRECTION or op.kind is OperationKind.PROBE or is_ids
+        return torch.float32 if keeps_float32 else self._context.dtype
 
     def _width(self, site: PlannedSite) -> int:
         leaf = self._context.spec.leaf(site.leaf, site.layer)

@@ -39,6 +39,7 @@ from nnsight_engine.vllm_backend.compat import (
     is_single_tenant,
     params_of,
 )
+from nnsight_engine.vllm_backend.expert_points import install_expert_points
 from nnsight_engine.vllm_backend.hooks import hooked, keep_inputs_plain
 from nnsight_engine.vllm_backend.model_points import Blocks, resolve_points
 from nnsight_engine.vllm_backend.steps.graphs import StepGraphs, cut_at_taps
@@ -108,6 +109,7 @@ class StepHandler:
         self._config = config
         self.graphs = StepGraphs(is_cut=has_taps and cut_at_taps(config.compilation_config))
         self._model = model = load()
+        install_expert_points(model, config.model_config.hf_text_config)
         points = resolve_points(
             model,
             config.model_config.hf_text_config,

@@ -89,6 +89,7 @@ class WorkerModel(StandardNames):
         mine["_dispatcher"] = dispatcher
         mine["_points"] = WorkerPoints(self, points, dispatcher)
         mine["_vocab_size"] = points.vocab_size
+        mine["_model_points"] = points
 
     @property
     def tokenizer(self) -> Any:
@@ -110,12 +111,13 @@ class WorkerModel(StandardNames):
         return points.standard(name)
 
     def token_places(self) -> dict[str, int]:
-        """Return the places whose integers are token ids, each with its vocabulary size."""
+        """Return the places whose integers blocks can change: token ids and experts, with their number."""
         places = {f"{self.path}.{SAMPLES}.output": self.__dict__["_vocab_size"]}
         for envoy in self.modules():
             if isinstance(envoy._module, VocabParallelEmbedding):  # noqa: SLF001 - an envoy of ours
                 places[f"{envoy.path}.input"] = int(envoy._module.org_vocab_size)  # noqa: SLF001
-        return places
+        points: ModelPoints = self.__dict__["_model_points"]
+        return places | {f"{self.path}.{path}.output": count for path, count in points.choices().items()}
 
     def _check_runs(self, method: str) -> None:
         raise NestedTraceError.calling(method)

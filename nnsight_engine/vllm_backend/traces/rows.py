@@ -42,7 +42,7 @@ class RowSpan:
         provider: The name of the place.
         value: The value, as the blocks have left it so far.
         copies: The copies of its rows that blocks were given.
-        tokens: The places whose integers are token ids, with their vocabulary sizes.
+        tokens: The places whose integers blocks can change, token ids and experts, each with their number.
     """
 
     __slots__ = ("copies", "provider", "tokens", "value")
@@ -66,10 +66,11 @@ class RowSpan:
     def check(self, rows: torch.Tensor) -> None:
         """Reject integers that would be unsafe for the model: kernels use them as indices without a check.
 
-        A position or a token id out of range would make kernels read out of bounds, or crash the engine.
+        A position, a token id or an expert out of range would make kernels read out of bounds, or crash the
+        engine.
 
         Raises:
-            ValueError: The integers are not token ids, or out of range.
+            ValueError: Blocks cannot change them, or they are out of range.
         """
         if rows.is_floating_point() or rows.is_complex():
             return
@@ -77,11 +78,12 @@ class RowSpan:
         if num_tokens is None:
             raise ValueError(
                 f"`{self.provider}` holds integers that vLLM's kernels trust, such as positions, so no block "
-                "can change them; of integers only tokens can be: `samples.output` and the embedding's input"
+                "can change them; of integers only tokens can be, `samples.output` and the embedding's "
+                "input, and the chosen experts, `moe.experts`, of models that can be given others"
             )
         if rows.numel() and not (int(rows.min()) >= 0 and int(rows.max()) < num_tokens):
             raise ValueError(
-                f"tokens are from 0 to {num_tokens - 1}, and `{self.provider}` was given others: "
+                f"`{self.provider}` takes integers from 0 to {num_tokens - 1}, and was given others: "
                 f"{int(rows.min())} to {int(rows.max())}"
             )
 

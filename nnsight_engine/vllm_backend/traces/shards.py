@@ -30,6 +30,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 from nnsight_engine.core.trees import map_tensors
+from nnsight_engine.vllm_backend.expert_points import ExpertChoice
 from nnsight_engine.vllm_backend.model_points import base_module
 from nnsight_engine.vllm_backend.traces.errors import SpreadModuleError
 
@@ -334,7 +335,8 @@ class Shards:
         """Record the modules inside an attention or an MLP whose layouts were not determined as unknown."""
         for module in container.modules():
             path = self._paths.get(id(module))
-            if path is None or module is container or isinstance(base_module(module), ReplicatedLinear):
+            is_whole = isinstance(base_module(module), ReplicatedLinear | ExpertChoice)
+            if path is None or module is container or is_whole:
                 continue
             self._unknown |= {
                 provider for provider in (f"{path}.input", f"{path}.output") if provider not in self._places

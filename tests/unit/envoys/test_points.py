@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from api_schemas.points import MODEL_POINTS, VISION
-from nnsight_engine.core.model_spec import PATTERN_LEAF, RESIDUAL_LEAVES
+from nnsight_engine.core.model_spec import EXPERTS_LEAF, PATTERN_LEAF, RESIDUAL_LEAVES
 from nnsight_engine.core.saves import save
 from nnsight_engine.envoys.architectures.errors import PointValueError, UnknownPointError
 from nnsight_engine.interleaving.events import OutOfOrderError
@@ -89,9 +89,19 @@ def changed_softmax(is_changed: Callable[[int], bool]) -> Iterator[None]:
         yield
 
 
+def has_patterns(module: Any) -> bool:
+    """Return whether attention's probabilities are those of the positions alone."""
+    return TREES[module.config.model_type].has_pattern
+
+
+def movable(names: Iterable[str]) -> list[str]:
+    """Return the points of a layer whose values can be moved: those that are not ids of experts."""
+    return [name for name in points_of_a_layer(names) if not name.endswith(EXPERTS_LEAF)]
+
+
 def mlp_leaf(model: NNsight) -> str:
-    """Return a leaf of the MLP: experts have no neurons in common."""
-    return "up" if f"layers.{LAYER}.mlp.up" in model.points else "output"
+    """Return a leaf of the MLP: experts have no neurons in common, and some return a tuple."""
+    return "up" if f"layers.{LAYER}.mlp.up" in model.points else "input"
 
 
 def logits_of(module: Any) -> torch.Tensor:
@@ -120,9 +130,11 @@ def test_patterns_are_the_attention_weights_that_transformers_returns(model: NNs
         expected = module(PAIR, output_attentions=True, use_cache=False).attentions
     found = []
     with torch.no_grad(), model.trace(PAIR, use_cache=False):
-        for layer in model.layers:
-            found.append(layer.attn.pattern.save())  # noqa: PERF401 - values come by one after the other
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        for name in model.points:
+            if name.endswith(PATTERN_LEAF):
+                found.append(model.points[name].save())  # noqa: PERF401 - values come by one after the other
+    assert all(torch.equal(one, other) for one, other in zip(found, expected[: len(found)], strict=True))
+    assert len(found) == (NUM_LAYERS if has_patterns(module) else 0)
 
 
 def test_shapes_are_those_that_the_list_says(model: NNsight) -> None:
@@ -139,7 +151,7 @@ def test_shapes_are_those_that_the_list_says(model: NNsight) -> None:
 
 
 def test_every_assignment_does_what_a_hook_does(model: NNsight, module: Any) -> None:
-    for name in points_of_a_layer(model.points):
+    for name in movable(model.points):
         with hooked(module, name):
             expected = logits_of(module)
         with torch.no_grad(), model.trace(IDS, use_cache=False):
@@ -150,7 +162,7 @@ def test_every_assignment_does_what_a_hook_does(model: NNsight, module: Any) -> 
 
 
 def test_every_edit_in_place_does_what_a_hook_does(model: NNsight, module: Any) -> None:
-    for name in points_of_a_layer(model.points):
+    for name in movable(model.points):
         with hooked(module, name):
             expected = logits_of(module)
         with torch.no_grad(), model.trace(IDS, use_cache=False):
@@ -160,7 +172,7 @@ def test_every_edit_in_place_does_what_a_hook_does(model: NNsight, module: Any) 
 
 
 def test_a_saved_value_keeps_its_numbers_when_the_point_is_assigned(model: NNsight) -> None:
-    for name in points_of_a_layer(model.points):
+    for name in movable(model.points):
         with torch.no_grad(), model.trace(IDS, use_cache=False):
             before = model.points[name].save()
             copy = before.clone().save()
@@ -174,7 +186,8 @@ def test_a_model_runs_as_before_when_the_trace_is_over(model: NNsight, module: A
     configs = [getattr(part, "config", None) for part in module.modules()]
     with torch.no_grad(), model.trace(IDS, use_cache=False):
         for name in model.points:
-            move(model.points[name])
+            if not name.endswith(EXPERTS_LEAF):
+                move(model.points[name])
     assert torch.equal(logits_of(module), expected)
     assert [set(vars(part)) for part in module.modules()] == attributes
     after = [getattr(part, "config", None) for part in module.modules()]
@@ -194,20 +207,21 @@ def test_the_vocabulary_is_that_of_the_server(model: NNsight, module: Any) -> No
     leaves = {name.split(".", 2)[-1] for name in model.points if name.startswith("layers.")}
     # Experts have no neurons in common; a model of experts has them in its dense blocks only.
     neurons = {"mlp.gate", "mlp.up", "mlp.act"}
-    assert leaves <= {*family.leaves, *RESIDUAL_LEAVES, PATTERN_LEAF}
-    assert leaves - neurons == {*family.leaves, *RESIDUAL_LEAVES, PATTERN_LEAF} - neurons
+    expected = {*family.leaves, *RESIDUAL_LEAVES, *([PATTERN_LEAF] if has_patterns(module) else [])}
+    assert leaves <= expected
+    assert leaves - neurons == expected - neurons
     whole = {name for name in model.points if not name.startswith("layers.")}
     without_norm = {"norm.output"} if module.config.to_dict().get("do_layer_norm_before") is False else set()
     assert whole == {*MODEL_POINTS} - {"samples", VISION} - without_norm
 
 
-def test_points_are_attributes_by_the_same_names_on_every_architecture(model: NNsight) -> None:
+def test_points_are_attributes_by_the_same_names_on_every_architecture(model: NNsight, module: Any) -> None:
     with torch.no_grad(), model.trace(IDS, use_cache=False):
         pairs = [(model.embed.output, model.points["embed.output"])]
         layer = model.layers[LAYER]
         pairs += [
             (getattr(layer.attn, leaf), model.points[f"layers.{LAYER}.attn.{leaf}"])
-            for leaf in ("q", "k", "v", "pattern", "heads")
+            for leaf in ("q", "k", "v", *(["pattern"] if has_patterns(module) else []), "heads")
         ]
         mlp = mlp_leaf(model)
         pairs.append((getattr(layer.mlp, mlp), model.points[f"layers.{LAYER}.mlp.{mlp}"]))
@@ -254,8 +268,8 @@ def test_attributes_are_assigned_like_points(model: NNsight, module: Any) -> Non
 # What is refused.
 
 
-def test_a_point_that_the_model_has_passed_is_an_error(model: NNsight) -> None:
-    for late in ("attn.q", "attn.pattern", "mlp.input"):
+def test_a_point_that_the_model_has_passed_is_an_error(model: NNsight, module: Any) -> None:
+    for late in ("attn.q", "attn.pattern" if has_patterns(module) else "attn.heads", "mlp.input"):
         with pytest.raises(OutOfOrderError), torch.no_grad(), model.trace(IDS, use_cache=False):
             _ = model.points[f"layers.{LAYER}.output"], model.points[f"layers.{LAYER}.{late}"]
 
@@ -268,5 +282,5 @@ def test_a_value_of_another_shape_is_refused(model: NNsight) -> None:
 
 def test_an_unknown_point_is_refused_with_those_that_there_are(model: NNsight) -> None:
     for name in ("layers.0.attn.nothing", "samples", "layers.*.output", "layers.40.output", "nonsense"):
-        with pytest.raises(UnknownPointError, match=r"attn\.pattern"):
+        with pytest.raises(UnknownPointError, match=r"attn\.heads"):
             model.points[name]

@@ -1,0 +1,111 @@
+"""The chosen experts of a block as points: their ids and their weights, items of what its router returns.
+
+Routers return them in an order of their own; a point has them by weight, the largest first. So its value is a
+new tensor, and its edits are carried over to the router's value when the block hands over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from nnsight_engine.envoys.architectures.errors import PointValueError
+from nnsight_engine.envoys.architectures.module_points import FlattenedPoint
+from nnsight_engine.envoys.architectures.routing import ExpertWeights, by_weight
+from nnsight_engine.envoys.architectures.table import RouterOrder
+
+
+class RouterOutput(NamedTuple):
+    """What a router returns: ``[tokens, experts]``, and twice ``[tokens, top_k]``.
+
+    Attributes:
+        order: The index of each of the others in the router's tuple.
+    """
+
+    logits: torch.Tensor
+    weights: torch.Tensor
+    ids: torch.Tensor
+    order: RouterOrder
+
+    @classmethod
+    def of(cls, value: Any, order: RouterOrder) -> RouterOutput:
+        """Return the items of a router's tuple."""
+        logits, weights, ids = order
+        return cls(value[logits], value[weights], value[ids], order)
+
+    def plain(self) -> tuple[torch.Tensor, ...]:
+        """Return the router's tuple."""
+        items = (self.logits, self.weights, self.ids)
+        return tuple(items[self.order.index(index)] for index in range(len(items)))
+
+    def by_weight(self) -> torch.Tensor:
+        """Return the order of the experts by weight."""
+        return by_weight(self.weights)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExpertPoint(FlattenedPoint):
+    """A point with a value for each chosen expert.
+
+    Attributes:
+        weights_of: The weights of forced experts; None if they are not known, so that none can be forced.
+        order: The index of logits, weights and ids in what the router returns.
+    """
+
+    weights_of: ExpertWeights | None
+    order: RouterOrder
+
+    _is_computed: ClassVar[bool] = True
+
+
+class ExpertIdsPoint(ExpertPoint):
+    """The ids, int64. Other ids get the weights that the router would have given them."""
+
+    __slots__ = ()
+
+    def _whole(self, value: Any) -> torch.Tensor:
+        output = RouterOutput.of(value, self.order)
+        return output.ids.gather(-1, output.by_weight())
+
+    def _with_whole(self, value: Any, whole: torch.Tensor) -> Any:
+        output = RouterOutput.of(value, self.order)
+        changed = (whole != self._whole(value)).any(dim=-1, keepdim=True)
+        if not isinstance(whole, FakeTensor):
+            if not bool(changed.any()):
+                return value
+            self._check(whole, output.logits.shape[-1])
+        if self.weights_of is None:
+            return value
+        forced = self.weights_of.of(output.logits, whole).to(output.weights.dtype)
+        weights = torch.where(changed, forced, output.weights)
+        return output._replace(weights=weights, ids=torch.where(changed, whole, output.ids)).plain()
+
+    def _check(self, ids: torch.Tensor, num_experts: int) -> None:
+        if self.weights_of is None:
+            raise PointValueError(
+                f"{self.name} cannot be written: the weights that this model gives to other experts are not "
+                "known. Write moe.router before it, or moe.weights behind it"
+            )
+        if not (int(ids.min()) >= 0 and int(ids.max()) < num_experts):
+            raise PointValueError(
+                f"{self.name} takes integers from 0 to {num_experts - 1}, got {int(ids.min())} to "
+                f"{int(ids.max())}"
+            )
+
+
+class ExpertWeightsPoint(ExpertPoint):
+    """The weights, with all constant factors of the model."""
+
+    __slots__ = ()
+
+    def _whole(self, value: Any) -> torch.Tensor:
+        output = RouterOutput.of(value, self.order)
+        return output.weights.gather(-1, output.by_weight())
+
+    def _with_whole(self, value: Any, whole: torch.Tensor) -> Any:
+        output = RouterOutput.of(value, self.order)
+        weights = torch.empty_like(output.weights).scatter(-1, output.by_weight(), whole)
+        return output._replace(weights=weights).plain()

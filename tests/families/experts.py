@@ -1,0 +1,53 @@
+"""Other experts for the tokens of a transformers model: the measure for what forced experts do.
+
+The weights of experts are written down here apart from the engine's own table, so that the two can disagree.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+    from torch.utils.hooks import RemovableHandle
+
+    from tests.families.reference import Tree
+
+_SIGMOID: Final = ("glm4_moe",)
+
+
+def weights_of(config: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return the weights that a model's router gives to experts, ``[tokens, top_k]``.
+
+    Args:
+        config: The model's config.
+        logits: The router's logits, ``[tokens, experts]``.
+        ids: The experts, ``[tokens, top_k]``.
+    """
+    is_sigmoid = config.model_type in _SIGMOID
+    scores = torch.sigmoid(logits) if is_sigmoid else torch.softmax(logits, dim=-1)
+    weights = torch.stack([row[chosen] for row, chosen in zip(scores, ids, strict=True)])
+    if getattr(config, "norm_topk_prob", True):
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return weights * getattr(config, "routed_scaling_factor", 1.0)
+
+
+def force(
+    block: nn.Module, tree: Tree, config: Any, change: Callable[[torch.Tensor], None]
+) -> RemovableHandle:
+    """Have a block's router return other experts: its own, by weight, with their ids changed."""
+    of_logits, of_weights, of_ids = tree.router_order
+
+    def edit(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+        items = list(output)
+        ids = items[of_ids].gather(-1, items[of_weights].argsort(dim=-1, descending=True))
+        change(ids)
+        items[of_weights] = weights_of(config, items[of_logits], ids).to(items[of_weights].dtype)
+        items[of_ids] = ids
+        return tuple(items)
+
+    return block.get_submodule(tree.router).register_forward_hook(edit)
