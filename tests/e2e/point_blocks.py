@@ -94,7 +94,8 @@ def read_by_attribute(model: Any) -> Values:
         read["mlp.input"] = layer.mlp.input
         if has_neurons:
             read["up"] = layer.mlp.up
-        read["mlp.output"] = layer.mlp.output
+        output = layer.mlp.output  # of transformers' gpt-oss a tuple, with the weights of experts
+        read["mlp.output"] = output[0] if isinstance(output, tuple) else output
         for index, one in enumerate(model.layers[LAYER + 1 :]):
             read[f"output of {index}"] = one.output
         read["len"] = torch.tensor([float(len(model.layers))])

@@ -264,7 +264,9 @@ def write_checkpoint(family: str, directory: Path, *, seed: int = 0, **changes: 
 
 def write_model(config: PreTrainedConfig, directory: Path, *, seed: int = 0) -> Path:
     """Write a random model with this config, and its tokenizer, as ``write_checkpoint`` does."""
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)  # some start at random numbers, which are not redrawn but moved
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     # Gemma multiplies embeddings by the root of the hidden size.
     embedding_std = 0.03 if config.model_type.startswith("gemma") else 0.1
     randomize(model, torch.Generator().manual_seed(seed), embedding_std)

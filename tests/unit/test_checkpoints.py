@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
+from nnsight_engine.envoys.architectures.routing import expert_weights
 from tests.families.checkpoints import (
     FAMILIES,
     HIDDEN_SIZE,
@@ -18,6 +19,7 @@ from tests.families.checkpoints import (
     WORDS,
     write_checkpoint,
 )
+from tests.families.experts import weights_of
 from tests.families.reference import load_reference_model, reference_activations
 
 if TYPE_CHECKING:
@@ -27,7 +29,8 @@ PROMPT_IDS = [45, 257, 80, 301, 77, 78, 260, 90]
 UNGATED = {
     *("gpt2", "opt", "opt_post_norm", "gpt_neox", "gpt_neox_sequential", "nemotron", "phi", "starcoder2"),
 }
-EXPERTS = {"glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"}
+EXPERTS = {"glm4_moe", "gpt_oss", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"}
+SHARED = {"glm4_moe"}
 
 
 @pytest.fixture(scope="module", params=FAMILIES + VARIANTS)
@@ -55,7 +58,9 @@ def test_every_point_is_there_with_its_shape(family: str, activations: dict[str,
     expected = {f"layers.{layer}.{leaf}" for layer in range(NUM_LAYERS) for leaf in always}
     for layer in range(NUM_LAYERS):
         has_experts = family in EXPERTS and (layer > 0 or family != "glm4_moe")
-        expected |= {f"layers.{layer}.{leaf}" for leaf in ({"moe.router"} if has_experts else dense)}
+        routed = {"moe.router", "moe.experts", "moe.weights", "moe.output"}
+        routed |= {"moe.shared.output"} if family in SHARED else set()
+        expected |= {f"layers.{layer}.{leaf}" for leaf in (routed if has_experts else dense)}
     expected |= {"embed.output", "logits"} | (set() if family == "opt_post_norm" else {"norm.output"})
     assert set(activations) == expected
     tokens = len(PROMPT_IDS)
@@ -64,6 +69,21 @@ def test_every_point_is_there_with_its_shape(family: str, activations: dict[str,
         assert activations["layers.2.mlp.act"].shape == (tokens, INTERMEDIATE_SIZE)
     assert activations["layers.2.attn.q"].shape == activations["layers.2.attn.heads"].shape
     assert activations["layers.2.attn.k"].shape[2] == activations["layers.2.attn.q"].shape[2]
+
+
+def test_the_weights_of_experts_are_those_written_down(
+    family: str, checkpoint: Path, activations: dict[str, torch.Tensor]
+) -> None:
+    config = AutoConfig.from_pretrained(checkpoint, local_files_only=True)
+    layers = [layer for layer in range(NUM_LAYERS) if f"layers.{layer}.moe.router" in activations]
+    assert bool(layers) == (family in EXPERTS)
+    for layer in layers:
+        logits, ids = activations[f"layers.{layer}.moe.router"], activations[f"layers.{layer}.moe.experts"]
+        expected = activations[f"layers.{layer}.moe.weights"]
+        torch.testing.assert_close(weights_of(config, logits, ids), expected)
+        ours = expert_weights(config)
+        assert ours is not None
+        torch.testing.assert_close(ours.of(logits, ids), expected)
 
 
 def test_one_layers_output_is_the_next_ones_input(activations: dict[str, torch.Tensor]) -> None:
