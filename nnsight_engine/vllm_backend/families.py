@@ -201,6 +201,14 @@ def _renamed(leaves: Mapping[str, HookSpec], names: Mapping[str, str]) -> Mappin
     return types.MappingProxyType(renamed)
 
 
+def _without(names: frozenset[str], leaves: Mapping[str, HookSpec]) -> Mapping[str, HookSpec]:
+    """Return leaves without those that are not the same values in transformers."""
+    return types.MappingProxyType({leaf: spec for leaf, spec in leaves.items() if leaf not in names})
+
+
+_LLAMA4_LACKS: Final = frozenset({"attn.q", "attn.k", "moe.output"})
+"""vLLM orders the numbers of queries and keys differently; transformers has no module for the last."""
+
 _NEMOTRON_LEAVES: Final[Mapping[str, HookSpec]] = types.MappingProxyType(
     _leaves(
         attention="self_attn",
@@ -317,7 +325,12 @@ FAMILIES: Final = (
     dataclasses.replace(
         _LLAMA,
         name="moe",
-        model_classes=("OlmoeForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"),
+        model_classes=(
+            "Ernie4_5_MoeForCausalLM",
+            "OlmoeForCausalLM",
+            "Qwen2MoeForCausalLM",
+            "Qwen3MoeForCausalLM",
+        ),
         leaves=_experts("mlp"),
     ),
     dataclasses.replace(
@@ -333,6 +346,12 @@ FAMILIES: Final = (
         leaves=_renamed(_experts("mlp", gate="router"), {"self_attn": "attn"}),
         kernel="attn.attn",
         hidden_index=0,
+    ),
+    dataclasses.replace(
+        _LLAMA,
+        name="llama4",
+        model_classes=("Llama4ForCausalLM",),
+        leaves=_without(_LLAMA4_LACKS, _renamed(_experts("mlp", gate="router"), {"mlp": "feed_forward"})),
     ),
     dataclasses.replace(
         _LLAMA,

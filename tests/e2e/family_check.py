@@ -99,9 +99,7 @@ def expect(checkpoint: Path) -> Expected:
     if TREES[model.config.model_type].has_pattern:
         activations |= _patterns(model)
     written = {}
-    for point, write in _WRITES.items():
-        if point not in activations:
-            continue
+    for point, write in _writes(activations).items():
         handle = place(model, point, _change(write, vectors.get(point)))
         written[point] = continued(model, PROMPT_IDS, NUM_TOKENS)
         handle.remove()
@@ -118,6 +116,15 @@ def expect(checkpoint: Path) -> Expected:
         written,
         vectors,
     )
+
+
+def _writes(activations: dict[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
+    """Return the writes, with as many experts as the model chooses."""
+    writes = {point: write for point, write in _WRITES.items() if point in activations}
+    if "layers.1.moe.experts" in writes:
+        num_chosen = activations["layers.1.moe.experts"].shape[-1]
+        writes["layers.1.moe.experts"] = {**writes["layers.1.moe.experts"], "vector": EXPERTS[:num_chosen]}
+    return writes
 
 
 def _change(write: dict[str, Any], vector: torch.Tensor | None) -> Change:
@@ -272,7 +279,7 @@ def _capture(at: str | list[str], name: str, where: dict[str, Any]) -> dict[str,
 
 
 def _write(point: str, expected: Expected) -> dict[str, Any]:
-    write = {"at": point, **_WRITES[point]}
+    write = {"at": point, **_writes(expected.activations)[point]}
     return write | ({"vector": expected.vectors[point].tolist()} if point in expected.vectors else {})
 
 

@@ -83,13 +83,16 @@ def read_everything(model: Any) -> Values:
 
 def read_by_attribute(model: Any) -> Values:
     layer = model.layers[LAYER]
+    has_queries = f"layers.{LAYER}.attn.q" in model.points()
     has_neurons = f"layers.{LAYER}.mlp.up" in model.points()
     with opened(model, PROMPT):
         read: Values = save({})
         read["embed"] = model.embed.output
         read["input"] = layer.input
         read["attn.input"] = layer.attn.input
-        read["q"], read["k"], read["v"] = layer.attn.q, layer.attn.k, layer.attn.v
+        if has_queries:
+            read["q"], read["k"] = layer.attn.q, layer.attn.k
+        read["v"] = layer.attn.v
         read["heads"] = layer.attn.heads
         read["mlp.input"] = layer.mlp.input
         if has_neurons:
@@ -180,8 +183,9 @@ def force_experts(model: Any) -> Values:
     name = f"layers.{LAYER}.moe.experts"
     if name not in model.points:
         return {}
+    num_chosen = model.points()[name][0]
     with opened(model, PROMPT):
-        model.points[name][..., -2:, :] = torch.tensor([3, 0])
+        model.points[name][..., -2:, :] = torch.tensor([3, 0][:num_chosen])
         edited = model.points[f"layers.{LAYER}.moe.weights"].clone().save()
         logits = model.points["logits"][..., -1, :].clone().save()
     with opened(model, PROMPT):

@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
     CohereConfig,
+    Ernie4_5_MoeConfig,
     Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
@@ -28,6 +29,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MinistralConfig,
     MistralConfig,
@@ -65,6 +67,7 @@ FAMILIES: Final = (
     "phi3",
     "cohere",
     "cohere2",
+    "ernie4_5_moe",
     "exaone4",
     "glm",
     "glm4",
@@ -72,6 +75,7 @@ FAMILIES: Final = (
     "gpt_oss",
     "granite",
     "granitemoe",
+    "llama4_text",
     "ministral",
     "mixtral",
     "nemotron",
@@ -140,6 +144,19 @@ _GLM_MOE: Final = {
     "first_k_dense_replace": 1,
     "n_shared_experts": 1,
 }
+_ERNIE_MOE: Final = {
+    "moe_intermediate_size": 64,
+    "moe_num_experts": 4,
+    "moe_k": 2,
+    "moe_num_shared_experts": 1,
+}
+_LLAMA4: Final = {
+    "intermediate_size_mlp": INTERMEDIATE_SIZE,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 128,
+}
 _GRANITE: Final = {
     "embedding_multiplier": 2.0,
     "residual_multiplier": 0.5,
@@ -160,6 +177,8 @@ _CONFIGS: Final[dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]]] = {
         Cohere2Config,
         {**_WIDE, "sliding_window": 64, "layer_types": _GEMMA["layer_types"], "logit_scale": 0.5},
     ),
+    "ernie4_5_moe": (Ernie4_5_MoeConfig, {**_GROUPED, **_ERNIE_MOE}),
+    "llama4_text": (Llama4TextConfig, {**_WIDE, **_LLAMA4}),
     "exaone4": (Exaone4Config, {**_GROUPED, "sliding_window": 64, "layer_types": _GEMMA["layer_types"]}),
     "stablelm": (StableLmConfig, _GROUPED),
     "gemma": (GemmaConfig, _WIDE),
@@ -286,6 +305,8 @@ def randomize(model: torch.nn.Module, generator: torch.Generator, embedding_std:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
+            if "e_score_correction_bias" in name:
+                continue  # vLLM's router on a CPU does not add it
             if parameter.dim() == 1:
                 parameter.add_(0.1 * noise)
             elif any(part in name for part in ("embed", "wte", "wpe")):

@@ -17,7 +17,16 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
 from tests.families.experts import force
-from tests.families.reference import EXPERTS, ROUTER, TREES, WEIGHTS, Tree, splitter
+from tests.families.reference import (
+    EXPERTS,
+    ROUTER,
+    TREES,
+    WEIGHTS,
+    Tree,
+    chosen,
+    splitter,
+    with_choice,
+)
 
 Change = Callable[[torch.Tensor], None]
 """Changes rows ``[..., *leaf shape]`` in place, all positions alike."""
@@ -103,7 +112,7 @@ def place(model: nn.Module, point: str, change: Change) -> Edit:
     if leaf == EXPERTS:
         return force(block, tree, config, change)
     if leaf == WEIGHTS:
-        return _weighted(block, tree, change)
+        return _weighted(block, tree, config, change)
     if leaf == "output":
         return _after(block, change)
     if leaf in tree.inputs:
@@ -154,17 +163,13 @@ def _routed(router: nn.Module, change: Change) -> Edit:
     return _EditedForward(router)
 
 
-def _weighted(block: nn.Module, tree: Tree, change: Change) -> Edit:
+def _weighted(block: nn.Module, tree: Tree, config: Any, change: Change) -> Edit:
     """Edit the weights that a router returns, by weight."""
 
     def edit(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
-        items = list(output)
-        index = tree.router_order[1]
-        order = items[index].argsort(dim=-1, descending=True)
-        weights = items[index].gather(-1, order)
+        _, weights, ids = chosen(output, tree, config)
         change(weights)
-        items[index] = torch.empty_like(weights).scatter(-1, order, weights)
-        return tuple(items)
+        return with_choice(output, tree, weights, ids)
 
     return block.get_submodule(tree.router).register_forward_hook(edit)
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from tests.families.reference import chosen, with_choice
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
 
     from tests.families.reference import Tree
 
-_SIGMOID: Final = ("glm4_moe",)
+_SIGMOID: Final = ("glm4_moe", "llama4_text")
+_NOT_NORMALIZED: Final = ("llama4_text",)
 
 
 def weights_of(config: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -31,7 +34,7 @@ def weights_of(config: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Te
     is_sigmoid = config.model_type in _SIGMOID
     scores = torch.sigmoid(logits) if is_sigmoid else torch.softmax(logits, dim=-1)
     weights = torch.stack([row[chosen] for row, chosen in zip(scores, ids, strict=True)])
-    if getattr(config, "norm_topk_prob", True):
+    if getattr(config, "norm_topk_prob", config.model_type not in _NOT_NORMALIZED):
         weights = weights / weights.sum(dim=-1, keepdim=True)
     return weights * getattr(config, "routed_scaling_factor", 1.0)
 
@@ -40,14 +43,10 @@ def force(
     block: nn.Module, tree: Tree, config: Any, change: Callable[[torch.Tensor], None]
 ) -> RemovableHandle:
     """Have a block's router return other experts: its own, by weight, with their ids changed."""
-    of_logits, of_weights, of_ids = tree.router_order
 
     def edit(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
-        items = list(output)
-        ids = items[of_ids].gather(-1, items[of_weights].argsort(dim=-1, descending=True))
+        logits, weights, ids = chosen(output, tree, config)
         change(ids)
-        items[of_weights] = weights_of(config, items[of_logits], ids).to(items[of_weights].dtype)
-        items[of_ids] = ids
-        return tuple(items)
+        return with_choice(output, tree, weights_of(config, logits, ids).to(weights.dtype), ids)
 
     return block.get_submodule(tree.router).register_forward_hook(edit)

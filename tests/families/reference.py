@@ -34,8 +34,8 @@ class Tree:
         inputs: Leaf to the module, below a block, whose input it is. A block has those whose modules it has.
         outputs: Leaf to the module whose output it is; ``a|b|c`` where the output holds several.
         router: The module that returns logits, weights and ids of experts, or empty.
-        router_order: The index of each of these in what the module returns.
-        has_pattern: Whether attention's probabilities are those of the positions alone, without sinks.
+        router_order: The index of each of these in what the module returns; without ids, weights of all.
+        has_pattern: Whether attention's probabilities are a point.
     """
 
     layers: str
@@ -43,7 +43,7 @@ class Tree:
     inputs: Mapping[str, str]
     outputs: Mapping[str, str]
     router: str = ""
-    router_order: tuple[int, int, int] = (0, 1, 2)
+    router_order: tuple[int, ...] = (0, 1, 2)
     has_pattern: bool = True
 
 
@@ -93,7 +93,19 @@ TREES: Final[dict[str, Tree]] = {
         _LLAMA,
     ),
     "idefics3": dataclasses.replace(_LLAMA, layers="model.text_model.layers", norm="model.text_model.norm"),
-    **dict.fromkeys(("mixtral", "olmoe", "qwen2_moe", "qwen3_moe"), _EXPERTS),
+    **dict.fromkeys(("ernie4_5_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"), _EXPERTS),
+    "llama4_text": dataclasses.replace(
+        _LLAMA,
+        inputs={leaf: path.replace("mlp", "feed_forward") for leaf, path in _LLAMA.inputs.items()},
+        outputs={
+            leaf: path.replace("mlp", "feed_forward")
+            for leaf, path in _LLAMA.outputs.items()
+            if leaf not in {"attn.q", "attn.k"}
+        },
+        router="feed_forward.router",
+        router_order=(1, 0),
+        has_pattern=False,
+    ),
     "glm4_moe": dataclasses.replace(
         _EXPERTS, outputs={**_EXPERTS.outputs, "moe.shared.output": "mlp.shared_experts"}
     ),
@@ -202,7 +214,7 @@ def reference_activations(path: Path, prompt_ids: Sequence[int], **inputs: Any) 
                 split = splitter(config, len(points))
                 _record(modules[module_path], "output", points, found, split)
         if tree.router and tree.router in modules:
-            _record_choice(modules[tree.router], tree, f"layers.{index}", found)
+            _record_choice(modules[tree.router], tree, config, f"layers.{index}", found)
     parent, _, name = tree.norm.rpartition(".")
     norm = getattr(model.get_submodule(parent), name)
     if norm is not None:
@@ -236,17 +248,36 @@ def _record(
         module.register_forward_hook(lambda _module, _args, output: keep(output))
 
 
-def _record_choice(router: nn.Module, tree: Tree, layer: str, found: dict[str, torch.Tensor]) -> None:
+def _record_choice(
+    router: nn.Module, tree: Tree, config: Any, layer: str, found: dict[str, torch.Tensor]
+) -> None:
     """Hook a router and keep its logits, and the ids and weights of its experts by weight."""
 
     def keep(output: Any) -> None:
-        logits, weights, ids = (output[index] for index in tree.router_order)
-        order = weights.argsort(dim=-1, descending=True)
+        logits, weights, ids = chosen(output, tree, config)
         found[f"{layer}.{ROUTER}"] = logits.clone()
-        found[f"{layer}.{WEIGHTS}"] = weights.gather(-1, order)
-        found[f"{layer}.{EXPERTS}"] = ids.gather(-1, order)
+        found[f"{layer}.{WEIGHTS}"] = weights
+        found[f"{layer}.{EXPERTS}"] = ids
 
     router.register_forward_hook(lambda _module, _args, output: keep(output))
+
+
+def chosen(output: Any, tree: Tree, config: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the logits that a router returns, and the weights and the ids of its experts by weight."""
+    logits, weights = (output[index] for index in tree.router_order[:2])
+    weights, order = weights.topk(config.num_experts_per_tok, dim=-1)
+    has_ids = len(tree.router_order) == len(("logits", "weights", "ids"))
+    return logits, weights, output[tree.router_order[2]].gather(-1, order) if has_ids else order
+
+
+def with_choice(output: Any, tree: Tree, weights: torch.Tensor, ids: torch.Tensor) -> tuple[Any, ...]:
+    """Return what a router returns, with other experts."""
+    items = list(output)
+    if len(tree.router_order) == len(("logits", "weights", "ids")):
+        items[tree.router_order[1]], items[tree.router_order[2]] = weights, ids
+    else:
+        items[tree.router_order[1]] = torch.zeros_like(items[0]).scatter(-1, ids, weights)
+    return tuple(items)
 
 
 def splitter(config: Any, num_parts: int) -> Callable[[torch.Tensor], Sequence[torch.Tensor]]:

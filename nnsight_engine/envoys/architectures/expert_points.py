@@ -22,7 +22,8 @@ class RouterOutput(NamedTuple):
     """What a router returns: ``[tokens, experts]``, and twice ``[tokens, top_k]``.
 
     Attributes:
-        order: The index of each of the others in the router's tuple.
+        order: The index of each of the others in the router's tuple. Without one for ids, the weights in the
+            tuple are those of all experts, and zero for those that are not chosen.
     """
 
     logits: torch.Tensor
@@ -31,15 +32,21 @@ class RouterOutput(NamedTuple):
     order: RouterOrder
 
     @classmethod
-    def of(cls, value: Any, order: RouterOrder) -> RouterOutput:
+    def of(cls, value: Any, order: RouterOrder, top_k: int) -> RouterOutput:
         """Return the items of a router's tuple."""
-        logits, weights, ids = order
-        return cls(value[logits], value[weights], value[ids], order)
+        logits, weights = value[order[0]], value[order[1]]
+        if len(order) == len(("logits", "weights")):
+            weights, ids = weights.topk(top_k, dim=-1)
+        else:
+            ids = value[order[2]]
+        return cls(logits, weights, ids, order)
 
     def plain(self) -> tuple[torch.Tensor, ...]:
         """Return the router's tuple."""
         items = (self.logits, self.weights, self.ids)
-        return tuple(items[self.order.index(index)] for index in range(len(items)))
+        if len(self.order) < len(items):
+            items = (self.logits, torch.zeros_like(self.logits).scatter(-1, self.ids, self.weights), self.ids)
+        return tuple(items[self.order.index(index)] for index in range(len(self.order)))
 
     def by_weight(self) -> torch.Tensor:
         """Return the order of the experts by weight."""
@@ -60,6 +67,9 @@ class ExpertPoint(FlattenedPoint):
 
     _is_computed: ClassVar[bool] = True
 
+    def _output(self, value: Any) -> RouterOutput:
+        return RouterOutput.of(value, self.order, self.shape[-1])
+
 
 class ExpertIdsPoint(ExpertPoint):
     """The ids, int64. Other ids get the weights that the router would have given them."""
@@ -67,11 +77,11 @@ class ExpertIdsPoint(ExpertPoint):
     __slots__ = ()
 
     def _whole(self, value: Any) -> torch.Tensor:
-        output = RouterOutput.of(value, self.order)
+        output = self._output(value)
         return output.ids.gather(-1, output.by_weight())
 
     def _with_whole(self, value: Any, whole: torch.Tensor) -> Any:
-        output = RouterOutput.of(value, self.order)
+        output = self._output(value)
         changed = (whole != self._whole(value)).any(dim=-1, keepdim=True)
         if not isinstance(whole, FakeTensor):
             if not bool(changed.any()):
@@ -102,10 +112,10 @@ class ExpertWeightsPoint(ExpertPoint):
     __slots__ = ()
 
     def _whole(self, value: Any) -> torch.Tensor:
-        output = RouterOutput.of(value, self.order)
+        output = self._output(value)
         return output.weights.gather(-1, output.by_weight())
 
     def _with_whole(self, value: Any, whole: torch.Tensor) -> Any:
-        output = RouterOutput.of(value, self.order)
+        output = self._output(value)
         weights = torch.empty_like(output.weights).scatter(-1, output.by_weight(), whole)
         return output._replace(weights=weights).plain()

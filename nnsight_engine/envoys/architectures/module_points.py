@@ -188,6 +188,8 @@ class FlattenedPoint:
 
     def _rows(self, whole: torch.Tensor, mediator: Mediator | None) -> torch.Tensor:
         shape = self.tokens.shape
+        if shape is not None and whole.shape[:-1] == shape:
+            whole = whole.flatten(0, 1)  # some layers keep rows and tokens apart
         if shape is None or whole.shape[0] != shape[0] * shape[1]:
             raise PointValueError(
                 f"{self.name} is available in traces of the whole model only: {self.envoy.path} has the "

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Final, Literal
 
 Side = Literal["input", "output"]
-RouterOrder = tuple[int, int, int]
+RouterOrder = tuple[int, ...]
 Part = Literal["", "q", "k", "v", "gate", "up", "weights", "ids"]
 
 PATTERN: Final = "attn.pattern"
@@ -86,8 +86,9 @@ class ArchitectureFamily:
         has_norms_last: Whether norms follow attention and MLP, so that their input is the residual stream
             itself.
         flattened: Leaves whose values are ``[batch * tokens, width]``, at least in some layers.
-        router_order: The index of logits, weights and ids in what a router of experts returns.
-        has_pattern: Whether attention's probabilities are those of the positions alone.
+        router_order: The index of logits, weights and ids in what a router of experts returns. Without the
+            last, it returns weights for all experts, and zero for those that are not chosen.
+        has_pattern: Whether attention's probabilities are a point.
     """
 
     model_types: tuple[str, ...]
@@ -155,6 +156,15 @@ def _at(leaves: Mapping[str, ModulePath], paths: Mapping[str, str]) -> Mapping[s
     )
 
 
+def _renamed(leaves: Mapping[str, ModulePath], names: Mapping[str, str]) -> Mapping[str, ModulePath]:
+    """Return leaves whose modules are below children of the layer by other names."""
+    renamed = {}
+    for leaf, place in leaves.items():
+        first, dot, rest = place.path.partition(".")
+        renamed[leaf] = dataclasses.replace(place, path=f"{names.get(first, first)}{dot}{rest}")
+    return _frozen(renamed)
+
+
 _SEPARATE_QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 _LLAMA: Final = ArchitectureFamily(
@@ -211,7 +221,7 @@ _GRANITE: Final = dataclasses.replace(_LLAMA, model_types=("granite",), embed=""
 # Experts have no neurons in common, so that no module has them; blocks without experts have their own.
 _EXPERTS: Final = dataclasses.replace(
     _LLAMA,
-    model_types=("mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
+    model_types=("ernie4_5_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
     leaves=_frozen(
         {
             **_LLAMA.leaves,
@@ -242,15 +252,30 @@ _GRANITE_MOE: Final = dataclasses.replace(
     model_types=("granitemoe",),
     embed="",  # it scales embeddings
     mlp="block_sparse_moe",
-    leaves=_at(
-        _EXPERTS.leaves,
-        {
-            "mlp": "block_sparse_moe",
-            "mlp.gate": "block_sparse_moe.router",
-            "mlp.experts": "block_sparse_moe.experts",
-        },
-    ),
+    leaves=_renamed(_at(_EXPERTS.leaves, {"mlp.gate": "mlp.router"}), {"mlp": "block_sparse_moe"}),
     router_order=(2, 1, 0),
+)
+
+_LLAMA4: Final = dataclasses.replace(
+    _EXPERTS,
+    model_types=("llama4_text",),
+    mlp="feed_forward",
+    leaves=_frozen(
+        {
+            # vLLM orders the numbers of queries and keys differently, and no module has what experts add.
+            **{
+                leaf: place
+                for leaf, place in _renamed(_LLAMA.leaves, {"mlp": "feed_forward"}).items()
+                if leaf not in {QUERIES, KEYS}
+            },
+            ROUTER: ModulePath("feed_forward.router", "output", operation="super_forward_0"),
+            EXPERTS: ModulePath("feed_forward.router", "output", "ids"),
+            EXPERT_WEIGHTS: ModulePath("feed_forward.router", "output", "weights"),
+        }
+    ),
+    flattened=_EXPERTS.flattened | {"mlp.output"},
+    router_order=(1, 0),
+    has_pattern=False,
 )
 
 _NEMOTRON: Final = dataclasses.replace(
@@ -328,7 +353,7 @@ _GPT_NEOX: Final = ArchitectureFamily(
 )
 
 _FAMILIES: Final = (
-    *(_EXPERTS, _SHARED_EXPERTS, _GPT_OSS, _GRANITE_MOE),
+    *(_EXPERTS, _SHARED_EXPERTS, _GPT_OSS, _GRANITE_MOE, _LLAMA4),
     *(_LLAMA, _PHI3, _GLM, _GRANITE, _NEMOTRON, _OLMO2, _PHI, _STARCODER2),
     *(_GPT2, _OPT, _GPT_NEOX),
 )
