@@ -176,7 +176,7 @@ class WorkerPoints(EnginePoints):
             kernel = self.raw(f"{self.family.layers}.{layer}.{block.kernel}")
             return WorkerPatternPoint(name, kernel, (block.num_heads, block.num_kv_heads), shape)
         leaves = self.layout.blocks[layer].leaves
-        spec = HookSpec(leaves[table.QUERIES].path, "input") if leaf == ATTENTION_INPUT else leaves[leaf]
+        spec = HookSpec(leaves[table.VALUES].path, "input") if leaf == ATTENTION_INPUT else leaves[leaf]
         envoy = self.raw(f"{self.family.layers}.{layer}.{spec.path}")
         return ModulePoint(name, envoy, spec.side, self._view(spec, layer), shape)
 

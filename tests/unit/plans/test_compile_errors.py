@@ -31,6 +31,9 @@ SPEC = ModelSpec(
         LeafSpec("attn.q", (2, 4), "eager", VALUES),
         LeafSpec("attn.pattern", (2, -1), "eager", ("capture",)),
         LeafSpec("mlp.act", (16,), "eager", VALUES),
+        LeafSpec("moe.router", (5,), "eager", VALUES, (1, 2, 3)),
+        LeafSpec("moe.experts", (2,), "eager", ("ablate", "patch", "capture"), (1, 2, 3)),
+        LeafSpec("moe.weights", (2,), "eager", VALUES, (1, 2, 3)),
         LeafSpec("logits", (100,), "tap", VALUES),
         LeafSpec("samples", (), "tap", ("capture",)),
     ),
@@ -48,6 +51,7 @@ PATCH: dict[str, Any] = {
 }
 CAPTURE: dict[str, Any] = {"op": "capture", "at": "layers.1.output"}
 LENS: dict[str, Any] = {"op": "logit_lens"}
+EXPERTS: dict[str, Any] = {"op": "ablate", "at": "layers.1.moe.experts", "method": "vector"}
 
 
 def token_of(text: str) -> int:
@@ -157,6 +161,44 @@ def tensor(dtype: Any, shape: list[int], data: bytes) -> dict[str, Any]:
             CAPTURE | {"at": "layers.0.attn.pattern", "reduce": "mean"},
             ErrorCode.UNSUPPORTED_COMBINATION,
             "reduce",
+        ),
+        (EXPERTS | {"vector": [1, 5]}, ErrorCode.INVALID_VALUE, "vector"),
+        (EXPERTS | {"vector": [-1, 1]}, ErrorCode.INVALID_VALUE, "vector"),
+        (EXPERTS | {"vector": [1.5, 1]}, ErrorCode.INVALID_VALUE, "vector"),
+        (EXPERTS | {"vector": [2, 2]}, ErrorCode.INVALID_VALUE, "vector"),
+        (EXPERTS | {"vector": [1, 2, 3]}, ErrorCode.WRONG_WIDTH, "vector"),
+        (EXPERTS | {"vector": [1, 2], "units": [0]}, ErrorCode.UNSUPPORTED_COMBINATION, "method"),
+        (
+            EXPERTS | {"vector": [1, 2], "at": ["layers.1.moe.experts", "layers.1.moe.weights"]},
+            ErrorCode.UNSUPPORTED_COMBINATION,
+            "vector",
+        ),
+        (
+            {"op": "ablate", "at": "layers.1.moe.experts", "method": "mean"},
+            ErrorCode.UNSUPPORTED_COMBINATION,
+            "method",
+        ),
+        (
+            PATCH | {"at": "layers.1.moe.experts", "values": [[0, 1], [3, 3]]},
+            ErrorCode.INVALID_VALUE,
+            "values",
+        ),
+        (STEER | {"at": "layers.1.moe.experts"}, ErrorCode.UNSUPPORTED_AT_POINT, "at"),
+        (STEER | {"at": "layers.0.moe.weights"}, ErrorCode.UNKNOWN_POINT, "at"),
+        (
+            CAPTURE | {"at": ["layers.1.moe.experts", "layers.1.moe.weights"]},
+            ErrorCode.UNSUPPORTED_COMBINATION,
+            "at",
+        ),
+        (
+            CAPTURE | {"at": "layers.1.moe.experts", "reduce": "mean"},
+            ErrorCode.UNSUPPORTED_COMBINATION,
+            "at",
+        ),
+        (
+            CAPTURE | {"at": "layers.1.moe.experts", "dtype": "float32"},
+            ErrorCode.UNSUPPORTED_COMBINATION,
+            "at",
         ),
         (
             ABLATE | {"method": "mean", "where": {"phase": "generated"}},
