@@ -15,6 +15,39 @@ from tests.families.checkpoints import write_checkpoint
 pytestmark = pytest.mark.e2e
 
 
+@pytest.fixture
+def on_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the processes of two ranks share the cores."""
+    monkeypatch.setitem(os.environ, "VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "1")
+
+
+@pytest.mark.heavy
+@pytest.mark.usefixtures("on_two_ranks")
+def test_two_ranks_force_the_experts_that_one_does(tmp_path: Path) -> None:
+    model = write_checkpoint("qwen3_moe", tmp_path)
+    interventions: list[dict[str, Any]] = [
+        {"op": "ablate", "at": "layers.1.moe.experts", "method": "vector", "vector": [3, 0]},
+        {"op": "capture", "at": "layers.*.moe.experts", "name": "ids"},
+        {"op": "capture", "at": "layers.*.moe.weights", "name": "weights"},
+    ]
+    replies = []
+    for size in (1, 2):
+        options: dict[str, Any] = {"max_model_len": 128, "num_gpu_blocks_override": 32}
+        engine = Engine(model, dtype="float32", tensor_parallel_size=size, **options)
+        replies.append(engine.ask("Hello there, you", interventions, max_tokens=5))
+        # Of what experts add, each of two ranks has a summand.
+        assert (engine.spec.leaf("moe.output") is None) == (size > 1)
+        engine.close()
+    expected, reply = replies
+    assert reply.token_ids == expected.token_ids
+    for layer in range(4):
+        ids, weights = f"layers.{layer}.moe.experts", f"layers.{layer}.moe.weights"
+        assert torch.equal(reply.tensor("ids", ids), expected.tensor("ids", ids))
+        torch.testing.assert_close(reply.tensor("weights", weights), expected.tensor("weights", weights))
+    assert reply.tensor("ids", "layers.1.moe.experts").unique(dim=0).tolist() == [[3, 0]]
+
+
 def run(model: Path, size: int) -> tuple[Engine, Reply]:
     """Return an engine of so many ranks, closed, and what it answered."""
     options: dict[str, Any] = {"max_model_len": 128, "num_gpu_blocks_override": 32}

@@ -246,6 +246,22 @@ _MODEL: Final = (
         called={"forward": "query, key, value"},
     ),
     _used("vllm.model_executor.layers.attention_layer_base", read="AttentionLayerBase"),
+    _used("vllm.model_executor.layers.fused_moe.runner.moe_runner", read="MoERunner"),
+    _used(
+        "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner",
+        read="is_monolithic moe_config routed_scaling_factor router shared_experts",
+        called={"_maybe_apply_routed_scale_to_output": "shared_output, fused_output"},
+    ),
+    _used(
+        "vllm.model_executor.layers.fused_moe.config:FusedMoEConfig",
+        read="dp_size in_dtype is_sequence_parallel num_logical_experts pcp_size",
+    ),
+    _used("vllm.model_executor.layers.fused_moe.router.base_router:BaseRouter", read="top_k"),
+    _used(
+        "vllm.model_executor.layers.fused_moe.router.fused_moe_router:FusedMoERouter",
+        read="eplb_state",
+        called={"select_experts": "hidden_states, router_logits"},
+    ),
     _used("vllm.model_executor.models.utils", read="PPMissingLayer"),
     _used("vllm.tokenizers", called={"cached_tokenizer_from_config": "model_config"}),
 )
