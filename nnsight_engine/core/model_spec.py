@@ -15,6 +15,9 @@ RESIDUAL_LEAVES = ("input", "output")
 PATTERN_LEAF = "attn.pattern"
 """The leaf of a layer's attention probabilities, the only one whose values grow with the position."""
 
+LATENT_LEAF = "attn.latent"
+"""The leaf of compressed keys and values, of attention that has no others."""
+
 ROUTER_LEAF = "moe.router"
 """The leaf of the logits by which a layer's experts are chosen."""
 

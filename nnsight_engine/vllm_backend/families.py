@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 if TYPE_CHECKING:
     import torch
 
-from nnsight_engine.core.model_spec import EXPERTS_LEAF, ROUTER_LEAF, WEIGHTS_LEAF
+from nnsight_engine.core.model_spec import EXPERTS_LEAF, LATENT_LEAF, ROUTER_LEAF, WEIGHTS_LEAF
 
 Part = Literal["", "q", "k", "v", "gate", "up"]
 
@@ -201,6 +201,16 @@ def _renamed(leaves: Mapping[str, HookSpec], names: Mapping[str, str]) -> Mappin
     return types.MappingProxyType(renamed)
 
 
+def _latent(experts: Mapping[str, HookSpec]) -> Mapping[str, HookSpec]:
+    """Return leaves of a block whose attention compresses keys and values (MLA), as DeepSeek's."""
+    return types.MappingProxyType(
+        {
+            **{leaf: spec for leaf, spec in experts.items() if leaf not in {"attn.q", "attn.k", "attn.v"}},
+            LATENT_LEAF: HookSpec("self_attn.kv_a_layernorm", "output"),
+        }
+    )
+
+
 def _without(names: frozenset[str], leaves: Mapping[str, HookSpec]) -> Mapping[str, HookSpec]:
     """Return leaves without those that are not the same values in transformers."""
     return types.MappingProxyType({leaf: spec for leaf, spec in leaves.items() if leaf not in names})
@@ -338,6 +348,13 @@ FAMILIES: Final = (
         name="glm4_moe",
         model_classes=("Glm4MoeForCausalLM",),
         leaves=_experts("mlp", has_shared=True),
+    ),
+    dataclasses.replace(
+        _LLAMA,
+        name="mla",
+        model_classes=("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),
+        leaves=_latent(_experts("mlp", has_shared=True)),
+        kernel="self_attn.mla_attn.mla_attn",
     ),
     dataclasses.replace(
         _LLAMA,

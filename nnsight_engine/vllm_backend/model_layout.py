@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from nnsight_engine.core.model_spec import EXPERTS_LEAF, PATTERN_LEAF, ROUTER_LEAF, WEIGHTS_LEAF
+from nnsight_engine.core.model_spec import EXPERTS_LEAF, LATENT_LEAF, PATTERN_LEAF, ROUTER_LEAF, WEIGHTS_LEAF
 from nnsight_engine.vllm_backend.families import EngineFamily, HookSpec
 
 
@@ -24,6 +24,7 @@ class BlockPoints:
         leaves: Location of each leaf.
         kernel: Path, relative to the block, of vLLM's ``Attention``; empty if the block has none.
         num_heads: Query heads.
+        latent_size: Width of ``attn.latent``; 0 without it.
         num_kv_heads: Key and value heads.
         head_dim: Width of a head; 0 without ``attn.heads``.
         inner_size: Width of ``mlp.act``; 0 without it.
@@ -37,6 +38,7 @@ class BlockPoints:
     leaves: Mapping[str, HookSpec]
     kernel: str = ""
     num_heads: int = 0
+    latent_size: int = 0
     num_kv_heads: int = 0
     head_dim: int = 0
     inner_size: int = 0
@@ -49,7 +51,15 @@ class BlockPoints:
     @property
     def attention(self) -> str:
         """Path of the attention module, relative to the block; empty if there is none."""
-        return self.kernel.rpartition(".")[0]
+        return self.kernel.partition(".")[0]
+
+    @property
+    def attention_input(self) -> HookSpec | None:
+        """Location of attention's input; None if it is not known."""
+        if "attn.v" in self.leaves:
+            return HookSpec(self.leaves["attn.v"].path, "input")
+        # Its first projection has several names; the norm before it has one.
+        return HookSpec("input_layernorm", "output") if LATENT_LEAF in self.leaves else None
 
     @property
     def mlp(self) -> str:
@@ -77,6 +87,7 @@ class BlockPoints:
             "mlp.gate": inner,
             "mlp.up": inner,
             "mlp.act": inner,
+            LATENT_LEAF: (self.latent_size,),
             ROUTER_LEAF: (self.num_experts,),
             EXPERTS_LEAF: (self.num_chosen,),
             WEIGHTS_LEAF: (self.num_chosen,),

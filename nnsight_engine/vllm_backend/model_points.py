@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Protocol, cast
 
 import torch
 
-from nnsight_engine.core.model_spec import EXPERTS_LEAF, PATTERN_LEAF, ROUTER_LEAF, LeafSpec
+from nnsight_engine.core.model_spec import EXPERTS_LEAF, LATENT_LEAF, PATTERN_LEAF, ROUTER_LEAF, LeafSpec
 from nnsight_engine.plans.step.stage import Stage
 from nnsight_engine.vllm_backend.families import (
     SHARDED_LEAVES,
@@ -53,6 +53,7 @@ class TextConfig(Protocol):
 
     architectures: list[str] | None
     hidden_size: int
+    kv_lora_rank: int
     vocab_size: int
 
 
@@ -347,6 +348,7 @@ def _block_points(block: nn.Module, family: EngineFamily, config: TextConfig) ->
         leaves=leaves,
         kernel=family.kernel if family.kernel in modules else "",
         num_heads=num_heads,
+        latent_size=config.kv_lora_rank if LATENT_LEAF in leaves else 0,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
         head_dim=_input_size(block, leaves["attn.heads"]) // num_heads if "attn.heads" in leaves else 0,
         inner_size=_input_size(block, leaves["mlp.act"]) if "mlp.act" in leaves else 0,

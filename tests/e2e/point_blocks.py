@@ -83,7 +83,8 @@ def read_everything(model: Any) -> Values:
 
 def read_by_attribute(model: Any) -> Values:
     layer = model.layers[LAYER]
-    has_queries = f"layers.{LAYER}.attn.q" in model.points()
+    names = set(model.points())
+    has_queries, has_values = (f"layers.{LAYER}.attn.{part}" in names for part in ("q", "v"))
     has_neurons = f"layers.{LAYER}.mlp.up" in model.points()
     with opened(model, PROMPT):
         read: Values = save({})
@@ -92,7 +93,10 @@ def read_by_attribute(model: Any) -> Values:
         read["attn.input"] = layer.attn.input
         if has_queries:
             read["q"], read["k"] = layer.attn.q, layer.attn.k
-        read["v"] = layer.attn.v
+        if has_values:
+            read["v"] = layer.attn.v
+        if f"layers.{LAYER}.attn.latent" in names:
+            read["latent"] = layer.attn.latent
         read["heads"] = layer.attn.heads
         read["mlp.input"] = layer.mlp.input
         if has_neurons:

@@ -16,6 +16,8 @@ from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
     CohereConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Ernie4_5_MoeConfig,
     Exaone4Config,
     Gemma2Config,
@@ -23,6 +25,7 @@ from transformers import (
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GlmConfig,
     GPT2Config,
     GPTNeoXConfig,
@@ -67,11 +70,14 @@ FAMILIES: Final = (
     "phi3",
     "cohere",
     "cohere2",
+    "deepseek_v2",
+    "deepseek_v3",
     "ernie4_5_moe",
     "exaone4",
     "glm",
     "glm4",
     "glm4_moe",
+    "glm4_moe_lite",
     "gpt_oss",
     "granite",
     "granitemoe",
@@ -144,6 +150,21 @@ _GLM_MOE: Final = {
     "first_k_dense_replace": 1,
     "n_shared_experts": 1,
 }
+_MLA: Final = {
+    **_GROUPED,
+    "num_key_value_heads": NUM_HEADS,
+    **_GLM_MOE,
+    "kv_lora_rank": 512,  # the sizes that vLLM's attention takes
+    "q_lora_rank": 64,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.5,
+}
+# Fields that vLLM reads and that transformers neither has nor needs.
+_NOAUX: Final = {**_MLA, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 _ERNIE_MOE: Final = {
     "moe_intermediate_size": 64,
     "moe_num_experts": 4,
@@ -179,6 +200,9 @@ _CONFIGS: Final[dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]]] = {
     ),
     "ernie4_5_moe": (Ernie4_5_MoeConfig, {**_GROUPED, **_ERNIE_MOE}),
     "llama4_text": (Llama4TextConfig, {**_WIDE, **_LLAMA4}),
+    "deepseek_v2": (DeepseekV2Config, {**_MLA, "topk_method": "greedy"}),
+    "deepseek_v3": (DeepseekV3Config, _NOAUX),
+    "glm4_moe_lite": (Glm4MoeLiteConfig, _NOAUX),
     "exaone4": (Exaone4Config, {**_GROUPED, "sliding_window": 64, "layer_types": _GEMMA["layer_types"]}),
     "stablelm": (StableLmConfig, _GROUPED),
     "gemma": (GemmaConfig, _WIDE),

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from tests.families.reference import Tree
 
-_SIGMOID: Final = ("glm4_moe", "llama4_text")
-_NOT_NORMALIZED: Final = ("llama4_text",)
+_SIGMOID: Final = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "llama4_text")
+_NOT_NORMALIZED: Final = ("deepseek_v2", "llama4_text")
 
 
 def weights_of(config: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -34,7 +34,7 @@ def weights_of(config: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Te
     is_sigmoid = config.model_type in _SIGMOID
     scores = torch.sigmoid(logits) if is_sigmoid else torch.softmax(logits, dim=-1)
     weights = torch.stack([row[chosen] for row, chosen in zip(scores, ids, strict=True)])
-    if getattr(config, "norm_topk_prob", config.model_type not in _NOT_NORMALIZED):
+    if config.model_type not in _NOT_NORMALIZED and getattr(config, "norm_topk_prob", True):
         weights = weights / weights.sum(dim=-1, keepdim=True)
     return weights * getattr(config, "routed_scaling_factor", 1.0)
 

@@ -109,6 +109,18 @@ TREES: Final[dict[str, Tree]] = {
     "glm4_moe": dataclasses.replace(
         _EXPERTS, outputs={**_EXPERTS.outputs, "moe.shared.output": "mlp.shared_experts"}
     ),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
+        dataclasses.replace(
+            _EXPERTS,
+            outputs={
+                **{leaf: path for leaf, path in _EXPERTS.outputs.items() if leaf[:-1] != "attn."},
+                "attn.latent": "self_attn.kv_a_layernorm",
+                "moe.shared.output": "mlp.shared_experts",
+            },
+            has_pattern=False,
+        ),
+    ),
     "gpt_oss": dataclasses.replace(_EXPERTS, router="mlp.router", has_pattern=False),
     "granitemoe": dataclasses.replace(
         _EXPERTS,
@@ -302,7 +314,7 @@ def splitter(config: Any, num_parts: int) -> Callable[[torch.Tensor], Sequence[t
 def _shaped(point: str, value: torch.Tensor, config: Any) -> torch.Tensor:
     """Give attention leaves their ``[tokens, heads, head_dim]`` shape."""
     leaf = point.rpartition(".")[2]
-    if ".attn." not in point or leaf == "output":
+    if ".attn." not in point or leaf in {"output", "latent"}:
         return value
     heads = config.num_attention_heads
     if leaf in {"k", "v"}:

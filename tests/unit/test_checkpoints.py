@@ -30,13 +30,15 @@ UNGATED = {
     *("gpt2", "opt", "opt_post_norm", "gpt_neox", "gpt_neox_sequential", "nemotron", "phi", "starcoder2"),
 }
 EXPERTS = {
+    *("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
     *("ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "llama4_text", "mixtral", "olmoe"),
     *("qwen2_moe", "qwen3_moe"),
 }
-SHARED = {"glm4_moe"}
+MLA = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite"}
+SHARED = {"glm4_moe", *MLA}
 UNORDERED = {"llama4_text"}
 """Families whose queries and keys are not in the same order on both engines."""
-DENSE = {"ernie4_5_moe": (0,), "glm4_moe": (0,), "llama4_text": (0, 2)}
+DENSE = {**dict.fromkeys({"ernie4_5_moe", "glm4_moe", *MLA}, (0,)), "llama4_text": (0, 2)}
 
 
 @pytest.fixture(scope="module", params=FAMILIES + VARIANTS)
@@ -61,6 +63,7 @@ def test_every_point_is_there_with_its_shape(family: str, activations: dict[str,
     always = {"input", "output", "attn.output", "attn.q", "attn.k", "attn.v", "attn.heads"}
     always |= {"mlp.input", "mlp.output"}
     always -= {"attn.q", "attn.k"} if family in UNORDERED else set()
+    always = always - {"attn.q", "attn.k", "attn.v"} | {"attn.latent"} if family in MLA else always
     dense = {"mlp.up", "mlp.act", *(set() if family in UNGATED else {"mlp.gate"})}
     expected = {f"layers.{layer}.{leaf}" for layer in range(NUM_LAYERS) for leaf in always}
     for layer in range(NUM_LAYERS):
@@ -75,8 +78,8 @@ def test_every_point_is_there_with_its_shape(family: str, activations: dict[str,
     assert activations["layers.2.output"].shape == (tokens, HIDDEN_SIZE)
     if family not in EXPERTS:
         assert activations["layers.2.mlp.act"].shape == (tokens, INTERMEDIATE_SIZE)
-    assert activations["layers.2.attn.v"].shape[2] == activations["layers.2.attn.heads"].shape[2]
-    if family not in UNORDERED:
+    if family not in UNORDERED | MLA:
+        assert activations["layers.2.attn.v"].shape[2] == activations["layers.2.attn.heads"].shape[2]
         assert activations["layers.2.attn.q"].shape == activations["layers.2.attn.heads"].shape
         assert activations["layers.2.attn.k"].shape[2] == activations["layers.2.attn.q"].shape[2]
 

@@ -52,6 +52,10 @@ class AttentionEnvoy(Envoy):
     )
     k = point("attn.k", "Keys, ``[batch, tokens, kv_heads, head_dim]``, likewise.")
     v = point("attn.v", "Values, ``[batch, tokens, kv_heads, head_dim]``.")
+    latent = point(
+        "attn.latent",
+        "Compressed keys and values after their norm, ``[batch, tokens, width]``, of attention with such.",
+    )
     heads = point(
         "attn.heads",
         "Each head's result before the output projection, ``[batch, tokens, heads, head_dim]``.",

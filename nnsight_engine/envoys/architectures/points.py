@@ -167,6 +167,8 @@ class Points(NamedPoints):
             return (router.weight.shape[0],)
         if leaf in {table.EXPERTS, table.EXPERT_WEIGHTS}:
             return (self._config().num_experts_per_tok,)
+        if leaf == table.LATENT:
+            return (self._config().kv_lora_rank,)
         if leaf in _PER_NEURON:
             return (self._input_width(layer, table.NEURONS),)
         return (self._config().hidden_size,)

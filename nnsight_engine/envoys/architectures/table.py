@@ -18,7 +18,7 @@ Part = Literal["", "q", "k", "v", "gate", "up", "weights", "ids"]
 PATTERN: Final = "attn.pattern"
 HEADS: Final = "attn.heads"
 NEURONS: Final = "mlp.act"
-QUERIES, KEYS, VALUES = "attn.q", "attn.k", "attn.v"
+QUERIES, KEYS, VALUES, LATENT = "attn.q", "attn.k", "attn.v", "attn.latent"
 ROUTER: Final = "moe.router"
 """The logits by which a block's experts are chosen."""
 EXPERTS, EXPERT_WEIGHTS, ROUTED, SHARED = "moe.experts", "moe.weights", "moe.output", "moe.shared.output"
@@ -28,6 +28,7 @@ ORDER: Final = (
     QUERIES,
     KEYS,
     VALUES,
+    LATENT,
     PATTERN,
     HEADS,
     "attn.output",
@@ -240,6 +241,23 @@ _SHARED_EXPERTS: Final = dataclasses.replace(
     leaves=_frozen({**_EXPERTS.leaves, SHARED: ModulePath("mlp.shared_experts", "output")}),
 )
 
+# Attention that compresses keys and values.
+_MLA: Final = dataclasses.replace(
+    _SHARED_EXPERTS,
+    model_types=("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
+    leaves=_frozen(
+        {
+            **{
+                leaf: place
+                for leaf, place in _SHARED_EXPERTS.leaves.items()
+                if leaf not in {QUERIES, KEYS, VALUES}
+            },
+            LATENT: ModulePath("self_attn.kv_a_layernorm", "output"),
+        }
+    ),
+    has_pattern=False,
+)
+
 _GPT_OSS: Final = dataclasses.replace(
     _EXPERTS,
     model_types=("gpt_oss",),
@@ -353,7 +371,7 @@ _GPT_NEOX: Final = ArchitectureFamily(
 )
 
 _FAMILIES: Final = (
-    *(_EXPERTS, _SHARED_EXPERTS, _GPT_OSS, _GRANITE_MOE, _LLAMA4),
+    *(_EXPERTS, _SHARED_EXPERTS, _MLA, _GPT_OSS, _GRANITE_MOE, _LLAMA4),
     *(_LLAMA, _PHI3, _GLM, _GRANITE, _NEMOTRON, _OLMO2, _PHI, _STARCODER2),
     *(_GPT2, _OPT, _GPT_NEOX),
 )

@@ -144,7 +144,7 @@ class EnginePoints(NamedPoints):
     def _spec(self, layer: int, leaf: str) -> LeafSpec | None:
         """Return the description of a layer's leaf, or of a point of the whole model; None without it."""
         # Not in ``points``, only on parts: the input of attention's projections, and of the final norm.
-        if leaf == ATTENTION_INPUT and table.VALUES not in self.layout.blocks[layer].leaves:
+        if leaf == ATTENTION_INPUT and self.layout.blocks[layer].attention_input is None:
             return None
         name = "input" if leaf in {ATTENTION_INPUT, NORM_INPUT} else leaf
         return next(

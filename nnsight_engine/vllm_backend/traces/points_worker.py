@@ -175,8 +175,9 @@ class WorkerPoints(EnginePoints):
             block = self.layout.blocks[layer]
             kernel = self.raw(f"{self.family.layers}.{layer}.{block.kernel}")
             return WorkerPatternPoint(name, kernel, (block.num_heads, block.num_kv_heads), shape)
-        leaves = self.layout.blocks[layer].leaves
-        spec = HookSpec(leaves[table.VALUES].path, "input") if leaf == ATTENTION_INPUT else leaves[leaf]
+        block = self.layout.blocks[layer]
+        spec = block.attention_input if leaf == ATTENTION_INPUT else block.leaves[leaf]
+        assert spec is not None  # noqa: S101 - the name has been resolved
         envoy = self.raw(f"{self.family.layers}.{layer}.{spec.path}")
         return ModulePoint(name, envoy, spec.side, self._view(spec, layer), shape)
 

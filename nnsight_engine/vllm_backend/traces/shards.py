@@ -29,8 +29,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
+from nnsight_engine.core.model_spec import LATENT_LEAF
 from nnsight_engine.core.trees import map_tensors
-from nnsight_engine.vllm_backend.expert_points import ExpertChoice
+from nnsight_engine.vllm_backend.expert_points import ExpertChoice, InnerValue
 from nnsight_engine.vllm_backend.model_points import base_module
 from nnsight_engine.vllm_backend.traces.errors import SpreadModuleError
 
@@ -50,6 +51,7 @@ _ACTIVATIONS: Final = (
 _ROTARY: Final = "vllm.model_executor.layers.rotary_embedding"
 _PLAIN_WEIGHTS: Final = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 _HEAD_NORMS: Final = ("q_norm", "k_norm")
+_LATENT_NORMS: Final = ("q_a_layernorm", "kv_a_layernorm")
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
 """Returns each rank's tensor, ``[ranks, *shape]``; all ranks call it together."""
@@ -209,6 +211,9 @@ class Shards:
         for path, module in self._modules.items():
             self._place_linear(path, module)
         self._spread = {path for path, module in self._modules.items() if _is_parallel(module)}
+        for path, module in self._modules.items():
+            if isinstance(module, InnerValue) and not isinstance(module, ExpertChoice):
+                self._put(path, None, None)  # a rank's summand
         for layer in points.local_layers:
             block = points.layout.blocks[layer]
             if block.kernel:
@@ -288,6 +293,15 @@ class Shards:
         if path is None:
             path = f"{self._paths[id(attention)]}.{block.kernel.rpartition('.')[2]}"
             self._modules[path] = kernel
+        if LATENT_LEAF in block.leaves:
+            # The projections into it are whole on each rank; what follows is known of linear layers only.
+            for name in _LATENT_NORMS:
+                norm = self._paths.get(id(getattr(attention, name, None)))
+                if norm is not None:
+                    self._put(norm, EVERYWHERE, EVERYWHERE)
+            self._spread.add(path)
+            self._leave_unknown(attention)
+            return
         queries, keys, values = self._heads(kernel, block)
         self._put(path, ShardLocation((queries, keys, values)), ShardLocation(rest=queries))
         self._spread.add(path)

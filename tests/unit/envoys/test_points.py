@@ -221,7 +221,7 @@ def test_points_are_attributes_by_the_same_names_on_every_architecture(model: NN
         layer = model.layers[LAYER]
         pairs += [
             (getattr(layer.attn, leaf), model.points[f"layers.{LAYER}.attn.{leaf}"])
-            for leaf in ("q", "k", "v", "pattern", "heads")
+            for leaf in ("q", "k", "v", "latent", "pattern", "heads")
             if f"layers.{LAYER}.attn.{leaf}" in model.points
         ]
         mlp = mlp_leaf(model)
@@ -249,7 +249,7 @@ def test_a_head_is_ablated_in_one_line(model: NNsight, module: Any) -> None:
 
 def test_attributes_are_assigned_like_points(model: NNsight, module: Any) -> None:
     mlp = mlp_leaf(model)
-    for name in ("embed.output", f"layers.{LAYER}.attn.v", f"layers.{LAYER}.mlp.{mlp}", "logits"):
+    for name in ("embed.output", f"layers.{LAYER}.attn.heads", f"layers.{LAYER}.mlp.{mlp}", "logits"):
         with hooked(module, name):
             expected = logits_of(module)
         with torch.no_grad(), model.trace(IDS, use_cache=False):
@@ -257,8 +257,8 @@ def test_attributes_are_assigned_like_points(model: NNsight, module: Any) -> Non
                 model.embed.output = moved(model.embed.output)
             elif name == "logits":
                 model.logits = moved(model.logits)
-            elif name.endswith("attn.v"):
-                model.layers[LAYER].attn.v = moved(model.layers[LAYER].attn.v)
+            elif name.endswith("attn.heads"):
+                model.layers[LAYER].attn.heads = moved(model.layers[LAYER].attn.heads)
             else:
                 part = model.layers[LAYER].mlp
                 setattr(part, mlp, moved(getattr(part, mlp)))
@@ -270,7 +270,7 @@ def test_attributes_are_assigned_like_points(model: NNsight, module: Any) -> Non
 
 
 def test_a_point_that_the_model_has_passed_is_an_error(model: NNsight, module: Any) -> None:
-    for late in ("attn.v", "attn.pattern" if has_patterns(module) else "attn.heads", "mlp.input"):
+    for late in ("attn.heads", "attn.pattern" if has_patterns(module) else "attn.heads", "mlp.input"):
         with pytest.raises(OutOfOrderError), torch.no_grad(), model.trace(IDS, use_cache=False):
             _ = model.points[f"layers.{LAYER}.output"], model.points[f"layers.{LAYER}.{late}"]
 
