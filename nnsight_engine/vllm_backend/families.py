@@ -380,6 +380,20 @@ FAMILIES: Final = (
     dataclasses.replace(
         _LLAMA, name="mixtral", model_classes=("MixtralForCausalLM",), leaves=_experts("block_sparse_moe")
     ),
+    # The sum of routed and shared experts is no module's.
+    dataclasses.replace(
+        _LLAMA,
+        name="granitemoeshared",
+        model_classes=("GraniteMoeSharedForCausalLM",),
+        leaves=types.MappingProxyType(
+            {
+                **_without(frozenset({"mlp.output"}), _experts("block_sparse_moe")),
+                "mlp.input": HookSpec("post_attention_layernorm", "output"),
+                "moe.shared.output": HookSpec("shared_mlp", "output"),
+            }
+        ),
+        returns_residual=False,
+    ),
     dataclasses.replace(
         _LLAMA,
         name="cohere",

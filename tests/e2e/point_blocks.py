@@ -101,8 +101,9 @@ def read_by_attribute(model: Any) -> Values:
         read["mlp.input"] = layer.mlp.input
         if has_neurons:
             read["up"] = layer.mlp.up
-        output = layer.mlp.output  # of transformers' gpt-oss a tuple, with the weights of experts
-        read["mlp.output"] = output[0] if isinstance(output, tuple) else output
+        if f"layers.{LAYER}.mlp.output" in names:
+            output = layer.mlp.output  # of transformers' gpt-oss a tuple, with the weights of experts
+            read["mlp.output"] = output[0] if isinstance(output, tuple) else output
         for index, one in enumerate(model.layers[LAYER + 1 :]):
             read[f"output of {index}"] = one.output
         read["len"] = torch.tensor([float(len(model.layers))])

@@ -32,6 +32,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    GraniteMoeSharedConfig,
     Llama4TextConfig,
     LlamaConfig,
     MinistralConfig,
@@ -81,6 +82,7 @@ FAMILIES: Final = (
     "gpt_oss",
     "granite",
     "granitemoe",
+    "granitemoeshared",
     "llama4_text",
     "ministral",
     "mixtral",
@@ -184,6 +186,7 @@ _GRANITE: Final = {
     "logits_scaling": 2.0,
     "attention_multiplier": 0.2,
 }
+_GRANITE_MOE: Final = {**_GROUPED, **_GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2}
 _NEOX: Final = {**_COMMON, "intermediate_size": INTERMEDIATE_SIZE}
 
 _CONFIGS: Final[dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]]] = {
@@ -218,10 +221,8 @@ _CONFIGS: Final[dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]]] = {
         {**_WIDE, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64},
     ),
     "granite": (GraniteConfig, {**_GROUPED, **_GRANITE}),
-    "granitemoe": (
-        GraniteMoeConfig,
-        {**_GROUPED, **_GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2},
-    ),
+    "granitemoe": (GraniteMoeConfig, _GRANITE_MOE),
+    "granitemoeshared": (GraniteMoeSharedConfig, {**_GRANITE_MOE, "shared_intermediate_size": 64}),
     "ministral": (MinistralConfig, {**_WIDE, "sliding_window": 64}),
     "nemotron": (NemotronConfig, _WIDE),
     "olmo": (OlmoConfig, _GROUPED),

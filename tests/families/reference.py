@@ -94,6 +94,18 @@ TREES: Final[dict[str, Tree]] = {
     ),
     "idefics3": dataclasses.replace(_LLAMA, layers="model.text_model.layers", norm="model.text_model.norm"),
     **dict.fromkeys(("ernie4_5_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"), _EXPERTS),
+    "granitemoeshared": dataclasses.replace(
+        _EXPERTS,
+        inputs={leaf: path for leaf, path in _EXPERTS.inputs.items() if leaf != "mlp.input"},
+        outputs={
+            **{leaf: path for leaf, path in _EXPERTS.outputs.items() if leaf != "mlp.output"},
+            "mlp.input": "post_attention_layernorm",
+            "moe.output": "block_sparse_moe.experts",
+            "moe.shared.output": "shared_mlp",
+        },
+        router="block_sparse_moe.router",
+        router_order=(2, 1, 0),
+    ),
     "llama4_text": dataclasses.replace(
         _LLAMA,
         inputs={leaf: path.replace("mlp", "feed_forward") for leaf, path in _LLAMA.inputs.items()},

@@ -216,10 +216,10 @@ def _envoys(layer: torch.nn.Module, family: ArchitectureFamily) -> dict[type[tor
     found: dict[type[torch.nn.Module], type[Envoy]] = {}
     if family.attention and family.attention in modules:
         found[type(modules[family.attention])] = AttentionEnvoy
-    if "mlp.up" not in leaves:
-        return found
-    if not family.mlp:
+    if not family.mlp and "mlp.input" in leaves:
         found[type(layer)] = SplitMlpLayerEnvoy
+        return found
+    if "mlp.up" not in leaves:
         return found
     mlp = modules[family.mlp]
     if "mlp.gate" in leaves:

@@ -274,6 +274,20 @@ _GRANITE_MOE: Final = dataclasses.replace(
     router_order=(2, 1, 0),
 )
 
+# The sum of routed and shared experts is no module's.
+_GRANITE_MOE_SHARED: Final = dataclasses.replace(
+    _GRANITE_MOE,
+    model_types=("granitemoeshared",),
+    mlp="",
+    leaves=_frozen(
+        {
+            **{leaf: place for leaf, place in _GRANITE_MOE.leaves.items() if leaf != "mlp.output"},
+            "mlp.input": ModulePath("post_attention_layernorm", "output"),
+            SHARED: ModulePath("shared_mlp", "output"),
+        }
+    ),
+)
+
 _LLAMA4: Final = dataclasses.replace(
     _EXPERTS,
     model_types=("llama4_text",),
@@ -371,7 +385,7 @@ _GPT_NEOX: Final = ArchitectureFamily(
 )
 
 _FAMILIES: Final = (
-    *(_EXPERTS, _SHARED_EXPERTS, _MLA, _GPT_OSS, _GRANITE_MOE, _LLAMA4),
+    *(_EXPERTS, _SHARED_EXPERTS, _MLA, _GPT_OSS, _GRANITE_MOE, _GRANITE_MOE_SHARED, _LLAMA4),
     *(_LLAMA, _PHI3, _GLM, _GRANITE, _NEMOTRON, _OLMO2, _PHI, _STARCODER2),
     *(_GPT2, _OPT, _GPT_NEOX),
 )
