@@ -31,7 +31,7 @@ DTYPE_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
 """Bytes of one item of each dtype in requests and responses."""
 
 INPUT_DTYPES: Final = ("float32", "float16", "bfloat16")
-"""Dtypes that a request may send; ``int64`` is for captured token ids."""
+"""Dtypes that a request may send; ``int64`` is for captured ids of tokens and experts."""
 
 _MAX_DIMENSIONS: Final = 8
 _MAX_DIMENSION: Final = 2**40
