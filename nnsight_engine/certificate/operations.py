@@ -14,7 +14,7 @@ from api_schemas.interventions import parse_interventions
 from api_schemas.limits import RequestLimits
 from nnsight_engine.certificate.measurements import LOGITS
 from nnsight_engine.core.errors import InterventionError
-from nnsight_engine.core.model_spec import PATTERN_LEAF, ModelSpec
+from nnsight_engine.core.model_spec import EXPERTS_LEAF, PATTERN_LEAF, ModelSpec
 from nnsight_engine.core.tensor_bytes import tensor_from_bytes
 from nnsight_engine.core.token_texts import TokenTexts
 from nnsight_engine.plans.collect.results import CollectedCapture, CollectedResults, TensorResult
@@ -78,11 +78,10 @@ class OperationRunner:
             ApiError: The model does not offer one of them to operations.
             InterventionError: The request failed.
         """
-        vectors = [one for one in points if one != LOGITS and not one.endswith(PATTERN_LEAF)]
+        alone = [one for one in points if one.endswith((PATTERN_LEAF, EXPERTS_LEAF))]
+        vectors = [one for one in points if one != LOGITS and one not in alone]
         operations = [
-            {"op": "capture", "at": [point], "name": point, "where": {"phase": "prompt"}}
-            for point in points
-            if point.endswith(PATTERN_LEAF)
+            {"op": "capture", "at": [point], "name": point, "where": {"phase": "prompt"}} for point in alone
         ]
         if vectors:
             operations.append(
