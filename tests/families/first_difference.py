@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from transformers import DeepseekV3Config, Lfm2Config, PreTrainedConfig
+from transformers import Lfm2Config, PreTrainedConfig
 from vllm import LLM, SamplingParams
 
 from tests.families.checkpoints import build_tokenizer, write_checkpoint, write_model
@@ -47,28 +47,6 @@ OTHERS: Final[dict[str, tuple[type[PreTrainedConfig], dict[str, Any], dict[str, 
             "block_auto_adjust_ff_dim": False,
         },
         {"conv_dim": 128, "conv_dim_out": 128, "block_dim": 128, "block_use_swiglu": True},
-    ),
-    "deepseek_v3": (
-        DeepseekV3Config,
-        {
-            **_COMMON,
-            "num_hidden_layers": 2,
-            "num_key_value_heads": 4,
-            "moe_intermediate_size": 64,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-            "n_group": 1,
-            "topk_group": 1,
-            "q_lora_rank": 64,
-            # vLLM's CPU kernel for latent attention has these sizes.
-            "kv_lora_rank": 512,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-        },
-        {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     ),
 }
 """Classes of configs, their settings, and entries that vLLM reads and transformers 5.19 does not write."""
