@@ -298,7 +298,8 @@ async def test_what_depends_on_the_prompt_is_checked_with_the_prompt(server: Ser
         "where": {"positions": [5, -9]},
     }
     lens = {"op": "logit_lens", "layers": "all", "top_k": 0, "targets": [" anything"]}
-    await make(server, {**STEER, "where": where}, patch, lens)
+    seen = {**patch, "values": [[1.0] * 8] * 3, "where": {"images": [1, 0]}}
+    await make(server, {**STEER, "where": where}, patch, lens, seen, {**STEER, "where": {"images": [3]}})
 
 
 @pytest.mark.both_databases

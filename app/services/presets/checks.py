@@ -16,6 +16,8 @@ from api_schemas.where import Where
 from app.vectors.names import VECTOR_FIELDS
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.plans.compile.request import compile_request
+from nnsight_engine.plans.compile.tensors import read_tensor
+from nnsight_engine.plans.prompt_media import PromptMedia
 
 
 def check_fit(operations: Sequence[Intervention], spec: ModelSpec) -> None:
@@ -29,22 +31,35 @@ def check_fit(operations: Sequence[Intervention], spec: ModelSpec) -> None:
         ApiError: A point, a layer, a width or a number does not fit the model, or two have one name.
     """
     declared = [one for one in operations if not isinstance(one, Trace)]
-    lengths = [len(one.where.positions or ()) for one in declared if isinstance(one, Patch)]
+    # Each operation has an image of its own, of as many positions as it may need.
+    sizes = [_num_positions(one) for one in declared]
     compile_request(
-        [_anywhere(one) for one in declared],
+        [_anywhere(one, index) for index, one in enumerate(declared)],
         spec=spec,
-        prompt_token_ids=[0] * max(lengths, default=1),
+        prompt_token_ids=[0] * max(sizes, default=1),
+        media=PromptMedia(tuple(((0, size),) for size in sizes)),
         max_tokens=1,
         token_of=lambda _: 0,
         stream=False,
     )
 
 
-def _anywhere(operation: Operation) -> Operation:
+def _num_positions(operation: Operation) -> int:
+    """Return the number of positions that an operation needs: for a patch, of its rows."""
+    if not isinstance(operation, Patch):
+        return 1
+    if operation.where.images is None:
+        return len(operation.where.positions or ())
+    shape = read_tensor(operation.values, "interventions").shape
+    return shape[-2] if len(shape) > 1 else 1
+
+
+def _anywhere(operation: Operation, image: int) -> Operation:
     """Return an operation without what depends on the prompt or the tokenizer."""
     if isinstance(operation, Patch):
         positions = list(range(len(operation.where.positions or ())))
-        return operation.model_copy(update={"where": Where(positions=positions)})
+        where = Where(positions=positions) if operation.where.images is None else Where(images=[image])
+        return operation.model_copy(update={"where": where})
     if isinstance(operation, LogitLens):
         return operation.model_copy(update={"where": Where(), "targets": None})
     return operation.model_copy(update={"where": Where()})
