@@ -10,14 +10,11 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal
-
-if TYPE_CHECKING:
-    import torch
+from typing import Final
 
 from nnsight_engine.core.model_spec import EXPERTS_LEAF, LATENT_LEAF, ROUTER_LEAF, WEIGHTS_LEAF
-
-Part = Literal["", "q", "k", "v", "gate", "up"]
+from nnsight_engine.vllm_backend.engine_family import EngineFamily, HookSpec, block_leaves
+from nnsight_engine.vllm_backend.hybrid_families import HYBRIDS
 
 SUMMED_LEAVES: Final = frozenset({"moe.output", "moe.shared.output"})
 """Leaves of which each tensor-parallel rank has a summand."""
@@ -42,117 +39,8 @@ class UnsupportedModelError(Exception):
         )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class HookSpec:
-    """The location of a leaf's value: a module, one of its sides, and a part of the tensor.
-
-    Attributes:
-        path: Module path relative to the layer, such as ``self_attn.qkv_proj``.
-        side: ``input`` is the module's first positional argument; every listed module is called with one.
-            ``output`` is the return value, or its first element if the module returns a tuple.
-        part: Part of a fused output; empty for the whole tensor.
-        needs: Path of a module without which a block does not have the leaf; empty for none.
-    """
-
-    path: str
-    side: Literal["input", "output"]
-    part: Part = ""
-    needs: str = ""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class EngineFamily:
-    """One layout of decoder blocks, shared by all the model classes it names.
-
-    Attributes:
-        name: Key of the table.
-        model_classes: Names of the vLLM model classes with this layout, and of architectures that they serve
-            under another name.
-        architectures: Entries of the config's ``architectures`` to which the table applies; empty if the
-            class alone decides. Needed for vLLM's Transformers backend, where one class serves all models.
-        layers: Path of the list of decoder blocks; empty if the residual stream is not known.
-        final_norm: Path of the final norm, empty if it is not known; the module may be None (OPT-350m).
-        leaves: Location of each leaf of a layer, without the residual stream's ``input`` and ``output``. A
-            block has those whose modules it has.
-        kernel: Path, relative to the layer, of vLLM's ``Attention``, which receives queries and keys; empty
-            if it is not known.
-        project_out: Path of a projection between the final norm and the unembedding, or empty.
-        hidden_index: Position of the hidden states among the parameters of a block's ``forward``.
-        hidden_name: Name of that parameter, which some models use to call blocks.
-        returns_none: Whether blocks return ``(stream, None)``.
-        returns_residual: Whether blocks return ``(hidden, residual)``, whose sum is the residual stream.
-            Otherwise blocks take and return the residual stream itself, as one tensor.
-        has_unused_residual: Whether ``hidden`` is the whole stream, and nothing reads the second tensor,
-            which is then replaced by zeros, so that the sum is right.
-        sums_at_once: Whether attention and MLP are summed before they are reduced over tensor-parallel ranks,
-            none of which then has their values.
-        is_batched: Whether values have a leading axis of size 1 (``[1, tokens, width]``).
-        is_qkv_interleaved: Whether the fused output is ``[heads, (q, k, v), head_dim]`` instead of all of q,
-            then all of k, then all of v.
-        is_kernel_bare: Whether the attention module calls the kernel's ``forward`` directly, so that hooks on
-            the kernel module do not run.
-    """
-
-    name: str
-    model_classes: tuple[str, ...]
-    layers: str
-    final_norm: str
-    leaves: Mapping[str, HookSpec]
-    kernel: str
-    architectures: tuple[str, ...] = ()
-    project_out: str = ""
-    hidden_index: int = 0
-    hidden_name: str = "hidden_states"
-    returns_none: bool = False
-    returns_residual: bool = False
-    has_unused_residual: bool = False
-    sums_at_once: bool = False
-    is_batched: bool = False
-    is_qkv_interleaved: bool = False
-    is_kernel_bare: bool = False
-
-    def hidden_key(self, args: Sequence[Any]) -> int | str:
-        """Return where a call of a block has the hidden states: their position, or their name."""
-        return self.hidden_index if self.hidden_index < len(args) else self.hidden_name
-
-    def hidden_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
-        """Return the hidden states among the arguments of a call of a block."""
-        key = self.hidden_key(args)
-        hidden: torch.Tensor = args[key] if isinstance(key, int) else kwargs[key]
-        return hidden
-
-    def residual_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-        """Return the stream's second tensor among the arguments of a call of a block; None without it."""
-        if not self.returns_residual:
-            return None
-        key = self.hidden_key(args)
-        if isinstance(key, int) and key + 1 < len(args):
-            residual: torch.Tensor | None = args[key + 1]
-            return residual
-        return kwargs.get("residual")
-
-
-def _leaves(*, attention: str, qkv: str, out: str, mlp: str, up: str, down: str) -> dict[str, HookSpec]:
-    """Return the leaves of a block whose attention and MLP modules are called with one tensor.
-
-    All paths are relative to the layer. ``attention`` is the module that returns ``attn.output``; ``qkv`` and
-    ``out`` are its projections; ``up`` and ``down`` are the projections of the MLP.
-    """
-    return {
-        "attn.output": HookSpec(attention, "output"),
-        "attn.q": HookSpec(qkv, "output", "q"),
-        "attn.k": HookSpec(qkv, "output", "k"),
-        "attn.v": HookSpec(qkv, "output", "v"),
-        "attn.heads": HookSpec(out, "input"),
-        "mlp.input": HookSpec(mlp, "input"),
-        "mlp.output": HookSpec(mlp, "output"),
-        "mlp.up": HookSpec(up, "output"),
-        "mlp.act": HookSpec(down, "input"),
-    }
-
-
 _LLAMA_LEAVES: Final[Mapping[str, HookSpec]] = types.MappingProxyType(
-    _leaves(
+    block_leaves(
         attention="self_attn",
         qkv="self_attn.qkv_proj",
         out="self_attn.o_proj",
@@ -220,7 +108,7 @@ _LLAMA4_LACKS: Final = frozenset({"attn.q", "attn.k", "moe.output"})
 """vLLM orders the numbers of queries and keys differently; transformers has no module for the last."""
 
 _NEMOTRON_LEAVES: Final[Mapping[str, HookSpec]] = types.MappingProxyType(
-    _leaves(
+    block_leaves(
         attention="self_attn",
         qkv="self_attn.qkv_proj",
         out="self_attn.o_proj",
@@ -236,7 +124,7 @@ _TRANSFORMERS_LLAMA_LEAVES: Final[Mapping[str, HookSpec]] = types.MappingProxyTy
 )
 
 _PHI_LEAVES: Final[Mapping[str, HookSpec]] = types.MappingProxyType(
-    _leaves(
+    block_leaves(
         attention="self_attn.dense",
         qkv="self_attn.qkv_proj",
         out="self_attn.dense",
@@ -247,7 +135,7 @@ _PHI_LEAVES: Final[Mapping[str, HookSpec]] = types.MappingProxyType(
 )
 
 _STARCODER2_LEAVES: Final[Mapping[str, HookSpec]] = types.MappingProxyType(
-    _leaves(
+    block_leaves(
         attention="self_attn.o_proj",
         qkv="self_attn.qkv_proj",
         out="self_attn.o_proj",
@@ -258,14 +146,14 @@ _STARCODER2_LEAVES: Final[Mapping[str, HookSpec]] = types.MappingProxyType(
 )
 
 _GPT2_LEAVES: Final[Mapping[str, HookSpec]] = types.MappingProxyType(
-    _leaves(
+    block_leaves(
         attention="attn", qkv="attn.c_attn", out="attn.c_proj", mlp="mlp", up="mlp.c_fc", down="mlp.c_proj"
     )
 )
 
 # In OPT the MLP is two linear layers of the block itself, so its input and output are theirs.
 _OPT_LEAVES: Final[Mapping[str, HookSpec]] = types.MappingProxyType(
-    _leaves(
+    block_leaves(
         attention="self_attn",
         qkv="self_attn.qkv_proj",
         out="self_attn.out_proj",
@@ -278,7 +166,7 @@ _OPT_LEAVES: Final[Mapping[str, HookSpec]] = types.MappingProxyType(
 
 # The attention module returns (output, weights), so the output of its projection is used instead.
 _GPT_NEOX_LEAVES: Final[Mapping[str, HookSpec]] = types.MappingProxyType(
-    _leaves(
+    block_leaves(
         attention="attention.dense",
         qkv="attention.query_key_value",
         out="attention.dense",
@@ -461,6 +349,7 @@ FAMILIES: Final = (
         kernel="attention.attn",
         is_qkv_interleaved=True,
     ),
+    *HYBRIDS,
 )
 """The tables, one per layout."""
 
@@ -478,3 +367,14 @@ def family_named(class_name: str, architectures: Sequence[str]) -> EngineFamily 
         ):
             return family
     return None
+
+
+__all__ = [
+    "FAMILIES",
+    "SHARDED_LEAVES",
+    "SUMMED_LEAVES",
+    "EngineFamily",
+    "HookSpec",
+    "UnsupportedModelError",
+    "family_named",
+]

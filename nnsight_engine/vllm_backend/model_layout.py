@@ -115,7 +115,7 @@ class ModelLayout:
             if block not in kinds:
                 kinds.append(block)
         # The table's leaves are those of the blocks.
-        family = dataclasses.replace(self.family, leaves={})
+        family = dataclasses.replace(self.family, leaves={}, other_leaves={})
         return {
             "family": msgspec.to_builtins(family),
             "kinds": [msgspec.to_builtins(kind) for kind in kinds],

@@ -337,7 +337,7 @@ def _block_points(block: nn.Module, family: EngineFamily, config: TextConfig) ->
     modules = dict(block.named_modules(remove_duplicate=False))
     leaves = {
         leaf: spec
-        for leaf, spec in family.leaves.items()
+        for leaf, spec in (*family.other_leaves.items(), *family.leaves.items())
         if spec.path in modules and (not spec.needs or spec.needs in modules)
     }
     num_heads: int = getattr(config, "num_attention_heads", 0)  # a model without attention states none

@@ -53,6 +53,8 @@ _WRITES: Final[dict[str, dict[str, Any]]] = {
     "embed.output": {"op": "steer", "scale": 0.5},
     "layers.1.mlp.act": {"op": "ablate", "units": UNITS},
     "layers.1.attn.q": {"op": "steer", "scale": 2.0},
+    "layers.0.mixer.output": {"op": "steer", "scale": 2.0},
+    "layers.2.mlp.output": {"op": "steer", "scale": 2.0},
     "layers.1.moe.router": {"op": "steer", "scale": 2.0},
     "layers.1.moe.experts": {"op": "ablate", "method": "vector", "vector": EXPERTS},
     "layers.1.moe.weights": {"op": "steer", "scale": 2.0},
@@ -97,7 +99,7 @@ def expect(checkpoint: Path) -> Expected:
     }
     model: Any = load_reference_model(checkpoint)
     if TREES[model.config.model_type].has_pattern:
-        activations |= _patterns(model)
+        activations |= _patterns(model, [name for name in activations if name.endswith("attn.heads")])
     written = {}
     for point, write in _writes(activations).items():
         handle = place(model, point, _change(write, vectors.get(point)))
@@ -134,12 +136,16 @@ def _change(write: dict[str, Any], vector: torch.Tensor | None) -> Change:
     return set_to(write["vector"]) if "vector" in write else zero(write["units"])
 
 
-def _patterns(model: Any) -> dict[str, torch.Tensor]:
+def _patterns(model: Any, heads: list[str]) -> dict[str, torch.Tensor]:
+    """Return the patterns of the layers that have these points."""
+    if not heads:
+        return {}
     with torch.no_grad():
         output = model(torch.tensor([PROMPT_IDS]), use_cache=False, output_attentions=True)
+    patterns = [pattern for pattern in output.attentions if pattern is not None]
     return {
-        f"layers.{layer}.attn.pattern": pattern[0].transpose(0, 1)
-        for layer, pattern in enumerate(output.attentions)
+        name.replace("attn.heads", "attn.pattern"): pattern[0].transpose(0, 1)
+        for name, pattern in zip(heads, patterns, strict=True)
     }
 
 

@@ -16,11 +16,11 @@ from vllm.lora.request import LoRARequest
 
 from nnsight_engine import LanguageModel, save
 from nnsight_engine.vllm_backend.vllm import VLLM
+from tests.families.moves import LAYER, points_of_a_layer
 
 PROMPT: Final = [45, 257, 80, 301, 77, 78, 260, 90]
 OTHER: Final = [91, 120, 33, 44, 260, 18, 77, 45]
 NUM_TOKENS: Final = 4
-LAYER: Final = 1
 _RELATIVE: Final = 1e-4
 
 Values = dict[str, Any]
@@ -62,10 +62,20 @@ def writable(model: Any) -> list[str]:
     """Return a layer's points, and those of the whole model, that can be written."""
     return [
         name
-        for name in model.points()
-        if (not name.startswith("layers.") or name.startswith(f"layers.{LAYER}."))
-        and not name.endswith(("attn.pattern", "moe.experts"))
+        for name in points_of_a_layer(model.points())
+        if not name.endswith(("attn.pattern", "moe.experts"))
     ]
+
+
+def whole(output: Any) -> Any:
+    """Return what a module returns, or the first of several."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+def mixing(model: Any) -> tuple[str, int]:
+    """Return the point of a layer's heads, or of its mixer, and the number of its axes."""
+    heads = f"layers.{LAYER}.attn.heads"
+    return (heads, 2) if heads in model.points else (f"layers.{LAYER}.mixer.output", 1)
 
 
 # The blocks. What they return is compared without a batch's axis.
@@ -82,30 +92,29 @@ def read_everything(model: Any) -> Values:
 
 
 def read_by_attribute(model: Any) -> Values:
-    layer = model.layers[LAYER]
-    names = set(model.points())
-    has_queries, has_values = (f"layers.{LAYER}.attn.{part}" in names for part in ("q", "v"))
-    has_neurons = f"layers.{LAYER}.mlp.up" in model.points()
+    layer, names = model.layers[LAYER], set(model.points())
     with opened(model, PROMPT):
         read: Values = save({})
         read["embed"] = model.embed.output
         read["input"] = layer.input
-        read["attn.input"] = layer.attn.input
-        if has_queries:
+        if f"layers.{LAYER}.attn.heads" in names and f"layers.{LAYER}.mlp.input" in names:
+            read["attn.input"] = layer.attn.input  # parts are modules of their own
+        if f"layers.{LAYER}.attn.q" in names:
             read["q"], read["k"] = layer.attn.q, layer.attn.k
-        if has_values:
+        if f"layers.{LAYER}.attn.v" in names:
             read["v"] = layer.attn.v
         if f"layers.{LAYER}.attn.latent" in names:
             read["latent"] = layer.attn.latent
-        read["heads"] = layer.attn.heads
-        read["mlp.input"] = layer.mlp.input
-        if has_neurons:
+        if f"layers.{LAYER}.attn.heads" in names:
+            read["heads"] = layer.attn.heads
+        if f"layers.{LAYER}.mlp.input" in names:
+            read["mlp.input"] = layer.mlp.input
+        if f"layers.{LAYER}.mlp.up" in names:
             read["up"] = layer.mlp.up
         if f"layers.{LAYER}.mlp.output" in names:
-            output = layer.mlp.output  # of transformers' gpt-oss a tuple, with the weights of experts
-            read["mlp.output"] = output[0] if isinstance(output, tuple) else output
+            read["mlp.output"] = whole(layer.mlp.output)
         for index, one in enumerate(model.layers[LAYER + 1 :]):
-            read[f"output of {index}"] = one.output
+            read[f"output of {index}"] = whole(one.output)
         read["len"] = torch.tensor([float(len(model.layers))])
     return read
 
@@ -131,39 +140,45 @@ def assign(model: Any) -> Values:
 
 
 def ablate_a_head(model: Any) -> Values:
+    name, num_axes = mixing(model)
     with opened(model, PROMPT):
-        model.layers[LAYER].attn.heads[..., 2, :] = 0
-        after = model.layers[-1].output.clone().save()
+        if num_axes > 1:
+            model.layers[LAYER].attn.heads[..., 2, :] = 0
+        else:
+            model.points[name][..., 2:34] = 0
+        after = whole(model.layers[-1].output).clone().save()
         logits = model.points["logits"][..., -1, :].save()
     return {"after": after, "logits": logits}
 
 
 def patch_from_another_prompt(model: Any) -> Values:
     with opened(model, OTHER):
-        hidden = model.layers[LAYER].output[..., -1, :].save()
+        hidden = whole(model.layers[LAYER].output)[..., -1, :].save()
     with opened(model, PROMPT):
-        model.layers[LAYER].output[..., -1, :] = hidden
+        whole(model.layers[LAYER].output)[..., -1, :] = hidden
         logits = model.points["logits"][..., -1, :].save()
     return {"hidden": hidden, "logits": logits}
 
 
 def patch_between_invokes(model: Any) -> Values:
+    name, num_axes = mixing(model)
+    last = (..., -1, *[1] * (num_axes - 1), slice(None))
     with opened(model, None) as tracer:
         barrier = tracer.barrier(2)
         with tracer.invoke(given(model, OTHER)):
-            hidden = model.layers[LAYER].attn.heads[..., -1, 1, :].clone()
+            hidden = model.points[name][last].clone()
             barrier()
         with tracer.invoke(given(model, PROMPT)):
             barrier()
-            model.layers[LAYER].attn.heads[..., -1, 1, :] = hidden
+            model.points[name][last] = hidden
             logits = model.points["logits"][..., -1, :].save()
     with opened(model, None) as tracer:
         barrier = tracer.barrier(2)
         with tracer.invoke(given(model, OTHER)):
-            stream = model.layers[LAYER].output[..., -1, :].clone()
+            stream = whole(model.layers[LAYER].output)[..., -1, :].clone()
             barrier()
         with tracer.invoke(given(model, PROMPT)):
-            output = model.layers[LAYER].output
+            output = whole(model.layers[LAYER].output)
             barrier()
             output[..., -1, :] = stream
             after = model.points["logits"][..., -1, :].save()
@@ -175,7 +190,8 @@ def steer_while_generating(model: Any) -> Values:
     with opened(model, PROMPT, NUM_TOKENS) as tracer:
         steps: list[torch.Tensor] = save([])
         for _ in tracer.iter[:]:
-            model.layers[LAYER].output[..., -1, :] += direction
+            stream = whole(model.layers[LAYER].output)
+            stream[..., -1, :] += direction
             model.points[f"layers.{LAYER + 1}.output"] = model.points[f"layers.{LAYER + 1}.output"] * 1.1
             steps.append(model.points["logits"][..., -1, :].clone())
     return {
@@ -201,20 +217,23 @@ def force_experts(model: Any) -> Values:
 
 
 def patterns_while_generating(model: Any) -> Values:
-    if f"layers.{LAYER}.attn.pattern" not in model.points:
+    names = [name for name in points_of_a_layer(model.points()) if name.endswith("attn.pattern")]
+    if not names:
         return {}
     with opened(model, PROMPT, NUM_TOKENS) as tracer:
         steps: list[torch.Tensor] = save([])
         for _ in tracer.iter[:]:
-            pattern = model.points[f"layers.{LAYER}.attn.pattern"]
-            steps.append(pattern.clone())
+            steps += [model.points[name].clone() for name in names]
     return {f"step {n}": step for n, step in enumerate(steps)}
 
 
 def skip_a_layer(model: Any) -> Values:
+    # FalconH1's layers return a tuple in transformers.
+    is_tuple = not isinstance(model, VLLM) and model.config.model_type == "falcon_h1"
     with opened(model, PROMPT):
         layer = model.layers[LAYER]
-        layer.skip(layer.input * 1.25)
+        value = layer.input * 1.25
+        layer.skip((value,) if is_tuple else value)
         after = model.layers[LAYER + 1].input.clone().save()
         logits = model.points["logits"][..., -1, :].save()
     return {"after": after, "logits": logits}
@@ -227,7 +246,7 @@ def look_through_a_lens(model: Any) -> Values:
         head = model.lm_head if hasattr(model, "lm_head") else model.embed_out
         lens: Values = save({})
         for index, layer in enumerate(model.layers):
-            hidden = final(layer.output[..., -1, :])
+            hidden = final(whole(layer.output)[..., -1, :])
             # What vLLM's linears return is a tuple, with a bias that the caller may add.
             lens[f"layer {index}"] = head(hidden[0] if isinstance(hidden, tuple) else hidden)
     return lens

@@ -20,6 +20,7 @@ from transformers import (
     DeepseekV3Config,
     Ernie4_5_MoeConfig,
     Exaone4Config,
+    FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
@@ -32,13 +33,17 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    GraniteMoeHybridConfig,
     GraniteMoeSharedConfig,
+    Lfm2Config,
     Llama4TextConfig,
     LlamaConfig,
+    Mamba2Config,
     MinistralConfig,
     MistralConfig,
     MixtralConfig,
     NemotronConfig,
+    NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoConfig,
@@ -55,6 +60,7 @@ from transformers import (
     SmolLM3Config,
     StableLmConfig,
     Starcoder2Config,
+    Zamba2Config,
 )
 
 if TYPE_CHECKING:
@@ -100,6 +106,12 @@ FAMILIES: Final = (
     "gpt2",
     "opt",
     "gpt_neox",
+    "falcon_h1",
+    "granitemoehybrid",
+    "lfm2",
+    "mamba2",
+    "nemotron_h",
+    "zamba2",
 )
 """The supported families."""
 
@@ -125,14 +137,13 @@ WORDS: Final = (
 )  # fmt: skip
 """Words that are one token each, leading space included."""
 
+_TOKENS: Final = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 _COMMON: Final[dict[str, Any]] = {
+    **_TOKENS,
     "hidden_size": HIDDEN_SIZE,
     "num_hidden_layers": NUM_LAYERS,
     "num_attention_heads": NUM_HEADS,
     "max_position_embeddings": MAX_POSITIONS,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
 }
 _GROUPED: Final = {**_COMMON, "num_key_value_heads": NUM_KV_HEADS, "intermediate_size": INTERMEDIATE_SIZE}
 # Heads of 64, so that heads × head_dim (256) is not the hidden size.
@@ -188,6 +199,15 @@ _GRANITE: Final = {
 }
 _GRANITE_MOE: Final = {**_GROUPED, **_GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2}
 _NEOX: Final = {**_COMMON, "intermediate_size": INTERMEDIATE_SIZE}
+_MAMBA: Final = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 32,
+    "mamba_d_state": 32,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 32,
+}
+# vLLM has no least step of the recurrence, so it is out of reach.
+_STEPS: Final = {"chunk_size": 32, "time_step_min": 1e-9}
 
 _CONFIGS: Final[dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]]] = {
     "llama": (LlamaConfig, {**_GROUPED, "tie_word_embeddings": False}),
@@ -236,6 +256,47 @@ _CONFIGS: Final[dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]]] = {
     "opt": (OPTConfig, _OPT),
     "opt_post_norm": (OPTConfig, {**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 64}),
     "gpt_neox": (GPTNeoXConfig, _NEOX),
+    "falcon_h1": (FalconH1Config, {**_GROUPED, **_MAMBA, "mamba_d_ssm": 256, "ssm_out_multiplier": 0.5}),
+    "granitemoehybrid": (
+        GraniteMoeHybridConfig,
+        {
+            **_GROUPED,
+            **_MAMBA,
+            **_GRANITE,
+            "num_local_experts": 0,
+            "shared_intermediate_size": INTERMEDIATE_SIZE,
+            "layer_types": ["mamba", "attention"] * (NUM_LAYERS // 2),
+            "position_embedding_type": "rope",
+        },
+    ),
+    "lfm2": (
+        Lfm2Config,
+        {
+            **_GROUPED,
+            "layer_types": ["conv", "full_attention"] * (NUM_LAYERS // 2),
+            "block_auto_adjust_ff_dim": False,
+            # vLLM reads these.
+            "conv_dim": HIDDEN_SIZE,
+            "conv_dim_out": HIDDEN_SIZE,
+            "block_dim": HIDDEN_SIZE,
+        },
+    ),
+    "mamba2": (
+        Mamba2Config,
+        {**_TOKENS, "hidden_size": HIDDEN_SIZE, "num_hidden_layers": NUM_LAYERS, "num_heads": 8}
+        | {"head_dim": 32, "state_size": 32, "n_groups": 1, "expand": 2, "chunk_size": 32},
+    ),
+    "nemotron_h": (
+        NemotronHConfig,
+        {name: value for name, value in _WIDE.items() if name != "num_hidden_layers"}
+        | {"layers_block_type": ["mamba", "attention", "mlp", "mamba"], "ssm_state_size": 32}
+        | {"mamba_num_heads": 8, "mamba_head_dim": 32, "n_groups": 2, **_STEPS},
+    ),
+    "zamba2": (
+        Zamba2Config,
+        {**_COMMON, "intermediate_size": INTERMEDIATE_SIZE, "mamba_d_state": 32, "n_mamba_heads": 8}
+        | {"layers_block_type": ["mamba", "hybrid"] * (NUM_LAYERS // 2), "num_mem_blocks": 1, **_STEPS},
+    ),
     "gpt_neox_sequential": (GPTNeoXConfig, {**_NEOX, "use_parallel_residual": False}),
 }
 

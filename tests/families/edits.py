@@ -117,7 +117,7 @@ def place(model: nn.Module, point: str, change: Change) -> Edit:
         return _after(block, change)
     if leaf in tree.inputs:
         return _before(block.get_submodule(tree.inputs[leaf]), change)
-    leaves, path = next(entry for entry in tree.outputs.items() if leaf in entry[0].split("|"))
+    leaves, paths = next(entry for entry in tree.outputs.items() if leaf in entry[0].split("|"))
     names = leaves.split("|")
     split = splitter(config, len(names))
 
@@ -125,6 +125,7 @@ def place(model: nn.Module, point: str, change: Change) -> Edit:
         # Parts are views, so the whole changes with them.
         change(split(rows.view(-1, rows.shape[-1]))[names.index(leaf)])
 
+    (path,) = set(paths.split("|")) & {name for name, _ in block.named_modules()}
     return _after(block.get_submodule(path), change_part if len(names) > 1 else change)
 
 

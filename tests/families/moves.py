@@ -22,5 +22,16 @@ def move(value: torch.Tensor) -> None:
 
 
 def points_of_a_layer(names: Iterable[str]) -> list[str]:
-    """Return a model's own points and those of ``LAYER``, in the order given."""
-    return [name for name in names if not name.startswith("layers.") or f"layers.{LAYER}." in name]
+    """Return a model's own points, and each leaf of ``LAYER``, or of the first layer that has it.
+
+    Points are in the order given.
+    """
+    given = list(names)
+    layers: dict[str, int] = {}
+    for name in given:
+        if name.startswith("layers."):
+            _, layer, leaf = name.split(".", 2)
+            if leaf not in layers or int(layer) == LAYER:
+                layers[leaf] = int(layer)
+    chosen = {f"layers.{layer}.{leaf}" for leaf, layer in layers.items()}
+    return [name for name in given if not name.startswith("layers.") or name in chosen]

@@ -32,7 +32,8 @@ class Tree:
         layers: Path of the blocks' list.
         norm: Path of the final norm.
         inputs: Leaf to the module, below a block, whose input it is. A block has those whose modules it has.
-        outputs: Leaf to the module whose output it is; ``a|b|c`` where the output holds several.
+        outputs: Leaf to the module whose output it is; ``a|b|c`` where the output holds several. Where blocks
+            differ, several modules ``a|b``, of which a block has one.
         router: The module that returns logits, weights and ids of experts, or empty.
         router_order: The index of each of these in what the module returns; without ids, weights of all.
         has_pattern: Whether attention's probabilities are a point.
@@ -80,6 +81,19 @@ def _tree(out: str, *, up: str, down: str, norm: str = "model.norm") -> Tree:
             **{f"attn.{part}": f"self_attn.{part}_proj" for part in "qkv"},
             "mlp.up": up,
             "mlp.output": "mlp",
+        },
+    )
+
+
+def _hybrid(mlp: str, *, mixer: str, norm: str) -> Tree:
+    """Return a tree with Llama's attention, an MLP of another name, and a mixer beside."""
+    return Tree(
+        layers="model.layers",
+        norm=norm,
+        inputs={leaf: path.replace("mlp", mlp) for leaf, path in _LLAMA.inputs.items()},
+        outputs={
+            **{leaf: path.replace("mlp", mlp) for leaf, path in _LLAMA.outputs.items()},
+            "mixer.output": f"{mixer}.out_proj",
         },
     )
 
@@ -146,6 +160,64 @@ TREES: Final[dict[str, Tree]] = {
         router_order=(2, 1, 0),
     ),
     **dict.fromkeys(("glm", "glm4"), _GLM),
+    "falcon_h1": _hybrid("feed_forward", mixer="mamba", norm="model.final_layernorm"),
+    "granitemoehybrid": dataclasses.replace(
+        _hybrid("shared_mlp", mixer="mamba", norm="model.norm"),
+        inputs={
+            "attn.heads": "self_attn.o_proj",
+            "mlp.input": "shared_mlp",
+            "mlp.act": "shared_mlp.output_linear",
+        },
+        outputs={
+            **{leaf: path for leaf, path in _UNGATED.items() if leaf != "mlp.output"},
+            "mlp.gate|mlp.up": "shared_mlp.input_linear",
+            "mlp.output": "shared_mlp",
+            "mixer.output": "mamba.out_proj",
+        },
+    ),
+    "lfm2": Tree(
+        layers="model.layers",
+        norm="model.embedding_norm",
+        inputs={
+            "attn.heads": "self_attn.out_proj",
+            "mlp.input": "feed_forward",
+            "mlp.act": "feed_forward.w2",
+        },
+        outputs={
+            **{f"attn.{part}": f"self_attn.{part}_proj" for part in "qkv"},
+            "attn.output": "self_attn.out_proj",
+            "mlp.gate": "feed_forward.w1",
+            "mlp.up": "feed_forward.w3",
+            "mlp.output": "feed_forward",
+            "mixer.output": "conv.out_proj",
+        },
+    ),
+    "mamba2": Tree(
+        layers="backbone.layers",
+        norm="backbone.norm_f",
+        inputs={},
+        outputs={"mixer.output": "mixer.out_proj"},
+        has_pattern=False,
+    ),
+    "nemotron_h": Tree(
+        layers="model.layers",
+        norm="model.norm_f",
+        inputs={"attn.heads": "mixer.o_proj", "mlp.input": "mixer.up_proj", "mlp.act": "mixer.down_proj"},
+        outputs={
+            **{f"attn.{part}": f"mixer.{part}_proj" for part in "qkv"},
+            "attn.output": "mixer.o_proj",
+            "mlp.up": "mixer.up_proj",
+            "mlp.output": "mixer.down_proj",
+            "mixer.output": "mixer.out_proj",
+        },
+    ),
+    "zamba2": Tree(
+        layers="model.layers",
+        norm="model.final_layernorm",
+        inputs={},
+        outputs={"mixer.output": "mamba.out_proj|mamba_decoder.mamba.out_proj"},
+        has_pattern=False,
+    ),
     "nemotron": _tree("self_attn.o_proj", up="mlp.up_proj", down="mlp.down_proj"),
     "phi": _tree("self_attn.dense", up="mlp.fc1", down="mlp.fc2", norm="model.final_layernorm"),
     "starcoder2": _tree("self_attn.o_proj", up="mlp.c_fc", down="mlp.c_proj"),
@@ -232,9 +304,9 @@ def reference_activations(path: Path, prompt_ids: Sequence[int], **inputs: Any) 
         for leaf, module_path in tree.inputs.items():
             if module_path in modules:
                 _record(modules[module_path], "input", [f"layers.{index}.{leaf}"], found)
-        for leaves, module_path in tree.outputs.items():
+        for leaves, paths in tree.outputs.items():
             points = [f"layers.{index}.{leaf}" for leaf in leaves.split("|")]
-            if module_path in modules:
+            for module_path in set(paths.split("|")) & modules.keys():
                 split = splitter(config, len(points))
                 _record(modules[module_path], "output", points, found, split)
         if tree.router and tree.router in modules:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 PROMPT_IDS = [45, 257, 80, 301, 77, 78, 260, 90]
 UNGATED = {
     *("gpt2", "opt", "opt_post_norm", "gpt_neox", "gpt_neox_sequential", "nemotron", "phi", "starcoder2"),
+    "nemotron_h",
 }
 EXPERTS = {
     *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "granitemoeshared"),
@@ -39,6 +40,14 @@ SHARED = {"glm4_moe", "granitemoeshared", *MLA}
 UNORDERED = {"llama4_text"}
 """Families whose queries and keys are not in the same order on both engines."""
 DENSE = {**dict.fromkeys({"ernie4_5_moe", "glm4_moe", *MLA}, (0,)), "llama4_text": (0, 2)}
+HYBRIDS = {
+    "granitemoehybrid": ["mixer", "attn"] * 2,
+    "lfm2": ["mixer", "attn"] * 2,
+    "mamba2": ["mixer"] * 4,
+    "nemotron_h": ["mixer", "attn", "mlp", "mixer"],
+    "zamba2": ["mixer"] * 4,
+}
+"""What blocks have, where it differs."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES + VARIANTS)
@@ -60,28 +69,36 @@ def activations(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def test_every_point_is_there_with_its_shape(family: str, activations: dict[str, torch.Tensor]) -> None:
-    always = {"input", "output", "attn.output", "attn.q", "attn.k", "attn.v", "attn.heads"}
-    always |= {"mlp.input", "mlp.output"} if family != "granitemoeshared" else {"mlp.input"}
-    always -= {"attn.q", "attn.k"} if family in UNORDERED else set()
-    always = always - {"attn.q", "attn.k", "attn.v"} | {"attn.latent"} if family in MLA else always
+    mlp = {"mlp.input"} | ({"mlp.output"} if family != "granitemoeshared" else set())
     dense = {"mlp.up", "mlp.act", *(set() if family in UNGATED else {"mlp.gate"})}
-    expected = {f"layers.{layer}.{leaf}" for layer in range(NUM_LAYERS) for leaf in always}
+    attention = {"attn.output", "attn.q", "attn.k", "attn.v", "attn.heads"}
+    attention -= {"attn.q", "attn.k"} if family in UNORDERED else set()
+    attention = attention - {"attn.q", "attn.k", "attn.v"} | {"attn.latent"} if family in MLA else attention
+    expected = {"embed.output", "logits"} | (set() if family == "opt_post_norm" else {"norm.output"})
     for layer in range(NUM_LAYERS):
         has_experts = family in EXPERTS and layer not in DENSE.get(family, ())
         routed = {"moe.router", "moe.experts", "moe.weights", "moe.output"}
         routed |= {"moe.shared.output"} if family in SHARED else set()
         routed -= {"moe.output"} if family == "llama4_text" else set()  # no module returns it
-        expected |= {f"layers.{layer}.{leaf}" for leaf in (routed if has_experts else dense)}
-    expected |= {"embed.output", "logits"} | (set() if family == "opt_post_norm" else {"norm.output"})
+        parts = {
+            "attn": attention,
+            "mlp": mlp | (routed if has_experts else dense),
+            "mixer": {"mixer.output"},
+        }
+        has = {HYBRIDS[family][layer]} if family in HYBRIDS else {"attn", "mlp"}
+        has |= {"mlp"} if family in {"granitemoehybrid", "lfm2"} else set()
+        has |= {"mixer"} if family == "falcon_h1" else set()
+        leaves = {"input", "output"}.union(*(parts[part] for part in has))
+        expected |= {f"layers.{layer}.{leaf}" for leaf in leaves}
     assert set(activations) == expected
     tokens = len(PROMPT_IDS)
     assert activations["layers.2.output"].shape == (tokens, HIDDEN_SIZE)
-    if family not in EXPERTS:
+    if "layers.2.mlp.act" in expected:
         assert activations["layers.2.mlp.act"].shape == (tokens, INTERMEDIATE_SIZE)
-    if family not in UNORDERED | MLA:
-        assert activations["layers.2.attn.v"].shape[2] == activations["layers.2.attn.heads"].shape[2]
-        assert activations["layers.2.attn.q"].shape == activations["layers.2.attn.heads"].shape
-        assert activations["layers.2.attn.k"].shape[2] == activations["layers.2.attn.q"].shape[2]
+    if "layers.1.attn.q" in expected:
+        assert activations["layers.1.attn.v"].shape[2] == activations["layers.1.attn.heads"].shape[2]
+        assert activations["layers.1.attn.q"].shape == activations["layers.1.attn.heads"].shape
+        assert activations["layers.1.attn.k"].shape[2] == activations["layers.1.attn.q"].shape[2]
 
 
 def test_the_weights_of_experts_are_those_written_down(

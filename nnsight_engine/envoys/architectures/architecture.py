@@ -13,20 +13,23 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from nnsight_engine.envoys.architectures import table, views
+from nnsight_engine.envoys.architectures.hybrid_table import HYBRIDS
 from nnsight_engine.envoys.architectures.part_envoys import (
     AttentionEnvoy,
     GatedMlpEnvoy,
     MlpEnvoy,
+    OneMixerLayerEnvoy,
     SplitMlpLayerEnvoy,
     UpEnvoy,
 )
 from nnsight_engine.envoys.architectures.structure import family_by_structure
-from nnsight_engine.envoys.architectures.table import FAMILIES, ArchitectureFamily, ModulePath
+from nnsight_engine.envoys.architectures.table import ArchitectureFamily, ModulePath
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.aliases import Rename
     from nnsight_engine.envoys.envoy import Envoy, EnvoyMap
 
+_FAMILIES: Final = {**table.FAMILIES, **HYBRIDS}
 _HEADS_OF_MODELS: Final = ("lm_head", "embed_out")
 _QKV: Final = ("q", "k", "v")
 
@@ -133,7 +136,7 @@ def architecture_of(module: torch.nn.Module) -> Architecture | None:
     if not _is_from_transformers(module):
         return None
     config: Any = module.config
-    family = FAMILIES.get(config.model_type) or family_by_structure(module)
+    family = _FAMILIES.get(config.model_type) or family_by_structure(module)
     if family is None:
         return None
     body = next((body for body in family.bodies if _layers(module, body, family) is not None), None)
@@ -161,7 +164,7 @@ def missing_for(module: torch.nn.Module) -> str:
     if not _is_from_transformers(module):
         return "it is not a model of the transformers library"
     config: Any = module.config
-    if config.model_type in FAMILIES:
+    if config.model_type in _FAMILIES:
         return f"its modules are not at the paths of {config.model_type}"
     return "it has no single list of as many blocks as its config's num_hidden_layers"
 
@@ -187,7 +190,7 @@ def _leaves_of(layer: torch.nn.Module, family: ArchitectureFamily) -> Mapping[st
     modules = dict(layer.named_modules(remove_duplicate=False))
     return {
         leaf: place
-        for leaf, place in family.leaves.items()
+        for leaf, place in (*family.other_leaves.items(), *family.leaves.items())
         if place.path in modules and (not place.needs or place.needs in modules)
     }
 
@@ -203,6 +206,8 @@ def _rename(
         for name, path in names.items()
         if path and getattr(decoder, path, None) is not None and not hasattr(module, name)
     }
+    if family.attention == family.mlp:
+        return found  # both are parts of the layer's envoy, or there is neither
     if family.attention and not any(hasattr(layer, "attn") for layer in layers):
         found[family.attention] = "attn"
     if family.mlp and not any(hasattr(layer, "mlp") for layer in layers):
@@ -214,8 +219,10 @@ def _envoys(layer: torch.nn.Module, family: ArchitectureFamily) -> dict[type[tor
     """Return the envoy classes of a layer's modules."""
     leaves, modules = _leaves_of(layer, family), dict(layer.named_modules(remove_duplicate=False))
     found: dict[type[torch.nn.Module], type[Envoy]] = {}
-    if family.attention and family.attention in modules:
+    if table.HEADS in leaves:
         found[type(modules[family.attention])] = AttentionEnvoy
+    if family.attention and family.attention == family.mlp:
+        found[type(layer)] = OneMixerLayerEnvoy
     if not family.mlp and "mlp.input" in leaves:
         found[type(layer)] = SplitMlpLayerEnvoy
         return found

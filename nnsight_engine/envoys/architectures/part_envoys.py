@@ -96,6 +96,16 @@ class SplitMlpLayerEnvoy(Envoy):
         return points.group(f"layers.{layer}.mlp")
 
 
+class OneMixerLayerEnvoy(SplitMlpLayerEnvoy):
+    """Envoy of a layer with one module, attention in some layers and an MLP in others (NemotronH)."""
+
+    @property
+    def attn(self) -> PointGroup:
+        """Attention's points."""
+        points, layer = _layer_of(self)
+        return points.group(f"layers.{layer}.attn")
+
+
 def _layer_of(envoy: Envoy) -> tuple[Points, int]:
     """Return the model's points, and the number of the layer that ``envoy`` is or is in.
 

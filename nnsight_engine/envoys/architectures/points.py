@@ -96,7 +96,8 @@ class Points(NamedPoints):
     def _leaves(self, layer: int) -> list[str]:
         leaves = self._known().leaves[layer]
         has_pattern = table.HEADS in leaves and self._known().family.has_pattern
-        return [leaf for leaf in table.ORDER if leaf in leaves or (leaf == table.PATTERN and has_pattern)]
+        order = self._known().family.order
+        return [leaf for leaf in order if leaf in leaves or (leaf == table.PATTERN and has_pattern)]
 
     def _points_before_layers(self) -> list[str]:
         self._known()

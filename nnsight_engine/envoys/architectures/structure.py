@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from nnsight_engine.envoys.architectures.table import ArchitectureFamily, ModulePath
+from nnsight_engine.envoys.architectures.table import ArchitectureFamily, stream_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,7 +46,7 @@ def family_by_structure(module: torch.nn.Module) -> ArchitectureFamily | None:
             embed="",
             attention="",
             mlp="",
-            leaves={"input": ModulePath("", "input"), "output": ModulePath("", "output")},
+            leaves=stream_leaves(),
         )
     return None
 

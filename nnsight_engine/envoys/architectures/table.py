@@ -22,6 +22,8 @@ QUERIES, KEYS, VALUES, LATENT = "attn.q", "attn.k", "attn.v", "attn.latent"
 ROUTER: Final = "moe.router"
 """The logits by which a block's experts are chosen."""
 EXPERTS, EXPERT_WEIGHTS, ROUTED, SHARED = "moe.experts", "moe.weights", "moe.output", "moe.shared.output"
+MIXER: Final = "mixer.output"
+"""The output of a block's recurrent or convolutional mixer."""
 
 ORDER: Final = (
     "input",
@@ -32,6 +34,7 @@ ORDER: Final = (
     PATTERN,
     HEADS,
     "attn.output",
+    MIXER,
     "mlp.input",
     ROUTER,
     EXPERTS,
@@ -44,7 +47,16 @@ ORDER: Final = (
     "mlp.output",
     "output",
 )
-"""The leaves of a layer in the order in which a model computes them, on every architecture."""
+"""The leaves of a layer in the order in which a model computes them, on almost every architecture."""
+
+
+def ordered(*moves: tuple[str, str]) -> tuple[str, ...]:
+    """Return ``ORDER`` with leaves moved, each to before another: ``(leaf, other)``."""
+    order = list(ORDER)
+    for leaf, other in moves:
+        order.remove(leaf)
+        order.insert(order.index(other), leaf)
+    return tuple(order)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,6 +93,8 @@ class ArchitectureFamily:
         mlp: The MLP, below a block; empty if its modules are children of the block itself.
         leaves: Location of each leaf of a layer, except ``attn.pattern``, which no module provides. A layer
             has those whose modules it has.
+        other_leaves: Location of leaves in layers that lack the modules in ``leaves``.
+        order: The leaves in the order in which a layer computes them.
         is_qkv_per_head: Whether a fused projection returns ``[heads, (q, k, v), head_dim]`` rather than all
             of
             q, then k, then v.
@@ -100,6 +114,8 @@ class ArchitectureFamily:
     attention: str
     mlp: str
     leaves: Mapping[str, ModulePath]
+    other_leaves: Mapping[str, ModulePath] = dataclasses.field(default_factory=dict)
+    order: tuple[str, ...] = ORDER
     is_qkv_per_head: bool = False
     has_norms_last: bool = False
     flattened: frozenset[str] = frozenset()
@@ -107,7 +123,12 @@ class ArchitectureFamily:
     has_pattern: bool = True
 
 
-def _leaves(
+def stream_leaves() -> dict[str, ModulePath]:
+    """Return the residual stream's leaves, which every block has."""
+    return {"input": ModulePath("", "input"), "output": ModulePath("", "output")}
+
+
+def block_leaves(
     *, qkv: str | tuple[str, str, str], out: str, mlp: tuple[str, str], up: str, down: str
 ) -> dict[str, ModulePath]:
     """Return the leaves of a block.
@@ -128,8 +149,7 @@ def _leaves(
     else:
         q, k, v = (ModulePath(path, "output") for path in qkv)
     return {
-        "input": ModulePath("", "input"),
-        "output": ModulePath("", "output"),
+        **stream_leaves(),
         # The attention module returns a tuple, so the output of its projection is used.
         "attn.output": ModulePath(out, "output"),
         QUERIES: q,
@@ -180,7 +200,7 @@ _LLAMA: Final = ArchitectureFamily(
     attention="self_attn",
     mlp="mlp",
     leaves=_frozen(
-        _leaves(
+        block_leaves(
             qkv=_SEPARATE_QKV,
             out="self_attn.o_proj",
             mlp=("mlp", "mlp"),
@@ -195,7 +215,7 @@ _PHI3: Final = dataclasses.replace(
     _LLAMA,
     model_types=("phi3",),
     leaves=_frozen(
-        _leaves(
+        block_leaves(
             qkv="self_attn.qkv_proj",
             out="self_attn.o_proj",
             mlp=("mlp", "mlp"),
@@ -322,7 +342,9 @@ _PHI: Final = dataclasses.replace(
     norm="final_layernorm",
     embed="",  # in training mode, dropout follows the embedding
     leaves=_frozen(
-        _leaves(qkv=_SEPARATE_QKV, out="self_attn.dense", mlp=("mlp", "mlp"), up="mlp.fc1", down="mlp.fc2")
+        block_leaves(
+            qkv=_SEPARATE_QKV, out="self_attn.dense", mlp=("mlp", "mlp"), up="mlp.fc1", down="mlp.fc2"
+        )
     ),
 )
 
@@ -331,7 +353,7 @@ _STARCODER2: Final = dataclasses.replace(
     model_types=("starcoder2",),
     embed="",  # likewise
     leaves=_frozen(
-        _leaves(
+        block_leaves(
             qkv=_SEPARATE_QKV, out="self_attn.o_proj", mlp=("mlp", "mlp"), up="mlp.c_fc", down="mlp.c_proj"
         )
     ),
@@ -346,7 +368,9 @@ _GPT2: Final = ArchitectureFamily(
     attention="attn",
     mlp="mlp",
     leaves=_frozen(
-        _leaves(qkv="attn.c_attn", out="attn.c_proj", mlp=("mlp", "mlp"), up="mlp.c_fc", down="mlp.c_proj")
+        block_leaves(
+            qkv="attn.c_attn", out="attn.c_proj", mlp=("mlp", "mlp"), up="mlp.c_fc", down="mlp.c_proj"
+        )
     ),
 )
 
@@ -359,7 +383,7 @@ _OPT: Final = ArchitectureFamily(
     attention="self_attn",
     mlp="",
     leaves=_frozen(
-        _leaves(qkv=_SEPARATE_QKV, out="self_attn.out_proj", mlp=("fc1", "fc2"), up="fc1", down="fc2")
+        block_leaves(qkv=_SEPARATE_QKV, out="self_attn.out_proj", mlp=("fc1", "fc2"), up="fc1", down="fc2")
     ),
     flattened=frozenset({"mlp.input", "mlp.up", NEURONS, "mlp.output"}),
 )
@@ -373,7 +397,7 @@ _GPT_NEOX: Final = ArchitectureFamily(
     attention="attention",
     mlp="mlp",
     leaves=_frozen(
-        _leaves(
+        block_leaves(
             qkv="attention.query_key_value",
             out="attention.dense",
             mlp=("mlp", "mlp"),

@@ -124,7 +124,7 @@ class EnginePoints(NamedPoints):
         return self.num_layers
 
     def _leaves(self, layer: int) -> list[str]:
-        return [leaf for leaf in table.ORDER if leaf != ATTENTION_INPUT and self._spec(layer, leaf)]
+        return [leaf for leaf in self.family.order if leaf != ATTENTION_INPUT and self._spec(layer, leaf)]
 
     def _points_before_layers(self) -> list[str]:
         return [EMBED] if EMBED in self._names_of_leaves else []

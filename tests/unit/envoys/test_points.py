@@ -57,7 +57,10 @@ def hooked(module: Any, name: str) -> Iterator[None]:
     """Let plain hooks make the change, at places written down apart from the engine's tables."""
     tree = TREES[module.config.model_type]
     if name == f"layers.{LAYER}.attn.pattern":
-        with changed_softmax(lambda number: number == LAYER):
+        heads = tree.inputs["attn.heads"]
+        blocks = list(module.get_submodule(tree.layers).children())[:LAYER]
+        before = sum(heads in dict(block.named_modules()) for block in blocks)
+        with changed_softmax(lambda number: number == before):
             yield
         return
     if name == f"layers.{LAYER}.input":
@@ -99,9 +102,16 @@ def movable(names: Iterable[str]) -> list[str]:
     return [name for name in points_of_a_layer(names) if not name.endswith(EXPERTS_LEAF)]
 
 
-def mlp_leaf(model: NNsight) -> str:
-    """Return a leaf of the MLP: experts have no neurons in common, and some return a tuple."""
-    return "up" if f"layers.{LAYER}.mlp.up" in model.points else "input"
+def offered(model: NNsight, *names: str) -> list[str]:
+    """Return those points of the first layer that has them that there are."""
+    leaves = {name.split(".", 2)[-1]: name for name in points_of_a_layer(model.points)}
+    return [leaves[name] for name in names if name in leaves]
+
+
+def attribute(model: NNsight, name: str) -> tuple[Any, str]:
+    """Return the object and the name of the attribute of a layer's point."""
+    _, layer, part, leaf = name.split(".")
+    return getattr(model.layers[int(layer)], part), leaf
 
 
 def logits_of(module: Any) -> torch.Tensor:
@@ -127,14 +137,16 @@ def test_every_point_reads_what_hooks_on_transformers_read(checkpoint: Path, mod
 
 def test_patterns_are_the_attention_weights_that_transformers_returns(model: NNsight, module: Any) -> None:
     with torch.no_grad():
-        expected = module(PAIR, output_attentions=True, use_cache=False).attentions
+        output = module(PAIR, output_attentions=True, use_cache=False)
     found = []
+    names = [name for name in model.points if name.endswith(PATTERN_LEAF)]
     with torch.no_grad(), model.trace(PAIR, use_cache=False):
-        for name in model.points:
-            if name.endswith(PATTERN_LEAF):
-                found.append(model.points[name].save())  # noqa: PERF401 - values come by one after the other
-    assert all(torch.equal(one, other) for one, other in zip(found, expected[: len(found)], strict=True))
-    assert len(found) == (NUM_LAYERS if has_patterns(module) else 0)
+        for name in names:
+            found.append(model.points[name].save())  # noqa: PERF401 - values come by one after the other
+    returned = output.get("attentions") if names else ()  # attention that several blocks share has no points
+    expected = [one for one in returned if one is not None]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert bool(found) == has_patterns(module)
 
 
 def test_shapes_are_those_that_the_list_says(model: NNsight) -> None:
@@ -208,6 +220,8 @@ def test_the_vocabulary_is_that_of_the_server(model: NNsight, module: Any) -> No
     # Experts have no neurons in common; a model of experts has them in its dense blocks only.
     neurons = {"mlp.gate", "mlp.up", "mlp.act"}
     expected = {*family.leaves, *RESIDUAL_LEAVES, *([PATTERN_LEAF] if has_patterns(module) else [])}
+    if getattr(module.config, "num_local_experts", None) == 0:
+        expected -= {"moe.router"}
     assert leaves <= expected
     assert leaves - neurons == expected - neurons
     whole = {name for name in model.points if not name.startswith("layers.")}
@@ -218,38 +232,41 @@ def test_the_vocabulary_is_that_of_the_server(model: NNsight, module: Any) -> No
 def test_points_are_attributes_by_the_same_names_on_every_architecture(model: NNsight) -> None:
     with torch.no_grad(), model.trace(IDS, use_cache=False):
         pairs = [(model.embed.output, model.points["embed.output"])]
-        layer = model.layers[LAYER]
-        pairs += [
-            (getattr(layer.attn, leaf), model.points[f"layers.{LAYER}.attn.{leaf}"])
-            for leaf in ("q", "k", "v", "latent", "pattern", "heads")
-            if f"layers.{LAYER}.attn.{leaf}" in model.points
-        ]
-        mlp = mlp_leaf(model)
-        pairs.append((getattr(layer.mlp, mlp), model.points[f"layers.{LAYER}.mlp.{mlp}"]))
-        pairs.append((layer.output, model.points[f"layers.{LAYER}.output"]))
+        # Experts have no neurons in common.
+        names = offered(
+            model, *(f"attn.{leaf}" for leaf in ("q", "k", "v", "latent", "pattern", "heads")), "mlp.up"
+        )
+        for name in sorted(names, key=lambda name: int(name.split(".")[1])):
+            one = getattr(*attribute(model, name))
+            pairs.append((one, model.points[name]))
+        output = model.layers[-1].output  # of some models a tuple
+        output = output[0] if isinstance(output, tuple) else output
+        pairs.append((output, model.points["layers.-1.output"]))
         pairs.append((model.logits, model.points["logits"]))
         pairs = save([(one.clone(), other.clone()) for one, other in pairs])
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
 def test_a_head_is_ablated_in_one_line(model: NNsight, module: Any) -> None:
-    head_dim = model.points()["layers.0.attn.heads"][1]
+    heads = offered(model, "attn.heads")
+    (name,) = heads or offered(model, "mixer.output")
+    head_dim = model.points()[name][1] if heads else 1
 
     def change(rows: torch.Tensor) -> None:
         rows[..., :head_dim] = 0
 
-    handle = place(module, f"layers.{LAYER}.attn.heads", change)
+    handle = place(module, name, change)
     expected = logits_of(module)
     handle.remove()
     with torch.no_grad(), model.trace(IDS, use_cache=False):
-        model.layers[LAYER].attn.heads[:, :, 0] = 0
+        value = getattr(*attribute(model, name)) if heads else model.points[name]
+        value[:, :, 0] = 0
         found = model.logits.save()
     assert torch.equal(found, expected)
 
 
 def test_attributes_are_assigned_like_points(model: NNsight, module: Any) -> None:
-    mlp = mlp_leaf(model)
-    for name in ("embed.output", f"layers.{LAYER}.attn.heads", f"layers.{LAYER}.mlp.{mlp}", "logits"):
+    for name in ("embed.output", *offered(model, "attn.heads", "mlp.up"), "logits"):
         with hooked(module, name):
             expected = logits_of(module)
         with torch.no_grad(), model.trace(IDS, use_cache=False):
@@ -257,11 +274,9 @@ def test_attributes_are_assigned_like_points(model: NNsight, module: Any) -> Non
                 model.embed.output = moved(model.embed.output)
             elif name == "logits":
                 model.logits = moved(model.logits)
-            elif name.endswith("attn.heads"):
-                model.layers[LAYER].attn.heads = moved(model.layers[LAYER].attn.heads)
             else:
-                part = model.layers[LAYER].mlp
-                setattr(part, mlp, moved(getattr(part, mlp)))
+                part, leaf = attribute(model, name)
+                setattr(part, leaf, moved(getattr(part, leaf)))
             found = model.output.logits.save()
         assert torch.equal(found, expected), name
 
@@ -269,10 +284,11 @@ def test_attributes_are_assigned_like_points(model: NNsight, module: Any) -> Non
 # What is refused.
 
 
-def test_a_point_that_the_model_has_passed_is_an_error(model: NNsight, module: Any) -> None:
-    for late in ("attn.heads", "attn.pattern" if has_patterns(module) else "attn.heads", "mlp.input"):
+def test_a_point_that_the_model_has_passed_is_an_error(model: NNsight) -> None:
+    for late in offered(model, "attn.heads", "attn.pattern", "mixer.output", "mlp.input"):
+        layer = late.split(".")[1]
         with pytest.raises(OutOfOrderError), torch.no_grad(), model.trace(IDS, use_cache=False):
-            _ = model.points[f"layers.{LAYER}.output"], model.points[f"layers.{LAYER}.{late}"]
+            _ = model.points[f"layers.{layer}.output"], model.points[late]
 
 
 def test_a_value_of_another_shape_is_refused(model: NNsight) -> None:
@@ -283,5 +299,5 @@ def test_a_value_of_another_shape_is_refused(model: NNsight) -> None:
 
 def test_an_unknown_point_is_refused_with_those_that_there_are(model: NNsight) -> None:
     for name in ("layers.0.attn.nothing", "samples", "layers.*.output", "layers.40.output", "nonsense"):
-        with pytest.raises(UnknownPointError, match=r"attn\.heads"):
+        with pytest.raises(UnknownPointError, match=r"one of input, .*output"):
             model.points[name]

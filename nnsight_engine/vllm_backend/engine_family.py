@@ -1,0 +1,127 @@
+"""The form of a table of points: one layout of decoder blocks in vLLM, and where each leaf lies in it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from nnsight_engine.envoys.architectures.table import ORDER
+
+if TYPE_CHECKING:
+    import torch
+
+Part = Literal["", "q", "k", "v", "gate", "up"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HookSpec:
+    """The location of a leaf's value: a module, one of its sides, and a part of the tensor.
+
+    Attributes:
+        path: Module path relative to the layer, such as ``self_attn.qkv_proj``.
+        side: ``input`` is the module's first positional argument; every listed module is called with one.
+            ``output`` is the return value, or its first element if the module returns a tuple.
+        part: Part of a fused output; empty for the whole tensor.
+        needs: Path of a module without which a block does not have the leaf; empty for none.
+    """
+
+    path: str
+    side: Literal["input", "output"]
+    part: Part = ""
+    needs: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineFamily:
+    """One layout of decoder blocks, shared by all the model classes it names.
+
+    Attributes:
+        name: Key of the table.
+        model_classes: Names of the vLLM model classes with this layout, and of architectures that they serve
+            under another name.
+        architectures: Entries of the config's ``architectures`` to which the table applies; empty if the
+            class alone decides. Needed for vLLM's Transformers backend, where one class serves all models.
+        layers: Path of the list of decoder blocks; empty if the residual stream is not known.
+        final_norm: Path of the final norm, empty if it is not known; the module may be None (OPT-350m).
+        leaves: Location of each leaf of a layer, without the residual stream's ``input`` and ``output``. A
+            block has those whose modules it has.
+        other_leaves: Location of leaves in blocks that lack the modules in ``leaves``.
+        order: The leaves in the order in which a block computes them.
+        kernel: Path, relative to the layer, of vLLM's ``Attention``, which receives queries and keys; empty
+            if it is not known.
+        project_out: Path of a projection between the final norm and the unembedding, or empty.
+        hidden_index: Position of the hidden states among the parameters of a block's ``forward``.
+        hidden_name: Name of that parameter, which some models use to call blocks.
+        returns_none: Whether blocks return ``(stream, None)``.
+        returns_residual: Whether blocks return ``(hidden, residual)``, whose sum is the residual stream.
+            Otherwise blocks take and return the residual stream itself, as one tensor.
+        has_unused_residual: Whether ``hidden`` is the whole stream, and nothing reads the second tensor,
+            which is then replaced by zeros, so that the sum is right.
+        sums_at_once: Whether attention and MLP are summed before they are reduced over tensor-parallel ranks,
+            none of which then has their values.
+        is_batched: Whether values have a leading axis of size 1 (``[1, tokens, width]``).
+        is_qkv_interleaved: Whether the fused output is ``[heads, (q, k, v), head_dim]`` instead of all of q,
+            then all of k, then all of v.
+        is_kernel_bare: Whether the attention module calls the kernel's ``forward`` directly, so that hooks on
+            the kernel module do not run.
+    """
+
+    name: str
+    model_classes: tuple[str, ...]
+    layers: str
+    final_norm: str
+    leaves: Mapping[str, HookSpec]
+    kernel: str
+    architectures: tuple[str, ...] = ()
+    other_leaves: Mapping[str, HookSpec] = dataclasses.field(default_factory=dict)
+    order: tuple[str, ...] = ORDER
+    project_out: str = ""
+    hidden_index: int = 0
+    hidden_name: str = "hidden_states"
+    returns_none: bool = False
+    returns_residual: bool = False
+    has_unused_residual: bool = False
+    sums_at_once: bool = False
+    is_batched: bool = False
+    is_qkv_interleaved: bool = False
+    is_kernel_bare: bool = False
+
+    def hidden_key(self, args: Sequence[Any]) -> int | str:
+        """Return where a call of a block has the hidden states: their position, or their name."""
+        return self.hidden_index if self.hidden_index < len(args) else self.hidden_name
+
+    def hidden_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
+        """Return the hidden states among the arguments of a call of a block."""
+        key = self.hidden_key(args)
+        hidden: torch.Tensor = args[key] if isinstance(key, int) else kwargs[key]
+        return hidden
+
+    def residual_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+        """Return the stream's second tensor among the arguments of a call of a block; None without it."""
+        if not self.returns_residual:
+            return None
+        key = self.hidden_key(args)
+        if isinstance(key, int) and key + 1 < len(args):
+            residual: torch.Tensor | None = args[key + 1]
+            return residual
+        return kwargs.get("residual")
+
+
+def block_leaves(*, attention: str, qkv: str, out: str, mlp: str, up: str, down: str) -> dict[str, HookSpec]:
+    """Return the leaves of a block whose attention and MLP modules are called with one tensor.
+
+    All paths are relative to the layer. ``attention`` is the module that returns ``attn.output``; ``qkv`` and
+    ``out`` are its projections; ``up`` and ``down`` are the projections of the MLP.
+    """
+    return {
+        "attn.output": HookSpec(attention, "output"),
+        "attn.q": HookSpec(qkv, "output", "q"),
+        "attn.k": HookSpec(qkv, "output", "k"),
+        "attn.v": HookSpec(qkv, "output", "v"),
+        "attn.heads": HookSpec(out, "input"),
+        "mlp.input": HookSpec(mlp, "input"),
+        "mlp.output": HookSpec(mlp, "output"),
+        "mlp.up": HookSpec(up, "output"),
+        "mlp.act": HookSpec(down, "input"),
+    }
