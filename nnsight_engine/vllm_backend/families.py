@@ -180,6 +180,7 @@ _LLAMA: Final = EngineFamily(
     name="llama",
     model_classes=(
         "LlamaForCausalLM",
+        "Ernie4_5ForCausalLM",
         "MistralForCausalLM",
         "Qwen2ForCausalLM",
         "Qwen3ForCausalLM",
@@ -204,10 +205,12 @@ _TRANSFORMERS_LLAMA: Final = EngineFamily(
     model_classes=("TransformersForCausalLM",),
     architectures=(
         "GlmForCausalLM",
+        "HunYuanDenseV1ForCausalLM",
         "MinistralForCausalLM",
         "OlmoForCausalLM",
         "Olmo2ForCausalLM",
         "Olmo3ForCausalLM",
+        "SeedOssForCausalLM",
         "SmolLM3ForCausalLM",
     ),
     layers="model.layers",

@@ -102,7 +102,20 @@ TREES: Final[dict[str, Tree]] = {
     **dict.fromkeys(
         (
             *("llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"),
-            *("cohere", "cohere2", "exaone4", "granite", "olmo", "olmo2", "olmo3", "smollm3", "stablelm"),
+            *(
+                "ernie4_5",
+                "hunyuan_v1_dense",
+                "seed_oss",
+                "cohere",
+                "cohere2",
+                "exaone4",
+                "granite",
+                "olmo",
+                "olmo2",
+                "olmo3",
+                "smollm3",
+                "stablelm",
+            ),
         ),
         _LLAMA,
     ),

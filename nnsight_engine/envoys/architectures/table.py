@@ -191,7 +191,7 @@ _SEPARATE_QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_pro
 _LLAMA: Final = ArchitectureFamily(
     model_types=(
         *("llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gemma3"),
-        *("cohere", "cohere2", "olmo", "smollm3", "stablelm"),
+        *("cohere", "cohere2", "ernie4_5", "hunyuan_v1_dense", "olmo", "seed_oss", "smollm3", "stablelm"),
     ),
     bodies=("model", "model.language_model", ""),
     layers="layers",
