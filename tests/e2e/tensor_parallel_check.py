@@ -22,8 +22,9 @@ from nnsight_engine.core.trees import map_tensors, tensors
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e import point_blocks as both
 from tests.e2e.check_process import REPORT
-from tests.e2e.point_blocks import LAYER, OTHER, PROMPT, Values
+from tests.e2e.point_blocks import OTHER, PROMPT, Values
 from tests.families.checkpoints import write_checkpoint
+from tests.families.moves import LAYER
 
 CASES: Final[dict[str, dict[str, Any]]] = {
     "llama": {"num_key_value_heads": 1},  # which both ranks have
