@@ -31,7 +31,7 @@ SECONDS: Final = {
     "tests/e2e/test_data_parallel.py": 150,
     "tests/e2e/test_engine_kinds.py": 120,
     "tests/e2e/test_fair_scheduling.py": 160,
-    "tests/e2e/test_families.py": 400,
+    "tests/e2e/test_families.py": 800,
     "tests/e2e/test_fuzz.py": 400,
     "tests/e2e/test_loadtests.py": 100,
     "tests/e2e/test_random_requests.py": 90,

@@ -40,6 +40,7 @@ _RAY_EXECUTOR: Final = "nnsight_engine.vllm_backend.ray_executor.ClusterExecutor
 SCHEDULER_CLASS: Final = "nnsight_engine.vllm_backend.scheduler.InterventionScheduler"
 _RESULTS_ATTRIBUTE: Final = "nnsight_engine_results"
 _FACTS_ATTRIBUTE: Final = "nnsight_engine_facts"
+_MAMBA2: Final = frozenset({"falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -151,6 +152,12 @@ def check_supported(config: VllmConfig) -> None:
         # Rows are distributed over ranks, or each rank samples for requests of its own.
         "--prefill-context-parallel-size": parallel.prefill_context_parallel_size > 1,
         "--enable-batch-sharded-sampling": parallel.enable_batch_sharded_sampling,
+        # Its kernels return no states to keep, and the first request would end the engine.
+        "--enable-prefix-caching with a model of Mamba-2 on a CPU": (
+            current_platform.is_cpu()
+            and bool(config.cache_config.enable_prefix_caching)
+            and config.model_config.hf_text_config.model_type in _MAMBA2
+        ),
         "--kv-transfer-config": config.kv_transfer_config is not None,
         "--enable-dbo": bool(getattr(parallel, "enable_dbo", False)),
     }

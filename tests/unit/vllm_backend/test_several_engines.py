@@ -1,4 +1,4 @@
-"""Which forms of vLLM's data and pipeline parallelism are refused, and with which reason."""
+"""Which options are refused with a model, among them forms of parallelism, and with which reason."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from transformers import Gemma4TextConfig, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
+from transformers import Gemma4TextConfig, LlamaConfig, Mamba2Config, PretrainedConfig, Qwen3MoeConfig
 from vllm import EngineArgs
 from vllm.config import VllmConfig
 
@@ -62,6 +62,17 @@ def test_stages_are_refused_for_a_model_whose_inputs_per_layer_vllm_drops(tmp_pa
     config = Gemma4TextConfig(architectures=["Gemma4ForCausalLM"], head_dim=32, **SIZES)
     found = config_of(tmp_path, config, data_parallel_size=1, pipeline_parallel_size=2)
     with pytest.raises(UnsupportedOptionError, match="--pipeline-parallel-size with a model that has inputs"):
+        check_supported(found)
+
+
+def test_a_prefix_cache_of_mamba2_is_refused_on_a_cpu(tmp_path: Path) -> None:
+    config = Mamba2Config(
+        architectures=["Mamba2ForCausalLM"], hidden_size=64, num_heads=4, head_dim=32, state_size=32,
+        n_groups=1, num_hidden_layers=1, vocab_size=64,
+    )  # fmt: skip
+    check_supported(config_of(tmp_path, config, data_parallel_size=1))
+    found = config_of(tmp_path, config, data_parallel_size=1, enable_prefix_caching=True)
+    with pytest.raises(UnsupportedOptionError, match="--enable-prefix-caching with a model of Mamba-2"):
         check_supported(found)
 
 
