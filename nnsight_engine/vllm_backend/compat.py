@@ -120,6 +120,18 @@ def engine_options(limits: EngineLimits) -> dict[str, Any]:
     }
 
 
+def caches_missing_states(config: VllmConfig) -> bool:
+    """Return whether a prefix cache is on that needs states which the kernels of Mamba-2 on a CPU lack.
+
+    vLLM turns the cache on by itself for hybrids.
+    """
+    return (
+        current_platform.is_cpu()
+        and bool(config.cache_config.enable_prefix_caching)
+        and config.model_config.hf_text_config.model_type in _MAMBA2
+    )
+
+
 def check_supported(config: VllmConfig) -> None:
     """Raise UnsupportedOptionError for options under which interventions could be silently wrong."""
     parallel = config.parallel_config
@@ -153,11 +165,7 @@ def check_supported(config: VllmConfig) -> None:
         "--prefill-context-parallel-size": parallel.prefill_context_parallel_size > 1,
         "--enable-batch-sharded-sampling": parallel.enable_batch_sharded_sampling,
         # Its kernels return no states to keep, and the first request would end the engine.
-        "--enable-prefix-caching with a model of Mamba-2 on a CPU": (
-            current_platform.is_cpu()
-            and bool(config.cache_config.enable_prefix_caching)
-            and config.model_config.hf_text_config.model_type in _MAMBA2
-        ),
+        "--enable-prefix-caching with a model of Mamba-2 on a CPU": caches_missing_states(config),
         "--kv-transfer-config": config.kv_transfer_config is not None,
         "--enable-dbo": bool(getattr(parallel, "enable_dbo", False)),
     }

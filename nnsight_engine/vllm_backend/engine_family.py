@@ -24,12 +24,14 @@ class HookSpec:
             ``output`` is the return value, or its first element if the module returns a tuple.
         part: Part of a fused output; empty for the whole tensor.
         needs: Path of a module without which a block does not have the leaf; empty for none.
+        lacks: Path of a module with which a block does not have the leaf; empty for none.
     """
 
     path: str
     side: Literal["input", "output"]
     part: Part = ""
     needs: str = ""
+    lacks: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

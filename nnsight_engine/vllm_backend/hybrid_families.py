@@ -6,10 +6,11 @@ leaves where it has attention; in most models it has one of the two.
 
 from __future__ import annotations
 
+import dataclasses
 import types
 from typing import Final
 
-from nnsight_engine.envoys.architectures.table import MIXER, ROUTER, ordered
+from nnsight_engine.envoys.architectures.table import MIXER, ROUTER, SHARED, ordered
 from nnsight_engine.vllm_backend.engine_family import EngineFamily, HookSpec, block_leaves
 
 _FALCON_H1_LEAVES: Final = types.MappingProxyType(
@@ -28,20 +29,24 @@ _FALCON_H1_LEAVES: Final = types.MappingProxyType(
     }
 )
 
-# The MLP is the one beside the experts, if there are experts.
+# Beside experts, the MLP is the shared expert, and no module returns the sum of both.
 _GRANITE_LEAVES: Final = types.MappingProxyType(
-    block_leaves(
-        attention="self_attn",
-        qkv="self_attn.qkv_proj",
-        out="self_attn.o_proj",
-        mlp="shared_mlp",
-        up="shared_mlp.input_linear",
-        down="shared_mlp.output_linear",
-    )
+    {
+        leaf: dataclasses.replace(spec, lacks="block_sparse_moe" if leaf.startswith("mlp.") else "")
+        for leaf, spec in block_leaves(
+            attention="self_attn",
+            qkv="self_attn.qkv_proj",
+            out="self_attn.o_proj",
+            mlp="shared_mlp",
+            up="shared_mlp.input_linear",
+            down="shared_mlp.output_linear",
+        ).items()
+    }
     | {
-        "mlp.gate": HookSpec("shared_mlp.input_linear", "output", "gate"),
-        "mlp.up": HookSpec("shared_mlp.input_linear", "output", "up"),
+        "mlp.gate": HookSpec("shared_mlp.input_linear", "output", "gate", lacks="block_sparse_moe"),
+        "mlp.up": HookSpec("shared_mlp.input_linear", "output", "up", lacks="block_sparse_moe"),
         ROUTER: HookSpec("block_sparse_moe.gate", "output"),
+        SHARED: HookSpec("shared_mlp", "output", needs="block_sparse_moe"),
         MIXER: HookSpec("mamba", "output"),
     }
 )

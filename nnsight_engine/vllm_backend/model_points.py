@@ -338,7 +338,9 @@ def _block_points(block: nn.Module, family: EngineFamily, config: TextConfig) ->
     leaves = {
         leaf: spec
         for leaf, spec in (*family.other_leaves.items(), *family.leaves.items())
-        if spec.path in modules and (not spec.needs or spec.needs in modules)
+        if spec.path in modules
+        and (not spec.needs or spec.needs in modules)
+        and (not spec.lacks or spec.lacks not in modules)
     }
     num_heads: int = getattr(config, "num_attention_heads", 0)  # a model without attention states none
     inner = _inner_experts(block, leaves)

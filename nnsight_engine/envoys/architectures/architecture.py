@@ -191,7 +191,9 @@ def _leaves_of(layer: torch.nn.Module, family: ArchitectureFamily) -> Mapping[st
     return {
         leaf: place
         for leaf, place in (*family.other_leaves.items(), *family.leaves.items())
-        if place.path in modules and (not place.needs or place.needs in modules)
+        if place.path in modules
+        and (not place.needs or place.needs in modules)
+        and (not place.lacks or place.lacks not in modules)
     }
 
 

@@ -68,6 +68,7 @@ class ModulePath:
         side: ``input`` is the first argument, ``output`` the return value, or the first item of a tuple.
         part: Part of a fused output, or an item of what a router returns; empty for the whole.
         needs: A module below the layer without which it does not have the leaf; empty for none.
+        lacks: A module below the layer with which it does not have the leaf; empty for none.
         operation: The operation inside the module's ``forward`` whose output it is, as ``source`` names it;
             empty for the module's own.
     """
@@ -76,6 +77,7 @@ class ModulePath:
     side: Side
     part: Part = ""
     needs: str = ""
+    lacks: str = ""
     operation: str = ""
 
 
