@@ -61,7 +61,7 @@ _MANY: Final = 1100
 _SPREAD: Final = "model.model.layers.1.output"
 _HEAD: Final = "model.lm_head"
 _POINTS: Final[Any] = SimpleNamespace(
-    tensor_parallel_size=2, num_kv_heads=2, local_layers=(), layers=(), model=torch.nn.Linear(1, 1)
+    tensor_parallel_size=2, local_layers=(), layers=(), model=torch.nn.Linear(1, 1)
 )
 
 
