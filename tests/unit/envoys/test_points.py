@@ -221,7 +221,7 @@ def test_the_vocabulary_is_that_of_the_server(model: NNsight, module: Any) -> No
     neurons = {"mlp.gate", "mlp.up", "mlp.act"}
     expected = {*family.leaves, *RESIDUAL_LEAVES, *([PATTERN_LEAF] if has_patterns(module) else [])}
     if getattr(module.config, "num_local_experts", None) == 0:
-        expected -= {"moe.router"}
+        expected -= {"moe.router", "moe.shared.output"}
     assert leaves <= expected
     assert leaves - neurons == expected - neurons
     whole = {name for name in model.points if not name.startswith("layers.")}
