@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from nnsight_engine.envoys.architectures.places import Place
 from nnsight_engine.envoys.architectures.table import ORDER
 
 if TYPE_CHECKING:
@@ -15,23 +16,17 @@ Part = Literal["", "q", "k", "v", "gate", "up"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class HookSpec:
+class HookSpec(Place):
     """The location of a leaf's value: a module, one of its sides, and a part of the tensor.
 
+    ``input`` is the module's first positional argument; every listed module is called with one. ``output`` is
+    the return value, or its first element if the module returns a tuple.
+
     Attributes:
-        path: Module path relative to the layer, such as ``self_attn.qkv_proj``.
-        side: ``input`` is the module's first positional argument; every listed module is called with one.
-            ``output`` is the return value, or its first element if the module returns a tuple.
         part: Part of a fused output; empty for the whole tensor.
-        needs: Path of a module without which a block does not have the leaf; empty for none.
-        lacks: Path of a module with which a block does not have the leaf; empty for none.
     """
 
-    path: str
-    side: Literal["input", "output"]
     part: Part = ""
-    needs: str = ""
-    lacks: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -127,3 +122,8 @@ def block_leaves(*, attention: str, qkv: str, out: str, mlp: str, up: str, down:
         "mlp.up": HookSpec(up, "output"),
         "mlp.act": HookSpec(down, "input"),
     }
+
+
+def gate_and_up(path: str) -> dict[str, HookSpec]:
+    """Return the leaves of an MLP's projection that returns the gate, then the other input of its product."""
+    return {"mlp.gate": HookSpec(path, "output", "gate"), "mlp.up": HookSpec(path, "output", "up")}

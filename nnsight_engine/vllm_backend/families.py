@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from nnsight_engine.core.model_spec import EXPERTS_LEAF, LATENT_LEAF, ROUTER_LEAF, WEIGHTS_LEAF
-from nnsight_engine.vllm_backend.engine_family import EngineFamily, HookSpec, block_leaves
+from nnsight_engine.envoys.architectures.places import renamed
+from nnsight_engine.vllm_backend.engine_family import EngineFamily, HookSpec, block_leaves, gate_and_up
 from nnsight_engine.vllm_backend.hybrid_families import HYBRIDS
 
 SUMMED_LEAVES: Final = frozenset({"moe.output", "moe.shared.output"})
@@ -35,7 +36,7 @@ class UnsupportedModelError(Exception):
         return cls(
             f"the architecture must be one of {', '.join(supported)}, "
             f"got {', '.join(architectures) or 'none'} (vLLM class {class_name}); serve another model, "
-            "drop --model-impl transformers if it was given, or drop --points tables"
+            "drop --model-impl transformers if it was given, or drop --points strict"
         )
 
 
@@ -48,10 +49,7 @@ _LLAMA_LEAVES: Final[Mapping[str, HookSpec]] = types.MappingProxyType(
         up="mlp.gate_up_proj",
         down="mlp.down_proj",
     )
-    | {
-        "mlp.gate": HookSpec("mlp.gate_up_proj", "output", "gate"),
-        "mlp.up": HookSpec("mlp.gate_up_proj", "output", "up"),
-    }
+    | gate_and_up("mlp.gate_up_proj")
 )
 
 
@@ -78,15 +76,6 @@ def _experts(mlp: str, *, gate: str = "gate", has_shared: bool = False) -> Mappi
         }
         | ({"moe.shared.output": HookSpec(f"{inner}.shared", "output")} if has_shared else {})
     )
-
-
-def _renamed(leaves: Mapping[str, HookSpec], names: Mapping[str, str]) -> Mapping[str, HookSpec]:
-    """Return leaves whose modules are below children of the layer by other names."""
-    renamed = {}
-    for leaf, spec in leaves.items():
-        first, dot, rest = spec.path.partition(".")
-        renamed[leaf] = dataclasses.replace(spec, path=f"{names.get(first, first)}{dot}{rest}")
-    return types.MappingProxyType(renamed)
 
 
 def _latent(experts: Mapping[str, HookSpec]) -> Mapping[str, HookSpec]:
@@ -251,7 +240,7 @@ FAMILIES: Final = (
         _LLAMA,
         name="gpt_oss",
         model_classes=("GptOssForCausalLM",),
-        leaves=_renamed(_experts("mlp", gate="router"), {"self_attn": "attn"}),
+        leaves=renamed(_experts("mlp", gate="router"), {"self_attn": "attn"}),
         kernel="attn.attn",
         hidden_index=0,
     ),
@@ -259,7 +248,7 @@ FAMILIES: Final = (
         _LLAMA,
         name="llama4",
         model_classes=("Llama4ForCausalLM",),
-        leaves=_without(_LLAMA4_LACKS, _renamed(_experts("mlp", gate="router"), {"mlp": "feed_forward"})),
+        leaves=_without(_LLAMA4_LACKS, renamed(_experts("mlp", gate="router"), {"mlp": "feed_forward"})),
     ),
     dataclasses.replace(
         _LLAMA,

@@ -6,12 +6,12 @@ leaves where it has attention; in most models it has one of the two.
 
 from __future__ import annotations
 
-import dataclasses
 import types
 from typing import Final
 
+from nnsight_engine.envoys.architectures.places import mlp_lacks
 from nnsight_engine.envoys.architectures.table import MIXER, ROUTER, SHARED, ordered
-from nnsight_engine.vllm_backend.engine_family import EngineFamily, HookSpec, block_leaves
+from nnsight_engine.vllm_backend.engine_family import EngineFamily, HookSpec, block_leaves, gate_and_up
 
 _FALCON_H1_LEAVES: Final = types.MappingProxyType(
     block_leaves(
@@ -22,29 +22,27 @@ _FALCON_H1_LEAVES: Final = types.MappingProxyType(
         up="feed_forward.gate_up_proj",
         down="feed_forward.down_proj",
     )
+    | gate_and_up("feed_forward.gate_up_proj")
     | {
-        "mlp.gate": HookSpec("feed_forward.gate_up_proj", "output", "gate"),
-        "mlp.up": HookSpec("feed_forward.gate_up_proj", "output", "up"),
         MIXER: HookSpec("mamba.mamba", "output"),
     }
 )
 
 # Beside experts, the MLP is the shared expert, and no module returns the sum of both.
 _GRANITE_LEAVES: Final = types.MappingProxyType(
-    {
-        leaf: dataclasses.replace(spec, lacks="block_sparse_moe" if leaf.startswith("mlp.") else "")
-        for leaf, spec in block_leaves(
+    mlp_lacks(
+        block_leaves(
             attention="self_attn",
             qkv="self_attn.qkv_proj",
             out="self_attn.o_proj",
             mlp="shared_mlp",
             up="shared_mlp.input_linear",
             down="shared_mlp.output_linear",
-        ).items()
-    }
+        )
+        | gate_and_up("shared_mlp.input_linear"),
+        "block_sparse_moe",
+    )
     | {
-        "mlp.gate": HookSpec("shared_mlp.input_linear", "output", "gate", lacks="block_sparse_moe"),
-        "mlp.up": HookSpec("shared_mlp.input_linear", "output", "up", lacks="block_sparse_moe"),
         ROUTER: HookSpec("block_sparse_moe.gate", "output"),
         SHARED: HookSpec("shared_mlp", "output", needs="block_sparse_moe"),
         MIXER: HookSpec("mamba", "output"),
@@ -61,9 +59,8 @@ _LFM2_LEAVES: Final = types.MappingProxyType(
         up="feed_forward.w13",
         down="feed_forward.w2",
     )
+    | gate_and_up("feed_forward.w13")
     | {
-        "mlp.gate": HookSpec("feed_forward.w13", "output", "gate"),
-        "mlp.up": HookSpec("feed_forward.w13", "output", "up"),
         MIXER: HookSpec("short_conv.out_proj", "output"),
     }
 )

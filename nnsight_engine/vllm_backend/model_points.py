@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, Protocol, cast
 import torch
 
 from nnsight_engine.core.model_spec import EXPERTS_LEAF, LATENT_LEAF, PATTERN_LEAF, ROUTER_LEAF, LeafSpec
+from nnsight_engine.envoys.architectures.places import leaves_in
 from nnsight_engine.plans.step.stage import Stage
 from nnsight_engine.vllm_backend.families import (
     SHARDED_LEAVES,
@@ -335,13 +336,7 @@ def resolve_points(
 def _block_points(block: nn.Module, family: EngineFamily, config: TextConfig) -> BlockPoints:
     """Return the points of a block: those leaves of the table whose modules the block has."""
     modules = dict(block.named_modules(remove_duplicate=False))
-    leaves = {
-        leaf: spec
-        for leaf, spec in (*family.other_leaves.items(), *family.leaves.items())
-        if spec.path in modules
-        and (not spec.needs or spec.needs in modules)
-        and (not spec.lacks or spec.lacks not in modules)
-    }
+    leaves = leaves_in(modules, family.leaves, family.other_leaves)
     num_heads: int = getattr(config, "num_attention_heads", 0)  # a model without attention states none
     inner = _inner_experts(block, leaves)
     # Sizes are read from the projections, since configs differ in which sizes they state and under which

@@ -22,6 +22,7 @@ from nnsight_engine.envoys.architectures.part_envoys import (
     SplitMlpLayerEnvoy,
     UpEnvoy,
 )
+from nnsight_engine.envoys.architectures.places import leaves_in
 from nnsight_engine.envoys.architectures.structure import family_by_structure
 from nnsight_engine.envoys.architectures.table import ArchitectureFamily, ModulePath
 
@@ -188,13 +189,7 @@ def _layers(module: torch.nn.Module, body: str, family: ArchitectureFamily) -> t
 def _leaves_of(layer: torch.nn.Module, family: ArchitectureFamily) -> Mapping[str, ModulePath]:
     """Return those leaves of the table whose modules a layer has."""
     modules = dict(layer.named_modules(remove_duplicate=False))
-    return {
-        leaf: place
-        for leaf, place in (*family.other_leaves.items(), *family.leaves.items())
-        if place.path in modules
-        and (not place.needs or place.needs in modules)
-        and (not place.lacks or place.lacks not in modules)
-    }
+    return leaves_in(modules, family.leaves, family.other_leaves)
 
 
 def _rename(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import types
 from collections.abc import Mapping
 from typing import Final
 
+from nnsight_engine.envoys.architectures.places import mlp_lacks
 from nnsight_engine.envoys.architectures.table import (
     MIXER,
     QUERIES,
@@ -52,19 +52,21 @@ _GRANITE: Final = ArchitectureFamily(
     attention="self_attn",
     mlp="shared_mlp",
     leaves=types.MappingProxyType(
-        {
-            leaf: dataclasses.replace(place, lacks="block_sparse_moe" if leaf.startswith("mlp.") else "")
-            for leaf, place in block_leaves(
+        mlp_lacks(
+            block_leaves(
                 qkv=_QKV,
                 out="self_attn.o_proj",
                 mlp=("shared_mlp", "shared_mlp"),
                 up="shared_mlp.input_linear",
                 down="shared_mlp.output_linear",
-            ).items()
-        }
+            )
+            | {
+                "mlp.gate": ModulePath("shared_mlp.input_linear", "output", "gate"),
+                "mlp.up": ModulePath("shared_mlp.input_linear", "output", "up"),
+            },
+            "block_sparse_moe",
+        )
         | {
-            "mlp.gate": ModulePath("shared_mlp.input_linear", "output", "gate", lacks="block_sparse_moe"),
-            "mlp.up": ModulePath("shared_mlp.input_linear", "output", "up", lacks="block_sparse_moe"),
             ROUTER: ModulePath("block_sparse_moe.router", "output", operation="F_linear_0"),
             SHARED: ModulePath("shared_mlp", "output", needs="block_sparse_moe"),
             MIXER: ModulePath("mamba", "output"),

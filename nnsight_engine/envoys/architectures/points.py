@@ -28,6 +28,7 @@ from nnsight_engine.envoys.architectures.views import WHOLE
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.architectures.architecture import Architecture
+    from nnsight_engine.envoys.architectures.places import Side
     from nnsight_engine.envoys.envoy import Envoy
 
 _PER_HEAD: Final = {table.QUERIES, table.KEYS, table.VALUES, table.HEADS}
@@ -135,7 +136,7 @@ class Points(NamedPoints):
         kind = CopiedInputPoint if is_stream else ModulePoint
         return kind(name, envoy, place.side, architecture.view(layer, leaf), self._shape(layer, leaf))
 
-    def _flattened(self, name: str, envoy: Envoy, side: table.Side, layer: int, leaf: str) -> FlattenedPoint:
+    def _flattened(self, name: str, envoy: Envoy, side: Side, layer: int, leaf: str) -> FlattenedPoint:
         shape = self._shape(layer, leaf)
         if leaf in {table.EXPERTS, table.EXPERT_WEIGHTS}:
             kind = ExpertIdsPoint if leaf == table.EXPERTS else ExpertWeightsPoint
@@ -143,7 +144,7 @@ class Points(NamedPoints):
             return kind(name, envoy, side, self._tokens, shape, expert_weights(self._config()), order)
         return FlattenedPoint(name, envoy, side, self._tokens, shape)
 
-    def _module_point(self, name: str, path: str, side: table.Side) -> ModulePoint:
+    def _module_point(self, name: str, path: str, side: Side) -> ModulePoint:
         return ModulePoint(name, self._envoy(path), side, WHOLE, (self._config().hidden_size,))
 
     def _envoy(self, path: str) -> Envoy:

@@ -11,8 +11,10 @@ import types
 from collections.abc import Mapping
 from typing import Final, Literal
 
-Side = Literal["input", "output"]
+from nnsight_engine.envoys.architectures.places import Place, renamed
+
 RouterOrder = tuple[int, ...]
+
 Part = Literal["", "q", "k", "v", "gate", "up", "weights", "ids"]
 
 PATTERN: Final = "attn.pattern"
@@ -60,24 +62,18 @@ def ordered(*moves: tuple[str, str]) -> tuple[str, ...]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ModulePath:
+class ModulePath(Place):
     """The value of a module that a leaf refers to.
 
+    ``input`` is the first argument, ``output`` the return value, or the first item of a tuple.
+
     Attributes:
-        path: The module, below the layer; empty for the layer itself.
-        side: ``input`` is the first argument, ``output`` the return value, or the first item of a tuple.
         part: Part of a fused output, or an item of what a router returns; empty for the whole.
-        needs: A module below the layer without which it does not have the leaf; empty for none.
-        lacks: A module below the layer with which it does not have the leaf; empty for none.
         operation: The operation inside the module's ``forward`` whose output it is, as ``source`` names it;
             empty for the module's own.
     """
 
-    path: str
-    side: Side
     part: Part = ""
-    needs: str = ""
-    lacks: str = ""
     operation: str = ""
 
 
@@ -177,15 +173,6 @@ def _at(leaves: Mapping[str, ModulePath], paths: Mapping[str, str]) -> Mapping[s
             for leaf, place in leaves.items()
         }
     )
-
-
-def _renamed(leaves: Mapping[str, ModulePath], names: Mapping[str, str]) -> Mapping[str, ModulePath]:
-    """Return leaves whose modules are below children of the layer by other names."""
-    renamed = {}
-    for leaf, place in leaves.items():
-        first, dot, rest = place.path.partition(".")
-        renamed[leaf] = dataclasses.replace(place, path=f"{names.get(first, first)}{dot}{rest}")
-    return _frozen(renamed)
 
 
 _SEPARATE_QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -292,7 +279,7 @@ _GRANITE_MOE: Final = dataclasses.replace(
     model_types=("granitemoe",),
     embed="",  # it scales embeddings
     mlp="block_sparse_moe",
-    leaves=_renamed(_at(_EXPERTS.leaves, {"mlp.gate": "mlp.router"}), {"mlp": "block_sparse_moe"}),
+    leaves=_frozen(renamed(_at(_EXPERTS.leaves, {"mlp.gate": "mlp.router"}), {"mlp": "block_sparse_moe"})),
     router_order=(2, 1, 0),
 )
 
@@ -319,7 +306,7 @@ _LLAMA4: Final = dataclasses.replace(
             # vLLM orders the numbers of queries and keys differently, and no module has what experts add.
             **{
                 leaf: place
-                for leaf, place in _renamed(_LLAMA.leaves, {"mlp": "feed_forward"}).items()
+                for leaf, place in renamed(_LLAMA.leaves, {"mlp": "feed_forward"}).items()
                 if leaf not in {QUERIES, KEYS}
             },
             ROUTER: ModulePath("feed_forward.router", "output", operation="super_forward_0"),

@@ -29,7 +29,7 @@ from nnsight_engine.vllm_backend.traces.points_pattern import WorkerPatternPoint
 from nnsight_engine.vllm_backend.traces.rows import zeros_of
 
 if TYPE_CHECKING:
-    from nnsight_engine.envoys.architectures.table import Side
+    from nnsight_engine.envoys.architectures.places import Side
     from nnsight_engine.vllm_backend.families import EngineFamily
     from nnsight_engine.vllm_backend.model_points import ModelPoints
     from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
