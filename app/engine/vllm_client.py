@@ -77,7 +77,7 @@ from nnsight_engine.remote_backend.messages import TraceHead
 from nnsight_engine.vllm_backend.adapter_requests import check_files
 from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM, carrying
 from nnsight_engine.vllm_backend.call import InterventionCall
-from nnsight_engine.vllm_backend.compat import caches_missing_states
+from nnsight_engine.vllm_backend.compat import engine_config
 from nnsight_engine.vllm_backend.content_logs import redact_content
 from nnsight_engine.vllm_backend.request_code import encoded_code, filename_of
 from nnsight_engine.vllm_backend.rpc_results import answer
@@ -225,11 +225,7 @@ class VLLMEngineClient:
             adapter.path = get_adapter_absolute_path(adapter.path)
         register_connector()
         arguments = engine_arguments(self._args, self._settings)
-        is_cache_chosen = arguments.enable_prefix_caching is not None
-        config = arguments.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
-        if not is_cache_chosen and caches_missing_states(config):
-            arguments.enable_prefix_caching = False
-            config = arguments.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+        config = engine_config(arguments, usage_context=UsageContext.OPENAI_API_SERVER)
         return InterventionAsyncLLM.create(
             config,
             enable_log_requests=arguments.enable_log_requests,

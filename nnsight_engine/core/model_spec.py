@@ -7,6 +7,7 @@ The worker describes the model once, at start. Admission checks requests against
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 RESIDUAL_LEAVES = ("input", "output")
@@ -59,6 +60,18 @@ class LeafSpec:
         return total
 
 
+def leaf_at(leaves: Sequence[LeafSpec], name: str, layer: int | None = None) -> LeafSpec | None:
+    """Return the leaf called ``name`` of a layer, see ``ModelSpec.leaf``."""
+    return next(
+        (
+            leaf
+            for leaf in leaves
+            if leaf.name == name and (layer is None or leaf.layers is None or layer in leaf.layers)
+        ),
+        None,
+    )
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelSpec:
     """The model as interventions see it; sizes are of the whole model, not of one rank.
@@ -88,14 +101,7 @@ class ModelSpec:
             name: The leaf's name.
             layer: The layer, -1 for a point of the whole model; None for any.
         """
-        return next(
-            (
-                leaf
-                for leaf in self.leaves
-                if leaf.name == name and (layer is None or leaf.layers is None or layer in leaf.layers)
-            ),
-            None,
-        )
+        return leaf_at(self.leaves, name, layer)
 
     def layers_of(self, name: str) -> list[int]:
         """Return the layers that have the leaf called ``name``."""

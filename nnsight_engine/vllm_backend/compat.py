@@ -28,6 +28,8 @@ from nnsight_engine.core.tap_choice import ALL_TAPS, chosen_taps, tap_of
 from nnsight_engine.plans.records import StepResults
 
 if TYPE_CHECKING:
+    from vllm import EngineArgs
+
     from nnsight_engine.vllm_backend.model_points import ModelPoints
 
 CONFIG_KEY: Final = "nnsight_engine"
@@ -130,6 +132,21 @@ def caches_missing_states(config: VllmConfig) -> bool:
         and bool(config.cache_config.enable_prefix_caching)
         and config.model_config.hf_text_config.model_type in _MAMBA2
     )
+
+
+def engine_config(args: EngineArgs, **context: Any) -> VllmConfig:
+    """Return the configuration of an engine, without a prefix cache that would need missing states.
+
+    Args:
+        args: The arguments; the choice of the prefix cache is written into them.
+        **context: Passed to ``create_engine_config``.
+    """
+    is_cache_chosen = args.enable_prefix_caching is not None
+    config = args.create_engine_config(**context)
+    if not is_cache_chosen and caches_missing_states(config):
+        args.enable_prefix_caching = False
+        config = args.create_engine_config(**context)
+    return config
 
 
 def check_supported(config: VllmConfig) -> None:

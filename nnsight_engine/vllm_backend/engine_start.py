@@ -11,8 +11,8 @@ from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.tracing.tracer import Backend
 from nnsight_engine.vllm_backend.compat import (
     EngineLimits,
-    caches_missing_states,
     check_supported,
+    engine_config,
     engine_options,
     ray_executor,
 )
@@ -44,9 +44,9 @@ def start(
     ours["additional_config"] = {**arguments.pop("additional_config", {}), **ours["additional_config"]}
     if arguments.get("distributed_executor_backend") == "ray":
         arguments["distributed_executor_backend"] = ray_executor()
-    config = EngineArgs(**arguments, **ours).create_engine_config()
-    if caches_missing_states(config) and arguments.setdefault("enable_prefix_caching", False) is False:
-        config = EngineArgs(**arguments, **ours).create_engine_config()
+    args = EngineArgs(**arguments, **ours)
+    config = engine_config(args)
+    arguments["enable_prefix_caching"] = args.enable_prefix_caching
     check_supported(config)
     if mode == "sync" and config.parallel_config.data_parallel_size > 1:
         raise UnsupportedOptionError(

@@ -157,13 +157,13 @@ def found_family(runs: Runs) -> Found:
     name = type(runs.model).__name__
     nothing = EngineFamily(NAME, (name,), layers="", final_norm="", leaves={}, kernel="")
     try:
-        layers, calls, norm = _seen(runs)
+        layers, calls, norm, plain = _seen(runs)
     except _UnprovenError as error:
         return Found(nothing, (str(error),))
     blocks = [call.module for call in calls]
     try:
         family = _stream_of(dataclasses.replace(nothing, layers=layers), calls)
-        family = _proven(family, runs, blocks)
+        family = _proven(family, runs, blocks, plain)
     except _UnprovenError as error:
         return Found(nothing, (str(error),))
     form = "(hidden, residual)" if family.returns_residual else "one tensor"
@@ -176,8 +176,8 @@ def found_family(runs: Runs) -> Found:
         return Found(family, (remark, str(error)))
 
 
-def _seen(runs: Runs) -> tuple[str, list[_Call], tuple[str, torch.Tensor] | None]:
-    """Run the model once; return the path of the blocks, their calls, and the module that ends the model.
+def _seen(runs: Runs) -> tuple[str, list[_Call], tuple[str, torch.Tensor] | None, torch.Tensor]:
+    """Run the model; return the path of the blocks, their calls, the module that ends it, and its output.
 
     Raises:
         _UnprovenError: No list of blocks was called in order.
@@ -223,7 +223,7 @@ def _seen(runs: Runs) -> tuple[str, list[_Call], tuple[str, torch.Tensor] | None
     path = max(in_order, key=lambda path: (len(stacks[path]) == runs.num_layers, len(in_order[path])))
     around = {"", *(path[:end] for end in range(len(path)) if path[end] == ".")}
     is_end = (end for end in ends if end[0] not in around and torch.equal(end[1].flatten(0, -2), output))
-    return path, in_order[path], next(is_end, None)
+    return path, in_order[path], next(is_end, None), output
 
 
 def _called_in_order(stack: Sequence[nn.Module], calls: Sequence[_Call]) -> list[_Call]:
@@ -269,19 +269,20 @@ def _received(output: torch.Tensor | None, following: _Call, layers: str) -> int
     raise _UnprovenError(f"a block of {layers} does not receive the stream that the one before it returned")
 
 
-def _proven(family: EngineFamily, runs: Runs, blocks: Sequence[nn.Module]) -> EngineFamily:
+def _proven(
+    family: EngineFamily, runs: Runs, blocks: Sequence[nn.Module], plain: torch.Tensor
+) -> EngineFamily:
     """Return the family with the role of the second tensor, after changes of the stream."""
-    plain = runs.output()
+
+    def changed(change: Callable[[torch.Tensor, Any], tuple[Any, Any]], block: nn.Module) -> torch.Tensor:
+        with _replaced(block, change):
+            return runs.output()
+
     of_each_kind = {type(block): number for number, block in reversed([*enumerate(blocks)])}
     chosen = sorted({*of_each_kind.values(), len(blocks) // 2, len(blocks) - 1})
     kinds = set()
     for number in chosen:
         at = f"the output of {family.layers}.{number}"
-
-        def changed(change: Callable[[torch.Tensor, Any], tuple[Any, Any]], block: nn.Module) -> torch.Tensor:
-            with _replaced(block, change):
-                return runs.output()
-
         block = blocks[number]
         added = changed(lambda hidden, rest: (hidden + runs.noise(hidden), rest), block)
         in_place = changed(lambda hidden, rest: (hidden.add_(runs.noise(hidden)), rest), block)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, overload
 
 import torch
 
+from nnsight_engine.core.model_spec import leaf_at
 from nnsight_engine.envoys.architectures import table
 from nnsight_engine.envoys.architectures.named_points import (
     EMBED,
@@ -147,10 +148,7 @@ class EnginePoints(NamedPoints):
         if leaf == ATTENTION_INPUT and self.layout.blocks[layer].attention_input is None:
             return None
         name = "input" if leaf in {ATTENTION_INPUT, NORM_INPUT} else leaf
-        return next(
-            (one for one in self._specs if one.name == name and (one.layers is None or layer in one.layers)),
-            None,
-        )
+        return leaf_at(self._specs, name, layer)
 
     def _resolved(self, name: str) -> tuple[int, str]:
         """Return the layer (-1 for a point of the whole model) and the leaf; raises UnknownPointError."""
