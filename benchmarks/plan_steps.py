@@ -24,12 +24,12 @@ from benchmarks.case import BenchmarkCase, Sampler, difference, ratio
 from benchmarks.interventions import ContentOf, LayerSizes, captured, every, first_only, middle, steered
 from benchmarks.turns import CallsByTurns
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
+from nnsight_engine.families.registry import ENGINE_FAMILIES
 from nnsight_engine.plans.collect.outbox import Outbox
 from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.records import StepResults
 from nnsight_engine.plans.request_plan import RequestPlan
 from nnsight_engine.plans.step.plan import StepPlan
-from nnsight_engine.vllm_backend.families import FAMILIES
 from nnsight_engine.vllm_backend.model_layout import ModelLayout
 from nnsight_engine.vllm_backend.model_points import ModelPoints
 from nnsight_engine.vllm_backend.steps.step import RequestRows, Step
@@ -53,7 +53,7 @@ _SPEC: Final = ModelSpec(
 )
 _POINTS: Final = ModelPoints(
     model=nn.Identity(),
-    layout=ModelLayout(FAMILIES[0], ()),
+    layout=ModelLayout(ENGINE_FAMILIES[0], ()),
     layers=(),
     local_layers=range(0),
     final_norm=None,

@@ -14,7 +14,8 @@ from api_schemas.interventions import parse_interventions
 from api_schemas.limits import RequestLimits
 from nnsight_engine.certificate.measurements import LOGITS
 from nnsight_engine.core.errors import InterventionError
-from nnsight_engine.core.model_spec import EXPERTS_LEAF, PATTERN_LEAF, ModelSpec
+from nnsight_engine.core.leaves import EXPERTS, PATTERN
+from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.tensor_bytes import tensor_from_bytes
 from nnsight_engine.core.token_texts import TokenTexts
 from nnsight_engine.plans.collect.results import CollectedCapture, CollectedResults, TensorResult
@@ -78,7 +79,7 @@ class OperationRunner:
             ApiError: The model does not offer one of them to operations.
             InterventionError: The request failed.
         """
-        alone = [one for one in points if one.endswith((PATTERN_LEAF, EXPERTS_LEAF))]
+        alone = [one for one in points if one.endswith((PATTERN, EXPERTS))]
         vectors = [one for one in points if one != LOGITS and one not in alone]
         operations = [
             {"op": "capture", "at": [point], "name": point, "where": {"phase": "prompt"}} for point in alone
@@ -96,7 +97,7 @@ class OperationRunner:
             for point, result in capture.points.items()
         }
         return {
-            point: value.transpose(0, 1) if point.endswith(PATTERN_LEAF) else value
+            point: value.transpose(0, 1) if point.endswith(PATTERN) else value
             for point, value in found.items()
         }
 

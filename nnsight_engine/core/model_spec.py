@@ -10,24 +10,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-RESIDUAL_LEAVES = ("input", "output")
-"""Leaves of a layer that are the residual stream itself; taps serve them."""
-
-PATTERN_LEAF = "attn.pattern"
-"""The leaf of a layer's attention probabilities, the only one whose values grow with the position."""
-
-LATENT_LEAF = "attn.latent"
-"""The leaf of compressed keys and values, of attention that has no others."""
-
-ROUTER_LEAF = "moe.router"
-"""The leaf of the logits by which a layer's experts are chosen."""
-
-EXPERTS_LEAF = "moe.experts"
-"""The leaf of the ids of a layer's chosen experts, the only one of a layer whose values are integers."""
-
-WEIGHTS_LEAF = "moe.weights"
-"""The leaf of the weights of a layer's chosen experts."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LeafSpec:

@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from nnsight_engine.core.model_spec import PATTERN_LEAF
+from nnsight_engine.core.leaves import PATTERN
 from nnsight_engine.plans.answer_parts import PlannedAnswer
 
 PLAN_KEY: Final = "nnsight_engine"
@@ -135,7 +135,7 @@ class PlannedOp(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def captures_patterns(self) -> bool:
         """Whether the operation captures attention patterns; it then captures nothing else."""
-        return self.sites[0].leaf == PATTERN_LEAF
+        return self.sites[0].leaf == PATTERN
 
 
 class RequestPlan(msgspec.Struct, frozen=True):

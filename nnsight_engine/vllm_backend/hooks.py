@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from vllm.model_executor.layers.linear import LinearBase
 
-from nnsight_engine.core.model_spec import PATTERN_LEAF
+from nnsight_engine.core.leaves import PATTERN
 from nnsight_engine.plans.request_plan import PlannedSite
 from nnsight_engine.plans.step.plan import StepPlan
 from nnsight_engine.vllm_backend.attention_hooks import AttentionHook
@@ -57,7 +57,7 @@ def hooked(points: ModelPoints, plan: StepPlan, is_models_own: Callable[[], bool
 def _register(
     points: ModelPoints, plan: StepPlan, site: PlannedSite, is_models_own: Callable[[], bool]
 ) -> RemovableHandle | AttentionHook:
-    if site.leaf == PATTERN_LEAF:
+    if site.leaf == PATTERN:
         return AttentionHook(points.attention(site.layer), plan, site, is_models_own)
     module, spec = points.locate(site.leaf, site.layer)
     writes = plan.writes_at(site)

@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 
-from nnsight_engine.core.model_spec import EXPERTS_LEAF, LATENT_LEAF, PATTERN_LEAF, ROUTER_LEAF, WEIGHTS_LEAF
-from nnsight_engine.vllm_backend.families import EngineFamily, HookSpec
+from nnsight_engine.core.leaves import EXPERT_WEIGHTS, EXPERTS, LATENT, PATTERN, ROUTER
+from nnsight_engine.families.engine_family import EngineFamily
+from nnsight_engine.families.places import Place
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class BlockPoints:
         has_sinks: Whether attention has sinks beside the positions.
     """
 
-    leaves: Mapping[str, HookSpec]
+    leaves: Mapping[str, Place]
     kernel: str = ""
     num_heads: int = 0
     latent_size: int = 0
@@ -54,12 +55,12 @@ class BlockPoints:
         return self.kernel.partition(".")[0]
 
     @property
-    def attention_input(self) -> HookSpec | None:
+    def attention_input(self) -> Place | None:
         """Location of attention's input; None if it is not known."""
         if "attn.v" in self.leaves:
-            return HookSpec(self.leaves["attn.v"].path, "input")
+            return Place(self.leaves["attn.v"].path, "input")
         # Its first projection has several names; the norm before it has one.
-        return HookSpec("input_layernorm", "output") if LATENT_LEAF in self.leaves else None
+        return Place("input_layernorm", "output") if LATENT in self.leaves else None
 
     @property
     def mlp(self) -> str:
@@ -87,13 +88,13 @@ class BlockPoints:
             "mlp.gate": inner,
             "mlp.up": inner,
             "mlp.act": inner,
-            LATENT_LEAF: (self.latent_size,),
-            ROUTER_LEAF: (self.num_experts,),
-            EXPERTS_LEAF: (self.num_chosen,),
-            WEIGHTS_LEAF: (self.num_chosen,),
+            LATENT: (self.latent_size,),
+            ROUTER: (self.num_experts,),
+            EXPERTS: (self.num_chosen,),
+            EXPERT_WEIGHTS: (self.num_chosen,),
         }
         shapes = {leaf: of_leaf.get(leaf, (hidden_size,)) for leaf in self.leaves}
-        return shapes | ({PATTERN_LEAF: (self.num_heads, -1)} if self.has_pattern else {})
+        return shapes | ({PATTERN: (self.num_heads, -1)} if self.has_pattern else {})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ class ModelLayout:
             if block not in kinds:
                 kinds.append(block)
         # The table's leaves are those of the blocks.
-        family = dataclasses.replace(self.family, leaves={}, other_leaves={})
+        family = dataclasses.replace(self.family, leaves={})
         return {
             "family": msgspec.to_builtins(family),
             "kinds": [msgspec.to_builtins(kind) for kind in kinds],

@@ -13,18 +13,26 @@ from typing import TYPE_CHECKING, Final, Protocol, cast
 
 import torch
 
-from nnsight_engine.core.model_spec import EXPERTS_LEAF, LATENT_LEAF, PATTERN_LEAF, ROUTER_LEAF, LeafSpec
-from nnsight_engine.envoys.architectures.places import leaves_in
-from nnsight_engine.plans.step.stage import Stage
-from nnsight_engine.vllm_backend.families import (
-    SHARDED_LEAVES,
-    SUMMED_LEAVES,
-    EngineFamily,
-    HookSpec,
-    UnsupportedModelError,
-    family_named,
+from nnsight_engine.core.leaves import (
+    EXPERTS,
+    HEADS,
+    KEYS,
+    LATENT,
+    NEURONS,
+    PATTERN,
+    QUERIES,
+    ROUTED,
+    ROUTER,
+    SHARED,
+    VALUES,
 )
+from nnsight_engine.core.model_spec import LeafSpec
+from nnsight_engine.families.engine_family import EngineFamily
+from nnsight_engine.families.places import Place, leaves_in
+from nnsight_engine.families.registry import engine_family
+from nnsight_engine.plans.step.stage import Stage
 from nnsight_engine.vllm_backend.model_layout import BlockPoints, ModelLayout
+from nnsight_engine.vllm_backend.unsupported_model import UnsupportedModelError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +46,12 @@ VALUE_OPERATIONS: Final = ("steer", "ablate", "patch", "capture", "probe")
 
 FORCING_OPERATIONS: Final = ("ablate", "patch", "capture")
 """Operations at the ids of chosen experts: writes that give ids, and reads."""
+
+SUMMED_LEAVES: Final = frozenset({ROUTED, SHARED})
+"""Leaves of which each tensor-parallel rank has a summand."""
+
+SHARDED_LEAVES: Final = frozenset({QUERIES, KEYS, VALUES, HEADS, "mlp.gate", "mlp.up", NEURONS})
+"""Leaves of which each tensor-parallel rank computes only its own columns."""
 
 _QKV: Final = ("q", "k", "v")
 _LANGUAGE_MODEL: Final = "language_model"
@@ -109,7 +123,7 @@ class ModelPoints:
         stop = self.local_layers.stop
         return Stage(self.local_layers.start, None if stop == len(self.layers) else stop)
 
-    def locate(self, leaf: str, layer: int) -> tuple[nn.Module, HookSpec]:
+    def locate(self, leaf: str, layer: int) -> tuple[nn.Module, Place]:
         """Return the module that carries ``leaf`` of ``layer``, and the leaf's location in it.
 
         Args:
@@ -138,7 +152,7 @@ class ModelPoints:
         Each has the number of experts.
         """
         return {
-            f"{self.family.layers}.{layer}.{block.leaves[EXPERTS_LEAF].path}": block.num_experts
+            f"{self.family.layers}.{layer}.{block.leaves[EXPERTS].path}": block.num_experts
             for layer, block in enumerate(self.layout.blocks)
             if block.forces_experts
         }
@@ -147,7 +161,7 @@ class ModelPoints:
         """Return vLLM's ``Attention`` of a layer that has one, and that this pipeline stage holds."""
         return self.layers[layer].get_submodule(self.layout.blocks[layer].kernel)
 
-    def value(self, spec: HookSpec, hooked: object) -> torch.Tensor:
+    def value(self, spec: Place, hooked: object) -> torch.Tensor:
         """Return the tensor from the arguments or the output that a hook received.
 
         Args:
@@ -166,7 +180,7 @@ class ModelPoints:
             )
         return first
 
-    def view(self, spec: HookSpec, value: torch.Tensor, layer: int) -> torch.Tensor:
+    def view(self, spec: Place, value: torch.Tensor, layer: int) -> torch.Tensor:
         """Return the rows of a layer's leaf ``[tokens, *leaf shape]`` as a view into ``value``.
 
         Writes to the view change ``value``. Only write to views of outputs: an input may be a tensor that the
@@ -240,7 +254,7 @@ class ModelPoints:
                 LeafSpec("output", hidden, "tap", (*VALUE_OPERATIONS, *lens)),
             ]
         missing = SUMMED_LEAVES if self.tensor_parallel_size > 1 else frozenset()
-        missing |= frozenset() if everything else {*SHARDED_LEAVES, PATTERN_LEAF}
+        missing |= frozenset() if everything else {*SHARDED_LEAVES, PATTERN}
         specs += [
             LeafSpec(
                 leaf,
@@ -261,9 +275,9 @@ class ModelPoints:
 
     def _operations(self, leaf: str, layer: int) -> tuple[str, ...]:
         """Return the operations that may name a hooked leaf."""
-        if leaf == EXPERTS_LEAF and self.layout.blocks[layer].forces_experts:
+        if leaf == EXPERTS and self.layout.blocks[layer].forces_experts:
             return FORCING_OPERATIONS
-        return ("capture",) if leaf in {PATTERN_LEAF, EXPERTS_LEAF} else VALUE_OPERATIONS
+        return ("capture",) if leaf in {PATTERN, EXPERTS} else VALUE_OPERATIONS
 
     def _shaped_leaves(self) -> dict[tuple[str, tuple[int, ...]], list[int]]:
         """Return the layers that have each leaf in each shape."""
@@ -299,7 +313,7 @@ def resolve_points(
         UnsupportedModelError: No table matches the model.
     """
     name, architectures = served_class(model).__name__, config.architectures or []
-    family = family_named(name, architectures) or _inner_family(model, architectures)
+    family = engine_family(name, architectures) or _inner_family(model, architectures)
     if family is None and find is not None:
         family = find()
     if family is None:
@@ -336,7 +350,7 @@ def resolve_points(
 def _block_points(block: nn.Module, family: EngineFamily, config: TextConfig) -> BlockPoints:
     """Return the points of a block: those leaves of the table whose modules the block has."""
     modules = dict(block.named_modules(remove_duplicate=False))
-    leaves = leaves_in(modules, family.leaves, family.other_leaves)
+    leaves = leaves_in(modules, family.leaves)
     num_heads: int = getattr(config, "num_attention_heads", 0)  # a model without attention states none
     inner = _inner_experts(block, leaves)
     # Sizes are read from the projections, since configs differ in which sizes they state and under which
@@ -345,11 +359,11 @@ def _block_points(block: nn.Module, family: EngineFamily, config: TextConfig) ->
         leaves=leaves,
         kernel=family.kernel if family.kernel in modules else "",
         num_heads=num_heads,
-        latent_size=config.kv_lora_rank if LATENT_LEAF in leaves else 0,
+        latent_size=config.kv_lora_rank if LATENT in leaves else 0,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
         head_dim=_input_size(block, leaves["attn.heads"]) // num_heads if "attn.heads" in leaves else 0,
         inner_size=_input_size(block, leaves["mlp.act"]) if "mlp.act" in leaves else 0,
-        num_experts=_output_size(block, leaves[ROUTER_LEAF]) if ROUTER_LEAF in leaves else 0,
+        num_experts=_output_size(block, leaves[ROUTER]) if ROUTER in leaves else 0,
         num_chosen=0 if inner is None else inner.top_k,
         forces_experts=inner is not None and inner.weights_of is not None,
         has_sinks=bool(getattr(modules.get(family.kernel), "has_sink", False)),
@@ -359,7 +373,7 @@ def _block_points(block: nn.Module, family: EngineFamily, config: TextConfig) ->
 def _inner_family(model: nn.Module, architectures: Sequence[str]) -> EngineFamily | None:
     """Return the table for the language model inside of a model that sees, with paths in the whole model."""
     inner = getattr(model, _LANGUAGE_MODEL, None)
-    family = None if inner is None else family_named(type(inner).__name__, architectures)
+    family = None if inner is None else engine_family(type(inner).__name__, architectures)
     if family is None:
         return None
     return dataclasses.replace(
@@ -370,9 +384,9 @@ def _inner_family(model: nn.Module, architectures: Sequence[str]) -> EngineFamil
     )
 
 
-def _inner_experts(block: nn.Module, leaves: Mapping[str, HookSpec]) -> InnerExperts | None:
+def _inner_experts(block: nn.Module, leaves: Mapping[str, Place]) -> InnerExperts | None:
     """Return a block's module with the values inside its experts; None if no point has their choice."""
-    spec = leaves.get(EXPERTS_LEAF)
+    spec = leaves.get(EXPERTS)
     if spec is None:
         return None
     return cast("InnerExperts", block.get_submodule(spec.path.rpartition(".")[0]))
@@ -396,12 +410,12 @@ def base_module(module: nn.Module) -> nn.Module:
     return module if base is None else base
 
 
-def _input_size(block: nn.Module, spec: HookSpec) -> int:
+def _input_size(block: nn.Module, spec: Place) -> int:
     """Return the whole-model input width of one of vLLM's linear layers."""
     return cast("_Linear", base_module(block.get_submodule(spec.path))).input_size
 
 
-def _output_size(block: nn.Module, spec: HookSpec) -> int:
+def _output_size(block: nn.Module, spec: Place) -> int:
     """Return the whole-model output width of one of vLLM's linear layers."""
     return cast("_Linear", block.get_submodule(spec.path)).output_size
 

@@ -20,9 +20,11 @@ from nnsight_engine.certificate.certify import compare
 from nnsight_engine.certificate.measurements import CheckRequest
 from nnsight_engine.certificate.reference import compute
 from nnsight_engine.certificate.verdicts import Status
+from nnsight_engine.families.engine_family import EngineFamily
+from nnsight_engine.families.places import Place
+from nnsight_engine.families.registry import engine_family
 from nnsight_engine.plans.step import writes
 from nnsight_engine.vllm_backend import model_points
-from nnsight_engine.vllm_backend.families import EngineFamily, HookSpec, family_named
 from nnsight_engine.vllm_backend.model_points import ModelPoints
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.check_process import in_forks
@@ -50,19 +52,19 @@ def _table(**changes: Any) -> Callable[[Patch], None]:
     """Return the fault that a family's table says something else."""
 
     def changed(class_name: str, architectures: Any) -> EngineFamily:
-        family = family_named(class_name, architectures)
+        family = engine_family(class_name, architectures)
         assert family is not None
-        leaves: Mapping[str, HookSpec] = changes.get("leaves", {})
+        leaves: Mapping[str, Place] = changes.get("leaves", {})
         return dataclasses.replace(family, **{**changes, "leaves": {**family.leaves, **leaves}})
 
-    return lambda patch: patch.setattr(model_points, "family_named", changed)
+    return lambda patch: patch.setattr(model_points, "engine_family", changed)
 
 
 def _layer_before(patch: Patch) -> None:
     """Hooks are placed one layer too early."""
     right = ModelPoints.locate
 
-    def locate(self: ModelPoints, leaf: str, layer: int) -> tuple[nn.Module, HookSpec]:
+    def locate(self: ModelPoints, leaf: str, layer: int) -> tuple[nn.Module, Place]:
         return right(self, leaf, max(layer - 1, 0))
 
     patch.setattr(ModelPoints, "locate", locate)
@@ -90,8 +92,8 @@ MUTANTS: Final = {
         "gpt2",
         _table(
             leaves={
-                "attn.q": HookSpec(_GPT2_QKV, "output", "k"),
-                "attn.k": HookSpec(_GPT2_QKV, "output", "q"),
+                "attn.q": Place(_GPT2_QKV, "output", "k"),
+                "attn.k": Place(_GPT2_QKV, "output", "q"),
             }
         ),
         (*_everywhere("layers.0.attn.q", "layers.0.attn.k"), ("layers.0.attn.q", "steer")),
@@ -110,20 +112,20 @@ MUTANTS: Final = {
     ),
     "router_by_its_input": Mutant(
         "qwen3_moe",
-        _table(leaves={"moe.router": HookSpec("mlp.gate", "input")}),
+        _table(leaves={"moe.router": Place("mlp.gate", "input")}),
         _everywhere("layers.0.moe.router"),
     ),
     "mlp_sides_swapped": Mutant(
         "llama",
-        _table(leaves={"mlp.input": HookSpec("mlp", "output"), "mlp.output": HookSpec("mlp", "input")}),
+        _table(leaves={"mlp.input": Place("mlp", "output"), "mlp.output": Place("mlp", "input")}),
         (*_everywhere("layers.0.mlp.input", "layers.0.mlp.output"), ("layers.0.mlp.output", "in place")),
     ),
     "gate_and_up_swapped": Mutant(
         "llama",
         _table(
             leaves={
-                "mlp.gate": HookSpec(_GATE_UP, "output", "up"),
-                "mlp.up": HookSpec(_GATE_UP, "output", "gate"),
+                "mlp.gate": Place(_GATE_UP, "output", "up"),
+                "mlp.up": Place(_GATE_UP, "output", "gate"),
             }
         ),
         (*_everywhere("layers.0.mlp.gate", "layers.0.mlp.up"), ("layers.0.mlp.up", "steer")),

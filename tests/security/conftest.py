@@ -11,11 +11,11 @@ from typing import Final
 
 import pytest
 
+from nnsight_engine.families.dense import LLAMA, LLAMA_LEAVES
 from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.sandbox.forkserver import ForkServer
 from nnsight_engine.sandbox.seccomp import machine
 from nnsight_engine.serialization import encode
-from nnsight_engine.vllm_backend.families import family_named
 from nnsight_engine.vllm_backend.model_layout import BlockPoints, ModelLayout
 from nnsight_engine.vllm_backend.traces.remote_modules import described
 from tests.security.played import LIMITS, REFUSED, VOCABULARY, WIDTH, Outline
@@ -63,15 +63,11 @@ def server() -> Iterator[ForkServer]:
     except SandboxUnavailableError as error:
         pytest.skip(str(error))
     outline = Outline()
-    family = family_named("LlamaForCausalLM", [])
-    assert family is not None
-    block = BlockPoints(
-        dict(family.leaves), family.kernel, num_heads=2, num_kv_heads=2, head_dim=4, inner_size=16
-    )
-    num_layers = len(list(outline.get_submodule(family.layers).children()))
+    block = BlockPoints(LLAMA_LEAVES, LLAMA.kernel, num_heads=2, num_kv_heads=2, head_dim=4, inner_size=16)
+    num_layers = len(list(outline.get_submodule(LLAMA.layers).children()))
     setup = {
         "modules": described(outline),
-        "layout": ModelLayout(family, (block,) * num_layers).to_plain(),
+        "layout": ModelLayout(LLAMA, (block,) * num_layers).to_plain(),
         "sizes": {"hidden_size": WIDTH, "vocab_size": VOCABULARY, "tensor_parallel_size": 1},
         "limits": dataclasses.asdict(LIMITS),
         "entry": "",

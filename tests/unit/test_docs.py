@@ -19,8 +19,8 @@ from api_schemas.results import ChoiceInterventions
 from api_schemas.where import Where
 from app.main import create_app, new_store
 from app.settings import Settings
-from nnsight_engine.core.model_spec import PATTERN_LEAF, RESIDUAL_LEAVES
-from nnsight_engine.vllm_backend.families import FAMILIES
+from nnsight_engine.core.leaves import PATTERN, RESIDUAL_LEAVES
+from nnsight_engine.families.registry import ENGINE_FAMILIES
 from tests.fakes.engine import FakeEngineClient
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -144,7 +144,7 @@ def test_every_mode_and_method_is_documented() -> None:
 
 
 def test_every_point_is_documented_and_none_that_no_family_has() -> None:
-    leaves = {leaf for family in FAMILIES for leaf in family.leaves} | {*RESIDUAL_LEAVES, PATTERN_LEAF}
+    leaves = {leaf for family in ENGINE_FAMILIES for leaf in family.leaves} | {*RESIDUAL_LEAVES, PATTERN}
     offered = {f"layers.*.{leaf}" for leaf in leaves} | set(MODEL_POINTS)
     table = page("points.md").split("\n## Every point\n")[1].split("\n## ")[0]
     assert set(re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)) == offered
@@ -152,7 +152,7 @@ def test_every_point_is_documented_and_none_that_no_family_has() -> None:
 
 def test_every_family_and_architecture_is_documented() -> None:
     table = page("points.md").split("\n## Families\n")[1]
-    for family in FAMILIES:
+    for family in ENGINE_FAMILIES:
         for name in family.architectures or family.model_classes:
             assert f"`{name}`" in table, name
 

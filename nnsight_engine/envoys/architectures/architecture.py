@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from nnsight_engine.envoys.architectures import table, views
-from nnsight_engine.envoys.architectures.hybrid_table import HYBRIDS
+from nnsight_engine.core import leaves as leaf_names
+from nnsight_engine.envoys.architectures import views
 from nnsight_engine.envoys.architectures.part_envoys import (
     AttentionEnvoy,
     GatedMlpEnvoy,
@@ -22,15 +22,15 @@ from nnsight_engine.envoys.architectures.part_envoys import (
     SplitMlpLayerEnvoy,
     UpEnvoy,
 )
-from nnsight_engine.envoys.architectures.places import leaves_in
 from nnsight_engine.envoys.architectures.structure import family_by_structure
-from nnsight_engine.envoys.architectures.table import ArchitectureFamily, ModulePath
+from nnsight_engine.families.places import Place, leaves_in, stream_leaves
+from nnsight_engine.families.registry import TRANSFORMERS_FAMILIES
+from nnsight_engine.families.transformers_family import TransformersFamily
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.aliases import Rename
     from nnsight_engine.envoys.envoy import Envoy, EnvoyMap
 
-_FAMILIES: Final = {**table.FAMILIES, **HYBRIDS}
 _HEADS_OF_MODELS: Final = ("lm_head", "embed_out")
 _QKV: Final = ("q", "k", "v")
 
@@ -51,9 +51,9 @@ class Architecture:
         envoys: Envoy classes by module class.
     """
 
-    family: ArchitectureFamily
+    family: TransformersFamily
     body: str
-    leaves: tuple[Mapping[str, ModulePath], ...]
+    leaves: tuple[Mapping[str, Place], ...]
     num_heads: int
     num_kv_heads: int
     has_norm: bool
@@ -91,10 +91,10 @@ class Architecture:
         if part:
             return views.half(("gate", "up").index(part))
         num_heads = {
-            table.QUERIES: self.num_heads,
-            table.KEYS: self.num_kv_heads,
-            table.VALUES: self.num_kv_heads,
-            table.HEADS: self.num_heads,
+            leaf_names.QUERIES: self.num_heads,
+            leaf_names.KEYS: self.num_kv_heads,
+            leaf_names.VALUES: self.num_kv_heads,
+            leaf_names.HEADS: self.num_heads,
         }.get(leaf)
         return views.WHOLE if num_heads is None else views.heads(num_heads)
 
@@ -137,7 +137,7 @@ def architecture_of(module: torch.nn.Module) -> Architecture | None:
     if not _is_from_transformers(module):
         return None
     config: Any = module.config
-    family = _FAMILIES.get(config.model_type) or family_by_structure(module)
+    family = TRANSFORMERS_FAMILIES.get(config.model_type) or family_by_structure(module)
     if family is None:
         return None
     body = next((body for body in family.bodies if _layers(module, body, family) is not None), None)
@@ -165,7 +165,7 @@ def missing_for(module: torch.nn.Module) -> str:
     if not _is_from_transformers(module):
         return "it is not a model of the transformers library"
     config: Any = module.config
-    if config.model_type in _FAMILIES:
+    if config.model_type in TRANSFORMERS_FAMILIES:
         return f"its modules are not at the paths of {config.model_type}"
     return "it has no single list of as many blocks as its config's num_hidden_layers"
 
@@ -178,7 +178,7 @@ def _is_from_transformers(module: torch.nn.Module) -> bool:
     )
 
 
-def _layers(module: torch.nn.Module, body: str, family: ArchitectureFamily) -> torch.nn.ModuleList | None:
+def _layers(module: torch.nn.Module, body: str, family: TransformersFamily) -> torch.nn.ModuleList | None:
     try:
         found = module.get_submodule(f"{body}.{family.layers}" if body else family.layers)
     except AttributeError:
@@ -186,14 +186,14 @@ def _layers(module: torch.nn.Module, body: str, family: ArchitectureFamily) -> t
     return found if isinstance(found, torch.nn.ModuleList) and len(found) else None
 
 
-def _leaves_of(layer: torch.nn.Module, family: ArchitectureFamily) -> Mapping[str, ModulePath]:
+def _leaves_of(layer: torch.nn.Module, family: TransformersFamily) -> Mapping[str, Place]:
     """Return those leaves of the table whose modules a layer has."""
     modules = dict(layer.named_modules(remove_duplicate=False))
-    return leaves_in(modules, family.leaves, family.other_leaves)
+    return leaves_in(modules, {**stream_leaves(), **family.leaves})
 
 
 def _rename(
-    module: torch.nn.Module, body: str, family: ArchitectureFamily, layers: torch.nn.ModuleList
+    module: torch.nn.Module, body: str, family: TransformersFamily, layers: torch.nn.ModuleList
 ) -> dict[str, str]:
     """Return paths with their aliases, except for aliases that exist as attributes already."""
     names = {"layers": family.layers, "norm": family.norm, "embed": family.embed}
@@ -212,11 +212,11 @@ def _rename(
     return found
 
 
-def _envoys(layer: torch.nn.Module, family: ArchitectureFamily) -> dict[type[torch.nn.Module], type[Envoy]]:
+def _envoys(layer: torch.nn.Module, family: TransformersFamily) -> dict[type[torch.nn.Module], type[Envoy]]:
     """Return the envoy classes of a layer's modules."""
     leaves, modules = _leaves_of(layer, family), dict(layer.named_modules(remove_duplicate=False))
     found: dict[type[torch.nn.Module], type[Envoy]] = {}
-    if table.HEADS in leaves:
+    if leaf_names.HEADS in leaves:
         found[type(modules[family.attention])] = AttentionEnvoy
     if family.attention and family.attention == family.mlp:
         found[type(layer)] = OneMixerLayerEnvoy

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from nnsight_engine.envoys.architectures.errors import PointValueError
 from nnsight_engine.envoys.architectures.module_points import FlattenedPoint
 from nnsight_engine.envoys.architectures.routing import ExpertWeights, by_weight
-from nnsight_engine.envoys.architectures.table import RouterOrder
+from nnsight_engine.families.transformers_family import RouterOrder
 
 
 class RouterOutput(NamedTuple):

@@ -16,9 +16,9 @@ from nnsight_engine.core.dtype_conversion import fitted
 from nnsight_engine.envoys.architectures.errors import PointValueError
 
 if TYPE_CHECKING:
-    from nnsight_engine.envoys.architectures.places import Side
     from nnsight_engine.envoys.architectures.views import View
     from nnsight_engine.envoys.envoy import Envoy
+    from nnsight_engine.families.places import Side
     from nnsight_engine.interleaving.mediator import Mediator
 
 

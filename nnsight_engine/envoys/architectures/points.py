@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from nnsight_engine.envoys.architectures import table
+from nnsight_engine.core import leaves as leaf_names
 from nnsight_engine.envoys.architectures.architecture import missing_for
 from nnsight_engine.envoys.architectures.errors import NoStandardPointsError
 from nnsight_engine.envoys.architectures.expert_points import ExpertIdsPoint, ExpertWeightsPoint
@@ -28,11 +28,11 @@ from nnsight_engine.envoys.architectures.views import WHOLE
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.architectures.architecture import Architecture
-    from nnsight_engine.envoys.architectures.places import Side
     from nnsight_engine.envoys.envoy import Envoy
+    from nnsight_engine.families.places import Side
 
-_PER_HEAD: Final = {table.QUERIES, table.KEYS, table.VALUES, table.HEADS}
-_PER_NEURON: Final = {"mlp.gate", "mlp.up", table.NEURONS}
+_PER_HEAD: Final = {leaf_names.QUERIES, leaf_names.KEYS, leaf_names.VALUES, leaf_names.HEADS}
+_PER_NEURON: Final = {"mlp.gate", "mlp.up", leaf_names.NEURONS}
 
 
 class Points(NamedPoints):
@@ -96,9 +96,9 @@ class Points(NamedPoints):
 
     def _leaves(self, layer: int) -> list[str]:
         leaves = self._known().leaves[layer]
-        has_pattern = table.HEADS in leaves and self._known().family.has_pattern
+        has_pattern = leaf_names.HEADS in leaves and self._known().family.has_pattern
         order = self._known().family.order
-        return [leaf for leaf in order if leaf in leaves or (leaf == table.PATTERN and has_pattern)]
+        return [leaf for leaf in order if leaf in leaves or (leaf == leaf_names.PATTERN and has_pattern)]
 
     def _points_before_layers(self) -> list[str]:
         self._known()
@@ -117,9 +117,9 @@ class Points(NamedPoints):
         if name == LOGITS and architecture.has_logits:
             return LogitsPoint(self._root, (self._config().vocab_size,))
         layer, leaf = self._parsed(name)
-        if leaf == table.PATTERN:
+        if leaf == leaf_names.PATTERN:
             attention = self._envoy(architecture.layer_path(layer, architecture.family.attention))
-            heads = architecture.leaves[layer].get(table.HEADS)
+            heads = architecture.leaves[layer].get(leaf_names.HEADS)
             if heads is None or not architecture.family.has_pattern:
                 raise self._unknown(name)
             out = self._envoy(architecture.layer_path(layer, heads.path))
@@ -138,8 +138,8 @@ class Points(NamedPoints):
 
     def _flattened(self, name: str, envoy: Envoy, side: Side, layer: int, leaf: str) -> FlattenedPoint:
         shape = self._shape(layer, leaf)
-        if leaf in {table.EXPERTS, table.EXPERT_WEIGHTS}:
-            kind = ExpertIdsPoint if leaf == table.EXPERTS else ExpertWeightsPoint
+        if leaf in {leaf_names.EXPERTS, leaf_names.EXPERT_WEIGHTS}:
+            kind = ExpertIdsPoint if leaf == leaf_names.EXPERTS else ExpertWeightsPoint
             order = self._known().family.router_order
             return kind(name, envoy, side, self._tokens, shape, expert_weights(self._config()), order)
         return FlattenedPoint(name, envoy, side, self._tokens, shape)
@@ -160,19 +160,21 @@ class Points(NamedPoints):
         architecture = self._known()
         if leaf in _PER_HEAD:
             num_heads = (
-                architecture.num_kv_heads if leaf in {table.KEYS, table.VALUES} else architecture.num_heads
+                architecture.num_kv_heads
+                if leaf in {leaf_names.KEYS, leaf_names.VALUES}
+                else architecture.num_heads
             )
-            return (num_heads, self._input_width(layer, table.HEADS) // architecture.num_heads)
-        if leaf == table.ROUTER:
+            return (num_heads, self._input_width(layer, leaf_names.HEADS) // architecture.num_heads)
+        if leaf == leaf_names.ROUTER:
             path = architecture.layer_path(layer, architecture.leaves[layer][leaf].path)
             router: Any = self._envoy(path)._module
             return (router.weight.shape[0],)
-        if leaf in {table.EXPERTS, table.EXPERT_WEIGHTS}:
+        if leaf in {leaf_names.EXPERTS, leaf_names.EXPERT_WEIGHTS}:
             return (self._config().num_experts_per_tok,)
-        if leaf == table.LATENT:
+        if leaf == leaf_names.LATENT:
             return (self._config().kv_lora_rank,)
         if leaf in _PER_NEURON:
-            return (self._input_width(layer, table.NEURONS),)
+            return (self._input_width(layer, leaf_names.NEURONS),)
         return (self._config().hidden_size,)
 
     def _input_width(self, layer: int, leaf: str) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from nnsight_engine.envoys.architectures.table import ArchitectureFamily, stream_leaves
+from nnsight_engine.families.transformers_family import TransformersFamily
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,7 +19,7 @@ _SEVERAL_STREAMS: Final = "altup_projections"
 """Child of decoders whose blocks pass several streams on at once, as Gemma 3n's do."""
 
 
-def family_by_structure(module: torch.nn.Module) -> ArchitectureFamily | None:
+def family_by_structure(module: torch.nn.Module) -> TransformersFamily | None:
     """Return the parts of a decoder of transformers; None if its structure is another one.
 
     Args:
@@ -38,7 +38,7 @@ def family_by_structure(module: torch.nn.Module) -> ArchitectureFamily | None:
             continue
         after = children[lists[0] + 1 :]
         norm = next((name for name, child in after if type(child).__name__.endswith("Norm")), "")
-        return ArchitectureFamily(
+        return TransformersFamily(
             model_types=(config.model_type,),
             bodies=(path,),
             layers=children[lists[0]][0],
@@ -46,7 +46,7 @@ def family_by_structure(module: torch.nn.Module) -> ArchitectureFamily | None:
             embed="",
             attention="",
             mlp="",
-            leaves=stream_leaves(),
+            leaves={},
         )
     return None
 

@@ -15,7 +15,8 @@ from api_schemas.interventions import Operation
 from api_schemas.operations import Ablate, Capture, LogitLens, Patch, Probe, Steer
 from api_schemas.points import VISION
 from nnsight_engine.core.dtypes import LARGEST
-from nnsight_engine.core.model_spec import EXPERTS_LEAF, PATTERN_LEAF, ROUTER_LEAF, ModelSpec
+from nnsight_engine.core.leaves import EXPERTS, PATTERN, ROUTER
+from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.plans.compile.scope import CompileScope
 from nnsight_engine.plans.compile.sites import leaf_of, resolve_lens_sites, resolve_sites
 from nnsight_engine.plans.compile.tensors import (
@@ -136,12 +137,10 @@ class OperationCompiler:
             self._check_experts(sites, tensor, f"{param}.vector")
             check_range(tensor, 1.0, self._spec.dtype, f"{param}.vector")
             key = self._keep(tensor)
-        if any(site.leaf == EXPERTS_LEAF for site in sites) and (
-            op.method != "vector" or op.units is not None
-        ):
+        if any(site.leaf == EXPERTS for site in sites) and (op.method != "vector" or op.units is not None):
             raise ApiError(
                 ErrorCode.UNSUPPORTED_COMBINATION,
-                f"{EXPERTS_LEAF} are ids of experts: `ablate` gives all of them with `method` vector, "
+                f"{EXPERTS} are ids of experts: `ablate` gives all of them with `method` vector, "
                 "without `units`.",
                 f"{param}.method",
             )
@@ -152,16 +151,16 @@ class OperationCompiler:
 
     def _check_experts(self, sites: tuple[PlannedSite, ...], tensor: TensorData, param: str) -> None:
         """Check ids of experts, if the sites take some: kernels use them as indices."""
-        ids = [site.leaf == EXPERTS_LEAF for site in sites]
+        ids = [site.leaf == EXPERTS for site in sites]
         if not any(ids):
             return
         if not all(ids):
             raise ApiError(
                 ErrorCode.UNSUPPORTED_COMBINATION,
-                f"{EXPERTS_LEAF} are ids of experts: write them in an operation of their own.",
+                f"{EXPERTS} are ids of experts: write them in an operation of their own.",
                 param,
             )
-        routers = [PlannedSite(ROUTER_LEAF, site.layer) for site in sites]
+        routers = [PlannedSite(ROUTER, site.layer) for site in sites]
         check_experts(tensor, min(self._widths(tuple(routers))), param)
 
     def _check_mean(self, named: Named, param: str) -> None:
@@ -233,22 +232,22 @@ class OperationCompiler:
                 )
             self._check_sampled(named, param)
             dtype = "int64"
-        ids = [site.leaf == EXPERTS_LEAF for site in sites]
+        ids = [site.leaf == EXPERTS for site in sites]
         if any(ids):
             if not all(ids) or op.dtype is not None or op.reduce == "mean":
                 raise ApiError(
                     ErrorCode.UNSUPPORTED_COMBINATION,
-                    f"{EXPERTS_LEAF} are ids of experts: capture them in an operation of their own, without "
+                    f"{EXPERTS} are ids of experts: capture them in an operation of their own, without "
                     "`dtype` and without `reduce` mean.",
                     f"{param}.at",
                 )
             dtype = "int64"
-        pattern = [site.leaf == PATTERN_LEAF for site in sites]
+        pattern = [site.leaf == PATTERN for site in sites]
         if any(pattern) and not all(pattern):
             raise ApiError(
                 ErrorCode.UNSUPPORTED_COMBINATION,
                 "Attention patterns grow with the position and other points do not; capture "
-                f"{PATTERN_LEAF} in an operation of its own.",
+                f"{PATTERN} in an operation of its own.",
                 f"{param}.at",
             )
         if op.reduce == "mean" and any(pattern):

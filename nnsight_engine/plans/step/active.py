@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from nnsight_engine.core.errors import InterventionError
-from nnsight_engine.core.model_spec import EXPERTS_LEAF
+from nnsight_engine.core.leaves import EXPERTS
 from nnsight_engine.core.tensor_bytes import tensor_from_bytes
 from nnsight_engine.plans.records import Failure, StepInfo
 from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, PlannedSite, RequestPlan, TensorData
@@ -252,7 +252,7 @@ class Registrar:
 
     def _operand_dtype(self, op: PlannedOp) -> torch.dtype:
         """Return the dtype of an operation's tensor; ids of experts are exact in float32."""
-        is_ids = op.sites[0].leaf == EXPERTS_LEAF
+        is_ids = op.sites[0].leaf == EXPERTS
         keeps_float32 = op.kind in NEEDS_DIRECTION or op.kind is OperationKind.PROBE or is_ids
         return torch.float32 if keeps_float32 else self._context.dtype
 

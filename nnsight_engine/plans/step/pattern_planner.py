@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from nnsight_engine.core.errors import InterventionError
-from nnsight_engine.core.model_spec import PATTERN_LEAF
+from nnsight_engine.core.leaves import PATTERN
 from nnsight_engine.plans.request_plan import PlannedSite
 from nnsight_engine.plans.step.active import ActiveOp
 from nnsight_engine.plans.step.context import StepContext
@@ -97,8 +97,8 @@ class PatternPlanner:
             return
         store = self._store(span, layer, stop, open_until)
         kernel = StoreKeys(store, span.start, span.row, span.row + stop - span.start)
-        owner = next(op for op in span.request.ops if PlannedSite(PATTERN_LEAF, layer) in op.op.sites)
-        index = owner.op.sites.index(PlannedSite(PATTERN_LEAF, layer))
+        owner = next(op for op in span.request.ops if PlannedSite(PATTERN, layer) in op.op.sites)
+        index = owner.op.sites.index(PlannedSite(PATTERN, layer))
         self._add_group(plan, kernel, KernelMember(span.request, owner, index, np.empty(0, np.int64)))
 
     def _store(self, span: Span, layer: int, stop: int, open_until: int) -> AttentionKeyStore:

@@ -64,7 +64,7 @@ from nnsight_engine.vllm_backend.traces.step_facts import StepFacts
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 
 if TYPE_CHECKING:
-    from nnsight_engine.vllm_backend.families import EngineFamily
+    from nnsight_engine.families.engine_family import EngineFamily
 
 _LOG: Final = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from nnsight_engine.core import leaves as leaf_names
 from nnsight_engine.core.trees import map_pairs, map_tensors
-from nnsight_engine.envoys.architectures import table
 from nnsight_engine.envoys.architectures.named_points import PointGroup
 from nnsight_engine.envoys.cache import Cache, CacheView, Entry
 from nnsight_engine.vllm_backend.traces.chunks import joined
@@ -25,7 +25,7 @@ from nnsight_engine.vllm_backend.traces.points import ATTENTION_INPUT, Layers, P
 if TYPE_CHECKING:
     from nnsight_engine.envoys.envoy import Envoy
     from nnsight_engine.envoys.tree import EnvoyTree
-    from nnsight_engine.vllm_backend.families import EngineFamily
+    from nnsight_engine.families.engine_family import EngineFamily
 
 
 class RequestCache(Cache):
@@ -180,7 +180,7 @@ class EngineCacheView(CacheView):
         _, layer, group = prefix.split(".", 2)
         here = self
         if f"{group}.{side}" == ATTENTION_INPUT:  # attention has more arguments, in varying order
-            projection = points.layout.blocks[int(layer)].leaves[table.QUERIES].path
+            projection = points.layout.blocks[int(layer)].leaves[leaf_names.QUERIES].path
             path = f"{points.root.path}.{family.layers}.{layer}.{projection}"
             here = type(self)(self._cache, path, None)
         values = _values(here._entry(), side)  # noqa: SLF001 - a view like this one

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, overload
 
 import torch
 
+from nnsight_engine.core import leaves as leaf_names
 from nnsight_engine.core.model_spec import leaf_at
-from nnsight_engine.envoys.architectures import table
 from nnsight_engine.envoys.architectures.named_points import (
     EMBED,
     LOGITS,
@@ -61,7 +61,7 @@ class NamedPlace:
             num_tokens, dtype = scanned
             rows = 1 if self.name == LOGITS else num_tokens
             sizes = [num_tokens if size < 0 else size for size in self.shape]
-            if self.name.endswith(table.PATTERN):
+            if self.name.endswith(leaf_names.PATTERN):
                 return torch.empty(sizes[0], rows, *sizes[1:], dtype=torch.float32, device="meta")
             return torch.empty(rows, *sizes, dtype=dtype, device="meta")
         raise ValueError(

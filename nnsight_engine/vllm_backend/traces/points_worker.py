@@ -14,23 +14,23 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from nnsight_engine.core.model_spec import RESIDUAL_LEAVES
-from nnsight_engine.envoys.architectures import table
+from nnsight_engine.core import leaves as leaf_names
+from nnsight_engine.core.leaves import RESIDUAL_LEAVES
 from nnsight_engine.envoys.architectures.errors import PointValueError
 from nnsight_engine.envoys.architectures.module_points import ModulePoint, PointAccess
 from nnsight_engine.envoys.architectures.named_points import EMBED, LOGITS, NORM
 from nnsight_engine.envoys.architectures.views import WHOLE, View
 from nnsight_engine.envoys.envoy import Envoy
+from nnsight_engine.families.places import Place
 from nnsight_engine.modeling.wrapper import WrapperModule
-from nnsight_engine.vllm_backend.families import HookSpec
 from nnsight_engine.vllm_backend.traces.points import ATTENTION_INPUT, NORM_INPUT, EnginePoints, Part
 from nnsight_engine.vllm_backend.traces.points_edits import PointEdit
 from nnsight_engine.vllm_backend.traces.points_pattern import WorkerPatternPoint
 from nnsight_engine.vllm_backend.traces.rows import zeros_of
 
 if TYPE_CHECKING:
-    from nnsight_engine.envoys.architectures.places import Side
-    from nnsight_engine.vllm_backend.families import EngineFamily
+    from nnsight_engine.families.engine_family import EngineFamily
+    from nnsight_engine.families.places import Side
     from nnsight_engine.vllm_backend.model_points import ModelPoints
     from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 
@@ -171,7 +171,7 @@ class WorkerPoints(EnginePoints):
             return self._residual(name, 0, "input", shape)
         if leaf in RESIDUAL_LEAVES:
             return self._residual(name, layer, "input" if leaf == "input" else "output", shape)
-        if leaf == table.PATTERN:
+        if leaf == leaf_names.PATTERN:
             block = self.layout.blocks[layer]
             kernel = self.raw(f"{self.family.layers}.{layer}.{block.kernel}")
             return WorkerPatternPoint(name, kernel, (block.num_heads, block.num_kv_heads), shape)
@@ -181,7 +181,7 @@ class WorkerPoints(EnginePoints):
         envoy = self.raw(f"{self.family.layers}.{layer}.{spec.path}")
         return ModulePoint(name, envoy, spec.side, self._view(spec, layer), shape)
 
-    def _view(self, spec: HookSpec, layer: int) -> View:
+    def _view(self, spec: Place, layer: int) -> View:
         return View(lambda whole: self._model.view(spec, whole, layer), is_all=not spec.part)
 
     def _rows(self) -> View:

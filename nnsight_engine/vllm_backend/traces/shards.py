@@ -29,7 +29,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from nnsight_engine.core.model_spec import LATENT_LEAF
+from nnsight_engine.core.leaves import LATENT
 from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.vllm_backend.expert_points import ExpertChoice, InnerValue
 from nnsight_engine.vllm_backend.model_points import base_module
@@ -293,7 +293,7 @@ class Shards:
         if path is None:
             path = f"{self._paths[id(attention)]}.{block.kernel.rpartition('.')[2]}"
             self._modules[path] = kernel
-        if LATENT_LEAF in block.leaves:
+        if LATENT in block.leaves:
             # The projections into it are whole on each rank; what follows is known of linear layers only.
             for name in _LATENT_NORMS:
                 norm = self._paths.get(id(getattr(attention, name, None)))

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from api_schemas.points import MODEL_POINTS, VISION
-from nnsight_engine.core.model_spec import EXPERTS_LEAF, PATTERN_LEAF, RESIDUAL_LEAVES
+from nnsight_engine.core.leaves import EXPERTS, PATTERN, RESIDUAL_LEAVES
 from nnsight_engine.core.saves import save
 from nnsight_engine.envoys.architectures.errors import PointValueError, UnknownPointError
+from nnsight_engine.families.registry import ENGINE_FAMILIES
 from nnsight_engine.interleaving.events import OutOfOrderError
 from nnsight_engine.modeling.base import NNsight
-from nnsight_engine.vllm_backend import families as vllm_families
 from tests.families.checkpoints import FAMILIES, NUM_LAYERS, VARIANTS, write_checkpoint
 from tests.families.edits import place
 from tests.families.moves import LAYER, move, moved, points_of_a_layer
@@ -99,7 +99,7 @@ def has_patterns(module: Any) -> bool:
 
 def movable(names: Iterable[str]) -> list[str]:
     """Return the points of a layer whose values can be moved: those that are not ids of experts."""
-    return [name for name in points_of_a_layer(names) if not name.endswith(EXPERTS_LEAF)]
+    return [name for name in points_of_a_layer(names) if not name.endswith(EXPERTS)]
 
 
 def offered(model: NNsight, *names: str) -> list[str]:
@@ -129,7 +129,7 @@ def test_every_point_reads_what_hooks_on_transformers_read(checkpoint: Path, mod
     with torch.no_grad(), model.trace(IDS, use_cache=False):
         for name in model.points:
             found[name] = model.points[name].save()
-    patterns = {name for name in found if name.endswith(PATTERN_LEAF)}
+    patterns = {name for name in found if name.endswith(PATTERN)}
     assert found.keys() - patterns == expected.keys()
     for name, value in expected.items():
         assert torch.equal(found[name][0], value), name
@@ -139,7 +139,7 @@ def test_patterns_are_the_attention_weights_that_transformers_returns(model: NNs
     with torch.no_grad():
         output = module(PAIR, output_attentions=True, use_cache=False)
     found = []
-    names = [name for name in model.points if name.endswith(PATTERN_LEAF)]
+    names = [name for name in model.points if name.endswith(PATTERN)]
     with torch.no_grad(), model.trace(PAIR, use_cache=False):
         for name in names:
             found.append(model.points[name].save())  # noqa: PERF401 - values come by one after the other
@@ -156,7 +156,7 @@ def test_shapes_are_those_that_the_list_says(model: NNsight) -> None:
         for name in points_of_a_layer(model.points):
             found[name] = model.points[name].shape
     for name, shape in model.points().items():
-        if name.endswith(PATTERN_LEAF) and name in found:
+        if name.endswith(PATTERN) and name in found:
             assert found[name] == (num_rows, shape[0], num_tokens, num_tokens)
         elif name in found:
             assert found[name] == (num_rows, num_tokens, *shape), name
@@ -198,7 +198,7 @@ def test_a_model_runs_as_before_when_the_trace_is_over(model: NNsight, module: A
     configs = [getattr(part, "config", None) for part in module.modules()]
     with torch.no_grad(), model.trace(IDS, use_cache=False):
         for name in model.points:
-            if not name.endswith(EXPERTS_LEAF):
+            if not name.endswith(EXPERTS):
                 move(model.points[name])
     assert torch.equal(logits_of(module), expected)
     assert [set(vars(part)) for part in module.modules()] == attributes
@@ -212,14 +212,12 @@ def test_a_model_runs_as_before_when_the_trace_is_over(model: NNsight, module: A
 def test_the_vocabulary_is_that_of_the_server(model: NNsight, module: Any) -> None:
     class_name = type(module).__name__
     family = next(
-        family
-        for family in vllm_families.FAMILIES
-        if class_name in (family.architectures or family.model_classes)
+        family for family in ENGINE_FAMILIES if class_name in (family.architectures or family.model_classes)
     )
     leaves = {name.split(".", 2)[-1] for name in model.points if name.startswith("layers.")}
     # Experts have no neurons in common; a model of experts has them in its dense blocks only.
     neurons = {"mlp.gate", "mlp.up", "mlp.act"}
-    expected = {*family.leaves, *RESIDUAL_LEAVES, *([PATTERN_LEAF] if has_patterns(module) else [])}
+    expected = {*family.leaves, *RESIDUAL_LEAVES, *([PATTERN] if has_patterns(module) else [])}
     if getattr(module.config, "num_local_experts", None) == 0:
         expected -= {"moe.router", "moe.shared.output"}
     assert leaves <= expected

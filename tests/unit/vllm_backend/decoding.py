@@ -13,12 +13,12 @@ from torch import nn
 
 from api_schemas.interventions import parse_interventions
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
+from nnsight_engine.families.dense import LLAMA
 from nnsight_engine.plans.collect.outbox import Outbox
 from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.records import Payload, StepResults
 from nnsight_engine.plans.request_plan import CompiledRequest
 from nnsight_engine.plans.step.plan import StepPlan
-from nnsight_engine.vllm_backend.families import FAMILIES
 from nnsight_engine.vllm_backend.model_layout import ModelLayout
 from nnsight_engine.vllm_backend.model_points import ModelPoints
 from nnsight_engine.vllm_backend.steps.step import RequestRows, Step
@@ -153,7 +153,7 @@ class Worker:
         self.model = StandIn()
         points = ModelPoints(
             model=self.model,
-            layout=ModelLayout(FAMILIES[0], ()),
+            layout=ModelLayout(LLAMA, ()),
             layers=(),
             local_layers=range(0),
             final_norm=None,

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.fusion.fused_act_quant import maybe_fused_act_qu
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
 
-from nnsight_engine.vllm_backend.families import HookSpec
+from nnsight_engine.families.places import Place
 from nnsight_engine.vllm_backend.hooks import keep_inputs_plain
 from nnsight_engine.vllm_backend.model_layout import BlockPoints
 from nnsight_engine.vllm_backend.model_points import ModelPoints
@@ -52,7 +52,7 @@ class _Points:
 
 def test_activations_of_quantised_layers_are_plain_tensors() -> None:
     block = _Block()
-    leaves = {"mlp.act": HookSpec("down_proj", "input"), "mlp.output": HookSpec("down_proj", "output")}
+    leaves = {"mlp.act": Place("down_proj", "input"), "mlp.output": Place("down_proj", "output")}
     points = _Points((block,), _Layout((BlockPoints(leaves),)))
     keep_inputs_plain(cast("ModelPoints", points))
     rows = torch.randn(3, 32)

@@ -10,7 +10,9 @@ import torch
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.envoys.architectures.errors import UnknownPointError
 from nnsight_engine.envoys.envoy import Envoy
-from nnsight_engine.vllm_backend.families import family_named
+from nnsight_engine.families.dense import LLAMA, LLAMA_LEAVES
+from nnsight_engine.families.places import Place
+from nnsight_engine.families.registry import engine_family
 from nnsight_engine.vllm_backend.model_layout import BlockPoints, ModelLayout
 from nnsight_engine.vllm_backend.model_outline import outlined
 from nnsight_engine.vllm_backend.traces.caches import RequestCache
@@ -36,9 +38,11 @@ def points_of(architecture: str, *leaves: str) -> EnginePoints:
     root = StandardNames(
         outlined([("", architecture, "", ""), *((path, "Module", "", "") for path in paths)])
     )
-    family = family_named(architecture, [architecture])
+    family = engine_family(architecture, [architecture])
     assert family is not None
-    block = BlockPoints(dict(family.leaves), family.kernel)
+    block = BlockPoints(
+        {leaf: place for leaf, place in family.leaves.items() if isinstance(place, Place)}, family.kernel
+    )
     names = ("embed.output", "input", "output", *leaves, *(["norm.output"] if norm else []), "logits")
     spec = ModelSpec(
         name="tiny",
@@ -138,8 +142,6 @@ def test_a_cache_leads_on_from_the_root_to_standard_names() -> None:
 
 
 def test_there_is_no_pattern_where_positions_attend_to_later_ones() -> None:
-    family = family_named("Gemma3ForCausalLM", [])
-    assert family is not None
-    causal = BlockPoints(dict(family.leaves), family.kernel, num_heads=2, num_kv_heads=1, head_dim=4)
+    causal = BlockPoints(LLAMA_LEAVES, LLAMA.kernel, num_heads=2, num_kv_heads=1, head_dim=4)
     shapes, others = causal.shapes(8), dataclasses.replace(causal, is_causal=False).shapes(8)
     assert shapes.keys() - others.keys() == {"attn.pattern"}

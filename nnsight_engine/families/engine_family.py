@@ -1,32 +1,16 @@
-"""The form of a table of points: one layout of decoder blocks in vLLM, and where each leaf lies in it."""
+"""The form of a table for vLLM: one layout of decoder blocks, and the place of each leaf in it."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from nnsight_engine.envoys.architectures.places import Place
-from nnsight_engine.envoys.architectures.table import ORDER
+from nnsight_engine.core.leaves import ORDER
+from nnsight_engine.families.places import Places
 
 if TYPE_CHECKING:
     import torch
-
-Part = Literal["", "q", "k", "v", "gate", "up"]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class HookSpec(Place):
-    """The location of a leaf's value: a module, one of its sides, and a part of the tensor.
-
-    ``input`` is the module's first positional argument; every listed module is called with one. ``output`` is
-    the return value, or its first element if the module returns a tuple.
-
-    Attributes:
-        part: Part of a fused output; empty for the whole tensor.
-    """
-
-    part: Part = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,7 +27,6 @@ class EngineFamily:
         final_norm: Path of the final norm, empty if it is not known; the module may be None (OPT-350m).
         leaves: Location of each leaf of a layer, without the residual stream's ``input`` and ``output``. A
             block has those whose modules it has.
-        other_leaves: Location of leaves in blocks that lack the modules in ``leaves``.
         order: The leaves in the order in which a block computes them.
         kernel: Path, relative to the layer, of vLLM's ``Attention``, which receives queries and keys; empty
             if it is not known.
@@ -68,10 +51,9 @@ class EngineFamily:
     model_classes: tuple[str, ...]
     layers: str
     final_norm: str
-    leaves: Mapping[str, HookSpec]
+    leaves: Places
     kernel: str
     architectures: tuple[str, ...] = ()
-    other_leaves: Mapping[str, HookSpec] = dataclasses.field(default_factory=dict)
     order: tuple[str, ...] = ORDER
     project_out: str = ""
     hidden_index: int = 0
@@ -103,27 +85,3 @@ class EngineFamily:
             residual: torch.Tensor | None = args[key + 1]
             return residual
         return kwargs.get("residual")
-
-
-def block_leaves(*, attention: str, qkv: str, out: str, mlp: str, up: str, down: str) -> dict[str, HookSpec]:
-    """Return the leaves of a block whose attention and MLP modules are called with one tensor.
-
-    All paths are relative to the layer. ``attention`` is the module that returns ``attn.output``; ``qkv`` and
-    ``out`` are its projections; ``up`` and ``down`` are the projections of the MLP.
-    """
-    return {
-        "attn.output": HookSpec(attention, "output"),
-        "attn.q": HookSpec(qkv, "output", "q"),
-        "attn.k": HookSpec(qkv, "output", "k"),
-        "attn.v": HookSpec(qkv, "output", "v"),
-        "attn.heads": HookSpec(out, "input"),
-        "mlp.input": HookSpec(mlp, "input"),
-        "mlp.output": HookSpec(mlp, "output"),
-        "mlp.up": HookSpec(up, "output"),
-        "mlp.act": HookSpec(down, "input"),
-    }
-
-
-def gate_and_up(path: str) -> dict[str, HookSpec]:
-    """Return the leaves of an MLP's projection that returns the gate, then the other input of its product."""
-    return {"mlp.gate": HookSpec(path, "output", "gate"), "mlp.up": HookSpec(path, "output", "up")}

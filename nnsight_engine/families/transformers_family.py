@@ -1,0 +1,51 @@
+"""The form of a table for transformers: one layout of decoder blocks, and the place of each leaf in it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from nnsight_engine.core.leaves import ORDER
+from nnsight_engine.families.places import Places
+
+RouterOrder = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TransformersFamily:
+    """One layout of decoder blocks.
+
+    Attributes:
+        model_types: ``model_type`` of the configs that have this layout.
+        bodies: Candidate paths of the decoder, empty for the model itself; the first one with layers is used.
+        layers: The list of blocks, below the body.
+        norm: The final norm, below the body; the attribute may be None (OPT-350m).
+        embed: The module whose output enters the first block, below the body; empty if there is none.
+        attention: The attention module, below a block.
+        mlp: The MLP, below a block; empty if its modules are children of the block itself.
+        leaves: Location of each leaf of a layer, except ``attn.pattern``, which no module provides. A layer
+            has those whose modules it has.
+        order: The leaves in the order in which a layer computes them.
+        is_qkv_per_head: Whether a fused projection returns ``[heads, (q, k, v), head_dim]`` rather than all
+            of q, then k, then v.
+        has_norms_last: Whether norms follow attention and MLP, so that their input is the residual stream
+            itself.
+        flattened: Leaves whose values are ``[batch * tokens, width]``, at least in some layers.
+        router_order: The index of logits, weights and ids in what a router of experts returns. Without the
+            last, it returns weights for all experts, and zero for those that are not chosen.
+        has_pattern: Whether attention's probabilities are a point.
+    """
+
+    model_types: tuple[str, ...]
+    bodies: tuple[str, ...]
+    layers: str
+    norm: str
+    embed: str
+    attention: str
+    mlp: str
+    leaves: Places
+    order: tuple[str, ...] = ORDER
+    is_qkv_per_head: bool = False
+    has_norms_last: bool = False
+    flattened: frozenset[str] = frozenset()
+    router_order: RouterOrder = (0, 1, 2)
+    has_pattern: bool = True
