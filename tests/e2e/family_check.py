@@ -32,6 +32,7 @@ from nnsight_engine.plans.collect.results import CollectedCapture, CollectedLens
 from nnsight_engine.vllm_backend.model_points import ModelPoints
 from nnsight_engine.vllm_backend.structure import Found, ModelRuns, found_family
 from tests.e2e.check_process import in_forks
+from tests.e2e.engine_kinds import options_of_process
 from tests.e2e.harness import Ask, Engine, Reply
 from tests.e2e.point_blocks import BESIDE_CERTIFICATE, AdaptedVLLM, compared, expected_values
 from tests.families.adapters import RANK, write_adapter, write_merged
@@ -354,6 +355,7 @@ def run(family: str, folder: Path) -> dict[str, str | None]:
     checkpoint = wanted = write_checkpoint(base, folder / family, seed=0 if form is None else form.seed)
     options: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 8}
     options["num_gpu_blocks_override"] = 128  # in place of all that fit into a gigabyte
+    options |= options_of_process(checkpoint)
     if family.endswith(ADAPTED):
         adapter = LoRARequest("adapter", 1, str(write_adapter(checkpoint, folder / "adapter")))
         wanted = write_merged(checkpoint, Path(adapter.lora_path), folder / f"{family}_merged")

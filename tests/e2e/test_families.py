@@ -7,14 +7,11 @@ here read its report, so that a test's name says which check of which family fai
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import pytest
 
-from tests.e2e.check_process import report_of
 from tests.e2e.family_check import (
     ADAPTED,
     CERTIFICATE,
@@ -23,10 +20,10 @@ from tests.e2e.family_check import (
     COMPILED_FAMILIES,
     QUANTISED,
 )
+from tests.e2e.family_reports import Report, reports_of
 from tests.e2e.point_blocks import BESIDE_CERTIFICATE
 from tests.families.checkpoints import FAMILIES, IN_CORE, VARIANTS
 from tests.families.quantised import FORMATS
-from tests.parallel import WORKER
 
 pytestmark = pytest.mark.e2e
 
@@ -50,11 +47,6 @@ dense families have their modules in common with one of these.
 """
 _QUANTISED: Final = tuple(f"llama{QUANTISED}{form}" for form in FORMATS)
 _CORE: Final = (*IN_CORE, "llama_in_fp8")
-_CHECKS: Final = "tests.e2e.family_check"
-_NUM_PROCESSES: Final = 1 if WORKER in os.environ else 2
-"""One for each process of tests, which have a core each."""
-
-Report = dict[str, dict[str, str | None]]
 
 
 def thinned(families: Iterable[str]) -> list[Any]:
@@ -63,25 +55,12 @@ def thinned(families: Iterable[str]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def reports(
+def report(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Future[Report]]]:
-    """Start the processes, which have an equal share each of the families that are to be tested."""
-    calls = [
-        item.callspec
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and item.module is request.module
-    ]
-    families = list(dict.fromkeys(str(call.params["family"]) for call in calls))
-    with ThreadPoolExecutor(_NUM_PROCESSES) as pool:
-        shares = [families[number::_NUM_PROCESSES] for number in range(_NUM_PROCESSES)]
-        yield {
-            family: future
-            for share in filter(None, shares)
-            for future in [pool.submit(report_of, _CHECKS, tmp_path_factory.mktemp(share[0]), share)]
-            for family in share
-        }
-        pool.shutdown(cancel_futures=True)
+) -> Iterator[Callable[[str], Report]]:
+    """Start the processes."""
+    with reports_of(request, tmp_path_factory.mktemp) as report:
+        yield report
 
 
 @pytest.fixture(
@@ -94,29 +73,29 @@ def family(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_family_agrees_with_transformers(family: str, check: str, reports: dict[str, Future[Report]]) -> None:
-    failure = reports[family].result()[family][check]
+def test_family_agrees_with_transformers(family: str, check: str, report: Callable[[str], Report]) -> None:
+    failure = report(family)[check]
     assert failure is None, failure
 
 
 @pytest.mark.parametrize("block", sorted(BESIDE_CERTIFICATE))
 def test_a_block_gives_the_same_on_both_engines(
-    family: str, block: str, reports: dict[str, Future[Report]]
+    family: str, block: str, report: Callable[[str], Report]
 ) -> None:
-    failure = reports[family].result()[family][block]
+    failure = report(family)[block]
     assert failure is None, failure
 
 
 @pytest.mark.parametrize("what", CERTIFICATE)
-def test_certificate_of_a_family_is_ok(family: str, what: str, reports: dict[str, Future[Report]]) -> None:
-    failure = reports[family].result()[family][what]
+def test_certificate_of_a_family_is_ok(family: str, what: str, report: Callable[[str], Report]) -> None:
+    failure = report(family)[what]
     assert failure is None, failure
 
 
 @pytest.mark.parametrize("family", thinned(COMPILED_FAMILIES), scope="module")
 @pytest.mark.parametrize("check", COMPILED_CHECKS)
 def test_compiled_engine_agrees_with_transformers(
-    family: str, check: str, reports: dict[str, Future[Report]]
+    family: str, check: str, report: Callable[[str], Report]
 ) -> None:
-    failure = reports[family].result()[family][check]
+    failure = report(family)[check]
     assert failure is None, failure
