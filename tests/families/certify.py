@@ -1,8 +1,9 @@
 """Writes the page of checked families: one row for each checkpoint, from ``nnsight-engine check``.
 
-``python -m tests.families.certify CHECKPOINT...`` checks each folder in a process of its own and writes
-``docs/model-families.md``. Certificates are kept in a folder, and those that are there already are not made
-again, so that a run that was interrupted goes on.
+``python -m tests.families.certify --certificates FOLDER`` writes a checkpoint of every family, checks each in a
+process of its own and writes ``docs/model-families.md``. Certificates are kept in the folder, and those that
+are there already are not made again, so that a run that was interrupted goes on. Other checkpoints can be
+named instead.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Final
 
 from nnsight_engine.certificate.certificate import PLAIN, SKIP, VALUES, WRITES, Certificate, Finding
 from nnsight_engine.certificate.verdicts import Status
+from tests.families.checkpoints import FAMILIES, VARIANTS, write_checkpoint
 
 _PROJECT: Final = Path(__file__).resolve().parents[2]
 _PAGE: Final = _PROJECT / "docs" / "model-families.md"
@@ -132,15 +134,19 @@ def _cell(text: str) -> str:
 def main() -> None:
     """Check the checkpoints named on the command line, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkpoints", nargs="+", type=Path)
+    parser.add_argument("checkpoints", nargs="*", type=Path)
     parser.add_argument("--certificates", type=Path, required=True, help="a folder to keep certificates in")
     parser.add_argument("--output", type=Path, default=_PAGE)
     options = parser.parse_args()
     options.certificates.mkdir(parents=True, exist_ok=True)
-    for number, checkpoint in enumerate(options.checkpoints, 1):
-        sys.stderr.write(f"{number} of {len(options.checkpoints)}: {checkpoint}\n")
+    checkpoints = options.checkpoints or [
+        write_checkpoint(family, options.certificates / "checkpoints" / family)
+        for family in FAMILIES + VARIANTS
+    ]
+    for number, checkpoint in enumerate(checkpoints, 1):
+        sys.stderr.write(f"{number} of {len(checkpoints)}: {checkpoint}\n")
         check(checkpoint.resolve(), options.certificates)
-    options.output.write_text(page(options.checkpoints, options.certificates))
+    options.output.write_text(page(checkpoints, options.certificates))
 
 
 if __name__ == "__main__":
