@@ -43,6 +43,7 @@ class EngineFamily:
         is_batched: Whether values have a leading axis of size 1 (``[1, tokens, width]``).
         is_qkv_interleaved: Whether the fused output is ``[heads, (q, k, v), head_dim]`` instead of all of q,
             then all of k, then all of v.
+        has_query_gates: Whether the projection of queries returns a gate after each head's query.
         is_kernel_bare: Whether the attention module calls the kernel's ``forward`` directly, so that hooks on
             the kernel module do not run.
     """
@@ -64,6 +65,7 @@ class EngineFamily:
     sums_at_once: bool = False
     is_batched: bool = False
     is_qkv_interleaved: bool = False
+    has_query_gates: bool = False
     is_kernel_bare: bool = False
 
     def hidden_key(self, args: Sequence[Any]) -> int | str:

@@ -34,7 +34,7 @@ _REORDERED: Final = frozenset({QUERIES, KEYS})
 """Leaves of Llama 4 whose numbers vLLM orders differently."""
 
 
-def _experts(mlp: str, *, gate: str = "gate", has_shared: bool = False) -> Mapping[str, Place]:
+def engine_experts(mlp: str, *, gate: str = "gate", has_shared: bool = False) -> Mapping[str, Place]:
     """Return the leaves, in vLLM, of a block with Llama's attention and, at least in some layers, experts.
 
     Args:
@@ -64,26 +64,26 @@ VLLM: Final = (
             "Qwen2MoeForCausalLM",
             "Qwen3MoeForCausalLM",
         ),
-        leaves=frozen(_experts("mlp")),
+        leaves=frozen(engine_experts("mlp")),
     ),
     dataclasses.replace(
         LLAMA,
         name="glm4_moe",
         model_classes=("Glm4MoeForCausalLM",),
-        leaves=frozen(_experts("mlp", has_shared=True)),
+        leaves=frozen(engine_experts("mlp", has_shared=True)),
     ),
     dataclasses.replace(
         LLAMA,
         name="mla",
         model_classes=("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),
-        leaves=frozen(without({QUERIES, KEYS, VALUES}, _experts("mlp", has_shared=True)) | _LATENT),
+        leaves=frozen(without({QUERIES, KEYS, VALUES}, engine_experts("mlp", has_shared=True)) | _LATENT),
         kernel="self_attn.mla_attn.mla_attn",
     ),
     dataclasses.replace(
         LLAMA,
         name="gpt_oss",
         model_classes=("GptOssForCausalLM",),
-        leaves=frozen(renamed(_experts("mlp", gate="router"), {"self_attn": "attn"})),
+        leaves=frozen(renamed(engine_experts("mlp", gate="router"), {"self_attn": "attn"})),
         kernel="attn.attn",
         hidden_index=0,
     ),
@@ -93,21 +93,23 @@ VLLM: Final = (
         model_classes=("Llama4ForCausalLM",),
         leaves=frozen(
             # transformers has no module for what the chosen experts add.
-            without({*_REORDERED, ROUTED}, renamed(_experts("mlp", gate="router"), {"mlp": "feed_forward"}))
+            without(
+                {*_REORDERED, ROUTED}, renamed(engine_experts("mlp", gate="router"), {"mlp": "feed_forward"})
+            )
         ),
     ),
     dataclasses.replace(
         LLAMA,
         name="granitemoe",
         model_classes=("GraniteMoeForCausalLM",),
-        leaves=frozen(_experts("block_sparse_moe")),
+        leaves=frozen(engine_experts("block_sparse_moe")),
         returns_residual=False,
     ),
     dataclasses.replace(
         LLAMA,
         name="mixtral",
         model_classes=("MixtralForCausalLM",),
-        leaves=frozen(_experts("block_sparse_moe")),
+        leaves=frozen(engine_experts("block_sparse_moe")),
     ),
     # The sum of routed and shared experts is no module's.
     dataclasses.replace(
@@ -115,7 +117,7 @@ VLLM: Final = (
         name="granitemoeshared",
         model_classes=("GraniteMoeSharedForCausalLM",),
         leaves=frozen(
-            without({"mlp.output"}, _experts("block_sparse_moe"))
+            without({"mlp.output"}, engine_experts("block_sparse_moe"))
             | {
                 "mlp.input": Place("post_attention_layernorm", "output"),
                 SHARED: Place("shared_mlp", "output"),
@@ -126,26 +128,26 @@ VLLM: Final = (
 )
 """The layouts in vLLM."""
 
-_ROUTED_LEAVES: Final = {
+ROUTED_LEAVES: Final = {
     **TRANSFORMERS_LLAMA_LEAVES,
     ROUTER: Place("mlp.gate", "output", operation="F_linear_0"),
     EXPERTS: Place("mlp.gate", "output", "ids"),
     EXPERT_WEIGHTS: Place("mlp.gate", "output", "weights"),
     ROUTED: Place("mlp.experts", "output"),
 }
-_SHARED_LEAVES: Final = {**_ROUTED_LEAVES, SHARED: Place("mlp.shared_experts", "output")}
-_ROUTER_LEAVES: Final = moved(_ROUTED_LEAVES, {"mlp.gate": "mlp.router"})
+_SHARED_LEAVES: Final = {**ROUTED_LEAVES, SHARED: Place("mlp.shared_experts", "output")}
+_ROUTER_LEAVES: Final = moved(ROUTED_LEAVES, {"mlp.gate": "mlp.router"})
 
-_EXPERTS: Final = dataclasses.replace(
+EXPERT_BLOCKS: Final = dataclasses.replace(
     TRANSFORMERS_LLAMA,
     model_types=("ernie4_5_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
-    leaves=frozen(_ROUTED_LEAVES),
+    leaves=frozen(ROUTED_LEAVES),
     flattened=frozenset({ROUTER, EXPERTS, EXPERT_WEIGHTS, ROUTED}),
 )
 
 _GRANITE_LEAVES: Final = renamed(_ROUTER_LEAVES, {"mlp": "block_sparse_moe"})
 _GRANITE: Final = dataclasses.replace(
-    _EXPERTS,
+    EXPERT_BLOCKS,
     model_types=("granitemoe",),
     embed="",  # it scales embeddings
     mlp="block_sparse_moe",
@@ -154,16 +156,16 @@ _GRANITE: Final = dataclasses.replace(
 )
 
 TRANSFORMERS: Final = (
-    _EXPERTS,
-    dataclasses.replace(_EXPERTS, model_types=("glm4_moe",), leaves=frozen(_SHARED_LEAVES)),
+    EXPERT_BLOCKS,
+    dataclasses.replace(EXPERT_BLOCKS, model_types=("glm4_moe",), leaves=frozen(_SHARED_LEAVES)),
     dataclasses.replace(
-        _EXPERTS,
+        EXPERT_BLOCKS,
         model_types=("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
         leaves=frozen(without({QUERIES, KEYS, VALUES}, _SHARED_LEAVES) | _LATENT),
         has_pattern=False,
     ),
     dataclasses.replace(
-        _EXPERTS,
+        EXPERT_BLOCKS,
         model_types=("gpt_oss",),
         leaves=frozen(_ROUTER_LEAVES),
         has_pattern=False,  # attention has sinks beside the positions
@@ -183,7 +185,7 @@ TRANSFORMERS: Final = (
         ),
     ),
     dataclasses.replace(
-        _EXPERTS,
+        EXPERT_BLOCKS,
         model_types=("llama4_text",),
         mlp="feed_forward",
         leaves=frozen(
@@ -194,7 +196,7 @@ TRANSFORMERS: Final = (
                 EXPERT_WEIGHTS: Place("feed_forward.router", "output", "weights"),
             }
         ),
-        flattened=_EXPERTS.flattened | {"mlp.output"},
+        flattened=EXPERT_BLOCKS.flattened | {"mlp.output"},
         router_order=(1, 0),
         has_pattern=False,
     ),

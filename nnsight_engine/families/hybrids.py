@@ -7,11 +7,13 @@ modules, then in transformers'.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Final
 
 from nnsight_engine.core.leaves import MIXER, QUERIES, ROUTER, SHARED, ordered
-from nnsight_engine.families.dense import QKV
+from nnsight_engine.families.dense import LLAMA_LEAVES, QKV, TRANSFORMERS_LLAMA, TRANSFORMERS_LLAMA_LEAVES
 from nnsight_engine.families.engine_family import EngineFamily
+from nnsight_engine.families.experts import EXPERT_BLOCKS, ROUTED_LEAVES, engine_experts
 from nnsight_engine.families.places import Place, block_leaves, frozen, gate_and_up, mlp_lacks
 from nnsight_engine.families.transformers_family import TransformersFamily
 
@@ -252,7 +254,38 @@ _TRANSFORMERS_ZAMBA2: Final = TransformersFamily(
     leaves=_ZAMBA2_LEAVES,
 )
 
-VLLM: Final = (_FALCON_H1, _GRANITE, _LFM2, _MAMBA2, _NEMOTRON_H, _ZAMBA2)
+# Attention gates its output, by the other half of what the projection of queries returns.
+_LINEAR_ATTENTION: Final = {MIXER: Place("linear_attn", "output")}
+_QWEN3_NEXT: Final = EngineFamily(
+    name="qwen3_next",
+    model_classes=("Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM"),
+    layers="model.layers",
+    final_norm="model.norm",
+    leaves=frozen({**engine_experts("mlp"), **_LINEAR_ATTENTION}),
+    kernel="self_attn.attn",
+    returns_residual=True,
+    has_query_gates=True,
+)
+_QWEN3_5: Final = dataclasses.replace(
+    _QWEN3_NEXT,
+    name="qwen3_5",
+    model_classes=("Qwen3_5ForCausalLM",),
+    leaves=frozen({**LLAMA_LEAVES, **_LINEAR_ATTENTION}),
+)
+_TRANSFORMERS_QWEN3_NEXT: Final = dataclasses.replace(
+    EXPERT_BLOCKS,
+    model_types=("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"),
+    leaves=frozen({**ROUTED_LEAVES, **_LINEAR_ATTENTION}),
+    has_query_gates=True,
+)
+_TRANSFORMERS_QWEN3_5: Final = dataclasses.replace(
+    TRANSFORMERS_LLAMA,
+    model_types=("qwen3_5", "qwen3_5_text"),
+    leaves=frozen({**TRANSFORMERS_LLAMA_LEAVES, **_LINEAR_ATTENTION}),
+    has_query_gates=True,
+)
+
+VLLM: Final = (_FALCON_H1, _GRANITE, _LFM2, _MAMBA2, _NEMOTRON_H, _QWEN3_NEXT, _QWEN3_5, _ZAMBA2)
 """The layouts in vLLM."""
 
 TRANSFORMERS: Final = (
@@ -261,6 +294,8 @@ TRANSFORMERS: Final = (
     _TRANSFORMERS_LFM2,
     _TRANSFORMERS_MAMBA2,
     _TRANSFORMERS_NEMOTRON_H,
+    _TRANSFORMERS_QWEN3_NEXT,
+    _TRANSFORMERS_QWEN3_5,
     _TRANSFORMERS_ZAMBA2,
 )
 """The layouts in transformers."""

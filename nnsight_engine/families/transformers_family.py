@@ -27,6 +27,7 @@ class TransformersFamily:
         order: The leaves in the order in which a layer computes them.
         is_qkv_per_head: Whether a fused projection returns ``[heads, (q, k, v), head_dim]`` rather than all
             of q, then k, then v.
+        has_query_gates: Whether the projection of queries returns a gate after each head's query.
         has_norms_last: Whether norms follow attention and MLP, so that their input is the residual stream
             itself.
         flattened: Leaves whose values are ``[batch * tokens, width]``, at least in some layers.
@@ -45,6 +46,7 @@ class TransformersFamily:
     leaves: Places
     order: tuple[str, ...] = ORDER
     is_qkv_per_head: bool = False
+    has_query_gates: bool = False
     has_norms_last: bool = False
     flattened: frozenset[str] = frozenset()
     router_order: RouterOrder = (0, 1, 2)

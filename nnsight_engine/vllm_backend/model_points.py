@@ -204,6 +204,11 @@ class ModelPoints:
         if self.family.is_qkv_interleaved:
             return _split_last(rows, block.num_heads, len(_QKV), block.head_dim)[..., index, :]
         heads = (block.num_heads, block.num_kv_heads, block.num_kv_heads)
+        if self.family.has_query_gates:
+            if part == "q":
+                both = _split_last(rows[..., : 2 * block.num_heads * block.head_dim], block.num_heads, 2, -1)
+                return both[..., 0, :]
+            rows = rows[..., block.num_heads * block.head_dim :]
         start = sum(heads[:index]) * block.head_dim
         columns = rows[..., start : start + heads[index] * block.head_dim]
         return _split_last(columns, heads[index], block.head_dim)

@@ -60,6 +60,23 @@ def test_check_says_in_one_line_why_it_cannot_be_carried_out(tmp_path: Path) -> 
     assert "transformers cannot load" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.heavy
+def test_linear_attention_is_ok_in_bfloat16(tmp_path: Path) -> None:
+    # With these weights, rounding changes no choice of experts on this prompt.
+    checkpoint = write_checkpoint("qwen3_next", tmp_path / "model", seed=36)
+    file = tmp_path / "certificate.json"
+    options = ["--dtype", "bfloat16", "--layers", "2,3", "--json", str(file), "--prompt", " I think dogs are"]
+    done = checked(checkpoint, tmp_path / "cache", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {one.subject for one in Certificate.from_json(file.read_bytes()).findings}
+    assert {
+        "layers.2.mixer.output",
+        "layers.3.attn.q",
+        "layers.3.attn.pattern",
+        "layers.3.moe.experts",
+    } <= found
+
+
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[str, str, str]]]:
     """What a certificate finds wrong with each mutant."""

@@ -70,7 +70,8 @@ def test_every_suite_meets_every_kind() -> None:
 def play(suite: str, kind: EngineKind) -> None:
     # Tests marked heavy cover more of the same.
     command = [sys.executable, "-m", "pytest", "--numprocesses", "0", "-q", "-p", "no:cacheprovider"]
-    command += ["-m", "not heavy", f"tests/e2e/test_{suite}.py"]
+    # A single test may take most of the time where kernels are interpreted.
+    command += ["--timeout", str(_SECONDS[kind.runner]), "-m", "not heavy", f"tests/e2e/test_{suite}.py"]
     ran = subprocess.run(
         command,
         env={**os.environ, **environment(kind)},

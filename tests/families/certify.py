@@ -1,9 +1,9 @@
 """Writes the page of checked families: one row for each checkpoint, from ``nnsight-engine check``.
 
-``python -m tests.families.certify --certificates FOLDER`` writes a checkpoint of every family, checks each in a
-process of its own and writes ``docs/model-families.md``. Certificates are kept in the folder, and those that
-are there already are not made again, so that a run that was interrupted goes on. Other checkpoints can be
-named instead.
+``python -m tests.families.certify --certificates FOLDER`` writes a checkpoint of every family, checks each in
+a process of its own and writes ``docs/model-families.md``. Certificates are kept in the folder, and those
+that are there already are not made again, so that a run that was interrupted goes on. Other checkpoints can
+be named instead.
 """
 
 from __future__ import annotations

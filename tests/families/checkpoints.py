@@ -57,8 +57,11 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
     StableLmConfig,
@@ -120,6 +123,9 @@ FAMILIES: Final = (
     "zamba2",
 )
 """The supported families."""
+
+LOCAL_FAMILIES: Final = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+"""Families that vLLM does not run on a CPU in float32: two need torchvision, the third bfloat16."""
 
 VARIANTS: Final = ("opt_post_norm", "gpt_neox_sequential")
 """Members of a family that are wired differently: OPT-350m's norms and projections, and
@@ -214,6 +220,14 @@ _MAMBA: Final = {
 }
 # vLLM has no least step of the recurrence, so it is out of reach.
 _STEPS: Final = {"chunk_size": 32, "time_step_min": 1e-9}
+_LINEAR_ATTENTION: Final = {
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention"] * (NUM_LAYERS // 2),
+}
 
 _CONFIGS: Final[dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]]] = {
     "llama": (LlamaConfig, {**_GROUPED, "tie_word_embeddings": False}),
@@ -294,6 +308,17 @@ _CONFIGS: Final[dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]]] = {
         Mamba2Config,
         {**_TOKENS, "hidden_size": HIDDEN_SIZE, "num_hidden_layers": NUM_LAYERS, "num_heads": 8}
         | {"head_dim": 32, "state_size": 32, "n_groups": 1, "expand": 2, "chunk_size": 32},
+    ),
+    "qwen3_5": (Qwen3_5TextConfig, {**_WIDE, **_LINEAR_ATTENTION}),
+    "qwen3_5_moe": (
+        Qwen3_5MoeTextConfig,
+        {**_WIDE, **_MOE, **_LINEAR_ATTENTION, "shared_expert_intermediate_size": 64},
+    ),
+    "qwen3_next": (
+        Qwen3NextConfig,
+        {**_WIDE, **_MOE, **_LINEAR_ATTENTION, "shared_expert_intermediate_size": 64}
+        # Rounded to bfloat16, routers of random weights choose others for some tokens.
+        | {"mlp_only_layers": [0, 1, 2]},
     ),
     "nemotron_h": (
         NemotronHConfig,

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from tests.families.experts import force
 from tests.families.reference import (
     EXPERTS,
+    GATED,
     ROUTER,
     TREES,
     WEIGHTS,
@@ -26,6 +27,7 @@ from tests.families.reference import (
     chosen,
     splitter,
     with_choice,
+    without_gates,
 )
 
 Change = Callable[[torch.Tensor], None]
@@ -125,8 +127,22 @@ def place(model: nn.Module, point: str, change: Change) -> Edit:
         # Parts are views, so the whole changes with them.
         change(split(rows.view(-1, rows.shape[-1]))[names.index(leaf)])
 
+    if leaf == "attn.q" and config.model_type in GATED:
+        change = _of_queries(change, config)
     (path,) = set(paths.split("|")) & {name for name, _ in block.named_modules()}
     return _after(block.get_submodule(path), change_part if len(names) > 1 else change)
+
+
+def _of_queries(change: Change, config: Any) -> Change:
+    """Return the change of queries in what a projection with gates returns."""
+
+    def change_queries(rows: torch.Tensor) -> None:
+        queries = without_gates(rows, config)
+        changed = queries.flatten(-2)
+        change(changed)
+        queries.copy_(changed.view(queries.shape))
+
+    return change_queries
 
 
 def _before(module: nn.Module, change: Change) -> RemovableHandle:

@@ -22,6 +22,8 @@ ROUTER: Final = "moe.router"
 EXPERTS: Final = "moe.experts"
 WEIGHTS: Final = "moe.weights"
 Split = tuple[int, ...]
+GATED: Final = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Models whose projection of queries returns a gate after each query."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -173,6 +175,11 @@ TREES: Final[dict[str, Tree]] = {
         router_order=(2, 1, 0),
     ),
     **dict.fromkeys(("glm", "glm4"), _GLM),
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5_moe_text"),
+        dataclasses.replace(_EXPERTS, outputs={**_EXPERTS.outputs, "mixer.output": "linear_attn"}),
+    ),
+    "qwen3_5_text": dataclasses.replace(_LLAMA, outputs={**_LLAMA.outputs, "mixer.output": "linear_attn"}),
     "falcon_h1": _hybrid("feed_forward", mixer="mamba", norm="model.final_layernorm"),
     "granitemoehybrid": dataclasses.replace(
         _hybrid("shared_mlp", mixer="mamba", norm="model.norm"),
@@ -408,6 +415,11 @@ def splitter(config: Any, num_parts: int) -> Callable[[torch.Tensor], Sequence[t
     return per_head if is_packed else in_order
 
 
+def without_gates(rows: torch.Tensor, config: Any) -> torch.Tensor:
+    """Return the queries ``[..., heads, head_dim]`` of what a projection with gates returns, as a view."""
+    return rows.unflatten(-1, (config.num_attention_heads, 2, -1))[..., 0, :]
+
+
 def _shaped(point: str, value: torch.Tensor, config: Any) -> torch.Tensor:
     """Give attention leaves their ``[tokens, heads, head_dim]`` shape."""
     leaf = point.rpartition(".")[2]
@@ -416,4 +428,6 @@ def _shaped(point: str, value: torch.Tensor, config: Any) -> torch.Tensor:
     heads = config.num_attention_heads
     if leaf in {"k", "v"}:
         heads = getattr(config, "num_key_value_heads", None) or heads
+    if leaf == "q" and config.model_type in GATED:
+        return without_gates(value, config)
     return value.reshape(value.shape[0], heads, -1)

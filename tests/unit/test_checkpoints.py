@@ -14,6 +14,7 @@ from tests.families.checkpoints import (
     FAMILIES,
     HIDDEN_SIZE,
     INTERMEDIATE_SIZE,
+    LOCAL_FAMILIES,
     NUM_LAYERS,
     VARIANTS,
     WORDS,
@@ -33,24 +34,29 @@ UNGATED = {
 EXPERTS = {
     *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "granitemoeshared"),
     *("ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "llama4_text", "mixtral", "olmoe"),
-    *("qwen2_moe", "qwen3_moe"),
+    *("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe"),
 }
 MLA = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite"}
 SHARED = {"glm4_moe", "granitemoeshared", *MLA}
 UNORDERED = {"llama4_text"}
 """Families whose queries and keys are not in the same order on both engines."""
-DENSE = {**dict.fromkeys({"ernie4_5_moe", "glm4_moe", *MLA}, (0,)), "llama4_text": (0, 2)}
+DENSE = {
+    **dict.fromkeys({"ernie4_5_moe", "glm4_moe", *MLA}, (0,)),
+    "llama4_text": (0, 2),
+    "qwen3_next": (0, 1, 2),
+}
 HYBRIDS = {
     "granitemoehybrid": ["mixer", "attn"] * 2,
     "lfm2": ["mixer", "attn"] * 2,
     "mamba2": ["mixer"] * 4,
     "nemotron_h": ["mixer", "attn", "mlp", "mixer"],
+    **dict.fromkeys(LOCAL_FAMILIES, ["mixer", "attn"] * 2),
     "zamba2": ["mixer"] * 4,
 }
 """What blocks have, where it differs."""
 
 
-@pytest.fixture(scope="module", params=FAMILIES + VARIANTS)
+@pytest.fixture(scope="module", params=FAMILIES + LOCAL_FAMILIES + VARIANTS)
 def family(request: pytest.FixtureRequest) -> str:
     """Every family and variant."""
     return str(request.param)
@@ -86,7 +92,7 @@ def test_every_point_is_there_with_its_shape(family: str, activations: dict[str,
             "mixer": {"mixer.output"},
         }
         has = {HYBRIDS[family][layer]} if family in HYBRIDS else {"attn", "mlp"}
-        has |= {"mlp"} if family in {"granitemoehybrid", "lfm2"} else set()
+        has |= {"mlp"} if family in {"granitemoehybrid", "lfm2", *LOCAL_FAMILIES} else set()
         has |= {"mixer"} if family == "falcon_h1" else set()
         leaves = {"input", "output"}.union(*(parts[part] for part in has))
         expected |= {f"layers.{layer}.{leaf}" for leaf in leaves}

@@ -90,6 +90,8 @@ class Architecture:
             return views.fused_heads(index, counts)
         if part:
             return views.half(("gate", "up").index(part))
+        if leaf == leaf_names.QUERIES and self.family.has_query_gates:
+            return views.before_gates(self.num_heads)
         num_heads = {
             leaf_names.QUERIES: self.num_heads,
             leaf_names.KEYS: self.num_kv_heads,

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import torch
 
-_SOFTMAX: Final = ("ernie4_5_moe", "gpt_oss", "granitemoe", "granitemoeshared", "mixtral")
-_SOFTMAX_BY_CONFIG: Final = ("olmoe", "qwen2_moe", "qwen3_moe")
+_SOFTMAX: Final = ("ernie4_5_moe", "gpt_oss", "granitemoe", "granitemoeshared", "mixtral", "qwen3_5_moe_text")
+_SOFTMAX_BY_CONFIG: Final = ("olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next")
 _SIGMOID_BY_CONFIG: Final = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
 
 

@@ -73,6 +73,11 @@ def fused_per_head(index: int, num_heads: int) -> View:
     )
 
 
+def before_gates(num_heads: int) -> View:
+    """Return the view ``[..., heads, head_dim]`` of ``[..., heads * 2 * head_dim]``, without the gates."""
+    return View(lambda whole: whole.unflatten(-1, (num_heads, 2, -1))[..., 0, :], is_all=False)
+
+
 def half(index: int) -> View:
     """Return the view of the first (0) or the second (1) half."""
 

@@ -17,7 +17,7 @@ from nnsight_engine.envoys.architectures.errors import PointValueError, UnknownP
 from nnsight_engine.families.registry import ENGINE_FAMILIES
 from nnsight_engine.interleaving.events import OutOfOrderError
 from nnsight_engine.modeling.base import NNsight
-from tests.families.checkpoints import FAMILIES, NUM_LAYERS, VARIANTS, write_checkpoint
+from tests.families.checkpoints import FAMILIES, LOCAL_FAMILIES, NUM_LAYERS, VARIANTS, write_checkpoint
 from tests.families.edits import place
 from tests.families.moves import LAYER, move, moved, points_of_a_layer
 from tests.families.reference import TREES, load_reference_model, reference_activations
@@ -36,7 +36,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module", params=FAMILIES + VARIANTS)
+@pytest.fixture(scope="module", params=FAMILIES + LOCAL_FAMILIES + VARIANTS)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(str(request.param), tmp_path_factory.mktemp(str(request.param)))
 
