@@ -417,7 +417,8 @@ def splitter(config: Any, num_parts: int) -> Callable[[torch.Tensor], Sequence[t
 
 def without_gates(rows: torch.Tensor, config: Any) -> torch.Tensor:
     """Return the queries ``[..., heads, head_dim]`` of what a projection with gates returns, as a view."""
-    return rows.unflatten(-1, (config.num_attention_heads, 2, -1))[..., 0, :]
+    queries: torch.Tensor = rows.unflatten(-1, (config.num_attention_heads, 2, -1))[..., 0, :]
+    return queries
 
 
 def _shaped(point: str, value: torch.Tensor, config: Any) -> torch.Tensor:
