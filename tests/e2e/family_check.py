@@ -38,7 +38,7 @@ from tests.families.adapters import RANK, write_adapter, write_merged
 from tests.families.checkpoints import NUM_LAYERS, build_tokenizer, write_checkpoint
 from tests.families.edits import Change, Continuation, add, continued, place, set_to, zero
 from tests.families.quantised import FORMATS, rounded_inputs, write_quantised
-from tests.families.reference import TREES, load_reference_model, reference_activations
+from tests.families.reference import load_reference_model, reference_activations, tree_of
 
 PROMPT_IDS: Final = [45, 257, 80, 301, 77, 78, 260, 90, 91, 120, 33, 44]
 NUM_TOKENS: Final = 6
@@ -98,7 +98,7 @@ def expect(checkpoint: Path) -> Expected:
         if write["op"] == "steer" and point in activations
     }
     model: Any = load_reference_model(checkpoint)
-    if TREES[model.config.model_type].has_pattern:
+    if tree_of(model.config).has_pattern:
         activations |= _patterns(model, [name for name in activations if name.endswith("attn.heads")])
     written = {}
     for point, write in _writes(activations).items():
