@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from nnsight_engine.core.leaves import EXPERT_WEIGHTS, EXPERTS, LATENT, PATTERN, ROUTER
+from nnsight_engine.core.leaves import EXPERT_WEIGHTS, EXPERTS, HEADS, LATENT, PATTERN, ROUTER
 from nnsight_engine.families.engine_family import EngineFamily
 from nnsight_engine.families.places import Place
 
@@ -60,8 +60,9 @@ class BlockPoints:
         """Location of attention's input; None if it is not known."""
         if "attn.v" in self.leaves:
             return Place(self.leaves["attn.v"].path, "input")
-        # Its first projection has several names; the norm before it has one.
-        return Place("input_layernorm", "output") if LATENT in self.leaves else None
+        # Its first projection has several names, or lacks biases; the norm before it has one.
+        is_known = LATENT in self.leaves or HEADS in self.leaves
+        return Place("input_layernorm", "output") if is_known else None
 
     @property
     def mlp(self) -> str:

@@ -135,7 +135,8 @@ FAMILIES: Final = (
 
 VARIANTS: Final = ("opt_post_norm", "gpt_neox_sequential", "falcon_multi_query", "falcon_biased")
 """Members of a family that are wired differently: OPT-350m's norms and projections, GPT-NeoX without the
-parallel residual, Falcon 7B's single key head, and Falcon RW, with biases, ALiBi and one key head per head."""
+parallel residual, Falcon 7B's single key head, and Falcon with biases, MLPs after attention, and as many key
+heads as query heads."""
 
 IN_CORE: Final = ("llama", "gpt2")
 """The families that every change is tested with; the others are heavy. The two differ in positions, norms,
@@ -282,7 +283,7 @@ _CONFIGS: Final[dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]]] = {
     "falcon_multi_query": (FalconConfig, _COMMON),
     "falcon_biased": (
         FalconConfig,
-        {**_COMMON, "multi_query": False, "parallel_attn": False, "bias": True, "alibi": True},
+        {**_COMMON, "multi_query": False, "parallel_attn": False, "bias": True},
     ),
     "apertus": (ApertusConfig, _GROUPED),
     "arcee": (ArceeConfig, _GROUPED),
