@@ -93,7 +93,7 @@ VLLM: Final = (
     dataclasses.replace(
         LLAMA,
         name="nemotron",
-        model_classes=("NemotronForCausalLM",),
+        model_classes=("NemotronForCausalLM", "ApertusForCausalLM"),
         leaves=frozen(
             block_leaves(
                 attention="self_attn",
@@ -113,6 +113,21 @@ VLLM: Final = (
         final_norm="model.text_model.norm",
     ),
     _TRANSFORMERS_BACKEND,
+    dataclasses.replace(
+        _TRANSFORMERS_BACKEND,
+        name="arcee",
+        architectures=("ArceeForCausalLM",),
+        leaves=frozen(
+            block_leaves(
+                attention="self_attn.o_proj",
+                qkv="self_attn.qkv_proj",
+                out="self_attn.o_proj",
+                mlp="mlp",
+                up="mlp.up_proj",
+                down="mlp.down_proj",
+            )
+        ),
+    ),
     dataclasses.replace(
         _TRANSFORMERS_BACKEND,
         name="phi",
@@ -199,7 +214,7 @@ TRANSFORMERS: Final = (
     dataclasses.replace(TRANSFORMERS_LLAMA, model_types=("granite",), embed=""),  # it scales embeddings
     dataclasses.replace(
         TRANSFORMERS_LLAMA,
-        model_types=("nemotron",),
+        model_types=("nemotron", "apertus", "arcee"),
         leaves=frozen(without({"mlp.gate"}, TRANSFORMERS_LLAMA_LEAVES)),
     ),
     dataclasses.replace(

@@ -41,9 +41,10 @@ class EngineFamily:
         sums_at_once: Whether attention and MLP are summed before they are reduced over tensor-parallel ranks,
             none of which then has their values.
         is_batched: Whether values have a leading axis of size 1 (``[1, tokens, width]``).
-        is_qkv_interleaved: Whether the fused output is ``[heads, (q, k, v), head_dim]`` instead of all of q,
-            then all of k, then all of v.
+        is_qkv_interleaved: Whether the fused output is ``[kv_heads, (queries, k, v), head_dim]`` instead of
+            all of q, then all of k, then all of v.
         has_query_gates: Whether the projection of queries returns a gate after each head's query.
+        has_pattern: Whether attention's probabilities are a point if queries and keys are.
         is_kernel_bare: Whether the attention module calls the kernel's ``forward`` directly, so that hooks on
             the kernel module do not run.
     """
@@ -67,6 +68,7 @@ class EngineFamily:
     is_qkv_interleaved: bool = False
     has_query_gates: bool = False
     is_kernel_bare: bool = False
+    has_pattern: bool = True
 
     def hidden_key(self, args: Sequence[Any]) -> int | str:
         """Return where a call of a block has the hidden states: their position, or their name."""

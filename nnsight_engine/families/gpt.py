@@ -1,16 +1,18 @@
-"""Tables of decoders in the style of GPT-2: learned positions, one fused projection, a plain MLP.
+"""Tables of decoders in the style of GPT-2: a plain MLP, and in most of them one fused projection.
 
 Of each layout: its place in vLLM's modules, then in transformers'.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Final
 
-from nnsight_engine.core.leaves import NEURONS
+from nnsight_engine.core.leaves import KEYS, NEURONS, PATTERN, QUERIES, VALUES
 from nnsight_engine.families.dense import QKV
 from nnsight_engine.families.engine_family import EngineFamily
-from nnsight_engine.families.places import block_leaves, frozen
+from nnsight_engine.families.places import Place, block_leaves, frozen
 from nnsight_engine.families.transformers_family import TransformersFamily
 
 _GPT2: Final = EngineFamily(
@@ -75,7 +77,98 @@ _GPT_NEOX: Final = EngineFamily(
     is_qkv_interleaved=True,
 )
 
-VLLM: Final = (_GPT2, _OPT, _GPT_NEOX)
+# Likewise. With several heads of keys the fused projection has them head by head, as GPT-NeoX's.
+_GPT_BIGCODE: Final = dataclasses.replace(
+    _GPT_NEOX,
+    name="gpt_bigcode",
+    architectures=("GPTBigCodeForCausalLM",),
+    layers="model.h",
+    final_norm="model.ln_f",
+    leaves=frozen(
+        block_leaves(
+            attention="attn.c_proj",
+            qkv="attn.c_attn",
+            out="attn.c_proj",
+            mlp="mlp",
+            up="mlp.c_fc",
+            down="mlp.c_proj",
+        )
+    ),
+    kernel="attn.attn",
+)
+
+_GPTJ: Final = EngineFamily(
+    name="gptj",
+    model_classes=("GPTJForCausalLM",),
+    layers="transformer.h",
+    final_norm="transformer.ln_f",
+    leaves=frozen(
+        block_leaves(
+            attention="attn",
+            qkv="attn.qkv_proj",
+            out="attn.out_proj",
+            mlp="mlp",
+            up="mlp.fc_in",
+            down="mlp.fc_out",
+        )
+    ),
+    kernel="attn.attn",
+    hidden_index=1,
+)
+
+_BLOOM_LEAVES: Final = block_leaves(
+    attention="self_attention.dense",
+    qkv="self_attention.query_key_value",
+    out="self_attention.dense",
+    # In transformers, attention and MLP add the residual stream to what their last projection returns.
+    mlp=("mlp", "mlp.dense_4h_to_h"),
+    up="mlp.dense_h_to_4h",
+    down="mlp.dense_4h_to_h",
+)
+_BLOOM: Final = EngineFamily(
+    name="bloom",
+    model_classes=("BloomForCausalLM",),
+    layers="transformer.h",
+    final_norm="transformer.ln_f",
+    leaves=frozen(
+        _BLOOM_LEAVES
+        | {"attn.output": Place("self_attention", "output"), "mlp.output": Place("mlp", "output")}
+    ),
+    kernel="self_attention.attn",
+    hidden_index=1,
+)
+
+
+def _falcon_leaves(attention: str) -> Mapping[str, Place]:
+    """Return Falcon's leaves; vLLM adds biases outside of the modules, so that none returns these leaves."""
+    leaves = block_leaves(
+        attention=attention,
+        qkv="self_attention.query_key_value",
+        out="self_attention.dense",
+        mlp="mlp",
+        up="mlp.dense_h_to_4h",
+        down="mlp.dense_4h_to_h",
+    )
+    added_later = ("attn.output", QUERIES, KEYS, VALUES, "mlp.up", "mlp.output")
+    lacking = {
+        leaf: dataclasses.replace(leaves[leaf], lacks="self_attention.dense.bias") for leaf in added_later
+    }
+    return leaves | lacking
+
+
+_FALCON: Final = EngineFamily(
+    name="falcon",
+    model_classes=("FalconForCausalLM",),
+    layers="transformer.h",
+    final_norm="transformer.ln_f",
+    leaves=frozen(_falcon_leaves("self_attention")),
+    kernel="self_attention.attn",
+    hidden_index=1,
+    sums_at_once=True,
+    has_pattern=False,  # in transformers no module takes or returns the probabilities
+)
+
+VLLM: Final = (_GPT2, _OPT, _GPT_NEOX, _GPT_BIGCODE, _GPTJ, _BLOOM, _FALCON)
 """The layouts in vLLM."""
 
 TRANSFORMERS: Final = (
@@ -137,6 +230,63 @@ TRANSFORMERS: Final = (
             )
         ),
         is_qkv_per_head=True,
+    ),
+    TransformersFamily(
+        model_types=("gpt_bigcode",),
+        bodies=("transformer", ""),
+        layers="h",
+        norm="ln_f",
+        embed="",
+        attention="attn",
+        mlp="mlp",
+        leaves=_GPT_BIGCODE.leaves,
+        is_qkv_per_head=True,
+    ),
+    TransformersFamily(
+        model_types=("gptj",),
+        bodies=("transformer", ""),
+        layers="h",
+        norm="ln_f",
+        embed="",  # in training mode, dropout follows the embedding
+        attention="attn",
+        mlp="mlp",
+        leaves=frozen(
+            block_leaves(
+                attention="attn.out_proj",
+                qkv=("attn.q_proj", "attn.k_proj", "attn.v_proj"),
+                out="attn.out_proj",
+                mlp="mlp",
+                up="mlp.fc_in",
+                down="mlp.fc_out",
+            )
+            | {PATTERN: Place("attn.attn_dropout", "input")}
+        ),
+        has_pattern=False,
+    ),
+    TransformersFamily(
+        model_types=("bloom",),
+        bodies=("transformer", ""),
+        layers="h",
+        norm="ln_f",
+        embed="word_embeddings_layernorm",
+        attention="self_attention",
+        mlp="mlp",
+        leaves=frozen(_BLOOM_LEAVES | {PATTERN: Place("self_attention.attention_dropout", "input")}),
+        is_qkv_per_head=True,
+        has_pattern=False,
+    ),
+    TransformersFamily(
+        model_types=("falcon",),
+        bodies=("transformer", ""),
+        layers="h",
+        norm="ln_f",
+        embed="word_embeddings",
+        attention="self_attention",
+        mlp="mlp",
+        leaves=frozen(_falcon_leaves("self_attention.dense")),
+        is_qkv_per_head=True,
+        has_pattern=False,
+        changed_in_place=frozenset({"mlp.output"}),
     ),
 )
 """The layouts in transformers."""

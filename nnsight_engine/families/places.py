@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Collection, Mapping
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from nnsight_engine.core.leaves import HEADS, KEYS, NEURONS, QUERIES, VALUES
+
+if TYPE_CHECKING:
+    from torch import nn
 
 Side = Literal["input", "output"]
 Part = Literal["", "q", "k", "v", "gate", "up", "weights", "ids"]
@@ -26,8 +29,8 @@ class Place:
         part: Part of a fused output, or an item of what a router returns; empty for the whole tensor.
         operation: The operation inside the module's ``forward`` whose output it is, as ``source`` names it;
             empty for the module's own.
-        needs: A module below the block without which it does not have the leaf; empty for none.
-        lacks: A module below the block with which it does not have the leaf; empty for none.
+        needs: A module or parameter of the block without which it does not have the leaf; empty for none.
+        lacks: A module or parameter of the block with which it does not have the leaf; empty for none.
     """
 
     path: str
@@ -37,22 +40,28 @@ class Place:
     needs: str = dataclasses.field(default="", kw_only=True)
     lacks: str = dataclasses.field(default="", kw_only=True)
 
-    def is_in(self, modules: Collection[str]) -> bool:
-        """Return whether a block with modules at these paths has the leaf."""
-        is_excluded = bool(self.lacks) and self.lacks in modules
-        return self.path in modules and not is_excluded and (not self.needs or self.needs in modules)
+    def is_in(self, parts: Collection[str]) -> bool:
+        """Return whether a block with modules and parameters at these paths has the leaf."""
+        is_excluded = bool(self.lacks) and self.lacks in parts
+        return self.path in parts and not is_excluded and (not self.needs or self.needs in parts)
 
 
 Places = Mapping[str, Place | tuple[Place, ...]]
 """The place of each leaf; of several, a block has the leaf at the first that is in it."""
 
 
-def leaves_in(modules: Collection[str], places: Places) -> dict[str, Place]:
-    """Return the leaves of a block with modules at these paths."""
+def parts_of(block: nn.Module) -> set[str]:
+    """Return the paths of a block's modules and parameters."""
+    modules = {name for name, _ in block.named_modules(remove_duplicate=False)}
+    return modules | {name for name, _ in block.named_parameters(remove_duplicate=False)}
+
+
+def leaves_in(parts: Collection[str], places: Places) -> dict[str, Place]:
+    """Return the leaves of a block with modules and parameters at these paths."""
     found = {}
     for leaf, given in places.items():
         candidates = given if isinstance(given, tuple) else (given,)
-        place = next((one for one in candidates if one.is_in(modules)), None)
+        place = next((one for one in candidates if one.is_in(parts)), None)
         if place is not None:
             found[leaf] = place
     return found

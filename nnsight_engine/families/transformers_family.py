@@ -22,18 +22,19 @@ class TransformersFamily:
         embed: The module whose output enters the first block, below the body; empty if there is none.
         attention: The attention module, below a block.
         mlp: The MLP, below a block; empty if its modules are children of the block itself.
-        leaves: Location of each leaf of a layer, except ``attn.pattern``, which no module provides. A layer
-            has those whose modules it has.
+        leaves: Location of each leaf of a layer. ``attn.pattern`` is among them only where a module takes it.
+            A layer has those whose modules it has.
         order: The leaves in the order in which a layer computes them.
-        is_qkv_per_head: Whether a fused projection returns ``[heads, (q, k, v), head_dim]`` rather than all
-            of q, then k, then v.
+        is_qkv_per_head: Whether a fused projection returns ``[kv_heads, (queries, k, v), head_dim]`` rather
+            than all of q, then k, then v.
         has_query_gates: Whether the projection of queries returns a gate after each head's query.
         has_norms_last: Whether norms follow attention and MLP, so that their input is the residual stream
             itself.
         flattened: Leaves whose values are ``[batch * tokens, width]``, at least in some layers.
         router_order: The index of logits, weights and ids in what a router of experts returns. Without the
             last, it returns weights for all experts, and zero for those that are not chosen.
-        has_pattern: Whether attention's probabilities are a point.
+        has_pattern: Whether attention's probabilities are a point, although no module takes them.
+        changed_in_place: Leaves whose tensor the model goes on to change.
     """
 
     model_types: tuple[str, ...]
@@ -51,3 +52,4 @@ class TransformersFamily:
     flattened: frozenset[str] = frozenset()
     router_order: RouterOrder = (0, 1, 2)
     has_pattern: bool = True
+    changed_in_place: frozenset[str] = frozenset()

@@ -82,12 +82,14 @@ def attention_form(module: object) -> AttentionForm:
     impl = attention.impl
     if not (hasattr(impl, "scale") and hasattr(impl, "logits_soft_cap")):
         raise _not_computable(f"{type(impl).__name__} does not expose its scale and soft cap")
-    if getattr(impl, "alibi_slopes", None) is not None or getattr(attention, "has_sink", False):
-        raise _not_computable("the model's attention has position biases or sinks")
+    if getattr(impl, "use_alibi_sqrt", False) or getattr(attention, "has_sink", False):
+        raise _not_computable("the model's attention has sinks, or roots of distances as position biases")
+    slopes: torch.Tensor | None = getattr(impl, "alibi_slopes", None)
     return AttentionForm(
         scale=float(impl.scale),
         soft_cap=float(impl.logits_soft_cap or 0.0),
         window=attention.sliding_window or 0,
+        slopes=() if slopes is None else tuple(slopes.tolist()),
     )
 
 

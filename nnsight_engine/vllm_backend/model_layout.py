@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from nnsight_engine.core.leaves import EXPERT_WEIGHTS, EXPERTS, LATENT, PATTERN, ROUTER
+from nnsight_engine.core.leaves import EXPERT_WEIGHTS, EXPERTS, HEADS, LATENT, PATTERN, ROUTER
 from nnsight_engine.families.engine_family import EngineFamily
 from nnsight_engine.families.places import Place
 
@@ -33,7 +33,8 @@ class BlockPoints:
         is_causal: Whether no position attends to later ones.
         num_chosen: Number of experts that are chosen for each token; 0 without ``moe.experts``.
         forces_experts: Whether given experts can be used instead.
-        has_sinks: Whether attention has sinks beside the positions.
+        hides_pattern: Whether attention's probabilities are no point: it has sinks beside the positions, or
+            no module of transformers has them.
     """
 
     leaves: Mapping[str, Place]
@@ -47,7 +48,7 @@ class BlockPoints:
     is_causal: bool = True
     num_chosen: int = 0
     forces_experts: bool = False
-    has_sinks: bool = False
+    hides_pattern: bool = False
 
     @property
     def attention(self) -> str:
@@ -59,8 +60,9 @@ class BlockPoints:
         """Location of attention's input; None if it is not known."""
         if "attn.v" in self.leaves:
             return Place(self.leaves["attn.v"].path, "input")
-        # Its first projection has several names; the norm before it has one.
-        return Place("input_layernorm", "output") if LATENT in self.leaves else None
+        # Its first projection has several names, or lacks biases; the norm before it has one.
+        is_known = LATENT in self.leaves or HEADS in self.leaves
+        return Place("input_layernorm", "output") if is_known else None
 
     @property
     def mlp(self) -> str:
@@ -73,8 +75,8 @@ class BlockPoints:
     @property
     def has_pattern(self) -> bool:
         """Whether attention's probabilities can be computed from its queries and keys."""
-        is_computable = self.is_causal and not self.has_sinks
-        return bool(self.kernel) and "attn.k" in self.leaves and is_computable
+        is_offered = self.is_causal and not self.hides_pattern
+        return bool(self.kernel) and "attn.k" in self.leaves and is_offered
 
     def shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
         """Return the shape of one position's value at each leaf, the pattern included."""

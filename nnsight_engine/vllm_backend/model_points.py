@@ -28,7 +28,7 @@ from nnsight_engine.core.leaves import (
 )
 from nnsight_engine.core.model_spec import LeafSpec
 from nnsight_engine.families.engine_family import EngineFamily
-from nnsight_engine.families.places import Place, leaves_in
+from nnsight_engine.families.places import Place, leaves_in, parts_of
 from nnsight_engine.families.registry import engine_family
 from nnsight_engine.plans.step.stage import Stage
 from nnsight_engine.vllm_backend.model_layout import BlockPoints, ModelLayout
@@ -202,7 +202,11 @@ class ModelPoints:
         """Return q, k or v from the fused rows, as ``[tokens, heads, head_dim]``."""
         index = _QKV.index(part)
         if self.family.is_qkv_interleaved:
-            return _split_last(rows, block.num_heads, len(_QKV), block.head_dim)[..., index, :]
+            group = block.num_heads // block.num_kv_heads
+            start, count = ((0, group), (group, 1), (group + 1, 1))[index]
+            columns = _split_last(rows, block.num_kv_heads, group + 2, block.head_dim)
+            part_of_group = columns[..., start : start + count, :]
+            return part_of_group.view(*rows.shape[:-1], block.num_kv_heads * count, block.head_dim)
         heads = (block.num_heads, block.num_kv_heads, block.num_kv_heads)
         if self.family.has_query_gates:
             if part == "q":
@@ -355,7 +359,7 @@ def resolve_points(
 def _block_points(block: nn.Module, family: EngineFamily, config: TextConfig) -> BlockPoints:
     """Return the points of a block: those leaves of the table whose modules the block has."""
     modules = dict(block.named_modules(remove_duplicate=False))
-    leaves = leaves_in(modules, family.leaves)
+    leaves = leaves_in(parts_of(block), family.leaves)
     num_heads: int = getattr(config, "num_attention_heads", 0)  # a model without attention states none
     inner = _inner_experts(block, leaves)
     # Sizes are read from the projections, since configs differ in which sizes they state and under which
@@ -365,13 +369,13 @@ def _block_points(block: nn.Module, family: EngineFamily, config: TextConfig) ->
         kernel=family.kernel if family.kernel in modules else "",
         num_heads=num_heads,
         latent_size=config.kv_lora_rank if LATENT in leaves else 0,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+        num_kv_heads=_num_kv_heads(block, leaves, config) or num_heads,
         head_dim=_input_size(block, leaves["attn.heads"]) // num_heads if "attn.heads" in leaves else 0,
         inner_size=_input_size(block, leaves["mlp.act"]) if "mlp.act" in leaves else 0,
         num_experts=_output_size(block, leaves[ROUTER]) if ROUTER in leaves else 0,
         num_chosen=0 if inner is None else inner.top_k,
         forces_experts=inner is not None and inner.weights_of is not None,
-        has_sinks=bool(getattr(modules.get(family.kernel), "has_sink", False)),
+        hides_pattern=not family.has_pattern or bool(getattr(modules.get(family.kernel), "has_sink", False)),
     )
 
 
@@ -418,6 +422,13 @@ def base_module(module: nn.Module) -> nn.Module:
 def _input_size(block: nn.Module, spec: Place) -> int:
     """Return the whole-model input width of one of vLLM's linear layers."""
     return cast("_Linear", base_module(block.get_submodule(spec.path))).input_size
+
+
+def _num_kv_heads(block: nn.Module, leaves: Mapping[str, Place], config: TextConfig) -> int | None:
+    """Return the whole-model number of key heads; None if neither the projection nor the config has it."""
+    projection = base_module(block.get_submodule(leaves[KEYS].path)) if KEYS in leaves else None
+    found: int | None = getattr(projection, "total_num_kv_heads", None)
+    return found or getattr(config, "num_key_value_heads", None)
 
 
 def _output_size(block: nn.Module, spec: Place) -> int:

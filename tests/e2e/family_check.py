@@ -39,7 +39,7 @@ from tests.families.adapters import RANK, write_adapter, write_merged
 from tests.families.checkpoints import NUM_LAYERS, build_tokenizer, write_checkpoint
 from tests.families.edits import Change, Continuation, add, continued, place, set_to, zero
 from tests.families.quantised import FORMATS, rounded_inputs, write_quantised
-from tests.families.reference import TREES, load_reference_model, reference_activations
+from tests.families.reference import load_reference_model, reference_activations, tree_of
 
 PROMPT_IDS: Final = [45, 257, 80, 301, 77, 78, 260, 90, 91, 120, 33, 44]
 NUM_TOKENS: Final = 6
@@ -63,6 +63,10 @@ _WRITES: Final[dict[str, dict[str, Any]]] = {
     "layers.1.moe.shared.output": {"op": "steer", "scale": 2.0},
 }
 """The writes that are compared, by the point at which each acts."""
+
+_TOLERANCES: Final = {"bloom": 1e-3}
+"""Differences, relative to the largest value, where vLLM and transformers compute differently:
+``docs/differences.md`` has the causes."""
 
 _LOGITS: Final[dict[str, Any]] = {"op": "capture", "at": "logits", "name": "logits"}
 
@@ -99,7 +103,7 @@ def expect(checkpoint: Path) -> Expected:
         if write["op"] == "steer" and point in activations
     }
     model: Any = load_reference_model(checkpoint)
-    if TREES[model.config.model_type].has_pattern:
+    if tree_of(model.config).has_pattern:
         activations |= _patterns(model, [name for name in activations if name.endswith("attn.heads")])
     written = {}
     for point, write in _writes(activations).items():
@@ -363,7 +367,7 @@ def run(family: str, folder: Path) -> dict[str, str | None]:
     if form is not None:
         checkpoint, wanted = write_quantised(checkpoint, folder / f"{family}_files", form)
         options["dtype"] = form.dtype
-    tolerance = 0.0 if form is None else form.tolerance
+    tolerance = _TOLERANCES.get(base, 0.0) if form is None else form.tolerance
     request = CheckRequest(str(wanted), tolerance=tolerance or None)
     with nullcontext() if form is None else rounded_inputs(form, len(build_tokenizer())):
         expected, values = expect(wanted), expected_values(wanted, BESIDE_CERTIFICATE)

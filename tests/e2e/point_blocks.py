@@ -93,6 +93,7 @@ def read_everything(model: Any) -> Values:
 
 def read_by_attribute(model: Any) -> Values:
     layer, names = model.layers[LAYER], set(model.points())
+    is_bloom = not isinstance(model, VLLM) and model.config.model_type == "bloom"
     with opened(model, PROMPT):
         read: Values = save({})
         read["embed"] = model.embed.output
@@ -112,7 +113,10 @@ def read_by_attribute(model: Any) -> Values:
         if f"layers.{LAYER}.mlp.up" in names:
             read["up"] = layer.mlp.up
         if f"layers.{LAYER}.mlp.output" in names:
-            read["mlp.output"] = whole(layer.mlp.output)
+            # In transformers, Falcon adds to it in place, and Bloom's MLP returns its sum with the stream.
+            name = f"layers.{LAYER}.mlp.output"
+            value = model.points[name] if is_bloom else whole(layer.mlp.output)
+            read["mlp.output"] = value.clone()
         for index, one in enumerate(model.layers[LAYER + 1 :]):
             read[f"output of {index}"] = whole(one.output)
         read["len"] = torch.tensor([float(len(model.layers))])
@@ -228,8 +232,8 @@ def patterns_while_generating(model: Any) -> Values:
 
 
 def skip_a_layer(model: Any) -> Values:
-    # FalconH1's layers return a tuple in transformers.
-    is_tuple = not isinstance(model, VLLM) and model.config.model_type == "falcon_h1"
+    # Layers of these return a tuple in transformers.
+    is_tuple = not isinstance(model, VLLM) and model.config.model_type in {"bloom", "falcon", "falcon_h1"}
     with opened(model, PROMPT):
         layer = model.layers[LAYER]
         value = layer.input * 1.25

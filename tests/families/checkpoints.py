@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    ApertusConfig,
+    ArceeConfig,
     AutoModelForCausalLM,
+    BloomConfig,
     Cohere2Config,
     CohereConfig,
     DeepseekV2Config,
@@ -21,6 +24,7 @@ from transformers import (
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
+    FalconConfig,
     FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
@@ -30,6 +34,8 @@ from transformers import (
     Glm4MoeLiteConfig,
     GlmConfig,
     GPT2Config,
+    GPTBigCodeConfig,
+    GPTJConfig,
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
@@ -112,6 +118,12 @@ FAMILIES: Final = (
     "gpt2",
     "opt",
     "gpt_neox",
+    "gpt_bigcode",
+    "gptj",
+    "bloom",
+    "falcon",
+    "apertus",
+    "arcee",
     "ernie4_5",
     "hunyuan_dense",
     "seed_oss",
@@ -127,9 +139,10 @@ FAMILIES: Final = (
 LOCAL_FAMILIES: Final = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 """Families that vLLM does not run on a CPU in float32: two need torchvision, the third bfloat16."""
 
-VARIANTS: Final = ("opt_post_norm", "gpt_neox_sequential")
-"""Members of a family that are wired differently: OPT-350m's norms and projections, and
-GPT-NeoX without the parallel residual."""
+VARIANTS: Final = ("opt_post_norm", "gpt_neox_sequential", "falcon_multi_query", "falcon_biased")
+"""Members of a family that are wired differently: OPT-350m's norms and projections, GPT-NeoX without the
+parallel residual, Falcon 7B's single key head, and Falcon with biases, MLPs after attention, and as many key
+heads as query heads."""
 
 IN_CORE: Final = ("llama", "gpt2")
 """The families that every change is tested with; the others are heavy. The two differ in positions, norms,
@@ -211,6 +224,7 @@ _GRANITE: Final = {
 }
 _GRANITE_MOE: Final = {**_GROUPED, **_GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2}
 _NEOX: Final = {**_COMMON, "intermediate_size": INTERMEDIATE_SIZE}
+_GPT: Final = {**_COMMON, "n_inner": INTERMEDIATE_SIZE}
 _MAMBA: Final = {
     "mamba_n_heads": 8,
     "mamba_d_head": 32,
@@ -275,7 +289,18 @@ _CONFIGS: Final[dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]]] = {
     "smollm3": (SmolLM3Config, _GROUPED),
     "starcoder2": (Starcoder2Config, {**_GROUPED, "sliding_window": None}),
     "phi3": (Phi3Config, {**_GROUPED, "original_max_position_embeddings": MAX_POSITIONS}),
-    "gpt2": (GPT2Config, {**_COMMON, "n_inner": INTERMEDIATE_SIZE}),
+    "gpt2": (GPT2Config, _GPT),
+    "gpt_bigcode": (GPTBigCodeConfig, _GPT),
+    "gptj": (GPTJConfig, {**_GPT, "rotary_dim": 16}),
+    "bloom": (BloomConfig, _COMMON),
+    "falcon": (FalconConfig, {**_COMMON, "new_decoder_architecture": True, "num_kv_heads": NUM_KV_HEADS}),
+    "falcon_multi_query": (FalconConfig, _COMMON),
+    "falcon_biased": (
+        FalconConfig,
+        {**_COMMON, "multi_query": False, "parallel_attn": False, "bias": True},
+    ),
+    "apertus": (ApertusConfig, _GROUPED),
+    "arcee": (ArceeConfig, _GROUPED),
     "opt": (OPTConfig, _OPT),
     "opt_post_norm": (OPTConfig, {**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 64}),
     "gpt_neox": (GPTNeoXConfig, _NEOX),
@@ -333,6 +358,9 @@ _CONFIGS: Final[dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]]] = {
     ),
     "gpt_neox_sequential": (GPTNeoXConfig, {**_NEOX, "use_parallel_residual": False}),
 }
+
+_XIELU: Final = {"alpha_p": 0.388671875, "alpha_n": -1.140625}
+"""Apertus's parameters, with which its activation is almost the same in bfloat16, vLLM's for it alone."""
 
 CHAT_TEMPLATE: Final = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -427,7 +455,9 @@ def randomize(model: torch.nn.Module, generator: torch.Generator, embedding_std:
             noise = torch.randn(parameter.shape, generator=generator)
             if "e_score_correction_bias" in name:
                 continue  # vLLM's router on a CPU does not add it
-            if parameter.dim() == 1:
+            if (last := name.rpartition(".")[2]) in _XIELU:
+                parameter.fill_(_XIELU[last])
+            elif parameter.dim() == 1:
                 parameter.add_(0.1 * noise)
             elif any(part in name for part in ("embed", "wte", "wpe")):
                 parameter.copy_(embedding_std * noise)

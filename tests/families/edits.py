@@ -21,11 +21,11 @@ from tests.families.reference import (
     EXPERTS,
     GATED,
     ROUTER,
-    TREES,
     WEIGHTS,
     Tree,
     chosen,
     splitter,
+    tree_of,
     with_choice,
     without_gates,
 )
@@ -52,7 +52,7 @@ def add(vector: torch.Tensor) -> Change:
 
     def change(rows: torch.Tensor) -> None:
         is_split = rows.shape[-1] != vector.numel()
-        rows.add_(vector.view(rows.shape[-2:]) if is_split else vector)
+        rows.add_(vector.view(rows.shape[1:]) if is_split else vector)
 
     return change
 
@@ -101,7 +101,7 @@ def place(model: nn.Module, point: str, change: Change) -> Edit:
         change: What to do there.
     """
     config: Any = model.config
-    tree = TREES[config.model_type]
+    tree = tree_of(config)
     blocks = list(model.get_submodule(tree.layers).children())
     if point == "embed.output":
         return _before(blocks[0], change)

@@ -100,6 +100,18 @@ def _hybrid(mlp: str, *, mixer: str, norm: str) -> Tree:
     )
 
 
+_FUSED: Final = Tree(
+    layers="transformer.h",
+    norm="transformer.ln_f",
+    inputs={"attn.heads": "self_attention.dense", "mlp.input": "mlp", "mlp.act": "mlp.dense_4h_to_h"},
+    outputs={
+        "attn.output": "self_attention.dense",
+        "attn.q|attn.k|attn.v": "self_attention.query_key_value",
+        "mlp.up": "mlp.dense_h_to_4h",
+        "mlp.output": "mlp.dense_4h_to_h",
+    },
+)
+
 TREES: Final[dict[str, Tree]] = {
     **dict.fromkeys(
         (
@@ -238,7 +250,10 @@ TREES: Final[dict[str, Tree]] = {
         outputs={"mixer.output": "mamba.out_proj|mamba_decoder.mamba.out_proj"},
         has_pattern=False,
     ),
-    "nemotron": _tree("self_attn.o_proj", up="mlp.up_proj", down="mlp.down_proj"),
+    **dict.fromkeys(
+        ("apertus", "arcee", "nemotron"),
+        _tree("self_attn.o_proj", up="mlp.up_proj", down="mlp.down_proj"),
+    ),
     "phi": _tree("self_attn.dense", up="mlp.fc1", down="mlp.fc2", norm="model.final_layernorm"),
     "starcoder2": _tree("self_attn.o_proj", up="mlp.c_fc", down="mlp.c_proj"),
     "phi3": Tree(
@@ -276,6 +291,32 @@ TREES: Final[dict[str, Tree]] = {
             "mlp.output": "fc2",
         },
     ),
+    "gpt_bigcode": Tree(
+        layers="transformer.h",
+        norm="transformer.ln_f",
+        inputs={"attn.heads": "attn.c_proj", "mlp.input": "mlp", "mlp.act": "mlp.c_proj"},
+        outputs={
+            "attn.output": "attn.c_proj",
+            "attn.q|attn.k|attn.v": "attn.c_attn",
+            "mlp.up": "mlp.c_fc",
+            "mlp.output": "mlp",
+        },
+    ),
+    "gptj": Tree(
+        layers="transformer.h",
+        norm="transformer.ln_f",
+        inputs={"attn.heads": "attn.out_proj", "mlp.input": "mlp", "mlp.act": "mlp.fc_out"},
+        outputs={
+            "attn.output": "attn.out_proj",
+            **{f"attn.{part}": f"attn.{part}_proj" for part in "qkv"},
+            "mlp.up": "mlp.fc_in",
+            "mlp.output": "mlp",
+        },
+    ),
+    "bloom": _FUSED,
+    "falcon": dataclasses.replace(_FUSED, has_pattern=False),
+    # vLLM adds biases where no module returns the sum.
+    "falcon_biased": dataclasses.replace(_FUSED, outputs={}, has_pattern=False),
     "gpt_neox": Tree(
         layers="gpt_neox.layers",
         norm="gpt_neox.final_layer_norm",
@@ -288,6 +329,21 @@ TREES: Final[dict[str, Tree]] = {
         },
     ),
 }
+
+
+def tree_of(config: Any) -> Tree:
+    """Return the module paths of a model."""
+    is_biased = config.model_type == "falcon" and config.bias
+    return TREES["falcon_biased" if is_biased else config.model_type]
+
+
+def num_key_heads(config: Any) -> int:
+    """Return the number of heads of keys and values."""
+    num_heads: int = config.num_attention_heads
+    if config.model_type == "falcon":
+        is_single = config.multi_query and not config.new_decoder_architecture
+        return 1 if is_single else config.num_kv_heads
+    return getattr(config, "num_key_value_heads", None) or num_heads
 
 
 def load_reference_model(path: Path) -> nn.Module:
@@ -314,7 +370,7 @@ def reference_activations(path: Path, prompt_ids: Sequence[int], **inputs: Any) 
     """
     model = load_reference_model(path)
     whole: Any = model.config
-    tree, config = TREES[whole.model_type], whole.get_text_config()
+    tree, config = tree_of(whole), whole.get_text_config()
     found: dict[str, torch.Tensor] = {}
     blocks = list(model.get_submodule(tree.layers).children())
     for index, block in enumerate(blocks):
@@ -399,20 +455,21 @@ def with_choice(output: Any, tree: Tree, weights: torch.Tensor, ids: torch.Tenso
 def splitter(config: Any, num_parts: int) -> Callable[[torch.Tensor], Sequence[torch.Tensor]]:
     """Return how a fused projection's rows come apart into q, k, v or gate, up."""
 
-    def per_head(rows: torch.Tensor) -> Sequence[torch.Tensor]:
-        # GPT-NeoX packs each head's q, k and v side by side.
-        return rows.view(rows.shape[0], config.num_attention_heads, 3, -1).unbind(dim=2)
+    heads, kv_heads = config.num_attention_heads, num_key_heads(config)
+
+    def by_key_head(rows: torch.Tensor) -> Sequence[torch.Tensor]:
+        # The queries of each key head, the key and the value, side by side.
+        packed = rows.view(rows.shape[0], kv_heads, heads // kv_heads + 2, -1)
+        return packed[:, :, :-2], packed[:, :, -2], packed[:, :, -1]
 
     def in_order(rows: torch.Tensor) -> Sequence[torch.Tensor]:
         if num_parts != len("qkv"):
             return rows.chunk(num_parts, dim=-1)
-        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        head_dim = rows.shape[-1] // (config.num_attention_heads + 2 * kv_heads)
-        sizes = [count * head_dim for count in (config.num_attention_heads, kv_heads, kv_heads)]
-        return torch.split(rows, sizes, dim=-1)
+        head_dim = rows.shape[-1] // (heads + 2 * kv_heads)
+        return torch.split(rows, [count * head_dim for count in (heads, kv_heads, kv_heads)], dim=-1)
 
-    is_packed = config.model_type == "gpt_neox" and num_parts == len("qkv")
-    return per_head if is_packed else in_order
+    is_packed = config.model_type in {"bloom", "falcon", "gpt_neox"} and num_parts == len("qkv")
+    return by_key_head if is_packed else in_order
 
 
 def without_gates(rows: torch.Tensor, config: Any) -> torch.Tensor:
@@ -428,7 +485,7 @@ def _shaped(point: str, value: torch.Tensor, config: Any) -> torch.Tensor:
         return value
     heads = config.num_attention_heads
     if leaf in {"k", "v"}:
-        heads = getattr(config, "num_key_value_heads", None) or heads
+        heads = num_key_heads(config)
     if leaf == "q" and config.model_type in GATED:
         return without_gates(value, config)
     return value.reshape(value.shape[0], heads, -1)

@@ -23,7 +23,7 @@ from nnsight_engine.envoys.architectures.part_envoys import (
     UpEnvoy,
 )
 from nnsight_engine.envoys.architectures.structure import family_by_structure
-from nnsight_engine.families.places import Place, leaves_in, stream_leaves
+from nnsight_engine.families.places import Place, leaves_in, parts_of, stream_leaves
 from nnsight_engine.families.registry import TRANSFORMERS_FAMILIES
 from nnsight_engine.families.transformers_family import TransformersFamily
 
@@ -86,7 +86,7 @@ class Architecture:
         if part in _QKV:
             index = _QKV.index(part)
             if self.family.is_qkv_per_head:
-                return views.fused_per_head(index, self.num_heads)
+                return views.fused_per_head(index, self.num_heads, self.num_kv_heads)
             return views.fused_heads(index, counts)
         if part:
             return views.half(("gate", "up").index(part))
@@ -98,7 +98,9 @@ class Architecture:
             leaf_names.VALUES: self.num_kv_heads,
             leaf_names.HEADS: self.num_heads,
         }.get(leaf)
-        return views.WHOLE if num_heads is None else views.heads(num_heads)
+        if num_heads is not None:
+            return views.heads(num_heads)
+        return views.COPY if leaf in self.family.changed_in_place else views.WHOLE
 
     def rename_with(self, given: Rename | None, owner: type) -> Rename:
         """Return the architecture's aliases merged with the user's.
@@ -149,12 +151,14 @@ def architecture_of(module: torch.nn.Module) -> Architecture | None:
     text: Any = config.get_text_config()
     decoder = module.get_submodule(body)
     num_heads = getattr(text, "num_attention_heads", 0)  # a model without attention states none
+    leaves = tuple(_leaves_of(layer, family) for layer in layers)
     return Architecture(
         family=family,
         body=body,
-        leaves=tuple(_leaves_of(layer, family) for layer in layers),
+        leaves=leaves,
         num_heads=num_heads,
-        num_kv_heads=getattr(text, "num_key_value_heads", None) or num_heads,
+        num_kv_heads=getattr(text, "num_key_value_heads", None)
+        or _num_kv_heads(layers[0], leaves[0], num_heads),
         has_norm=bool(family.norm) and getattr(decoder, family.norm) is not None,
         has_logits=any(hasattr(module, name) for name in _HEADS_OF_MODELS),
         rename=_rename(module, body, family, layers),
@@ -190,8 +194,24 @@ def _layers(module: torch.nn.Module, body: str, family: TransformersFamily) -> t
 
 def _leaves_of(layer: torch.nn.Module, family: TransformersFamily) -> Mapping[str, Place]:
     """Return those leaves of the table whose modules a layer has."""
-    modules = dict(layer.named_modules(remove_duplicate=False))
-    return leaves_in(modules, {**stream_leaves(), **family.leaves})
+    return leaves_in(parts_of(layer), {**stream_leaves(), **family.leaves})
+
+
+def _num_kv_heads(layer: torch.nn.Module, leaves: Mapping[str, Place], num_heads: int) -> int:
+    """Return the number of key heads where the config states none, by the size of a fused projection."""
+    place = leaves.get(leaf_names.KEYS)
+    if place is None or not place.part:
+        return num_heads
+    projection: Any = layer.get_submodule(place.path)
+    head_dim = input_width(layer.get_submodule(leaves[leaf_names.HEADS].path)) // num_heads
+    width: int = projection.out_features if hasattr(projection, "out_features") else projection.nf
+    return (width // head_dim - num_heads) // 2
+
+
+def input_width(projection: Any) -> int:
+    """Return the width of a projection's input; not all configs state it."""
+    width: int = projection.in_features if hasattr(projection, "in_features") else projection.nx
+    return width
 
 
 def _rename(

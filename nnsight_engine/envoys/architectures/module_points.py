@@ -85,9 +85,10 @@ class ModulePoint:
         whole = first_tensor(value, self.side)
         part = self.view.part(whole)
         mediator = self.envoy.interleaver.current
-        if mediator is not None and part is not whole and part.requires_grad:
+        if mediator is not None and part is not whole and (part.requires_grad or self.view.is_copy):
             # A view is a side branch of the autograd graph and gets no gradient. Once the block continues,
-            # the value is rebuilt from it, so that the model's path leads through the view.
+            # the value is rebuilt from it, so that the model's path leads through the view. Edits of a copy
+            # reach the model in the same way.
             mediator.transform = lambda: self._value_with(value, self.view.joined(whole, part))
         return part
 

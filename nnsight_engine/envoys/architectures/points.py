@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from nnsight_engine.core import leaves as leaf_names
-from nnsight_engine.envoys.architectures.architecture import missing_for
+from nnsight_engine.envoys.architectures.architecture import input_width, missing_for
 from nnsight_engine.envoys.architectures.errors import NoStandardPointsError
 from nnsight_engine.envoys.architectures.expert_points import ExpertIdsPoint, ExpertWeightsPoint
 from nnsight_engine.envoys.architectures.module_points import (
@@ -117,14 +117,14 @@ class Points(NamedPoints):
         if name == LOGITS and architecture.has_logits:
             return LogitsPoint(self._root, (self._config().vocab_size,))
         layer, leaf = self._parsed(name)
-        if leaf == leaf_names.PATTERN:
+        place = architecture.leaves[layer].get(leaf)
+        if leaf == leaf_names.PATTERN and place is None:
             attention = self._envoy(architecture.layer_path(layer, architecture.family.attention))
             heads = architecture.leaves[layer].get(leaf_names.HEADS)
             if heads is None or not architecture.family.has_pattern:
                 raise self._unknown(name)
             out = self._envoy(architecture.layer_path(layer, heads.path))
             return PatternPoint(name, attention, out, architecture.num_heads)
-        place = architecture.leaves[layer].get(leaf)
         if place is None:
             raise self._unknown(name)
         envoy = self._envoy(architecture.layer_path(layer, place.path))
@@ -165,6 +165,8 @@ class Points(NamedPoints):
                 else architecture.num_heads
             )
             return (num_heads, self._input_width(layer, leaf_names.HEADS) // architecture.num_heads)
+        if leaf == leaf_names.PATTERN:
+            return (architecture.num_heads, -1)
         if leaf == leaf_names.ROUTER:
             path = architecture.layer_path(layer, architecture.leaves[layer][leaf].path)
             router: Any = self._envoy(path)._module
@@ -180,6 +182,4 @@ class Points(NamedPoints):
     def _input_width(self, layer: int, leaf: str) -> int:
         """Return the width of a projection's input from its module; not all configs state it."""
         path = self._known().layer_path(layer, self._known().leaves[layer][leaf].path)
-        module: Any = self._envoy(path)._module
-        width: int = module.in_features if hasattr(module, "in_features") else module.nx
-        return width
+        return input_width(self._envoy(path)._module)

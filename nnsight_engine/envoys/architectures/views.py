@@ -1,7 +1,7 @@
 """Views that select a point's part of a module's tensor, so that in-place edits reach the model.
 
-Only the last axis is split, which yields a view for any strides. ``architecture`` chooses the view of
-each leaf, and points apply it.
+Splitting the last axis yields a view for any strides. Where a part cannot be one it is a copy, and points put
+it back. ``architecture`` chooses the view of each leaf, and points apply it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final
 
 import torch
 
-_NUM_PROJECTIONS: Final = 3  # q, k and v
+Part = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -20,19 +20,25 @@ class View:
     """A view of a part of a tensor.
 
     Attributes:
-        part: Returns the part of the whole, sharing its memory.
+        part: Returns the part of the whole.
         is_all: Whether the part has all numbers of the whole, possibly in another shape.
+        is_copy: Whether the part does not share the memory of the whole.
+        columns: Returns the same numbers of the whole in its memory, if ``part`` does not.
     """
 
-    part: Callable[[torch.Tensor], torch.Tensor]
+    part: Part
     is_all: bool = True
+    is_copy: bool = False
+    columns: Part | None = None
 
     def joined(self, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         """Return the whole with the part replaced; ``whole`` itself is not changed."""
         if self.is_all:
-            return part.reshape(whole.shape)
+            joined = part.reshape(whole.shape)
+            return joined.clone() if self.is_copy else joined
         new = whole.clone()
-        self.part(new).copy_(part)
+        columns = (self.columns or self.part)(new)
+        columns.copy_(part.reshape(columns.shape))
         return new
 
 
@@ -41,6 +47,8 @@ def _unchanged(whole: torch.Tensor) -> torch.Tensor:
 
 
 WHOLE: Final = View(_unchanged)
+COPY: Final = View(torch.clone, is_copy=True)
+"""The whole where the model goes on to change it in place, so that a reader has a tensor of its own."""
 
 
 def heads(num_heads: int) -> View:
@@ -66,11 +74,23 @@ def fused_heads(index: int, num_heads: Sequence[int]) -> View:
     return View(part, is_all=False)
 
 
-def fused_per_head(index: int, num_heads: int) -> View:
-    """Return the view ``[..., heads, head_dim]`` of q, k or v, which are interleaved per head."""
-    return View(
-        lambda whole: whole.unflatten(-1, (num_heads, _NUM_PROJECTIONS, -1))[..., index, :], is_all=False
-    )
+def fused_per_head(index: int, num_heads: int, num_kv_heads: int) -> View:
+    """Return the view ``[..., heads, head_dim]`` of q, k or v of ``[..., kv_heads, (queries, k, v), head_dim]``.
+
+    Args:
+        index: 0 for the queries, which are those of the key and the value beside them; 1 for k, 2 for v.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of key and value heads.
+    """
+    group = num_heads // num_kv_heads
+    start, count = ((0, group), (group, 1), (group + 1, 1))[index]
+
+    def columns(whole: torch.Tensor) -> torch.Tensor:
+        return whole.unflatten(-1, (num_kv_heads, group + 2, -1)).narrow(-2, start, count)
+
+    # Queries of several groups have the keys and the values between them.
+    is_copy = count > 1 and num_kv_heads > 1
+    return View(lambda whole: columns(whole).flatten(-3, -2), is_all=False, is_copy=is_copy, columns=columns)
 
 
 def before_gates(num_heads: int) -> View:

@@ -7,6 +7,7 @@ of one request is stored with the request and never raised.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -75,7 +76,7 @@ class WorkerState:
             DTYPES[spec.dtype],
             device,
             self._ledger,
-            form_of=lambda layer: attention_form(points.attention(layer)),
+            form_of=functools.cache(lambda layer: attention_form(points.attention(layer))),
             is_asynchronous=is_asynchronous,
             stage=points.stage,
         )

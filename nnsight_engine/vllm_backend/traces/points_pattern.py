@@ -45,8 +45,8 @@ class WorkerPatternPoint:
         """Wait for the queries and the keys, and return the probabilities.
 
         Raises:
-            PatternError: The attention has a form that cannot be recomputed, the layer shares another layer's
-                keys, or keys of earlier steps were not stored.
+            PatternError: The attention has a form that cannot be recomputed on this rank, the layer shares
+                another layer's keys, or keys of earlier steps were not stored.
         """
         module: Any = self._kernel._module  # noqa: SLF001 - an envoy of ours
         args, kwargs = self._kernel.inputs
@@ -55,6 +55,8 @@ class WorkerPatternPoint:
             form = attention_form(module)
         except InterventionError as error:
             raise PatternError(f"{self.name}: {error.message}") from error
+        if form.slopes and len(form.slopes) < self._num_heads:
+            raise PatternError(f"{self.name}: each rank has the position biases of its own heads only")
         if key is None:
             raise PatternError(f"{self.name}: the layer shares another layer's keys")
         queries = query.reshape(-1, self._num_heads, module.head_size)

@@ -20,7 +20,7 @@ from nnsight_engine.modeling.base import NNsight
 from tests.families.checkpoints import FAMILIES, LOCAL_FAMILIES, NUM_LAYERS, VARIANTS, write_checkpoint
 from tests.families.edits import place
 from tests.families.moves import LAYER, move, moved, points_of_a_layer
-from tests.families.reference import TREES, load_reference_model, reference_activations
+from tests.families.reference import load_reference_model, reference_activations, tree_of
 
 PROMPT_IDS = [45, 257, 80, 301, 77, 78, 260, 90]
 IDS = torch.tensor([PROMPT_IDS])
@@ -55,7 +55,7 @@ def model(module: Any) -> NNsight:
 @contextmanager
 def hooked(module: Any, name: str) -> Iterator[None]:
     """Let plain hooks make the change, at places written down apart from the engine's tables."""
-    tree = TREES[module.config.model_type]
+    tree = tree_of(module.config)
     if name == f"layers.{LAYER}.attn.pattern":
         heads = tree.inputs["attn.heads"]
         blocks = list(module.get_submodule(tree.layers).children())[:LAYER]
@@ -94,7 +94,7 @@ def changed_softmax(is_changed: Callable[[int], bool]) -> Iterator[None]:
 
 def has_patterns(module: Any) -> bool:
     """Return whether attention's probabilities are those of the positions alone."""
-    return TREES[module.config.model_type].has_pattern
+    return tree_of(module.config).has_pattern
 
 
 def movable(names: Iterable[str]) -> list[str]:
@@ -220,6 +220,8 @@ def test_the_vocabulary_is_that_of_the_server(model: NNsight, module: Any) -> No
     expected = {*family.leaves, *RESIDUAL_LEAVES, *([PATTERN] if has_patterns(module) else [])}
     if getattr(module.config, "num_local_experts", None) == 0:
         expected -= {"moe.router", "moe.shared.output"}
+    if module.config.model_type == "falcon" and module.config.bias:
+        expected = {"attn.heads", "mlp.input", "mlp.act", *RESIDUAL_LEAVES}
     assert leaves <= expected
     assert leaves - neurons == expected - neurons
     whole = {name for name in model.points if not name.startswith("layers.")}
