@@ -32,6 +32,7 @@ class TransformersFamily:
         flattened: Leaves whose values are ``[batch * tokens, width]``, at least in some layers.
         router_order: The index of logits, weights and ids in what a router of experts returns. Without the
             last, it returns weights for all experts, and zero for those that are not chosen.
+        routes_probabilities: Whether that router returns the softmax of its logits in their place.
         has_pattern: Whether attention's probabilities are a point.
     """
 
@@ -48,4 +49,5 @@ class TransformersFamily:
     has_norms_last: bool = False
     flattened: frozenset[str] = frozenset()
     router_order: RouterOrder = (0, 1, 2)
+    routes_probabilities: bool = False
     has_pattern: bool = True

@@ -12,6 +12,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
 import torch
+from vllm.model_executor.layers.linear import QKVParallelLinear
 
 from nnsight_engine.core.leaves import (
     EXPERTS,
@@ -194,7 +195,7 @@ class ModelPoints:
         if spec.part:
             start = block.inner_size if spec.part == "up" else 0
             return rows[..., start : start + block.inner_size]
-        if spec == block.leaves.get("attn.heads"):
+        if spec in (block.leaves.get(HEADS), block.leaves.get(QUERIES)):
             return _split_last(rows, block.num_heads, block.head_dim)
         return rows
 
@@ -360,7 +361,7 @@ def _block_points(block: nn.Module, family: EngineFamily, config: TextConfig) ->
         kernel=family.kernel if family.kernel in modules else "",
         num_heads=num_heads,
         latent_size=config.kv_lora_rank if LATENT in leaves else 0,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+        num_kv_heads=_num_kv_heads(block, leaves) or getattr(config, "num_key_value_heads", None) or num_heads,
         head_dim=_input_size(block, leaves["attn.heads"]) // num_heads if "attn.heads" in leaves else 0,
         inner_size=_input_size(block, leaves["mlp.act"]) if "mlp.act" in leaves else 0,
         num_experts=_output_size(block, leaves[ROUTER]) if ROUTER in leaves else 0,
@@ -368,6 +369,12 @@ def _block_points(block: nn.Module, family: EngineFamily, config: TextConfig) ->
         forces_experts=inner is not None and inner.weights_of is not None,
         has_sinks=bool(getattr(modules.get(family.kernel), "has_sink", False)),
     )
+
+
+def _num_kv_heads(block: nn.Module, leaves: Mapping[str, Place]) -> int:
+    """Return the whole model's number of key and value heads at a fused projection; 0 without it."""
+    projection = base_module(block.get_submodule(leaves[KEYS].path)) if KEYS in leaves else None
+    return projection.total_num_kv_heads if isinstance(projection, QKVParallelLinear) else 0
 
 
 def _inner_family(model: nn.Module, architectures: Sequence[str]) -> EngineFamily | None:

@@ -19,8 +19,8 @@ from tests.families.checkpoints import (
     WORDS,
     write_checkpoint,
 )
-from tests.families.experts import weights_of
-from tests.families.reference import load_reference_model, reference_activations
+from tests.families.experts import factors_of, weights_of
+from tests.families.reference import TREES, load_reference_model, reference_activations
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,11 +31,16 @@ UNGATED = {
     "nemotron_h",
 }
 EXPERTS = {
+    "gemma4_moe",
     *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "granitemoeshared"),
     *("ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "llama4_text", "mixtral", "olmoe"),
     *("qwen2_moe", "qwen3_moe"),
 }
 MLA = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite"}
+BESIDE_MLP = {"gemma4_moe"}
+"""Families whose blocks have experts and an MLP."""
+BORROWED = {"gemma4": (2, 3)}
+"""Layers that use the keys and values of others."""
 SHARED = {"glm4_moe", "granitemoeshared", *MLA}
 UNORDERED = {"llama4_text"}
 """Families whose queries and keys are not in the same order on both engines."""
@@ -80,9 +85,10 @@ def test_every_point_is_there_with_its_shape(family: str, activations: dict[str,
         routed = {"moe.router", "moe.experts", "moe.weights", "moe.output"}
         routed |= {"moe.shared.output"} if family in SHARED else set()
         routed -= {"moe.output"} if family == "llama4_text" else set()  # no module returns it
+        inner = routed if has_experts else dense
         parts = {
-            "attn": attention,
-            "mlp": mlp | (routed if has_experts else dense),
+            "attn": attention - ({"attn.k", "attn.v"} if layer in BORROWED.get(family, ()) else set()),
+            "mlp": mlp | (routed | dense if family in BESIDE_MLP else inner),
             "mixer": {"mixer.output"},
         }
         has = {HYBRIDS[family][layer]} if family in HYBRIDS else {"attn", "mlp"}
@@ -94,7 +100,8 @@ def test_every_point_is_there_with_its_shape(family: str, activations: dict[str,
     tokens = len(PROMPT_IDS)
     assert activations["layers.2.output"].shape == (tokens, HIDDEN_SIZE)
     if "layers.2.mlp.act" in expected:
-        assert activations["layers.2.mlp.act"].shape == (tokens, INTERMEDIATE_SIZE)
+        wider = 2 if family == "gemma4" else 1  # layers without keys have an MLP of twice the width
+        assert activations["layers.2.mlp.act"].shape == (tokens, wider * INTERMEDIATE_SIZE)
     if "layers.1.attn.q" in expected:
         assert activations["layers.1.attn.v"].shape[2] == activations["layers.1.attn.heads"].shape[2]
         assert activations["layers.1.attn.q"].shape == activations["layers.1.attn.heads"].shape
@@ -107,13 +114,16 @@ def test_the_weights_of_experts_are_those_written_down(
     config = AutoConfig.from_pretrained(checkpoint, local_files_only=True)
     layers = [layer for layer in range(NUM_LAYERS) if f"layers.{layer}.moe.router" in activations]
     assert bool(layers) == (family in EXPERTS)
+    tree = TREES[config.model_type]
+    blocks = [*load_reference_model(checkpoint).get_submodule(tree.layers).children()]
     for layer in layers:
+        factors = factors_of(blocks[layer], tree)
         logits, ids = activations[f"layers.{layer}.moe.router"], activations[f"layers.{layer}.moe.experts"]
         expected = activations[f"layers.{layer}.moe.weights"]
-        torch.testing.assert_close(weights_of(config, logits, ids), expected)
+        torch.testing.assert_close(weights_of(config, logits, ids, factors), expected)
         ours = expert_weights(config)
         assert ours is not None
-        torch.testing.assert_close(ours.of(logits, ids), expected)
+        torch.testing.assert_close(ours.of(logits, ids, factors), expected)
 
 
 def test_one_layers_output_is_the_next_ones_input(activations: dict[str, torch.Tensor]) -> None:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _HEADS_OF_MODELS: Final = ("lm_head", "embed_out")
 _QKV: Final = ("q", "k", "v")
+_PROJECTED: Final = (leaf_names.QUERIES, leaf_names.KEYS, leaf_names.VALUES)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class Architecture:
         body: Path of the decoder, empty for the model itself.
         leaves: Location of each leaf of each layer, except ``attn.pattern``; layers of one model may differ.
         num_heads: Number of query heads.
-        num_kv_heads: Number of key and value heads.
+        num_kv_heads: Number of key and value heads of each layer.
         has_norm: Whether there is a final norm.
         has_logits: Whether the model itself returns logits of tokens.
         rename: Aliases of its modules.
@@ -55,7 +56,7 @@ class Architecture:
     body: str
     leaves: tuple[Mapping[str, Place], ...]
     num_heads: int
-    num_kv_heads: int
+    num_kv_heads: tuple[int, ...]
     has_norm: bool
     has_logits: bool
     rename: Mapping[str, str]
@@ -79,10 +80,16 @@ class Architecture:
         path = self.path(f"{self.family.layers}.{layer}")
         return f"{path}.{below}" if below else path
 
+    def has_pattern(self, layer: int) -> bool:
+        """Return whether a layer's attention probabilities are a point: those of its own queries and keys."""
+        leaves = self.leaves[layer]
+        return self.family.has_pattern and leaf_names.HEADS in leaves and leaf_names.KEYS in leaves
+
     def view(self, layer: int, leaf: str) -> views.View:
         """Return the view of a leaf on its module's tensor."""
-        part = self.leaves[layer][leaf].part
-        counts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        place = self.leaves[layer][leaf]
+        part, num_kv_heads = place.part, self.num_kv_heads[layer]
+        counts = (self.num_heads, num_kv_heads, num_kv_heads)
         if part in _QKV:
             index = _QKV.index(part)
             if self.family.is_qkv_per_head:
@@ -90,10 +97,12 @@ class Architecture:
             return views.fused_heads(index, counts)
         if part:
             return views.half(("gate", "up").index(part))
+        if place.side == "input" and leaf in _PROJECTED:
+            return views.WHOLE  # a norm of each head receives them
         num_heads = {
             leaf_names.QUERIES: self.num_heads,
-            leaf_names.KEYS: self.num_kv_heads,
-            leaf_names.VALUES: self.num_kv_heads,
+            leaf_names.KEYS: num_kv_heads,
+            leaf_names.VALUES: num_kv_heads,
             leaf_names.HEADS: self.num_heads,
         }.get(leaf)
         return views.WHOLE if num_heads is None else views.heads(num_heads)
@@ -152,12 +161,18 @@ def architecture_of(module: torch.nn.Module) -> Architecture | None:
         body=body,
         leaves=tuple(_leaves_of(layer, family) for layer in layers),
         num_heads=num_heads,
-        num_kv_heads=getattr(text, "num_key_value_heads", None) or num_heads,
+        num_kv_heads=tuple(_num_kv_heads(text, layer) or num_heads for layer in range(len(layers))),
         has_norm=bool(family.norm) and getattr(decoder, family.norm) is not None,
         has_logits=any(hasattr(module, name) for name in _HEADS_OF_MODELS),
         rename=_rename(module, body, family, layers),
         envoys={kind: envoy for layer in layers for kind, envoy in _envoys(layer, family).items()},
     )
+
+
+def _num_kv_heads(text: Any, layer: int) -> int | None:
+    """Return a layer's number of key and value heads; None if the config does not state it."""
+    of_layer = text.per_layer_config[layer] if hasattr(text, "per_layer_config") else text
+    return getattr(of_layer, "num_key_value_heads", None)
 
 
 def missing_for(module: torch.nn.Module) -> str:

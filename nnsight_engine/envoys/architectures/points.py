@@ -23,7 +23,7 @@ from nnsight_engine.envoys.architectures.module_points import (
 )
 from nnsight_engine.envoys.architectures.named_points import EMBED, LOGITS, NORM, NamedPoints
 from nnsight_engine.envoys.architectures.pattern import PatternPoint
-from nnsight_engine.envoys.architectures.routing import expert_weights
+from nnsight_engine.envoys.architectures.routing import expert_weights, num_chosen
 from nnsight_engine.envoys.architectures.views import WHOLE
 
 if TYPE_CHECKING:
@@ -95,9 +95,9 @@ class Points(NamedPoints):
         return self._known().num_layers
 
     def _leaves(self, layer: int) -> list[str]:
-        leaves = self._known().leaves[layer]
-        has_pattern = leaf_names.HEADS in leaves and self._known().family.has_pattern
-        order = self._known().family.order
+        architecture = self._known()
+        leaves, has_pattern = architecture.leaves[layer], architecture.has_pattern(layer)
+        order = architecture.family.order
         return [leaf for leaf in order if leaf in leaves or (leaf == leaf_names.PATTERN and has_pattern)]
 
     def _points_before_layers(self) -> list[str]:
@@ -118,10 +118,10 @@ class Points(NamedPoints):
             return LogitsPoint(self._root, (self._config().vocab_size,))
         layer, leaf = self._parsed(name)
         if leaf == leaf_names.PATTERN:
-            attention = self._envoy(architecture.layer_path(layer, architecture.family.attention))
-            heads = architecture.leaves[layer].get(leaf_names.HEADS)
-            if heads is None or not architecture.family.has_pattern:
+            if not architecture.has_pattern(layer):
                 raise self._unknown(name)
+            attention = self._envoy(architecture.layer_path(layer, architecture.family.attention))
+            heads = architecture.leaves[layer][leaf_names.HEADS]
             out = self._envoy(architecture.layer_path(layer, heads.path))
             return PatternPoint(name, attention, out, architecture.num_heads)
         place = architecture.leaves[layer].get(leaf)
@@ -133,15 +133,17 @@ class Points(NamedPoints):
         if leaf in architecture.family.flattened:
             return self._flattened(name, envoy, place.side, layer, leaf)
         is_stream = leaf == "mlp.input" and architecture.family.has_norms_last
-        kind = CopiedInputPoint if is_stream else ModulePoint
+        is_shared = place.side == "input" and leaf in {leaf_names.KEYS, leaf_names.VALUES}
+        kind = CopiedInputPoint if is_stream or is_shared else ModulePoint
         return kind(name, envoy, place.side, architecture.view(layer, leaf), self._shape(layer, leaf))
 
     def _flattened(self, name: str, envoy: Envoy, side: Side, layer: int, leaf: str) -> FlattenedPoint:
         shape = self._shape(layer, leaf)
         if leaf in {leaf_names.EXPERTS, leaf_names.EXPERT_WEIGHTS}:
             kind = ExpertIdsPoint if leaf == leaf_names.EXPERTS else ExpertWeightsPoint
-            order = self._known().family.router_order
-            return kind(name, envoy, side, self._tokens, shape, expert_weights(self._config()), order)
+            family, weights_of = self._known().family, expert_weights(self._config())
+            order, has_probabilities = family.router_order, family.routes_probabilities
+            return kind(name, envoy, side, self._tokens, shape, weights_of, order, has_probabilities)
         return FlattenedPoint(name, envoy, side, self._tokens, shape)
 
     def _module_point(self, name: str, path: str, side: Side) -> ModulePoint:
@@ -160,7 +162,7 @@ class Points(NamedPoints):
         architecture = self._known()
         if leaf in _PER_HEAD:
             num_heads = (
-                architecture.num_kv_heads
+                architecture.num_kv_heads[layer]
                 if leaf in {leaf_names.KEYS, leaf_names.VALUES}
                 else architecture.num_heads
             )
@@ -170,7 +172,7 @@ class Points(NamedPoints):
             router: Any = self._envoy(path)._module
             return (router.weight.shape[0],)
         if leaf in {leaf_names.EXPERTS, leaf_names.EXPERT_WEIGHTS}:
-            return (self._config().num_experts_per_tok,)
+            return (num_chosen(self._config()),)
         if leaf == leaf_names.LATENT:
             return (self._config().kv_lora_rank,)
         if leaf in _PER_NEURON:

@@ -222,7 +222,7 @@ _MODEL: Final = (
     _used("vllm.model_executor.layers.linear:MergedColumnParallelLinear", read="output_sizes"),
     _used(
         "vllm.model_executor.layers.linear:QKVParallelLinear",
-        read="head_size num_heads num_kv_head_replicas num_kv_heads v_head_size",
+        read="head_size num_heads num_kv_head_replicas num_kv_heads total_num_kv_heads v_head_size",
     ),
     _used(
         "vllm.model_executor.layers.linear:RowParallelLinear",
