@@ -1,4 +1,4 @@
-"""Tables of Gemma 4, of which some layers use the keys and values of earlier ones.
+"""Tables of Gemma 3n and Gemma 4, of which some layers use the keys and values of earlier ones.
 
 Of each layout: its place in vLLM's modules, then in transformers'.
 """
@@ -55,6 +55,14 @@ VLLM: Final = (
         returns_residual=False,
         returns_none=True,
     ),
+    dataclasses.replace(
+        LLAMA,
+        name="gemma3n",
+        model_classes=("Gemma3nForCausalLM",),
+        leaves=_LEAVES,
+        has_stream=False,  # there are several, and attention and the MLP read and write mixtures of them
+        returns_residual=False,
+    ),
 )
 """The layouts in vLLM."""
 
@@ -84,6 +92,12 @@ TRANSFORMERS: Final = (
         order=_EXPERTS_LAST,
         flattened=frozenset({ROUTER, EXPERTS, EXPERT_WEIGHTS, ROUTED}),
         routes_probabilities=True,
+    ),
+    dataclasses.replace(
+        TRANSFORMERS_LLAMA,
+        model_types=("gemma3n_text", "gemma3n"),
+        embed="",  # likewise
+        has_stream=False,
     ),
 )
 """The layouts in transformers."""

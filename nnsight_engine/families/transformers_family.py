@@ -33,6 +33,7 @@ class TransformersFamily:
         router_order: The index of logits, weights and ids in what a router of experts returns. Without the
             last, it returns weights for all experts, and zero for those that are not chosen.
         routes_probabilities: Whether that router returns the softmax of its logits in their place.
+        has_stream: Whether blocks pass on one residual stream, which then has points.
         has_pattern: Whether attention's probabilities are a point.
     """
 
@@ -50,4 +51,5 @@ class TransformersFamily:
     flattened: frozenset[str] = frozenset()
     router_order: RouterOrder = (0, 1, 2)
     routes_probabilities: bool = False
+    has_stream: bool = True
     has_pattern: bool = True

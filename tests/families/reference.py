@@ -39,6 +39,7 @@ class Tree:
         has_probabilities: Whether it returns the softmax of the logits in their place.
         apart: Where one projection returns keys that are values, too: the module whose input each is.
         has_pattern: Whether attention's probabilities are a point.
+        has_stream: Whether blocks pass on one residual stream, and not several.
     """
 
     layers: str
@@ -50,6 +51,7 @@ class Tree:
     has_probabilities: bool = False
     apart: Mapping[str, str] = dataclasses.field(default_factory=dict)
     has_pattern: bool = True
+    has_stream: bool = True
 
     def inputs_of(self, modules: Container[str]) -> dict[str, str]:
         """Return the leaves that are inputs in a block with these modules."""
@@ -136,6 +138,7 @@ TREES: Final[dict[str, Tree]] = {
         ),
         _LLAMA,
     ),
+    "gemma3n_text": dataclasses.replace(_LLAMA, has_stream=False),
     "gemma4_text": _GEMMA4,
     "idefics3": dataclasses.replace(_LLAMA, layers="model.text_model.layers", norm="model.text_model.norm"),
     **dict.fromkeys(("ernie4_5_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"), _EXPERTS),
@@ -329,8 +332,9 @@ def reference_activations(path: Path, prompt_ids: Sequence[int], **inputs: Any) 
     found: dict[str, torch.Tensor] = {}
     blocks = list(model.get_submodule(tree.layers).children())
     for index, block in enumerate(blocks):
-        _record(block, "input", [f"layers.{index}.input"], found)
-        _record(block, "output", [f"layers.{index}.output"], found)
+        if tree.has_stream:
+            _record(block, "input", [f"layers.{index}.input"], found)
+            _record(block, "output", [f"layers.{index}.output"], found)
         modules = dict(block.named_modules())
         inputs = tree.inputs_of(modules)
         for leaf, module_path in inputs.items():
@@ -350,7 +354,8 @@ def reference_activations(path: Path, prompt_ids: Sequence[int], **inputs: Any) 
         _record(norm, "output", ["norm.output"], found)
     with torch.no_grad():
         logits = model(torch.tensor([list(prompt_ids)]), use_cache=False, **inputs).logits[0]
-    found["embed.output"] = found["layers.0.input"]
+    if tree.has_stream:
+        found["embed.output"] = found["layers.0.input"]
     found["logits"] = logits.float()
     return {point: _shaped(point, value, config) for point, value in found.items()}
 

@@ -204,7 +204,8 @@ def _layers(module: torch.nn.Module, body: str, family: TransformersFamily) -> t
 def _leaves_of(layer: torch.nn.Module, family: TransformersFamily) -> Mapping[str, Place]:
     """Return those leaves of the table whose modules a layer has."""
     modules = dict(layer.named_modules(remove_duplicate=False))
-    return leaves_in(modules, {**stream_leaves(), **family.leaves})
+    stream = stream_leaves() if family.has_stream else {}
+    return leaves_in(modules, {**stream, **family.leaves})
 
 
 def _rename(

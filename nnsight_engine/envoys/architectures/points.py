@@ -101,8 +101,7 @@ class Points(NamedPoints):
         return [leaf for leaf in order if leaf in leaves or (leaf == leaf_names.PATTERN and has_pattern)]
 
     def _points_before_layers(self) -> list[str]:
-        self._known()
-        return [EMBED]
+        return [EMBED] if self._known().family.has_stream else []
 
     def _points_after_layers(self) -> list[str]:
         has = {NORM: self._known().has_norm, LOGITS: self._known().has_logits}
@@ -110,7 +109,7 @@ class Points(NamedPoints):
 
     def _found(self, name: str) -> PointAccess:
         architecture = self._known()
-        if name == EMBED:
+        if name == EMBED and architecture.family.has_stream:
             return self._module_point(name, architecture.layer_path(0), "input")
         if name == NORM and architecture.has_norm:
             return self._module_point(name, architecture.path(architecture.family.norm), "output")
