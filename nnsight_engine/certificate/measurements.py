@@ -23,6 +23,7 @@ from nnsight_engine.envoys.architectures.errors import (
     PointValueError,
     UnknownPointError,
 )
+from nnsight_engine.vllm_backend.traces.errors import SeveralStreamsError
 
 LOGITS: Final = "logits"
 DEFAULT_PROMPT: Final = "The Eiffel Tower is in the city of"
@@ -32,6 +33,7 @@ _REFUSALS: Final = (
     NoStandardPointsError,
     PatternError,
     PointValueError,
+    SeveralStreamsError,
     UnknownPointError,
     UnsupportedOptionError,
 )

@@ -33,6 +33,7 @@ class EngineFamily:
         project_out: Path of a projection between the final norm and the unembedding, or empty.
         hidden_index: Position of the hidden states among the parameters of a block's ``forward``.
         hidden_name: Name of that parameter, which some models use to call blocks.
+        has_stream: Whether blocks pass on one residual stream, which then has points.
         returns_none: Whether blocks return ``(stream, None)``.
         returns_residual: Whether blocks return ``(hidden, residual)``, whose sum is the residual stream.
             Otherwise blocks take and return the residual stream itself, as one tensor.
@@ -60,6 +61,7 @@ class EngineFamily:
     project_out: str = ""
     hidden_index: int = 0
     hidden_name: str = "hidden_states"
+    has_stream: bool = True
     returns_none: bool = False
     returns_residual: bool = False
     has_unused_residual: bool = False

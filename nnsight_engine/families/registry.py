@@ -6,11 +6,11 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from nnsight_engine.families import dense, experts, gpt, hybrids
+from nnsight_engine.families import dense, experts, gemma, gpt, hybrids
 from nnsight_engine.families.engine_family import EngineFamily
 from nnsight_engine.families.transformers_family import TransformersFamily
 
-ENGINE_FAMILIES: Final = (*dense.VLLM, *gpt.VLLM, *experts.VLLM, *hybrids.VLLM)
+ENGINE_FAMILIES: Final = (*dense.VLLM, *gpt.VLLM, *experts.VLLM, *gemma.VLLM, *hybrids.VLLM)
 """The tables for vLLM."""
 
 TRANSFORMERS_FAMILIES: Final[Mapping[str, TransformersFamily]] = types.MappingProxyType(
@@ -20,6 +20,7 @@ TRANSFORMERS_FAMILIES: Final[Mapping[str, TransformersFamily]] = types.MappingPr
             *dense.TRANSFORMERS,
             *gpt.TRANSFORMERS,
             *experts.TRANSFORMERS,
+            *gemma.TRANSFORMERS,
             *hybrids.TRANSFORMERS,
         )
         for model_type in family.model_types

@@ -33,6 +33,8 @@ class TransformersFamily:
         flattened: Leaves whose values are ``[batch * tokens, width]``, at least in some layers.
         router_order: The index of logits, weights and ids in what a router of experts returns. Without the
             last, it returns weights for all experts, and zero for those that are not chosen.
+        routes_probabilities: Whether that router returns the softmax of its logits in their place.
+        has_stream: Whether blocks pass on one residual stream, which then has points.
         has_pattern: Whether attention's probabilities are a point, although no module takes them.
         changed_in_place: Leaves whose tensor the model goes on to change.
     """
@@ -51,5 +53,7 @@ class TransformersFamily:
     has_norms_last: bool = False
     flattened: frozenset[str] = frozenset()
     router_order: RouterOrder = (0, 1, 2)
+    routes_probabilities: bool = False
+    has_stream: bool = True
     has_pattern: bool = True
     changed_in_place: frozenset[str] = frozenset()

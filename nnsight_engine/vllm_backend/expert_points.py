@@ -12,13 +12,19 @@ Invariant: rows whose value nobody changed keep vLLM's own numbers, bit by bit, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import nn
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
-from nnsight_engine.envoys.architectures.routing import ExpertWeights, by_weight, expert_weights
+from nnsight_engine.envoys.architectures.routing import (
+    ExpertWeights,
+    by_weight,
+    expert_factors,
+    expert_weights,
+)
 
 INNER: Final = "inner"
 """Name of the added module below a runner."""
@@ -72,12 +78,19 @@ class InnerExperts(nn.Module):
     Args:
         runner: vLLM's layer of experts, of which two functions are replaced.
         weights_of: The weights of forced experts; None if they are not known, so that none can be forced.
+        factors: Returns the layer's factors on the weights of experts, see ``ExpertWeights.of``.
     """
 
-    def __init__(self, runner: Runner, weights_of: ExpertWeights | None) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        weights_of: ExpertWeights | None,
+        factors: Callable[[], torch.Tensor | None] = lambda: None,
+    ) -> None:
         """Create the modules of the values that the layer has."""
         super().__init__()
         self.weights_of = weights_of
+        self._factors = factors
         self.num_experts = runner.moe_config.num_logical_experts
         self.top_k = runner.router.top_k
         self._scale = runner.routed_scaling_factor
@@ -115,7 +128,7 @@ class InnerExperts(nn.Module):
         changed = (chosen != given).any(dim=-1, keepdim=True)
         # Whoever writes ids checks them. Kernels use them as indices, so that a mistake would be fatal.
         chosen = chosen.clamp(0, self.num_experts - 1)
-        forced = self.weights_of.of(logits, chosen) / self._scale
+        forced = self.weights_of.of(logits, chosen, self._factors()) / self._scale
         weights = torch.where(changed, forced.to(weights.dtype), weights)
         return weights, torch.where(changed, chosen.to(ids.dtype), ids)
 
@@ -160,6 +173,9 @@ def install_expert_points(model: nn.Module, config: Any) -> None:
         config: Its text config.
     """
     weights_of = expert_weights(config)
-    for module in list(model.modules()):
+    for path, module in list(model.named_modules()):
         if isinstance(module, MoERunner):
-            module.add_module(INNER, InnerExperts(cast("Runner", module), weights_of))
+            # Gemma 4's router is beside its experts.
+            router = getattr(model.get_submodule(path.rpartition(".")[0]), "router", None)
+            factors = partial(expert_factors, router)
+            module.add_module(INNER, InnerExperts(cast("Runner", module), weights_of, factors))

@@ -12,7 +12,16 @@ from typing import Any
 
 import msgspec
 
-from nnsight_engine.core.leaves import EXPERT_WEIGHTS, EXPERTS, HEADS, LATENT, PATTERN, ROUTER
+from nnsight_engine.core.leaves import (
+    EXPERT_WEIGHTS,
+    EXPERTS,
+    HEADS,
+    LATENT,
+    PATTERN,
+    QUERIES,
+    ROUTER,
+    VALUES,
+)
 from nnsight_engine.families.engine_family import EngineFamily
 from nnsight_engine.families.places import Place
 
@@ -58,8 +67,9 @@ class BlockPoints:
     @property
     def attention_input(self) -> Place | None:
         """Location of attention's input; None if it is not known."""
-        if "attn.v" in self.leaves:
-            return Place(self.leaves["attn.v"].path, "input")
+        for leaf in (VALUES, QUERIES):
+            if leaf in self.leaves:
+                return Place(self.leaves[leaf].path, "input")
         # Its first projection has several names, or lacks biases; the norm before it has one.
         is_known = LATENT in self.leaves or HEADS in self.leaves
         return Place("input_layernorm", "output") if is_known else None

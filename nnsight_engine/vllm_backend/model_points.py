@@ -118,6 +118,11 @@ class ModelPoints:
         return self.family.returns_residual
 
     @property
+    def has_stream(self) -> bool:
+        """Whether the blocks' residual stream is known, and is one tensor or the sum of two."""
+        return bool(self.layers) and self.family.has_stream
+
+    @property
     def stage(self) -> Stage:
         """The part of the model that this worker has."""
         stop = self.local_layers.stop
@@ -194,7 +199,7 @@ class ModelPoints:
         if spec.part:
             start = block.inner_size if spec.part == "up" else 0
             return rows[..., start : start + block.inner_size]
-        if spec == block.leaves.get("attn.heads"):
+        if spec in (block.leaves.get(HEADS), block.leaves.get(QUERIES)):
             return _split_last(rows, block.num_heads, block.head_dim)
         return rows
 
@@ -255,7 +260,7 @@ class ModelPoints:
         everything = wholes or self.tensor_parallel_size == 1
         hidden = (self.hidden_size,)
         specs = []
-        if self.layers:
+        if self.has_stream:
             lens = ["logit_lens"] if self.generates and self.family.final_norm else []
             specs += [
                 LeafSpec("embed.output", hidden, "tap", VALUE_OPERATIONS),

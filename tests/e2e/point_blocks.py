@@ -6,6 +6,7 @@ vLLM's Transformers backend (GPT-NeoX) changes transformers' classes for the who
 
 from __future__ import annotations
 
+import operator
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -72,6 +73,13 @@ def whole(output: Any) -> Any:
     return output[0] if isinstance(output, tuple) else output
 
 
+def after(model: Any, layer: int) -> Any:
+    """Return the residual stream after a layer, or its MLP's output where there are several streams."""
+    if f"layers.{layer}.output" in model.points:
+        return whole(model.layers[layer].output)
+    return model.points[f"layers.{layer}.mlp.output"]
+
+
 def mixing(model: Any) -> tuple[str, int]:
     """Return the point of a layer's heads, or of its mixer, and the number of its axes."""
     heads = f"layers.{LAYER}.attn.heads"
@@ -96,29 +104,21 @@ def read_by_attribute(model: Any) -> Values:
     is_bloom = not isinstance(model, VLLM) and model.config.model_type == "bloom"
     with opened(model, PROMPT):
         read: Values = save({})
-        read["embed"] = model.embed.output
-        read["input"] = layer.input
+        if "embed.output" in names:
+            read["embed"] = model.embed.output
+            read["input"] = layer.input
         if f"layers.{LAYER}.attn.heads" in names and f"layers.{LAYER}.mlp.input" in names:
             read["attn.input"] = layer.attn.input  # parts are modules of their own
-        if f"layers.{LAYER}.attn.q" in names:
-            read["q"], read["k"] = layer.attn.q, layer.attn.k
-        if f"layers.{LAYER}.attn.v" in names:
-            read["v"] = layer.attn.v
-        if f"layers.{LAYER}.attn.latent" in names:
-            read["latent"] = layer.attn.latent
-        if f"layers.{LAYER}.attn.heads" in names:
-            read["heads"] = layer.attn.heads
-        if f"layers.{LAYER}.mlp.input" in names:
-            read["mlp.input"] = layer.mlp.input
-        if f"layers.{LAYER}.mlp.up" in names:
-            read["up"] = layer.mlp.up
+        for leaf in ("attn.q", "attn.k", "attn.v", "attn.latent", "attn.heads", "mlp.input", "mlp.up"):
+            if f"layers.{LAYER}.{leaf}" in names:
+                read[leaf] = operator.attrgetter(leaf)(layer)
         if f"layers.{LAYER}.mlp.output" in names:
             # In transformers, Falcon adds to it in place, and Bloom's MLP returns its sum with the stream.
             name = f"layers.{LAYER}.mlp.output"
             value = model.points[name] if is_bloom else whole(layer.mlp.output)
             read["mlp.output"] = value.clone()
-        for index, one in enumerate(model.layers[LAYER + 1 :]):
-            read[f"output of {index}"] = whole(one.output)
+        for index in range(LAYER + 1, len(model.layers)):
+            read[f"output of {index}"] = after(model, index)
         read["len"] = torch.tensor([float(len(model.layers))])
     return read
 
@@ -150,16 +150,16 @@ def ablate_a_head(model: Any) -> Values:
             model.layers[LAYER].attn.heads[..., 2, :] = 0
         else:
             model.points[name][..., 2:34] = 0
-        after = whole(model.layers[-1].output).clone().save()
+        last = after(model, len(model.layers) - 1).clone().save()
         logits = model.points["logits"][..., -1, :].save()
-    return {"after": after, "logits": logits}
+    return {"after": last, "logits": logits}
 
 
 def patch_from_another_prompt(model: Any) -> Values:
     with opened(model, OTHER):
-        hidden = whole(model.layers[LAYER].output)[..., -1, :].save()
+        hidden = after(model, LAYER)[..., -1, :].save()
     with opened(model, PROMPT):
-        whole(model.layers[LAYER].output)[..., -1, :] = hidden
+        after(model, LAYER)[..., -1, :] = hidden
         logits = model.points["logits"][..., -1, :].save()
     return {"hidden": hidden, "logits": logits}
 
@@ -179,24 +179,27 @@ def patch_between_invokes(model: Any) -> Values:
     with opened(model, None) as tracer:
         barrier = tracer.barrier(2)
         with tracer.invoke(given(model, OTHER)):
-            stream = whole(model.layers[LAYER].output)[..., -1, :].clone()
+            stream = after(model, LAYER)[..., -1, :].clone()
             barrier()
         with tracer.invoke(given(model, PROMPT)):
-            output = whole(model.layers[LAYER].output)
+            output = after(model, LAYER)
             barrier()
             output[..., -1, :] = stream
-            after = model.points["logits"][..., -1, :].save()
-    return {"heads": logits, "stream": after}
+            patched = model.points["logits"][..., -1, :].save()
+    return {"heads": logits, "stream": patched}
 
 
 def steer_while_generating(model: Any) -> Values:
-    direction = torch.linspace(-3.0, 3.0, model.points()["embed.output"][0])
+    shapes = model.points()
+    later = f"layers.{LAYER + 1}.output"
+    later = later if later in shapes else f"layers.{LAYER + 1}.mlp.output"
+    direction = torch.linspace(-3.0, 3.0, shapes[later][0])
     with opened(model, PROMPT, NUM_TOKENS) as tracer:
         steps: list[torch.Tensor] = save([])
         for _ in tracer.iter[:]:
-            stream = whole(model.layers[LAYER].output)
+            stream = after(model, LAYER)
             stream[..., -1, :] += direction
-            model.points[f"layers.{LAYER + 1}.output"] = model.points[f"layers.{LAYER + 1}.output"] * 1.1
+            model.points[later] = model.points[later] * 1.1
             steps.append(model.points["logits"][..., -1, :].clone())
     return {
         "number": torch.tensor([float(len(steps))]),
@@ -249,8 +252,8 @@ def look_through_a_lens(model: Any) -> Values:
     with opened(model, PROMPT):
         head = model.lm_head if hasattr(model, "lm_head") else model.embed_out
         lens: Values = save({})
-        for index, layer in enumerate(model.layers):
-            hidden = final(whole(layer.output)[..., -1, :])
+        for index in range(len(model.layers)):
+            hidden = final(after(model, index)[..., -1, :])
             # What vLLM's linears return is a tuple, with a bias that the caller may add.
             lens[f"layer {index}"] = head(hidden[0] if isinstance(hidden, tuple) else hidden)
     return lens

@@ -27,7 +27,9 @@ from transformers import (
     FalconConfig,
     FalconH1Config,
     Gemma2Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
@@ -86,6 +88,7 @@ FAMILIES: Final = (
     "gemma",
     "gemma2",
     "gemma3",
+    *("gemma3n", "gemma4", "gemma4_moe"),
     "phi3",
     "cohere",
     "cohere2",
@@ -179,6 +182,30 @@ _GEMMA: Final = {
     "layer_types": ["sliding_attention", "full_attention"] * (NUM_LAYERS // 2),
     "query_pre_attn_scalar": 48,
 }
+# Heads of full attention have a size, and of keys and values a number, of their own.
+_GEMMA4: Final = {**_WIDE, "global_head_dim": 32, "sliding_window": 64, "layer_types": _GEMMA["layer_types"]}
+# The last two layers use the keys and values of the first two.
+_SHARED_KEYS: Final = {
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": 512,
+}
+# vLLM scales inputs per layer otherwise before their norm, whose epsilon is out of reach.
+_GEMMA3N: Final = {
+    **_WIDE,
+    **{name: _GEMMA[name] for name in ("sliding_window", "layer_types")},
+    "laurel_rank": 16,
+    "rms_norm_eps": 1e-9,
+}
+_GEMMA4_MOE: Final = {
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "hidden_size_per_layer_input": 0,
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 64,
+}
 _OPT: Final = {**_COMMON, "ffn_dim": INTERMEDIATE_SIZE, "word_embed_proj_dim": HIDDEN_SIZE}
 _MOE: Final = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
 _GLM_MOE: Final = {
@@ -250,6 +277,12 @@ _CONFIGS: Final[dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]]] = {
     "qwen3": (Qwen3Config, {**_WIDE, "tie_word_embeddings": False}),
     "gemma2": (Gemma2Config, {**_GEMMA, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0}),
     "gemma3": (Gemma3TextConfig, _GEMMA),
+    "gemma4": (Gemma4TextConfig, {**_GEMMA4, **_SHARED_KEYS, "use_double_wide_mlp": True}),
+    "gemma3n": (
+        Gemma3nTextConfig,
+        {**_GEMMA3N, **_SHARED_KEYS, "activation_sparsity_pattern": [0.5, 0.0] * (NUM_LAYERS // 2)},
+    ),
+    "gemma4_moe": (Gemma4TextConfig, {**_GEMMA4, **_GEMMA4_MOE}),
     "cohere": (CohereConfig, {**_GROUPED, "logit_scale": 0.5}),
     "cohere2": (
         Cohere2Config,

@@ -117,8 +117,9 @@ def place(model: nn.Module, point: str, change: Change) -> Edit:
         return _weighted(block, tree, config, change)
     if leaf == "output":
         return _after(block, change)
-    if leaf in tree.inputs:
-        return _before(block.get_submodule(tree.inputs[leaf]), change)
+    inputs = tree.inputs_of(dict(block.named_modules()))
+    if leaf in inputs:
+        return _before(block.get_submodule(inputs[leaf]), change)
     leaves, paths = next(entry for entry in tree.outputs.items() if leaf in entry[0].split("|"))
     names = leaves.split("|")
     split = splitter(config, len(names))

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Container, Mapping, Sequence
     from pathlib import Path
 
     from torch import nn
@@ -38,7 +38,10 @@ class Tree:
             differ, several modules ``a|b``, of which a block has one.
         router: The module that returns logits, weights and ids of experts, or empty.
         router_order: The index of each of these in what the module returns; without ids, weights of all.
+        has_probabilities: Whether it returns the softmax of the logits in their place.
+        apart: Where one projection returns keys that are values, too: the module whose input each is.
         has_pattern: Whether attention's probabilities are a point.
+        has_stream: Whether blocks pass on one residual stream, and not several.
     """
 
     layers: str
@@ -47,7 +50,16 @@ class Tree:
     outputs: Mapping[str, str]
     router: str = ""
     router_order: tuple[int, ...] = (0, 1, 2)
+    has_probabilities: bool = False
+    apart: Mapping[str, str] = dataclasses.field(default_factory=dict)
     has_pattern: bool = True
+    has_stream: bool = True
+
+    def inputs_of(self, modules: Container[str]) -> dict[str, str]:
+        """Return the leaves that are inputs in a block with these modules."""
+        is_one = bool(self.apart) and self.outputs["attn.v"] not in modules
+        found = {**self.inputs, **(self.apart if is_one else {})}
+        return {leaf: path for leaf, path in found.items() if path in modules}
 
 
 _LLAMA: Final = Tree(
@@ -65,6 +77,13 @@ _LLAMA: Final = Tree(
     },
 )
 
+_GEMMA4: Final = dataclasses.replace(
+    _LLAMA,
+    outputs={**_LLAMA.outputs, "moe.router": "router.proj", "moe.output": "experts"},
+    router="router",
+    has_probabilities=True,
+    apart={"attn.k": "self_attn.k_norm", "attn.v": "self_attn.v_norm"},
+)
 _UNGATED: Final = {leaf: path for leaf, path in _LLAMA.outputs.items() if leaf not in {"mlp.gate", "mlp.up"}}
 _GLM: Final = dataclasses.replace(_LLAMA, outputs={**_UNGATED, "mlp.gate|mlp.up": "mlp.gate_up_proj"})
 _EXPERTS: Final = dataclasses.replace(
@@ -133,6 +152,8 @@ TREES: Final[dict[str, Tree]] = {
         ),
         _LLAMA,
     ),
+    "gemma3n_text": dataclasses.replace(_LLAMA, has_stream=False),
+    "gemma4_text": _GEMMA4,
     "idefics3": dataclasses.replace(_LLAMA, layers="model.text_model.layers", norm="model.text_model.norm"),
     **dict.fromkeys(("ernie4_5_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"), _EXPERTS),
     "granitemoeshared": dataclasses.replace(
@@ -374,13 +395,16 @@ def reference_activations(path: Path, prompt_ids: Sequence[int], **inputs: Any) 
     found: dict[str, torch.Tensor] = {}
     blocks = list(model.get_submodule(tree.layers).children())
     for index, block in enumerate(blocks):
-        _record(block, "input", [f"layers.{index}.input"], found)
-        _record(block, "output", [f"layers.{index}.output"], found)
+        if tree.has_stream:
+            _record(block, "input", [f"layers.{index}.input"], found)
+            _record(block, "output", [f"layers.{index}.output"], found)
         modules = dict(block.named_modules())
-        for leaf, module_path in tree.inputs.items():
-            if module_path in modules:
-                _record(modules[module_path], "input", [f"layers.{index}.{leaf}"], found)
+        inputs = tree.inputs_of(modules)
+        for leaf, module_path in inputs.items():
+            _record(modules[module_path], "input", [f"layers.{index}.{leaf}"], found)
         for leaves, paths in tree.outputs.items():
+            if leaves in inputs:
+                continue
             points = [f"layers.{index}.{leaf}" for leaf in leaves.split("|")]
             for module_path in set(paths.split("|")) & modules.keys():
                 split = splitter(config, len(points))
@@ -393,7 +417,8 @@ def reference_activations(path: Path, prompt_ids: Sequence[int], **inputs: Any) 
         _record(norm, "output", ["norm.output"], found)
     with torch.no_grad():
         logits = model(torch.tensor([list(prompt_ids)]), use_cache=False, **inputs).logits[0]
-    found["embed.output"] = found["layers.0.input"]
+    if tree.has_stream:
+        found["embed.output"] = found["layers.0.input"]
     found["logits"] = logits.float()
     return {point: _shaped(point, value, config) for point, value in found.items()}
 
@@ -409,7 +434,8 @@ def _record(
 
     def keep(value: Any) -> None:
         tensor = value[0] if isinstance(value, tuple) else value
-        rows = tensor.detach().reshape(-1, tensor.shape[-1])
+        rows = tensor.detach().flatten(2) if tensor.ndim == len("bthd") else tensor.detach()
+        rows = rows.reshape(-1, rows.shape[-1])
         found.update({point: part.clone() for point, part in zip(points, split(rows), strict=True)})
 
     if side == "input":
@@ -427,7 +453,7 @@ def _record_choice(
 
     def keep(output: Any) -> None:
         logits, weights, ids = chosen(output, tree, config)
-        found[f"{layer}.{ROUTER}"] = logits.clone()
+        found.setdefault(f"{layer}.{ROUTER}", logits.clone())
         found[f"{layer}.{WEIGHTS}"] = weights
         found[f"{layer}.{EXPERTS}"] = ids
 
@@ -437,8 +463,9 @@ def _record_choice(
 def chosen(output: Any, tree: Tree, config: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the logits that a router returns, and the weights and the ids of its experts by weight."""
     logits, weights = (output[index] for index in tree.router_order[:2])
-    weights, order = weights.topk(config.num_experts_per_tok, dim=-1)
+    logits = logits.log() if tree.has_probabilities else logits
     has_ids = len(tree.router_order) == len(("logits", "weights", "ids"))
+    weights, order = weights.topk(weights.shape[-1] if has_ids else config.num_experts_per_tok, dim=-1)
     return logits, weights, output[tree.router_order[2]].gather(-1, order) if has_ids else order
 
 
@@ -485,7 +512,10 @@ def _shaped(point: str, value: torch.Tensor, config: Any) -> torch.Tensor:
         return value
     heads = config.num_attention_heads
     if leaf in {"k", "v"}:
-        heads = num_key_heads(config)
+        of_layer = config
+        if hasattr(config, "per_layer_config"):
+            of_layer = config.per_layer_config[int(point.split(".")[1])]
+        heads = num_key_heads(of_layer)
     if leaf == "q" and config.model_type in GATED:
         return without_gates(value, config)
     return value.reshape(value.shape[0], heads, -1)

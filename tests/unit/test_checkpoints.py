@@ -20,8 +20,8 @@ from tests.families.checkpoints import (
     WORDS,
     write_checkpoint,
 )
-from tests.families.experts import weights_of
-from tests.families.reference import load_reference_model, reference_activations
+from tests.families.experts import factors_of, weights_of
+from tests.families.reference import TREES, load_reference_model, reference_activations
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,11 +32,18 @@ UNGATED = {
     *("nemotron_h", "gpt_bigcode", "gptj", "bloom", "falcon", "falcon_multi_query", "apertus", "arcee"),
 }
 EXPERTS = {
+    "gemma4_moe",
     *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "granitemoeshared"),
     *("ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "llama4_text", "mixtral", "olmoe"),
     *("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe"),
 }
 MLA = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite"}
+STREAMS = {"gemma3n"}
+"""Families whose blocks pass on several residual streams."""
+BESIDE_MLP = {"gemma4_moe"}
+"""Families whose blocks have experts and an MLP."""
+BORROWED = dict.fromkeys({"gemma3n", "gemma4"}, (2, 3))
+"""Layers that use the keys and values of others."""
 SHARED = {"glm4_moe", "granitemoeshared", *MLA}
 UNORDERED = {"llama4_text"}
 """Families whose queries and keys are not in the same order on both engines."""
@@ -84,27 +91,34 @@ def test_every_point_is_there_with_its_shape(family: str, activations: dict[str,
     attention = attention - {"attn.q", "attn.k", "attn.v"} | {"attn.latent"} if family in MLA else attention
     if family == "falcon_biased":  # vLLM adds biases where no module returns the sum
         attention, mlp, dense = {"attn.heads"}, {"mlp.input"}, {"mlp.act"}
-    expected = {"embed.output", "logits"} | (set() if family == "opt_post_norm" else {"norm.output"})
+    stream = {"input", "output"} if family not in STREAMS else set()
+    expected = {"logits", *({"embed.output"} if stream else ())} | (
+        set() if family == "opt_post_norm" else {"norm.output"}
+    )
     for layer in range(NUM_LAYERS):
         has_experts = family in EXPERTS and layer not in DENSE.get(family, ())
         routed = {"moe.router", "moe.experts", "moe.weights", "moe.output"}
         routed |= {"moe.shared.output"} if family in SHARED else set()
         routed -= {"moe.output"} if family == "llama4_text" else set()  # no module returns it
+        inner = routed if has_experts else dense
         parts = {
-            "attn": attention,
-            "mlp": mlp | (routed if has_experts else dense),
+            "attn": attention - ({"attn.k", "attn.v"} if layer in BORROWED.get(family, ()) else set()),
+            "mlp": mlp | (routed | dense if family in BESIDE_MLP else inner),
             "mixer": {"mixer.output"},
         }
         has = {HYBRIDS[family][layer]} if family in HYBRIDS else {"attn", "mlp"}
         has |= {"mlp"} if family in {"granitemoehybrid", "lfm2", *LOCAL_FAMILIES} else set()
         has |= {"mixer"} if family == "falcon_h1" else set()
-        leaves = {"input", "output"}.union(*(parts[part] for part in has))
+        leaves = stream.union(*(parts[part] for part in has))
         expected |= {f"layers.{layer}.{leaf}" for leaf in leaves}
     assert set(activations) == expected
     tokens = len(PROMPT_IDS)
-    assert activations["layers.2.output"].shape == (tokens, HIDDEN_SIZE)
+    a_leaf = next(leaf for leaf in ("output", "mlp.output") if f"layers.2.{leaf}" in expected)
+    assert activations[f"layers.2.{a_leaf}"].shape == (tokens, HIDDEN_SIZE)
     if "layers.2.mlp.act" in expected:
-        width = INNER.get(family, INTERMEDIATE_SIZE)
+        # Layers of Gemma 4 without keys have an MLP of twice the width.
+        wider = 2 if family == "gemma4" else 1
+        width = wider * INNER.get(family, INTERMEDIATE_SIZE)
         assert activations["layers.2.mlp.act"].shape == (tokens, width)
     if "layers.1.attn.q" in expected:
         assert activations["layers.1.attn.v"].shape[2] == activations["layers.1.attn.heads"].shape[2]
@@ -118,16 +132,22 @@ def test_the_weights_of_experts_are_those_written_down(
     config = AutoConfig.from_pretrained(checkpoint, local_files_only=True)
     layers = [layer for layer in range(NUM_LAYERS) if f"layers.{layer}.moe.router" in activations]
     assert bool(layers) == (family in EXPERTS)
+    tree = TREES[config.model_type]
+    blocks = [*load_reference_model(checkpoint).get_submodule(tree.layers).children()]
     for layer in layers:
+        factors = factors_of(blocks[layer], tree)
         logits, ids = activations[f"layers.{layer}.moe.router"], activations[f"layers.{layer}.moe.experts"]
         expected = activations[f"layers.{layer}.moe.weights"]
-        torch.testing.assert_close(weights_of(config, logits, ids), expected)
+        torch.testing.assert_close(weights_of(config, logits, ids, factors), expected)
         ours = expert_weights(config)
         assert ours is not None
-        torch.testing.assert_close(ours.of(logits, ids), expected)
+        torch.testing.assert_close(ours.of(logits, ids, factors), expected)
 
 
-def test_one_layers_output_is_the_next_ones_input(activations: dict[str, torch.Tensor]) -> None:
+def test_one_layers_output_is_the_next_ones_input(family: str, activations: dict[str, torch.Tensor]) -> None:
+    if family in STREAMS:
+        assert not any(f"layers.{layer}.output" in activations for layer in range(NUM_LAYERS))
+        return
     for layer in range(NUM_LAYERS - 1):
         torch.testing.assert_close(
             activations[f"layers.{layer}.output"], activations[f"layers.{layer + 1}.input"]

@@ -23,7 +23,7 @@ from nnsight_engine.envoys.architectures.part_envoys import (
     UpEnvoy,
 )
 from nnsight_engine.envoys.architectures.structure import family_by_structure
-from nnsight_engine.families.places import Place, leaves_in, parts_of, stream_leaves
+from nnsight_engine.families.places import Part, Place, leaves_in, parts_of, stream_leaves
 from nnsight_engine.families.registry import TRANSFORMERS_FAMILIES
 from nnsight_engine.families.transformers_family import TransformersFamily
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _HEADS_OF_MODELS: Final = ("lm_head", "embed_out")
 _QKV: Final = ("q", "k", "v")
+_PROJECTED: Final = (leaf_names.QUERIES, leaf_names.KEYS, leaf_names.VALUES)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class Architecture:
         body: Path of the decoder, empty for the model itself.
         leaves: Location of each leaf of each layer, except ``attn.pattern``; layers of one model may differ.
         num_heads: Number of query heads.
-        num_kv_heads: Number of key and value heads.
+        num_kv_heads: Number of key and value heads of each layer.
         has_norm: Whether there is a final norm.
         has_logits: Whether the model itself returns logits of tokens.
         rename: Aliases of its modules.
@@ -55,7 +56,7 @@ class Architecture:
     body: str
     leaves: tuple[Mapping[str, Place], ...]
     num_heads: int
-    num_kv_heads: int
+    num_kv_heads: tuple[int, ...]
     has_norm: bool
     has_logits: bool
     rename: Mapping[str, str]
@@ -79,28 +80,38 @@ class Architecture:
         path = self.path(f"{self.family.layers}.{layer}")
         return f"{path}.{below}" if below else path
 
+    def has_pattern(self, layer: int) -> bool:
+        """Return whether a layer's attention probabilities are a point: those of its own queries and keys."""
+        leaves = self.leaves[layer]
+        return self.family.has_pattern and leaf_names.HEADS in leaves and leaf_names.KEYS in leaves
+
     def view(self, layer: int, leaf: str) -> views.View:
         """Return the view of a leaf on its module's tensor."""
-        part = self.leaves[layer][leaf].part
-        counts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-        if part in _QKV:
-            index = _QKV.index(part)
-            if self.family.is_qkv_per_head:
-                return views.fused_per_head(index, self.num_heads, self.num_kv_heads)
-            return views.fused_heads(index, counts)
-        if part:
-            return views.half(("gate", "up").index(part))
+        place, num_kv_heads = self.leaves[layer][leaf], self.num_kv_heads[layer]
+        if place.part:
+            return self._view_of_part(place.part, num_kv_heads)
         if leaf == leaf_names.QUERIES and self.family.has_query_gates:
             return views.before_gates(self.num_heads)
+        if place.side == "input" and leaf in _PROJECTED:
+            return views.WHOLE  # a norm of each head receives them
         num_heads = {
             leaf_names.QUERIES: self.num_heads,
-            leaf_names.KEYS: self.num_kv_heads,
-            leaf_names.VALUES: self.num_kv_heads,
+            leaf_names.KEYS: num_kv_heads,
+            leaf_names.VALUES: num_kv_heads,
             leaf_names.HEADS: self.num_heads,
         }.get(leaf)
         if num_heads is not None:
             return views.heads(num_heads)
         return views.COPY if leaf in self.family.changed_in_place else views.WHOLE
+
+    def _view_of_part(self, part: Part, num_kv_heads: int) -> views.View:
+        """Return the view of a part of a fused output."""
+        if part not in _QKV:
+            return views.half(("gate", "up").index(part))
+        index = _QKV.index(part)
+        if self.family.is_qkv_per_head:
+            return views.fused_per_head(index, self.num_heads, num_kv_heads)
+        return views.fused_heads(index, (self.num_heads, num_kv_heads, num_kv_heads))
 
     def rename_with(self, given: Rename | None, owner: type) -> Rename:
         """Return the architecture's aliases merged with the user's.
@@ -157,13 +168,21 @@ def architecture_of(module: torch.nn.Module) -> Architecture | None:
         body=body,
         leaves=leaves,
         num_heads=num_heads,
-        num_kv_heads=getattr(text, "num_key_value_heads", None)
-        or _num_kv_heads(layers[0], leaves[0], num_heads),
+        num_kv_heads=tuple(
+            _num_kv_heads(text, index) or _projected_kv_heads(layer, leaves[index], num_heads)
+            for index, layer in enumerate(layers)
+        ),
         has_norm=bool(family.norm) and getattr(decoder, family.norm) is not None,
         has_logits=any(hasattr(module, name) for name in _HEADS_OF_MODELS),
         rename=_rename(module, body, family, layers),
         envoys={kind: envoy for layer in layers for kind, envoy in _envoys(layer, family).items()},
     )
+
+
+def _num_kv_heads(text: Any, layer: int) -> int | None:
+    """Return a layer's number of key and value heads; None if the config does not state it."""
+    of_layer = text.per_layer_config[layer] if hasattr(text, "per_layer_config") else text
+    return getattr(of_layer, "num_key_value_heads", None)
 
 
 def missing_for(module: torch.nn.Module) -> str:
@@ -194,10 +213,11 @@ def _layers(module: torch.nn.Module, body: str, family: TransformersFamily) -> t
 
 def _leaves_of(layer: torch.nn.Module, family: TransformersFamily) -> Mapping[str, Place]:
     """Return those leaves of the table whose modules a layer has."""
-    return leaves_in(parts_of(layer), {**stream_leaves(), **family.leaves})
+    stream = stream_leaves() if family.has_stream else {}
+    return leaves_in(parts_of(layer), {**stream, **family.leaves})
 
 
-def _num_kv_heads(layer: torch.nn.Module, leaves: Mapping[str, Place], num_heads: int) -> int:
+def _projected_kv_heads(layer: torch.nn.Module, leaves: Mapping[str, Place], num_heads: int) -> int:
     """Return the number of key heads where the config states none, by the size of a fused projection."""
     place = leaves.get(leaf_names.KEYS)
     if place is None or not place.part:

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from nnsight_engine.envoys.architectures.errors import PointValueError
 from nnsight_engine.envoys.architectures.module_points import FlattenedPoint
-from nnsight_engine.envoys.architectures.routing import ExpertWeights, by_weight
+from nnsight_engine.envoys.architectures.routing import ExpertWeights, by_weight, expert_factors
 from nnsight_engine.families.transformers_family import RouterOrder
 
 
@@ -60,10 +60,12 @@ class ExpertPoint(FlattenedPoint):
     Attributes:
         weights_of: The weights of forced experts; None if they are not known, so that none can be forced.
         order: The index of logits, weights and ids in what the router returns.
+        has_probabilities: Whether it returns their softmax in the place of the logits.
     """
 
     weights_of: ExpertWeights | None
     order: RouterOrder
+    has_probabilities: bool
 
     _is_computed: ClassVar[bool] = True
 
@@ -89,7 +91,9 @@ class ExpertIdsPoint(ExpertPoint):
             self._check(whole, output.logits.shape[-1])
         if self.weights_of is None:
             return value
-        forced = self.weights_of.of(output.logits, whole).to(output.weights.dtype)
+        logits = output.logits.log() if self.has_probabilities else output.logits
+        factors = expert_factors(self.envoy._module)
+        forced = self.weights_of.of(logits, whole, factors).to(output.weights.dtype)
         weights = torch.where(changed, forced, output.weights)
         return output._replace(weights=weights, ids=torch.where(changed, whole, output.ids)).plain()
 

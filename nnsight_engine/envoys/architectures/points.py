@@ -23,7 +23,7 @@ from nnsight_engine.envoys.architectures.module_points import (
 )
 from nnsight_engine.envoys.architectures.named_points import EMBED, LOGITS, NORM, NamedPoints
 from nnsight_engine.envoys.architectures.pattern import PatternPoint
-from nnsight_engine.envoys.architectures.routing import expert_weights
+from nnsight_engine.envoys.architectures.routing import expert_weights, num_chosen
 from nnsight_engine.envoys.architectures.views import WHOLE
 
 if TYPE_CHECKING:
@@ -95,14 +95,13 @@ class Points(NamedPoints):
         return self._known().num_layers
 
     def _leaves(self, layer: int) -> list[str]:
-        leaves = self._known().leaves[layer]
-        has_pattern = leaf_names.HEADS in leaves and self._known().family.has_pattern
-        order = self._known().family.order
+        architecture = self._known()
+        leaves, has_pattern = architecture.leaves[layer], architecture.has_pattern(layer)
+        order = architecture.family.order
         return [leaf for leaf in order if leaf in leaves or (leaf == leaf_names.PATTERN and has_pattern)]
 
     def _points_before_layers(self) -> list[str]:
-        self._known()
-        return [EMBED]
+        return [EMBED] if self._known().family.has_stream else []
 
     def _points_after_layers(self) -> list[str]:
         has = {NORM: self._known().has_norm, LOGITS: self._known().has_logits}
@@ -110,7 +109,7 @@ class Points(NamedPoints):
 
     def _found(self, name: str) -> PointAccess:
         architecture = self._known()
-        if name == EMBED:
+        if name == EMBED and architecture.family.has_stream:
             return self._module_point(name, architecture.layer_path(0), "input")
         if name == NORM and architecture.has_norm:
             return self._module_point(name, architecture.path(architecture.family.norm), "output")
@@ -119,10 +118,10 @@ class Points(NamedPoints):
         layer, leaf = self._parsed(name)
         place = architecture.leaves[layer].get(leaf)
         if leaf == leaf_names.PATTERN and place is None:
-            attention = self._envoy(architecture.layer_path(layer, architecture.family.attention))
-            heads = architecture.leaves[layer].get(leaf_names.HEADS)
-            if heads is None or not architecture.family.has_pattern:
+            if not architecture.has_pattern(layer):
                 raise self._unknown(name)
+            attention = self._envoy(architecture.layer_path(layer, architecture.family.attention))
+            heads = architecture.leaves[layer][leaf_names.HEADS]
             out = self._envoy(architecture.layer_path(layer, heads.path))
             return PatternPoint(name, attention, out, architecture.num_heads)
         if place is None:
@@ -133,15 +132,17 @@ class Points(NamedPoints):
         if leaf in architecture.family.flattened:
             return self._flattened(name, envoy, place.side, layer, leaf)
         is_stream = leaf == "mlp.input" and architecture.family.has_norms_last
-        kind = CopiedInputPoint if is_stream else ModulePoint
+        is_shared = place.side == "input" and leaf in {leaf_names.KEYS, leaf_names.VALUES}
+        kind = CopiedInputPoint if is_stream or is_shared else ModulePoint
         return kind(name, envoy, place.side, architecture.view(layer, leaf), self._shape(layer, leaf))
 
     def _flattened(self, name: str, envoy: Envoy, side: Side, layer: int, leaf: str) -> FlattenedPoint:
         shape = self._shape(layer, leaf)
         if leaf in {leaf_names.EXPERTS, leaf_names.EXPERT_WEIGHTS}:
             kind = ExpertIdsPoint if leaf == leaf_names.EXPERTS else ExpertWeightsPoint
-            order = self._known().family.router_order
-            return kind(name, envoy, side, self._tokens, shape, expert_weights(self._config()), order)
+            family, weights_of = self._known().family, expert_weights(self._config())
+            order, has_probabilities = family.router_order, family.routes_probabilities
+            return kind(name, envoy, side, self._tokens, shape, weights_of, order, has_probabilities)
         return FlattenedPoint(name, envoy, side, self._tokens, shape)
 
     def _module_point(self, name: str, path: str, side: Side) -> ModulePoint:
@@ -160,24 +161,29 @@ class Points(NamedPoints):
         architecture = self._known()
         if leaf in _PER_HEAD:
             num_heads = (
-                architecture.num_kv_heads
+                architecture.num_kv_heads[layer]
                 if leaf in {leaf_names.KEYS, leaf_names.VALUES}
                 else architecture.num_heads
             )
             return (num_heads, self._input_width(layer, leaf_names.HEADS) // architecture.num_heads)
         if leaf == leaf_names.PATTERN:
             return (architecture.num_heads, -1)
+        return (self._width(layer, leaf),)
+
+    def _width(self, layer: int, leaf: str) -> int:
+        """Return the number of values at one position of a leaf that has no heads."""
+        config, width = self._config(), 0
         if leaf == leaf_names.ROUTER:
-            path = architecture.layer_path(layer, architecture.leaves[layer][leaf].path)
+            path = self._known().layer_path(layer, self._known().leaves[layer][leaf].path)
             router: Any = self._envoy(path)._module
-            return (router.weight.shape[0],)
-        if leaf in {leaf_names.EXPERTS, leaf_names.EXPERT_WEIGHTS}:
-            return (self._config().num_experts_per_tok,)
-        if leaf == leaf_names.LATENT:
-            return (self._config().kv_lora_rank,)
-        if leaf in _PER_NEURON:
-            return (self._input_width(layer, leaf_names.NEURONS),)
-        return (self._config().hidden_size,)
+            width = router.weight.shape[0]
+        elif leaf in {leaf_names.EXPERTS, leaf_names.EXPERT_WEIGHTS}:
+            width = num_chosen(config)
+        elif leaf == leaf_names.LATENT:
+            width = config.kv_lora_rank
+        elif leaf in _PER_NEURON:
+            width = self._input_width(layer, leaf_names.NEURONS)
+        return width or config.hidden_size
 
     def _input_width(self, layer: int, leaf: str) -> int:
         """Return the width of a projection's input from its module; not all configs state it."""

@@ -14,7 +14,10 @@ from typing import Any, Final
 
 import torch
 
-_SOFTMAX: Final = ("ernie4_5_moe", "gpt_oss", "granitemoe", "granitemoeshared", "mixtral", "qwen3_5_moe_text")
+_SOFTMAX: Final = (
+    *("ernie4_5_moe", "gemma4_text", "gpt_oss", "granitemoe", "granitemoeshared", "mixtral"),
+    "qwen3_5_moe_text",
+)
 _SOFTMAX_BY_CONFIG: Final = ("olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next")
 _SIGMOID_BY_CONFIG: Final = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
 
@@ -66,19 +69,22 @@ class ExpertWeights:
     is_normalized: bool
     scale: float
 
-    def of(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def of(
+        self, logits: torch.Tensor, ids: torch.Tensor, factors: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return the weights of experts, float32 ``[..., top_k]``.
 
         Args:
             logits: The router's logits, ``[..., experts]``.
             ids: The experts, int64 ``[..., top_k]``, each within range.
+            factors: The layer's factor on the weight of each expert, ``[experts]``; None for none.
         """
         scores = logits.float()
         scores = scores.sigmoid() if self.is_sigmoid else scores.softmax(dim=-1)
         chosen = scores.gather(-1, ids)
         if self.is_normalized:
             chosen = chosen / chosen.sum(dim=-1, keepdim=True)
-        return chosen * self.scale
+        return chosen * self.scale if factors is None else chosen * self.scale * factors[ids].float()
 
 
 def expert_weights(config: Any) -> ExpertWeights | None:
@@ -91,6 +97,21 @@ def expert_weights(config: Any) -> ExpertWeights | None:
         is_normalized = bool(getattr(config, routing.normalized_key))
     scale = float(getattr(config, routing.scale_key)) if routing.scale_key else 1.0
     return ExpertWeights(routing.is_sigmoid, is_normalized, scale)
+
+
+def expert_factors(router: Any) -> torch.Tensor | None:
+    """Return a router's factors on the weights of experts, ``[experts]``; None but for Gemma 4."""
+    factors: torch.Tensor | None = getattr(router, "per_expert_scale", None)
+    return factors
+
+
+def num_chosen(config: Any) -> int:
+    """Return the number of experts that a model chooses for each token, by its text config."""
+    # Gemma 4 has another name for it.
+    chosen: int = (
+        config.num_experts_per_tok if hasattr(config, "num_experts_per_tok") else config.top_k_experts
+    )
+    return chosen
 
 
 def by_weight(weights: torch.Tensor) -> torch.Tensor:

@@ -43,6 +43,7 @@ from nnsight_engine.vllm_backend.expert_points import install_expert_points
 from nnsight_engine.vllm_backend.hooks import hooked, keep_inputs_plain
 from nnsight_engine.vllm_backend.model_points import Blocks, resolve_points
 from nnsight_engine.vllm_backend.steps.graphs import StepGraphs, cut_at_taps
+from nnsight_engine.vllm_backend.steps.inputs_per_layer import supply_inputs_per_layer
 from nnsight_engine.vllm_backend.steps.outcome import StepOutcome
 from nnsight_engine.vllm_backend.steps.stage_transport import take_results, with_results
 from nnsight_engine.vllm_backend.steps.step import Step
@@ -110,6 +111,7 @@ class StepHandler:
         self.graphs = StepGraphs(is_cut=has_taps and cut_at_taps(config.compilation_config))
         self._model = model = load()
         install_expert_points(model, config.model_config.hf_text_config)
+        supply_inputs_per_layer(model, config.scheduler_config.max_num_batched_tokens)
         points = resolve_points(
             model,
             config.model_config.hf_text_config,
@@ -123,7 +125,7 @@ class StepHandler:
         self.taps: frozenset[int] = frozenset()
         if points.family.has_unused_residual:
             drop_unused_residuals([points.layers[layer] for layer in points.local_layers])
-        if has_taps and points.layers:
+        if has_taps and points.has_stream:
             self.taps = frozenset(filter(points.stage.has, chosen_taps(limits.taps, len(points.layers))))
             install_taps(points.layers, points.family, self.taps)
         self.counts = EngineCounts()

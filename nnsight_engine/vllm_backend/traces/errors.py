@@ -56,6 +56,18 @@ class ChunkedPromptError(RuntimeError):
         )
 
 
+class SeveralStreamsError(RuntimeError):
+    """A block requested a value that is several residual streams, which are not split among requests."""
+
+    @classmethod
+    def at(cls, provider: str) -> SeveralStreamsError:
+        """Return the error."""
+        return cls(
+            f"`{provider}` is several residual streams at once, [streams, tokens, width], which blocks "
+            "cannot have. model.points() lists the places inside the layers that they can."
+        )
+
+
 class TraceBytesError(RuntimeError):
     """A block holds more of the worker's memory than one request is allowed to."""
 

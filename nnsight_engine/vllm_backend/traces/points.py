@@ -40,6 +40,7 @@ _POINTS: Final = "points"
 _GROUPS: Final = ("attn", "mlp")
 ATTENTION_INPUT: Final = "attn.input"
 NORM_INPUT: Final = "norm.input"
+_OF_THAT_SHAPE: Final = {ATTENTION_INPUT: "attn.output", NORM_INPUT: NORM}
 
 
 class NamedPlace:
@@ -147,14 +148,12 @@ class EnginePoints(NamedPoints):
         # Not in ``points``, only on parts: the input of attention's projections, and of the final norm.
         if leaf == ATTENTION_INPUT and self.layout.blocks[layer].attention_input is None:
             return None
-        name = "input" if leaf in {ATTENTION_INPUT, NORM_INPUT} else leaf
-        return leaf_at(self._specs, name, layer)
+        return leaf_at(self._specs, _OF_THAT_SHAPE.get(leaf, leaf), layer)
 
     def _resolved(self, name: str) -> tuple[int, str]:
         """Return the layer (-1 for a point of the whole model) and the leaf; raises UnknownPointError."""
-        if name in {NORM_INPUT, *self._points_before_layers(), *self._points_after_layers()}:
-            return -1, name
-        layer, leaf = self._parsed(name)
+        is_whole = name in {NORM_INPUT, *self._points_before_layers(), *self._points_after_layers()}
+        layer, leaf = (-1, name) if is_whole else self._parsed(name)
         if self._spec(layer, leaf) is None:
             raise self._unknown(name)
         return layer, leaf

@@ -100,7 +100,7 @@ class TpLeaderDispatcher(TraceDispatcher):
 
     def refusal(self, provider: str) -> Exception | None:
         """Return why no block can have a provider's value; None if blocks can."""
-        return self.spread.refusal(provider)
+        return super().refusal(provider) or self.spread.refusal(provider)
 
     def offer(self, provider: str, number: int | None, value: Any) -> Any:
         """Give the waiting requests their rows of the whole value; return this rank's part of the result.

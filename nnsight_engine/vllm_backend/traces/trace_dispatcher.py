@@ -20,6 +20,7 @@ import torch
 from nnsight_engine.core.trees import map_tensors, tensors
 from nnsight_engine.interleaving.mediator import Mediator
 from nnsight_engine.interleaving.module_use import ModuleUse
+from nnsight_engine.vllm_backend.traces.errors import SeveralStreamsError
 from nnsight_engine.vllm_backend.traces.module_order import UntappedError
 from nnsight_engine.vllm_backend.traces.rows import RowSpan
 
@@ -57,6 +58,7 @@ class TraceDispatcher(ModuleUse):
         next_tap: The first tap at which something is to be done; earlier taps can be passed.
         by_taps: Whether blocks are served at the taps in this step, and module calls are not observed.
         is_uncompiled: Whether this step ran uncompiled, for whichever request.
+        streams: The places of several residual streams at once, which blocks cannot have.
         gather: Waits for the sandbox sessions that were offered a value and answer asynchronously; None if
             there are none.
     """
@@ -71,6 +73,7 @@ class TraceDispatcher(ModuleUse):
         self.calls: dict[str, int] = {}
         self.ever: set[str] = set()
         self.place = RowSpan()
+        self.streams = frozenset[str]()
         self.current: Mediator | None = None
         self.listener = 0
         self.interleaving = False
@@ -128,9 +131,9 @@ class TraceDispatcher(ModuleUse):
             return list(self.route.order[: self._reach])
         return list(dict.fromkeys((*self.route.order[: self._reach], *self.calls)))
 
-    def refusal(self, provider: str) -> Exception | None:  # noqa: ARG002 - a hook
+    def refusal(self, provider: str) -> Exception | None:
         """Return why no block can have a provider's value; None if blocks can."""
-        return None
+        return SeveralStreamsError.at(provider) if provider in self.streams else None
 
     # Use of modules by blocks, see ``ModuleUse``.
 

@@ -89,6 +89,11 @@ class WorkerTraces:
         self._adapters = block_adapters(points.model)
         self.model = self._new_model(Names())
         self.dispatcher.place.tokens = self.model.token_places()
+        if points.layers and not points.has_stream:
+            layers = [envoy for envoy in self.model.modules() if envoy._module in points.layers]  # noqa: SLF001
+            self.dispatcher.streams = frozenset(
+                f"{layer.path}.{side}" for layer in layers for side in ("input", "output")
+            )
         self.edits = EditStore(limits.max_edits, limits.max_edit_bytes)
         self._threads = Threads(limits.trace_step_s)
         self._max_bytes = limits.max_trace_bytes

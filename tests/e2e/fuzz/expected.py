@@ -20,7 +20,7 @@ from nnsight_engine.plans.answer_parts import AnswerMarkers
 from tests.e2e.fuzz import wording
 from tests.e2e.fuzz.vectors import numbers
 from tests.families.edits import place
-from tests.families.reference import TREES
+from tests.families.reference import tree_of
 
 Op = dict[str, Any]
 
@@ -72,7 +72,7 @@ class Twin:
         ).eval()
         self.model.to(computes_in)
         self.dtype = computes_in
-        self.tree = TREES[self.model.config.model_type]
+        self.tree = tree_of(self.model.config)
         self.num_layers: int = self.model.config.num_hidden_layers
         self.encode = encode
         self.markers = _markers(encode, self.model.config.vocab_size)

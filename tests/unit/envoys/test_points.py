@@ -97,6 +97,11 @@ def has_patterns(module: Any) -> bool:
     return tree_of(module.config).has_pattern
 
 
+def has_stream(module: Any) -> bool:
+    """Return whether blocks pass on one residual stream."""
+    return tree_of(module.config).has_stream
+
+
 def movable(names: Iterable[str]) -> list[str]:
     """Return the points of a layer whose values can be moved: those that are not ids of experts."""
     return [name for name in points_of_a_layer(names) if not name.endswith(EXPERTS)]
@@ -143,8 +148,11 @@ def test_patterns_are_the_attention_weights_that_transformers_returns(model: NNs
     with torch.no_grad(), model.trace(PAIR, use_cache=False):
         for name in names:
             found.append(model.points[name].save())  # noqa: PERF401 - values come by one after the other
-    returned = output.get("attentions") if names else ()  # attention that several blocks share has no points
-    expected = [one for one in returned if one is not None]
+    # Attention that several blocks share has no points, and one that uses another layer's keys no pattern.
+    returned = [one for one in output.get("attentions", ()) if one is not None] if names else []
+    heads = [name for name in model.points if name.endswith("attn.heads") and names]
+    patterns = [name.replace("heads", "pattern") for name in heads]
+    expected = [one for name, one in zip(patterns, returned, strict=True) if name in names]
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert bool(found) == has_patterns(module)
 
@@ -217,21 +225,27 @@ def test_the_vocabulary_is_that_of_the_server(model: NNsight, module: Any) -> No
     leaves = {name.split(".", 2)[-1] for name in model.points if name.startswith("layers.")}
     # Experts have no neurons in common; a model of experts has them in its dense blocks only.
     neurons = {"mlp.gate", "mlp.up", "mlp.act"}
-    expected = {*family.leaves, *RESIDUAL_LEAVES, *([PATTERN] if has_patterns(module) else [])}
+    stream = RESIDUAL_LEAVES if has_stream(module) else ()
+    expected = {*family.leaves, *stream, *([PATTERN] if has_patterns(module) else [])}
     if getattr(module.config, "num_local_experts", None) == 0:
         expected -= {"moe.router", "moe.shared.output"}
     if module.config.model_type == "falcon" and module.config.bias:
         expected = {"attn.heads", "mlp.input", "mlp.act", *RESIDUAL_LEAVES}
+    if getattr(module.config, "enable_moe_block", None) is False:
+        expected -= {leaf for leaf in expected if leaf.startswith("moe.")}
     assert leaves <= expected
     assert leaves - neurons == expected - neurons
     whole = {name for name in model.points if not name.startswith("layers.")}
     without_norm = {"norm.output"} if module.config.to_dict().get("do_layer_norm_before") is False else set()
-    assert whole == {*MODEL_POINTS} - {"samples", VISION} - without_norm
+    without_stream = set() if stream else {"embed.output"}
+    assert whole == {*MODEL_POINTS} - {"samples", VISION} - without_norm - without_stream
 
 
-def test_points_are_attributes_by_the_same_names_on_every_architecture(model: NNsight) -> None:
+def test_points_are_attributes_by_the_same_names_on_every_architecture(model: NNsight, module: Any) -> None:
     with torch.no_grad(), model.trace(IDS, use_cache=False):
-        pairs = [(model.embed.output, model.points["embed.output"])]
+        pairs = []
+        if has_stream(module):
+            pairs.append((model.embed.output, model.points["embed.output"]))
         # Experts have no neurons in common.
         names = offered(
             model, *(f"attn.{leaf}" for leaf in ("q", "k", "v", "latent", "pattern", "heads")), "mlp.up"
@@ -239,9 +253,10 @@ def test_points_are_attributes_by_the_same_names_on_every_architecture(model: NN
         for name in sorted(names, key=lambda name: int(name.split(".")[1])):
             one = getattr(*attribute(model, name))
             pairs.append((one, model.points[name]))
-        output = model.layers[-1].output  # of some models a tuple
-        output = output[0] if isinstance(output, tuple) else output
-        pairs.append((output, model.points["layers.-1.output"]))
+        if has_stream(module):
+            output = model.layers[-1].output  # of some models a tuple
+            output = output[0] if isinstance(output, tuple) else output
+            pairs.append((output, model.points["layers.-1.output"]))
         pairs.append((model.logits, model.points["logits"]))
         pairs = save([(one.clone(), other.clone()) for one, other in pairs])
     assert all(torch.equal(one, other) for one, other in pairs)
@@ -266,7 +281,8 @@ def test_a_head_is_ablated_in_one_line(model: NNsight, module: Any) -> None:
 
 
 def test_attributes_are_assigned_like_points(model: NNsight, module: Any) -> None:
-    for name in ("embed.output", *offered(model, "attn.heads", "mlp.up"), "logits"):
+    whole = ["embed.output", "logits"] if has_stream(module) else ["logits"]
+    for name in (*offered(model, "attn.heads", "mlp.up"), *whole):
         with hooked(module, name):
             expected = logits_of(module)
         with torch.no_grad(), model.trace(IDS, use_cache=False):
@@ -286,9 +302,8 @@ def test_attributes_are_assigned_like_points(model: NNsight, module: Any) -> Non
 
 def test_a_point_that_the_model_has_passed_is_an_error(model: NNsight) -> None:
     for late in offered(model, "attn.heads", "attn.pattern", "mixer.output", "mlp.input"):
-        layer = late.split(".")[1]
         with pytest.raises(OutOfOrderError), torch.no_grad(), model.trace(IDS, use_cache=False):
-            _ = model.points[f"layers.{layer}.output"], model.points[late]
+            _ = model.points["logits"], model.points[late]
 
 
 def test_a_value_of_another_shape_is_refused(model: NNsight) -> None:
@@ -299,5 +314,5 @@ def test_a_value_of_another_shape_is_refused(model: NNsight) -> None:
 
 def test_an_unknown_point_is_refused_with_those_that_there_are(model: NNsight) -> None:
     for name in ("layers.0.attn.nothing", "samples", "layers.*.output", "layers.40.output", "nonsense"):
-        with pytest.raises(UnknownPointError, match=r"one of input, .*output"):
+        with pytest.raises(UnknownPointError, match=r"of a layer from 0 to 3 one of .*output"):
             model.points[name]
