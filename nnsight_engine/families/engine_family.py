@@ -40,7 +40,7 @@ class EngineFamily:
         has_unused_residual: Whether ``hidden`` is the whole stream, and nothing reads the second tensor,
             which is then replaced by zeros, so that the sum is right.
         sums_at_once: Whether attention and MLP are summed before they are reduced over tensor-parallel ranks,
-            none of which then has their values.
+            none of which then has their values. The table then holds for a single rank only.
         is_batched: Whether values have a leading axis of size 1 (``[1, tokens, width]``).
         is_qkv_interleaved: Whether the fused output is ``[kv_heads, (queries, k, v), head_dim]`` instead of
             all of q, then all of k, then all of v.

@@ -320,23 +320,26 @@ def resolve_points(
         tensor_parallel_size: Number of ranks that share each layer.
         generates: Whether it generates tokens, rather than pools its hidden states.
         is_causal: Whether no position attends to later ones, as those of an image do in Gemma 3.
-        find: Finds the parts of a model of no table; None to refuse it.
+        find: Finds the parts of a model of no table, or of one that holds for a single rank; None to refuse
+            it.
         gather: Returns the blocks of all pipeline stages.
 
     Raises:
-        UnsupportedModelError: No table matches the model.
+        UnsupportedModelError: No table matches the model on so many ranks.
     """
     name, architectures = served_class(model).__name__, config.architectures or []
     family = engine_family(name, architectures) or _inner_family(model, architectures)
-    if family is None and find is not None:
+    is_summed = family is not None and family.sums_at_once and tensor_parallel_size > 1
+    if (family is None or is_summed) and find is not None:
         family = find()
+    elif is_summed:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} with --tensor-parallel-size has the residual stream only: no rank has "
+            "the outputs of attention and MLP, which are summed before they are reduced; serve it without "
+            "--points strict"
+        )
     if family is None:
         raise UnsupportedModelError.unknown(name, architectures)
-    if family.sums_at_once and tensor_parallel_size > 1:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} with --tensor-parallel-size is not supported: no rank has the outputs "
-            "of attention and MLP, which are summed before they are reduced"
-        )
     layers = tuple(model.get_submodule(family.layers).children()) if family.layers else ()
     # vLLM's placeholders for blocks of other pipeline stages contain no modules.
     held = [index for index, layer in enumerate(layers) if next(layer.children(), None) is not None]

@@ -48,6 +48,29 @@ def test_two_ranks_force_the_experts_that_one_does(tmp_path: Path) -> None:
     assert reply.tensor("ids", "layers.1.moe.experts").unique(dim=0).tolist() == [[3, 0]]
 
 
+@pytest.mark.heavy
+@pytest.mark.usefixtures("on_two_ranks")
+def test_two_ranks_have_the_stream_of_a_model_that_sums_attention_and_mlp_first(tmp_path: Path) -> None:
+    model = write_checkpoint("falcon", tmp_path)
+    replies = []
+    for size in (1, 2):
+        options: dict[str, Any] = {"max_model_len": 128, "num_gpu_blocks_override": 32}
+        engine = Engine(model, dtype="float32", tensor_parallel_size=size, **options)
+        interventions: list[dict[str, Any]] = [
+            {"op": "steer", "at": "layers.1.output", "vector": random_vector(0, engine.spec.hidden_size)},
+            {"op": "capture", "at": "layers.*.output", "name": "stream"},
+        ]
+        replies.append(engine.ask("Hello there, you", interventions, max_tokens=5))
+        assert (engine.spec.leaf("attn.output") is None) == (size > 1)
+        engine.close()
+    expected, reply = replies
+    assert reply.token_ids == expected.token_ids
+    for layer in range(4):
+        name = f"layers.{layer}.output"
+        values = (reply.tensor("stream", name), expected.tensor("stream", name))
+        torch.testing.assert_close(*values, rtol=1e-4, atol=1e-4)  # sums of two ranks round differently
+
+
 def run(model: Path, size: int) -> tuple[Engine, Reply]:
     """Return an engine of so many ranks, closed, and what it answered."""
     options: dict[str, Any] = {"max_model_len": 128, "num_gpu_blocks_override": 32}
