@@ -45,6 +45,10 @@ class EngineFamily:
             then all of k, then all of v.
         is_kernel_bare: Whether the attention module calls the kernel's ``forward`` directly, so that hooks on
             the kernel module do not run.
+        encoder: Path of the list of blocks of the vision encoder, which take and return the rows of patches;
+            empty if it is not known.
+        merged_patches: Field of the config with the number of patches of each side that become one row of the
+            stream.
     """
 
     name: str
@@ -65,6 +69,8 @@ class EngineFamily:
     is_batched: bool = False
     is_qkv_interleaved: bool = False
     is_kernel_bare: bool = False
+    encoder: str = ""
+    merged_patches: str = ""
 
     def hidden_key(self, args: Sequence[Any]) -> int | str:
         """Return where a call of a block has the hidden states: their position, or their name."""

@@ -33,6 +33,8 @@ class TransformersFamily:
         router_order: The index of logits, weights and ids in what a router of experts returns. Without the
             last, it returns weights for all experts, and zero for those that are not chosen.
         has_pattern: Whether attention's probabilities are a point.
+        encoder: The list of blocks of the vision encoder, which return the rows of patches; empty if there is
+            none.
     """
 
     model_types: tuple[str, ...]
@@ -49,3 +51,4 @@ class TransformersFamily:
     flattened: frozenset[str] = frozenset()
     router_order: RouterOrder = (0, 1, 2)
     has_pattern: bool = True
+    encoder: str = ""

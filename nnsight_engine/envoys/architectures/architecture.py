@@ -49,6 +49,7 @@ class Architecture:
         has_logits: Whether the model itself returns logits of tokens.
         rename: Aliases of its modules.
         envoys: Envoy classes by module class.
+        num_encoder_layers: Number of blocks of the vision encoder; 0 if their place is not known.
     """
 
     family: TransformersFamily
@@ -60,6 +61,7 @@ class Architecture:
     has_logits: bool
     rename: Mapping[str, str]
     envoys: Mapping[type[torch.nn.Module], type[Envoy]]
+    num_encoder_layers: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -157,6 +159,7 @@ def architecture_of(module: torch.nn.Module) -> Architecture | None:
         has_logits=any(hasattr(module, name) for name in _HEADS_OF_MODELS),
         rename=_rename(module, body, family, layers),
         envoys={kind: envoy for layer in layers for kind, envoy in _envoys(layer, family).items()},
+        num_encoder_layers=len(list(module.get_submodule(family.encoder).children())) if family.encoder else 0,
     )
 
 

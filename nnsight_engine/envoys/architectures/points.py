@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from api_schemas.points import ENCODER_BLOCK
 from nnsight_engine.core import leaves as leaf_names
 from nnsight_engine.envoys.architectures.architecture import missing_for
 from nnsight_engine.envoys.architectures.errors import NoStandardPointsError
 from nnsight_engine.envoys.architectures.expert_points import ExpertIdsPoint, ExpertWeightsPoint
 from nnsight_engine.envoys.architectures.module_points import (
     CopiedInputPoint,
+    EncoderPoint,
     FlattenedPoint,
     LogitsPoint,
     ModulePoint,
@@ -94,6 +96,9 @@ class Points(NamedPoints):
     def _num_layers(self) -> int:
         return self._known().num_layers
 
+    def _num_encoder_layers(self) -> int:
+        return self._known().num_encoder_layers
+
     def _leaves(self, layer: int) -> list[str]:
         leaves = self._known().leaves[layer]
         has_pattern = leaf_names.HEADS in leaves and self._known().family.has_pattern
@@ -117,6 +122,10 @@ class Points(NamedPoints):
         if name == LOGITS and architecture.has_logits:
             return LogitsPoint(self._root, (self._config().vocab_size,))
         layer, leaf = self._parsed(name)
+        if leaf == ENCODER_BLOCK:
+            block = self._envoy(f"{architecture.family.encoder}.{layer}")
+            vision: Any = self._root._module.config
+            return EncoderPoint(name, block, "output", WHOLE, (vision.vision_config.hidden_size,))
         if leaf == leaf_names.PATTERN:
             attention = self._envoy(architecture.layer_path(layer, architecture.family.attention))
             heads = architecture.leaves[layer].get(leaf_names.HEADS)
