@@ -85,8 +85,8 @@ def _serve_image(
         if len(rows) != num_rows:
             raise InterventionError(
                 "intervention_failed",
-                f"{site} has {len(rows)} rows for an image with {num_rows}, so they cannot be told apart; this is "
-                "a defect of the server, please report it with the model's name",
+                f"{site} has {len(rows)} rows for an image with {num_rows}, so they cannot be told apart; "
+                "this is a defect of the server, please report it with the model's name",
             )
         plan.run(site, rows, None)
         if plan.writes_at(site) and rows.data_ptr() != output.data_ptr():

@@ -159,7 +159,7 @@ def architecture_of(module: torch.nn.Module) -> Architecture | None:
         has_logits=any(hasattr(module, name) for name in _HEADS_OF_MODELS),
         rename=_rename(module, body, family, layers),
         envoys={kind: envoy for layer in layers for kind, envoy in _envoys(layer, family).items()},
-        num_encoder_layers=len(list(module.get_submodule(family.encoder).children())) if family.encoder else 0,
+        num_encoder_layers=_num_children(module, family.encoder) if family.encoder else 0,
     )
 
 
@@ -179,6 +179,10 @@ def _is_from_transformers(module: torch.nn.Module) -> bool:
         (base.__module__, base.__name__) == ("transformers.modeling_utils", "PreTrainedModel")
         for base in type(module).__mro__
     )
+
+
+def _num_children(module: torch.nn.Module, path: str) -> int:
+    return len(list(module.get_submodule(path).children()))
 
 
 def _layers(module: torch.nn.Module, body: str, family: TransformersFamily) -> torch.nn.ModuleList | None:

@@ -142,8 +142,8 @@ class EncoderPoint(ModulePoint):
         group = None if mediator is None else mediator.batch_group
         if group is not None and not self.envoy.interleaver.batcher.covers_batch(group):
             raise PointValueError(
-                f"{self.name} has the patches of the images of all invokes, which the encoder takes as one batch; "
-                "trace each prompt apart"
+                f"{self.name} has the patches of the images of all invokes, which the encoder takes as one "
+                "batch; trace each prompt apart"
             )
 
 

@@ -122,10 +122,15 @@ class Points(NamedPoints):
         if name == LOGITS and architecture.has_logits:
             return LogitsPoint(self._root, (self._config().vocab_size,))
         layer, leaf = self._parsed(name)
-        if leaf == ENCODER_BLOCK:
-            block = self._envoy(f"{architecture.family.encoder}.{layer}")
-            vision: Any = self._root._module.config
-            return EncoderPoint(name, block, "output", WHOLE, (vision.vision_config.hidden_size,))
+        return self._encoder_point(name, layer) if leaf == ENCODER_BLOCK else self._leaf(name, layer, leaf)
+
+    def _encoder_point(self, name: str, layer: int) -> EncoderPoint:
+        block = self._envoy(f"{self._known().family.encoder}.{layer}")
+        config: Any = self._root._module.config
+        return EncoderPoint(name, block, "output", WHOLE, (config.vision_config.hidden_size,))
+
+    def _leaf(self, name: str, layer: int, leaf: str) -> PointAccess:
+        architecture = self._known()
         if leaf == leaf_names.PATTERN:
             attention = self._envoy(architecture.layer_path(layer, architecture.family.attention))
             heads = architecture.leaves[layer].get(leaf_names.HEADS)

@@ -74,7 +74,8 @@ class RequestCollector:
         """Return results of the first ``num_delivered_tokens`` tokens that were not returned yet, or None."""
         # The token at index k was sampled at position prompt_len - 1 + k.
         last_position = self._plan.prompt_len + num_delivered_tokens - 2
-        ready, waiting = [], []
+        ready: list[StepRecord] = []
+        waiting: list[StepRecord] = []
         for record in self._waiting:
             # Images are encoded before the first token.
             is_due = self._plan.ops[record.op].is_in_encoder or record.positions[-1] <= last_position

@@ -123,9 +123,7 @@ class CompileScope:
         images = self.images_in_encoder()
         stops = list(itertools.accumulate(image.num_rows for image in images))
         named = self._image_numbers(indexes, param)
-        return [
-            row for index in named for row in range(stops[index] - images[index].num_rows, stops[index])
-        ]
+        return [row for index in named for row in range(stops[index] - images[index].num_rows, stops[index])]
 
     def _image_numbers(self, indexes: Sequence[int], param: str) -> list[int]:
         images = self.media.images

@@ -319,8 +319,8 @@ def _check_encoded(span: Span) -> None:
         if enters and number not in span.request.encoded:
             span.request.fail(
                 "intervention_failed",
-                f"image {number} was not encoded with this request's operations, so the answer is not what was "
-                "asked for; this is a defect of the server, please report it",
+                f"image {number} was not encoded with this request's operations, so the answer is not what "
+                "was asked for; this is a defect of the server, please report it",
             )
 
 

@@ -184,7 +184,9 @@ class WorkerState:
             plan = self._builder.plan_image(request, image)
         except Exception as error:
             logger.exception("the operations on an image could not be planned")
-            request.fail("intervention_failed", f"its operations on image {image} could not be planned: {error}")
+            request.fail(
+                "intervention_failed", f"its operations on image {image} could not be planned: {error}"
+            )
             yield
             return
         with hooked_encoder(self.points, plan, request.plan.images[image].num_rows):
