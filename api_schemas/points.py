@@ -18,7 +18,11 @@ VISION: Final = "vision.output"
 MODEL_POINTS: Final = ("embed.output", VISION, "norm.output", "logits", "samples")
 """Points of the whole model; every other leaf belongs to a layer."""
 
+ENCODER_BLOCK: Final = "vision.layers.output"
+"""The leaf of the output of a vision encoder's block; the layer is written before the last part."""
+
 _PREFIX: Final = "layers."
+_ENCODER_PREFIX: Final = "vision.layers."
 _MAX_LENGTH: Final = 128
 _LEAF: Final = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)*")
 _INDEX: Final = r"-?(?:0|[1-9][0-9]{0,5})"
@@ -34,7 +38,7 @@ class Point:
 
     def __str__(self) -> str:
         """Return the string form."""
-        return self.leaf if self.layer < 0 else f"{_PREFIX}{self.layer}.{self.leaf}"
+        return point_name(self.leaf, self.layer)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,19 +125,22 @@ class PointPattern:
         """
         if len(text) > _MAX_LENGTH:
             raise _unknown_point(text, param)
-        if not text.startswith(_PREFIX):
+        prefix = next((one for one in (_PREFIX, _ENCODER_PREFIX) if text.startswith(one)), None)
+        if prefix is None:
             if text not in MODEL_POINTS:
                 raise _unknown_point(text, param)
             return cls(text)
-        selection, _, leaf = text[len(_PREFIX) :].partition(".")
+        selection, _, leaf = text[len(prefix) :].partition(".")
         if not leaf:
             raise ApiError(
                 ErrorCode.UNKNOWN_POINT,
-                f"A layer's point needs a leaf, such as {_PREFIX}3.output; got {excerpt(text)}.",
+                f"A layer's point needs a leaf, such as {prefix}3.output; got {excerpt(text)}.",
                 param,
             )
         if _LEAF.fullmatch(leaf) is None:
             raise _unknown_point(text, param)
+        if prefix == _ENCODER_PREFIX:
+            leaf = f"{prefix}{leaf}"
         return cls(leaf, LayerSelection.parse(selection, param))
 
     def resolve(self, num_layers: int, param: str | None = None) -> tuple[Point, ...]:
@@ -141,6 +148,19 @@ class PointPattern:
         if self.layers is None:
             return (Point(self.leaf),)
         return tuple(Point(self.leaf, layer) for layer in self.layers.resolve(num_layers, param))
+
+
+def point_name(leaf: str, layer: int | None = None) -> str:
+    """Return the string form of a leaf in a layer.
+
+    Args:
+        leaf: The leaf, or a point of the whole model.
+        layer: Its layer, negative for a point of the whole model; None for all layers.
+    """
+    if leaf in MODEL_POINTS or (layer is not None and layer < 0):
+        return leaf
+    prefix = _ENCODER_PREFIX if leaf.startswith(_ENCODER_PREFIX) else _PREFIX
+    return f"{prefix}{'*' if layer is None else layer}.{leaf.removeprefix(_ENCODER_PREFIX)}"
 
 
 def resolve_layer(layer: int, num_layers: int, param: str | None = None) -> int:

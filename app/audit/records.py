@@ -33,8 +33,8 @@ CODE: Final = "code"
 _MAX_TEXT: Final = 200
 _MAX_OPERATIONS: Final = 64
 _SLOW_BYTES: Final = 2**20
-_LAYER: Final = re.compile(r"^layers\.[^.]*\.")
-_ANY_LAYER: Final = "layers.*."
+_LAYER: Final = re.compile(r"^(vision\.)?layers\.[^.]*\.")
+_ANY_LAYER: Final = r"\1layers.*."
 _LENS_POINT: Final = "layers.*.output"
 _UNWRITTEN: Final = {"kept": False}
 """Marks fields without a column in the audit log."""

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from api_schemas.capabilities import Capabilities, CapabilityLimits, ModelSizes, PointCapability
-from api_schemas.points import MODEL_POINTS
+from api_schemas.points import PointPattern, point_name
 from app.auth.code_policy import takes_code
 from app.settings import Settings
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
-
-_ANY_LAYER: Final = "layers.*."
 
 
 def describe(spec: ModelSpec, settings: Settings) -> Capabilities:
@@ -46,7 +42,7 @@ def spec_of(capabilities: Capabilities) -> ModelSpec:
     sizes = capabilities.sizes
     leaves = tuple(
         LeafSpec(
-            one.name.removeprefix(_ANY_LAYER),
+            PointPattern.parse(one.name).leaf,
             tuple(one.shape),
             one.tier,
             tuple(one.operations),
@@ -69,9 +65,8 @@ def spec_of(capabilities: Capabilities) -> ModelSpec:
 
 
 def _point(leaf: LeafSpec) -> PointCapability:
-    name = leaf.name if leaf.name in MODEL_POINTS else f"{_ANY_LAYER}{leaf.name}"
     return PointCapability(
-        name=name,
+        name=point_name(leaf.name),
         shape=list(leaf.shape),
         width=leaf.width,
         tier=leaf.tier,

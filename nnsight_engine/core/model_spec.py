@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from api_schemas.points import ENCODER_BLOCK
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LeafSpec:
@@ -24,7 +26,10 @@ class LeafSpec:
         tier: ``tap`` where the compiled step serves it, ``eager`` where the step must run uncompiled with
             hooks.
         operations: The operations that may name this point.
-        layers: The layers that have it in this shape; None for all, and for a point of the whole model.
+        layers: The layers that have it in this shape; None for all, and for a point of the whole model. Those
+            of a vision encoder's leaf are the encoder's.
+        num_patches: Number of rows for each position; several only in a vision encoder, which has one for
+            each patch of an image.
     """
 
     name: str
@@ -32,6 +37,7 @@ class LeafSpec:
     tier: str
     operations: tuple[str, ...]
     layers: tuple[int, ...] | None = None
+    num_patches: int = 1
 
     @property
     def width(self) -> int:
@@ -87,7 +93,12 @@ class ModelSpec:
 
     def layers_of(self, name: str) -> list[int]:
         """Return the layers that have the leaf called ``name``."""
-        return [layer for layer in range(self.num_layers) if self.leaf(name, layer) is not None]
+        return [layer for layer in range(self.num_layers_of(name)) if self.leaf(name, layer) is not None]
+
+    def num_layers_of(self, name: str) -> int:
+        """Return the number of layers among which a leaf's are counted: those of the model or its encoder."""
+        encoder = self.leaf(ENCODER_BLOCK) if name == ENCODER_BLOCK else None
+        return self.num_layers if encoder is None or encoder.layers is None else len(encoder.layers)
 
     def to_plain(self) -> dict[str, Any]:
         """Return the description as JSON values."""
@@ -103,6 +114,7 @@ class ModelSpec:
                 tier=leaf["tier"],
                 operations=tuple(leaf["operations"]),
                 layers=None if leaf["layers"] is None else tuple(leaf["layers"]),
+                num_patches=leaf["num_patches"],
             )
             for leaf in plain["leaves"]
         )

@@ -111,6 +111,8 @@ VLLM: Final = (
         model_classes=("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
         layers="model.text_model.layers",
         final_norm="model.text_model.norm",
+        encoder="model.vision_model.encoder.layers",
+        merged_patches="scale_factor",
     ),
     _TRANSFORMERS_BACKEND,
     dataclasses.replace(
@@ -212,6 +214,13 @@ TRANSFORMERS: Final = (
     ),
     dataclasses.replace(TRANSFORMERS_LLAMA, model_types=("exaone4", "olmo2", "olmo3"), has_norms_last=True),
     dataclasses.replace(TRANSFORMERS_LLAMA, model_types=("granite",), embed=""),  # it scales embeddings
+    dataclasses.replace(
+        TRANSFORMERS_LLAMA,
+        model_types=("idefics3", "smolvlm"),
+        bodies=("model.text_model",),
+        embed="",  # images are merged into what it returns
+        encoder="model.vision_model.encoder.layers",
+    ),
     dataclasses.replace(
         TRANSFORMERS_LLAMA,
         model_types=("nemotron", "apertus", "arcee"),

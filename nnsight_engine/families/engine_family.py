@@ -48,6 +48,10 @@ class EngineFamily:
         has_pattern: Whether attention's probabilities are a point if queries and keys are.
         is_kernel_bare: Whether the attention module calls the kernel's ``forward`` directly, so that hooks on
             the kernel module do not run.
+        encoder: Path of the list of blocks of the vision encoder, which take and return the rows of patches;
+            empty if it is not known.
+        merged_patches: Field of the config with the number of patches of each side that become one row of the
+            stream.
     """
 
     name: str
@@ -71,6 +75,8 @@ class EngineFamily:
     has_query_gates: bool = False
     is_kernel_bare: bool = False
     has_pattern: bool = True
+    encoder: str = ""
+    merged_patches: str = ""
 
     def hidden_key(self, args: Sequence[Any]) -> int | str:
         """Return where a call of a block has the hidden states: their position, or their name."""

@@ -37,6 +37,8 @@ class TransformersFamily:
         has_stream: Whether blocks pass on one residual stream, which then has points.
         has_pattern: Whether attention's probabilities are a point, although no module takes them.
         changed_in_place: Leaves whose tensor the model goes on to change.
+        encoder: The list of blocks of the vision encoder, which return the rows of patches; empty if there is
+            none.
     """
 
     model_types: tuple[str, ...]
@@ -57,3 +59,4 @@ class TransformersFamily:
     has_stream: bool = True
     has_pattern: bool = True
     changed_in_place: frozenset[str] = frozenset()
+    encoder: str = ""

@@ -13,6 +13,7 @@ from typing import Final
 
 import msgspec
 
+from api_schemas.points import ENCODER_BLOCK, point_name
 from nnsight_engine.core.leaves import PATTERN
 from nnsight_engine.plans.answer_parts import PlannedAnswer
 
@@ -47,7 +48,12 @@ class PlannedSite(msgspec.Struct, frozen=True, array_like=True):
 
     def __str__(self) -> str:
         """Return the point's string form, ``layers.3.attn.q`` or ``logits``."""
-        return self.leaf if self.layer < 0 else f"layers.{self.layer}.{self.leaf}"
+        return point_name(self.leaf, self.layer)
+
+    @property
+    def is_in_encoder(self) -> bool:
+        """Whether it is in the vision encoder, which runs before the step and not in it."""
+        return self.leaf == ENCODER_BLOCK
 
 
 LOGITS: Final = PlannedSite("logits")
@@ -59,7 +65,7 @@ class WhereRule(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         phase: ``all``, ``prompt`` (below the prompt's length) or ``generated``.
-        positions: Absolute positions, sorted, or None for any.
+        positions: Absolute positions, sorted, or None for any; in a vision encoder numbers of rows.
         start: First position of the half-open range.
         stop: End of the half-open range, None for open.
         tokens: Ids of the input token at the position, or None for any.
@@ -133,9 +139,27 @@ class PlannedOp(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.kind in READS
 
     @property
+    def is_in_encoder(self) -> bool:
+        """Whether it acts in the vision encoder, and so nowhere else; its positions are rows of images."""
+        return self.sites[0].is_in_encoder
+
+    @property
     def captures_patterns(self) -> bool:
         """Whether the operation captures attention patterns; it then captures nothing else."""
         return self.sites[0].leaf == PATTERN
+
+
+class PlannedImage(msgspec.Struct, frozen=True, array_like=True):
+    """An image of a prompt.
+
+    Attributes:
+        spans: Its positions, half-open ranges.
+        num_rows: Number of its rows in the vision encoder, one for each patch. Rows are numbered over all
+            images of a prompt.
+    """
+
+    spans: tuple[tuple[int, int], ...]
+    num_rows: int
 
 
 class RequestPlan(msgspec.Struct, frozen=True):
@@ -147,6 +171,7 @@ class RequestPlan(msgspec.Struct, frozen=True):
         stream: Whether results are sent with each token, or all at the end.
         fingerprint: Hash over the writes (hex), the base of the cache salt; empty without writes.
         answer: How the parts of the answer are told apart; None if no operation names one.
+        images: The prompt's images; empty if no operation acts in the vision encoder.
     """
 
     prompt_len: int
@@ -154,6 +179,7 @@ class RequestPlan(msgspec.Struct, frozen=True):
     stream: bool = False
     fingerprint: str = ""
     answer: PlannedAnswer | None = None
+    images: tuple[PlannedImage, ...] = ()
 
     @property
     def num_points(self) -> int:

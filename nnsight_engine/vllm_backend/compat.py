@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from vllm.config import ModelConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
@@ -20,7 +20,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.kv_cache_interface import CircularBufferSpec, MambaSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
-from api_schemas.points import VISION
+from api_schemas.points import ENCODER_BLOCK, VISION
 from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.core.sandbox_choice import PROCESS, check_sandbox
@@ -363,17 +363,33 @@ def describe_model(points: ModelPoints, config: VllmConfig, limits: EngineLimits
         dtype=str(model.dtype).removeprefix("torch."),
         max_model_len=model.max_model_len,
         max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
-        leaves=_with_tiers([*points.leaf_specs(), *_vision(points, model)], limits, len(points.layers)),
+        leaves=_with_tiers([*points.leaf_specs(), *_vision(points, config)], limits, len(points.layers)),
         max_capture_bytes=limits.max_capture_bytes_per_request,
     )
 
 
-def _vision(points: ModelPoints, model: ModelConfig) -> list[LeafSpec]:
-    """Return the point of the rows of images, if the model sees and its residual stream is known."""
+def _vision(points: ModelPoints, config: VllmConfig) -> list[LeafSpec]:
+    """Return the points of images, if the model sees and its residual stream is known.
+
+    Those in the encoder are left out where vLLM compiles it or divides images over ranks, and where another
+    engine encodes them.
+    """
+    model = config.model_config
     embed = next((leaf for leaf in points.leaf_specs() if leaf.name == "embed.output"), None)
     if embed is None or not hasattr(model.hf_config, "vision_config"):
         return []
-    return [dataclasses.replace(embed, name=VISION)]
+    merged = dataclasses.replace(embed, name=VISION)
+    is_shared = config.parallel_config.world_size > 1 and model.multimodal_config.mm_encoder_tp_mode == "data"
+    is_elsewhere = config.ec_transfer_config is not None or config.parallel_config.pipeline_parallel_size > 1
+    if not points.encoder or is_shared or is_elsewhere or config.compilation_config.compile_mm_encoder:
+        return [merged]
+    width: int = model.hf_config.vision_config.hidden_size
+    num_merged: int = getattr(model.hf_config, points.family.merged_patches)
+    layers = tuple(range(len(points.encoder)))
+    encoder = dataclasses.replace(
+        embed, name=ENCODER_BLOCK, shape=(width,), layers=layers, num_patches=num_merged**2
+    )
+    return [merged, encoder]
 
 
 def _with_tiers(leaves: Sequence[LeafSpec], limits: EngineLimits, num_layers: int) -> tuple[LeafSpec, ...]:

@@ -1,4 +1,4 @@
-"""Hooks for points inside a block, in one uncompiled step.
+"""Hooks for points inside a block, in one uncompiled step, and for blocks of the vision encoder.
 
 Hooks are registered for the sites of a step and removed after it: hooks present while a graph is traced would
 become part of it, and hooks added later never run in a compiled step.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from vllm.model_executor.layers.linear import LinearBase
 
+from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.core.leaves import PATTERN
 from nnsight_engine.plans.request_plan import PlannedSite
 from nnsight_engine.plans.step.plan import StepPlan
@@ -52,6 +54,43 @@ def hooked(points: ModelPoints, plan: StepPlan, is_models_own: Callable[[], bool
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextlib.contextmanager
+def hooked_encoder(points: ModelPoints, plan: StepPlan, num_rows: int) -> Iterator[None]:
+    """Serve the plan's sites in the vision encoder, which runs for one image.
+
+    Args:
+        points: The model's points.
+        plan: The plan for the image.
+        num_rows: Number of the image's patches.
+    """
+    handles: list[RemovableHandle] = []
+    try:
+        for site in plan.hook_sites():
+            serve = partial(_serve_image, plan, site, num_rows)
+            handles.append(points.encoder[site.layer].register_forward_hook(serve))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _serve_image(
+    plan: StepPlan, site: PlannedSite, num_rows: int, _block: nn.Module, _args: object, output: Any
+) -> None:
+    """Forward hook of a block of the encoder, whose output is ``[…, patches, width]``."""
+    with plan.containing(site):
+        rows = output.reshape(-1, output.shape[-1])
+        if len(rows) != num_rows:
+            raise InterventionError(
+                "intervention_failed",
+                f"{site} has {len(rows)} rows for an image with {num_rows}, so they cannot be told apart; "
+                "this is a defect of the server, please report it with the model's name",
+            )
+        plan.run(site, rows, None)
+        if plan.writes_at(site) and rows.data_ptr() != output.data_ptr():
+            output.copy_(rows.view_as(output))
 
 
 def _register(

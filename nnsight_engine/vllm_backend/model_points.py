@@ -94,6 +94,7 @@ class ModelPoints:
         project_out: Projection between the final norm and the unembedding, or None.
         tensor_parallel_size: Number of ranks that share each layer.
         generates: Whether it generates tokens, and has an unembedding.
+        encoder: The blocks of the vision encoder, if their place is known.
     """
 
     model: nn.Module
@@ -106,6 +107,7 @@ class ModelPoints:
     vocab_size: int
     tensor_parallel_size: int
     generates: bool = True
+    encoder: tuple[nn.Module, ...] = ()
 
     @property
     def family(self) -> EngineFamily:
@@ -361,6 +363,7 @@ def resolve_points(
         vocab_size=config.vocab_size,
         tensor_parallel_size=tensor_parallel_size,
         generates=generates,
+        encoder=_encoder(model, family),
     )
 
 
@@ -399,6 +402,12 @@ def _inner_family(model: nn.Module, architectures: Sequence[str]) -> EngineFamil
         final_norm=f"{_LANGUAGE_MODEL}.{family.final_norm}",
         project_out=family.project_out and f"{_LANGUAGE_MODEL}.{family.project_out}",
     )
+
+
+def _encoder(model: nn.Module, family: EngineFamily) -> tuple[nn.Module, ...]:
+    """Return the blocks of the vision encoder, which vLLM does not load where a model serves text only."""
+    found = dict(model.named_modules()).get(family.encoder) if family.encoder else None
+    return () if found is None else tuple(found.children())
 
 
 def _inner_experts(block: nn.Module, leaves: Mapping[str, Place]) -> InnerExperts | None:

@@ -126,6 +126,8 @@ class InterventionScheduler(DraftScheduler):
             # A stop string is found by the API process, too late for rows that were accepted behind it.
             if stops_outside or not takes_drafts(plan):
                 self.undrafted.add(request.request_id)
+            if plan.images:
+                request.mm_features = _own_images(request)
             if plan.fingerprint:
                 self._unclean.watch(request.request_id)
                 self._shared.add(request.request_id)
@@ -411,6 +413,20 @@ class InterventionScheduler(DraftScheduler):
             del self._owners[request_id]
             self._shared.discard(request_id)
             self.contents.release(request_id)
+
+
+def _own_images(request: Request) -> list[Any]:
+    """Return a request's media with names of its own in the encoder's cache.
+
+    So they are encoded for this request, with its operations, and for no other. Media that cannot be encoded,
+    since they came without content, keep their names.
+    """
+    return [
+        feature
+        if feature.data is None
+        else dataclasses.replace(feature, identifier=f"{feature.identifier}-{request.request_id}-{index}")
+        for index, feature in enumerate(request.mm_features)
+    ]
 
 
 def _sandbox_of(request: Request) -> str | None:

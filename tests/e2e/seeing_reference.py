@@ -67,6 +67,47 @@ class SeeingReference:
         finally:
             hook.remove()
 
+    def encoded(self, *images: Image) -> list[torch.Tensor]:
+        """Return what each block of the vision encoder returns, ``[patches of all images, width]``."""
+        found: list[torch.Tensor] = []
+
+        def keep(_module: Any, _args: Any, output: torch.Tensor) -> None:
+            found.append(output.flatten(0, 1))
+
+        hooks = [block.register_forward_hook(keep) for block in self.encoder_blocks]
+        try:
+            with torch.no_grad():
+                self.model(**self.inputs(IMAGE_TOKEN * len(images), images))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return found
+
+    @property
+    def encoder_blocks(self) -> Sequence[torch.nn.Module]:
+        """The blocks of the vision encoder."""
+        blocks: Sequence[torch.nn.Module] = self.model.model.vision_model.encoder.layers
+        return blocks
+
+    def last_logits(self, layer: int, change: Change) -> torch.Tensor:
+        """Return the logits after ``TEXT``, ``[vocabulary]``, with a block of the encoder changed.
+
+        Args:
+            layer: The block.
+            change: Returns its new output, ``[patches of both images, width]``.
+        """
+
+        def edit(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
+            return change(output.flatten(0, 1).clone()).view_as(output)
+
+        hook = self.encoder_blocks[layer].register_forward_hook(edit)
+        try:
+            with torch.no_grad():
+                logits: torch.Tensor = self.model(**self.inputs(TEXT, IMAGES)).logits[0, -1]
+        finally:
+            hook.remove()
+        return logits
+
     def generated(
         self, positions: Sequence[int] = (), change: Change = lambda rows: rows, *, text: str = TEXT
     ) -> list[int]:

@@ -13,10 +13,10 @@ from PIL.Image import Image
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.points import VISION
-from nnsight_engine.plans.collect.results import CollectedCapture, CollectedLens
+from nnsight_engine.plans.collect.results import CollectedCapture, CollectedLens, CollectedProbe
 from nnsight_engine.vllm_backend.prompt_media import media_of
 from tests.e2e.harness import Ask, Engine, Reply, random_vector
-from tests.e2e.seeing_reference import IMAGES, LAYER, NUM_TOKENS, TEXT, SeeingReference
+from tests.e2e.seeing_reference import IMAGES, LAYER, NUM_TOKENS, TEXT, Change, SeeingReference
 from tests.families.checkpoints import HIDDEN_SIZE, NUM_LAYERS
 from tests.families.seeing import IMAGE_TOKEN, picture, write_idefics3
 
@@ -182,16 +182,6 @@ def test_requests_with_the_same_text_and_other_images_share_nothing(engine: Engi
     assert replies[2].num_cached_tokens > replies[1].num_cached_tokens
 
 
-def test_chunks_of_an_image_are_as_the_whole(reference: SeeingReference) -> None:
-    with serving(reference.checkpoint, max_num_batched_tokens=24, max_num_seqs=4) as engine:
-        reply = ask(engine, {**CAPTURE, "where": {"phase": "prompt"}})
-        assert_captured(reply, reference.activations())
-        steer = {"op": "steer", "at": AT, "vector": VECTOR, "scale": SCALE, "where": {"images": [1]}}
-        tokens = ask(engine, steer).token_ids
-    _, second = reference.positions_by_image()
-    assert tokens == reference.generated(second, steered)
-
-
 @pytest.mark.parametrize(
     ("images", "where", "message"),
     [
@@ -219,3 +209,176 @@ def test_marks_between_the_parts_of_an_image_are_none_of_its_positions(engine: E
     media = media_of(engine.rendered(Ask(TEXT, images=IMAGES)))
     assert len(media.images) == 2
     assert all(len(spans) > 1 and spans == tuple(sorted(spans)) for spans in media.images)
+
+
+# Inside the vision encoder.
+
+IN_ENCODER: Final = "vision.layers.1.output"
+NUM_PATCHES: Final = 80
+"""Patches of each of the images: five parts of 4 x 4."""
+WIDTH: Final = 64
+LAST_LOGITS: Final = {"op": "capture", "at": "logits", "where": {"positions": [-1]}, "name": "last"}
+
+
+def test_blocks_of_the_encoder_return_what_those_of_transformers_do(
+    engine: Engine, reference: SeeingReference
+) -> None:
+    text = f"{IMAGE_TOKEN} the city"
+    read = {"op": "capture", "at": "vision.layers.*.output", "where": {"images": [0]}, "name": "c"}
+    images = (*IMAGES, IMAGES[0])  # of the last two requests, one could be served with what another encoded
+    asks = [Ask(text, [read], images=(image,), max_tokens=2) for image in images]
+    asks.append(Ask(text, [read], images=(IMAGES[0],), cache_salt="another tenant", max_tokens=2))
+    asks.append(Ask(text, images=(IMAGES[0],), max_tokens=2))
+    expected = [reference.encoded(image) for image in (*images, IMAGES[0])]
+    for _ in range(2):  # the second time, all of them are known
+        *replies, plain = (reply for (reply,) in engine.run(asks))
+        for reply, blocks in zip(replies, expected, strict=True):
+            assert reply.result("c").positions == [*range(NUM_PATCHES)]
+            for layer, rows in enumerate(blocks):
+                own = reply.tensor("c", f"vision.layers.{layer}.output")
+                torch.testing.assert_close(own, rows, rtol=0, atol=1e-4)
+        assert plain.token_ids == replies[0].token_ids
+    assert engine.held()["captured_bytes"] == 0
+
+
+def test_rows_of_images_in_the_encoder_are_numbered_over_the_prompt(
+    engine: Engine, reference: SeeingReference
+) -> None:
+    rows = reference.encoded(*IMAGES)[1]
+    reads = [
+        {"op": "capture", "at": IN_ENCODER, "where": {"images": [-1]}, "name": "second"},
+        {"op": "capture", "at": IN_ENCODER, "reduce": "mean", "name": "mean"},
+        {"op": "capture", "at": IN_ENCODER, "reduce": "last", "dtype": "float16", "name": "end"},
+        {"op": "probe", "at": IN_ENCODER, "weights": [1.0] * WIDTH, "where": {"images": [0]}, "name": "sums"},
+    ]
+    (choices,) = engine.run([Ask(TEXT, reads, images=IMAGES, sampling={"n": 2, "temperature": 1})])
+    for reply in choices:
+        assert reply.result("second").positions == [*range(NUM_PATCHES, 2 * NUM_PATCHES)]
+        for name, own, atol in (
+            ("second", rows[NUM_PATCHES:], 1e-4),
+            ("mean", rows.mean(dim=0), 1e-4),
+            ("end", rows[-1], 1e-2),
+        ):
+            torch.testing.assert_close(reply.tensor(name, IN_ENCODER), own, rtol=0, atol=atol)
+        sums = reply.result("sums")
+        assert isinstance(sums, CollectedProbe)
+        numbers = torch.tensor(sums.points[IN_ENCODER])
+        torch.testing.assert_close(numbers, rows[:NUM_PATCHES].sum(dim=1), rtol=0, atol=1e-3)
+        assert reply.collected is not None
+        assert reply.collected.applied[0].positions == reply.result("second").positions
+
+
+def edited(rows: torch.Tensor, image: int, new: torch.Tensor) -> torch.Tensor:
+    rows[image * NUM_PATCHES : (image + 1) * NUM_PATCHES] = new
+    return rows
+
+
+def meant(rows: torch.Tensor) -> torch.Tensor:
+    for image in (0, 1):
+        own = rows[image * NUM_PATCHES : (image + 1) * NUM_PATCHES]
+        rows = edited(rows, image, own.mean(dim=0).expand_as(own))
+    return rows
+
+
+def test_writes_in_the_encoder_are_those_of_transformers_and_change_one_request(
+    engine: Engine, reference: SeeingReference
+) -> None:
+    vector = torch.tensor(random_vector(5, WIDTH))
+    other = reference.encoded(picture(7))[1]
+    cases: list[tuple[dict[str, Any], Change]] = [
+        (
+            {"op": "steer", "vector": vector.tolist(), "scale": 3, "where": {"images": [1]}},
+            lambda rows: edited(rows, 1, rows[NUM_PATCHES:] + 3 * vector),
+        ),
+        (
+            {"op": "ablate", "units": [0, 7]},
+            lambda rows: rows.index_fill(1, torch.tensor([0, 7]), 0.0),
+        ),
+        ({"op": "ablate", "method": "mean"}, meant),
+        (
+            {"op": "patch", "values": other.tolist(), "where": {"images": [0]}},
+            lambda rows: edited(rows, 0, other),
+        ),
+    ]
+    plain = Ask(TEXT, [LAST_LOGITS], images=IMAGES, max_tokens=1)
+    asks = [
+        Ask(TEXT, [{"at": IN_ENCODER, **operation}, LAST_LOGITS], images=IMAGES, max_tokens=1)
+        for operation, _ in cases
+    ]
+    unchanged = reference.last_logits(1, lambda rows: rows)
+    for _ in range(2):  # the second time, keys and values of the same writes are known
+        *replies, before, after = (reply for (reply,) in engine.run([*asks, plain, plain]))
+        for reply, (_, change) in zip(replies, cases, strict=True):
+            expected = reference.last_logits(1, change)
+            assert (expected - unchanged).abs().max() > 0.01
+            torch.testing.assert_close(reply.tensor("last", "logits")[0], expected, rtol=1e-3, atol=1e-4)
+        for reply in (before, after):
+            torch.testing.assert_close(reply.tensor("last", "logits")[0], unchanged, rtol=1e-3, atol=1e-4)
+
+
+def test_the_same_write_in_the_encoder_shares_keys_and_values(
+    engine: Engine, reference: SeeingReference
+) -> None:
+    steer = {"op": "steer", "at": IN_ENCODER, "vector": random_vector(5, WIDTH), "scale": 3}
+    plain = ask(engine).token_ids
+    first, second = ask(engine, steer), ask(engine, steer)
+    assert first.token_ids != plain
+    assert (second.token_ids, second.num_cached_tokens > 0) == (first.token_ids, True)
+    swapped = ask(engine, steer, images=IMAGES[::-1])
+    assert swapped.num_cached_tokens < second.num_cached_tokens
+    assert ask(engine).token_ids == plain == reference.generated()
+
+
+def test_reads_in_the_encoder_see_earlier_writes(engine: Engine, reference: SeeingReference) -> None:
+    rows = reference.encoded(IMAGES[0])[1]
+    reply = ask(
+        engine,
+        {"op": "capture", "at": IN_ENCODER, "name": "before"},
+        {"op": "ablate", "at": IN_ENCODER, "method": "vector", "vector": [2.0] * WIDTH},
+        {"op": "capture", "at": IN_ENCODER, "name": "after"},
+        prompt=f"{IMAGE_TOKEN} the city",
+        images=(IMAGES[0],),
+    )
+    torch.testing.assert_close(reply.tensor("before", IN_ENCODER), rows, rtol=0, atol=1e-4)
+    assert torch.equal(reply.tensor("after", IN_ENCODER), torch.full_like(rows, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("operation", "images", "code", "param"),
+    [
+        ({}, (), ErrorCode.POSITION_OUT_OF_RANGE, "at"),
+        ({"where": {"images": [2]}}, IMAGES, ErrorCode.POSITION_OUT_OF_RANGE, "where.images.0"),
+        ({"at": [IN_ENCODER, VISION]}, IMAGES, ErrorCode.UNSUPPORTED_COMBINATION, "at"),
+        ({"where": {"positions": [0]}}, IMAGES, ErrorCode.UNSUPPORTED_COMBINATION, "where"),
+        ({"where": {"phase": "generated"}}, IMAGES, ErrorCode.CONTRADICTORY_WHERE, "where.phase"),
+        ({"at": "vision.layers.3.output"}, IMAGES, ErrorCode.UNKNOWN_LAYER, "at"),
+        ({"at": "vision.layers.0.mlp.act"}, IMAGES, ErrorCode.UNKNOWN_POINT, "at"),
+        (
+            {"op": "patch", "values": [[0.0] * WIDTH], "where": {"images": [0]}},
+            IMAGES,
+            ErrorCode.INVALID_VALUE,
+            "values",
+        ),
+    ],
+)
+def test_what_is_not_in_the_encoder_is_refused(
+    engine: Engine, operation: dict[str, Any], images: tuple[Image, ...], code: ErrorCode, param: str
+) -> None:
+    with pytest.raises(ApiError) as caught:
+        ask(engine, {"op": "capture", "at": IN_ENCODER, **operation}, images=images)
+    assert (caught.value.code, caught.value.param) == (code, f"interventions.0.{param}")
+
+
+# Last, since its engine ends what the others' needs.
+
+
+def test_chunks_of_an_image_are_as_the_whole(reference: SeeingReference) -> None:
+    with serving(reference.checkpoint, max_num_batched_tokens=24, max_num_seqs=4) as engine:
+        reply = ask(engine, {**CAPTURE, "where": {"phase": "prompt"}})
+        assert_captured(reply, reference.activations())
+        steer = {"op": "steer", "at": AT, "vector": VECTOR, "scale": SCALE, "where": {"images": [1]}}
+        tokens = ask(engine, steer).token_ids
+        whole = ask(engine, {"op": "capture", "at": IN_ENCODER, "name": "c"}).tensor("c", IN_ENCODER)
+    torch.testing.assert_close(whole, reference.encoded(*IMAGES)[1], rtol=0, atol=1e-4)
+    _, second = reference.positions_by_image()
+    assert tokens == reference.generated(second, steered)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -98,6 +99,17 @@ def value_of(link: dict[str, Any]) -> torch.Tensor:
     return torch.from_numpy(numbers.copy()).reshape(link["shape"])
 
 
+def results_of(answer: httpx.Response, *, stream: bool) -> dict[str, Any]:
+    """Return the results of an answer's only choice, of whichever frame of a stream has them."""
+    if not stream:
+        found: dict[str, Any] = answer.json()["choices"][0]["interventions"]["results"]
+        return found
+    frames = [frame.removeprefix("data: ") for frame in answer.text.split("\n\n")]
+    parts = [json.loads(frame) for frame in frames if frame.startswith("{")]
+    of_parts = [choice.get("interventions", {}) for part in parts for choice in part["choices"]]
+    return {name: one for part in of_parts for name, one in part.get("results", {}).items()}
+
+
 def test_a_chat_about_images_is_answered_as_by_transformers(seeing: Seeing) -> None:
     answer = seeing.chat(two_images()).json()
     expected = seeing.reference.generated(text=RENDERED)
@@ -167,6 +179,25 @@ def test_images_larger_than_a_text_may_be_are_taken_by_all_routes(seeing: Seeing
 def test_capabilities_list_the_rows_of_images(seeing: Seeing) -> None:
     points = seeing.clients[0].get("/v1/capabilities").json()["points"]
     assert {"vision.output", "embed.output"} <= {point["name"] for point in points}
+
+
+def test_each_tenant_reads_the_encoder_for_its_own_image(seeing: Seeing) -> None:
+    at = "vision.layers.0.output"
+    points = {one["name"]: one for one in seeing.clients[0].get("/v1/capabilities").json()["points"]}
+    assert points["vision.layers.*.output"]["layers"] == [0, 1, 2]
+    read = {"op": "capture", "at": at, "where": {"images": [0]}, "name": "c", "dtype": "float32"}
+    named = image_part(data_url(picture(8)), uuid="dog")
+    again = {"type": "image_url", "image_url": None, "uuid": "dog"}
+    (rows, *_) = seeing.reference.encoded(picture(8))
+    for part, client in ((named, 0), (again, 0), (named, 1)):
+        for stream in (False, True):
+            body = {"interventions": [read], "max_tokens": 2, "stream": stream, "temperature": 0}
+            turn = {"role": "user", "content": [part, text_part(" good")]}
+            answer = seeing.post(CHAT, client=client, messages=[turn], **body)
+            assert answer.status_code == 200
+            found = results_of(answer, stream=stream)["c"]
+            assert found["positions"] == [*range(len(rows))]
+            torch.testing.assert_close(value_of(found["points"][at]), rows, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any, Final
 import pytest
 import torch
 
+from nnsight_engine.envoys.architectures.errors import UnknownPointError
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.engine_kinds import options_of_process
 from tests.e2e.seeing_reference import IMAGES, LAYER, NUM_TOKENS, TEXT, SeeingReference
@@ -83,6 +84,13 @@ def test_requests_with_and_without_images_are_as_if_alone(model: VLLM, reference
     assert_close(seen, reference.activations()[AT])
     ids = reference.processor.tokenizer.encode(" Rome is good")
     assert_close(read, reference_activations(reference.checkpoint, ids)[AT])
+
+
+def test_points_of_images_are_those_of_operations(model: VLLM) -> None:
+    for name in ("vision.layers.0.output", "vision.output"):
+        assert name not in model.points()
+        with pytest.raises(UnknownPointError, match="operations only"):
+            model.points[name]
 
 
 def test_images_are_given_once(model: VLLM) -> None:

@@ -50,6 +50,7 @@ class Architecture:
         has_logits: Whether the model itself returns logits of tokens.
         rename: Aliases of its modules.
         envoys: Envoy classes by module class.
+        num_encoder_layers: Number of blocks of the vision encoder; 0 if their place is not known.
     """
 
     family: TransformersFamily
@@ -61,6 +62,7 @@ class Architecture:
     has_logits: bool
     rename: Mapping[str, str]
     envoys: Mapping[type[torch.nn.Module], type[Envoy]]
+    num_encoder_layers: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -176,6 +178,7 @@ def architecture_of(module: torch.nn.Module) -> Architecture | None:
         has_logits=any(hasattr(module, name) for name in _HEADS_OF_MODELS),
         rename=_rename(module, body, family, layers),
         envoys={kind: envoy for layer in layers for kind, envoy in _envoys(layer, family).items()},
+        num_encoder_layers=_num_children(module, family.encoder) if family.encoder else 0,
     )
 
 
@@ -201,6 +204,10 @@ def _is_from_transformers(module: torch.nn.Module) -> bool:
         (base.__module__, base.__name__) == ("transformers.modeling_utils", "PreTrainedModel")
         for base in type(module).__mro__
     )
+
+
+def _num_children(module: torch.nn.Module, path: str) -> int:
+    return len(list(module.get_submodule(path).children()))
 
 
 def _layers(module: torch.nn.Module, body: str, family: TransformersFamily) -> torch.nn.ModuleList | None:

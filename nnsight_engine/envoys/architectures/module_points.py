@@ -122,6 +122,32 @@ class CopiedInputPoint(ModulePoint):
         return super().read()
 
 
+class EncoderPoint(ModulePoint):
+    """The output of a block of the vision encoder, ``[…, patches, width]`` over the images of all invokes.
+
+    Its first axis has no row of the batch, so it is offered only where there is nothing to divide.
+    """
+
+    def read(self) -> torch.Tensor:
+        """Wait for the value and return it."""
+        self._check_alone()
+        return super().read()
+
+    def write(self, value: torch.Tensor) -> None:
+        """Wait for the value and replace it."""
+        self._check_alone()
+        super().write(value)
+
+    def _check_alone(self) -> None:
+        mediator = self.envoy.interleaver.current
+        group = None if mediator is None else mediator.batch_group
+        if group is not None and not self.envoy.interleaver.batcher.covers_batch(group):
+            raise PointValueError(
+                f"{self.name} has the patches of the images of all invokes, which the encoder takes as one "
+                "batch; trace each prompt apart"
+            )
+
+
 class TokenShape:
     """Records the number of rows and tokens in the running step; watches the inputs of the layers.
 

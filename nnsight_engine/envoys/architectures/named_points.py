@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from api_schemas.errors import ApiError
-from api_schemas.points import PointPattern
+from api_schemas.points import ENCODER_BLOCK, PointPattern, point_name
 from nnsight_engine.envoys.architectures.errors import UnknownPointError
 
 if TYPE_CHECKING:
@@ -45,6 +45,10 @@ class NamedPoints(ABC):
     @abstractmethod
     def _points_after_layers(self) -> list[str]:
         """Return the points after the layers."""
+
+    def _num_encoder_layers(self) -> int:
+        """Return the number of blocks of a vision encoder that are points."""
+        return 0
 
     @abstractmethod
     def _found(self, name: str) -> PointAccess:
@@ -87,7 +91,7 @@ class NamedPoints(ABC):
 
     def __repr__(self) -> str:
         """List the points, those of all layers in one line per leaf."""
-        num_layers = self._num_layers()
+        num_layers, encoder = self._num_layers(), self._encoder_names()
         lines = _joined(
             num_layers,
             lambda layer: [self._shaped(f"layers.{layer}.{leaf}") for leaf in self._leaves(layer)],
@@ -95,6 +99,7 @@ class NamedPoints(ABC):
         return "\n".join(
             [
                 f"points of {num_layers} layers:",
+                *([f"{point_name(ENCODER_BLOCK)} {self._point(encoder[0]).shape}"] if encoder else []),
                 *map(self._shaped, self._points_before_layers()),
                 *(f"layers.*.{line}" for line in lines),
                 *map(self._shaped, self._points_after_layers()),
@@ -105,7 +110,11 @@ class NamedPoints(ABC):
         """Return the points that begin with ``prefix``, as attributes."""
         return PointGroup(self, prefix)
 
+    def _encoder_names(self) -> list[str]:
+        return [point_name(ENCODER_BLOCK, layer) for layer in range(self._num_encoder_layers())]
+
     def _names(self) -> Iterator[str]:
+        yield from self._encoder_names()
         yield from self._points_before_layers()
         for layer in range(self._num_layers()):
             yield from (f"layers.{layer}.{leaf}" for leaf in self._leaves(layer))
@@ -123,7 +132,9 @@ class NamedPoints(ABC):
     def _parsed(self, name: str) -> tuple[int, str]:
         """Return the layer, counted from 0, and the leaf of a layer's point; raise UnknownPointError."""
         try:
-            found = PointPattern.parse(name).resolve(self._num_layers())
+            pattern = PointPattern.parse(name)
+            is_in_encoder = pattern.leaf == ENCODER_BLOCK
+            found = pattern.resolve(self._num_encoder_layers() if is_in_encoder else self._num_layers())
         except ApiError as error:
             raise self._unknown(name) from error
         if len(found) != 1 or found[0].layer < 0:
@@ -131,7 +142,8 @@ class NamedPoints(ABC):
         return found[0].layer, found[0].leaf
 
     def _unknown(self, name: str) -> UnknownPointError:
-        whole = ", ".join([*self._points_before_layers(), *self._points_after_layers()])
+        encoder = [point_name(ENCODER_BLOCK)] if self._num_encoder_layers() else []
+        whole = ", ".join([*encoder, *self._points_before_layers(), *self._points_after_layers()])
         num_layers = self._num_layers()
         leaves = _joined(num_layers, self._leaves)
         return UnknownPointError(

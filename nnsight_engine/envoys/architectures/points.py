@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from api_schemas.points import ENCODER_BLOCK
 from nnsight_engine.core import leaves as leaf_names
 from nnsight_engine.envoys.architectures.architecture import input_width, missing_for
 from nnsight_engine.envoys.architectures.errors import NoStandardPointsError
 from nnsight_engine.envoys.architectures.expert_points import ExpertIdsPoint, ExpertWeightsPoint
 from nnsight_engine.envoys.architectures.module_points import (
     CopiedInputPoint,
+    EncoderPoint,
     FlattenedPoint,
     LogitsPoint,
     ModulePoint,
@@ -94,6 +96,9 @@ class Points(NamedPoints):
     def _num_layers(self) -> int:
         return self._known().num_layers
 
+    def _num_encoder_layers(self) -> int:
+        return self._known().num_encoder_layers
+
     def _leaves(self, layer: int) -> list[str]:
         architecture = self._known()
         leaves, has_pattern = architecture.leaves[layer], architecture.has_pattern(layer)
@@ -116,6 +121,15 @@ class Points(NamedPoints):
         if name == LOGITS and architecture.has_logits:
             return LogitsPoint(self._root, (self._config().vocab_size,))
         layer, leaf = self._parsed(name)
+        return self._encoder_point(name, layer) if leaf == ENCODER_BLOCK else self._leaf(name, layer, leaf)
+
+    def _encoder_point(self, name: str, layer: int) -> EncoderPoint:
+        block = self._envoy(f"{self._known().family.encoder}.{layer}")
+        config: Any = self._root._module.config
+        return EncoderPoint(name, block, "output", WHOLE, (config.vision_config.hidden_size,))
+
+    def _leaf(self, name: str, layer: int, leaf: str) -> PointAccess:
+        architecture = self._known()
         place = architecture.leaves[layer].get(leaf)
         if leaf == leaf_names.PATTERN and place is None:
             if not architecture.has_pattern(layer):

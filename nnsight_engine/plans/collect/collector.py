@@ -74,10 +74,15 @@ class RequestCollector:
         """Return results of the first ``num_delivered_tokens`` tokens that were not returned yet, or None."""
         # The token at index k was sampled at position prompt_len - 1 + k.
         last_position = self._plan.prompt_len + num_delivered_tokens - 2
-        ready = [record for record in self._waiting if record.positions[-1] <= last_position]
+        ready: list[StepRecord] = []
+        waiting: list[StepRecord] = []
+        for record in self._waiting:
+            # Images are encoded before the first token.
+            is_due = self._plan.ops[record.op].is_in_encoder or record.positions[-1] <= last_position
+            (ready if is_due else waiting).append(record)
         if not ready:
             return None
-        self._waiting = [record for record in self._waiting if record.positions[-1] > last_position]
+        self._waiting = waiting
         return CollectedResults(results=assemble(self._plan, self._spec, ready), final=False)
 
     def take_final(self, generated_token_ids: Sequence[int]) -> CollectedResults:
@@ -144,7 +149,9 @@ class RequestCollector:
 def _matching_positions(
     op: PlannedOp, plan: RequestPlan, positions: Positions, token_ids: Positions
 ) -> list[int]:
-    """Return the computed positions that match the operation's rule."""
+    """Return the computed positions that match the operation's rule, or the rows of images that it names."""
+    if op.is_in_encoder:
+        return list(op.where.positions or ())
     parts = None if plan.answer is None else plan.answer.parts(token_ids, plan.prompt_len)
     named = evaluate(op.where, positions, token_ids, plan.prompt_len, parts)
     if op.sites[0] == SAMPLES:

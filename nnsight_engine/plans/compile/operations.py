@@ -13,7 +13,7 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import excerpt
 from api_schemas.interventions import Operation
 from api_schemas.operations import Ablate, Capture, LogitLens, Patch, Probe, Steer
-from api_schemas.points import VISION
+from api_schemas.points import ENCODER_BLOCK, VISION
 from nnsight_engine.core.dtypes import LARGEST
 from nnsight_engine.core.leaves import EXPERTS, PATTERN, ROUTER
 from nnsight_engine.core.model_spec import ModelSpec
@@ -28,7 +28,12 @@ from nnsight_engine.plans.compile.tensors import (
     read_tensor,
     reorder_rows,
 )
-from nnsight_engine.plans.compile.where_clause import Named, compile_where, resolve_positions
+from nnsight_engine.plans.compile.where_clause import (
+    Named,
+    compile_encoder_rows,
+    compile_where,
+    resolve_positions,
+)
 from nnsight_engine.plans.request_plan import (
     SAMPLES,
     OperationKind,
@@ -39,6 +44,7 @@ from nnsight_engine.plans.request_plan import (
 )
 from nnsight_engine.plans.where import may_generate
 
+_ENCODER: Final = ENCODER_BLOCK.removesuffix("output")
 _NEEDS_DIRECTION: Final = frozenset({"norm_match", "project_out", "clamp"})
 _SCALED: Final = frozenset({OperationKind.ADD, OperationKind.REPLACE})
 _ABLATIONS: Final = {"zero": OperationKind.ZERO, "mean": OperationKind.MEAN, "vector": OperationKind.REPLACE}
@@ -70,15 +76,18 @@ class OperationCompiler:
         Raises:
             ApiError: The operation is invalid for this model or prompt.
         """
-        op = self._on_images(op, param)
-        named = compile_where(op.where, self._scope, f"{param}.where")
+        if self._is_in_encoder(op, param):
+            named = compile_encoder_rows(op.where, self._scope, f"{param}.where")
+        else:
+            op = self._on_images(op, param)
+            named = compile_where(op.where, self._scope, f"{param}.where")
         match op:
             case Steer():
                 planned = self._steer(op, named, param)
             case Ablate():
                 planned = self._ablate(op, named, param)
             case Patch():
-                planned = self._patch(op, param)
+                planned = self._patch(op, named, param)
             case Capture():
                 planned = self._capture(op, named, name, param)
             case Probe():
@@ -87,9 +96,32 @@ class OperationCompiler:
                 planned = self._lens(op, named, name, param)
         return planned, named
 
+    def _is_in_encoder(self, op: Operation, param: str) -> bool:
+        """Return whether an operation acts in the vision encoder."""
+        points = _points(op)
+        inside = [point.startswith(_ENCODER) for point in points]
+        if any(inside) and not all(inside):
+            raise ApiError(
+                ErrorCode.UNSUPPORTED_COMBINATION,
+                f"{_ENCODER}* has rows for the patches of images; name it in operations of its own.",
+                f"{param}.at",
+            )
+        if not any(inside):
+            return False
+        if not self._scope.media.images:
+            raise self._without_images(points[0], param)
+        return True
+
+    def _without_images(self, point: str, param: str) -> ApiError:
+        return ApiError(
+            ErrorCode.POSITION_OUT_OF_RANGE,
+            f"This prompt has no images, and so no {excerpt(point)}.",
+            f"{param}.at",
+        )
+
     def _on_images(self, op: Operation, param: str) -> Operation:
         """Return an operation at the rows of images with these as its positions, and any other as it is."""
-        points = [] if isinstance(op, LogitLens) else [op.at] if isinstance(op.at, str) else op.at
+        points = _points(op)
         if VISION not in points:
             return op
         if len(points) > 1:
@@ -102,11 +134,7 @@ class OperationCompiler:
             return op
         num_images = len(self._scope.media.images)
         if not num_images:
-            raise ApiError(
-                ErrorCode.POSITION_OUT_OF_RANGE,
-                f"This prompt has no images, and so no {VISION}.",
-                f"{param}.at",
-            )
+            raise self._without_images(VISION, param)
         where = op.where.model_copy(update={"images": [*range(num_images)]})
         return op.model_copy(update={"where": where})
 
@@ -145,7 +173,7 @@ class OperationCompiler:
                 f"{param}.method",
             )
         units = None if op.units is None else _units(op.units, min(widths), f"{param}.units")
-        if kind is OperationKind.MEAN:
+        if kind is OperationKind.MEAN and not sites[0].is_in_encoder:
             self._check_mean(named, param)
         return PlannedOp(kind, sites, named.rule, tensor=key, units=units)
 
@@ -181,7 +209,7 @@ class OperationCompiler:
                 f"{param}.where",
             )
 
-    def _patch(self, op: Patch, param: str) -> PlannedOp:
+    def _patch(self, op: Patch, named: Named, param: str) -> PlannedOp:
         where, path = op.where, f"{param}.where"
         others = (where.range, where.tokens, where.scope, where.exclude)
         if any(one is not None for one in others) or (where.positions and where.images):
@@ -191,7 +219,10 @@ class OperationCompiler:
                 "`images`, and `phase` only.",
                 path,
             )
-        if where.images:
+        in_encoder = _points(op)[0].startswith(_ENCODER)
+        if where.images and in_encoder:
+            positions = self._scope.encoder_rows(where.images, f"{path}.images")
+        elif where.images:
             positions = self._scope.image_positions(where.images, f"{path}.images")
         else:
             positions = resolve_positions(
@@ -216,7 +247,7 @@ class OperationCompiler:
         self._check_experts(sites, tensor, f"{param}.values")
         check_range(tensor, 1.0, self._spec.dtype, f"{param}.values")
         order = sorted(range(len(positions)), key=positions.__getitem__)
-        rule = WhereRule(positions=tuple(positions[index] for index in order))
+        rule = named.rule if in_encoder else WhereRule(positions=tuple(positions[i] for i in order))
         return PlannedOp(OperationKind.PATCH, sites, rule, tensor=self._keep(reorder_rows(tensor, order)))
 
     def _capture(self, op: Capture, named: Named, name: str, param: str) -> PlannedOp:
@@ -310,6 +341,12 @@ class OperationCompiler:
         key = tensor.key()
         self.tensors[key] = tensor
         return key
+
+
+def _points(op: Operation) -> list[str]:
+    if isinstance(op, LogitLens):
+        return []
+    return [op.at] if isinstance(op.at, str) else op.at
 
 
 def _units(units: list[int], width: int, param: str) -> tuple[int, ...]:

@@ -113,6 +113,7 @@ def compile_request(  # noqa: PLR0913 - keywords but the first
         stream=stream,
         fingerprint=_fingerprint(planned, scope),
         answer=scope.answer if any(op.where.names_part for op in planned) else None,
+        images=scope.images_in_encoder() if any(op.is_in_encoder for op in planned) else (),
     )
     return CompiledRequest(plan, compiler.tensors, needs_prompt)
 
@@ -200,7 +201,7 @@ def _fingerprint(planned: list[PlannedOp], scope: CompileScope) -> str:
     if not writes:
         return ""
     digest = hashlib.sha256(msgspec.msgpack.encode(writes))
-    if any(_has_phase(op.where) or op.where.names_part for op in writes):
+    if any((_has_phase(op.where) and not op.is_in_encoder) or op.where.names_part for op in writes):
         digest.update(f"prompt_len:{scope.prompt_len}".encode())
     if any(op.kind is OperationKind.MEAN for op in writes):
         digest.update(b"prompt:")

@@ -7,6 +7,7 @@ since most requests need none.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -15,10 +16,12 @@ import numpy.typing as npt
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import excerpt
+from api_schemas.points import ENCODER_BLOCK
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.token_texts import NoSuchTokenError
 from nnsight_engine.plans.answer_parts import NO_MARKERS, AnswerMarkers, Part, Parts, PlannedAnswer
 from nnsight_engine.plans.prompt_media import NO_MEDIA, PromptMedia
+from nnsight_engine.plans.request_plan import PlannedImage
 
 TokenOf = Callable[[str], int]
 """Maps a text to the id of its single token, see ``core.token_texts``; raises NoSuchTokenError."""
@@ -103,6 +106,27 @@ class CompileScope:
             ApiError: ``position_out_of_range``: the prompt has no such image.
         """
         images = self.media.images
+        named = self._image_numbers(indexes, param)
+        return [position for index in named for span in images[index] for position in range(*span)]
+
+    def images_in_encoder(self) -> tuple[PlannedImage, ...]:
+        """Return the prompt's images as the vision encoder sees them."""
+        leaf = self.spec.leaf(ENCODER_BLOCK)
+        num_patches = 1 if leaf is None else leaf.num_patches
+        return tuple(
+            PlannedImage(spans, num_patches * sum(stop - start for start, stop in spans))
+            for spans in self.media.images
+        )
+
+    def encoder_rows(self, indexes: Sequence[int], param: str) -> list[int]:
+        """Return the numbers of the images' rows in the vision encoder, as ``image_positions`` does."""
+        images = self.images_in_encoder()
+        stops = list(itertools.accumulate(image.num_rows for image in images))
+        named = self._image_numbers(indexes, param)
+        return [row for index in named for row in range(stops[index] - images[index].num_rows, stops[index])]
+
+    def _image_numbers(self, indexes: Sequence[int], param: str) -> list[int]:
+        images = self.media.images
         named: dict[int, None] = {}
         for number, index in enumerate(indexes):
             if not -len(images) <= index < len(images):
@@ -113,7 +137,7 @@ class CompileScope:
                     f"{param}.{number}",
                 )
             named[index % len(images)] = None
-        return [position for index in named for span in images[index] for position in range(*span)]
+        return list(named)
 
     def token_id(self, token: str | int, param: str) -> int:
         """Return the id of a token given by id or by text.

@@ -10,7 +10,7 @@ from typing import Final
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import excerpt
-from api_schemas.points import MODEL_POINTS, LayerSelection, Point, PointPattern, resolve_layer
+from api_schemas.points import MODEL_POINTS, LayerSelection, Point, PointPattern, point_name, resolve_layer
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.plans.request_plan import PlannedSite
 
@@ -78,7 +78,7 @@ def leaf_of(site: PlannedSite, spec: ModelSpec) -> LeafSpec:
 
 def _in_layers(pattern: PointPattern, text: str, spec: ModelSpec, param: str) -> list[Point]:
     """Return the points of a pattern, in those of its layers that have the leaf; raises if none has."""
-    points = pattern.resolve(spec.num_layers, param)
+    points = pattern.resolve(spec.num_layers_of(pattern.leaf), param)
     found = [point for point in points if spec.leaf(point.leaf, point.layer) is not None]
     if not found:
         having = ", ".join(str(layer) for layer in spec.layers_of(pattern.leaf))
@@ -130,4 +130,4 @@ def _canonical_site(site: PlannedSite) -> PlannedSite:
 
 
 def _form(leaf: LeafSpec) -> str:
-    return leaf.name if leaf.name in MODEL_POINTS else f"layers.*.{leaf.name}"
+    return point_name(leaf.name)

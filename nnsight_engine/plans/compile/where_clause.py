@@ -60,6 +60,35 @@ def compile_where(where: Where, scope: CompileScope, param: str) -> Named:
     return Named(rule, len(named), int(named[-1]) if len(named) else -1)
 
 
+def compile_encoder_rows(where: Where, scope: CompileScope, param: str) -> Named:
+    """Resolve the clause of an operation in the vision encoder, whose rows are patches of images.
+
+    Its rule has the numbers of the rows as positions, and no row of an answer.
+
+    Raises:
+        ApiError: ``unsupported_combination``: it names anything but images. ``position_out_of_range``: the
+            prompt has no such image, or none. ``empty_where`` or ``contradictory_where``.
+    """
+    others = (where.positions, where.range, where.tokens, where.scope, where.exclude)
+    if any(one is not None for one in others):
+        raise ApiError(
+            ErrorCode.UNSUPPORTED_COMBINATION,
+            "In the vision encoder rows are patches of an image, which have no position and no token; "
+            "name whole images with `images`.",
+            param,
+        )
+    if where.phase == "generated":
+        raise ApiError(
+            ErrorCode.CONTRADICTORY_WHERE, "No image is generated; leave out `phase`.", f"{param}.phase"
+        )
+    if where.images is not None:
+        _refuse_empty(where.images, f"{param}.images")
+    images = where.images if where.images is not None else [*range(len(scope.media.images))]
+    rows = scope.encoder_rows(images, f"{param}.images")
+    rule = WhereRule(phase="prompt", positions=tuple(sorted(rows)))
+    return Named(rule, len(rows), last_prompt=-1)
+
+
 def resolve_positions(positions: list[int], phase: str, scope: CompileScope, param: str) -> list[int]:
     """Return absolute positions, in the order given; raise ApiError ``position_out_of_range``."""
     resolved = []

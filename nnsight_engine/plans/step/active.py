@@ -74,7 +74,7 @@ class ActiveRequest:
     Once a request has had drafts, the worker does not know how many of its rows were accepted:
     ``end_position`` is a lower bound then, which moves by the rows that are no drafts. ``charged_position``
     is where rows begin whose captures have not been charged; ``num_drafts`` is the number of drafts of its
-    last step.
+    last step. ``encoded`` are the images for which the vision encoder has run with the request's operations.
     """
 
     request_id: str
@@ -97,6 +97,7 @@ class ActiveRequest:
     patterns: PatternState = dataclasses.field(default_factory=PatternState)
     failed: set[str] = dataclasses.field(default_factory=set)
     answer: AnswerTracker | None = None
+    encoded: set[int] = dataclasses.field(default_factory=set)
 
     def info(self) -> StepInfo:
         """Return the progress so far, for the response's provenance."""
@@ -258,7 +259,7 @@ class Registrar:
 
     def _width(self, site: PlannedSite) -> int:
         leaf = self._context.spec.leaf(site.leaf, site.layer)
-        if leaf is None or site.layer >= self._context.spec.num_layers:
+        if leaf is None or site.layer >= self._context.spec.num_layers_of(site.leaf):
             raise InterventionError("unknown_point", f"the model has no point {site}")
         return leaf.width
 

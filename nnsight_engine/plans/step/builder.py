@@ -84,7 +84,49 @@ class StepBuilder:
         self._last = plan
         return plan
 
+    def plan_image(self, request: ActiveRequest, image: int) -> StepPlan:
+        """Return the plan of what a request's operations do while the vision encoder runs for one image.
+
+        Its rows are those of the image, and its positions their numbers among those of all images. A mean is
+        taken over the named rows of the image. What was read before is not read again.
+        """
+        plan = StepPlan({}, KernelFactory(self._context.device))
+        before, own = request.plan.images[:image], request.plan.images[image]
+        start = sum(one.num_rows for one in before)
+        span = Span(request, 0, own.num_rows, start, np.empty(0, np.int32))
+        stages: dict[SiteKey, int] = defaultdict(int)
+        reserved, work = StepBytes(), []
+        for active in request.ops:
+            op = active.op
+            if not op.is_in_encoder or (op.reads and image in request.encoded):
+                continue
+            offsets = np.asarray(op.where.positions, np.int64) - start
+            offsets = offsets[(offsets >= 0) & (offsets < own.num_rows)]
+            if op.reduce == "last":
+                offsets = offsets[-1:]
+            if not len(offsets):
+                continue
+            numbers = tuple(stages[key] for key in active.keys)
+            for key, site_index in zip(active.keys, range(len(op.sites)), strict=True):
+                stages[key] += 1
+                request.means.pop((active.index, site_index), None)  # that of another image
+            work.append(OperationRows(span, active, offsets, numbers, offsets))
+            self._context.count_rows(reserved, op, len(offsets))
+        new = self._new_reductions(request, work)
+        if self._reserve(span, reserved, sum(new.values())):
+            request.reductions.update(new)
+            plan.reserved[request.request_id] = reserved
+        else:
+            work = [item for item in work if not item.active.op.reads]
+        self._plan_writes_and_reads(plan, work)
+        for group in plan.reads:
+            for piece in group.slices:
+                piece.first = start
+        request.encoded.add(image)
+        return plan
+
     def _rows_of(self, span: Span, plan: StepPlan) -> list[OperationRows]:
+        _check_encoded(span)
         if span.request.failure is not None:
             return []
         work: list[OperationRows] = []
@@ -93,6 +135,8 @@ class StepBuilder:
         patterns: list[PatternRows] = []
         parts = _parts_of(span)
         for active in span.request.ops:
+            if active.op.is_in_encoder:
+                continue
             offsets, is_masked = named_offsets(span, active, parts)
             mask = self._mask(span, active, offsets, parts) if is_masked else None
             if active.op.captures_patterns:
@@ -268,6 +312,18 @@ class StepBuilder:
         plan.reads.append(group)
 
 
+def _check_encoded(span: Span) -> None:
+    """Fail a request of whose images one enters the step without having been encoded with its operations."""
+    for number, image in enumerate(span.request.plan.images):
+        enters = any(start < span.stop and span.start < stop for start, stop in image.spans)
+        if enters and number not in span.request.encoded:
+            span.request.fail(
+                "intervention_failed",
+                f"image {number} was not encoded with this request's operations, so the answer is not what "
+                "was asked for; this is a defect of the server, please report it",
+            )
+
+
 def _parts_of(span: Span) -> RowParts | None:
     """Return the parts of the answer to which the span's rows belong; None if no operation names one."""
     tracker = span.request.answer
@@ -310,7 +366,7 @@ def _write_member(item: OperationRows, site_index: int, key: SiteKey) -> KernelM
         positions = np.asarray(op.where.positions, np.int64)
         member.patch_rows = np.searchsorted(positions, absolute).astype(np.int64)
     if op.kind is OperationKind.MEAN:
-        member.source_rows = mean_rows(item, key)
+        member.source_rows = item.rows if op.is_in_encoder else mean_rows(item, key)
     return member
 
 

@@ -115,7 +115,8 @@ class KernelGroup:
 class ReadSlice:
     """One request's rows in a read group's buffers, from ``start`` to ``stop``.
 
-    ``offsets`` are the offsets of the rows in the request's span.
+    ``offsets`` are the offsets of the rows in the request's span. ``first`` is the position of that span's
+    first row where it was computed before the step, in the vision encoder.
     """
 
     request: ActiveRequest
@@ -123,6 +124,7 @@ class ReadSlice:
     start: int
     stop: int
     offsets: npt.NDArray[np.int64]
+    first: int | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -222,6 +224,13 @@ class StepPlan:
         for group in groups:
             group.run(hidden, residual)
         self.spent_s += time.monotonic() - begin
+
+    def take_over(self, earlier: StepPlan) -> None:
+        """Deliver what an earlier plan has read, in the vision encoder, with this step's results."""
+        self.reads += earlier.reads
+        self.spent_s += earlier.spent_s
+        for request_id, reserved in earlier.reserved.items():
+            self.reserved.setdefault(request_id, StepBytes()).scratch += reserved.scratch
 
     def add_mask(self, mask: torch.Tensor) -> int:
         """Add a mask; return its index."""

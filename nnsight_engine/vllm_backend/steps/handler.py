@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from nnsight_engine.families.engine_family import EngineFamily
 
 _LOG: Final = logging.getLogger(__name__)
+_IMAGE: Final = "image"
 
 ModelOutput = Any
 """Hidden states ``[rows, hidden]``, in a tuple with those of inner layers where a draft model reads them; on
@@ -231,6 +232,36 @@ class StepHandler:
             set(self.interventions.live),
             {*due_prompt_logprobs, *new},
         )
+
+    def encode(
+        self,
+        inputs: Mapping[str, Sequence[int]],
+        features_of: Callable[[str], Sequence[Any]],
+        run: Callable[[dict[str, list[int]]], Any],
+    ) -> None:
+        """Run the vision encoder before a step, for each image with operations inside apart.
+
+        Args:
+            inputs: The indices of the media to encode, by request.
+            features_of: Returns the media of a request.
+            run: Runs the encoder for some of ``inputs``.
+        """
+        others: dict[str, list[int]] = {}
+        for request_id, indices in inputs.items():
+            features = features_of(request_id)
+            for index in indices:
+                if features[index].modality != _IMAGE or not self.interventions.enters_encoder(request_id):
+                    others.setdefault(request_id, []).append(index)
+                    continue
+                image = sum(one.modality == _IMAGE for one in features[:index])
+                with self.interventions.encoding(request_id, image):
+                    run({request_id: [index]})
+        if others:
+            run(others)
+
+    def enters_encoder(self, request_ids: Iterable[str]) -> bool:
+        """Return whether any of the requests has operations in the vision encoder."""
+        return any(map(self.interventions.enters_encoder, request_ids))
 
     @property
     def is_idle(self) -> bool:

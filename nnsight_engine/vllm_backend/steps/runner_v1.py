@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -103,10 +104,12 @@ class V1RunnerMixin(SeededChunksMixin, AdaptersMixin):
     _samples: ReplayedSamples
     _scheduled: SchedulerOutput
 
+    encoder_cudagraph_manager: Any
     execute_model_state: Any
     intermediate_tensors: Any
     num_prompt_logprobs: dict[str, int]
     is_pooling_model: bool
+    requests: dict[str, Any]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model with its interventions."""
@@ -179,6 +182,27 @@ class V1RunnerMixin(SeededChunksMixin, AdaptersMixin):
             zero_blocks(self, block_ids)
         else:
             super()._zero_block_ids(block_ids)  # type: ignore[misc]
+
+    def _execute_mm_encoder(self, scheduler_output: Any) -> Any:
+        """Run the vision encoder, with the operations inside it."""
+        execute = super()._execute_mm_encoder  # type: ignore[misc]
+        inputs = scheduler_output.scheduled_encoder_inputs
+        if not self.handler.enters_encoder(inputs):
+            return execute(scheduler_output)
+        found: list[Any] = []
+
+        def run(chosen: dict[str, list[int]]) -> None:
+            part = copy.copy(scheduler_output)
+            part.scheduled_encoder_inputs = chosen
+            found.extend(execute(part))
+
+        # A graph would be replayed without hooks.
+        graphs, self.encoder_cudagraph_manager = self.encoder_cudagraph_manager, None
+        try:
+            self.handler.encode(inputs, lambda request_id: self.requests[request_id].mm_features, run)
+        finally:
+            self.encoder_cudagraph_manager = graphs
+        return found
 
     def _determine_batch_execution_and_padding(self, **options: Any) -> Any:
         decide = super()._determine_batch_execution_and_padding  # type: ignore[misc]

@@ -124,6 +124,21 @@ class V2RunnerMixin(AdaptersMixin):
         self.handler = StepHandler(loaded, self.vllm_config, self.device)  # type: ignore[attr-defined]
         self._samples = ReplayedSamples()
         self.known_ids = KnownIds()
+        state = self.model_state  # type: ignore[attr-defined] # vLLM's runner has it
+        state.execute_mm_encoder = functools.partial(self._encode, state, state.execute_mm_encoder)
+
+    def _encode(self, state: Any, execute: Callable[[Any], None], inputs: dict[str, list[int]]) -> None:
+        """Run the vision encoder, with the operations inside it."""
+        if not self.handler.enters_encoder(inputs):
+            execute(inputs)
+            return
+        runner = state.encoder_runner
+        # A graph would be replayed without hooks.
+        graphs, runner.cudagraph_manager = runner.cudagraph_manager, None
+        try:
+            self.handler.encode(inputs, state.encoder_cache.mm_features.__getitem__, execute)
+        finally:
+            runner.cudagraph_manager = graphs
 
     @property
     def due_prompt_logprobs(self) -> Collection[str]:

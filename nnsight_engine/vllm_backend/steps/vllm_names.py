@@ -59,7 +59,8 @@ _WORKER: Final = (
     _used(
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
         "vllm.v1.worker.cpu_model_runner:CPUModelRunner",
-        read="compilation_config device discard_request_mask execute_model_state input_batch "
+        read="compilation_config device discard_request_mask encoder_cudagraph_manager execute_model_state "
+        "input_batch "
         "input_ids intermediate_tensors is_pooling_model kv_cache_config max_num_tokens num_prompt_logprobs "
         "requests use_async_scheduling vllm_config",
         called={
@@ -78,6 +79,7 @@ _WORKER: Final = (
             "_determine_batch_execution_and_padding": "*, num_tokens, num_reqs, "
             "num_scheduled_tokens_np, max_num_scheduled_tokens, force_eager=False, "
             "force_uniform_decode=None, **others",
+            "_execute_mm_encoder": "scheduler_output",
             "_sample": "logits, spec_decode_metadata, **others",
             "_bookkeeping_sync": "scheduler_output, sampler_output, logits, hidden_states, "
             "num_scheduled_tokens, **others",
@@ -89,7 +91,7 @@ _WORKER: Final = (
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner",
         "vllm.v1.worker.cpu.model_runner:CPUModelRunner",
         read="compilation_config cudagraph_manager device kv_block_zeroer kv_cache_config model "
-        "prompt_logprobs_worker uses_inputs_embeds vllm_config",
+        "model_state prompt_logprobs_worker uses_inputs_embeds vllm_config",
         called={"_dummy_run": "num_tokens", "_init_kv_zero_meta": ""},
         overridden={
             "load_model": "load_dummy_weights=False, **others",
@@ -107,6 +109,13 @@ _WORKER: Final = (
         read="idx_mapping_np input_ids num_computed_tokens_np num_draft_tokens num_draft_tokens_per_req "
         "num_scheduled_tokens num_tokens num_tokens_after_padding prefill_len_np req_ids",
     ),
+    _used(
+        "vllm.v1.worker.gpu.model_states.interface:ModelState",
+        read="encoder_cache encoder_runner",
+        called={"execute_mm_encoder": "scheduled_encoder_inputs"},
+    ),
+    _used("vllm.v1.worker.gpu.mm.encoder_runner:EncoderRunner", read="cudagraph_manager"),
+    _used("vllm.v1.worker.gpu.mm.encoder_cache:EncoderCache", read="mm_features"),
     _used(
         "vllm.v1.worker.gpu.sample.prompt_logprob:PromptLogprobsWorker",
         read="in_progress_prompt_logprobs uses_prompt_logprobs",
@@ -137,7 +146,7 @@ _WORKER: Final = (
         "vllm.v1.worker.gpu_input_batch:InputBatch",
         read="generators num_computed_tokens_cpu num_reqs req_id_to_index req_ids token_ids_cpu",
     ),
-    _used("vllm.v1.worker.gpu_input_batch:CachedRequestState", read="num_prompt_tokens"),
+    _used("vllm.v1.worker.gpu_input_batch:CachedRequestState", read="mm_features num_prompt_tokens"),
     _used("vllm.v1.utils:CpuGpuBuffer", read="gpu np"),
     _used(
         "vllm.forward_context",
@@ -291,8 +300,8 @@ _SCHEDULER: Final = (
     ),
     _used(
         "vllm.v1.core.sched.output:SchedulerOutput",
-        read="finished_req_ids num_scheduled_tokens scheduled_cached_reqs scheduled_new_reqs "
-        "scheduled_spec_decode_tokens total_num_scheduled_tokens",
+        read="finished_req_ids num_scheduled_tokens scheduled_cached_reqs "
+        "scheduled_encoder_inputs scheduled_new_reqs scheduled_spec_decode_tokens total_num_scheduled_tokens",
     ),
     _used(
         "vllm.v1.core.sched.output:NewRequestData",
@@ -308,7 +317,8 @@ _SCHEDULER: Final = (
     ),
     _used(
         "vllm.v1.request:Request",
-        read="client_index has_encoder_inputs is_prefill_chunk num_computed_tokens num_in_flight_tokens "
+        read="client_index has_encoder_inputs is_prefill_chunk mm_features num_computed_tokens "
+        "num_in_flight_tokens "
         "num_output_placeholders num_tokens num_tokens_with_spec prompt_embeds request_id sampling_params "
         "spec_token_ids status",
         called={"get_finished_reason": ""},
@@ -349,7 +359,8 @@ _CONFIG: Final = (
     ),
     _used(
         "vllm.config:VllmConfig",
-        read="additional_config compilation_config kv_transfer_config lora_config model_config "
+        read="additional_config compilation_config ec_transfer_config kv_transfer_config lora_config "
+        "model_config "
         "parallel_config scheduler_config speculative_config structured_outputs_config use_v2_model_runner",
     ),
     _used(
@@ -369,13 +380,14 @@ _CONFIG: Final = (
     _used(
         "vllm.config:ModelConfig",
         read="architectures dtype enable_sleep_mode has_inner_state hf_config hf_text_config is_diffusion "
-        "is_mm_prefix_lm is_moe max_model_len runner_type served_model_name tokenizer tokenizer_mode "
+        "is_mm_prefix_lm is_moe max_model_len multimodal_config runner_type served_model_name tokenizer "
+        "tokenizer_mode "
         "tokenizer_revision trust_remote_code",
         called={"get_vocab_size": ""},
     ),
     _used(
         "vllm.config:CompilationConfig",
-        read="cudagraph_mode splitting_ops static_forward_context",
+        read="compile_mm_encoder cudagraph_mode splitting_ops static_forward_context",
         called={"is_attention_compiled_piecewise": ""},
     ),
     _used(
@@ -549,6 +561,8 @@ _SERVER: Final = (
             "load_from_url_async": "url, media_io, **others",
         },
     ),
+    _used("vllm.config.multimodal:MultiModalConfig", read="mm_encoder_tp_mode"),
+    _used("vllm.multimodal.inputs:MultiModalFeatureSpec", read="data identifier modality"),
     _used("vllm.multimodal.inputs:PlaceholderRange", called={"extract_embeds_range": ""}, read="offset"),
     _used("vllm.utils.argparse_utils", read="FlexibleArgumentParser"),
     _used("vllm.utils.argparse_utils:FlexibleArgumentParser", called={"load_config_file": "file_path"}),

@@ -7,9 +7,10 @@ of one request is stored with the request and never raised.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ from nnsight_engine.plans.step.stage_results import (
 )
 from nnsight_engine.plans.step.steady_run import SteadyRun
 from nnsight_engine.vllm_backend.attention_hooks import attention_form
+from nnsight_engine.vllm_backend.hooks import hooked_encoder
 from nnsight_engine.vllm_backend.model_points import ModelPoints
 from nnsight_engine.vllm_backend.steps.step import Step
 
@@ -90,6 +92,7 @@ class WorkerState:
         self._refused: dict[str, Failure] = {}
         self._run: SteadyRun | None = None
         self._is_next = False
+        self._encoded: list[StepPlan] = []
 
     def begin(
         self,
@@ -108,6 +111,7 @@ class WorkerState:
         if not self._is_next:
             self._end_run()
         self._is_next = False
+        self._encoded.clear()
         if self._active or self._refused:
             for request_id in finished:
                 self._forget(request_id)
@@ -165,8 +169,42 @@ class WorkerState:
         """Whether no live request intervenes."""
         return not self._active
 
+    def enters_encoder(self, request_id: str) -> bool:
+        """Return whether a request has operations in the vision encoder."""
+        request = self._active.get(request_id)
+        return request is not None and bool(request.plan.images)
+
+    @contextlib.contextmanager
+    def encoding(self, request_id: str, image: int) -> Iterator[None]:
+        """Run a request's operations while the vision encoder runs, in the block, for one of its images.
+
+        What they read leaves with the results of the step that follows.
+        """
+        request = self._active[request_id]
+        try:
+            plan = self._builder.plan_image(request, image)
+        except Exception as error:
+            logger.exception("the operations on an image could not be planned")
+            request.fail(
+                "intervention_failed", f"its operations on image {image} could not be planned: {error}"
+            )
+            yield
+            return
+        with hooked_encoder(self.points, plan, request.plan.images[image].num_rows):
+            yield
+        plan.fail_unreached()
+        self._encoded.append(plan)
+
     def plan(self, step: Step) -> StepPlan | None:
         """Return the step's plan, or None if no request of the step intervenes."""
+        plan = self._planned(step)
+        if plan is not None:
+            for earlier in self._encoded:
+                plan.take_over(earlier)
+            self._encoded.clear()
+        return plan
+
+    def _planned(self, step: Step) -> StepPlan | None:
         # A steady run has one row per request, so its rows need no counting.
         if not step.has_one_row_each:
             self._end_run()

@@ -18,6 +18,7 @@ import torch
 
 from nnsight_engine.core import leaves as leaf_names
 from nnsight_engine.core.model_spec import leaf_at
+from nnsight_engine.envoys.architectures.errors import UnknownPointError
 from nnsight_engine.envoys.architectures.named_points import (
     EMBED,
     LOGITS,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 SAMPLES: Final = "samples"
 _STANDARD: Final = ("points", "layers", "norm", "embed")
 _LAYERS: Final = "layers"
+_IMAGES: Final = "vision."
 _POINTS: Final = "points"
 _GROUPS: Final = ("attn", "mlp")
 ATTENTION_INPUT: Final = "attn.input"
@@ -133,6 +135,15 @@ class EnginePoints(NamedPoints):
 
     def _points_after_layers(self) -> list[str]:
         return [name for name in (NORM, LOGITS) if name in self._names_of_leaves]
+
+    def _unknown(self, name: str) -> UnknownPointError:
+        if name.startswith(_IMAGES):
+            return UnknownPointError(
+                f"on vLLM {name} is a point of operations only, such as `capture` and `steer`: images are "
+                "encoded before the step in which blocks run, and once for all requests with the same image. "
+                "A local VisionLanguageModel has the points of its encoder in traces"
+            )
+        return super()._unknown(name)
 
     def _found(self, name: str) -> PointAccess:
         return NamedPlace(self, name, self._shape(*self._resolved(name)))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 from transformers import (
+    AutoModelForImageTextToText,
     CLIPImageProcessorPil,
     CLIPVisionConfig,
     LlamaConfig,
@@ -19,9 +20,12 @@ from transformers import (
     LlavaProcessor,
 )
 
+from nnsight_engine.envoys.architectures.errors import PointValueError, UnknownPointError
 from nnsight_engine.modeling.invokes import InvokesDifferError
 from nnsight_engine.modeling.vision_language import VisionLanguageModel
 from tests.families.checkpoints import build_tokenizer
+from tests.families.seeing import IMAGE_TOKEN, write_idefics3
+from tests.families.seeing import picture as colours
 
 SIZE, PATCH = 8, 4
 MARK = "<image>"
@@ -195,3 +199,72 @@ def test_images_of_unlike_size_are_refused(seeing: Seeing) -> None:
             pass
         with tracer.invoke({**prepared, "pixel_values": torch.zeros(1, 3, SIZE * 2, SIZE * 2)}):
             pass
+
+
+# Points of the encoder.
+
+
+@dataclass
+class Encoder:
+    model: VisionLanguageModel
+    plain: Any
+
+    def outputs(self, image: Image.Image) -> list[torch.Tensor]:
+        inputs = self.model.processor(text=[IN_TWO], images=[[image]], return_tensors="pt")
+        found = self.plain.model.vision_model(
+            inputs["pixel_values"].flatten(0, 1), output_hidden_states=True
+        ).hidden_states
+        return list(found[1:])
+
+
+IN_TWO = f"{IMAGE_TOKEN} the city"
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
+    path = write_idefics3(tmp_path_factory.mktemp("idefics3"))
+    plain = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+    return Encoder(VisionLanguageModel(path, dtype=torch.float32, dispatch=True), plain)
+
+
+def test_blocks_of_the_encoder_are_points(encoder: Encoder) -> None:
+    model = encoder.model
+    names = [name for name in model.points if name.startswith("vision.")]
+    assert names == [f"vision.layers.{layer}.output" for layer in range(3)]
+    assert model.points()[names[0]] == (64,)
+    assert "vision.layers.*.output (64,)" in repr(model.points)
+    with torch.no_grad(), model.trace(IN_TWO, images=[colours(1)]):
+        rows = [model.points[name].save() for name in names]
+        logits = model.logits.save()
+    with torch.no_grad():
+        for own, expected in zip(rows, encoder.outputs(colours(1)), strict=True):
+            torch.testing.assert_close(own, expected, rtol=0, atol=1e-4)
+        other = encoder.outputs(colours(2))[1]
+    with torch.no_grad(), model.trace(IN_TWO, images=[colours(1)]):
+        model.points[names[1]] = other
+        replaced = model.logits.save()
+    with torch.no_grad(), model.trace(IN_TWO, images=[colours(2)]):
+        expected = model.logits.save()
+    torch.testing.assert_close(replaced, expected, rtol=0, atol=1e-4)
+    assert (logits - expected).abs().max() > 0.01
+
+
+def test_images_of_several_invokes_are_not_divided(encoder: Encoder) -> None:
+    model = encoder.model
+
+    def divide() -> None:
+        with torch.no_grad(), model.trace() as tracer:
+            with tracer.invoke(IN_TWO, images=[colours(1)]):
+                model.points["vision.layers.0.output"].save()
+            with tracer.invoke(IN_TWO, images=[colours(2)]):
+                model.logits.save()
+
+    with pytest.raises(PointValueError, match="images of all invokes"):
+        divide()
+
+
+def test_a_layer_that_the_encoder_lacks_is_unknown(encoder: Encoder, seeing: Seeing) -> None:
+    with pytest.raises(UnknownPointError, match=r"vision\.layers\.\*\.output"):
+        encoder.model.points["vision.layers.3.output"]
+    with pytest.raises(UnknownPointError):
+        seeing.model.points["vision.layers.0.output"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 import subprocess
 import sys
@@ -16,10 +17,12 @@ from api_schemas.tensors import TensorObject
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.core.token_texts import NoSuchTokenError
 from nnsight_engine.plans.compile.request import compile_request
+from nnsight_engine.plans.drafts import takes_drafts
 from nnsight_engine.plans.prompt_media import NO_MEDIA, PromptMedia
 from nnsight_engine.plans.request_plan import (
     CompiledRequest,
     OperationKind,
+    PlannedImage,
     PlannedSite,
     RequestPlan,
     WhereRule,
@@ -63,10 +66,11 @@ def compiled(
     prompt: list[int] = PROMPT,
     max_tokens: int = 8,
     media: PromptMedia = NO_MEDIA,
+    spec: ModelSpec = SPEC,
 ) -> CompiledRequest:
     return compile_request(
         parse_interventions(list(raw)),
-        spec=SPEC,
+        spec=spec,
         prompt_token_ids=prompt,
         max_tokens=max_tokens,
         token_of=token_of,
@@ -288,6 +292,27 @@ def test_images_are_their_positions_in_the_order_of_a_patch_s_rows() -> None:
         ({"exclude": {"images": [1]}}, WhereRule(exclude=WhereRule(positions=(4,)))),
     ):
         assert compiled(steer(where=where), media=media).plan.ops[0].where == expected
+
+
+def test_rows_of_images_in_the_encoder_are_numbered_by_patch() -> None:
+    encoder = LeafSpec("vision.layers.output", (6,), "tap", VALUES, tuple(range(9)), num_patches=2)
+    spec = dataclasses.replace(SPEC, leaves=(*SPEC.leaves, encoder))
+    media = PromptMedia((((0, 1), (2, 3)), ((4, 5),)), "d")
+    values = [[float(row)] * 6 for row in range(6)]
+    at = "vision.layers.-1.output"
+    patch = {"op": "patch", "at": at, "values": values, "where": {"images": [1, 0]}}
+    found = compiled(patch, {"op": "capture", "at": at, "where": {"images": [1]}}, spec=spec, media=media)
+    assert found.plan.images == (PlannedImage(((0, 1), (2, 3)), 4), PlannedImage(((4, 5),), 2))
+    write, read = found.plan.ops
+    assert str(write.sites[0]) == "vision.layers.8.output"
+    assert (write.where.positions, read.where.positions) == ((0, 1, 2, 3, 4, 5), (4, 5))
+    (tensor,) = found.tensors.values()
+    assert np.frombuffer(tensor.data, np.float32).reshape(6, 6)[:, 0].tolist() == [2, 3, 4, 5, 0, 1]
+    assert found.reads_prompt
+    assert takes_drafts(found.plan)
+    assert RequestPlan.decode(found.plan.encode()) == found.plan
+    assert ModelSpec.from_plain(spec.to_plain()) == spec
+    assert not compiled(steer(), media=media).plan.images
 
 
 def test_a_vector_of_real_size_compiles_in_well_under_two_milliseconds() -> None:
