@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from nnsight_engine.core.leaves import EXPERT_WEIGHTS, EXPERTS, LATENT, PATTERN, ROUTER
+from nnsight_engine.core.leaves import EXPERT_WEIGHTS, EXPERTS, LATENT, PATTERN, ROUTER, STATE
 from nnsight_engine.families.engine_family import EngineFamily
 from nnsight_engine.families.places import Place
 
@@ -34,6 +34,7 @@ class BlockPoints:
         num_chosen: Number of experts that are chosen for each token; 0 without ``moe.experts``.
         forces_experts: Whether given experts can be used instead.
         has_sinks: Whether attention has sinks beside the positions.
+        state_shape: Heads, head_dim and state_size of ``mixer.state``; empty without it.
     """
 
     leaves: Mapping[str, Place]
@@ -48,6 +49,7 @@ class BlockPoints:
     num_chosen: int = 0
     forces_experts: bool = False
     has_sinks: bool = False
+    state_shape: tuple[int, ...] = ()
 
     @property
     def attention(self) -> str:
@@ -92,6 +94,7 @@ class BlockPoints:
             ROUTER: (self.num_experts,),
             EXPERTS: (self.num_chosen,),
             EXPERT_WEIGHTS: (self.num_chosen,),
+            STATE: self.state_shape,
         }
         shapes = {leaf: of_leaf.get(leaf, (hidden_size,)) for leaf in self.leaves}
         return shapes | ({PATTERN: (self.num_heads, -1)} if self.has_pattern else {})

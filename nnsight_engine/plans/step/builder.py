@@ -108,10 +108,16 @@ class StepBuilder:
                     own = None if mask is None else plan.add_mask(mask[-1:])
                     plan.samples.append(PlannedSample(span.request, active, own, tuple(steps.tolist())))
                 continue
+            rows = offsets + span.row
+            if active.op.captures_states:
+                if offsets.tolist() != [span.num_rows - 1]:
+                    span.request.fail("intervention_failed", _state_passed(span, offsets))
+                    continue
+                rows = np.array([span.index], np.int64)
             numbers = tuple(stages[key] for key in active.keys)
             for key in active.keys:
                 stages[key] += 1
-            work.append(OperationRows(span, active, offsets, numbers, offsets + span.row, mask))
+            work.append(OperationRows(span, active, offsets, numbers, rows, mask))
             # Rows of drafts are charged once they are accepted: limits are those of the results.
             num_certain = int(np.searchsorted(offsets, span.num_certain))
             self._context.count_rows(reserved, active.op, num_certain)
@@ -268,6 +274,15 @@ class StepBuilder:
         plan.reads.append(group)
 
 
+def _state_passed(span: Span, offsets: RowArray) -> str:
+    """Return the message for states that a step has passed by, which no admitted request should meet."""
+    positions = ", ".join(str(span.start + offset) for offset in offsets.tolist())
+    return (
+        f"a step keeps the recurrent state after its last position only, {span.stop - 1}, and states after "
+        f"{positions} were to be captured"
+    )
+
+
 def _parts_of(span: Span) -> RowParts | None:
     """Return the parts of the answer to which the span's rows belong; None if no operation names one."""
     tracker = span.request.answer
@@ -286,7 +301,7 @@ def _signature(spans: list[Span]) -> tuple[object, ...] | None:
         fresh = span.start >= request.plan.prompt_len and span.start >= request.end_position
         if not (request.steady and fresh and span.num_rows == 1 and request.failure is None):
             return None
-        entries.append((request.request_id, span.row))
+        entries.append((request.request_id, span.row, span.index))
     return tuple(entries)
 
 
