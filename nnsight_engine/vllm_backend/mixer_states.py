@@ -60,4 +60,9 @@ class MixerStates:
             parts.append(step.state_indices_tensor_d[: step.num_decodes, 0])
         if step.num_prefills:
             parts.append(step.state_indices_tensor_p)
-        return MixerStates(mixer.kv_cache[1].flatten(1), torch.cat(parts))
+        held = mixer.kv_cache[1]
+        return MixerStates(held.view(len(held), -1), torch.cat(parts))
+
+    def of_request(self, index: int) -> torch.Tensor:
+        """Return a copy of the state of one of the step's requests, flat."""
+        return self.held.index_select(0, self.slots[index : index + 1])[0]

@@ -63,7 +63,7 @@ def writable(model: Any) -> list[str]:
     return [
         name
         for name in points_of_a_layer(model.points())
-        if not name.endswith(("attn.pattern", "moe.experts"))
+        if not name.endswith(("attn.pattern", "moe.experts", "mixer.state"))
     ]
 
 

@@ -24,6 +24,7 @@ from nnsight_engine.envoys.architectures.module_points import (
 from nnsight_engine.envoys.architectures.named_points import EMBED, LOGITS, NORM, NamedPoints
 from nnsight_engine.envoys.architectures.pattern import PatternPoint
 from nnsight_engine.envoys.architectures.routing import expert_weights
+from nnsight_engine.envoys.architectures.state import RunningCache, StatePoint
 from nnsight_engine.envoys.architectures.views import WHOLE
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class Points(NamedPoints):
         self._root = root
         self.architecture = architecture
         self._tokens = TokenShape()
+        self._cache = RunningCache()
 
     def __contains__(self, name: object) -> bool:
         """Return whether there is a point of that name."""
@@ -73,9 +75,17 @@ class Points(NamedPoints):
             self._tokens.shape = None
             layers = [self._envoy(architecture.layer_path(index)) for index in range(architecture.num_layers)]
             self._root.interleaver.watch(self._tokens, [f"{layer.path}.input" for layer in layers])
+        if architecture is not None and architecture.has(leaf_names.STATE):
+            mixers = [
+                self._envoy(architecture.layer_path(index, leaves[leaf_names.STATE].path))
+                for index, leaves in enumerate(architecture.leaves)
+                if leaf_names.STATE in leaves
+            ]
+            self._root.interleaver.watch(self._cache, [f"{mixer.path}.input" for mixer in mixers])
 
     def after_run(self) -> None:
         """Restore the model after the run."""
+        self._cache.cache = None
         for point in self._points.values():
             if isinstance(point, PatternPoint):
                 point.release()
@@ -130,6 +140,8 @@ class Points(NamedPoints):
         envoy = self._envoy(architecture.layer_path(layer, place.path))
         if place.operation:
             envoy = getattr(envoy.source, place.operation)
+        if leaf == leaf_names.STATE:
+            return StatePoint(name, envoy, self._cache, self._shape(layer, leaf))
         if leaf in architecture.family.flattened:
             return self._flattened(name, envoy, place.side, layer, leaf)
         is_stream = leaf == "mlp.input" and architecture.family.has_norms_last
@@ -171,6 +183,10 @@ class Points(NamedPoints):
             return (router.weight.shape[0],)
         if leaf in {leaf_names.EXPERTS, leaf_names.EXPERT_WEIGHTS}:
             return (self._config().num_experts_per_tok,)
+        if leaf == leaf_names.STATE:
+            path = architecture.layer_path(layer, architecture.leaves[layer][leaf].path)
+            mixer: Any = self._envoy(path)._module
+            return (mixer.num_heads, mixer.head_dim, mixer.ssm_state_size)
         if leaf == leaf_names.LATENT:
             return (self._config().kv_lora_rank,)
         if leaf in _PER_NEURON:
