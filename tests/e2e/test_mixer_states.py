@@ -68,13 +68,16 @@ def engine(checkpoint: Path, reference: torch.nn.Module) -> Iterator[Engine]:
 
 def expected(model: Any, prompt_ids: list[int], generated: list[int]) -> list[dict[int, torch.Tensor]]:
     """Return transformers' states by layer, after the prompt and after each generated token but the last."""
-    layers, cached = LAYERS[model.config.model_type], "cache_params" if model.config.model_type == "mamba2" else "past_key_values"
+    family = model.config.model_type
+    cached = "cache_params" if family == "mamba2" else "past_key_values"
     cache, found = None, []
     with torch.no_grad():
         for ids in (prompt_ids, *([token] for token in generated[:-1])):
             output = model(torch.tensor([ids]), use_cache=True, **({} if cache is None else {cached: cache}))
             cache = getattr(output, cached)
-            found.append({layer: cache.layers[layer].recurrent_states[0][0].clone() for layer in layers})
+            found.append(
+                {layer: cache.layers[layer].recurrent_states[0][0].clone() for layer in LAYERS[family]}
+            )
     return found
 
 
@@ -101,9 +104,7 @@ def test_states_are_those_of_transformers(family: str, engine: Engine, reference
         assert_states(family, reply, reference, ask)
 
 
-def test_states_come_once_after_a_preemption(
-    family: str, engine: Engine, reference: torch.nn.Module
-) -> None:
+def test_states_come_once_after_a_preemption(family: str, engine: Engine, reference: torch.nn.Module) -> None:
     asks = [Ask(prompt(10 + index, 90), [CAPTURE], max_tokens=NUM_TOKENS) for index in range(3)]
     pending, done = [engine.submit(ask) for ask in asks], {}
     for num_steps in (5, 9):

@@ -84,9 +84,7 @@ class SiteValue:
         """Return a copy of the rows' keys, ``[rows, kv_heads, head_dim]``; None if the layer has none."""
         return None if self._residual is None else self._residual[start:stop].clone()
 
-    def states_into(
-        self, out: torch.Tensor, requests: torch.Tensor, overflows: torch.Tensor | None
-    ) -> None:
+    def states_into(self, out: torch.Tensor, requests: torch.Tensor, overflows: torch.Tensor | None) -> None:
         """Fill ``out``, ``[rows, width]``, with the states of requests; ``overflows`` as above."""
         if self._residual is None:
             raise RuntimeError("states are read without the requests' slots")

@@ -13,7 +13,7 @@ import torch
 from api_schemas.points import MODEL_POINTS, VISION
 from nnsight_engine.core.leaves import EXPERTS, PATTERN, RESIDUAL_LEAVES, STATE
 from nnsight_engine.core.saves import save
-from nnsight_engine.envoys.architectures.errors import PointValueError, StateError, UnknownPointError
+from nnsight_engine.envoys.architectures.errors import PointValueError, UnknownPointError
 from nnsight_engine.families.registry import ENGINE_FAMILIES
 from nnsight_engine.interleaving.events import OutOfOrderError
 from nnsight_engine.modeling.base import NNsight
@@ -138,39 +138,8 @@ def test_every_point_reads_what_hooks_on_transformers_read(checkpoint: Path, mod
     assert found.keys() - patterns == {*stateless(expected)}
     for name, value in expected.items():
         if name.endswith(STATE):
-            continue  # see the next test
+            continue  # see ``test_states``
         assert torch.equal(found[name][0], value), name
-
-
-def test_states_are_those_of_the_cache_in_every_step(model: NNsight, checkpoint: Path, module: Any) -> None:
-    expected = reference_activations(checkpoint, PROMPT_IDS)
-    names = [name for name in model.points if name.endswith(STATE)]
-    assert names == [name for name in expected if name.endswith(STATE)]
-    if not names:
-        return
-    alone, together = [], []
-    with torch.no_grad(), model.trace(IDS):
-        for name in names:
-            alone.append(model.points[name].save())  # noqa: PERF401 - values come by one after the other
-    with torch.no_grad(), model.trace() as tracer:
-        for ids in (IDS, PAIR[1:]):
-            with tracer.invoke(ids):
-                for name in names:
-                    together.append(model.points[name].save())  # noqa: PERF401 - as above
-    for name, one, other in zip(names, alone, together, strict=False):
-        torch.testing.assert_close(one, expected[name][None], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5)
-    reversed_ids = reference_activations(checkpoint, PROMPT_IDS[::-1])
-    for name, one in zip(names, together[len(names) :], strict=True):
-        torch.testing.assert_close(one, reversed_ids[name][None], rtol=1e-4, atol=1e-5)
-
-
-def test_states_need_a_cache_and_cannot_be_written(model: NNsight) -> None:
-    for name in [name for name in points_of_a_layer(model.points) if name.endswith(STATE)]:
-        with pytest.raises(StateError, match="use_cache"), torch.no_grad(), model.trace(IDS, use_cache=False):
-            _ = model.points[name]
-        with pytest.raises(StateError, match="cannot be written"), torch.no_grad(), model.trace(IDS):
-            model.points[name] = model.points[name] * 2
 
 
 def test_patterns_are_the_attention_weights_that_transformers_returns(model: NNsight, module: Any) -> None:
