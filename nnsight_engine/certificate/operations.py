@@ -81,7 +81,7 @@ class OperationRunner:
         """
         alone = [one for one in points if one.endswith((PATTERN, EXPERTS, STATE))]
         vectors = [one for one in points if one != LOGITS and one not in alone]
-        operations = [
+        operations: list[dict[str, Any]] = [
             {
                 "op": "capture",
                 "at": [point],

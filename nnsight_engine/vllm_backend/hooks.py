@@ -60,9 +60,16 @@ def _register(
 ) -> RemovableHandle | AttentionHook:
     if site.leaf == PATTERN:
         return AttentionHook(points.attention(site.layer), plan, site, is_models_own)
-    module, spec = points.locate(site.leaf, site.layer)
     if site.leaf == STATE:
-        return module.register_forward_hook(_reading_states(plan, site, is_models_own))
+        mixer, _ = points.locate(site.leaf, site.layer)
+        return mixer.register_forward_hook(_reading_states(plan, site, is_models_own))
+    return _register_value(points, plan, site, is_models_own)
+
+
+def _register_value(
+    points: ModelPoints, plan: StepPlan, site: PlannedSite, is_models_own: Callable[[], bool]
+) -> RemovableHandle:
+    module, spec = points.locate(site.leaf, site.layer)
     writes = plan.writes_at(site)
 
     def serve(hooked_value: object) -> torch.Tensor:

@@ -106,7 +106,8 @@ def test_states_are_those_of_transformers(family: str, engine: Engine, reference
 
 def test_states_come_once_after_a_preemption(family: str, engine: Engine, reference: torch.nn.Module) -> None:
     asks = [Ask(prompt(10 + index, 90), [CAPTURE], max_tokens=NUM_TOKENS) for index in range(3)]
-    pending, done = [engine.submit(ask) for ask in asks], {}
+    pending = [engine.submit(ask) for ask in asks]
+    done: dict[str, Any] = {}
     for num_steps in (5, 9):
         for _ in range(num_steps):
             engine.core.step()

@@ -126,7 +126,10 @@ class Points(NamedPoints):
             return self._module_point(name, architecture.path(architecture.family.norm), "output")
         if name == LOGITS and architecture.has_logits:
             return LogitsPoint(self._root, (self._config().vocab_size,))
-        layer, leaf = self._parsed(name)
+        return self._layer_point(name, *self._parsed(name))
+
+    def _layer_point(self, name: str, layer: int, leaf: str) -> PointAccess:
+        architecture = self._known()
         if leaf == leaf_names.PATTERN:
             attention = self._envoy(architecture.layer_path(layer, architecture.family.attention))
             heads = architecture.leaves[layer].get(leaf_names.HEADS)
@@ -177,21 +180,23 @@ class Points(NamedPoints):
                 else architecture.num_heads
             )
             return (num_heads, self._input_width(layer, leaf_names.HEADS) // architecture.num_heads)
-        if leaf == leaf_names.ROUTER:
-            path = architecture.layer_path(layer, architecture.leaves[layer][leaf].path)
-            router: Any = self._envoy(path)._module
-            return (router.weight.shape[0],)
+        if leaf in {leaf_names.ROUTER, leaf_names.STATE}:
+            return self._shape_of_module(layer, leaf)
         if leaf in {leaf_names.EXPERTS, leaf_names.EXPERT_WEIGHTS}:
             return (self._config().num_experts_per_tok,)
-        if leaf == leaf_names.STATE:
-            path = architecture.layer_path(layer, architecture.leaves[layer][leaf].path)
-            mixer: Any = self._envoy(path)._module
-            return (mixer.num_heads, mixer.head_dim, mixer.ssm_state_size)
         if leaf == leaf_names.LATENT:
             return (self._config().kv_lora_rank,)
         if leaf in _PER_NEURON:
             return (self._input_width(layer, leaf_names.NEURONS),)
         return (self._config().hidden_size,)
+
+    def _shape_of_module(self, layer: int, leaf: str) -> tuple[int, ...]:
+        """Return the shape of a router's logits, or of a mixer's state."""
+        path = self._known().layer_path(layer, self._known().leaves[layer][leaf].path)
+        module: Any = self._envoy(path)._module
+        if leaf == leaf_names.ROUTER:
+            return (module.weight.shape[0],)
+        return (module.num_heads, module.head_dim, module.ssm_state_size)
 
     def _input_width(self, layer: int, leaf: str) -> int:
         """Return the width of a projection's input from its module; not all configs state it."""

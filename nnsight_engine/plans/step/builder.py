@@ -108,12 +108,9 @@ class StepBuilder:
                     own = None if mask is None else plan.add_mask(mask[-1:])
                     plan.samples.append(PlannedSample(span.request, active, own, tuple(steps.tolist())))
                 continue
-            rows = offsets + span.row
-            if active.op.captures_states:
-                if offsets.tolist() != [span.num_rows - 1]:
-                    span.request.fail("intervention_failed", _state_passed(span, offsets))
-                    continue
-                rows = np.array([span.index], np.int64)
+            rows = _rows_in_step(span, active, offsets)
+            if rows is None:
+                continue
             numbers = tuple(stages[key] for key in active.keys)
             for key in active.keys:
                 stages[key] += 1
@@ -274,13 +271,22 @@ class StepBuilder:
         plan.reads.append(group)
 
 
-def _state_passed(span: Span, offsets: RowArray) -> str:
-    """Return the message for states that a step has passed by, which no admitted request should meet."""
+def _rows_in_step(span: Span, active: ActiveOp, offsets: RowArray) -> RowArray | None:
+    """Return the rows of a span as indices into the step's tensors; of states, into its requests.
+
+    A request that would capture states which the step does not keep fails, with None. Admission refuses them.
+    """
+    if not active.op.captures_states:
+        return offsets + span.row
+    if offsets.tolist() == [span.num_rows - 1]:
+        return np.array([span.index], np.int64)
     positions = ", ".join(str(span.start + offset) for offset in offsets.tolist())
-    return (
-        f"a step keeps the recurrent state after its last position only, {span.stop - 1}, and states after "
-        f"{positions} were to be captured"
+    span.request.fail(
+        "intervention_failed",
+        f"a step keeps recurrent states after its last position only, {span.stop - 1}, and those after "
+        f"{positions} were to be captured",
     )
+    return None
 
 
 def _parts_of(span: Span) -> RowParts | None:

@@ -131,7 +131,7 @@ class GatherKernel(ReadKernel):
 
 @dataclasses.dataclass(slots=True)
 class GatherStates(ReadKernel):
-    """Copies states of requests; ``requests`` index the step's requests, the others as in ``GatherKernel``."""
+    """Copies states of requests, which are given by index in the step; the others as in ``GatherKernel``."""
 
     requests: torch.Tensor
     out: torch.Tensor

@@ -39,9 +39,9 @@ class WorkerStatePoint:
         module: Any = self.mixer._module  # noqa: SLF001 - an envoy of ours
         if not hasattr(module, "kv_cache"):
             raise StateError(
-                f"{self.name} stays in the worker that has the layer, and this block runs in another process "
-                "(a sandbox, or another pipeline stage). A `capture` operation reads it; so does a block of a "
-                "key of the tier 'trusted', without pipeline stages"
+                f"{self.name} stays in the worker of the layer, and this block runs in another process, of "
+                "a sandbox or another pipeline stage. Read it with a `capture` operation, or ask the "
+                "operator for a key of the tier 'trusted' on an engine without stages"
             )
         _ = self.output.output
         mediator = self.output.interleaver.current

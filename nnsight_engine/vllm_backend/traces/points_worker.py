@@ -172,11 +172,13 @@ class WorkerPoints(EnginePoints):
             return self._residual(name, 0, "input", shape)
         if leaf in RESIDUAL_LEAVES:
             return self._residual(name, layer, "input" if leaf == "input" else "output", shape)
+        return self._layer_point(name, layer, leaf, shape)
+
+    def _layer_point(self, name: str, layer: int, leaf: str, shape: tuple[int, ...]) -> PointAccess:
+        block = self.layout.blocks[layer]
         if leaf == leaf_names.PATTERN:
-            block = self.layout.blocks[layer]
             kernel = self.raw(f"{self.family.layers}.{layer}.{block.kernel}")
             return WorkerPatternPoint(name, kernel, (block.num_heads, block.num_kv_heads), shape)
-        block = self.layout.blocks[layer]
         if leaf == leaf_names.STATE:
             mixer, output = (
                 self.raw(f"{self.family.layers}.{layer}.{block.leaves[one].path}")
