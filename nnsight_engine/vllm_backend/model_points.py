@@ -3,7 +3,8 @@
 The runner builds it once after the weights are loaded, and places taps and hooks with it.
 
 Invariant: every leaf that ``leaf_specs`` lists can be located on every layer that it names and this rank
-holds, and the tensor that ``view`` returns shares memory with the tensor that the module computes with.
+holds, and the tensor that ``view`` returns shares memory with the tensor that the module computes with. Only
+``mixer.state`` has no view: its place is the module that keeps it, see ``mixer_states``.
 """
 
 from __future__ import annotations
