@@ -20,8 +20,8 @@ def read(model: Any, prompt: Any, names: Sequence[str], **options: Any) -> dict[
     """Read points.
 
     Returns:
-        By point, float32 ``[tokens, *shape]``; attention patterns ``[heads, tokens, keys]``, and of logits
-        the last position only.
+        By point, float32 ``[tokens, *shape]``; attention patterns ``[heads, tokens, keys]``, of states and
+        logits those at the last position only, states without an axis for it.
     """
     with model.trace(prompt, **options):
         values: dict[str, torch.Tensor] = save({})

@@ -14,7 +14,7 @@ from api_schemas.interventions import parse_interventions
 from api_schemas.limits import RequestLimits
 from nnsight_engine.certificate.measurements import LOGITS
 from nnsight_engine.core.errors import InterventionError
-from nnsight_engine.core.leaves import EXPERTS, PATTERN
+from nnsight_engine.core.leaves import EXPERTS, PATTERN, STATE
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.tensor_bytes import tensor_from_bytes
 from nnsight_engine.core.token_texts import TokenTexts
@@ -79,10 +79,16 @@ class OperationRunner:
             ApiError: The model does not offer one of them to operations.
             InterventionError: The request failed.
         """
-        alone = [one for one in points if one.endswith((PATTERN, EXPERTS))]
+        alone = [one for one in points if one.endswith((PATTERN, EXPERTS, STATE))]
         vectors = [one for one in points if one != LOGITS and one not in alone]
-        operations = [
-            {"op": "capture", "at": [point], "name": point, "where": {"phase": "prompt"}} for point in alone
+        operations: list[dict[str, Any]] = [
+            {
+                "op": "capture",
+                "at": [point],
+                "name": point,
+                "where": _LAST if point.endswith(STATE) else {"phase": "prompt"},
+            }
+            for point in alone
         ]
         if vectors:
             operations.append(
@@ -96,10 +102,12 @@ class OperationRunner:
             if isinstance(capture, CollectedCapture)
             for point, result in capture.points.items()
         }
-        return {
-            point: value.transpose(0, 1) if point.endswith(PATTERN) else value
-            for point, value in found.items()
-        }
+        for point, value in found.items():
+            if point.endswith(PATTERN):
+                found[point] = value.transpose(0, 1)
+            elif point.endswith(STATE):
+                found[point] = value[0]
+        return found
 
     def steer(self, point: str, change: torch.Tensor) -> torch.Tensor:
         """Add to a point, as ``blocks.write_in_place`` does, and return the same logits.

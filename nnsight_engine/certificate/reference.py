@@ -21,7 +21,7 @@ from nnsight_engine.certificate.measurements import (
     all_measured,
     measured,
 )
-from nnsight_engine.core.leaves import EXPERTS
+from nnsight_engine.core.leaves import EXPERTS, STATE
 from nnsight_engine.envoys.architectures.errors import NoStandardPointsError
 from nnsight_engine.modeling.language import LanguageModel
 
@@ -166,9 +166,9 @@ class _Measuring:
         self, name: str, shape: tuple[int, ...], value: Measurement, generator: torch.Generator
     ) -> None:
         """Measure the effect of a change, as large as is needed for a clear one."""
-        is_read_only = any(size < 0 for size in shape) or name.endswith(EXPERTS)
+        is_read_only = any(size < 0 for size in shape) or name.endswith((EXPERTS, STATE))
         if isinstance(value, Failure) or is_read_only:
-            return  # patterns, which grow, and ids of experts
+            return  # patterns, which grow, ids of experts, and states
         plain = self._tensors["plain"][0]
         change = torch.randn(shape, generator=generator) * value.square().mean().sqrt().clamp_min(_LEAST)
         for scale in _SCALES:

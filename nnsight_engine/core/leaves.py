@@ -18,6 +18,8 @@ PATTERN: Final = "attn.pattern"
 HEADS: Final = "attn.heads"
 MIXER: Final = "mixer.output"
 """The output of a recurrent or convolutional mixer."""
+STATE: Final = "mixer.state"
+"""A recurrent mixer's state, the only leaf with a value after each step instead of one for each position."""
 NEURONS: Final = "mlp.act"
 ROUTER: Final = "moe.router"
 """The logits by which experts are chosen."""
@@ -38,6 +40,7 @@ ORDER: Final = (
     HEADS,
     "attn.output",
     MIXER,
+    STATE,
     "mlp.input",
     ROUTER,
     EXPERTS,

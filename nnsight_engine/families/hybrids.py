@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Final
 
-from nnsight_engine.core.leaves import MIXER, QUERIES, ROUTER, SHARED, ordered
+from nnsight_engine.core.leaves import MIXER, QUERIES, ROUTER, SHARED, STATE, ordered
 from nnsight_engine.families.dense import LLAMA_LEAVES, QKV, TRANSFORMERS_LLAMA, TRANSFORMERS_LLAMA_LEAVES
 from nnsight_engine.families.engine_family import EngineFamily
 from nnsight_engine.families.experts import EXPERT_BLOCKS, ROUTED_LEAVES, engine_experts
@@ -32,7 +32,7 @@ _FALCON_H1: Final = EngineFamily(
             down="feed_forward.down_proj",
         )
         | gate_and_up("feed_forward.gate_up_proj")
-        | {MIXER: Place("mamba.mamba", "output")}
+        | {MIXER: Place("mamba.mamba", "output"), STATE: Place("mamba.mamba", "output")}
     ),
     kernel="self_attn.attn",
     hidden_index=1,
@@ -54,9 +54,13 @@ _TRANSFORMERS_FALCON_H1: Final = TransformersFamily(
             up="feed_forward.up_proj",
             down="feed_forward.down_proj",
         )
-        | {"mlp.gate": Place("feed_forward.gate_proj", "output"), MIXER: Place("mamba", "output")}
+        | {
+            "mlp.gate": Place("feed_forward.gate_proj", "output"),
+            MIXER: Place("mamba", "output"),
+            STATE: Place("mamba", "output"),
+        }
     ),
-    order=ordered((MIXER, QUERIES), ("mlp.up", "mlp.gate")),
+    order=ordered((MIXER, QUERIES), (STATE, QUERIES), ("mlp.up", "mlp.gate")),
 )
 
 # Beside experts, the MLP is the shared expert, and no module returns the sum of both.
@@ -85,6 +89,7 @@ _GRANITE: Final = EngineFamily(
             ROUTER: Place(f"{_GRANITE_EXPERTS}.gate", "output"),
             SHARED: _GRANITE_SHARED,
             MIXER: Place("mamba", "output"),
+            STATE: Place("mamba", "output"),
         }
     ),
     order=_GRANITE_ORDER,
@@ -117,6 +122,7 @@ _TRANSFORMERS_GRANITE: Final = TransformersFamily(
             ROUTER: Place(f"{_GRANITE_EXPERTS}.router", "output", operation="F_linear_0"),
             SHARED: _GRANITE_SHARED,
             MIXER: Place("mamba", "output"),
+            STATE: Place("mamba", "output"),
         }
     ),
     order=_GRANITE_ORDER,
@@ -165,7 +171,7 @@ _TRANSFORMERS_LFM2: Final = TransformersFamily(
     ),
 )
 
-_MIXER_ALONE: Final = frozen({MIXER: Place("mixer", "output")})
+_MIXER_ALONE: Final = frozen({MIXER: Place("mixer", "output"), STATE: Place("mixer", "output")})
 _MAMBA2: Final = EngineFamily(
     name="mamba2",
     model_classes=("Mamba2ForCausalLM",),
@@ -206,7 +212,10 @@ _NEMOTRON_H: Final = EngineFamily(
             down="mixer.down_proj",
         )
         | _NEMOTRON_MLP
-        | {MIXER: Place("mixer.out_proj", "output")}
+        | {
+            MIXER: Place("mixer.out_proj", "output"),
+            STATE: Place("mixer", "output", needs="mixer.out_proj"),
+        }
     ),
     kernel="mixer.attn",
     returns_residual=True,
@@ -229,12 +238,13 @@ _TRANSFORMERS_NEMOTRON_H: Final = TransformersFamily(
             down="mixer.down_proj",
         )
         | _NEMOTRON_MLP
-        | {MIXER: Place("mixer", "output", needs="mixer.in_proj")}
+        | {leaf: Place("mixer", "output", needs="mixer.in_proj") for leaf in (MIXER, STATE)}
     ),
 )
 
 # Several blocks call the same module for attention and MLP, so that no hook tells the blocks apart.
-_ZAMBA2_LEAVES: Final = frozen({MIXER: (Place("mamba", "output"), Place("mamba_decoder.mamba", "output"))})
+_ZAMBA2_MIXERS: Final = (Place("mamba", "output"), Place("mamba_decoder.mamba", "output"))
+_ZAMBA2_LEAVES: Final = frozen({MIXER: _ZAMBA2_MIXERS, STATE: _ZAMBA2_MIXERS})
 _ZAMBA2: Final = EngineFamily(
     name="zamba2",
     model_classes=("Zamba2ForCausalLM",),

@@ -3,7 +3,8 @@
 The host plans a step before it knows how many drafts of the step before were accepted, so it knows no more
 than an upper bound on the positions of a request's rows. That is enough for operations that treat all
 generated positions alike, or decide by token. Other requests run without drafts, and have the same results:
-those that name positions, or parts of the answer, which depend on all tokens before.
+those that name positions, or parts of the answer, which depend on all tokens before, and those that capture
+attention patterns or states of generated positions, of which a step has only one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def takes_drafts(plan: RequestPlan) -> bool:
 
 
 def _is_free_of_positions(op: PlannedOp, prompt_len: int) -> bool:
-    if op.captures_patterns:
+    if op.captures_patterns or op.captures_states:
         last = last_position(op.where, prompt_len)
         return last is not None and last < prompt_len
     if op.sites[0] == SAMPLES and (op.where.tokens is not None or op.where.exclude is not None):

@@ -77,7 +77,9 @@ def may_overflow(op: PlannedOp, spec: ModelSpec) -> bool:
         or op.dtype not in LARGEST
     ):
         return False
-    return LARGEST[op.dtype] < LARGEST[spec.dtype]
+    # A state is float32 in many models of a narrower dtype.
+    own = "float32" if op.captures_states else spec.dtype
+    return LARGEST[op.dtype] < LARGEST[own]
 
 
 def leaf_width(site: PlannedSite, spec: ModelSpec) -> int:

@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 from api_schemas.points import ENCODER_BLOCK, point_name
-from nnsight_engine.core.leaves import PATTERN
+from nnsight_engine.core.leaves import PATTERN, STATE
 from nnsight_engine.plans.answer_parts import PlannedAnswer
 
 PLAN_KEY: Final = "nnsight_engine"
@@ -147,6 +147,11 @@ class PlannedOp(msgspec.Struct, frozen=True, omit_defaults=True):
     def captures_patterns(self) -> bool:
         """Whether the operation captures attention patterns; it then captures nothing else."""
         return self.sites[0].leaf == PATTERN
+
+    @property
+    def captures_states(self) -> bool:
+        """Whether the operation captures recurrent states; it then captures nothing else."""
+        return self.sites[0].leaf == STATE
 
 
 class PlannedImage(msgspec.Struct, frozen=True, array_like=True):

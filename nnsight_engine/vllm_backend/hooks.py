@@ -17,10 +17,11 @@ from torch.utils.hooks import RemovableHandle
 from vllm.model_executor.layers.linear import LinearBase
 
 from nnsight_engine.core.errors import InterventionError
-from nnsight_engine.core.leaves import PATTERN
+from nnsight_engine.core.leaves import PATTERN, STATE
 from nnsight_engine.plans.request_plan import PlannedSite
 from nnsight_engine.plans.step.plan import StepPlan
 from nnsight_engine.vllm_backend.attention_hooks import AttentionHook
+from nnsight_engine.vllm_backend.mixer_states import MixerStates
 from nnsight_engine.vllm_backend.model_points import ModelPoints, base_module
 
 
@@ -98,6 +99,15 @@ def _register(
 ) -> RemovableHandle | AttentionHook:
     if site.leaf == PATTERN:
         return AttentionHook(points.attention(site.layer), plan, site, is_models_own)
+    if site.leaf == STATE:
+        mixer, _ = points.locate(site.leaf, site.layer)
+        return mixer.register_forward_hook(_reading_states(plan, site, is_models_own))
+    return _register_value(points, plan, site, is_models_own)
+
+
+def _register_value(
+    points: ModelPoints, plan: StepPlan, site: PlannedSite, is_models_own: Callable[[], bool]
+) -> RemovableHandle:
     module, spec = points.locate(site.leaf, site.layer)
     writes = plan.writes_at(site)
 
@@ -130,3 +140,17 @@ def _register(
     if spec.side == "input":
         return module.register_forward_pre_hook(before)
     return module.register_forward_hook(after)
+
+
+def _reading_states(
+    plan: StepPlan, site: PlannedSite, is_models_own: Callable[[], bool]
+) -> Callable[[nn.Module, object, object], None]:
+    """Return a hook that reads a mixer's states as its call has left them, which the next step overwrites."""
+
+    def after(module: nn.Module, _args: object, _output: object) -> None:
+        if is_models_own():
+            with plan.containing(site):
+                states = MixerStates.of(module)
+                plan.run(site, states.held, states.slots)
+
+    return after

@@ -20,6 +20,7 @@ from nnsight_engine.core.leaves import (
     PATTERN,
     QUERIES,
     ROUTER,
+    STATE,
     VALUES,
 )
 from nnsight_engine.families.engine_family import EngineFamily
@@ -44,6 +45,7 @@ class BlockPoints:
         forces_experts: Whether given experts can be used instead.
         hides_pattern: Whether attention's probabilities are no point: it has sinks beside the positions, or
             no module of transformers has them.
+        state_shape: Heads, head_dim and state_size of ``mixer.state``; empty without it.
     """
 
     leaves: Mapping[str, Place]
@@ -58,6 +60,7 @@ class BlockPoints:
     num_chosen: int = 0
     forces_experts: bool = False
     hides_pattern: bool = False
+    state_shape: tuple[int, ...] = ()
 
     @property
     def attention(self) -> str:
@@ -104,6 +107,7 @@ class BlockPoints:
             ROUTER: (self.num_experts,),
             EXPERTS: (self.num_chosen,),
             EXPERT_WEIGHTS: (self.num_chosen,),
+            STATE: self.state_shape,
         }
         shapes = {leaf: of_leaf.get(leaf, (hidden_size,)) for leaf in self.leaves}
         return shapes | ({PATTERN: (self.num_heads, -1)} if self.has_pattern else {})

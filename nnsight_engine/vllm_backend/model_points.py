@@ -3,7 +3,8 @@
 The runner builds it once after the weights are loaded, and places taps and hooks with it.
 
 Invariant: every leaf that ``leaf_specs`` lists can be located on every layer that it names and this rank
-holds, and the tensor that ``view`` returns shares memory with the tensor that the module computes with.
+holds, and the tensor that ``view`` returns shares memory with the tensor that the module computes with. Only
+``mixer.state`` has no view: its place is the module that keeps it, see ``mixer_states``.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from nnsight_engine.core.leaves import (
     ROUTED,
     ROUTER,
     SHARED,
+    STATE,
     VALUES,
 )
 from nnsight_engine.core.model_spec import LeafSpec
@@ -31,6 +33,7 @@ from nnsight_engine.families.engine_family import EngineFamily
 from nnsight_engine.families.places import Place, leaves_in, parts_of
 from nnsight_engine.families.registry import engine_family
 from nnsight_engine.plans.step.stage import Stage
+from nnsight_engine.vllm_backend.mixer_states import mixer_state_shape
 from nnsight_engine.vllm_backend.model_layout import BlockPoints, ModelLayout
 from nnsight_engine.vllm_backend.unsupported_model import UnsupportedModelError
 
@@ -47,8 +50,8 @@ VALUE_OPERATIONS: Final = ("steer", "ablate", "patch", "capture", "probe")
 FORCING_OPERATIONS: Final = ("ablate", "patch", "capture")
 """Operations at the ids of chosen experts: writes that give ids, and reads."""
 
-SUMMED_LEAVES: Final = frozenset({ROUTED, SHARED})
-"""Leaves of which each tensor-parallel rank has a summand."""
+PARTIAL_LEAVES: Final = frozenset({ROUTED, SHARED, STATE})
+"""Leaves of which each tensor-parallel rank has a summand, or a part that is not put together."""
 
 SHARDED_LEAVES: Final = frozenset({QUERIES, KEYS, VALUES, HEADS, "mlp.gate", "mlp.up", NEURONS})
 """Leaves of which each tensor-parallel rank computes only its own columns."""
@@ -269,7 +272,7 @@ class ModelPoints:
                 LeafSpec("input", hidden, "tap", VALUE_OPERATIONS),
                 LeafSpec("output", hidden, "tap", (*VALUE_OPERATIONS, *lens)),
             ]
-        missing = SUMMED_LEAVES if self.tensor_parallel_size > 1 else frozenset()
+        missing = PARTIAL_LEAVES if self.tensor_parallel_size > 1 else frozenset()
         missing |= frozenset() if everything else {*SHARDED_LEAVES, PATTERN}
         specs += [
             LeafSpec(
@@ -293,7 +296,7 @@ class ModelPoints:
         """Return the operations that may name a hooked leaf."""
         if leaf == EXPERTS and self.layout.blocks[layer].forces_experts:
             return FORCING_OPERATIONS
-        return ("capture",) if leaf in {PATTERN, EXPERTS} else VALUE_OPERATIONS
+        return ("capture",) if leaf in {PATTERN, EXPERTS, STATE} else VALUE_OPERATIONS
 
     def _shaped_leaves(self) -> dict[tuple[str, tuple[int, ...]], list[int]]:
         """Return the layers that have each leaf in each shape."""
@@ -371,6 +374,9 @@ def _block_points(block: nn.Module, family: EngineFamily, config: TextConfig) ->
     """Return the points of a block: those leaves of the table whose modules the block has."""
     modules = dict(block.named_modules(remove_duplicate=False))
     leaves = leaves_in(parts_of(block), family.leaves)
+    state_shape = mixer_state_shape(modules[leaves[STATE].path]) if STATE in leaves else ()
+    if not state_shape:
+        leaves.pop(STATE, None)
     num_heads: int = getattr(config, "num_attention_heads", 0)  # a model without attention states none
     inner = _inner_experts(block, leaves)
     # Sizes are read from the projections, since configs differ in which sizes they state and under which
@@ -387,6 +393,7 @@ def _block_points(block: nn.Module, family: EngineFamily, config: TextConfig) ->
         num_chosen=0 if inner is None else inner.top_k,
         forces_experts=inner is not None and inner.weights_of is not None,
         hides_pattern=not family.has_pattern or bool(getattr(modules.get(family.kernel), "has_sink", False)),
+        state_shape=state_shape,
     )
 
 

@@ -29,6 +29,7 @@ from nnsight_engine.certificate.certify import compare
 from nnsight_engine.certificate.measurements import CheckRequest
 from nnsight_engine.certificate.reference import compute
 from nnsight_engine.certificate.verdicts import Status
+from nnsight_engine.core.leaves import STATE
 from nnsight_engine.plans.collect.results import CollectedCapture, CollectedLens, CollectedToken
 from nnsight_engine.vllm_backend.model_points import ModelPoints
 from nnsight_engine.vllm_backend.structure import Found, ModelRuns, found_family
@@ -68,7 +69,7 @@ _WRITES: Final[dict[str, dict[str, Any]]] = {
 _TOLERANCES: Final = {"bloom": 1e-3}
 """Differences, relative to the largest value, where vLLM and transformers compute differently:
 ``docs/differences.md`` has the causes."""
-
+LAST: Final[dict[str, Any]] = {"positions": [-1]}
 _LOGITS: Final[dict[str, Any]] = {"op": "capture", "at": "logits", "name": "logits"}
 
 
@@ -164,22 +165,24 @@ def check_captures(engine: Engine, expected: Expected) -> None:
     names = list(dict.fromkeys(leaf.name for leaf in engine.spec.leaves if leaf.name != "samples"))
     reply = engine.ask(
         PROMPT_IDS,
-        [_capture(_pattern(name), name, {"phase": "prompt"}) for name in names]
+        [_capture(_pattern(name), name, LAST if name == STATE else {"phase": "prompt"}) for name in names]
         + [_capture("samples", "samples", {})],
         max_tokens=3,
     )
     checked = set()
     for name in names:
         result = _capture_result(reply, name)
-        assert result.positions == list(range(len(PROMPT_IDS))), f"{name}: {result.positions}"
+        positions = range(len(PROMPT_IDS))[-1:] if name == STATE else range(len(PROMPT_IDS))
+        assert result.positions == [*positions], f"{name}: {result.positions}"
         for point in result.points:
             value = reply.tensor(name, point)
             leaf = engine.spec.leaf(name, -1 if name in MODEL_POINTS else int(point.split(".")[1]))
             assert leaf is not None, point
             # The axis that grows with the position reaches the last position captured.
             shape = tuple(len(PROMPT_IDS) if size < 0 else size for size in leaf.shape)
-            assert value.shape == (len(PROMPT_IDS), *shape), f"{point}: {value.shape}, {leaf.shape}"
-            _assert_close(value, expected.activations[point], point, expected.tolerance)
+            assert value.shape == (len(positions), *shape), f"{point}: {value.shape}, {leaf.shape}"
+            wanted = expected.activations[point]
+            _assert_close(value, wanted[None] if name == STATE else wanted, point, expected.tolerance)
             checked.add(point)
     assert checked == set(expected.activations), checked ^ set(expected.activations)
     samples = reply.tensor("samples", "samples")

@@ -64,7 +64,7 @@ def writable(model: Any) -> list[str]:
     return [
         name
         for name in points_of_a_layer(model.points())
-        if not name.endswith(("attn.pattern", "moe.experts"))
+        if not name.endswith(("attn.pattern", "moe.experts", "mixer.state"))
     ]
 
 
@@ -234,6 +234,26 @@ def patterns_while_generating(model: Any) -> Values:
     return {f"step {n}": step for n, step in enumerate(steps)}
 
 
+def states_while_generating(model: Any) -> Values:
+    names = [name for name in points_of_a_layer(model.points()) if name.endswith("mixer.state")]
+    if not names:
+        return {}
+    with opened(model, None, NUM_TOKENS) as tracer:
+        steps: list[torch.Tensor] = save([])
+        others: list[torch.Tensor] = save([])
+        with tracer.invoke(given(model, PROMPT)):
+            for _ in tracer.iter[:]:
+                steps += [model.points[name] for name in names]
+        with tracer.invoke(given(model, OTHER)):
+            for _ in tracer.iter[:]:
+                others += [model.points[name] for name in names]
+    return {
+        f"invoke {i}, step {n}": step
+        for i, of_invoke in enumerate((steps, others))
+        for n, step in enumerate(of_invoke)
+    }
+
+
 def skip_a_layer(model: Any) -> Values:
     # Layers of these return a tuple in transformers.
     is_tuple = not isinstance(model, VLLM) and model.config.model_type in {"bloom", "falcon", "falcon_h1"}
@@ -272,6 +292,7 @@ BLOCKS: Final[dict[str, Callable[[Any], Values]]] = {
         steer_while_generating,
         force_experts,
         patterns_while_generating,
+        states_while_generating,
         skip_a_layer,
         look_through_a_lens,
     )

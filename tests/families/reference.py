@@ -387,7 +387,8 @@ def reference_activations(path: Path, prompt_ids: Sequence[int], **inputs: Any) 
 
     Returns:
         Point string (``layers.3.attn.q``, ``norm.output``, …) to float32 ``[tokens, *shape]``.
-        ``norm.output`` is missing where the model has no final norm.
+        ``norm.output`` is missing where the model has no final norm. ``layers.3.mixer.state`` is the state
+        after the prompt, ``[heads, head_dim, state_size]``.
     """
     model = load_reference_model(path)
     whole: Any = model.config
@@ -415,12 +416,26 @@ def reference_activations(path: Path, prompt_ids: Sequence[int], **inputs: Any) 
     norm = getattr(model.get_submodule(parent), name)
     if norm is not None:
         _record(norm, "output", ["norm.output"], found)
+    # Before the run without a cache, whose values the hooks keep.
+    states = reference_states(model, prompt_ids) if "mixer.output" in tree.outputs else {}
     with torch.no_grad():
         logits = model(torch.tensor([list(prompt_ids)]), use_cache=False, **inputs).logits[0]
     if tree.has_stream:
         found["embed.output"] = found["layers.0.input"]
     found["logits"] = logits.float()
-    return {point: _shaped(point, value, config) for point, value in found.items()}
+    return {point: _shaped(point, value, config) for point, value in found.items()} | states
+
+
+def reference_states(model: Any, prompt_ids: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Return the recurrent states in transformers' cache after a prompt, by point."""
+    with torch.no_grad():
+        output = model(torch.tensor([list(prompt_ids)]), use_cache=True)
+    cache = output.get("past_key_values") or output.get("cache_params")
+    return {
+        f"layers.{layer}.mixer.state": states[0][0].clone()
+        for layer, one in enumerate(cache.layers)
+        if (states := getattr(one, "recurrent_states", {0: None}))[0] is not None
+    }
 
 
 def _record(

@@ -17,3 +17,15 @@ class PointValueError(ValueError):
 
 class PatternError(ValueError):
     """The model's attention implementation yields no probabilities, or would ignore written ones."""
+
+
+class StateError(ValueError):
+    """A recurrent state is not kept where the block runs, or was to be written."""
+
+    @classmethod
+    def unwritable(cls, name: str) -> StateError:
+        """Return the error for a state that was assigned."""
+        return cls(
+            f"{name} cannot be written: kernels update it in place, and read it before the next position. "
+            "Write mixer.output behind it"
+        )

@@ -26,6 +26,7 @@ from nnsight_engine.envoys.architectures.module_points import (
 from nnsight_engine.envoys.architectures.named_points import EMBED, LOGITS, NORM, NamedPoints
 from nnsight_engine.envoys.architectures.pattern import PatternPoint
 from nnsight_engine.envoys.architectures.routing import expert_weights, num_chosen
+from nnsight_engine.envoys.architectures.state import RunningCache, StatePoint
 from nnsight_engine.envoys.architectures.views import WHOLE
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class Points(NamedPoints):
         self._root = root
         self.architecture = architecture
         self._tokens = TokenShape()
+        self._cache = RunningCache()
 
     def __contains__(self, name: object) -> bool:
         """Return whether there is a point of that name."""
@@ -75,9 +77,17 @@ class Points(NamedPoints):
             self._tokens.shape = None
             layers = [self._envoy(architecture.layer_path(index)) for index in range(architecture.num_layers)]
             self._root.interleaver.watch(self._tokens, [f"{layer.path}.input" for layer in layers])
+        if architecture is not None and architecture.has(leaf_names.STATE):
+            mixers = [
+                self._envoy(architecture.layer_path(index, leaves[leaf_names.STATE].path))
+                for index, leaves in enumerate(architecture.leaves)
+                if leaf_names.STATE in leaves
+            ]
+            self._root.interleaver.watch(self._cache, [f"{mixer.path}.input" for mixer in mixers])
 
     def after_run(self) -> None:
         """Restore the model after the run."""
+        self._cache.cache = None
         for point in self._points.values():
             if isinstance(point, PatternPoint):
                 point.release()
@@ -143,6 +153,8 @@ class Points(NamedPoints):
         envoy = self._envoy(architecture.layer_path(layer, place.path))
         if place.operation:
             envoy = getattr(envoy.source, place.operation)
+        if leaf == leaf_names.STATE:
+            return StatePoint(name, envoy, self._cache, self._shape(layer, leaf))
         if leaf in architecture.family.flattened:
             return self._flattened(name, envoy, place.side, layer, leaf)
         is_stream = leaf == "mlp.input" and architecture.family.has_norms_last
@@ -182,22 +194,29 @@ class Points(NamedPoints):
             return (num_heads, self._input_width(layer, leaf_names.HEADS) // architecture.num_heads)
         if leaf == leaf_names.PATTERN:
             return (architecture.num_heads, -1)
+        if leaf in {leaf_names.ROUTER, leaf_names.STATE}:
+            return self._shape_of_module(layer, leaf)
         return (self._width(layer, leaf),)
 
     def _width(self, layer: int, leaf: str) -> int:
         """Return the number of values at one position of a leaf that has no heads."""
-        config, width = self._config(), 0
-        if leaf == leaf_names.ROUTER:
-            path = self._known().layer_path(layer, self._known().leaves[layer][leaf].path)
-            router: Any = self._envoy(path)._module
-            width = router.weight.shape[0]
-        elif leaf in {leaf_names.EXPERTS, leaf_names.EXPERT_WEIGHTS}:
+        config = self._config()
+        width: int = config.hidden_size
+        if leaf in {leaf_names.EXPERTS, leaf_names.EXPERT_WEIGHTS}:
             width = num_chosen(config)
         elif leaf == leaf_names.LATENT:
             width = config.kv_lora_rank
         elif leaf in _PER_NEURON:
             width = self._input_width(layer, leaf_names.NEURONS)
-        return width or config.hidden_size
+        return width
+
+    def _shape_of_module(self, layer: int, leaf: str) -> tuple[int, ...]:
+        """Return the shape of a router's logits, or of a mixer's state."""
+        path = self._known().layer_path(layer, self._known().leaves[layer][leaf].path)
+        module: Any = self._envoy(path)._module
+        if leaf == leaf_names.ROUTER:
+            return (module.weight.shape[0],)
+        return (module.num_heads, module.head_dim, module.ssm_state_size)
 
     def _input_width(self, layer: int, leaf: str) -> int:
         """Return the width of a projection's input from its module; not all configs state it."""

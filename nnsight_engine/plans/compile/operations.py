@@ -15,7 +15,7 @@ from api_schemas.interventions import Operation
 from api_schemas.operations import Ablate, Capture, LogitLens, Patch, Probe, Steer
 from api_schemas.points import ENCODER_BLOCK, VISION
 from nnsight_engine.core.dtypes import LARGEST
-from nnsight_engine.core.leaves import EXPERTS, PATTERN, ROUTER
+from nnsight_engine.core.leaves import EXPERTS, PATTERN, ROUTER, STATE
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.plans.compile.scope import CompileScope
 from nnsight_engine.plans.compile.sites import leaf_of, resolve_lens_sites, resolve_sites
@@ -273,6 +273,10 @@ class OperationCompiler:
                     f"{param}.at",
                 )
             dtype = "int64"
+        states = [site.leaf == STATE for site in sites]
+        if any(states):
+            self._check_states(named, param, is_alone=all(states))
+            dtype = op.dtype or "float32"
         pattern = [site.leaf == PATTERN for site in sites]
         if any(pattern) and not all(pattern):
             raise ApiError(
@@ -303,6 +307,26 @@ class OperationCompiler:
                 f"Tokens are sampled from the prompt's last position, {first}, on, and none is at "
                 f"{early[0] if early else named.last_prompt}; name -1 or `phase` generated, or leave out "
                 "`where`.",
+                f"{param}.where",
+            )
+
+    def _check_states(self, named: Named, param: str, *, is_alone: bool) -> None:
+        """Raise if states are captured beside other points, or inside the prompt, where none is kept."""
+        if not is_alone:
+            raise ApiError(
+                ErrorCode.UNSUPPORTED_COMBINATION,
+                f"{STATE} has values at fewer positions than other points; capture it in an operation of its "
+                "own.",
+                f"{param}.at",
+            )
+        last = self._scope.prompt_len - 1
+        num_early = named.num_prompt - int(named.last_prompt == last)
+        if num_early:
+            raise ApiError(
+                ErrorCode.UNSUPPORTED_AT_POINT,
+                f"The kernel that computes a prompt keeps {STATE} after its last position, {last}, only, and "
+                f"`where` names {num_early} before it; name -1, `phase` generated, or both with `range` "
+                "[-1, null]. For the state after an earlier position, send the prompt up to it.",
                 f"{param}.where",
             )
 

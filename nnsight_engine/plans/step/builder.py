@@ -146,16 +146,15 @@ class StepBuilder:
             if not len(offsets):
                 continue
             if active.keys[0] == SAMPLES:
-                # Sampled ids exist only after the forward pass; no other point shares their operation.
-                steps = offsets[offsets >= span.num_certain - 1] - (span.num_certain - 1)
-                if len(steps):
-                    own = None if mask is None else plan.add_mask(mask[-1:])
-                    plan.samples.append(PlannedSample(span.request, active, own, tuple(steps.tolist())))
+                _plan_samples(plan, span, active, offsets, mask)
+                continue
+            rows = _rows_in_step(span, active, offsets)
+            if rows is None:
                 continue
             numbers = tuple(stages[key] for key in active.keys)
             for key in active.keys:
                 stages[key] += 1
-            work.append(OperationRows(span, active, offsets, numbers, offsets + span.row, mask))
+            work.append(OperationRows(span, active, offsets, numbers, rows, mask))
             # Rows of drafts are charged once they are accepted: limits are those of the results.
             num_certain = int(np.searchsorted(offsets, span.num_certain))
             self._context.count_rows(reserved, active.op, num_certain)
@@ -312,6 +311,19 @@ class StepBuilder:
         plan.reads.append(group)
 
 
+def _plan_samples(
+    plan: StepPlan, span: Span, active: ActiveOp, offsets: RowArray, mask: torch.Tensor | None
+) -> None:
+    """Plan the capture of sampled ids, which exist only after the forward pass.
+
+    No other point shares their operation.
+    """
+    steps = offsets[offsets >= span.num_certain - 1] - (span.num_certain - 1)
+    if len(steps):
+        own = None if mask is None else plan.add_mask(mask[-1:])
+        plan.samples.append(PlannedSample(span.request, active, own, tuple(steps.tolist())))
+
+
 def _check_encoded(span: Span) -> None:
     """Fail a request of whose images one enters the step without having been encoded with its operations."""
     for number, image in enumerate(span.request.plan.images):
@@ -322,6 +334,24 @@ def _check_encoded(span: Span) -> None:
                 f"image {number} was not encoded with this request's operations, so the answer is not what "
                 "was asked for; this is a defect of the server, please report it",
             )
+
+
+def _rows_in_step(span: Span, active: ActiveOp, offsets: RowArray) -> RowArray | None:
+    """Return the rows of a span as indices into the step's tensors; of states, into its requests.
+
+    A request that would capture states which the step does not keep fails, with None. Admission refuses them.
+    """
+    if not active.op.captures_states:
+        return offsets + span.row
+    if offsets.tolist() == [span.num_rows - 1]:
+        return np.array([span.index], np.int64)
+    positions = ", ".join(str(span.start + offset) for offset in offsets.tolist())
+    span.request.fail(
+        "intervention_failed",
+        f"a step keeps recurrent states after its last position only, {span.stop - 1}, and those after "
+        f"{positions} were to be captured",
+    )
+    return None
 
 
 def _parts_of(span: Span) -> RowParts | None:
@@ -342,7 +372,7 @@ def _signature(spans: list[Span]) -> tuple[object, ...] | None:
         fresh = span.start >= request.plan.prompt_len and span.start >= request.end_position
         if not (request.steady and fresh and span.num_rows == 1 and request.failure is None):
             return None
-        entries.append((request.request_id, span.row))
+        entries.append((request.request_id, span.row, span.index))
     return tuple(entries)
 
 

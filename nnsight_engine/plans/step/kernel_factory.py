@@ -104,6 +104,8 @@ class KernelFactory:
         if members[0].active.op.kind is OperationKind.PROBE:
             bias = [m.active.op.bias for m in members for _ in range(len(m.rows))]
             return reads.ProbeKernel(index, self._stack(members), self._column(bias).squeeze(1), out)
+        if members[0].active.op.captures_states:
+            return reads.GatherStates(index, out, overflows)
         return reads.GatherKernel(index, self._span(members), out, overflows)
 
     def row_index(self, members: list[KernelMember]) -> torch.Tensor:

@@ -28,7 +28,7 @@ class OperationRows:
         active: The operation.
         offsets: Offsets of the rows in the span, ascending.
         stages: Stage of the operation at each of its sites.
-        rows: The same rows as indices into the step's tensors.
+        rows: The same rows as indices into the step's tensors; if states are captured, into its requests.
         mask: Which of the rows the operation's rule names, ``[rows]`` on the device; None for all.
         logits_rows: Those rows that need logits, as indices into the plan's ``logits_rows``.
         logits_offsets: Offsets in the span of ``logits_rows``.

@@ -45,6 +45,7 @@ class Span:
         step_token_ids: Ids of the tokens of all rows of the step, on the device; None only if the host knows
             all ids of the span.
         num_drafts: Number of its last rows whose tokens are drafts.
+        index: Position of the request among the step's requests.
     """
 
     request: ActiveRequest
@@ -54,6 +55,7 @@ class Span:
     token_ids: npt.NDArray[np.int32]
     step_token_ids: torch.Tensor | None = None
     num_drafts: int = 0
+    index: int = 0
 
     @property
     def stop(self) -> int:

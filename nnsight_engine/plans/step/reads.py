@@ -23,8 +23,10 @@ class SiteValue:
     """The model's value at a site, for kernels that read it.
 
     Args:
-        hidden: ``[rows, …]``; at attention, the layer's queries.
-        residual: The second part of the residual stream, or None; at attention, the layer's keys.
+        hidden: ``[rows, …]``; at attention, the layer's queries; of states, those of all requests that vLLM
+            holds, ``[slots, width]``.
+        residual: The second part of the residual stream, or None; at attention, the layer's keys; of states,
+            the slot of each request of the step.
     """
 
     __slots__ = ("_hidden", "_residual")
@@ -82,6 +84,13 @@ class SiteValue:
         """Return a copy of the rows' keys, ``[rows, kv_heads, head_dim]``; None if the layer has none."""
         return None if self._residual is None else self._residual[start:stop].clone()
 
+    def states_into(self, out: torch.Tensor, requests: torch.Tensor, overflows: torch.Tensor | None) -> None:
+        """Fill ``out``, ``[rows, width]``, with the states of requests; ``overflows`` as above."""
+        if self._residual is None:
+            raise RuntimeError("states are read without the requests' slots")
+        slots = self._residual.index_select(0, requests)
+        SiteValue(self._hidden, None).sums_into(out, slots, None, overflows)
+
     @staticmethod
     def _part(tensor: torch.Tensor, rows: torch.Tensor, span: tuple[int, int] | None) -> torch.Tensor:
         return tensor.index_select(0, rows) if span is None else tensor[span[0] : span[1]]
@@ -118,6 +127,19 @@ class GatherKernel(ReadKernel):
     def read(self, value: SiteValue) -> None:
         """Copy the values into ``out``."""
         value.sums_into(self.out, self.rows, self.span, self.overflows)
+
+
+@dataclasses.dataclass(slots=True)
+class GatherStates(ReadKernel):
+    """Copies states of requests, which are given by index in the step; the others as in ``GatherKernel``."""
+
+    requests: torch.Tensor
+    out: torch.Tensor
+    overflows: torch.Tensor | None = None
+
+    def read(self, value: SiteValue) -> None:
+        """Copy the states into ``out``."""
+        value.states_into(self.out, self.requests, self.overflows)
 
 
 @dataclasses.dataclass(slots=True)

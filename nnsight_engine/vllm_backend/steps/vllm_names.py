@@ -157,7 +157,7 @@ _WORKER: Final = (
     ),
     _used(
         "vllm.forward_context:ForwardContext",
-        read="additional_kwargs cudagraph_runtime_mode skip_compiled",
+        read="additional_kwargs attn_metadata cudagraph_runtime_mode skip_compiled",
     ),
     _used("vllm.sequence:IntermediateTensors", called={"__init__": "tensors"}, read="tensors"),
     _used("vllm.v1.outputs", read="DraftTokenIds EMPTY_MODEL_RUNNER_OUTPUT ModelRunnerOutput"),
@@ -270,6 +270,14 @@ _MODEL: Final = (
         "vllm.model_executor.layers.fused_moe.router.fused_moe_router:FusedMoERouter",
         read="eplb_state",
         called={"select_experts": "hidden_states, router_logits"},
+    ),
+    _used(
+        "vllm.model_executor.layers.mamba.mamba_mixer2:MambaMixer2",
+        read="head_dim kv_cache num_heads prefix ssm_state_size use_replayssm",
+    ),
+    _used(
+        "vllm.v1.attention.backends.mamba_attn:BaseMambaAttentionMetadata",
+        read="num_decodes num_prefills state_indices_tensor_d state_indices_tensor_p",
     ),
     _used("vllm.model_executor.models.utils", read="PPMissingLayer"),
     _used("vllm.tokenizers", called={"cached_tokenizer_from_config": "model_config"}),

@@ -237,6 +237,7 @@ class WorkerState:
                 step.known_ids(rows),
                 step.token_ids,
                 rows.num_drafts,
+                rows.index,
             )
             for rows in step.rows()
             if (request := self._active.get(rows.request_id)) is not None

@@ -66,6 +66,8 @@ class NamedPlace:
             sizes = [num_tokens if size < 0 else size for size in self.shape]
             if self.name.endswith(leaf_names.PATTERN):
                 return torch.empty(sizes[0], rows, *sizes[1:], dtype=torch.float32, device="meta")
+            if self.name.endswith(leaf_names.STATE):
+                return torch.empty(sizes, dtype=dtype, device="meta")
             return torch.empty(rows, *sizes, dtype=dtype, device="meta")
         raise ValueError(
             f"Cannot return {self.name}: the model did not execute here. Read it inside `with "

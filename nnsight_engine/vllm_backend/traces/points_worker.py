@@ -26,6 +26,7 @@ from nnsight_engine.modeling.wrapper import WrapperModule
 from nnsight_engine.vllm_backend.traces.points import ATTENTION_INPUT, NORM_INPUT, EnginePoints, Part
 from nnsight_engine.vllm_backend.traces.points_edits import PointEdit
 from nnsight_engine.vllm_backend.traces.points_pattern import WorkerPatternPoint
+from nnsight_engine.vllm_backend.traces.points_state import WorkerStatePoint
 from nnsight_engine.vllm_backend.traces.rows import zeros_of
 
 if TYPE_CHECKING:
@@ -171,11 +172,19 @@ class WorkerPoints(EnginePoints):
             return self._residual(name, 0, "input", shape)
         if leaf in RESIDUAL_LEAVES:
             return self._residual(name, layer, "input" if leaf == "input" else "output", shape)
+        return self._layer_point(name, layer, leaf, shape)
+
+    def _layer_point(self, name: str, layer: int, leaf: str, shape: tuple[int, ...]) -> PointAccess:
+        block = self.layout.blocks[layer]
         if leaf == leaf_names.PATTERN:
-            block = self.layout.blocks[layer]
             kernel = self.raw(f"{self.family.layers}.{layer}.{block.kernel}")
             return WorkerPatternPoint(name, kernel, (block.num_heads, block.num_kv_heads), shape)
-        block = self.layout.blocks[layer]
+        if leaf == leaf_names.STATE:
+            mixer, output = (
+                self.raw(f"{self.family.layers}.{layer}.{block.leaves[one].path}")
+                for one in (leaf, leaf_names.MIXER)
+            )
+            return WorkerStatePoint(name, mixer, output, shape)
         spec = block.attention_input if leaf == ATTENTION_INPUT else block.leaves[leaf]
         assert spec is not None  # noqa: S101 - the name has been resolved
         envoy = self.raw(f"{self.family.layers}.{layer}.{spec.path}")

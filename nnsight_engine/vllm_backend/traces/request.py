@@ -247,6 +247,11 @@ class TracedRequest(Interleaver):
             self.check_dangling_mediators()
 
     @property
+    def index(self) -> int:
+        """Position of the request among the requests of the step."""
+        return self._index
+
+    @property
     def spent_s(self) -> float:
         """Seconds that the engine has waited for the request's blocks."""
         return sum(cast("ThreadMediator", mediator).spent_s for mediator in self.mediators)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from api_schemas.points import MODEL_POINTS, VISION
-from nnsight_engine.core.leaves import EXPERTS, PATTERN, RESIDUAL_LEAVES
+from nnsight_engine.core.leaves import EXPERTS, PATTERN, RESIDUAL_LEAVES, STATE
 from nnsight_engine.core.saves import save
 from nnsight_engine.envoys.architectures.errors import PointValueError, UnknownPointError
 from nnsight_engine.families.registry import ENGINE_FAMILIES
@@ -103,8 +103,13 @@ def has_stream(module: Any) -> bool:
 
 
 def movable(names: Iterable[str]) -> list[str]:
-    """Return the points of a layer whose values can be moved: those that are not ids of experts."""
-    return [name for name in points_of_a_layer(names) if not name.endswith(EXPERTS)]
+    """Return the points of a layer whose values can be moved: no ids of experts, and no states."""
+    return [name for name in points_of_a_layer(names) if not name.endswith((EXPERTS, STATE))]
+
+
+def stateless(names: Iterable[str]) -> list[str]:
+    """Return the points that are there without a cache."""
+    return [name for name in names if not name.endswith(STATE)]
 
 
 def offered(model: NNsight, *names: str) -> list[str]:
@@ -132,11 +137,13 @@ def test_every_point_reads_what_hooks_on_transformers_read(checkpoint: Path, mod
     expected = reference_activations(checkpoint, PROMPT_IDS)
     found = {}
     with torch.no_grad(), model.trace(IDS, use_cache=False):
-        for name in model.points:
+        for name in stateless(model.points):
             found[name] = model.points[name].save()
     patterns = {name for name in found if name.endswith(PATTERN)}
-    assert found.keys() - patterns == expected.keys()
+    assert found.keys() - patterns == {*stateless(expected)}
     for name, value in expected.items():
+        if name.endswith(STATE):
+            continue  # see ``test_states``
         assert torch.equal(found[name][0], value), name
 
 
@@ -160,12 +167,14 @@ def test_patterns_are_the_attention_weights_that_transformers_returns(model: NNs
 def test_shapes_are_those_that_the_list_says(model: NNsight) -> None:
     num_rows, num_tokens = PAIR.shape
     found = {}
-    with torch.no_grad(), model.trace(PAIR, use_cache=False):
+    with torch.no_grad(), model.trace(PAIR):
         for name in points_of_a_layer(model.points):
             found[name] = model.points[name].shape
     for name, shape in model.points().items():
         if name.endswith(PATTERN) and name in found:
             assert found[name] == (num_rows, shape[0], num_tokens, num_tokens)
+        elif name.endswith(STATE) and name in found:
+            assert found[name] == (num_rows, *shape)
         elif name in found:
             assert found[name] == (num_rows, num_tokens, *shape), name
 
@@ -206,7 +215,7 @@ def test_a_model_runs_as_before_when_the_trace_is_over(model: NNsight, module: A
     configs = [getattr(part, "config", None) for part in module.modules()]
     with torch.no_grad(), model.trace(IDS, use_cache=False):
         for name in model.points:
-            if not name.endswith(EXPERTS):
+            if not name.endswith((EXPERTS, STATE)):
                 move(model.points[name])
     assert torch.equal(logits_of(module), expected)
     assert [set(vars(part)) for part in module.modules()] == attributes
@@ -307,7 +316,7 @@ def test_a_point_that_the_model_has_passed_is_an_error(model: NNsight) -> None:
 
 
 def test_a_value_of_another_shape_is_refused(model: NNsight) -> None:
-    for name in points_of_a_layer(model.points):
+    for name in stateless(points_of_a_layer(model.points)):
         with pytest.raises(PointValueError, match="shape"), torch.no_grad(), model.trace(IDS):
             model.points[name] = torch.zeros(3)
 

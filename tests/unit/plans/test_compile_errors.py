@@ -34,6 +34,7 @@ SPEC = ModelSpec(
         LeafSpec("moe.router", (5,), "eager", VALUES, (1, 2, 3)),
         LeafSpec("moe.experts", (2,), "eager", ("ablate", "patch", "capture"), (1, 2, 3)),
         LeafSpec("moe.weights", (2,), "eager", VALUES, (1, 2, 3)),
+        LeafSpec("mixer.state", (2, 3, 4), "eager", ("capture",), (0, 2)),
         LeafSpec("logits", (100,), "tap", VALUES),
         LeafSpec("samples", (), "tap", ("capture",)),
     ),
@@ -50,6 +51,7 @@ PATCH: dict[str, Any] = {
     "where": {"positions": [0, 1]},
 }
 CAPTURE: dict[str, Any] = {"op": "capture", "at": "layers.1.output"}
+STATE: dict[str, Any] = {"op": "capture", "at": "layers.*.mixer.state"}
 LENS: dict[str, Any] = {"op": "logit_lens"}
 EXPERTS: dict[str, Any] = {"op": "ablate", "at": "layers.1.moe.experts", "method": "vector"}
 
@@ -184,6 +186,17 @@ def tensor(dtype: Any, shape: list[int], data: bytes) -> dict[str, Any]:
             "values",
         ),
         (STEER | {"at": "layers.1.moe.experts"}, ErrorCode.UNSUPPORTED_AT_POINT, "at"),
+        (STEER | {"at": "layers.0.mixer.state"}, ErrorCode.UNSUPPORTED_AT_POINT, "at"),
+        (CAPTURE | {"at": "layers.1.mixer.state"}, ErrorCode.UNKNOWN_POINT, "at"),
+        (STATE, ErrorCode.UNSUPPORTED_AT_POINT, "where"),
+        (STATE | {"where": {"phase": "prompt"}}, ErrorCode.UNSUPPORTED_AT_POINT, "where"),
+        (STATE | {"where": {"positions": [-2, -1]}}, ErrorCode.UNSUPPORTED_AT_POINT, "where"),
+        (STATE | {"where": {"tokens": [11], "range": [1, None]}}, ErrorCode.UNSUPPORTED_AT_POINT, "where"),
+        (
+            CAPTURE | {"at": ["layers.0.mixer.state", "layers.0.output"], "where": {"positions": [-1]}},
+            ErrorCode.UNSUPPORTED_COMBINATION,
+            "at",
+        ),
         (STEER | {"at": "layers.0.moe.weights"}, ErrorCode.UNKNOWN_POINT, "at"),
         (
             CAPTURE | {"at": ["layers.1.moe.experts", "layers.1.moe.weights"]},
