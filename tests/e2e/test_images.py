@@ -245,7 +245,7 @@ def test_rows_of_images_in_the_encoder_are_numbered_over_the_prompt(
     engine: Engine, reference: SeeingReference
 ) -> None:
     rows = reference.encoded(*IMAGES)[1]
-    reads = [
+    reads: list[dict[str, Any]] = [
         {"op": "capture", "at": IN_ENCODER, "where": {"images": [-1]}, "name": "second"},
         {"op": "capture", "at": IN_ENCODER, "reduce": "mean", "name": "mean"},
         {"op": "capture", "at": IN_ENCODER, "reduce": "last", "dtype": "float16", "name": "end"},
