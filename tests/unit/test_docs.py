@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import OPERATIONS, parse_interventions
 from api_schemas.operations import Ablate, Capture, LogitLens, Patch, Probe, Steer
-from api_schemas.points import MODEL_POINTS, PointPattern
+from api_schemas.points import ENCODER_BLOCK, MODEL_POINTS, PointPattern, point_name
 from api_schemas.request_traces import Trace
 from api_schemas.results import ChoiceInterventions
 from api_schemas.where import Where
@@ -145,7 +145,7 @@ def test_every_mode_and_method_is_documented() -> None:
 
 def test_every_point_is_documented_and_none_that_no_family_has() -> None:
     leaves = {leaf for family in ENGINE_FAMILIES for leaf in family.leaves} | {*RESIDUAL_LEAVES, PATTERN}
-    offered = {f"layers.*.{leaf}" for leaf in leaves} | set(MODEL_POINTS)
+    offered = {point_name(leaf) for leaf in (*leaves, ENCODER_BLOCK, *MODEL_POINTS)}
     table = page("points.md").split("\n## Every point\n")[1].split("\n## ")[0]
     assert set(re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)) == offered
 

@@ -66,8 +66,7 @@ class PendingResults:
         """Add the records of one step of a request that has drafts, or has had some.
 
         Args:
-            records: Its records, unreduced; their positions begin at ``rows.start``. Those of images are
-                reduced, and have positions of their own.
+            records: Its records, unreduced; their positions begin at ``rows.start``.
             info: The worker's progress, whose positions are bounds.
             rows: The rows of the step.
             num_tokens: Number of tokens that the step has yielded.
@@ -78,11 +77,8 @@ class PendingResults:
         start = rows.start if rows.start <= self._plan.prompt_len else min(rows.start, end)
         stop = start + num_kept
         for record in records:
-            op = self._plan.ops[record.op]
-            if op.is_in_encoder:
-                self._add(record)
-                continue
             positions = np.asarray(record.positions, np.int64) - (rows.start - start)
+            op = self._plan.ops[record.op]
             first, last = np.searchsorted(positions, (end, stop))
             if first < last:
                 chosen = slice(last - 1 if op.reduce == "last" else first, last)

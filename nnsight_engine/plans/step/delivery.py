@@ -171,14 +171,12 @@ class StepDelivery:
         for piece in read.slices:
             request_id = piece.request.request_id
             own = [view[piece.start : piece.stop] for view in views]
-            # Rows of images are none of the step's: no draft is among them.
-            is_drafted = request_id in num_kept and piece.first is None
             first = self.participants[request_id].start if piece.first is None else piece.first
             positions = piece.offsets + first
             # Rows that are reduced here cannot be taken out again.
-            reduce = "none" if is_drafted else piece.active.op.reduce
+            reduce = "none" if request_id in num_kept else piece.active.op.reduce
             named = None if mask is None else mask[piece.start : piece.stop]
-            if is_drafted:
+            if request_id in num_kept:
                 is_kept = piece.offsets < num_kept[request_id]
                 named = is_kept if named is None else named & is_kept
             if named is not None:

@@ -117,8 +117,8 @@ class KernelGroup:
 class ReadSlice:
     """One request's rows in a read group's buffers, from ``start`` to ``stop``.
 
-    ``offsets`` are the offsets of the rows in the request's span. ``first`` is the position of that span's
-    first row where it was computed before the step, in the vision encoder.
+    ``offsets`` are the offsets of the rows in the request's span. ``first`` is the number of that span's
+    first row, if these are rows of an image in the vision encoder, which are read before any drafts.
     """
 
     request: ActiveRequest
