@@ -6,7 +6,7 @@ before the first engine starts. ``test_families`` runs this module and reads the
 
 ``python -m tests.e2e.family_check FOLDER FAMILY...`` writes checkpoints and ``report.json``, by family
 and check, block of ``point_blocks``, or kind of comparison of a certificate, what went wrong or null, into
-the folder.
+the folder, and each certificate beside it, as ``tests.families.certify`` reads them.
 """
 
 from __future__ import annotations
@@ -420,6 +420,7 @@ def run(family: str, folder: Path) -> dict[str, str | None]:
     report = {name: _outcome(check, engine, expected) for name, check in CHECKS.items()}
     report |= compared(model, values, tolerance)
     certificate = compare(model, request, reference, adapter=adapter)
+    (folder / f"{family}.json").write_bytes(certificate.to_json())
     report |= _findings(certificate, UNSKIPPABLE.get(base, {}))
     model.shutdown()
     if family in COMPILED_FAMILIES:
