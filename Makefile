@@ -93,7 +93,7 @@ test-fast: WORKERS = 3
 test-fast: install postgres ## Those of tests/unit and tests/integration, without vLLM, in some minutes
 	$(PYTEST) $(FAST)
 
-test-all: install postgres promtool chromium node clients ## Every test, the heavy ones included: an hour
+test-all: install postgres promtool chromium node clients ## Every test, the heavy ones included: two hours
 	$(PYTEST) $(TESTS)
 
 test-kinds: install ## The suites of tests on engines of all kinds, by runner, scheduling and drafts: hours
