@@ -134,7 +134,9 @@ class Points(NamedPoints):
             return self._flattened(name, envoy, place.side, layer, leaf)
         is_stream = leaf == "mlp.input" and architecture.family.has_norms_last
         kind = CopiedInputPoint if is_stream else ModulePoint
-        return kind(name, envoy, place.side, architecture.view(layer, leaf), self._shape(layer, leaf))
+        is_pattern = leaf == leaf_names.PATTERN
+        shape = (architecture.num_heads, -1) if is_pattern else self._shape(layer, leaf)
+        return kind(name, envoy, place.side, architecture.view(layer, leaf), shape)
 
     def _flattened(self, name: str, envoy: Envoy, side: Side, layer: int, leaf: str) -> FlattenedPoint:
         shape = self._shape(layer, leaf)
@@ -165,8 +167,6 @@ class Points(NamedPoints):
                 else architecture.num_heads
             )
             return (num_heads, self._input_width(layer, leaf_names.HEADS) // architecture.num_heads)
-        if leaf == leaf_names.PATTERN:
-            return (architecture.num_heads, -1)
         if leaf == leaf_names.ROUTER:
             path = architecture.layer_path(layer, architecture.leaves[layer][leaf].path)
             router: Any = self._envoy(path)._module

@@ -75,7 +75,7 @@ def fused_heads(index: int, num_heads: Sequence[int]) -> View:
 
 
 def fused_per_head(index: int, num_heads: int, num_kv_heads: int) -> View:
-    """Return the view ``[..., heads, head_dim]`` of q, k or v of ``[..., kv_heads, (queries, k, v), head_dim]``.
+    """Return the view ``[..., heads, head_dim]`` of q, k or v, which are interleaved per key head.
 
     Args:
         index: 0 for the queries, which are those of the key and the value beside them; 1 for k, 2 for v.
@@ -86,7 +86,8 @@ def fused_per_head(index: int, num_heads: int, num_kv_heads: int) -> View:
     start, count = ((0, group), (group, 1), (group + 1, 1))[index]
 
     def columns(whole: torch.Tensor) -> torch.Tensor:
-        return whole.unflatten(-1, (num_kv_heads, group + 2, -1)).narrow(-2, start, count)
+        packed: torch.Tensor = whole.unflatten(-1, (num_kv_heads, group + 2, -1))
+        return packed.narrow(-2, start, count)
 
     # Queries of several groups have the keys and the values between them.
     is_copy = count > 1 and num_kv_heads > 1
