@@ -22,6 +22,9 @@ from api_schemas.points import PointPattern
         ("layers.:2.output", ["layers.0.output", "layers.1.output"]),
         ("layers.-2:.output", ["layers.3.output", "layers.4.output"]),
         ("layers.0:5.output", [f"layers.{i}.output" for i in range(5)]),
+        ("vision.output", ["vision.output"]),
+        ("vision.layers.-1.output", ["vision.layers.4.output"]),
+        ("vision.layers.*.output", [f"vision.layers.{i}.output" for i in range(5)]),
     ],
 )
 def test_patterns_expand_in_order_of_layers(text: str, expected: list[str]) -> None:
@@ -39,6 +42,9 @@ def test_patterns_expand_in_order_of_layers(text: str, expected: list[str]) -> N
         "layers.*",
         "layers.3.",
         "layers.3.Output",
+        "vision.layers",
+        "vision.layers.3",
+        "vision.3.output",
         "layers.3.attn..q",
         "logits.output",
         "embed",
