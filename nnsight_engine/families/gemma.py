@@ -24,12 +24,12 @@ from nnsight_engine.families.dense import (
     TRANSFORMERS_LLAMA,
     TRANSFORMERS_LLAMA_LEAVES,
 )
-from nnsight_engine.families.places import Place, frozen
+from nnsight_engine.families.places import Place, Places, frozen
 
 _EXPERTS_LAST: Final = ordered(*((leaf, "output") for leaf in (ROUTER, EXPERTS, EXPERT_WEIGHTS, ROUTED)))
 """Experts come beside an MLP, after it."""
 
-_LEAVES: Final = frozen(
+_LEAVES: Final[Places] = frozen(
     {
         **LLAMA_LEAVES,
         # Layers that use another's keys and values have a projection of queries only.

@@ -366,7 +366,7 @@ def _block_points(block: nn.Module, family: EngineFamily, config: TextConfig) ->
         kernel=family.kernel if family.kernel in modules else "",
         num_heads=num_heads,
         latent_size=config.kv_lora_rank if LATENT in leaves else 0,
-        num_kv_heads=_num_kv_heads(block, leaves) or getattr(config, "num_key_value_heads", None) or num_heads,
+        num_kv_heads=_num_kv_heads(block, leaves, config) or num_heads,
         head_dim=_input_size(block, leaves["attn.heads"]) // num_heads if "attn.heads" in leaves else 0,
         inner_size=_input_size(block, leaves["mlp.act"]) if "mlp.act" in leaves else 0,
         num_experts=_output_size(block, leaves[ROUTER]) if ROUTER in leaves else 0,
@@ -376,10 +376,16 @@ def _block_points(block: nn.Module, family: EngineFamily, config: TextConfig) ->
     )
 
 
-def _num_kv_heads(block: nn.Module, leaves: Mapping[str, Place]) -> int:
-    """Return the whole model's number of key and value heads at a fused projection; 0 without it."""
-    projection = base_module(block.get_submodule(leaves[KEYS].path)) if KEYS in leaves else None
-    return projection.total_num_kv_heads if isinstance(projection, QKVParallelLinear) else 0
+def _num_kv_heads(block: nn.Module, leaves: Mapping[str, Place], config: TextConfig) -> int:
+    """Return a block's number of key and value heads; 0 if it has none of its own, or as many as queries."""
+    values = leaves.get(VALUES)
+    if values is None:
+        return 0
+    projection = base_module(block.get_submodule(values.path))
+    if isinstance(projection, QKVParallelLinear):
+        return int(projection.total_num_kv_heads)
+    stated: int | None = getattr(config, "num_key_value_heads", None)
+    return stated or 0
 
 
 def _inner_family(model: nn.Module, architectures: Sequence[str]) -> EngineFamily | None:

@@ -109,12 +109,9 @@ def read_by_attribute(model: Any) -> Values:
             read["attn.input"] = layer.attn.input  # parts are modules of their own
         if f"layers.{LAYER}.attn.q" in names:
             read["q"], read["k"] = layer.attn.q, layer.attn.k
-        if f"layers.{LAYER}.attn.v" in names:
-            read["v"] = layer.attn.v
-        if f"layers.{LAYER}.attn.latent" in names:
-            read["latent"] = layer.attn.latent
-        if f"layers.{LAYER}.attn.heads" in names:
-            read["heads"] = layer.attn.heads
+        for leaf in ("v", "latent", "heads"):
+            if f"layers.{LAYER}.attn.{leaf}" in names:
+                read[leaf] = getattr(layer.attn, leaf)
         if f"layers.{LAYER}.mlp.input" in names:
             read["mlp.input"] = layer.mlp.input
         if f"layers.{LAYER}.mlp.up" in names:

@@ -82,7 +82,9 @@ def test_every_point_is_there_with_its_shape(family: str, activations: dict[str,
     attention -= {"attn.q", "attn.k"} if family in UNORDERED else set()
     attention = attention - {"attn.q", "attn.k", "attn.v"} | {"attn.latent"} if family in MLA else attention
     stream = {"input", "output"} if family not in STREAMS else set()
-    expected = {"logits", *({"embed.output"} if stream else ())} | (set() if family == "opt_post_norm" else {"norm.output"})
+    expected = {"logits", *({"embed.output"} if stream else ())} | (
+        set() if family == "opt_post_norm" else {"norm.output"}
+    )
     for layer in range(NUM_LAYERS):
         has_experts = family in EXPERTS and layer not in DENSE.get(family, ())
         routed = {"moe.router", "moe.experts", "moe.weights", "moe.output"}

@@ -105,7 +105,9 @@ def expert_factors(router: Any) -> torch.Tensor | None:
 def num_chosen(config: Any) -> int:
     """Return the number of experts that a model chooses for each token, by its text config."""
     # Gemma 4 has another name for it.
-    chosen: int = config.num_experts_per_tok if hasattr(config, "num_experts_per_tok") else config.top_k_experts
+    chosen: int = (
+        config.num_experts_per_tok if hasattr(config, "num_experts_per_tok") else config.top_k_experts
+    )
     return chosen
 
 

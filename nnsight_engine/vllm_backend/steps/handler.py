@@ -43,6 +43,7 @@ from nnsight_engine.vllm_backend.expert_points import install_expert_points
 from nnsight_engine.vllm_backend.hooks import hooked, keep_inputs_plain
 from nnsight_engine.vllm_backend.model_points import Blocks, resolve_points
 from nnsight_engine.vllm_backend.steps.graphs import StepGraphs, cut_at_taps
+from nnsight_engine.vllm_backend.steps.inputs_per_layer import supply_inputs_per_layer
 from nnsight_engine.vllm_backend.steps.outcome import StepOutcome
 from nnsight_engine.vllm_backend.steps.stage_transport import take_results, with_results
 from nnsight_engine.vllm_backend.steps.step import Step
@@ -57,7 +58,6 @@ from nnsight_engine.vllm_backend.taps import (
     untapped,
 )
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
-from nnsight_engine.vllm_backend.steps.inputs_per_layer import supply_inputs_per_layer
 from nnsight_engine.vllm_backend.traces.module_order import UntappedError
 from nnsight_engine.vllm_backend.traces.placement import traces_of_worker
 from nnsight_engine.vllm_backend.traces.request import TraceSpan

@@ -300,7 +300,6 @@ def test_attributes_are_assigned_like_points(model: NNsight, module: Any) -> Non
 
 def test_a_point_that_the_model_has_passed_is_an_error(model: NNsight) -> None:
     for late in offered(model, "attn.heads", "attn.pattern", "mixer.output", "mlp.input"):
-        layer = late.split(".")[1]
         with pytest.raises(OutOfOrderError), torch.no_grad(), model.trace(IDS, use_cache=False):
             _ = model.points["logits"], model.points[late]
 
