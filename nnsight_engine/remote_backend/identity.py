@@ -25,8 +25,15 @@ _FIELDS: Final = (
 def fingerprint_of(config: Any) -> str:
     """Return a hash of a model's shape, computed from its transformers config."""
     text = config.get_text_config()
-    shape = {name: getattr(text, name, None) for name in _FIELDS}
+    shape = {name: _stated(text, name) for name in _FIELDS}
     return hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()
+
+
+def _stated(text: Any, name: str) -> Any:
+    """Return a field of a text config; a list where layers differ in it (Gemma 4), None if it is missing."""
+    if name in (getattr(text, "per_layer_attributes", None) or ()):
+        return [getattr(layer, name) for layer in text.per_layer_config]
+    return getattr(text, name, None)
 
 
 def fingerprint_of_folder(folder: str) -> str:

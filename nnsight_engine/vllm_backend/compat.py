@@ -167,6 +167,8 @@ def check_supported(config: VllmConfig) -> None:
         "--pipeline-parallel-size with a model that has inputs per layer (Gemma 4)": (
             has_stages and bool(getattr(config.model_config.hf_text_config, "hidden_size_per_layer_input", 0))
         ),
+        # Layers that share keys (Gemma 3n, Gemma 4) then run for the sampled positions only.
+        "--kv-sharing-fast-prefill": config.cache_config.kv_sharing_fast_prefill,
         # Its rows are not those of the scheduler's output.
         "--speculative-config with ngram_gpu and VLLM_USE_V2_MODEL_RUNNER=0": (
             drafts is not None and drafts.use_ngram_gpu() and not config.use_v2_model_runner

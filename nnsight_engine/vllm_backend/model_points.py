@@ -448,11 +448,14 @@ def _input_size(block: nn.Module, spec: Place) -> int:
     return cast("_Linear", base_module(block.get_submodule(spec.path))).input_size
 
 
-def _num_kv_heads(block: nn.Module, leaves: Mapping[str, Place], config: TextConfig) -> int | None:
-    """Return the whole-model number of key heads; None if neither the projection nor the config has it."""
-    projection = base_module(block.get_submodule(leaves[KEYS].path)) if KEYS in leaves else None
+def _num_kv_heads(block: nn.Module, leaves: Mapping[str, Place], config: TextConfig) -> int:
+    """Return a block's number of key and value heads; 0 if it has none of its own, or as many as queries."""
+    values = leaves.get(VALUES)
+    if values is None:
+        return 0
+    projection = base_module(block.get_submodule(values.path))
     found: int | None = getattr(projection, "total_num_kv_heads", None)
-    return found or getattr(config, "num_key_value_heads", None)
+    return found or getattr(config, "num_key_value_heads", None) or 0
 
 
 def _output_size(block: nn.Module, spec: Place) -> int:

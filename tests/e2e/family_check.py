@@ -48,7 +48,7 @@ NUM_TOKENS: Final = 6
 UNITS: Final = list(range(0, 192, 3))
 LENS_TARGETS: Final = [7, 45, 301]
 EXPERTS: Final = [3, 0]
-COMPILED_FAMILIES: Final = ("llama", "gpt2", "exaone4", "qwen3_moe", "smollm3", "llama_in_int8")
+COMPILED_FAMILIES: Final = ("llama", "gpt2", "exaone4", "qwen3_moe", "smollm3", "llama_in_int8", "gemma4")
 _COMPILED: Final[dict[str, Any]] = {"enforce_eager": False, "compilation_config": {"backend": "eager"}}
 
 _WRITES: Final[dict[str, dict[str, Any]]] = {

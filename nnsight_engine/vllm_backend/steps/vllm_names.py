@@ -213,6 +213,15 @@ _MODEL: Final = (
         read="cpu_group device rank_in_group ranks world_size",
         called={"all_gather": "input_, *, dim", "broadcast": "input_", "broadcast_object": "obj=None"},
     ),
+    _used(
+        "vllm.model_executor.models.gemma3n:Gemma3nTextModel",
+        read="config embed_tokens",
+        called={"get_per_layer_input_embeddings": "input_ids"},
+    ),
+    _used(
+        "vllm.model_executor.models.gemma3n:Gemma3nForCausalLM",
+        overridden={"forward": "input_ids, positions, **others"},
+    ),
     _used("vllm.model_executor.layers.activation", read="GeluAndMul SiluAndMul"),
     _used("vllm.model_executor.layers.layernorm", read="GemmaRMSNorm RMSNorm"),
     _used(

@@ -63,8 +63,8 @@ class SeveralStreamsError(RuntimeError):
     def at(cls, provider: str) -> SeveralStreamsError:
         """Return the error."""
         return cls(
-            f"`{provider}` is several residual streams at once, [streams, tokens, width], which blocks "
-            "cannot have. model.points() lists the places inside the layers that they can."
+            f"`{provider}` is several residual streams at once, [streams, tokens, width], which no block can "
+            "have. model.points() lists the places inside the layers that they can."
         )
 
 

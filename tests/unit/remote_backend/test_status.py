@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig, AutoTokenizer, LlamaConfig
+from transformers import AutoConfig, AutoTokenizer, Gemma4TextConfig, LlamaConfig
 
 from nnsight_engine import LanguageModel, bundled_model_path
 from nnsight_engine.modeling.bundled import BUNDLED_MODEL_NAME
@@ -42,3 +42,13 @@ def test_a_model_made_from_a_module_has_no_key() -> None:
     wrapped = LanguageModel(LlamaConfig(**sizes, num_attention_heads=1), tokenizer=tokenizer)
     with pytest.raises(ValueError, match="load it by name"):
         wrapped.to_model_key()
+
+
+def test_models_whose_layers_differ_are_told_apart() -> None:
+    def fingerprint(num_heads: int) -> str:
+        return fingerprint_of(
+            Gemma4TextConfig(attention_k_eq_v=True, num_global_key_value_heads=num_heads, num_hidden_layers=6)
+        )
+
+    assert fingerprint(1) == fingerprint(1)
+    assert fingerprint(1) != fingerprint(2)

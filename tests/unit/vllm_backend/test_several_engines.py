@@ -65,6 +65,13 @@ def test_stages_are_refused_for_a_model_whose_inputs_per_layer_vllm_drops(tmp_pa
         check_supported(found)
 
 
+def test_a_prefill_that_leaves_out_positions_is_refused(tmp_path: Path) -> None:
+    config = Gemma4TextConfig(architectures=["Gemma4ForCausalLM"], head_dim=32, **SIZES)
+    found = config_of(tmp_path, config, data_parallel_size=1, kv_sharing_fast_prefill=True)
+    with pytest.raises(UnsupportedOptionError, match="--kv-sharing-fast-prefill"):
+        check_supported(found)
+
+
 def test_a_prefix_cache_of_mamba2_is_refused_on_a_cpu(tmp_path: Path) -> None:
     config = Mamba2Config(
         architectures=["Mamba2ForCausalLM"], hidden_size=64, num_heads=4, head_dim=32, state_size=32,
