@@ -35,6 +35,7 @@ CASES: Final[dict[str, dict[str, Any]]] = {
     "qwen2": {},
     "gemma2": {},
     "gemma3": {},
+    "gemma4": {},
     "phi3": {},
     "opt": {},
     "opt_post_norm": {},
@@ -144,7 +145,7 @@ def skip_projections(model: VLLM) -> Values:
     points = model.layers.points
     after = {}
     for leaf in ("attn.q", "mlp.up", "mlp.act"):
-        envoy = points.raw(f"{points.family.layers}.{LAYER}.{points.family.leaves[leaf].path}")
+        envoy = points.raw(f"{points.family.layers}.{LAYER}.{points.layout.blocks[LAYER].leaves[leaf].path}")
         with both.opened(model, PROMPT):
             shown = save(map_tensors(envoy.output, torch.clone))
         put = map_tensors(shown, ramp_like)
@@ -182,7 +183,7 @@ def flat(value: Any) -> torch.Tensor:
 
 
 def noise_is_one(model: VLLM) -> Values:
-    shape, width = model.points()["layers.0.attn.q"], model.points()["embed.output"][0]
+    shape, width = model.points()[f"layers.{LAYER}.attn.q"], model.points()["embed.output"][0]
     with both.opened(model, PROMPT):
         noise = save(torch.randn(len(PROMPT), *shape))
         model.layers[LAYER].attn.q = noise
@@ -249,7 +250,7 @@ def write_in_chunks(model: VLLM) -> Values:
     with both.opened(model, LONG):
         model.points[stream] = value
         written = save(model.logits.output.clone())
-    fused = points.raw(f"{points.family.layers}.{LAYER}.{points.family.leaves['attn.q'].path}")
+    fused = points.raw(f"{points.family.layers}.{LAYER}.{points.layout.blocks[LAYER].leaves['attn.q'].path}")
     with both.opened(model, PROMPT):
         shown = save(map_tensors(fused.output, torch.clone))
     put = map_tensors(

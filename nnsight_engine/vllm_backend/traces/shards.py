@@ -50,7 +50,7 @@ _ACTIVATIONS: Final = (
 )
 _ROTARY: Final = "vllm.model_executor.layers.rotary_embedding"
 _PLAIN_WEIGHTS: Final = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
-_HEAD_NORMS: Final = ("q_norm", "k_norm")
+_HEAD_NORMS: Final = ("q_norm", "k_norm", "v_norm")
 _LATENT_NORMS: Final = ("q_a_layernorm", "kv_a_layernorm")
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
@@ -313,7 +313,7 @@ class Shards:
                 self._put(own, ShardLocation((None, queries, keys)), ShardLocation((queries, keys)))
             elif name in _HEAD_NORMS:
                 count, copies = kernel.num_heads, 1
-                if name == "k_norm":
+                if name != "q_norm":
                     count, copies = kernel.num_kv_heads, self._kv_copies(kernel, block)
                 heads = ShardLocation((Layout((ShardPiece(count, copies),), axis=-2),))
                 self._put(own, heads, heads)
