@@ -372,13 +372,20 @@ def test_what_is_not_in_the_encoder_is_refused(
 # Last, since its engine ends what the others' needs.
 
 
-def test_chunks_of_an_image_are_as_the_whole(reference: SeeingReference) -> None:
-    with serving(reference.checkpoint, max_num_batched_tokens=24, max_num_seqs=4) as engine:
+def test_chunks_of_an_image_are_as_the_whole_and_preempted_prompts_read_once(
+    reference: SeeingReference,
+) -> None:
+    options = {"max_num_batched_tokens": 24, "max_num_seqs": 4, "num_gpu_blocks_override": 12}
+    with serving(reference.checkpoint, **options) as engine:
         reply = ask(engine, {**CAPTURE, "where": {"phase": "prompt"}})
         assert_captured(reply, reference.activations())
         steer = {"op": "steer", "at": AT, "vector": VECTOR, "scale": SCALE, "where": {"images": [1]}}
         tokens = ask(engine, steer).token_ids
-        whole = ask(engine, {"op": "capture", "at": IN_ENCODER, "name": "c"}).tensor("c", IN_ENCODER)
-    torch.testing.assert_close(whole, reference.encoded(*IMAGES)[1], rtol=0, atol=1e-4)
+        read = {"op": "capture", "at": IN_ENCODER, "name": "c"}
+        together = engine.run([Ask(TEXT, [read], images=IMAGES, max_tokens=64)] * 4)
+    for (reply,) in together:
+        whole = reply.tensor("c", IN_ENCODER)
+        torch.testing.assert_close(whole, reference.encoded(*IMAGES)[1], rtol=0, atol=1e-4)
+    assert any(reply.collected and reply.collected.recomputed_tokens for (reply,) in together)
     _, second = reference.positions_by_image()
     assert tokens == reference.generated(second, steered)
