@@ -42,8 +42,8 @@ class EngineFamily:
         sums_at_once: Whether attention and MLP are summed before they are reduced over tensor-parallel ranks,
             none of which then has their values. The table then holds for a single rank only.
         is_batched: Whether values have a leading axis of size 1 (``[1, tokens, width]``).
-        is_qkv_interleaved: Whether the fused output is ``[kv_heads, (queries, k, v), head_dim]`` instead of
-            all of q, then all of k, then all of v.
+        is_qkv_interleaved: Whether the fused output is ``[heads, (q, k, v), head_dim]`` instead of all of q,
+            then all of k, then all of v.
         has_query_gates: Whether the projection of queries returns a gate after each head's query.
         has_pattern: Whether attention's probabilities are a point if queries and keys are.
         is_kernel_bare: Whether the attention module calls the kernel's ``forward`` directly, so that hooks on

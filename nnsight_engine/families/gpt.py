@@ -77,7 +77,7 @@ _GPT_NEOX: Final = EngineFamily(
     is_qkv_interleaved=True,
 )
 
-# Likewise. With several heads of keys the fused projection has them head by head, as GPT-NeoX's.
+# Likewise, with one head of keys: vLLM does not load models with more, whose projection is as GPT-NeoX's.
 _GPT_BIGCODE: Final = dataclasses.replace(
     _GPT_NEOX,
     name="gpt_bigcode",
@@ -95,6 +95,7 @@ _GPT_BIGCODE: Final = dataclasses.replace(
         )
     ),
     kernel="attn.attn",
+    is_qkv_interleaved=False,
 )
 
 _GPTJ: Final = EngineFamily(

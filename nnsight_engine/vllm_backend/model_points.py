@@ -212,11 +212,7 @@ class ModelPoints:
         """Return q, k or v from the fused rows, as ``[tokens, heads, head_dim]``."""
         index = _QKV.index(part)
         if self.family.is_qkv_interleaved:
-            group = block.num_heads // block.num_kv_heads
-            start, count = ((0, group), (group, 1), (group + 1, 1))[index]
-            columns = _split_last(rows, block.num_kv_heads, group + 2, block.head_dim)
-            part_of_group = columns[..., start : start + count, :]
-            return part_of_group.view(*rows.shape[:-1], block.num_kv_heads * count, block.head_dim)
+            return _split_last(rows, block.num_heads, len(_QKV), block.head_dim)[..., index, :]
         heads = (block.num_heads, block.num_kv_heads, block.num_kv_heads)
         if self.family.has_query_gates:
             if part == "q":
