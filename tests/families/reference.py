@@ -497,18 +497,16 @@ def with_choice(output: Any, tree: Tree, weights: torch.Tensor, ids: torch.Tenso
 def splitter(config: Any, num_parts: int) -> Callable[[torch.Tensor], Sequence[torch.Tensor]]:
     """Return how a fused projection's rows come apart into q, k, v or gate, up."""
 
-    heads = config.num_attention_heads
-
     def by_key_head(rows: torch.Tensor) -> Sequence[torch.Tensor]:
         # The queries of each key head, the key and the value, side by side.
-        kv_heads = num_key_heads(config)
+        heads, kv_heads = config.num_attention_heads, num_key_heads(config)
         packed = rows.view(rows.shape[0], kv_heads, heads // kv_heads + 2, -1)
         return packed[:, :, :-2], packed[:, :, -2], packed[:, :, -1]
 
     def in_order(rows: torch.Tensor) -> Sequence[torch.Tensor]:
         if num_parts != len("qkv"):
             return rows.chunk(num_parts, dim=-1)
-        kv_heads = num_key_heads(config)
+        heads, kv_heads = config.num_attention_heads, num_key_heads(config)
         head_dim = rows.shape[-1] // (heads + 2 * kv_heads)
         return torch.split(rows, [count * head_dim for count in (heads, kv_heads, kv_heads)], dim=-1)
 
