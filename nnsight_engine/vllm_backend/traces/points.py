@@ -42,7 +42,8 @@ _POINTS: Final = "points"
 _GROUPS: Final = ("attn", "mlp")
 ATTENTION_INPUT: Final = "attn.input"
 NORM_INPUT: Final = "norm.input"
-_OF_THAT_SHAPE: Final = {ATTENTION_INPUT: "attn.output", NORM_INPUT: NORM}
+_OF_THAT_SHAPE: Final = {ATTENTION_INPUT: ("input", "attn.output"), NORM_INPUT: (NORM,)}
+"""Points of which a model with the other has at least one."""
 
 
 class NamedPlace:
@@ -161,7 +162,8 @@ class EnginePoints(NamedPoints):
         # Not in ``points``, only on parts: the input of attention's projections, and of the final norm.
         if leaf == ATTENTION_INPUT and self.layout.blocks[layer].attention_input is None:
             return None
-        return leaf_at(self._specs, _OF_THAT_SHAPE.get(leaf, leaf), layer)
+        found = (leaf_at(self._specs, name, layer) for name in _OF_THAT_SHAPE.get(leaf, (leaf,)))
+        return next(filter(None, found), None)
 
     def _resolved(self, name: str) -> tuple[int, str]:
         """Return the layer (-1 for a point of the whole model) and the leaf; raises UnknownPointError."""
