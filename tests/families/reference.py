@@ -41,6 +41,7 @@ class Tree:
         has_probabilities: Whether it returns the softmax of the logits in their place.
         apart: Where one projection returns keys that are values, too: the module whose input each is.
         has_pattern: Whether attention's probabilities are a point.
+        hides_states: Whether the recurrent states of mixers are no point.
         has_stream: Whether blocks pass on one residual stream, and not several.
     """
 
@@ -53,6 +54,7 @@ class Tree:
     has_probabilities: bool = False
     apart: Mapping[str, str] = dataclasses.field(default_factory=dict)
     has_pattern: bool = True
+    hides_states: bool = False
     has_stream: bool = True
 
     def inputs_of(self, modules: Container[str]) -> dict[str, str]:
@@ -210,9 +212,13 @@ TREES: Final[dict[str, Tree]] = {
     **dict.fromkeys(("glm", "glm4"), _GLM),
     **dict.fromkeys(
         ("qwen3_next", "qwen3_5_moe_text"),
-        dataclasses.replace(_EXPERTS, outputs={**_EXPERTS.outputs, "mixer.output": "linear_attn"}),
+        dataclasses.replace(
+            _EXPERTS, outputs={**_EXPERTS.outputs, "mixer.output": "linear_attn"}, hides_states=True
+        ),
     ),
-    "qwen3_5_text": dataclasses.replace(_LLAMA, outputs={**_LLAMA.outputs, "mixer.output": "linear_attn"}),
+    "qwen3_5_text": dataclasses.replace(
+        _LLAMA, outputs={**_LLAMA.outputs, "mixer.output": "linear_attn"}, hides_states=True
+    ),
     "falcon_h1": _hybrid("feed_forward", mixer="mamba", norm="model.final_layernorm"),
     "granitemoehybrid": dataclasses.replace(
         _hybrid("shared_mlp", mixer="mamba", norm="model.norm"),
@@ -417,7 +423,8 @@ def reference_activations(path: Path, prompt_ids: Sequence[int], **inputs: Any) 
     if norm is not None:
         _record(norm, "output", ["norm.output"], found)
     # Before the run without a cache, whose values the hooks keep.
-    states = reference_states(model, prompt_ids) if "mixer.output" in tree.outputs else {}
+    has_states = "mixer.output" in tree.outputs and not tree.hides_states
+    states = reference_states(model, prompt_ids) if has_states else {}
     with torch.no_grad():
         logits = model(torch.tensor([list(prompt_ids)]), use_cache=False, **inputs).logits[0]
     if tree.has_stream:
