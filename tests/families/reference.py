@@ -406,11 +406,11 @@ def reference_activations(path: Path, prompt_ids: Sequence[int], **inputs: Any) 
             _record(block, "input", [f"layers.{index}.input"], found)
             _record(block, "output", [f"layers.{index}.output"], found)
         modules = dict(block.named_modules())
-        inputs = tree.inputs_of(modules)
-        for leaf, module_path in inputs.items():
+        read_before = tree.inputs_of(modules)
+        for leaf, module_path in read_before.items():
             _record(modules[module_path], "input", [f"layers.{index}.{leaf}"], found)
         for leaves, paths in tree.outputs.items():
-            if leaves in inputs:
+            if leaves in read_before:
                 continue
             points = [f"layers.{index}.{leaf}" for leaf in leaves.split("|")]
             for module_path in set(paths.split("|")) & modules.keys():
