@@ -28,11 +28,12 @@ _TIMEOUT_S: Final = 900
 _MAX_REASON: Final = 160
 _COLUMNS: Final = 120
 _TEXT: Final = """
-Each row is the [certificate](howto/check.md) of a tiny checkpoint with random weights, made on {date} by
-`nnsight-engine check` with {versions}: every point of the first, the middle and the last layer of each kind,
-vLLM compared with `transformers`, in float32 on a CPU. *Logits* is the largest difference without
-interventions, relative to the largest log-probability. *Values*, *writes* and *skips* count the comparisons
-that are ok, of those that could be made. `TransformersForCausalLM` is vLLM's Transformers backend.
+Each row is the [certificate](howto/check.md) of a tiny checkpoint with random weights, made on {date}
+by the comparison of `nnsight-engine check` with {versions}: every point of the first, the middle and
+the last layer of each kind, vLLM compared with `transformers`, in float32 on a CPU. *Logits* is the
+largest difference without interventions, relative to the largest log-probability. *Values*, *writes*
+and *skips* count the comparisons that are ok, of those that could be made. `TransformersForCausalLM` is
+vLLM's Transformers backend.
 """
 _HEAD: Final = """# Checked model families
 
