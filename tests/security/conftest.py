@@ -63,7 +63,9 @@ def server() -> Iterator[ForkServer]:
     except SandboxUnavailableError as error:
         pytest.skip(str(error))
     outline = Outline()
-    block = BlockPoints(LLAMA_LEAVES, LLAMA.kernel, num_heads=2, num_kv_heads=2, head_dim=4, inner_size=16)
+    block = BlockPoints(
+        dict(LLAMA_LEAVES), LLAMA.kernel, num_heads=2, num_kv_heads=2, head_dim=4, inner_size=16
+    )
     num_layers = len(list(outline.get_submodule(LLAMA.layers).children()))
     setup = {
         "modules": described(outline),
