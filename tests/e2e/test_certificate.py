@@ -17,7 +17,7 @@ from tests.families.checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.e2e
 
-_TIMEOUT_S = 300
+_TIMEOUT_S = 560
 
 
 def checked(model: Path | str, cache: Path, *options: str) -> subprocess.CompletedProcess[str]:
