@@ -11,7 +11,7 @@ from typing import Final
 
 from nnsight_engine.core.leaves import KEYS, QUERIES, VALUES
 from nnsight_engine.families.engine_family import EngineFamily
-from nnsight_engine.families.places import Place, block_leaves, frozen, gate_and_up, without
+from nnsight_engine.families.places import Place, apart, block_leaves, frozen, gate_and_up, without
 from nnsight_engine.families.transformers_family import TransformersFamily
 
 QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -50,9 +50,11 @@ LLAMA: Final = EngineFamily(
     returns_residual=True,
 )
 
+# Attention modules of transformers return (output, weights), so the output of the projection is used instead.
+_ATTENTION_OUTPUT: Final = {"attn.output": Place("self_attn.o_proj", "output")}
+
 # vLLM 0.32 has no implementation of these. Its Transformers backend runs transformers' modules with vLLM's
-# linear layers, and fuses projections that transformers keeps apart. Modules of transformers return
-# (output, weights), so the output of the projection is used instead.
+# linear layers, and fuses projections that transformers keeps apart.
 _TRANSFORMERS_BACKEND: Final = EngineFamily(
     name="transformers_llama",
     model_classes=("TransformersForCausalLM",),
@@ -68,10 +70,35 @@ _TRANSFORMERS_BACKEND: Final = EngineFamily(
     ),
     layers="model.layers",
     final_norm="model.norm",
-    leaves=frozen({**LLAMA_LEAVES, "attn.output": Place("self_attn.o_proj", "output")}),
+    leaves=frozen({**LLAMA_LEAVES, **_ATTENTION_OUTPUT}),
     kernel="self_attn.attn",
     is_batched=True,
     is_kernel_bare=True,
+)
+
+_UNGATED_LEAVES: Final = block_leaves(
+    attention="self_attn",
+    qkv="self_attn.qkv_proj",
+    out="self_attn.o_proj",
+    mlp="mlp",
+    up="mlp.up_proj",
+    down="mlp.down_proj",
+)
+_PHI_LEAVES: Final = block_leaves(
+    attention="self_attn.dense",
+    qkv="self_attn.qkv_proj",
+    out="self_attn.dense",
+    mlp="mlp",
+    up="mlp.fc1",
+    down="mlp.fc2",
+)
+_STARCODER2_LEAVES: Final = block_leaves(
+    attention="self_attn.o_proj",
+    qkv="self_attn.qkv_proj",
+    out="self_attn.o_proj",
+    mlp="mlp",
+    up="mlp.c_fc",
+    down="mlp.c_proj",
 )
 
 VLLM: Final = (
@@ -94,16 +121,7 @@ VLLM: Final = (
         LLAMA,
         name="nemotron",
         model_classes=("NemotronForCausalLM", "ApertusForCausalLM"),
-        leaves=frozen(
-            block_leaves(
-                attention="self_attn",
-                qkv="self_attn.qkv_proj",
-                out="self_attn.o_proj",
-                mlp="mlp",
-                up="mlp.up_proj",
-                down="mlp.down_proj",
-            )
-        ),
+        leaves=frozen(_UNGATED_LEAVES),
     ),
     dataclasses.replace(
         LLAMA,
@@ -119,47 +137,20 @@ VLLM: Final = (
         _TRANSFORMERS_BACKEND,
         name="arcee",
         architectures=("ArceeForCausalLM",),
-        leaves=frozen(
-            block_leaves(
-                attention="self_attn.o_proj",
-                qkv="self_attn.qkv_proj",
-                out="self_attn.o_proj",
-                mlp="mlp",
-                up="mlp.up_proj",
-                down="mlp.down_proj",
-            )
-        ),
+        leaves=frozen(_UNGATED_LEAVES | _ATTENTION_OUTPUT),
     ),
     dataclasses.replace(
         _TRANSFORMERS_BACKEND,
         name="phi",
         architectures=("PhiForCausalLM",),
         final_norm="model.final_layernorm",
-        leaves=frozen(
-            block_leaves(
-                attention="self_attn.dense",
-                qkv="self_attn.qkv_proj",
-                out="self_attn.dense",
-                mlp="mlp",
-                up="mlp.fc1",
-                down="mlp.fc2",
-            )
-        ),
+        leaves=frozen(_PHI_LEAVES),
     ),
     dataclasses.replace(
         _TRANSFORMERS_BACKEND,
         name="starcoder2",
         architectures=("Starcoder2ForCausalLM",),
-        leaves=frozen(
-            block_leaves(
-                attention="self_attn.o_proj",
-                qkv="self_attn.qkv_proj",
-                out="self_attn.o_proj",
-                mlp="mlp",
-                up="mlp.c_fc",
-                down="mlp.c_proj",
-            )
-        ),
+        leaves=frozen(_STARCODER2_LEAVES),
     ),
 )
 """The layouts in vLLM."""
@@ -231,31 +222,13 @@ TRANSFORMERS: Final = (
         model_types=("phi",),
         norm="final_layernorm",
         embed="",  # in training mode, dropout follows the embedding
-        leaves=frozen(
-            block_leaves(
-                attention="self_attn.dense",
-                qkv=QKV,
-                out="self_attn.dense",
-                mlp="mlp",
-                up="mlp.fc1",
-                down="mlp.fc2",
-            )
-        ),
+        leaves=frozen(apart(_PHI_LEAVES, QKV)),
     ),
     dataclasses.replace(
         TRANSFORMERS_LLAMA,
         model_types=("starcoder2",),
         embed="",  # likewise
-        leaves=frozen(
-            block_leaves(
-                attention="self_attn.o_proj",
-                qkv=QKV,
-                out="self_attn.o_proj",
-                mlp="mlp",
-                up="mlp.c_fc",
-                down="mlp.c_proj",
-            )
-        ),
+        leaves=frozen(apart(_STARCODER2_LEAVES, QKV)),
     ),
 )
 """The layouts in transformers."""

@@ -12,44 +12,43 @@ from typing import Final
 from nnsight_engine.core.leaves import KEYS, NEURONS, PATTERN, QUERIES, VALUES
 from nnsight_engine.families.dense import QKV
 from nnsight_engine.families.engine_family import EngineFamily
-from nnsight_engine.families.places import Place, block_leaves, frozen
+from nnsight_engine.families.places import Place, apart, block_leaves, frozen
 from nnsight_engine.families.transformers_family import TransformersFamily
 
+_GPT2_LEAVES: Final = block_leaves(
+    # In transformers the attention module returns a tuple, so the output of its projection is used.
+    attention="attn.c_proj",
+    qkv="attn.c_attn",
+    out="attn.c_proj",
+    mlp="mlp",
+    up="mlp.c_fc",
+    down="mlp.c_proj",
+)
 _GPT2: Final = EngineFamily(
     name="gpt2",
     model_classes=("GPT2LMHeadModel",),
     layers="transformer.h",
     final_norm="transformer.ln_f",
-    leaves=frozen(
-        block_leaves(
-            attention="attn",
-            qkv="attn.c_attn",
-            out="attn.c_proj",
-            mlp="mlp",
-            up="mlp.c_fc",
-            down="mlp.c_proj",
-        )
-    ),
+    leaves=frozen(_GPT2_LEAVES | {"attn.output": Place("attn", "output")}),
     kernel="attn.attn",
 )
 
 # The MLP is two linear layers of the block itself, so its input and output are theirs.
+_OPT_LEAVES: Final = block_leaves(
+    attention="self_attn",
+    qkv="self_attn.qkv_proj",
+    out="self_attn.out_proj",
+    mlp=("fc1", "fc2"),
+    up="fc1",
+    down="fc2",
+)
 _OPT: Final = EngineFamily(
     name="opt",
     model_classes=("OPTForCausalLM",),
     layers="model.decoder.layers",
     final_norm="model.decoder.final_layer_norm",
     project_out="model.decoder.project_out",
-    leaves=frozen(
-        block_leaves(
-            attention="self_attn",
-            qkv="self_attn.qkv_proj",
-            out="self_attn.out_proj",
-            mlp=("fc1", "fc2"),
-            up="fc1",
-            down="fc2",
-        )
-    ),
+    leaves=frozen(_OPT_LEAVES),
     kernel="self_attn.attn",
 )
 
@@ -84,35 +83,25 @@ _GPT_BIGCODE: Final = dataclasses.replace(
     architectures=("GPTBigCodeForCausalLM",),
     layers="model.h",
     final_norm="model.ln_f",
-    leaves=frozen(
-        block_leaves(
-            attention="attn.c_proj",
-            qkv="attn.c_attn",
-            out="attn.c_proj",
-            mlp="mlp",
-            up="mlp.c_fc",
-            down="mlp.c_proj",
-        )
-    ),
+    leaves=frozen(_GPT2_LEAVES),
     kernel="attn.attn",
     is_qkv_interleaved=False,
 )
 
+_GPTJ_LEAVES: Final = block_leaves(
+    attention="attn",
+    qkv="attn.qkv_proj",
+    out="attn.out_proj",
+    mlp="mlp",
+    up="mlp.fc_in",
+    down="mlp.fc_out",
+)
 _GPTJ: Final = EngineFamily(
     name="gptj",
     model_classes=("GPTJForCausalLM",),
     layers="transformer.h",
     final_norm="transformer.ln_f",
-    leaves=frozen(
-        block_leaves(
-            attention="attn",
-            qkv="attn.qkv_proj",
-            out="attn.out_proj",
-            mlp="mlp",
-            up="mlp.fc_in",
-            down="mlp.fc_out",
-        )
-    ),
+    leaves=frozen(_GPTJ_LEAVES),
     kernel="attn.attn",
     hidden_index=1,
 )
@@ -181,16 +170,7 @@ TRANSFORMERS: Final = (
         embed="",
         attention="attn",
         mlp="mlp",
-        leaves=frozen(
-            block_leaves(
-                attention="attn.c_proj",
-                qkv="attn.c_attn",
-                out="attn.c_proj",
-                mlp="mlp",
-                up="mlp.c_fc",
-                down="mlp.c_proj",
-            )
-        ),
+        leaves=frozen(_GPT2_LEAVES),
     ),
     TransformersFamily(
         model_types=("opt",),
@@ -200,16 +180,7 @@ TRANSFORMERS: Final = (
         embed="",
         attention="self_attn",
         mlp="",
-        leaves=frozen(
-            block_leaves(
-                attention="self_attn.out_proj",
-                qkv=QKV,
-                out="self_attn.out_proj",
-                mlp=("fc1", "fc2"),
-                up="fc1",
-                down="fc2",
-            )
-        ),
+        leaves=frozen(apart(_OPT_LEAVES, QKV) | {"attn.output": Place("self_attn.out_proj", "output")}),
         flattened=frozenset({"mlp.input", "mlp.up", NEURONS, "mlp.output"}),
     ),
     TransformersFamily(
@@ -220,16 +191,7 @@ TRANSFORMERS: Final = (
         embed="",  # in training mode, dropout follows the embedding
         attention="attention",
         mlp="mlp",
-        leaves=frozen(
-            block_leaves(
-                attention="attention.dense",
-                qkv="attention.query_key_value",
-                out="attention.dense",
-                mlp="mlp",
-                up="mlp.dense_h_to_4h",
-                down="mlp.dense_4h_to_h",
-            )
-        ),
+        leaves=_GPT_NEOX.leaves,
         is_qkv_per_head=True,
     ),
     TransformersFamily(
@@ -240,7 +202,7 @@ TRANSFORMERS: Final = (
         embed="",
         attention="attn",
         mlp="mlp",
-        leaves=_GPT_BIGCODE.leaves,
+        leaves=frozen(_GPT2_LEAVES),
         is_qkv_per_head=True,
     ),
     TransformersFamily(
@@ -252,15 +214,11 @@ TRANSFORMERS: Final = (
         attention="attn",
         mlp="mlp",
         leaves=frozen(
-            block_leaves(
-                attention="attn.out_proj",
-                qkv=("attn.q_proj", "attn.k_proj", "attn.v_proj"),
-                out="attn.out_proj",
-                mlp="mlp",
-                up="mlp.fc_in",
-                down="mlp.fc_out",
-            )
-            | {PATTERN: Place("attn.attn_dropout", "input")}
+            apart(_GPTJ_LEAVES, ("attn.q_proj", "attn.k_proj", "attn.v_proj"))
+            | {
+                "attn.output": Place("attn.out_proj", "output"),
+                PATTERN: Place("attn.attn_dropout", "input"),
+            }
         ),
         has_pattern=False,
     ),

@@ -14,7 +14,7 @@ from nnsight_engine.core.leaves import MIXER, QUERIES, ROUTER, SHARED, STATE, or
 from nnsight_engine.families.dense import LLAMA_LEAVES, QKV, TRANSFORMERS_LLAMA, TRANSFORMERS_LLAMA_LEAVES
 from nnsight_engine.families.engine_family import EngineFamily
 from nnsight_engine.families.experts import EXPERT_BLOCKS, ROUTED_LEAVES, engine_experts
-from nnsight_engine.families.places import Place, block_leaves, frozen, gate_and_up, mlp_lacks
+from nnsight_engine.families.places import Place, apart, block_leaves, frozen, gate_and_up, mlp_lacks
 from nnsight_engine.families.transformers_family import TransformersFamily
 
 _FALCON_H1: Final = EngineFamily(
@@ -67,24 +67,25 @@ _TRANSFORMERS_FALCON_H1: Final = TransformersFamily(
 _GRANITE_EXPERTS: Final = "block_sparse_moe"
 _GRANITE_SHARED: Final = Place("shared_mlp", "output", needs=_GRANITE_EXPERTS)
 _GRANITE_ORDER: Final = ordered((ROUTER, "mlp.input"))
+_GRANITE_LEAVES: Final = mlp_lacks(
+    block_leaves(
+        attention="self_attn",
+        qkv="self_attn.qkv_proj",
+        out="self_attn.o_proj",
+        mlp="shared_mlp",
+        up="shared_mlp.input_linear",
+        down="shared_mlp.output_linear",
+    )
+    | gate_and_up("shared_mlp.input_linear"),
+    _GRANITE_EXPERTS,
+)
 _GRANITE: Final = EngineFamily(
     name="granitemoehybrid",
     model_classes=("GraniteMoeHybridForCausalLM",),
     layers="model.layers",
     final_norm="model.norm",
     leaves=frozen(
-        mlp_lacks(
-            block_leaves(
-                attention="self_attn",
-                qkv="self_attn.qkv_proj",
-                out="self_attn.o_proj",
-                mlp="shared_mlp",
-                up="shared_mlp.input_linear",
-                down="shared_mlp.output_linear",
-            )
-            | gate_and_up("shared_mlp.input_linear"),
-            _GRANITE_EXPERTS,
-        )
+        _GRANITE_LEAVES
         | {
             ROUTER: Place(f"{_GRANITE_EXPERTS}.gate", "output"),
             SHARED: _GRANITE_SHARED,
@@ -106,19 +107,9 @@ _TRANSFORMERS_GRANITE: Final = TransformersFamily(
     attention="self_attn",
     mlp="shared_mlp",
     leaves=frozen(
-        mlp_lacks(
-            block_leaves(
-                attention="self_attn.o_proj",
-                qkv=QKV,
-                out="self_attn.o_proj",
-                mlp="shared_mlp",
-                up="shared_mlp.input_linear",
-                down="shared_mlp.output_linear",
-            )
-            | gate_and_up("shared_mlp.input_linear"),
-            _GRANITE_EXPERTS,
-        )
+        apart(_GRANITE_LEAVES, QKV)
         | {
+            "attn.output": Place("self_attn.o_proj", "output"),
             ROUTER: Place(f"{_GRANITE_EXPERTS}.router", "output", operation="F_linear_0"),
             SHARED: _GRANITE_SHARED,
             MIXER: Place("mamba", "output"),
@@ -193,7 +184,14 @@ _TRANSFORMERS_MAMBA2: Final = TransformersFamily(
 )
 
 # A block is one thing, called ``mixer``: recurrence, attention or an MLP.
-_NEMOTRON_MLP: Final = {
+_NEMOTRON_LEAVES: Final = block_leaves(
+    attention="mixer.o_proj",
+    qkv="mixer.qkv_proj",
+    out="mixer.o_proj",
+    mlp="mixer",
+    up="mixer.up_proj",
+    down="mixer.down_proj",
+) | {
     "mlp.input": Place("mixer", "input", needs="mixer.up_proj"),
     "mlp.output": Place("mixer", "output", needs="mixer.up_proj"),
 }
@@ -203,15 +201,7 @@ _NEMOTRON_H: Final = EngineFamily(
     layers="model.layers",
     final_norm="model.norm_f",
     leaves=frozen(
-        block_leaves(
-            attention="mixer.o_proj",
-            qkv="mixer.qkv_proj",
-            out="mixer.o_proj",
-            mlp="mixer",
-            up="mixer.up_proj",
-            down="mixer.down_proj",
-        )
-        | _NEMOTRON_MLP
+        _NEMOTRON_LEAVES
         | {
             MIXER: Place("mixer.out_proj", "output"),
             STATE: Place("mixer", "output", needs="mixer.out_proj"),
@@ -229,15 +219,7 @@ _TRANSFORMERS_NEMOTRON_H: Final = TransformersFamily(
     attention="mixer",
     mlp="mixer",
     leaves=frozen(
-        block_leaves(
-            attention="mixer.o_proj",
-            qkv=("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
-            out="mixer.o_proj",
-            mlp="mixer",
-            up="mixer.up_proj",
-            down="mixer.down_proj",
-        )
-        | _NEMOTRON_MLP
+        apart(_NEMOTRON_LEAVES, ("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"))
         | {leaf: Place("mixer", "output", needs="mixer.in_proj") for leaf in (MIXER, STATE)}
     ),
 )

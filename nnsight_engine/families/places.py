@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 from nnsight_engine.core.leaves import HEADS, KEYS, NEURONS, QUERIES, VALUES
 
@@ -115,7 +115,14 @@ def gate_and_up(path: str) -> dict[str, Place]:
     return {"mlp.gate": Place(path, "output", "gate"), "mlp.up": Place(path, "output", "up")}
 
 
+_QKV: Final = (QUERIES, KEYS, VALUES)
+
 P = TypeVar("P", Place, Place | tuple[Place, ...])
+
+
+def apart(leaves: Mapping[str, Place], qkv: tuple[str, str, str]) -> dict[str, Place]:
+    """Return leaves with queries, keys and values at projections of their own."""
+    return {**leaves, **{leaf: Place(path, "output") for leaf, path in zip(_QKV, qkv, strict=True)}}
 
 
 def frozen(places: Mapping[str, P]) -> Mapping[str, P]:

@@ -41,7 +41,8 @@ from tests.families.adapters import RANK, write_adapter, write_merged
 from tests.families.checkpoints import NUM_LAYERS, build_tokenizer, write_checkpoint
 from tests.families.edits import Change, Continuation, add, continued, place, set_to, zero
 from tests.families.quantised import FORMATS, rounded_inputs, write_quantised
-from tests.families.reference import load_reference_model, reference_activations, tree_of
+from tests.families.reference import load_reference_model, reference_activations
+from tests.families.trees import tree_of
 
 PROMPT_IDS: Final = [45, 257, 80, 301, 77, 78, 260, 90, 91, 120, 33, 44]
 NUM_TOKENS: Final = 6

@@ -22,13 +22,12 @@ from tests.families.reference import (
     GATED,
     ROUTER,
     WEIGHTS,
-    Tree,
     chosen,
     splitter,
-    tree_of,
     with_choice,
     without_gates,
 )
+from tests.families.trees import Tree, tree_of
 
 Change = Callable[[torch.Tensor], None]
 """Changes rows ``[..., *leaf shape]`` in place, all positions alike."""

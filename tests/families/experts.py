@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
-    from tests.families.reference import Tree
+    from tests.families.trees import Tree
 
 _SIGMOID: Final = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "llama4_text")
 _NOT_NORMALIZED: Final = ("deepseek_v2", "llama4_text")

@@ -21,7 +21,8 @@ from tests.families.checkpoints import (
     write_checkpoint,
 )
 from tests.families.experts import factors_of, weights_of
-from tests.families.reference import TREES, load_reference_model, reference_activations
+from tests.families.reference import load_reference_model, reference_activations
+from tests.families.trees import TREES
 
 if TYPE_CHECKING:
     from pathlib import Path

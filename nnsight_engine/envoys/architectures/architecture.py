@@ -177,7 +177,11 @@ def architecture_of(module: torch.nn.Module) -> Architecture | None:
         has_norm=bool(family.norm) and getattr(decoder, family.norm) is not None,
         has_logits=any(hasattr(module, name) for name in _HEADS_OF_MODELS),
         rename=_rename(module, body, family, layers),
-        envoys={kind: envoy for layer in layers for kind, envoy in _envoys(layer, family).items()},
+        envoys={
+            kind: envoy
+            for layer, own in zip(layers, leaves, strict=True)
+            for kind, envoy in _envoys(layer, family, own).items()
+        },
         num_encoder_layers=_num_children(module, family.encoder) if family.encoder else 0,
     )
 
@@ -261,9 +265,11 @@ def _rename(
     return found
 
 
-def _envoys(layer: torch.nn.Module, family: TransformersFamily) -> dict[type[torch.nn.Module], type[Envoy]]:
+def _envoys(
+    layer: torch.nn.Module, family: TransformersFamily, leaves: Mapping[str, Place]
+) -> dict[type[torch.nn.Module], type[Envoy]]:
     """Return the envoy classes of a layer's modules."""
-    leaves, modules = _leaves_of(layer, family), dict(layer.named_modules(remove_duplicate=False))
+    modules = dict(layer.named_modules(remove_duplicate=False))
     found: dict[type[torch.nn.Module], type[Envoy]] = {}
     if leaf_names.HEADS in leaves:
         found[type(modules[family.attention])] = AttentionEnvoy

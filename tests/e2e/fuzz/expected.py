@@ -20,7 +20,7 @@ from nnsight_engine.plans.answer_parts import AnswerMarkers
 from tests.e2e.fuzz import wording
 from tests.e2e.fuzz.vectors import numbers
 from tests.families.edits import place
-from tests.families.reference import tree_of
+from tests.families.trees import tree_of
 
 Op = dict[str, Any]
 

@@ -20,7 +20,8 @@ from nnsight_engine.modeling.base import NNsight
 from tests.families.checkpoints import FAMILIES, LOCAL_FAMILIES, NUM_LAYERS, VARIANTS, write_checkpoint
 from tests.families.edits import place
 from tests.families.moves import LAYER, move, moved, points_of_a_layer
-from tests.families.reference import load_reference_model, reference_activations, tree_of
+from tests.families.reference import load_reference_model, reference_activations
+from tests.families.trees import tree_of
 
 PROMPT_IDS = [45, 257, 80, 301, 77, 78, 260, 90]
 IDS = torch.tensor([PROMPT_IDS])
