@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from collections.abc import Iterator
@@ -43,6 +44,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen = config.getoption("--slice")
     if chosen is not None:
         keep_slice(config, items, Slice.parse(chosen))
+
+
+def pytest_collection_finish() -> None:
+    """Spare every garbage collection of the run the thousands of tests, which live as long as it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
