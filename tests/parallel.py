@@ -6,6 +6,7 @@ cores wait for each other by spinning. ``WORKERS=0`` runs all tests in one proce
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import MutableMapping
 from typing import Final
 
@@ -32,11 +33,19 @@ _TOGETHER: Final = {
     "modeling": ("tests/unit/modeling/",),
 }
 """Beginnings of paths; the first that fits counts."""
+_PORTIONS: Final = {"tests/e2e/test_families.py": 5, "tests/e2e/test_families_on_v2.py": 5}
+"""Modules whose tests have a model family as their first parameter, each family in one of so many groups."""
 
 
 def group_of(nodeid: str) -> str:
-    """Return what the module of a test runs together with: itself, unless it shares what is expensive."""
-    path = nodeid.split("::")[0]
+    """Return what the module of a test runs together with: itself, unless it shares what is expensive.
+
+    Of modules with families it is ``MODULE PORTION``.
+    """
+    path, _, test = nodeid.partition("::")
+    if path in _PORTIONS:
+        family = test.partition("[")[2].partition("-")[0].rstrip("]")
+        return f"{path} {zlib.crc32(family.encode()) % _PORTIONS[path] + 1}"
     return next((name for name, begins in _TOGETHER.items() if path.startswith(begins)), path)
 
 

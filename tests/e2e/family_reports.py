@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 import pytest
 
 from tests.e2e.check_process import report_of
-from tests.parallel import WORKER
+from tests.parallel import group_of
 
 Report = dict[str, str | None]
 """By check what went wrong, or None."""
@@ -20,39 +17,41 @@ Report = dict[str, str | None]
 _CHECKS: Final = "tests.e2e.family_check"
 _PER_PROCESS: Final = 4
 """Families that share the imports of a process, which is ended after ten minutes."""
-_NUM_PROCESSES: Final = 1 if WORKER in os.environ else 2
-"""At a time: one for each process of tests, which have a core each."""
 
 
-@contextmanager
-def reports_of(
-    request: pytest.FixtureRequest,
-    folder: Callable[[str], Path],
-    environment: Mapping[str, str] | None = None,
-) -> Iterator[Callable[[str], Report]]:
-    """Check the families that the module's selected tests are about; yields what waits for a report.
+class FamilyReports:
+    """Checks the families that a module's selected tests are about, when the first test asks for one of them.
 
     Args:
-        request: Of a fixture of the module whose tests have a parameter ``family``.
+        request: Of a fixture of the module whose tests have ``family`` as their first parameter.
         folder: Makes a folder.
         environment: Variables of the processes.
     """
-    families = families_of(request)
-    with ThreadPoolExecutor(_NUM_PROCESSES) as pool:
-        futures: dict[str, Future[dict[str, Report]]] = {}
-        for start in range(0, len(families), _PER_PROCESS):
-            share = families[start : start + _PER_PROCESS]
-            made = pool.submit(report_of, _CHECKS, folder(share[0]), share, environment=environment)
-            futures |= dict.fromkeys(share, made)
-        yield lambda family: futures[family].result()[family]
-        pool.shutdown(cancel_futures=True)
 
+    def __init__(
+        self,
+        request: pytest.FixtureRequest,
+        folder: Callable[[str], Path],
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._folder = folder
+        self._environment = environment
+        self._reports: dict[str, Report] = {}
+        self._shares: dict[str, Sequence[str]] = {}
+        groups: dict[str, dict[str, None]] = {}
+        for item in request.session.items:
+            if isinstance(item, pytest.Function) and item.module is request.module:
+                families = groups.setdefault(group_of(item.nodeid), {})
+                families[str(item.callspec.params["family"])] = None
+        for group in groups.values():
+            names = list(group)
+            for start in range(0, len(names), _PER_PROCESS):
+                share = names[start : start + _PER_PROCESS]
+                self._shares |= dict.fromkeys(share, share)
 
-def families_of(request: pytest.FixtureRequest) -> Sequence[str]:
-    """Return the families that the module's selected tests are about, in the order of the tests."""
-    calls = [
-        item.callspec
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and item.module is request.module
-    ]
-    return list(dict.fromkeys(str(call.params["family"]) for call in calls))
+    def __call__(self, family: str) -> Report:
+        """Return a family's report; raises AssertionError where the process that makes it fails."""
+        if family not in self._reports:
+            share = self._shares[family]
+            self._reports |= report_of(_CHECKS, self._folder(share[0]), share, environment=self._environment)
+        return self._reports[family]

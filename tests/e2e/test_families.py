@@ -7,7 +7,7 @@ here read its report, so that a test's name says which check of which family fai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Final
 
 import pytest
@@ -20,7 +20,7 @@ from tests.e2e.family_check import (
     COMPILED_FAMILIES,
     QUANTISED,
 )
-from tests.e2e.family_reports import Report, reports_of
+from tests.e2e.family_reports import FamilyReports
 from tests.e2e.point_blocks import BESIDE_CERTIFICATE
 from tests.families.checkpoints import FAMILIES, IN_CORE, VARIANTS
 from tests.families.quantised import FORMATS
@@ -55,12 +55,8 @@ def thinned(families: Iterable[str]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def report(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[str], Report]]:
-    """Start the processes."""
-    with reports_of(request, tmp_path_factory.mktemp) as report:
-        yield report
+def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FamilyReports:
+    return FamilyReports(request, tmp_path_factory.mktemp)
 
 
 @pytest.fixture(
@@ -73,29 +69,25 @@ def family(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_family_agrees_with_transformers(family: str, check: str, report: Callable[[str], Report]) -> None:
+def test_family_agrees_with_transformers(family: str, check: str, report: FamilyReports) -> None:
     failure = report(family)[check]
     assert failure is None, failure
 
 
 @pytest.mark.parametrize("block", sorted(BESIDE_CERTIFICATE))
-def test_a_block_gives_the_same_on_both_engines(
-    family: str, block: str, report: Callable[[str], Report]
-) -> None:
+def test_a_block_gives_the_same_on_both_engines(family: str, block: str, report: FamilyReports) -> None:
     failure = report(family)[block]
     assert failure is None, failure
 
 
 @pytest.mark.parametrize("what", CERTIFICATE)
-def test_certificate_of_a_family_is_ok(family: str, what: str, report: Callable[[str], Report]) -> None:
+def test_certificate_of_a_family_is_ok(family: str, what: str, report: FamilyReports) -> None:
     failure = report(family)[what]
     assert failure is None, failure
 
 
-@pytest.mark.parametrize("family", thinned(COMPILED_FAMILIES), scope="module")
 @pytest.mark.parametrize("check", COMPILED_CHECKS)
-def test_compiled_engine_agrees_with_transformers(
-    family: str, check: str, report: Callable[[str], Report]
-) -> None:
+@pytest.mark.parametrize("family", thinned(COMPILED_FAMILIES), scope="module")
+def test_compiled_engine_agrees_with_transformers(family: str, check: str, report: FamilyReports) -> None:
     failure = report(family)[check]
     assert failure is None, failure

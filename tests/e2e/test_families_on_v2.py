@@ -5,27 +5,21 @@ Its kernels are interpreted on a CPU, so a family takes a minute.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 import pytest
 
 from tests.e2e.engine_kinds import V2_SYNC, environment
-from tests.e2e.family_reports import Report, reports_of
+from tests.e2e.family_reports import FamilyReports
 from tests.families.checkpoints import FAMILIES, VARIANTS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
 
 @pytest.fixture(scope="module")
-def report(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[str], Report]]:
-    """Start the processes."""
-    with reports_of(request, tmp_path_factory.mktemp, environment(V2_SYNC)) as report:
-        yield report
+def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FamilyReports:
+    return FamilyReports(request, tmp_path_factory.mktemp, environment(V2_SYNC))
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *VARIANTS])
-def test_a_family_agrees_with_transformers(family: str, report: Callable[[str], Report]) -> None:
+def test_a_family_agrees_with_transformers(family: str, report: FamilyReports) -> None:
     failures = {check: failure for check, failure in report(family).items() if failure is not None}
     assert not failures, "\n".join(f"{check}: {failure}" for check, failure in failures.items())
