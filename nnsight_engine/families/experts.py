@@ -108,8 +108,15 @@ VLLM: Final = (
     dataclasses.replace(
         LLAMA,
         name="mixtral",
-        model_classes=("MixtralForCausalLM",),
+        model_classes=("MixtralForCausalLM", "MiniMaxM2ForCausalLM"),
         leaves=frozen(engine_experts("block_sparse_moe")),
+    ),
+    dataclasses.replace(
+        LLAMA,
+        name="phimoe",
+        model_classes=("PhiMoEForCausalLM",),
+        leaves=frozen(engine_experts("block_sparse_moe")),
+        has_unused_residual=True,
     ),
     # The sum of routed and shared experts is no module's.
     dataclasses.replace(
@@ -140,7 +147,7 @@ _ROUTER_LEAVES: Final = moved(ROUTED_LEAVES, {"mlp.gate": "mlp.router"})
 
 EXPERT_BLOCKS: Final = dataclasses.replace(
     TRANSFORMERS_LLAMA,
-    model_types=("ernie4_5_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
+    model_types=("ernie4_5_moe", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
     leaves=frozen(ROUTED_LEAVES),
     flattened=frozenset({ROUTER, EXPERTS, EXPERT_WEIGHTS, ROUTED}),
 )
@@ -169,6 +176,11 @@ TRANSFORMERS: Final = (
         model_types=("gpt_oss",),
         leaves=frozen(_ROUTER_LEAVES),
         has_pattern=False,  # attention has sinks beside the positions
+    ),
+    dataclasses.replace(
+        EXPERT_BLOCKS,
+        model_types=("phimoe",),
+        leaves=frozen({**_ROUTER_LEAVES, ROUTER: Place("mlp.router", "output", operation="super_forward_0")}),
     ),
     _GRANITE,
     # The sum of routed and shared experts is no module's.

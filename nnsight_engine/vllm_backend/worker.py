@@ -17,6 +17,7 @@ from nnsight_engine.vllm_backend.model_outline import OutlineEntry
 from nnsight_engine.vllm_backend.rpc_results import PENDING
 from nnsight_engine.vllm_backend.shared_memory_results import leave
 from nnsight_engine.vllm_backend.steps.cpu_rotary import mend_rotary_embedding
+from nnsight_engine.vllm_backend.steps.cpu_router import mend_router
 from nnsight_engine.vllm_backend.steps.handler import StepHandler
 from nnsight_engine.vllm_backend.steps.runner_v1 import V1RunnerMixin
 from nnsight_engine.vllm_backend.steps.runner_v2 import V2RunnerMixin
@@ -38,6 +39,7 @@ class InterventionWorker(_PlatformWorker):
         super().init_device()
         if self.device.type == "cpu":
             mend_rotary_embedding()
+            mend_router()
         runner = self.model_runner
         cls = type(runner)
         adapter = V2RunnerMixin if self.vllm_config.use_v2_model_runner else V1RunnerMixin

@@ -36,10 +36,18 @@ from nnsight_engine.vllm_backend.structure import Found, ModelRuns, found_family
 from tests.e2e.check_process import in_forks
 from tests.e2e.engine_kinds import options_of_process
 from tests.e2e.harness import Ask, Engine, Reply
-from tests.e2e.point_blocks import BESIDE_CERTIFICATE, AdaptedVLLM, compared, expected_values
+from tests.e2e.point_blocks import (
+    BESIDE_CERTIFICATE,
+    REFUSED,
+    AdaptedVLLM,
+    compared,
+    expected_values,
+    force_experts,
+)
 from tests.families.adapters import RANK, write_adapter, write_merged
 from tests.families.checkpoints import NUM_LAYERS, build_tokenizer, write_checkpoint
 from tests.families.edits import Change, Continuation, add, continued, place, set_to, zero
+from tests.families.experts import UNFORCED
 from tests.families.quantised import FORMATS, rounded_inputs, write_quantised
 from tests.families.reference import load_reference_model, reference_activations
 from tests.families.trees import tree_of
@@ -114,7 +122,10 @@ def expect(checkpoint: Path) -> Expected:
         keyed = {name.replace("attn.k", "attn.pattern") for name in activations if name.endswith("attn.k")}
         activations |= {name: value for name, value in patterns.items() if name in keyed}
     written = {}
-    for point, write in _writes(activations).items():
+    writes = _writes(activations)
+    if model.config.model_type in UNFORCED:
+        del writes["layers.1.moe.experts"]
+    for point, write in writes.items():
         handle = place(model, point, _change(write, vectors.get(point)))
         written[point] = continued(model, PROMPT_IDS, NUM_TOKENS)
         handle.remove()
@@ -421,6 +432,8 @@ def run(family: str, folder: Path) -> dict[str, str | None]:
     engine.adapter = adapter
     report = {name: _outcome(check, engine, expected) for name, check in CHECKS.items()}
     report |= compared(model, values, tolerance)
+    if (REFUSED in values[force_experts.__name__]) != (base in UNFORCED):
+        report[force_experts.__name__] = f"{base} can be forced, or cannot, against expectation"
     certificate = compare(model, request, reference, adapter=adapter)
     (folder / f"{family}.json").write_bytes(certificate.to_json())
     report |= _findings(certificate, UNSKIPPABLE.get(base, {}))

@@ -23,6 +23,13 @@ PROMPT: Final = [45, 257, 80, 301, 77, 78, 260, 90]
 OTHER: Final = [91, 120, 33, 44, 260, 18, 77, 45]
 NUM_TOKENS: Final = 4
 _RELATIVE: Final = 1e-4
+REFUSED: Final = "refused"
+"""The key of ``force_experts`` for models whose experts cannot be forced."""
+_UNKNOWN_WEIGHTS: Final = (
+    "weights that this model gives to other experts are not",
+    "of models that can be given others",
+)
+"""The two engines' reasons for it."""
 
 Values = dict[str, Any]
 
@@ -211,6 +218,15 @@ def force_experts(model: Any) -> Values:
     name = f"layers.{LAYER}.moe.experts"
     if name not in model.points:
         return {}
+    try:
+        return _forced(model, name)
+    except ValueError as error:
+        if not any(reason in str(error) for reason in _UNKNOWN_WEIGHTS):
+            raise
+        return {REFUSED: torch.ones(1)}
+
+
+def _forced(model: Any, name: str) -> Values:
     num_chosen = model.points()[name][0]
     with opened(model, PROMPT):
         model.points[name][..., -2:, :] = torch.tensor([3, 0][:num_chosen])

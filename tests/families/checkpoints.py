@@ -8,6 +8,7 @@ it, fewer KV heads than heads where it has them, a vocabulary that vLLM has to p
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -49,6 +50,7 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     Mamba2Config,
+    MiniMaxM2Config,
     MinistralConfig,
     MistralConfig,
     MixtralConfig,
@@ -61,6 +63,7 @@ from transformers import (
     OPTConfig,
     Phi3Config,
     PhiConfig,
+    PhimoeConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -105,6 +108,7 @@ FAMILIES: Final = (
     "granitemoe",
     "granitemoeshared",
     "llama4_text",
+    "minimax_m2",
     "ministral",
     "mixtral",
     "nemotron",
@@ -113,6 +117,7 @@ FAMILIES: Final = (
     "olmo3",
     "olmoe",
     "phi",
+    "phimoe",
     "qwen2_moe",
     "qwen3_moe",
     "smollm3",
@@ -236,6 +241,21 @@ _ERNIE_MOE: Final = {
     "moe_k": 2,
     "moe_num_shared_experts": 1,
 }
+# Fields that vLLM reads and that transformers does not write.
+_MINIMAX: Final = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "rotary_dim": 32,
+    "scoring_func": "sigmoid",
+    "use_routing_bias": True,
+}
+# vLLM has these biases in any case.
+_PHIMOE: Final = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "attention_bias": True,
+    "lm_head_bias": True,
+}
 _LLAMA4: Final = {
     "intermediate_size_mlp": INTERMEDIATE_SIZE,
     "num_local_experts": 4,
@@ -299,6 +319,8 @@ _CONFIGS: Final[dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]]] = {
     "glm": (GlmConfig, {**_GROUPED, "head_dim": 32}),
     "glm4": (Glm4Config, {**_GROUPED, "head_dim": 32}),
     "glm4_moe": (Glm4MoeConfig, {**_WIDE, **_GLM_MOE}),
+    "minimax_m2": (MiniMaxM2Config, {**_WIDE, **_MINIMAX}),
+    "phimoe": (PhimoeConfig, {**_GROUPED, **_PHIMOE}),
     "mixtral": (MixtralConfig, {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "olmoe": (OlmoeConfig, {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 2}),
     "qwen2_moe": (Qwen2MoeConfig, {**_GROUPED, **_MOE, "shared_expert_intermediate_size": 64}),
@@ -392,6 +414,8 @@ _CONFIGS: Final[dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]]] = {
     "gpt_neox_sequential": (GPTNeoXConfig, {**_NEOX, "use_parallel_residual": False}),
 }
 
+_ARCHITECTURES: Final = {"phimoe": "PhiMoEForCausalLM"}
+"""The names that published checkpoints have, where transformers writes others."""
 _XIELU: Final = {"alpha_p": 0.388671875, "alpha_n": -1.140625}
 """Apertus's parameters, with which its activation is almost the same in bfloat16, vLLM's for it alone."""
 
@@ -472,6 +496,10 @@ def write_model(config: PreTrainedConfig, directory: Path, *, seed: int = 0) -> 
     randomize(model, torch.Generator().manual_seed(seed), embedding_std)
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory)
+    if config.model_type in _ARCHITECTURES:
+        written = directory / "config.json"
+        fields = json.loads(written.read_text())
+        written.write_text(json.dumps({**fields, "architectures": [_ARCHITECTURES[config.model_type]]}))
     build_tokenizer().save_pretrained(directory)
     return directory
 
@@ -483,11 +511,10 @@ def randomize(model: torch.nn.Module, generator: torch.Generator, embedding_std:
     Embeddings are small beside what the blocks add: where they also unembed, a large one would
     make every token predict itself.
     """
+    corrections = [one for one in model.named_buffers() if one[0].endswith("e_score_correction_bias")]
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in (*model.named_parameters(), *corrections):
             noise = torch.randn(parameter.shape, generator=generator)
-            if "e_score_correction_bias" in name:
-                continue  # vLLM's router on a CPU does not add it
             if (last := name.rpartition(".")[2]) in _XIELU:
                 parameter.fill_(_XIELU[last])
             elif parameter.dim() == 1:

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
     from tests.families.trees import Tree
 
-_SIGMOID: Final = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "llama4_text")
+UNFORCED: Final = frozenset({"phimoe"})
+"""Model types whose routers weight a choice by more than its logits, so that none can be forced."""
+_SIGMOID: Final = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "llama4_text", "minimax_m2")
 _NOT_NORMALIZED: Final = ("deepseek_v2", "llama4_text")
 
 

@@ -141,7 +141,8 @@ TREES: Final[dict[str, Tree]] = {
     "gemma3n_text": dataclasses.replace(_LLAMA, has_stream=False),
     "gemma4_text": _GEMMA4,
     "idefics3": dataclasses.replace(_LLAMA, layers="model.text_model.layers", norm="model.text_model.norm"),
-    **dict.fromkeys(("ernie4_5_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"), _EXPERTS),
+    **dict.fromkeys(("ernie4_5_moe", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"), _EXPERTS),
+    "phimoe": dataclasses.replace(_EXPERTS, router="mlp.router"),
     "granitemoeshared": dataclasses.replace(
         _EXPERTS,
         inputs={leaf: path for leaf, path in _EXPERTS.inputs.items() if leaf != "mlp.input"},

@@ -36,6 +36,7 @@ EXPERTS = {
     "gemma4_moe",
     *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "granitemoeshared"),
     *("ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "llama4_text", "mixtral", "olmoe"),
+    *("minimax_m2", "phimoe"),
     *("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe"),
 }
 MLA = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite"}

@@ -48,6 +48,7 @@ from nnsight_engine.vllm_backend.steps.outcome import StepOutcome
 from nnsight_engine.vllm_backend.steps.stage_transport import take_results, with_results
 from nnsight_engine.vllm_backend.steps.step import Step
 from nnsight_engine.vllm_backend.steps.trace_reports import TraceReports
+from nnsight_engine.vllm_backend.steps.unembedding_bias import add_unembedding_bias
 from nnsight_engine.vllm_backend.steps.worker_state import WorkerState
 from nnsight_engine.vllm_backend.structure import ModelRuns, found_family
 from nnsight_engine.vllm_backend.taps import (
@@ -112,6 +113,7 @@ class StepHandler:
         self.graphs = StepGraphs(is_cut=has_taps and cut_at_taps(config.compilation_config))
         self._model = model = load()
         install_expert_points(model, config.model_config.hf_text_config)
+        add_unembedding_bias(model)
         supply_inputs_per_layer(model, config.scheduler_config.max_num_batched_tokens)
         points = resolve_points(
             model,

@@ -281,6 +281,24 @@ _MODEL: Final = (
         called={"select_experts": "hidden_states, router_logits"},
     ),
     _used(
+        "vllm.model_executor.layers.fused_moe.router.cpu_router:CPURouter",
+        read="custom_routing_function e_score_correction_bias renormalize routed_scaling_factor scoring_func "
+        "use_grouped_topk",
+        overridden={"_compute_routing": "hidden_states, router_logits, indices_type, **others"},
+    ),
+    _used(
+        "vllm.model_executor.models.phimoe:PhiMoEForCausalLM",
+        read="lm_head logits_processor",
+        overridden={"compute_logits": "hidden_states"},
+    ),
+    _used(
+        "vllm.model_executor.layers.fused_moe.router.cpu_router",
+        called={
+            "_grouped_topk": "gating_output, topk, renormalize, num_expert_group, topk_group, scoring_func, "
+            "routed_scaling_factor, e_score_correction_bias",
+        },
+    ),
+    _used(
         "vllm.model_executor.layers.mamba.mamba_mixer2:MambaMixer2",
         read="head_dim kv_cache num_heads prefix ssm_state_size use_replayssm",
     ),
