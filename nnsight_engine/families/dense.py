@@ -169,7 +169,18 @@ TRANSFORMERS_LLAMA_LEAVES: Final = frozen(
 )
 TRANSFORMERS_LLAMA: Final = TransformersFamily(
     model_types=(
-        *("llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gemma3"),
+        *(
+            "llama",
+            "mistral",
+            "ministral",
+            "ministral3",
+            "qwen2",
+            "qwen3",
+            "gemma",
+            "gemma2",
+            "gemma3_text",
+            "gemma3",
+        ),
         *("cohere", "cohere2", "ernie4_5", "hunyuan_v1_dense", "olmo", "seed_oss", "smollm3", "stablelm"),
     ),
     bodies=("model", "model.language_model", ""),

@@ -88,9 +88,10 @@ def after(model: Any, layer: int) -> Any:
 
 
 def mixing(model: Any) -> tuple[str, int]:
-    """Return the point of a layer's heads, or of its mixer, and the number of its axes."""
-    heads = f"layers.{LAYER}.attn.heads"
-    return (heads, 2) if heads in model.points else (f"layers.{LAYER}.mixer.output", 1)
+    """Return the point of a layer's heads, else of its mixer, else its output, and the number of its axes."""
+    axes = {"attn.heads": 2, "mixer.output": 1, "output": 1}
+    found = {f"layers.{LAYER}.{leaf}": number for leaf, number in axes.items()}
+    return next((name, number) for name, number in found.items() if name in model.points)
 
 
 # The blocks. What they return is compared without a batch's axis.

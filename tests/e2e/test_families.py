@@ -22,7 +22,7 @@ from tests.e2e.family_check import (
 )
 from tests.e2e.family_reports import FamilyReports
 from tests.e2e.point_blocks import BESIDE_CERTIFICATE
-from tests.families.checkpoints import FAMILIES, IN_CORE, VARIANTS
+from tests.families.checkpoints import FAMILIES, IN_CORE, UNTABLED, VARIANTS
 from tests.families.quantised import FORMATS
 
 pytestmark = pytest.mark.e2e
@@ -61,7 +61,7 @@ def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(
     scope="module",
-    params=thinned((*FAMILIES, *VARIANTS, *_ADAPTED, *_QUANTISED)),
+    params=thinned((*FAMILIES, *VARIANTS, *UNTABLED, *_ADAPTED, *_QUANTISED)),
 )
 def family(request: pytest.FixtureRequest) -> str:
     """Every family and variant."""

@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.engine_kinds import V2_SYNC, environment
 from tests.e2e.family_reports import FamilyReports
-from tests.families.checkpoints import FAMILIES, VARIANTS
+from tests.families.checkpoints import FAMILIES, UNTABLED, VARIANTS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
@@ -19,7 +19,7 @@ def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return FamilyReports(request, tmp_path_factory.mktemp, environment(V2_SYNC))
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *VARIANTS])
+@pytest.mark.parametrize("family", [*FAMILIES, *VARIANTS, *UNTABLED])
 def test_a_family_agrees_with_transformers(family: str, report: FamilyReports) -> None:
     failures = {check: failure for check, failure in report(family).items() if failure is not None}
     assert not failures, "\n".join(f"{check}: {failure}" for check, failure in failures.items())

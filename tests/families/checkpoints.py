@@ -27,6 +27,7 @@ from transformers import (
     Exaone4Config,
     FalconConfig,
     FalconH1Config,
+    FlexOlmoConfig,
     Gemma2Config,
     Gemma3nTextConfig,
     Gemma3TextConfig,
@@ -46,11 +47,14 @@ from transformers import (
     GraniteMoeHybridConfig,
     GraniteMoeSharedConfig,
     HunYuanDenseV1Config,
+    HunYuanMoEV1Config,
     Lfm2Config,
+    Lfm2MoeConfig,
     Llama4TextConfig,
     LlamaConfig,
     Mamba2Config,
     MiniMaxM2Config,
+    Ministral3Config,
     MinistralConfig,
     MistralConfig,
     MixtralConfig,
@@ -110,6 +114,7 @@ FAMILIES: Final = (
     "llama4_text",
     "minimax_m2",
     "ministral",
+    "ministral3",
     "mixtral",
     "nemotron",
     "olmo",
@@ -151,6 +156,9 @@ VARIANTS: Final = ("opt_post_norm", "gpt_neox_sequential", "falcon_multi_query",
 """Members of a family that are wired differently: OPT-350m's norms and projections, GPT-NeoX without the
 parallel residual, Falcon 7B's single key head, and Falcon with biases, MLPs after attention, and as many key
 heads as query heads."""
+
+UNTABLED: Final = ("flex_olmo", "hunyuan_moe", "lfm2_moe")
+"""Decoders without a table, whose residual stream is found by their structure."""
 
 IN_CORE: Final = ("llama", "gpt2")
 """The families that every change is tested with; the others are heavy. The two differ in positions, norms,
@@ -320,6 +328,13 @@ _CONFIGS: Final[dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]]] = {
     "glm4": (Glm4Config, {**_GROUPED, "head_dim": 32}),
     "glm4_moe": (Glm4MoeConfig, {**_WIDE, **_GLM_MOE}),
     "minimax_m2": (MiniMaxM2Config, {**_WIDE, **_MINIMAX}),
+    "flex_olmo": (FlexOlmoConfig, {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 2}),
+    "hunyuan_moe": (HunYuanMoEV1Config, {**_WIDE, "num_experts": 4, "moe_topk": 2}),
+    "lfm2_moe": (
+        Lfm2MoeConfig,
+        {**_GROUPED, **_MOE, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"] * 2},
+    ),
+    "ministral3": (Ministral3Config, _WIDE),
     "phimoe": (PhimoeConfig, {**_GROUPED, **_PHIMOE}),
     "mixtral": (MixtralConfig, {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "olmoe": (OlmoeConfig, {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 2}),
@@ -465,7 +480,7 @@ def build_config(family: str, vocab_size: int, **changes: Any) -> PreTrainedConf
         ValueError: There is no such family.
     """
     if family not in _CONFIGS:
-        raise ValueError(f"family must be one of {', '.join(FAMILIES + VARIANTS)}, got {family!r}")
+        raise ValueError(f"family must be one of {', '.join(FAMILIES + VARIANTS + UNTABLED)}, got {family!r}")
     config_class, settings = _CONFIGS[family]
     return config_class(vocab_size=vocab_size, **{**settings, **changes})
 
@@ -474,7 +489,7 @@ def write_checkpoint(family: str, directory: Path, *, seed: int = 0, **changes: 
     """Write a family's tiny random model and its tokenizer, float32.
 
     Args:
-        family: One of ``FAMILIES`` or ``VARIANTS``.
+        family: One of ``FAMILIES``, ``VARIANTS`` or ``UNTABLED``.
         directory: Where to write; made if missing.
         seed: Seed of the weights; the same seed writes the same weights.
         **changes: What the config is to have instead.

@@ -117,10 +117,25 @@ _FUSED: Final = Tree(
     },
 )
 
+_STREAM: Final = Tree(layers="model.layers", norm="model.norm", inputs={}, outputs={}, has_pattern=False)
+"""What a model without a table has."""
+
 TREES: Final[dict[str, Tree]] = {
+    **dict.fromkeys(("flex_olmo", "hunyuan_v1_moe"), _STREAM),
+    "lfm2_moe": dataclasses.replace(_STREAM, norm="model.embedding_norm"),
     **dict.fromkeys(
         (
-            *("llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"),
+            *(
+                "llama",
+                "mistral",
+                "ministral",
+                "ministral3",
+                "qwen2",
+                "qwen3",
+                "gemma",
+                "gemma2",
+                "gemma3_text",
+            ),
             *(
                 "ernie4_5",
                 "hunyuan_v1_dense",
