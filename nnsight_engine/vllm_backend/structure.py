@@ -249,8 +249,7 @@ def _stream_of(family: EngineFamily, calls: Sequence[_Call]) -> EngineFamily:
     hidden = first.outputs[0]
     is_pair = first.is_tuple and len(first.outputs) > 1 and first.outputs[1] is not None
     for call, following in itertools.pairwise(calls):
-        for output in call.outputs[: 1 + is_pair]:
-            _received(output, following, family.layers)
+        _received(call.outputs[0], following, family.layers)
     return dataclasses.replace(
         family,
         hidden_index=index,

@@ -128,7 +128,14 @@ def first_of_two(model: Decoder, hidden: torch.Tensor) -> torch.Tensor:
     return normed
 
 
-def unused_residual(block: Block, positions: Any, hidden: torch.Tensor, residual: Any) -> Any:
+def first_alone(model: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        hidden, _ = layer(None, hidden)
+    normed: torch.Tensor = model.norm(hidden)
+    return normed
+
+
+def unused_residual(block: Block, positions: Any, hidden: torch.Tensor, residual: Any = None) -> Any:
     del positions, residual
     return alone(block, hidden), hidden
 
@@ -143,6 +150,10 @@ FOUND: dict[str, tuple[Decoder, dict[str, Any]]] = {
     ),
     "a second tensor that nobody reads": (
         Decoder(first_of_two, unused_residual),
+        {"returns_residual": True, "has_unused_residual": True, "hidden_index": 1},
+    ),
+    "a second tensor that is not passed on": (
+        Decoder(first_alone, unused_residual),
         {"returns_residual": True, "has_unused_residual": True, "hidden_index": 1},
     ),
     "arguments by name": (
