@@ -33,9 +33,11 @@ SECONDS: Final = {
     "tests/e2e/test_fair_scheduling.py": 160,
     "tests/e2e/test_families.py": 320,
     "tests/e2e/test_families_on_v2.py": 480,
+    "tests/e2e/test_faults.py": 150,
     "tests/e2e/test_fuzz.py": 400,
     "tests/e2e/test_loadtests.py": 100,
-    "tests/e2e/test_random_requests.py": 90,
+    "tests/e2e/test_random_requests.py": 120,
+    "tests/e2e/test_sandboxed_tensor_parallel.py": 120,
     "tests/e2e/test_traces_processes.py": 75,
     "tests/e2e/test_traces_tensor_parallel.py": 250,
 }

@@ -51,7 +51,7 @@ from tests.e2e.keyed import made
 from tests.e2e.server import Server
 from tests.e2e.test_traces_http import endless
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy, pytest.mark.timeout(600)]
 
 PROMPT: Final = "The Eiffel Tower is in the city of"
 CODE: Final = {"op": "trace", "code": "h = model.layers[5].output.float().save()", "name": "t"}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.e2e.harness import Ask, Engine, random_vector
+from tests.families.checkpoints import HIDDEN_SIZE, write_checkpoint
 
 pytestmark = pytest.mark.e2e
 
@@ -17,10 +17,10 @@ NUM_TOKENS = 64
 
 
 @pytest.fixture(scope="module")
-def engine(bundled: Path) -> Iterator[Engine]:
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """Serve with 12 blocks of 32 tokens."""
     engine = Engine(
-        bundled,
+        write_checkpoint("llama", tmp_path_factory.mktemp("llama")),
         dtype="float32",
         block_size=32,
         num_gpu_blocks_override=12,
@@ -34,11 +34,16 @@ def ask(index: int) -> Ask:
     """Return the index-th request; every second one only reads."""
     prompt = f"Story number {index}. " + "It was a dark and stormy night. " * 2
     interventions: list[dict[str, Any]] = [
-        {"op": "capture", "at": ["layers.20.output"], "name": "c"},
-        {"op": "probe", "at": "layers.20.output", "weights": random_vector(3), "name": "p"},
+        {"op": "capture", "at": ["layers.3.output"], "name": "c"},
+        {"op": "probe", "at": "layers.3.output", "weights": random_vector(3, HIDDEN_SIZE), "name": "p"},
     ]
     if index % 2 == 0:
-        steer = {"op": "steer", "at": "layers.5.output", "vector": random_vector(index), "scale": 0.5}
+        steer = {
+            "op": "steer",
+            "at": "layers.1.output",
+            "vector": random_vector(index, HIDDEN_SIZE),
+            "scale": 0.5,
+        }
         interventions = [steer, *interventions]
     return Ask(prompt, interventions, max_tokens=NUM_TOKENS)
 
@@ -60,7 +65,7 @@ def test_writes_survive_in_rebuilt_kv_and_reads_come_once(engine: Engine) -> Non
         assert result.positions == list(range(num_positions))
         assert joint.result("p").positions == result.positions
         assert joint.token_ids == alone.token_ids
-        mine, theirs = joint.tensor("c", "layers.20.output"), alone.tensor("c", "layers.20.output")
+        mine, theirs = joint.tensor("c", "layers.3.output"), alone.tensor("c", "layers.3.output")
         scale = theirs.abs().amax(dim=-1, keepdim=True)
         torch.testing.assert_close(mine / scale, theirs / scale, rtol=1e-3, atol=1e-3)
     # The test is about preemption only if somebody was preempted, steered requests included.

@@ -19,8 +19,6 @@ pytestmark = pytest.mark.e2e
 Answers = dict[str, list[dict[str, Any]]]
 SEED = 1
 LEAST = (
-    EngineKind("v1", is_async=True),
-    EngineKind("v1", is_async=False, speculation="ngram"),
     EngineKind("v1", is_async=True, speculation="small_draft"),
     EngineKind("v1", is_async=False, num_stages=2),
     EngineKind("v2", is_async=True, speculation="self_draft"),

@@ -34,7 +34,7 @@ from tests.e2e.traces import (
 )
 from tests.families.checkpoints import write_checkpoint
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
 GREEDY: Final[dict[str, Any]] = {"temperature": 0.0, "ignore_eos": True}
 _MAX_STEPS: Final = 20_000

@@ -18,7 +18,7 @@ from tests.parallel import group_of
 from tests.slices import HEAVY_GROUPS, SECONDS, Slice, heavy_groups, is_heavy, keep_slice, slices_of
 
 PROJECT = Path(__file__).resolve().parents[2]
-COUNTS = range(1, 9)
+COUNTS = range(1, 13)
 
 
 class Item:
@@ -123,12 +123,12 @@ def test_commits_that_follow_each_other_run_every_slice(tmp_path: Path) -> None:
     run("git", "init", "--quiet")
     author = ("-c", "user.name=a", "-c", "user.email=a@example.org")
     chosen = []
-    for number in range(8):
+    for number in range(12):
         run("git", *author, "commit", "--quiet", "--allow-empty", "-m", str(number))
         (slice_,) = [word for word in run(".ci/run").split() if word.startswith("SLICE=")]
         chosen.append(Slice.parse(slice_.removeprefix("SLICE=")))
-    assert sorted(one.number for one in chosen) == list(range(1, 9))
-    assert {one.count for one in chosen} == {8}
+    assert sorted(one.number for one in chosen) == list(range(1, 13))
+    assert {one.count for one in chosen} == {12}
 
 
 def test_every_file_with_tests_is_collected() -> None:
