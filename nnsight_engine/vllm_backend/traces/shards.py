@@ -29,7 +29,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from nnsight_engine.core.leaves import LATENT
+from nnsight_engine.core.leaves import LATENT, MIXER
 from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.vllm_backend.expert_points import ExpertChoice, InnerValue
 from nnsight_engine.vllm_backend.model_points import base_module
@@ -218,6 +218,8 @@ class Shards:
             block = points.layout.blocks[layer]
             if block.kernel:
                 self._place_attention(points, layer, block)
+            if MIXER in block.leaves:
+                self._place_mixer(points.layers[layer], block.leaves[MIXER].path)
             if block.mlp or "mlp.up" in block.leaves:
                 self._place_mlp(points.layers[layer], block)
 
@@ -328,6 +330,20 @@ class Shards:
 
     def _kv_copies(self, kernel: Any, block: BlockPoints) -> int:
         return max(1, int(kernel.num_kv_heads * self._size // block.num_kv_heads))
+
+    def _place_mixer(self, layer: nn.Module, path: str) -> None:
+        """Record the modules inside a mixer as unknown, but for linear layers.
+
+        One whose ranks share a group of B and C has parts of other widths, in an order of its own.
+        """
+        mixer = base_module(layer.get_submodule(path))
+        container = mixer if any(mixer.children()) else layer.get_submodule(path.rpartition(".")[0])
+        for name, module in container.named_modules():
+            own = self._paths.get(id(module))
+            is_merged = isinstance(base_module(module), MergedColumnParallelLinear)
+            if own is not None and name.rpartition(".")[2] == "in_proj" and not is_merged:
+                self._places.pop(f"{own}.output", None)
+        self._leave_unknown(container)
 
     def _place_mlp(self, layer: nn.Module, block: BlockPoints) -> None:
         """Record the layouts of the activation function between an MLP's projections."""

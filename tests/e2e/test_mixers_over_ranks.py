@@ -1,0 +1,38 @@
+"""Hybrid blocks over two tensor-parallel ranks: outputs of mixers are whole, and no block sees a part."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from nnsight_engine.vllm_backend.traces.errors import SpreadModuleError
+from tests.e2e.point_blocks import PROMPT
+from tests.e2e.traces import traced_engine
+from tests.families.checkpoints import write_checkpoint
+from tests.families.reference import reference_activations
+
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
+
+
+def test_a_mixer_s_output_is_whole_and_its_parts_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one group of B and C, of which each rank has a copy."""
+    monkeypatch.setitem(os.environ, "VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "1")
+    checkpoint = write_checkpoint("falcon_h1", tmp_path)
+    expected = reference_activations(checkpoint, PROMPT)
+    with traced_engine(checkpoint, tensor_parallel_size=2, max_model_len=128, max_num_seqs=4) as model:
+        with model.trace(PROMPT):
+            mixed = model.points["layers.1.mixer.output"].clone().save()
+            logits = model.logits.output.clone().save()
+        torch.testing.assert_close(mixed, expected["layers.1.mixer.output"], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logits[0], expected["logits"][-1], rtol=1e-4, atol=1e-4)
+        assert not [name for name in model.points() if name.endswith("mixer.state")]
+        for name in ("norm", "in_proj"):
+            module = model.get(f"{model.path}.{model.layers.points.family.layers}.1.mamba.mamba.{name}")
+            with pytest.raises(SpreadModuleError), model.trace(PROMPT):
+                module.output.clone().save()
