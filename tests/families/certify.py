@@ -20,7 +20,7 @@ from typing import Final
 
 from nnsight_engine.certificate.certificate import PLAIN, SKIP, VALUES, WRITES, Certificate, Finding
 from nnsight_engine.certificate.verdicts import Status
-from tests.families.checkpoints import FAMILIES, VARIANTS, write_checkpoint
+from tests.families.checkpoints import FAMILIES, UNTABLED, VARIANTS, write_checkpoint
 
 _PROJECT: Final = Path(__file__).resolve().parents[2]
 _PAGE: Final = _PROJECT / "docs" / "model-families.md"
@@ -142,7 +142,7 @@ def main() -> None:
     options.certificates.mkdir(parents=True, exist_ok=True)
     checkpoints = options.checkpoints or [
         write_checkpoint(family, options.certificates / "checkpoints" / family)
-        for family in FAMILIES + VARIANTS
+        for family in FAMILIES + VARIANTS + UNTABLED
     ]
     for number, checkpoint in enumerate(checkpoints, 1):
         sys.stderr.write(f"{number} of {len(checkpoints)}: {checkpoint}\n")
