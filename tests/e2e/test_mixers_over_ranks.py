@@ -32,7 +32,10 @@ def test_a_mixer_s_output_is_whole_and_its_parts_are_refused(
         torch.testing.assert_close(mixed, expected["layers.1.mixer.output"], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(logits[0], expected["logits"][-1], rtol=1e-4, atol=1e-4)
         assert not [name for name in model.points() if name.endswith("mixer.state")]
+        mixer = f"{model.path}.{model.layers.points.family.layers}.1.mamba.mamba"
         for name in ("norm", "in_proj"):
-            module = model.get(f"{model.path}.{model.layers.points.family.layers}.1.mamba.mamba.{name}")
             with pytest.raises(SpreadModuleError), model.trace(PROMPT):
-                module.output.clone().save()
+                model.get(f"{mixer}.{name}").output.clone().save()
+        for held in ("A", "D"):
+            with pytest.raises(SpreadModuleError), model.trace(PROMPT):
+                getattr(model.get(mixer), held).clone().save()

@@ -51,6 +51,8 @@ _ACTIVATIONS: Final = (
 _ROTARY: Final = "vllm.model_executor.layers.rotary_embedding"
 _PLAIN_WEIGHTS: Final = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 _HEAD_NORMS: Final = ("q_norm", "k_norm", "v_norm")
+_IN_GROUPS: Final = ("in_proj", "conv1d")
+"""Linear layers of a mixer."""
 _LATENT_NORMS: Final = ("q_a_layernorm", "kv_a_layernorm")
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
@@ -211,6 +213,7 @@ class Shards:
         for path, module in self._modules.items():
             self._place_linear(path, module)
         self._spread = {path for path, module in self._modules.items() if _is_parallel(module)}
+        self._held: set[str] = set()
         for path, module in self._modules.items():
             if isinstance(module, InnerValue) and not isinstance(module, ExpertChoice):
                 self._put(path, None, None)  # a rank's summand
@@ -238,7 +241,7 @@ class Shards:
 
     def has_parts(self, path: str) -> bool:
         """Return whether a module's own tensors may be parts."""
-        return path in self._spread
+        return path in self._spread or path in self._held
 
     def held(self, path: str, name: str, part: torch.Tensor) -> ShardLocation:
         """Return how a module's own tensor is sharded.
@@ -249,7 +252,7 @@ class Shards:
         module: Any = base_module(self._modules[path])
         if not part.numel():
             return EVERYWHERE  # vLLM has repacked the weight and left an empty tensor
-        if not isinstance(getattr(module, "quant_method", None), _PLAIN_WEIGHTS):
+        if path in self._held or not isinstance(getattr(module, "quant_method", None), _PLAIN_WEIGHTS):
             raise SpreadModuleError.held(path, name)
         # A matrix is [out, in], a bias [out].
         axis = -1 if part.ndim == 1 else -2
@@ -341,8 +344,9 @@ class Shards:
         for name, module in container.named_modules():
             own = self._paths.get(id(module))
             is_merged = isinstance(base_module(module), MergedColumnParallelLinear)
-            if own is not None and name.rpartition(".")[2] == "in_proj" and not is_merged:
+            if own is not None and name.rpartition(".")[2] in _IN_GROUPS and not is_merged:
                 self._places.pop(f"{own}.output", None)
+                self._held.add(own)
         self._leave_unknown(container)
 
     def _place_mlp(self, layer: nn.Module, block: BlockPoints) -> None:
@@ -362,11 +366,19 @@ class Shards:
             self._leave_unknown(layer.get_submodule(block.mlp))
 
     def _leave_unknown(self, container: nn.Module) -> None:
-        """Record the modules inside an attention or an MLP whose layouts were not determined as unknown."""
+        """Record as unknown the layouts in an attention, a mixer or an MLP that were not determined.
+
+        Its own tensors are among them, such as sinks, and those of norms over all heads, which load a part.
+        """
         for module in container.modules():
             path = self._paths.get(id(module))
             is_whole = isinstance(base_module(module), ReplicatedLinear | ExpertChoice)
-            if path is None or module is container or is_whole:
+            if path is None or is_whole:
+                continue
+            own = [] if path in self._spread else [*module.parameters(recurse=False)]
+            if own and (module is container or any(hasattr(one, "weight_loader") for one in own)):
+                self._held.add(path)
+            if module is container:
                 continue
             self._unknown |= {
                 provider for provider in (f"{path}.input", f"{path}.output") if provider not in self._places
