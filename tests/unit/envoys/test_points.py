@@ -180,6 +180,10 @@ def test_shapes_are_those_that_the_list_says(model: NNsight) -> None:
             assert found[name] == (num_rows, num_tokens, *shape), name
 
 
+SERVED_AS = {"Ministral3ForCausalLM": "MistralForCausalLM", "PhimoeForCausalLM": "PhiMoEForCausalLM"}
+"""vLLM's classes where they have other names."""
+
+
 def test_every_assignment_does_what_a_hook_does(model: NNsight, module: Any) -> None:
     for name in movable(model.points):
         with hooked(module, name):
@@ -188,7 +192,9 @@ def test_every_assignment_does_what_a_hook_does(model: NNsight, module: Any) -> 
             model.points[name] = moved(model.points[name])
             found = model.points["logits"].save()
         assert torch.equal(found, expected), name
-        assert not torch.equal(found, logits_of(module)), name
+        # Phi-MoE weights an expert with 1 unless another's logit is close.
+        if not (module.config.model_type == "phimoe" and name.endswith("moe.router")):
+            assert not torch.equal(found, logits_of(module)), name
 
 
 def test_every_edit_in_place_does_what_a_hook_does(model: NNsight, module: Any) -> None:
@@ -228,7 +234,7 @@ def test_a_model_runs_as_before_when_the_trace_is_over(model: NNsight, module: A
 
 
 def test_the_vocabulary_is_that_of_the_server(model: NNsight, module: Any) -> None:
-    class_name = type(module).__name__
+    class_name = SERVED_AS.get(type(module).__name__, type(module).__name__)
     family = next(
         family for family in ENGINE_FAMILIES if class_name in (family.architectures or family.model_classes)
     )
