@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 import pytest
+import torch
 
 from tests.e2e.family_check import (
     ADAPTED,
@@ -45,7 +46,15 @@ _ADAPTED: Final = tuple(
 """Families with a LoRA adapter, of which vLLM takes none for GPT-2; Llama's are in ``test_lora``. The other
 dense families have their modules in common with one of these.
 """
-_QUANTISED: Final = tuple(f"llama{QUANTISED}{form}" for form in FORMATS)
+_RUN_ANYWHERE: Final = ("fp8",)
+_HAS_AVX512: Final = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+_QUANTISED: Final = tuple(
+    f"llama{QUANTISED}{form}" for form in FORMATS if _HAS_AVX512 or form in _RUN_ANYWHERE
+)
+"""On a CPU without AVX-512, vLLM 0.32 has no kernel for 4 bits, and its int8 computes other values."""
+_COMPILED: Final = tuple(
+    family for family in COMPILED_FAMILIES if QUANTISED not in family or family in _QUANTISED
+)
 _CORE: Final = (*IN_CORE, "llama_in_fp8")
 
 
@@ -87,7 +96,7 @@ def test_certificate_of_a_family_is_ok(family: str, what: str, report: FamilyRep
 
 
 @pytest.mark.parametrize("check", COMPILED_CHECKS)
-@pytest.mark.parametrize("family", thinned(COMPILED_FAMILIES), scope="module")
+@pytest.mark.parametrize("family", thinned(_COMPILED), scope="module")
 def test_compiled_engine_agrees_with_transformers(family: str, check: str, report: FamilyReports) -> None:
     failure = report(family)[check]
     assert failure is None, failure
