@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -21,8 +20,8 @@ def test_a_mixer_s_output_is_whole_and_its_parts_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one group of B and C, of which each rank has a copy."""
-    monkeypatch.setitem(os.environ, "VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     checkpoint = write_checkpoint("falcon_h1", tmp_path)
     expected = reference_activations(checkpoint, PROMPT)
     with traced_engine(checkpoint, tensor_parallel_size=2, max_model_len=128, max_num_seqs=4) as model:
