@@ -9,7 +9,8 @@ attention patterns or states of generated positions, of which a step has only on
 
 from __future__ import annotations
 
-from nnsight_engine.plans.request_plan import SAMPLES, PlannedOp, RequestPlan
+from nnsight_engine.plans.request_plan import PlannedOp, RequestPlan
+from nnsight_engine.plans.sites import SAMPLES
 from nnsight_engine.plans.where import last_position, names_generated_alike
 
 

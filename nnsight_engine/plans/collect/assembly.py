@@ -25,7 +25,8 @@ from nnsight_engine.plans.collect.results import (
     TensorResult,
 )
 from nnsight_engine.plans.records import StepRecord, leaf_width, may_overflow, width_classes
-from nnsight_engine.plans.request_plan import SAMPLES, OperationKind, PlannedOp, PlannedSite, RequestPlan
+from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, RequestPlan
+from nnsight_engine.plans.sites import SAMPLES, PlannedSite
 
 _ITEM_DTYPES: dict[str, type[np.generic]] = {
     "float32": np.uint32,

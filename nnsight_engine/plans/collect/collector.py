@@ -16,7 +16,8 @@ from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.plans.collect.assembly import assemble
 from nnsight_engine.plans.collect.results import CollectedResults, CollectedSites
 from nnsight_engine.plans.records import Failure, Payload, StepInfo, StepRecord
-from nnsight_engine.plans.request_plan import SAMPLES, PlannedOp, RequestPlan
+from nnsight_engine.plans.request_plan import PlannedOp, RequestPlan
+from nnsight_engine.plans.sites import SAMPLES
 from nnsight_engine.plans.where import Positions, evaluate
 
 NUM_LENS_PARTS = 4

@@ -34,14 +34,8 @@ from nnsight_engine.plans.compile.where_clause import (
     compile_where,
     resolve_positions,
 )
-from nnsight_engine.plans.request_plan import (
-    SAMPLES,
-    OperationKind,
-    PlannedOp,
-    PlannedSite,
-    TensorData,
-    WhereRule,
-)
+from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, TensorData, WhereRule
+from nnsight_engine.plans.sites import SAMPLES, PlannedSite
 from nnsight_engine.plans.where import may_generate
 
 _ENCODER: Final = ENCODER_BLOCK.removesuffix("output")

@@ -25,13 +25,13 @@ from nnsight_engine.plans.compile.sites import leaf_of
 from nnsight_engine.plans.compile.where_clause import Named
 from nnsight_engine.plans.prompt_media import NO_MEDIA, PromptMedia
 from nnsight_engine.plans.request_plan import (
-    LOGITS,
     CompiledRequest,
     OperationKind,
     PlannedOp,
     RequestPlan,
     WhereRule,
 )
+from nnsight_engine.plans.sites import LOGITS
 from nnsight_engine.plans.where import last_position
 
 _READING_OPERATIONS: Final = frozenset({"capture", "probe", "logit_lens"})

@@ -170,14 +170,18 @@ class StepDelivery:
         views = [host_view(part) for part in read.parts]
         for piece in read.slices:
             request_id = piece.request.request_id
-            own = [view[piece.start : piece.stop] for view in views]
+            new = slice(piece.start + piece.num_delivered, piece.stop)
+            offsets = piece.offsets[piece.num_delivered :]
+            if not len(offsets):
+                continue
+            own = [view[new] for view in views]
             first = self.participants[request_id].start if piece.first is None else piece.first
-            positions = piece.offsets + first
+            positions = offsets + first
             # Rows that are reduced here cannot be taken out again.
             reduce = "none" if request_id in num_kept else piece.active.op.reduce
-            named = None if mask is None else mask[piece.start : piece.stop]
+            named = None if mask is None else mask[new]
             if request_id in num_kept:
-                is_kept = piece.offsets < num_kept[request_id]
+                is_kept = offsets < num_kept[request_id]
                 named = is_kept if named is None else named & is_kept
             if named is not None:
                 rows = np.flatnonzero(named)[-1:] if reduce == "last" else np.flatnonzero(named)
