@@ -16,23 +16,44 @@ from pydantic import Field, ValidationError
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip, excerpt
 from api_schemas.limits import DEFAULT_LIMITS, RequestLimits
-from api_schemas.operations import Ablate, Capture, LogitLens, Patch, Probe, Steer
+from api_schemas.operations import (
+    Ablate,
+    Capture,
+    Detect,
+    Flag,
+    LogitLens,
+    Patch,
+    Probe,
+    Steer,
+    Stop,
+)
 from api_schemas.request_traces import Trace
 from api_schemas.tensors import TensorInput
 
 Operation = Annotated[
-    Steer | Ablate | Patch | Capture | Probe | LogitLens,
+    Steer | Ablate | Patch | Capture | Probe | LogitLens | Detect | Stop | Flag,
     Field(discriminator="op"),
 ]
 """One declarative operation, identified by ``op``."""
 
 Intervention = Annotated[
-    Steer | Ablate | Patch | Capture | Probe | LogitLens | Trace,
+    Steer | Ablate | Patch | Capture | Probe | LogitLens | Detect | Stop | Flag | Trace,
     Field(discriminator="op"),
 ]
 """One operation, identified by ``op``."""
 
-OPERATIONS: Final = ("steer", "ablate", "patch", "capture", "probe", "logit_lens", "trace")
+OPERATIONS: Final = (
+    "steer",
+    "ablate",
+    "patch",
+    "capture",
+    "probe",
+    "logit_lens",
+    "detect",
+    "stop",
+    "flag",
+    "trace",
+)
 """Values of ``op``."""
 
 FIELD: Final = "interventions"
@@ -50,10 +71,23 @@ __all__ = [
 ]
 
 _Schema = (
-    type[Steer] | type[Ablate] | type[Patch] | type[Capture] | type[Probe] | type[LogitLens] | type[Trace]
+    type[Steer]
+    | type[Ablate]
+    | type[Patch]
+    | type[Capture]
+    | type[Probe]
+    | type[LogitLens]
+    | type[Detect]
+    | type[Stop]
+    | type[Flag]
+    | type[Trace]
 )
 _SCHEMAS: Final[dict[str, _Schema]] = dict(
-    zip(OPERATIONS, (Steer, Ablate, Patch, Capture, Probe, LogitLens, Trace), strict=True)
+    zip(
+        OPERATIONS,
+        (Steer, Ablate, Patch, Capture, Probe, LogitLens, Detect, Stop, Flag, Trace),
+        strict=True,
+    )
 )
 _OUR_CODES: Final = frozenset(code.value for code in ErrorCode)
 _MAX_FIELDS: Final = 32

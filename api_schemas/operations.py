@@ -12,6 +12,8 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from api_schemas.conditions import Condition, NamedDetector
+from api_schemas.detectors import DetectorName
 from api_schemas.errors import ErrorCode
 from api_schemas.fields import At, Integer, Items, Layers, Name, Number, Strict, Token
 from api_schemas.tensors import TensorInput
@@ -40,7 +42,15 @@ class _PointOperation(_Operation):
     at: At = Field(description="A point such as layers.3.output, a pattern, or a list of them.")
 
 
-class Steer(_PointOperation):
+class _Write(_PointOperation):
+    """An operation that changes the value, always or under a condition."""
+
+    when: Condition | None = Field(
+        default=None, description="The condition under which it acts at a position; always by default."
+    )
+
+
+class Steer(_Write):
     """Move the value along a vector.
 
     With ``v`` the vector and ``s`` the scale: ``add`` x + s·v; ``norm_match`` x + s·‖x‖·v/‖v‖;
@@ -54,7 +64,7 @@ class Steer(_PointOperation):
     mode: Literal["add", "norm_match", "project_out", "clamp", "replace"] = "add"
 
 
-class Ablate(_PointOperation):
+class Ablate(_Write):
     """Replace the value by zero, by its mean over the given prompt positions, or by a given vector."""
 
     op: Literal["ablate"] = "ablate"
@@ -77,7 +87,7 @@ class Ablate(_PointOperation):
         return self
 
 
-class Patch(_PointOperation):
+class Patch(_Write):
     """Replace the value by given ones, one row per position, in the order of ``where``."""
 
     op: Literal["patch"] = "patch"
@@ -138,3 +148,28 @@ class LogitLens(_Operation):
                 {"field": "top_k"},
             )
         return self
+
+
+class Detect(_Operation):
+    """Return a stored detector's score at each position."""
+
+    op: Literal["detect"] = "detect"
+    detector: DetectorName | NamedDetector = Field(description="A detector's name, such as refusal@2.")
+
+
+class _Mark(_Operation):
+    """An operation that only tells where a condition holds."""
+
+    when: Condition = Field(description="The condition.")
+
+
+class Stop(_Mark):
+    """End the choice at the first position where a condition holds, which is the last of its text."""
+
+    op: Literal["stop"] = "stop"
+
+
+class Flag(_Mark):
+    """Return the positions where a condition holds."""
+
+    op: Literal["flag"] = "flag"

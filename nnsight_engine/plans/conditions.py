@@ -12,7 +12,8 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from nnsight_engine.core.detector import Form, Link
-from nnsight_engine.plans.sites import PlannedSite
+from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.plans.sites import PlannedSite, forward_order
 
 AND: Final = "and"
 OR: Final = "or"
@@ -100,6 +101,12 @@ class PlannedCondition(msgspec.Struct, frozen=True):
     def has_history(self) -> bool:
         """Whether any test depends on scores of earlier positions."""
         return any(test.has_history for test in self.tests)
+
+    def last_site(self, spec: ModelSpec) -> PlannedSite:
+        """Return the site that the forward pass reaches last of those that its tests read."""
+        return max(
+            (test.detector.sites[-1] for test in self.tests), key=lambda site: forward_order(site, spec)
+        )
 
     @property
     def has_slots(self) -> bool:

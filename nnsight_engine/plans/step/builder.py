@@ -186,7 +186,7 @@ class StepBuilder:
             return []
         gate_stage = 0
         if active.tests:
-            first = self._conditions.first_key(active)
+            first = self._conditions.gate_key(active)
             gate_stage, stages[first] = stages[first], stages[first] + 1
         numbers = tuple(stages[key] for key in active.keys)
         for key in active.keys:

@@ -34,7 +34,7 @@ from nnsight_engine.plans.step.scores import (
     SlotTests,
     TestColumns,
 )
-from nnsight_engine.plans.step.stage import SiteKey
+from nnsight_engine.plans.step.stage import SiteKey, site_key
 from nnsight_engine.plans.step.writes import Kernel
 
 Staged = dict[SiteKey, list[tuple[int, KernelGroup]]]
@@ -198,7 +198,7 @@ class ConditionPlanner:
         by_test = {(id(one.span), one.active.index, one.number): one for one in tests}
         groups: dict[Any, list[OperationRows]] = defaultdict(list)
         for item in items:
-            groups[_gate_key(item, self._first(item))].append(item)
+            groups[_gate_key(item, self.gate_key(item.active))].append(item)
         gates = torch.zeros(
             sum(len(item.offsets) for item in items), dtype=torch.bool, device=self._context.device
         )
@@ -216,8 +216,7 @@ class ConditionPlanner:
                         item.span.request, item.active, start, stop, item.offsets, num_delivered=delivered
                     )
                 )
-                site = item.active.keys.index(self._first(item))
-                members.append(KernelMember(item.span.request, item.active, site, item.rows))
+                members.append(KernelMember(item.span.request, item.active, 0, item.rows))
                 start = stop
 
             def rebuild(
@@ -230,16 +229,16 @@ class ConditionPlanner:
                 return self._gate(plan, [item], by_test, states, own)
 
             kernel = self._gate(plan, group, by_test, states, gates[first:start])
-            staged[self._first(group[0])].append((group[0].gate_stage, KernelGroup(kernel, members, rebuild)))
+            staged[self.gate_key(group[0].active)].append(
+                (group[0].gate_stage, KernelGroup(kernel, members, rebuild))
+            )
         plan.reads.append(ReadGroup([gates.unsqueeze(1)], slices))
 
-    def first_key(self, active: ActiveOp) -> SiteKey:
-        """Return the key of an operation's site that the forward pass reaches first."""
-        places = [forward_order(site, self._context.spec) for site in active.op.sites]
-        return active.keys[places.index(min(places))]
-
-    def _first(self, item: OperationRows) -> SiteKey:
-        return self.first_key(item.active)
+    def gate_key(self, active: ActiveOp) -> SiteKey:
+        """Return where an operation's gate runs: behind its tests, before its first site."""
+        now = [own.test.detector.sites[-1] for own in active.tests if not own.test.is_next]
+        sites, choose = (now, max) if now else (active.op.sites, min)
+        return site_key(choose(sites, key=lambda site: forward_order(site, self._context.spec)))
 
     def _gate(
         self,
