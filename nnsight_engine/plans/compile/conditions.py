@@ -15,6 +15,7 @@ from api_schemas.conditions import AllOf, AnyOf, InlineProbe, NamedDetector, Not
 from api_schemas.detectors import DetectorName
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
+from api_schemas.points import VISION
 from nnsight_engine.core.detector import Detector, Form
 from nnsight_engine.core.dtypes import LARGEST
 from nnsight_engine.core.model_spec import ModelSpec
@@ -31,7 +32,7 @@ from nnsight_engine.plans.conditions import (
     PlannedTest,
 )
 from nnsight_engine.plans.request_plan import TensorData
-from nnsight_engine.plans.sites import LOGITS, SAMPLES, PlannedSite, forward_order
+from nnsight_engine.plans.sites import LOGITS, PlannedSite, forward_order
 
 _PROBE: Final = "probe"
 
@@ -182,10 +183,10 @@ class ConditionCompiler:
         return PlannedDetector(tuple(parts), detector.bias, detector.link)
 
     def _check_readable(self, site: PlannedSite, param: str) -> None:
-        if site in {LOGITS, SAMPLES} or site.is_in_encoder or len(leaf_of(site, self._spec).shape) != 1:
+        if site == LOGITS or site.is_in_encoder or site.leaf == VISION:
             raise ApiError(
                 ErrorCode.UNSUPPORTED_AT_POINT,
-                f"Conditions and detectors read points with one vector for each position; {site} is none.",
+                f"Conditions and detectors read points inside the model, at every position; not {site}.",
                 param,
             )
 

@@ -208,14 +208,7 @@ class ConditionPlanner:
             for item in group:
                 stop = start + len(item.offsets)
                 item.gate, item.gate_start = gates, start
-                delivered = int(
-                    np.searchsorted(item.offsets, item.span.request.end_position - item.span.start)
-                )
-                slices.append(
-                    ReadSlice(
-                        item.span.request, item.active, start, stop, item.offsets, num_delivered=delivered
-                    )
-                )
+                slices.append(_slice_of_gate(item, start, stop))
                 members.append(KernelMember(item.span.request, item.active, 0, item.rows))
                 start = stop
 

@@ -226,15 +226,18 @@ class HeldNow:
 
 @dataclasses.dataclass(slots=True)
 class HeldBefore:
-    """States at the positions before the rows', from the tests' slots; all tensors are ``[rows]``."""
+    """States at the positions before the rows', from the tests' slots; all tensors are ``[rows]``.
+
+    No row is the first of its request: such tests act on generated positions only.
+    """
 
     table: SlotTable
     slots: torch.Tensor
     positions: torch.Tensor
 
     def rows(self) -> torch.Tensor:
-        """Return the states, ``[rows]``; none holds before the first position."""
-        return self.table.held[self.slots, self.positions.clamp_min(0)] & (self.positions >= 0)
+        """Return the states, ``[rows]``."""
+        return self.table.held[self.slots, self.positions]
 
     def advance(self) -> None:
         """Move to the next position."""
