@@ -180,6 +180,11 @@ def tests_of(when: When) -> list[Test]:
     return [when]
 
 
+def points_of(name: DetectorName | None) -> list[str]:
+    """Return the points that a detector reads, once its name is resolved."""
+    return [part.point for part in name.content.parts] if isinstance(name, NamedDetector) else []
+
+
 def _error(message: str, field: str) -> PydanticCustomError:
     return PydanticCustomError(
         ErrorCode.INVALID_VALUE.value, "{message}", {"message": message, "field": field}

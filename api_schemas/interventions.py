@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import Field, ValidationError
 
+from api_schemas.conditions import points_of, tests_of
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip, excerpt
 from api_schemas.limits import DEFAULT_LIMITS, RequestLimits
@@ -67,6 +68,7 @@ __all__ = [
     "RequestLimits",
     "parse_interventions",
     "path_in",
+    "points_read",
     "tensor_of",
 ]
 
@@ -175,6 +177,17 @@ class PromptOperations:
         """Return the operations of one prompt in order, each with its index in the request."""
         own = self._own.get(prompt)
         return sorted([*self._shared, *own], key=itemgetter(0)) if own else self._shared
+
+
+def points_read(op: Detect | Stop | Flag) -> list[str]:
+    """Return the points that an operation without `at` reads."""
+    if isinstance(op, Detect):
+        return points_of(op.detector)
+    return [
+        point
+        for test in tests_of(op.when)
+        for point in ([test.probe.at] if test.probe is not None else points_of(test.detector))
+    ]
 
 
 def tensor_of(op: Intervention) -> TensorInput | None:

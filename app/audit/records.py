@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from starlette.requests import HTTPConnection
 
-from api_schemas.interventions import Intervention
-from api_schemas.operations import LogitLens
+from api_schemas.interventions import Intervention, points_read
+from api_schemas.operations import Detect, Flag, LogitLens, Stop
 from api_schemas.request_traces import Trace
 from app.auth.principal import Principal
 from nnsight_engine.core.metering import UsageMeter
@@ -130,7 +130,10 @@ def _points(operation: Intervention) -> set[str]:
         return {CODE}
     if isinstance(operation, LogitLens):
         return {_LENS_POINT}
-    patterns = [operation.at] if isinstance(operation.at, str) else operation.at
+    if isinstance(operation, Detect | Stop | Flag):
+        patterns = points_read(operation)
+    else:
+        patterns = [operation.at] if isinstance(operation.at, str) else operation.at
     return {_LAYER.sub(_ANY_LAYER, pattern) for pattern in patterns}
 
 

@@ -210,6 +210,8 @@ class StepResults:
     failures: dict[str, Failure]
     run_step: RunStep | None = None
     """Replaces records and infos in a step of a run."""
+    stopped: list[str] = dataclasses.field(default_factory=list)
+    """Requests of which an operation of kind ``stop`` ends the answer; the step's sample is no part of it."""
     drafted: dict[str, DraftedRows] = dataclasses.field(default_factory=dict)
     """The rows of requests that have drafts, or have had some."""
     ended: list[str] = dataclasses.field(default_factory=list)
