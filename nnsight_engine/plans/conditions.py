@@ -23,11 +23,11 @@ Truth = TypeVar("Truth", bound=Any)
 
 
 class PlannedPart(msgspec.Struct, frozen=True, array_like=True):
-    """A part of a detector: its site, its form, and the key of each of its tensors by name."""
+    """A part of a detector: its site, its form, and the name and the key of each of its tensors."""
 
     site: PlannedSite
     form: Form
-    tensors: dict[str, str]
+    tensors: tuple[tuple[str, str], ...]
 
 
 class PlannedDetector(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -169,7 +169,7 @@ class ConditionCompiler:
                 f"`bias` must be finite in float32; got {probe.bias:g}.",
                 f"{param}.bias",
             )
-        part = PlannedPart(sites[0], Form.LINEAR, {"weights": self._keep(tensor)})
+        part = PlannedPart(sites[0], Form.LINEAR, (("weights", self._keep(tensor)),))
         return PlannedDetector((part,), probe.bias)
 
     def _detector(self, detector: Detector, param: str) -> PlannedDetector:
@@ -177,7 +177,7 @@ class ConditionCompiler:
         for part in detector.parts:
             (site,) = resolve_sites(part.point, _PROBE, self._spec, param)
             self._check_readable(site, param)
-            tensors = {name: self._keep(_tensor(numbers)) for name, numbers in part.tensors.items()}
+            tensors = tuple((name, self._keep(_tensor(own))) for name, own in part.tensors.items())
             parts.append(PlannedPart(site, part.form, tensors))
         parts.sort(key=lambda part: forward_order(part.site, self._spec))
         return PlannedDetector(tuple(parts), detector.bias, detector.link)

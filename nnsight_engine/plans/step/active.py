@@ -337,7 +337,7 @@ class Registrar:
 
         tensors = []
         for part in planned.parts:
-            own = {name: on_device(key) for name, key in part.tensors.items()}
+            own = {name: on_device(key) for name, key in part.tensors}
             width = self._width(part.site)
             if any(tensor.shape[-1] != width for name, tensor in own.items() if name in _AS_WIDE[part.form]):
                 raise InterventionError("wrong_width", f"{part.site} has width {width}, the detector has not")

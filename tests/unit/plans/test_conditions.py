@@ -7,14 +7,13 @@ import random
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
 from api_schemas.conditions import NamedDetector
 from api_schemas.detectors import DetectorUsed
 from api_schemas.interventions import parse_interventions
-from nnsight_engine.core.detector import Detector, DetectorPart, Form, Link
+from nnsight_engine.core.detector import Detector
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.plans.collect.collector import RequestCollector
 from nnsight_engine.plans.collect.outbox import Outbox
@@ -27,6 +26,15 @@ from nnsight_engine.plans.step.collection import StepCollection, step_delivery
 from nnsight_engine.plans.step.context import StepContext
 from nnsight_engine.plans.step.ledger import ByteLedger
 from nnsight_engine.plans.step.plan import Span
+from tests.condition_reference import (
+    Array,
+    PlayedTest,
+    inner_tests,
+    random_condition,
+    random_detector,
+    truth,
+    weights,
+)
 
 WIDTH, LAYERS = 8, 4
 VALUES = ("steer", "ablate", "patch", "capture", "probe")
@@ -47,7 +55,7 @@ SPEC = ModelSpec(
     max_capture_bytes=1 << 20,
 )
 MIX: Final = np.random.default_rng(0).normal(size=(LAYERS, WIDTH, WIDTH)).astype(np.float32) / 2
-Array = npt.NDArray[np.float32]
+POINTS: Final = [f"layers.{layer}.output" for layer in range(LAYERS)]
 
 
 def block(layer: int, x: Array) -> Array:
@@ -55,29 +63,6 @@ def block(layer: int, x: Array) -> Array:
 
 
 # Random requests.
-
-
-def weights(rng: random.Random, *shape: int) -> Any:
-    seed = rng.randrange(1 << 30)
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-
-
-def random_detector(rng: random.Random) -> Detector:
-    layers = rng.sample(range(LAYERS), rng.choice([1, 1, 2]))
-    parts = []
-    for layer in layers:
-        form = rng.choice(list(Form))
-        tensors = {
-            Form.LINEAR: lambda: {"weights": weights(rng, WIDTH)},
-            Form.MLP: lambda: {
-                "hidden_weights": weights(rng, 5, WIDTH),
-                "hidden_bias": weights(rng, 5),
-                "weights": weights(rng, 5),
-            },
-            Form.DISTANCE: lambda: {"mean": weights(rng, WIDTH), "scale": weights(rng, WIDTH)},
-        }[form]()
-        parts.append(DetectorPart(f"layers.{layer}.output", form, tensors))
-    return Detector(tuple(parts), rng.uniform(-1, 1), rng.choice(list(Link)), rng.uniform(-1, 1))
 
 
 class RandomCase:
@@ -110,33 +95,12 @@ class RandomCase:
             mode = rng.choice(["add", "norm_match", "replace", "clamp"])
             op |= {"vector": weights(rng, WIDTH).tolist(), "mode": mode, "scale": rng.uniform(0.5, 2)}
         if kind == "flag" or rng.random() < 0.9:
-            op["when"] = self._condition(rng, 2)
+            op["when"] = random_condition(rng, POINTS, WIDTH, lambda: self._named(rng))
         return op
-
-    def _condition(self, rng: random.Random, depth: int) -> dict[str, Any]:
-        join = rng.choice(["test", "test", "all", "any", "not"]) if depth else "test"
-        if join == "not":
-            return {"not": self._condition(rng, depth - 1)}
-        if join != "test":
-            return {join: [self._condition(rng, depth - 1) for _ in range(rng.randint(1, 3))]}
-        test: dict[str, Any] = {rng.choice(["above", "below"]): rng.uniform(-1, 1)}
-        if rng.random() < 0.5:
-            at = f"layers.{rng.randrange(LAYERS)}.output"
-            test["probe"] = {"at": at, "weights": weights(rng, WIDTH).tolist(), "bias": rng.uniform(-1, 1)}
-        else:
-            test["detector"] = self._named(rng)
-        test["over"] = rng.choice(["position", "position", "prompt", "window"])
-        if test["over"] == "window":
-            test["of"] = rng.randint(1, 5)
-        test["reduce"] = rng.choice(["max", "mean"])
-        test["until"] = rng.choice(["clears", "clears", "end"])
-        if test["until"] == "clears" and rng.random() < 0.5:
-            test["hysteresis"] = rng.uniform(0, 1)
-        return test
 
     def _named(self, rng: random.Random) -> str:
         name = f"d{len(self.detectors)}"
-        self.detectors[name] = random_detector(rng)
+        self.detectors[name] = random_detector(rng, POINTS, WIDTH)
         return name
 
     def resolved(self, value: Any) -> Any:
@@ -181,66 +145,6 @@ class Reference:
     scores: dict[int, list[float]]
 
 
-class PlayedTest:
-    def __init__(self, case: RandomCase, raw: dict[str, Any]) -> None:
-        self.raw = raw
-        self.case = case
-        self.detector = (
-            case.detectors[raw["detector"]]
-            if "detector" in raw
-            else Detector(
-                (
-                    DetectorPart(
-                        raw["probe"]["at"],
-                        Form.LINEAR,
-                        {"weights": np.asarray(raw["probe"]["weights"], np.float32)},
-                    ),
-                ),
-                raw["probe"]["bias"],
-            )
-        )
-        self.scores: list[float] = []
-        self.states: list[bool] = []
-
-    @property
-    def last_tap(self) -> int:
-        return max(int(part.point.split(".")[1]) for part in self.detector.parts) + 1
-
-    def add(self, values: dict[str, Array]) -> None:
-        """Add the next position."""
-        raw, sign = self.raw, 1 if "above" in self.raw else -1
-        self.scores.append(sign * float(self.detector.scores(values)[0]))
-        position = len(self.scores) - 1
-        some = {
-            "position": self.scores[-1:],
-            "prompt": self.scores[: min(position + 1, self.case.prompt_len)],
-            "window": self.scores[-raw.get("of", 1) :],
-        }[raw["over"]]
-        reduced = max(some) if raw["reduce"] == "max" else sum(some) / len(some)
-        threshold = sign * raw["above" if sign > 0 else "below"]
-        before = bool(self.states) and self.states[-1]
-        if reduced > threshold or (before and raw["until"] == "end"):
-            state = True
-        else:
-            state = before and reduced > threshold - raw.get("hysteresis", 0.0)
-        self.states.append(state)
-
-
-def inner_tests(raw: Any) -> list[dict[str, Any]]:
-    for join in ("all", "any"):
-        if join in raw:
-            return [test for one in raw[join] for test in inner_tests(one)]
-    return inner_tests(raw["not"]) if "not" in raw else [raw]
-
-
-def truth(raw: Any, states: dict[int, bool]) -> bool:
-    if "all" in raw:
-        return all(truth(one, states) for one in raw["all"])
-    if "any" in raw:
-        return any(truth(one, states) for one in raw["any"])
-    return not truth(raw["not"], states) if "not" in raw else states[id(raw)]
-
-
 def taps(op: dict[str, Any]) -> list[int]:
     at = op.get("at", "")
     if at == "embed.output":
@@ -274,7 +178,10 @@ def written(op: dict[str, Any], x: Array) -> Array:
 
 def reference(case: RandomCase) -> Reference:
     tests = {
-        id(raw): PlayedTest(case, raw) for op in case.raw if "when" in op for raw in inner_tests(op["when"])
+        id(raw): PlayedTest(raw, case.detectors, case.prompt_len)
+        for op in case.raw
+        if "when" in op
+        for raw in inner_tests(op["when"])
     }
     acted: dict[int, list[int]] = {index: [] for index in range(len(case.raw))}
     scores: dict[int, list[float]] = {index: [] for index in range(len(case.raw))}
@@ -318,7 +225,7 @@ def _acts(op: dict[str, Any], tests: dict[int, PlayedTest], position: int) -> bo
         return True
     own = [tests[id(raw)] for raw in inner_tests(op["when"])]
     first = min(taps(op))
-    return truth(op["when"], {id(one.raw): _state(one, one.last_tap > first, position) for one in own})
+    return truth(op["when"], {id(one.raw): _state(one, one.last_layer + 1 > first, position) for one in own})
 
 
 def _state(test: PlayedTest, is_next: bool, position: int) -> bool:
