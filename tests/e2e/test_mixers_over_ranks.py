@@ -58,3 +58,19 @@ def test_a_mixer_s_output_is_whole_and_its_parts_are_refused(tmp_path: Path) -> 
         for held in ("A", "D"):
             with pytest.raises(SpreadModuleError), model.trace(PROMPT):
                 getattr(model.get(mixer), held).clone().save()
+
+
+def test_a_block_cannot_call_what_keeps_a_result_for_the_running_step(tmp_path: Path) -> None:
+    """The model's own call would find the block's result, and end the engine."""
+    checkpoint = write_checkpoint("deepseek_v3", tmp_path)
+    with traced_engine(checkpoint, max_model_len=128, max_num_seqs=4) as model:
+        layer = f"{model.path}.{model.layers.points.family.layers}.1.mlp"
+        kept = model.get(f"{layer}.experts._shared_experts")
+        with pytest.raises(ValueError, match="keeps its result"), model.trace(PROMPT):
+            args, kwargs = kept.inputs
+            kept(*args, **kwargs)
+        shared = model.get(f"{layer}.shared_experts")
+        with model.trace(PROMPT):
+            again = shared(shared.input).clone().save()
+            once = shared.output.clone().save()
+        torch.testing.assert_close(again, once)
