@@ -394,8 +394,8 @@ async def test_a_shared_preset_uses_the_same_vector_for_all(tenants: Tenants, er
     for name in ("joy@1", "joy"):
         several["vectors"] = [{"vector": {"name": "joy"}}, {"vector": {"name": name}}]
         body = {"name": "both", "interventions": [several], "shared": True}
-        answer = await client.post("/v1/presets", json=body, headers=operator)
-        assert answer.status_code == (201 if name == "joy" else 400)
+        made = await client.post("/v1/presets", json=body, headers=operator)
+        assert made.status_code == (201 if name == "joy" else 400)
     await make(server, steer, headers=operator, shared=True)
     await vector(acme)  # whose name means another vector, and the preset does not
     answer = await generate(server, acme, preset="calm")

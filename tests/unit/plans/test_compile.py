@@ -174,7 +174,12 @@ def test_changes_of_a_component_are_one_kind(change: dict[str, Any], numbers: tu
 def test_vectors_are_combined_once_for_all_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     original = np.linalg.qr
-    monkeypatch.setattr(np.linalg, "qr", lambda rows: calls.append(1) or original(rows))
+
+    def counted(rows: Any) -> Any:
+        calls.append(1)
+        return original(rows)
+
+    monkeypatch.setattr(np.linalg, "qr", counted)
     several = [{"vector": vector()}, {"vector": [1.0] * 8}]
     operations = tuple(parse_interventions([steer(mode="project_out", vector=None, vectors=several)]))
     combined = CombinedVectors(SPEC)
