@@ -75,16 +75,6 @@ def _dimension_left(patch: Patch) -> None:
     patch.setattr(writes.Subspace, "run", run)
 
 
-def _no_bounds(patch: Patch) -> None:
-    """A component is not held in its interval."""
-    right = writes.Project.run
-
-    def run(self: writes.Project, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        right(dataclasses.replace(self, bounds=None), hidden, residual)
-
-    patch.setattr(writes.Project, "run", run)
-
-
 def _another_row(patch: Patch) -> None:
     """A write goes to the row before, a neighbour's perhaps."""
     right = writes.Set.run
@@ -246,7 +236,6 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     _wrong_scale,
     _norm_of_half,
     _dimension_left,
-    _no_bounds,
     _another_row,
     _keep_the_residual,
     _read_off_by_one,
