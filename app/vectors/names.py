@@ -15,24 +15,22 @@ import numpy as np
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
-from api_schemas.interventions import Intervention, tensor_of
+from api_schemas.interventions import Intervention, tensors_of, with_tensors
 from api_schemas.names import Reference
 from api_schemas.operations import Ablate, Patch, Probe, Steer
 from api_schemas.points import Point, resolve_layer
-from api_schemas.tensors import NamedTensor, VectorName, VectorUsed
+from api_schemas.tensors import NamedTensor, TensorInput, VectorName, VectorUsed
 from app.storage.vector_rows import kind_of
 from app.storage.vectors import FoundVector, VectorStore
 from app.vectors.rows import ModelShape, points_of
 
 _MAX_ROWS_BYTES: Final = 256 * 2**20
 """Maximum bytes of the values that one request's names resolve to."""
-VECTOR_FIELDS: Final[dict[type[Intervention], str]] = {Steer: "vector", Ablate: "vector", Probe: "weights"}
-"""The field of each operation that may name a vector."""
 
 
 def names_vectors(interventions: Sequence[Intervention]) -> bool:
     """Return whether an operation names a vector."""
-    return any(isinstance(tensor_of(op), VectorName) for op in interventions)
+    return any(isinstance(tensor, VectorName) for op in interventions for tensor in tensors_of(op).values())
 
 
 class VectorCache:
@@ -99,28 +97,29 @@ class NameResolver:
         self._num_bytes = 0
 
     async def resolved(self, op: Intervention, param: str) -> Intervention:
-        """Return an operation with values in place of a name.
+        """Return an operation with values in place of names.
 
         Raises:
-            ApiError: ``unknown_vector``, ``vector_mismatch``, or an error in ``at``.
+            ApiError: ``unknown_vector``, ``vector_mismatch``, ``tensor_too_large``, or an error in ``at``.
         """
-        given = tensor_of(op)
-        if not isinstance(given, VectorName):
-            return op
-        if isinstance(op, Patch):
+        given = {path: one for path, one in tensors_of(op).items() if isinstance(one, VectorName)}
+        if given and isinstance(op, Patch):
             raise ApiError(
                 ErrorCode.UNSUPPORTED_COMBINATION,
                 "`patch` takes a row for each position, and a vector has one for each layer; steer with it, "
                 "in the mode `replace`.",
                 f"{param}.values",
             )
-        if not isinstance(op, Steer | Ablate | Probe):
+        if not given or not isinstance(op, Steer | Ablate | Probe):
             return op
-        field = VECTOR_FIELDS[type(op)]
-        vector, data = await self._find(given, f"{param}.{field}")
-        points = points_of(op.at, self._shape.num_layers, f"{param}.at") if given.layer is None else []
-        layers = self._layers(given, vector, points, f"{param}.{field}")
-        return op.model_copy(update={field: self._tensor(vector, data, layers, f"{param}.{field}")})
+        found: dict[str, TensorInput] = {}
+        for path, name in given.items():
+            place = f"{param}.{path}"
+            vector, data = await self._find(name, place)
+            points = points_of(op.at, self._shape.num_layers, f"{param}.at") if name.layer is None else []
+            layers = self._layers(name, vector, points, place)
+            found[path] = self._tensor(vector, data, layers, place)
+        return with_tensors(op, found)
 
     async def _find(self, given: VectorName, param: str) -> tuple[FoundVector, bytes]:
         key = given.name, given.id
@@ -205,4 +204,4 @@ def _mismatch(vector: FoundVector, why: str, param: str) -> ApiError:
     return ApiError(ErrorCode.VECTOR_MISMATCH, f"The vector {vector.name}@{vector.version} {why}.", param)
 
 
-__all__ = ["VECTOR_FIELDS", "NameResolver", "VectorCache", "names_vectors"]
+__all__ = ["NameResolver", "VectorCache", "names_vectors"]
