@@ -5,7 +5,7 @@ The database has this file, ``GET /v1/detectors/{id}/content`` sends it, and it 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -29,6 +29,7 @@ METADATA: Final = "detector"
 """The metadata of a file with the head."""
 
 _MAX_DEPTH: Final = 8
+_ITEM_BYTES: Final = 4
 _ADVICE: Final = (
     "Save tensors with safetensors: safetensors.torch.save_file({'parts.0.weights': row}, "
     "'refusal.safetensors', {'detector': json.dumps(head)})."
@@ -106,9 +107,13 @@ def read_file(
     return detector_of(parts, head.bias, head.link, head.threshold), list(head.calibration)
 
 
-def check_size(tensors: Any, max_bytes: int, param: str) -> None:
+def check_size(tensors: Iterable[npt.NDArray[Any]], max_bytes: int, param: str) -> None:
     """Raise ApiError ``tensor_too_large`` if tensors have more than ``max_bytes`` in float32."""
-    num_bytes = 4 * sum(tensor.size for tensor in tensors)
+    check_bytes(_ITEM_BYTES * sum(tensor.size for tensor in tensors), max_bytes, param)
+
+
+def check_bytes(num_bytes: int, max_bytes: int, param: str) -> None:
+    """Raise ApiError ``tensor_too_large`` if the tensors of a detector would have more than ``max_bytes``."""
     if num_bytes > max_bytes:
         raise ApiError(
             ErrorCode.TENSOR_TOO_LARGE,
@@ -154,4 +159,4 @@ def _by_part(
     return found
 
 
-__all__ = ["HEAD", "check_size", "read_file", "stored_detector", "write_file"]
+__all__ = ["HEAD", "check_bytes", "check_size", "read_file", "stored_detector", "write_file"]

@@ -30,12 +30,14 @@ class _Layer(NamedTuple):
     """A layer's samples in the coordinates of their span.
 
     Attributes:
-        standardised: The samples.
+        centre: Their mean, ``[width]``.
+        scale: The divisor of each dimension, ``[width]``.
         basis: Orthonormal directions, ``[coordinates, width]``.
         coordinates: ``[samples, coordinates]``.
     """
 
-    standardised: Standardised
+    centre: Floats
+    scale: Floats
     basis: Floats
     coordinates: Floats
 
@@ -62,11 +64,11 @@ def fit_mlp(
     inner, outer, offset = _trained(layers, labels, hidden, seed)
     parts = []
     for layer, (weights, bias), row in zip(layers, inner, outer, strict=True):
-        written = weights @ layer.basis / layer.standardised.scale
+        written = weights @ layer.basis / layer.scale
         parts.append(
             {
                 "hidden_weights": written,
-                "hidden_bias": bias - written @ layer.standardised.centre,
+                "hidden_bias": bias - written @ layer.centre,
                 "weights": row,
             }
         )
@@ -79,7 +81,7 @@ def _in_span(standardised: Standardised) -> _Layer:
     used = variances > _LEAST_VARIANCE * variances.max()
     lengths = np.sqrt(variances[used])
     basis = (directions[:, used] / lengths).T @ scaled
-    return _Layer(standardised, basis, directions[:, used] * lengths)
+    return _Layer(standardised.centre, standardised.scale, basis, directions[:, used] * lengths)
 
 
 def _trained(

@@ -74,6 +74,11 @@ class DetectorService(VersionService[DetectorStore]):
         """The served model, which detectors must fit; only when the engine is ready."""
         return spec_of(self._engine.capabilities())
 
+    @property
+    def max_bytes(self) -> int:
+        """The maximum size of a detector's numbers in float32."""
+        return self._settings.max_tensor_bytes
+
     async def create(self, request: Request, caller: Principal) -> StoredDetector:
         """Read the detector of a request and store it.
 
@@ -82,7 +87,7 @@ class DetectorService(VersionService[DetectorStore]):
         """
         settings = self._settings
         limits = BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
-        upload = await read_upload(request, self.spec, limits, settings.max_tensor_bytes)
+        upload = await read_upload(request, self.spec, limits, self.max_bytes)
         return await self.keep(
             upload.detector,
             upload.calibration,

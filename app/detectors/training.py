@@ -15,6 +15,7 @@ from api_schemas.detectors import MAX_PARTS, Detector, DetectorTraining, LayerAu
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.training import TrainingProgress
 from app.auth.principal import Principal
+from app.detectors.files import check_bytes
 from app.detectors.fitting import FittedDetector, Recipe, fit
 from app.detectors.parts import invalid, point_of
 from app.detectors.service import DetectorService
@@ -61,6 +62,9 @@ class DetectorTrainer:
         points = [f"layers.{layer}.{RESIDUAL_LEAF}" for layer in layers]
         _, width = point_of(points[0], spec, "layers")
         self._queue.check(wanted, len(layers), width)
+        num_rows = wanted.hidden if wanted.kind == Form.MLP.value else 2
+        num_parts = 1 if is_best else len(layers)
+        check_bytes(4 * num_parts * num_rows * width, self._detectors.max_bytes, "layers")
         recipe = Recipe(Form(wanted.kind), wanted.hidden, wanted.seed)
         # Groups of points, of each of which a detector is fitted.
         groups = [range(one, one + 1) for one in range(len(layers))] if is_best else [range(len(layers))]

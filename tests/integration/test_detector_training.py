@@ -190,6 +190,15 @@ async def test_the_values_may_have_so_many_bytes(serve: Serve, error_of: ErrorCh
         await trained(server, layers="1:4")
 
 
+async def test_a_trained_detector_has_so_many_bytes(serve: Serve, error_of: ErrorCheck) -> None:
+    async with serve(FakeBehaviour(pulls=PULLS), max_tensor_bytes=2 * 4 * 8 * 4) as server:
+        error_of(await train(server, kind="mlp", hidden=9), 400, "tensor_too_large")
+        error_of(await train(server, kind="mlp", hidden=3, layers=[0, 1, 2]), 400, "tensor_too_large")
+        assert server.engine.num_calls == 0
+        await trained(server, kind="mlp", hidden=8)
+        await trained(server, kind="distance", layers="all")
+
+
 async def test_a_prompt_that_the_engine_refuses_is_named(server: Server, error_of: ErrorCheck) -> None:
     answer = await train(server, negative=[*DOWN, "word " * 3000])
     error_of(answer, 400, "invalid_value")

@@ -326,6 +326,19 @@ async def test_a_tenant_sees_its_own_and_shared_ones(tenants: Tenants, error_of:
     error_of(await client.get("/v1/detectors", headers=none), 403, "missing_scope")
 
 
+async def test_detectors_count_among_a_tenants_stored_bytes(tenants: Tenants, error_of: ErrorCheck) -> None:
+    operator, acme = await tenants.headers("operator"), await tenants.headers("acme")
+    num_bytes = (await make(tenants.server, acme))["bytes"]
+    limit = {"stored_bytes": 2 * num_bytes}
+    await tenants.send("PUT", "/v1/admin/tenants/acme/limits", operator, json=limit)
+    answers = await asyncio.gather(
+        *(tenants.send("POST", "/v1/detectors", acme, json=BODY) for _ in range(4))
+    )
+    assert sorted(answer.status_code for answer in answers) == [201, 403, 403, 403]
+    message = error_of(next(one for one in answers if one.status_code == 403), 403, "stored_bytes_full")
+    assert "/v1/detectors" in message
+
+
 async def test_names_that_mean_nothing_are_refused(server: Server) -> None:
     made = await make(server)
     assert await refusal_of(server, "calm") == ErrorCode.UNKNOWN_DETECTOR
