@@ -19,7 +19,6 @@ import torch
 
 from nnsight_engine import save
 from nnsight_engine.core.trees import map_tensors, tensors
-from nnsight_engine.vllm_backend.expert_points import INNER
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e import point_blocks as both
 from tests.e2e.check_process import REPORT
@@ -41,7 +40,6 @@ CASES: Final[dict[str, dict[str, Any]]] = {
     "opt": {},
     "opt_post_norm": {},
     "gpt_neox_sequential": {},
-    "mixtral": {},
 }
 """Checkpoints, and what is different in their configs."""
 
@@ -50,12 +48,9 @@ LONG: Final = [*PROMPT, *OTHER, *PROMPT[::-1]]
 
 
 def own_modules(model: VLLM) -> list[str]:
-    """Return the paths of a layer's modules, and of those around the layers.
-
-    Summands of experts are left out: each rank has its own, and several ranks refuse them.
-    """
+    """Return the paths of a layer's modules, and of those around the layers."""
     layers = f"{model.path}.{model.layers.points.family.layers}."
-    paths = [str(envoy.path) for envoy in model.modules() if f".{INNER}." not in str(envoy.path)]
+    paths = [str(envoy.path) for envoy in model.modules()]
     return [path for path in paths if not path.startswith(layers) or path.startswith(f"{layers}{LAYER}")]
 
 

@@ -52,7 +52,7 @@ STORIES: Final = settings(
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-FAMILIES: Final = ["/v1/jobs", "/v1/admin", "/v1/vectors(?!/train)", "/v1/presets"]
+FAMILIES: Final = ["/v1/jobs", "/v1/admin", "/v1/vectors(?!/train)", "/v1/detectors(?!/train)", "/v1/presets"]
 SCRIPTS: Final = ["ok", "logs:2", "refused", "block-fails"]
 
 # The document says that a trace is bytes; which bytes, docs/remote.md does. Other tests send broken ones.
@@ -62,6 +62,8 @@ SWITCHED_OFF: Final[dict[str, list[CheckFunction]]] = {
     # The document does not know the model, whose layers and width a vector must fit.
     "/v1/vectors": [positive_data_acceptance],
     "/v1/vectors/train": [positive_data_acceptance],
+    "/v1/detectors": [positive_data_acceptance],
+    "/v1/detectors/train": [positive_data_acceptance],
     "/v1/presets": [positive_data_acceptance],
     # JSON Schema takes 1.0 for an integer, and no list of ids does.
     "/v1/tokenize": [positive_data_acceptance],
@@ -221,6 +223,10 @@ def stories(url: str, key: dict[str, str], family: str) -> tuple[list[BaseExcept
                 # The document does not know the model, whose layers and width a vector must fit.
                 case.media_type = "application/json"
                 case.body = {"name": "joy", "vectors": {"1": [0.5] * 8}}
+            if case.operation.label == "POST /v1/detectors" and not is_made_wrong:
+                case.media_type = "application/json"
+                part: dict[str, Any] = {"at": "layers.1.output", "form": "linear", "weights": [0.5] * 8}
+                case.body = {"name": "refusal", "parts": [part]}
             if case.path == "/v1/presets" and case.method in {"POST", "PUT"} and not is_made_wrong:
                 # Of two versions one is left behind a deletion.
                 name = f"calm-{secrets.token_hex(8)}"

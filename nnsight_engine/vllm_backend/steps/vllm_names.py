@@ -268,6 +268,7 @@ _MODEL: Final = (
     _used("vllm.model_executor.layers.mamba.mamba_mixer2", read="Mixer2RMSNormGated"),
     _used("vllm.model_executor.layers.minimax_rms_norm.rms_norm_tp", read="MiniMaxText01RMSNormTP"),
     _used("vllm.model_executor.layers.fused_moe.runner.moe_runner", read="MoERunner"),
+    _used("vllm.model_executor.layers.fused_moe.runner.shared_experts", read="SharedExperts"),
     _used(
         "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner",
         read="is_monolithic moe_config routed_scaling_factor router shared_experts",

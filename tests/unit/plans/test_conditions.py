@@ -166,14 +166,13 @@ def written(op: dict[str, Any], x: Array) -> Array:
         return np.zeros_like(x)
     v, s = np.asarray(op["vector"], np.float32), op["scale"]
     unit = v / np.linalg.norm(v)
-    match op["mode"]:
-        case "add":
-            return x + s * v
-        case "norm_match":
-            return x + s * np.linalg.norm(x) * unit
-        case "replace":
-            return s * v
-    return x + (s - x @ unit) * unit
+    changed = {
+        "add": x + s * v,
+        "norm_match": x + s * np.linalg.norm(x) * unit,
+        "replace": s * v,
+        "clamp": x + (s - x @ unit) * unit,
+    }[op["mode"]]
+    return np.asarray(changed, np.float32)
 
 
 def reference(case: RandomCase) -> Reference:
@@ -195,7 +194,7 @@ def reference(case: RandomCase) -> Reference:
                 for reader in _readers(op, tests, case):
                     scores[index] += _read(reader, x, tap, seen.setdefault((index, id(reader)), {}))
                 if tap in taps(op) and named(op, position, case) and _acts(op, tests, position):
-                    x = np.asarray(written(op, x), np.float32)
+                    x = written(op, x)
                     if tap == min(taps(op)):
                         acted[index].append(position)
         for index, op in enumerate(case.raw):
@@ -273,7 +272,10 @@ class PlayedEngine:
         known = {name: case.prompt_len for name, case in cases.items()}
         hidden = {name: np.zeros((len(case.tokens), WIDTH), np.float32) for name, case in cases.items()}
         while any(done[name] < len(case.tokens) for name, case in cases.items()):
-            spans, rows, tokens, row = [], [], [], 0
+            spans: list[Span] = []
+            rows: list[Array] = []
+            tokens: list[int] = []
+            row = 0
             for name, case in cases.items():
                 if done[name] == len(case.tokens) or (not self.is_regular and self.rng.random() < 0.1):
                     continue
@@ -324,7 +326,8 @@ class PlayedEngine:
 @pytest.mark.parametrize("seed", range(40))
 def test_conditions_hold_where_a_reference_says(seed: int) -> None:
     rng = random.Random(seed)
-    cases, plans = {}, {}
+    cases: dict[str, RandomCase] = {}
+    plans: dict[str, CompiledRequest] = {}
     while len(cases) < 4:
         case = RandomCase(rng)
         compiled = case.compiled()
