@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag, model_validator
@@ -178,6 +179,18 @@ def tests_of(when: When) -> list[Test]:
         case Not():
             return tests_of(when.not_)
     return [when]
+
+
+def with_tests(when: When, tests: Iterator[Test]) -> When:
+    """Return a condition with other tests in the place of its own, from left to right."""
+    match when:
+        case AllOf():
+            return when.model_copy(update={"all": [with_tests(one, tests) for one in when.all]})
+        case AnyOf():
+            return when.model_copy(update={"any": [with_tests(one, tests) for one in when.any]})
+        case Not():
+            return when.model_copy(update={"not_": with_tests(when.not_, tests)})
+    return next(tests)
 
 
 def points_of(name: DetectorName | None) -> list[str]:
