@@ -169,16 +169,18 @@ for _model in (AllOf, AnyOf, Not):
     _model.model_rebuild()
 
 
-def tests_of(when: When) -> list[Test]:
-    """Return the tests of a condition, from left to right."""
+def inner_tests(when: When, path: str = "when") -> dict[str, Test]:
+    """Return the tests of a condition by their paths, such as ``when.all.1``, from left to right."""
     match when:
         case AllOf():
-            return [test for one in when.all for test in tests_of(one)]
+            inner = {f"{path}.all.{index}": one for index, one in enumerate(when.all)}
         case AnyOf():
-            return [test for one in when.any for test in tests_of(one)]
+            inner = {f"{path}.any.{index}": one for index, one in enumerate(when.any)}
         case Not():
-            return tests_of(when.not_)
-    return [when]
+            inner = {f"{path}.not": when.not_}
+        case _:
+            return {path: when}
+    return {place: test for below, one in inner.items() for place, test in inner_tests(one, below).items()}
 
 
 def with_tests(when: When, tests: Iterator[Test]) -> When:

@@ -13,7 +13,8 @@ from typing import Annotated, Any, Final
 
 from pydantic import Field, ValidationError
 
-from api_schemas.conditions import points_of, tests_of
+from api_schemas.conditions import NamedDetector, Test, inner_tests, points_of
+from api_schemas.detectors import DetectorName, DetectorUsed
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip, excerpt
 from api_schemas.limits import DEFAULT_LIMITS, RequestLimits
@@ -66,6 +67,8 @@ __all__ = [
     "Operation",
     "PromptOperations",
     "RequestLimits",
+    "condition_tests",
+    "detectors_used",
     "parse_interventions",
     "path_in",
     "points_read",
@@ -188,7 +191,7 @@ def points_read(op: Detect | Stop | Flag) -> list[str]:
         return points_of(op.detector)
     return [
         point
-        for test in tests_of(op.when)
+        for test in inner_tests(op.when).values()
         for point in ([test.probe.at] if test.probe is not None else points_of(test.detector))
     ]
 
@@ -221,10 +224,34 @@ def with_tensors(op: Intervention, tensors: Mapping[str, TensorInput]) -> Interv
 
 def vectors_used(op: Intervention) -> dict[str, VectorUsed]:
     """Return the vectors that names in an operation were resolved to, by their paths in it."""
+    tensors = tensors_of(op)
+    for path, test in condition_tests(op).items():
+        if test.probe is not None:
+            tensors[f"{path}.probe.weights"] = test.probe.weights
     return {
         path: tensor.used
-        for path, tensor in tensors_of(op).items()
+        for path, tensor in tensors.items()
         if isinstance(tensor, NamedTensor) and tensor.used is not None
+    }
+
+
+def condition_tests(op: Intervention) -> dict[str, Test]:
+    """Return the tests of an operation's condition by their paths in it; none without a condition."""
+    when = op.when if isinstance(op, Steer | Ablate | Patch | Stop | Flag) else None
+    return {} if when is None else inner_tests(when)
+
+
+def detectors_used(op: Intervention) -> dict[str, DetectorUsed]:
+    """Return the detectors that names in an operation were resolved to, by their paths in it."""
+    names: dict[str, DetectorName | None] = {
+        f"{path}.detector": test.detector for path, test in condition_tests(op).items()
+    }
+    if isinstance(op, Detect):
+        names["detector"] = op.detector
+    return {
+        path: name.used
+        for path, name in names.items()
+        if isinstance(name, NamedDetector) and name.used is not None
     }
 
 

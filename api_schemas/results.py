@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
+from api_schemas.detectors import DetectorUsed
 from api_schemas.tensors import Dtype, TensorObject, VectorUsed
 
 
@@ -130,6 +131,9 @@ class Applied(BaseModel):
         default=None,
         description="For each test of its condition, from left to right: whether it decides for the position "
         "that it reads or for the next; absent without a condition.",
+    )
+    detectors: list[DetectorUsed] | None = Field(
+        default=None, description="The detectors that names in it resolved to; absent if there are none."
     )
     vector: VectorUsed | None = Field(
         default=None, description="The vector that the operation's vector name resolved to."

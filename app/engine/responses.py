@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
-from api_schemas.interventions import Intervention, vectors_used
+from api_schemas.interventions import Intervention, detectors_used, vectors_used
 from api_schemas.operations import Steer
 from app.settings import Settings
 from app.storage.results import ResultStore
@@ -113,7 +113,12 @@ def _applied_json(
         {key: value for key, value in dataclasses.asdict(one).items() if value is not None} for one in applied
     ]
     for one, operation in zip(plain, operations, strict=False):
-        used = [one.model_dump() for one in vectors_used(operation).values()]
+        detectors = [own.model_dump() for own in detectors_used(operation).values()]
+        if detectors:
+            one["detectors"] = detectors
+        used = [
+            own.model_dump() for path, own in vectors_used(operation).items() if not path.startswith("when.")
+        ]
         if used and isinstance(operation, Steer) and operation.vectors is not None:
             one["vectors"] = used
         elif used:

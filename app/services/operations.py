@@ -67,7 +67,8 @@ async def with_values(
     if names_vectors(operations):
         operations = await context.vectors.resolved(operations, caller.tenant)
     if any(map(has_tests, operations)):
-        operations = await ConditionNames(context, caller).resolved(operations)
+        names = ConditionNames(context.vectors, context.detectors, caller.tenant)
+        operations = await names.resolved(operations)
     return operations
 
 
