@@ -49,6 +49,7 @@ class Record:
         caller_class: The tier of the caller's key; ``none`` without one.
         uses: Its operations, each with a kind of point that it acts at.
         tier: How its steps ran, see ``WorkContext``; set when it is over.
+        marked: The kind of each mark of its choices, likewise.
         salt: What isolates its part of the prefix cache from others', empty for nothing; None if not
             applicable.
         presets: The presets that its operations come from: names of shared ones, empty for a tenant's own.
@@ -80,6 +81,7 @@ class Record:
     caller_class: str = dataclasses.field(default="none", metadata=_UNWRITTEN)
     uses: list[tuple[str, str]] = dataclasses.field(default_factory=list, metadata=_UNWRITTEN)
     tier: str = dataclasses.field(default="", metadata=_UNWRITTEN)
+    marked: list[str] = dataclasses.field(default_factory=list, metadata=_UNWRITTEN)
     salt: str | None = dataclasses.field(default=None, metadata=_UNWRITTEN)
     presets: list[str] = dataclasses.field(default_factory=list, metadata=_UNWRITTEN)
 
