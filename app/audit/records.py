@@ -35,6 +35,7 @@ _MAX_OPERATIONS: Final = 64
 _SLOW_BYTES: Final = 2**20
 _LAYER: Final = re.compile(r"^(vision\.)?layers\.[^.]*\.")
 _ANY_LAYER: Final = r"\1layers.*."
+_DETECTOR: Final = "detector"
 _LENS_POINT: Final = "layers.*.output"
 _UNWRITTEN: Final = {"kept": False}
 """Marks fields without a column in the audit log."""
@@ -133,7 +134,8 @@ def _points(operation: Intervention) -> set[str]:
     if isinstance(operation, LogitLens):
         return {_LENS_POINT}
     if isinstance(operation, Detect | Stop | Flag):
-        patterns = points_read(operation)
+        # The points of a detector are known once its name is resolved.
+        patterns = points_read(operation) or [_DETECTOR]
     else:
         patterns = [operation.at] if isinstance(operation.at, str) else operation.at
     return {_LAYER.sub(_ANY_LAYER, pattern) for pattern in patterns}

@@ -104,7 +104,9 @@ class ConditionCompiler:
         else:
             content = _content(test.detector, f"{param}.detector")
             detector = self._detector(content, f"{param}.detector")
-            threshold = content.threshold if threshold is None else threshold
+            if threshold is None and content.threshold is not None:
+                # A detector holds at its threshold, a test above its own.
+                threshold = float(np.nextafter(np.float32(content.threshold), np.float32(-np.inf)))
         if threshold is None:
             raise ApiError(
                 ErrorCode.INVALID_VALUE,
