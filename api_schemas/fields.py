@@ -70,12 +70,13 @@ class Strict(BaseModel):
     def _check_known_fields(cls, value: Any) -> Any:
         # Like pydantic's check for ``extra``, whose error does not list the known fields.
         given = value if isinstance(value, dict) else {}
-        unknown = next((name for name in given if name not in cls.model_fields), None)
+        known = [field.alias or name for name, field in cls.model_fields.items()]
+        unknown = next((name for name in given if name not in known), None)
         if unknown is not None:
             name = clip(str(unknown))
             raise PydanticCustomError(
                 ErrorCode.INVALID_SHAPE.value,
                 "there is no field `{field}` here; the fields are {known}",
-                {"field": name, "known": ", ".join(cls.model_fields)},
+                {"field": name, "known": ", ".join(known)},
             )
         return value

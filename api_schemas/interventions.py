@@ -13,26 +13,49 @@ from typing import Annotated, Any, Final
 
 from pydantic import Field, ValidationError
 
+from api_schemas.conditions import NamedDetector, Test, inner_tests, points_of
+from api_schemas.detectors import DetectorName, DetectorUsed
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip, excerpt
 from api_schemas.limits import DEFAULT_LIMITS, RequestLimits
-from api_schemas.operations import Ablate, Capture, LogitLens, Patch, Probe, Steer
+from api_schemas.operations import (
+    Ablate,
+    Capture,
+    Detect,
+    Flag,
+    LogitLens,
+    Patch,
+    Probe,
+    Steer,
+    Stop,
+)
 from api_schemas.request_traces import Trace
 from api_schemas.tensors import NamedTensor, TensorInput, VectorUsed
 
 Operation = Annotated[
-    Steer | Ablate | Patch | Capture | Probe | LogitLens,
+    Steer | Ablate | Patch | Capture | Probe | LogitLens | Detect | Stop | Flag,
     Field(discriminator="op"),
 ]
 """One declarative operation, identified by ``op``."""
 
 Intervention = Annotated[
-    Steer | Ablate | Patch | Capture | Probe | LogitLens | Trace,
+    Steer | Ablate | Patch | Capture | Probe | LogitLens | Detect | Stop | Flag | Trace,
     Field(discriminator="op"),
 ]
 """One operation, identified by ``op``."""
 
-OPERATIONS: Final = ("steer", "ablate", "patch", "capture", "probe", "logit_lens", "trace")
+OPERATIONS: Final = (
+    "steer",
+    "ablate",
+    "patch",
+    "capture",
+    "probe",
+    "logit_lens",
+    "detect",
+    "stop",
+    "flag",
+    "trace",
+)
 """Values of ``op``."""
 
 FIELD: Final = "interventions"
@@ -44,18 +67,34 @@ __all__ = [
     "Operation",
     "PromptOperations",
     "RequestLimits",
+    "condition_tests",
+    "detectors_used",
     "parse_interventions",
     "path_in",
+    "points_read",
     "tensors_of",
     "vectors_used",
     "with_tensors",
 ]
 
 _Schema = (
-    type[Steer] | type[Ablate] | type[Patch] | type[Capture] | type[Probe] | type[LogitLens] | type[Trace]
+    type[Steer]
+    | type[Ablate]
+    | type[Patch]
+    | type[Capture]
+    | type[Probe]
+    | type[LogitLens]
+    | type[Detect]
+    | type[Stop]
+    | type[Flag]
+    | type[Trace]
 )
 _SCHEMAS: Final[dict[str, _Schema]] = dict(
-    zip(OPERATIONS, (Steer, Ablate, Patch, Capture, Probe, LogitLens, Trace), strict=True)
+    zip(
+        OPERATIONS,
+        (Steer, Ablate, Patch, Capture, Probe, LogitLens, Detect, Stop, Flag, Trace),
+        strict=True,
+    )
 )
 _OUR_CODES: Final = frozenset(code.value for code in ErrorCode)
 _MAX_FIELDS: Final = 32
@@ -146,6 +185,17 @@ class PromptOperations:
         return sorted([*self._shared, *own], key=itemgetter(0)) if own else self._shared
 
 
+def points_read(op: Detect | Stop | Flag) -> list[str]:
+    """Return the points that an operation without `at` reads."""
+    if isinstance(op, Detect):
+        return points_of(op.detector)
+    return [
+        point
+        for test in inner_tests(op.when).values()
+        for point in ([test.probe.at] if test.probe is not None else points_of(test.detector))
+    ]
+
+
 def tensors_of(op: Intervention) -> dict[str, TensorInput]:
     """Return the tensors of an operation by their paths in it, such as ``vectors.1.vector``, in order."""
     match op:
@@ -174,10 +224,34 @@ def with_tensors(op: Intervention, tensors: Mapping[str, TensorInput]) -> Interv
 
 def vectors_used(op: Intervention) -> dict[str, VectorUsed]:
     """Return the vectors that names in an operation were resolved to, by their paths in it."""
+    tensors = tensors_of(op)
+    for path, test in condition_tests(op).items():
+        if test.probe is not None:
+            tensors[f"{path}.probe.weights"] = test.probe.weights
     return {
         path: tensor.used
-        for path, tensor in tensors_of(op).items()
+        for path, tensor in tensors.items()
         if isinstance(tensor, NamedTensor) and tensor.used is not None
+    }
+
+
+def condition_tests(op: Intervention) -> dict[str, Test]:
+    """Return the tests of an operation's condition by their paths in it; none without a condition."""
+    when = op.when if isinstance(op, Steer | Ablate | Patch | Stop | Flag) else None
+    return {} if when is None else inner_tests(when)
+
+
+def detectors_used(op: Intervention) -> dict[str, DetectorUsed]:
+    """Return the detectors that names in an operation were resolved to, by their paths in it."""
+    names: dict[str, DetectorName | None] = {
+        f"{path}.detector": test.detector for path, test in condition_tests(op).items()
+    }
+    if isinstance(op, Detect):
+        names["detector"] = op.detector
+    return {
+        path: name.used
+        for path, name in names.items()
+        if isinstance(name, NamedDetector) and name.used is not None
     }
 
 

@@ -12,6 +12,8 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from api_schemas.conditions import Condition, NamedDetector
+from api_schemas.detectors import DetectorName
 from api_schemas.errors import ErrorCode
 from api_schemas.fields import At, Integer, Items, Layers, Name, Number, Strict, Token
 from api_schemas.tensors import TensorInput
@@ -50,6 +52,14 @@ class _PointOperation(_Operation):
     at: At = Field(description="A point such as layers.3.output, a pattern, or a list of them.")
 
 
+class _Write(_PointOperation):
+    """An operation that changes the value, always or under a condition."""
+
+    when: Condition | None = Field(
+        default=None, description="The condition under which it acts at a position; always by default."
+    )
+
+
 class WeightedVector(Strict):
     """One of several vectors of an operation."""
 
@@ -57,7 +67,7 @@ class WeightedVector(Strict):
     weight: Number = 1.0
 
 
-class Steer(_PointOperation):
+class Steer(_Write):
     """Move the value along a vector, or along the weighted sum of several.
 
     With ``v`` the vector, ``s`` the scale and ``c`` the value's component along v/‖v‖: ``add`` x + s·v;
@@ -117,7 +127,7 @@ class Steer(_PointOperation):
         return self.low is not None or self.high is not None
 
 
-class Ablate(_PointOperation):
+class Ablate(_Write):
     """Replace the value by zero, by its mean over the given prompt positions, or by a given vector."""
 
     op: Literal["ablate"] = "ablate"
@@ -136,7 +146,7 @@ class Ablate(_PointOperation):
         return self
 
 
-class Patch(_PointOperation):
+class Patch(_Write):
     """Replace the value by given ones, one row per position, in the order of ``where``."""
 
     op: Literal["patch"] = "patch"
@@ -196,3 +206,28 @@ class LogitLens(_Operation):
                 ErrorCode.INVALID_VALUE,
             )
         return self
+
+
+class Detect(_Operation):
+    """Return a stored detector's score at each position."""
+
+    op: Literal["detect"] = "detect"
+    detector: DetectorName | NamedDetector = Field(description="A detector's name, such as refusal@2.")
+
+
+class _Mark(_Operation):
+    """An operation that only tells where a condition holds."""
+
+    when: Condition = Field(description="The condition.")
+
+
+class Stop(_Mark):
+    """End the choice at the first position where a condition holds, which is the last of its text."""
+
+    op: Literal["stop"] = "stop"
+
+
+class Flag(_Mark):
+    """Return the positions where a condition holds."""
+
+    op: Literal["flag"] = "flag"

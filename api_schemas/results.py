@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
+from api_schemas.detectors import DetectorUsed
 from api_schemas.tensors import Dtype, TensorObject, VectorUsed
 
 
@@ -90,7 +91,32 @@ class TraceResult(BaseModel):
     )
 
 
-Result = Annotated[CaptureResult | ProbeResult | LogitLensResult | TraceResult, Field(discriminator="type")]
+class DetectResult(BaseModel):
+    """A detector's score at each position; null if it is not finite."""
+
+    type: Literal["detect"] = "detect"
+    positions: list[int]
+    scores: list[float | None]
+
+
+class StopResult(BaseModel):
+    """The positions where the condition held; at the first the choice ended."""
+
+    type: Literal["stop"] = "stop"
+    positions: list[int]
+
+
+class FlagResult(BaseModel):
+    """The positions where the condition held."""
+
+    type: Literal["flag"] = "flag"
+    positions: list[int]
+
+
+Result = Annotated[
+    CaptureResult | ProbeResult | LogitLensResult | DetectResult | StopResult | FlagResult | TraceResult,
+    Field(discriminator="type"),
+]
 
 
 class Applied(BaseModel):
@@ -98,7 +124,17 @@ class Applied(BaseModel):
 
     op: str
     at: list[str]
-    positions: list[int] = Field(description="Absolute positions, ascending.")
+    positions: list[int] = Field(
+        description="Absolute positions, ascending; with a condition, those where it acted."
+    )
+    decides: list[Literal["same", "next"]] | None = Field(
+        default=None,
+        description="For each test of its condition, from left to right: whether it decides for the position "
+        "that it reads or for the next; absent without a condition.",
+    )
+    detectors: list[DetectorUsed] | None = Field(
+        default=None, description="The detectors that names in it resolved to; absent if there are none."
+    )
     vector: VectorUsed | None = Field(
         default=None, description="The vector that the operation's vector name resolved to."
     )

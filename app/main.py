@@ -149,8 +149,8 @@ def create_app(
         log,
     )
     vector_service = VectorService(settings, database, engine, store.stored)
-    preset_service = PresetService(settings, database, engine, store.stored, vector_service)
     detector_service = DetectorService(settings, database, engine, store.stored, vector_service.cache)
+    preset_service = PresetService(settings, database, engine, store.stored, vector_service, detector_service)
     trainings = TrainingQueue(settings, engine)
 
     def waiting() -> dict[str, int]:

@@ -196,7 +196,9 @@ class StepwiseEngine:
         collected = collector.take_final(token_ids)
         for applied in collected.applied:
             # The last token is sampled and never fed back, so it has no position of its own.
-            if len(applied.positions) < len(token_ids) - 1 or collected.tier != "tap":
+            # Where an operation with a condition acts is up to the model.
+            num_wanted = 0 if applied.decides is not None else len(token_ids) - 1
+            if len(applied.positions) < num_wanted or collected.tier != "tap":
                 raise BenchmarkError(
                     f"`{applied.op}` must reach all {len(token_ids) - 1} generated positions by taps, it "
                     f"reached {len(applied.positions)} by {collected.tier}; the engine is at fault"

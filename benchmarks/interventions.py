@@ -77,6 +77,32 @@ def steered(layers: Layers, *, alike: bool = False) -> ContentOf:
     return content_of
 
 
+def conditional(layers: Layers, *, window: int = 0) -> ContentOf:
+    """Steer each request by a vector of its own, under a condition of its own on the same point.
+
+    Args:
+        layers: The layers.
+        window: Positions over which scores are averaged; 0 for the position's own score.
+    """
+    over = {"over": "window", "of": window, "reduce": "mean"} if window else {}
+
+    def content_of(index: int, shape: LayerSizes) -> Content:
+        generator = np.random.default_rng(index)
+        vector, weights = generator.standard_normal((2, shape.hidden_size)) * _VECTOR_SCALE
+        probe = {"at": f"layers.{layers(shape).start}.output", "weights": weights.tolist()}
+        return [
+            {
+                "op": "steer",
+                "at": _outputs(layers(shape)),
+                "vector": vector.tolist(),
+                "where": {"phase": "generated"},
+                "when": {"probe": probe, "above": 0.0, **over},
+            }
+        ]
+
+    return content_of
+
+
 def captured(layers: Layers, phase: str, reduce: str = "none") -> ContentOf:
     """Capture these layers' outputs, of the prompt or of generated tokens."""
     rest = {"where": {"phase": phase}, "reduce": reduce}

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from starlette.requests import HTTPConnection
 
-from api_schemas.interventions import Intervention
-from api_schemas.operations import LogitLens
+from api_schemas.interventions import Intervention, points_read
+from api_schemas.operations import Detect, Flag, LogitLens, Stop
 from api_schemas.request_traces import Trace
 from app.auth.principal import Principal
 from nnsight_engine.core.metering import UsageMeter
@@ -35,6 +35,7 @@ _MAX_OPERATIONS: Final = 64
 _SLOW_BYTES: Final = 2**20
 _LAYER: Final = re.compile(r"^(vision\.)?layers\.[^.]*\.")
 _ANY_LAYER: Final = r"\1layers.*."
+_DETECTOR: Final = "detector"
 _LENS_POINT: Final = "layers.*.output"
 _UNWRITTEN: Final = {"kept": False}
 """Marks fields without a column in the audit log."""
@@ -49,6 +50,7 @@ class Record:
         caller_class: The tier of the caller's key; ``none`` without one.
         uses: Its operations, each with a kind of point that it acts at.
         tier: How its steps ran, see ``WorkContext``; set when it is over.
+        marked: The kind of each mark of its choices, likewise.
         salt: What isolates its part of the prefix cache from others', empty for nothing; None if not
             applicable.
         presets: The presets that its operations come from: names of shared ones, empty for a tenant's own.
@@ -80,6 +82,7 @@ class Record:
     caller_class: str = dataclasses.field(default="none", metadata=_UNWRITTEN)
     uses: list[tuple[str, str]] = dataclasses.field(default_factory=list, metadata=_UNWRITTEN)
     tier: str = dataclasses.field(default="", metadata=_UNWRITTEN)
+    marked: list[str] = dataclasses.field(default_factory=list, metadata=_UNWRITTEN)
     salt: str | None = dataclasses.field(default=None, metadata=_UNWRITTEN)
     presets: list[str] = dataclasses.field(default_factory=list, metadata=_UNWRITTEN)
 
@@ -130,7 +133,11 @@ def _points(operation: Intervention) -> set[str]:
         return {CODE}
     if isinstance(operation, LogitLens):
         return {_LENS_POINT}
-    patterns = [operation.at] if isinstance(operation.at, str) else operation.at
+    if isinstance(operation, Detect | Stop | Flag):
+        # The points of a detector are known once its name is resolved.
+        patterns = points_read(operation) or [_DETECTOR]
+    else:
+        patterns = [operation.at] if isinstance(operation.at, str) else operation.at
     return {_LAYER.sub(_ANY_LAYER, pattern) for pattern in patterns}
 
 

@@ -10,6 +10,7 @@ from app.engine.responses import Decode, choice_json
 from app.request_context import RequestContext
 from app.settings import Settings
 from app.storage.results import ResultStore
+from nnsight_engine.plans.collect.results import CollectedMarks
 from nnsight_engine.vllm_backend.call import InterventionCall
 from nnsight_engine.vllm_backend.trace_call import TraceCall
 
@@ -54,6 +55,11 @@ class CallResults:
         if collected is None:
             return None
         call = self.call
+        self.asked.marked |= {
+            (result.kind, choice)
+            for result in collected.results
+            if isinstance(result, CollectedMarks) and result.positions
+        }
         # Code reports its own results.
         operations = call.operations(choice, self.num_choices) if isinstance(call, InterventionCall) else ()
         answer = await choice_json(

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
-from api_schemas.interventions import Intervention, vectors_used
+from api_schemas.interventions import Intervention, detectors_used, vectors_used
 from api_schemas.operations import Steer
 from app.settings import Settings
 from app.storage.results import ResultStore
@@ -22,8 +22,11 @@ from nnsight_engine.core.work_context import WorkContext
 from nnsight_engine.plans.collect.results import (
     CollectedCapture,
     CollectedLens,
+    CollectedMarks,
     CollectedProbe,
+    CollectedResult,
     CollectedResults,
+    CollectedScores,
     CollectedSites,
     CollectedToken,
     CollectedTrace,
@@ -40,7 +43,7 @@ _GROWN: Final = "~grown"
 """The first part of a file's keys for items that lists grew by; no key of a saved value begins with it."""
 
 Decode = Callable[[int], str]
-_Result = CollectedCapture | CollectedProbe | CollectedLens | CollectedTrace
+_Result = CollectedResult
 
 
 async def choice_json(
@@ -106,9 +109,16 @@ async def choice_json(
 def _applied_json(
     applied: Sequence[CollectedSites], operations: Sequence[Intervention]
 ) -> list[dict[str, Any]]:
-    plain = [dataclasses.asdict(one) for one in applied]
+    plain = [
+        {key: value for key, value in dataclasses.asdict(one).items() if value is not None} for one in applied
+    ]
     for one, operation in zip(plain, operations, strict=False):
-        used = [one.model_dump() for one in vectors_used(operation).values()]
+        detectors = [own.model_dump() for own in detectors_used(operation).values()]
+        if detectors:
+            one["detectors"] = detectors
+        used = [
+            own.model_dump() for path, own in vectors_used(operation).items() if not path.startswith("when.")
+        ]
         if used and isinstance(operation, Steer) and operation.vectors is not None:
             one["vectors"] = used
         elif used:
@@ -120,6 +130,8 @@ def _number_bytes(result: _Result) -> int:
     """Return the size of the numbers in a lens or probe result."""
     if isinstance(result, CollectedProbe):
         return _NUMBER_BYTES * len(result.points) * len(result.positions)
+    if isinstance(result, CollectedScores):
+        return _NUMBER_BYTES * len(result.positions)
     if isinstance(result, CollectedLens):
         rows = (row for layer in result.layers.values() for row in layer)
         return 2 * _NUMBER_BYTES * sum(len(top) + len(targets) for top, targets in rows)
@@ -230,6 +242,11 @@ def _result_json(result: _Result, tensors: _Inline, decode: Decode) -> dict[str,
                 point: [_finite_or_none(value) for value in values] for point, values in result.points.items()
             },
         }
+    if isinstance(result, CollectedScores):
+        scores = [_finite_or_none(score) for score in result.scores]
+        return {"type": "detect", "positions": result.positions, "scores": scores}
+    if isinstance(result, CollectedMarks):
+        return {"type": result.kind, "positions": result.positions}
     return {
         "type": "logit_lens",
         "positions": result.positions,

@@ -430,6 +430,7 @@ class VLLMEngineClient:
             found = answer.model_dump()
             for choice in found["choices"]:
                 choice[FIELD] = await results.rest(choice["index"])
+                _note_stop(choice)
             return EngineReply(body=found)
         except ApiError as refusal:
             if call.failure is not None:
@@ -518,4 +519,14 @@ async def _frame(frame: str, results: CallResults) -> str:
         found = await (results.rest if has_ended else results.part)(choice["index"])
         if found is not None:
             choice[FIELD] = found
+            _note_stop(choice)
     return f"data: {json_text(chunk)}\n\n"
+
+
+def _note_stop(choice: JsonObject) -> None:
+    """Tell in a choice that an operation has ended it."""
+    found = choice[FIELD]["results"].items()
+    stops = (name for name, result in found if result["type"] == "stop" and result["positions"])
+    name = next(stops, None)
+    if name is not None and choice.get("finish_reason") is not None:
+        choice["stop_reason"] = {"intervention": name}

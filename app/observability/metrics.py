@@ -62,6 +62,7 @@ _CODES: Final = frozenset(code.value for code in ErrorCode)
 _OPS: Final = frozenset({*OPERATIONS, "session"})
 _TIERS: Final = frozenset(TIERS)
 _KINDS: Final = {True: CODE, False: "operations"}
+_MARKS: Final = ("flag", "stop")
 _CODE_OPS: Final = frozenset({"trace", "session"})
 _OWN: Final = "own"
 _MAX_PRESET_NAMES: Final = 100
@@ -176,6 +177,14 @@ class Metrics:
             registry=own,
         )
         self._preset_names: set[str] = set()
+        self._marked = Counter(
+            "nnsight_engine_marked_choices",
+            "Choices in which a condition held: that of a `flag`, or of a `stop`, which ended them.",
+            ["op"],
+            registry=own,
+        )
+        for op in _MARKS:
+            self._marked.labels(op)
         self._captured = Counter(
             "nnsight_engine_captured_bytes",
             "Bytes of captures and saves that left the engine.",
@@ -345,6 +354,8 @@ class Metrics:
         for op, point in record.uses:
             known = point if point == CODE or point in points else OTHER
             self._interventions.labels(op if op in _OPS else OTHER, tier, known).inc()
+        for op in record.marked:
+            self._marked.labels(op).inc()
         for preset in record.presets:
             self._presets.labels(self._preset_label(preset)).inc()
 

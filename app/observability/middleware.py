@@ -82,7 +82,7 @@ class RecordMiddleware:
         try:
             await self._watched(record, span, scope, receive, send)
         finally:
-            record.tier = context.tier
+            record.tier, record.marked = context.tier, [kind for kind, _ in context.marked]
             if context.admitted is not None:
                 record.add_use(context.meter)
             if is_kept and record.key_id and record.error not in _NOT_RUN:

@@ -34,7 +34,7 @@ from app.errors import error_bytes
 from app.media_parts import num_media_characters
 from app.openapi import EVENTS_TYPE, error_responses, event_schema, json_body, schema_of
 from app.request_context import context_of
-from app.services.operations import isolate, take_operations, with_vectors
+from app.services.operations import isolate, take_operations, with_values
 from app.services.passed_bodies import check_body, check_in_background, is_in_background, num_texts
 from app.services.passing_on import PassedOn
 from app.services.streaming import last_events
@@ -125,7 +125,7 @@ async def _prepared(
     body = json.dumps(fields).encode()
     if asked.admitted is not None:
         await asked.admitted.reserve(of_text(len(body) - num_media_characters(fields), fields))
-    return await with_vectors(operations, context, asked.caller), body
+    return await with_values(operations, context, asked.caller), body
 
 
 def _last_events_of(path: str) -> Callable[[ApiError], bytes]:

@@ -27,7 +27,7 @@ from app.observability.token_times import TokenTimes
 from app.request_context import context_of
 from app.services.field_names import check_spelling
 from app.services.keep_alive import COMMENT, Begun, LateStream, within
-from app.services.operations import isolate, take_operations, with_vectors
+from app.services.operations import isolate, take_operations, with_values
 from app.services.streaming import ClosingStream, close_stream, events, first_event, last_events
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
     interventions = await take_operations(body, count, request, context, caller)
     if asked.admitted is not None:
         await asked.admitted.reserve(of_body(body))
-    interventions = await with_vectors(interventions, context, caller)
+    interventions = await with_values(interventions, context, caller)
     isolate(interventions, body, request, caller)
     answer = call(body, interventions, request)
     times = TokenTimes(context.metrics, asked.record, num_choices(body)) if body.get("stream") else None

@@ -19,6 +19,7 @@ from app.body import THREAD_BYTES
 from app.engine.cache_salts import isolate_cache, salt_of
 from app.engine.client import JsonObject
 from app.request_context import context_of
+from app.services.condition_names import ConditionNames, has_tests
 from app.vectors.names import names_vectors
 
 if TYPE_CHECKING:
@@ -59,13 +60,16 @@ async def take_operations(
     return operations
 
 
-async def with_vectors(
+async def with_values(
     operations: tuple[Intervention, ...], context: Context, caller: Principal
 ) -> tuple[Intervention, ...]:
-    """Replace names of vectors; raises ApiError if there is no vector of a name."""
-    return (
-        await context.vectors.resolved(operations, caller.tenant) if names_vectors(operations) else operations
-    )
+    """Replace names of vectors and detectors; raises ApiError if there is none of a name."""
+    if names_vectors(operations):
+        operations = await context.vectors.resolved(operations, caller.tenant)
+    if any(map(has_tests, operations)):
+        names = ConditionNames(context.vectors, context.detectors, caller.tenant)
+        operations = await names.resolved(operations)
+    return operations
 
 
 def isolate(
@@ -108,4 +112,4 @@ async def _parsed(
     return await asyncio.to_thread(parse_interventions, raw, limits, count)
 
 
-__all__ = ["isolate", "take_operations", "with_vectors"]
+__all__ = ["isolate", "take_operations", "with_values"]

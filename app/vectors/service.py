@@ -123,14 +123,18 @@ class VectorService(VersionService[VectorStore]):
         vector = await self._store.get(vector_id, caller.tenant)
         await self._remove(vector_id, caller, shared=vector.shared)
 
+    def resolver(self, tenant: str) -> NameResolver:
+        """Return the resolver of a tenant's names, for one request."""
+        models = self._engine.served().names
+        return NameResolver(self._store, self.cache, self.shape, models, tenant)
+
     async def resolved(self, interventions: Sequence[Intervention], tenant: str) -> tuple[Intervention, ...]:
         """Return a request's operations with the vectors' values in place of their names.
 
         Raises:
             ApiError: ``unknown_vector``, ``vector_mismatch``, or an error in ``at``.
         """
-        models = self._engine.served().names
-        resolver = NameResolver(self._store, self.cache, self.shape, models, tenant)
+        resolver = self.resolver(tenant)
         return tuple(
             [await resolver.resolved(op, f"{FIELD}.{index}") for index, op in enumerate(interventions)]
         )

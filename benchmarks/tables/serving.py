@@ -21,6 +21,7 @@ from benchmarks.engine import StepwiseEngine
 from benchmarks.interventions import (
     ContentOf,
     captured,
+    conditional,
     every,
     first_only,
     lens,
@@ -200,6 +201,8 @@ VARIANTS: Final = (
     Variant("every request steered alike, one layer", steered(middle, alike=True)),
     Variant("every request its own vector, one layer", steered(middle), {64: 0.97}),
     Variant("every request its own vector, all layers", steered(every), {64: 0.93}),
+    Variant("every request its own condition, one layer", conditional(middle), {64: 0.95}),
+    Variant("every request its own condition over 8 tokens, one layer", conditional(middle, window=8)),
     Variant("last token captured, all layers", _CAPTURE, {ANY_SIZE: 0.92}, bound=_CAPTURE_BOUND),
     Variant("every token captured, all layers", captured(every, "generated")),
     _lens_variant("lens of one request, all layers", first_only(_LENS)),

@@ -31,6 +31,8 @@ class WorkContext:
             ``traceparent``, and ``tracestate`` where there is one. None where no spans are recorded.
         tier: How its steps ran, once known: ``tap`` or ``eager``.
         presets: The presets that its operations come from, ``calm@3``.
+        marked: The choices that ``flag`` operations have marked, or ``stop`` operations ended, each with the
+            operation's kind.
     """
 
     tenant: str = ""
@@ -38,6 +40,7 @@ class WorkContext:
     trace_headers: Mapping[str, str] | None = None
     tier: str = ""
     presets: tuple[str, ...] = ()
+    marked: set[tuple[str, int]] = dataclasses.field(default_factory=set)
 
     def note_tier(self, tier: str) -> None:
         """Record how steps ran; ``eager`` takes precedence over ``tap``."""

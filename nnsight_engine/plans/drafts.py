@@ -3,13 +3,15 @@
 The host plans a step before it knows how many drafts of the step before were accepted, so it knows no more
 than an upper bound on the positions of a request's rows. That is enough for operations that treat all
 generated positions alike, or decide by token. Other requests run without drafts, and have the same results:
-those that name positions, or parts of the answer, which depend on all tokens before, and those that capture
-attention patterns or states of generated positions, of which a step has only one.
+those that name positions, or parts of the answer, which depend on all tokens before, those with conditions
+that depend on earlier positions or stop, and those that capture attention patterns or states of generated
+positions, of which a step has only one.
 """
 
 from __future__ import annotations
 
-from nnsight_engine.plans.request_plan import SAMPLES, PlannedOp, RequestPlan
+from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, RequestPlan
+from nnsight_engine.plans.sites import SAMPLES
 from nnsight_engine.plans.where import last_position, names_generated_alike
 
 
@@ -19,6 +21,8 @@ def takes_drafts(plan: RequestPlan) -> bool:
 
 
 def _is_free_of_positions(op: PlannedOp, prompt_len: int) -> bool:
+    if op.when is not None and (op.when.has_slots or op.kind is OperationKind.STOP):
+        return False
     if op.captures_patterns or op.captures_states:
         last = last_position(op.where, prompt_len)
         return last is not None and last < prompt_len

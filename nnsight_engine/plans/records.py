@@ -20,7 +20,8 @@ import numpy.typing as npt
 from nnsight_engine.core.dtypes import LARGEST
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.core.model_spec import ModelSpec
-from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, PlannedSite
+from nnsight_engine.plans.request_plan import OperationKind, PlannedOp
+from nnsight_engine.plans.sites import PlannedSite
 
 
 class StepRecord(msgspec.Struct, array_like=True):
@@ -209,6 +210,8 @@ class StepResults:
     failures: dict[str, Failure]
     run_step: RunStep | None = None
     """Replaces records and infos in a step of a run."""
+    stopped: list[str] = dataclasses.field(default_factory=list)
+    """Requests of which an operation of kind ``stop`` ends the answer; the step's sample is no part of it."""
     drafted: dict[str, DraftedRows] = dataclasses.field(default_factory=dict)
     """The rows of requests that have drafts, or have had some."""
     ended: list[str] = dataclasses.field(default_factory=list)

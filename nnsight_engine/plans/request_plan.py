@@ -13,16 +13,20 @@ from typing import Final
 
 import msgspec
 
-from api_schemas.points import ENCODER_BLOCK, point_name
 from nnsight_engine.core.leaves import PATTERN, STATE
 from nnsight_engine.plans.answer_parts import PlannedAnswer
+from nnsight_engine.plans.conditions import PlannedCondition, PlannedDetector
+from nnsight_engine.plans.sites import PlannedSite
 
 PLAN_KEY: Final = "nnsight_engine"
 """Key of the engine's entry in vLLM's ``SamplingParams.extra_args``."""
 
 
 class OperationKind(enum.StrEnum):
-    """Effect of an operation at its sites; the first eight write, the others read."""
+    """Effect of an operation at its sites; the first eight write, the others read.
+
+    STOP and FLAG read whether their condition holds.
+    """
 
     ADD = "add"
     NORM_MATCH = "norm_match"
@@ -35,29 +39,20 @@ class OperationKind(enum.StrEnum):
     CAPTURE = "capture"
     PROBE = "probe"
     LENS = "logit_lens"
+    DETECT = "detect"
+    STOP = "stop"
+    FLAG = "flag"
 
 
-READS: Final = frozenset({OperationKind.CAPTURE, OperationKind.PROBE, OperationKind.LENS})
+MARKS: Final = frozenset({OperationKind.STOP, OperationKind.FLAG})
+"""Operations that only tell where their condition holds."""
 
-
-class PlannedSite(msgspec.Struct, frozen=True, array_like=True):
-    """One place in the model: a leaf name of ``ModelSpec`` and its layer, -1 if it has none."""
-
-    leaf: str
-    layer: int = -1
-
-    def __str__(self) -> str:
-        """Return the point's string form, ``layers.3.attn.q`` or ``logits``."""
-        return point_name(self.leaf, self.layer)
-
-    @property
-    def is_in_encoder(self) -> bool:
-        """Whether it is in the vision encoder, which runs before the step and not in it."""
-        return self.leaf == ENCODER_BLOCK
-
-
-LOGITS: Final = PlannedSite("logits")
-SAMPLES: Final = PlannedSite("samples")
+READS: Final = MARKS | {
+    OperationKind.CAPTURE,
+    OperationKind.PROBE,
+    OperationKind.LENS,
+    OperationKind.DETECT,
+}
 
 
 class WhereRule(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -123,6 +118,9 @@ class PlannedOp(msgspec.Struct, frozen=True, omit_defaults=True):
         bias: PROBE: added to each dot product.
         top_k: LENS: tokens per position.
         targets: LENS: token ids whose log-probability and rank are reported.
+        detector: DETECT: the detector, which reads at the sites.
+        when: The condition under which it acts at a position; None for always. STOP and FLAG have one, and as
+            site the last that it reads.
     """
 
     kind: OperationKind
@@ -140,6 +138,8 @@ class PlannedOp(msgspec.Struct, frozen=True, omit_defaults=True):
     bias: float = 0.0
     top_k: int = 0
     targets: tuple[int, ...] = ()
+    detector: PlannedDetector | None = None
+    when: PlannedCondition | None = None
 
     @property
     def reads(self) -> bool:
@@ -185,6 +185,7 @@ class RequestPlan(msgspec.Struct, frozen=True):
         fingerprint: Hash over the writes (hex), the base of the cache salt; empty without writes.
         answer: How the parts of the answer are told apart; None if no operation names one.
         images: The prompt's images; empty if no operation acts in the vision encoder.
+        num_positions: Number of positions that are computed at most.
     """
 
     prompt_len: int
@@ -193,6 +194,7 @@ class RequestPlan(msgspec.Struct, frozen=True):
     fingerprint: str = ""
     answer: PlannedAnswer | None = None
     images: tuple[PlannedImage, ...] = ()
+    num_positions: int = 0
 
     @property
     def num_points(self) -> int:

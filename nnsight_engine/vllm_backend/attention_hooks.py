@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from nnsight_engine.core.errors import InterventionError
-from nnsight_engine.plans.request_plan import PlannedSite
+from nnsight_engine.plans.sites import PlannedSite
 from nnsight_engine.plans.step.patterns import AttentionForm
 from nnsight_engine.plans.step.plan import StepPlan
 

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.linear import LinearBase
 
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.core.leaves import PATTERN, STATE
-from nnsight_engine.plans.request_plan import PlannedSite
+from nnsight_engine.plans.sites import PlannedSite
 from nnsight_engine.plans.step.plan import StepPlan
 from nnsight_engine.vllm_backend.attention_hooks import AttentionHook
 from nnsight_engine.vllm_backend.mixer_states import MixerStates

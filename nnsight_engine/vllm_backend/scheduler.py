@@ -309,6 +309,7 @@ class InterventionScheduler(DraftScheduler):
         # Before the outputs: later, failed requests may no longer hold their blocks.
         spoiled = set() if results is None else self._shared.evict(results.failures)
         self.num_tokens.clear()
+        stopped = self._drop_samples(results, model_runner_output)
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
         )
@@ -327,11 +328,21 @@ class InterventionScheduler(DraftScheduler):
                 self._attach(outputs)
             if results is not None:
                 self._end_failed(results.failures, outputs)
-        if results is not None:
-            for request_id in results.ended:
-                self._end(request_id, RequestStatus.FINISHED_STOPPED, None, outputs)
+        for request_id in stopped:
+            self._end_with_results(request_id, RequestStatus.FINISHED_STOPPED, outputs)
+        for request_id in () if results is None else results.ended:
+            self._end(request_id, RequestStatus.FINISHED_STOPPED, None, outputs)
         self._shared.end_step()
         return outputs
+
+    def _drop_samples(self, results: StepResults | None, output: ModelRunnerOutput) -> list[str]:
+        """Return the requests that an operation has stopped, whose samples are no part of their answers."""
+        if results is None or not results.stopped:
+            return []
+        stopped = [request_id for request_id in dict.fromkeys(results.stopped) if request_id in self._outbox]
+        for request_id in stopped:
+            output.sampled_token_ids[output.req_id_to_index[request_id]] = []
+        return stopped
 
     def _note_blocks(self, results: StepResults, num_tokens: Mapping[str, int]) -> None:
         """Record which requests wait for their blocks, and undo steps that ran without their blocks."""
@@ -382,11 +393,15 @@ class InterventionScheduler(DraftScheduler):
 
     def _end_failed(self, failures: dict[str, Failure], outputs: dict[int, EngineCoreOutputs]) -> None:
         for request_id in failures:
-            if request_id not in self._outbox:
-                continue
-            payload = self._outbox.take(request_id, final=True)
-            message = None if payload is None else self._message_of(request_id, payload.encode())
-            self._end(request_id, RequestStatus.FINISHED_ERROR, message, outputs)
+            if request_id in self._outbox:
+                self._end_with_results(request_id, RequestStatus.FINISHED_ERROR, outputs)
+
+    def _end_with_results(
+        self, request_id: str, status: RequestStatus, outputs: dict[int, EngineCoreOutputs]
+    ) -> None:
+        payload = self._outbox.take(request_id, final=True)
+        message = None if payload is None else self._message_of(request_id, payload.encode())
+        self._end(request_id, status, message, outputs)
 
     def _end(
         self,

@@ -25,11 +25,10 @@ from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.tensor_bytes import tensor_from_bytes
 from nnsight_engine.core.token_texts import TokenTexts
 from nnsight_engine.plans.answer_parts import NO_MARKERS, AnswerMarkers
+from nnsight_engine.plans.collect.assembly import OperationResult
 from nnsight_engine.plans.collect.collector import RequestCollector
 from nnsight_engine.plans.collect.results import (
     CollectedCapture,
-    CollectedLens,
-    CollectedProbe,
     CollectedResults,
     CollectedTrace,
     TensorResult,
@@ -75,7 +74,7 @@ class Reply:
     failure: Any
     num_cached_tokens: int
 
-    def result(self, name: str) -> CollectedCapture | CollectedProbe | CollectedLens:
+    def result(self, name: str) -> OperationResult:
         """Return the result called ``name``."""
         assert self.collected is not None, self.failure
         found = next(result for result in self.collected.results if result.name == name)

@@ -8,7 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from api_schemas.interventions import Intervention, Operation, vectors_used
+from api_schemas.detectors import DetectorUsed
+from api_schemas.interventions import (
+    Intervention,
+    Operation,
+    condition_tests,
+    detectors_used,
+    vectors_used,
+)
 from api_schemas.operations import LogitLens, Patch
 from api_schemas.request_traces import Trace
 from api_schemas.tensors import VectorUsed
@@ -37,7 +44,7 @@ def check_fit(operations: Sequence[Intervention], spec: ModelSpec) -> None:
         spec=spec,
         prompt_token_ids=[0] * max(sizes, default=1),
         media=PromptMedia(tuple(((0, size),) for size in sizes)),
-        max_tokens=1,
+        max_tokens=2,
         token_of=lambda _: 0,
         stream=False,
     )
@@ -61,7 +68,9 @@ def _anywhere(operation: Operation, image: int) -> Operation:
         return operation.model_copy(update={"where": where})
     if isinstance(operation, LogitLens):
         return operation.model_copy(update={"where": Where(), "targets": None})
-    return operation.model_copy(update={"where": Where()})
+    # A condition may read too late for positions of a prompt.
+    is_generated = bool(condition_tests(operation)) and operation.where.phase == "generated"
+    return operation.model_copy(update={"where": Where(phase="generated") if is_generated else Where()})
 
 
 def used_vectors(operations: Sequence[Intervention]) -> list[VectorUsed]:
@@ -69,17 +78,26 @@ def used_vectors(operations: Sequence[Intervention]) -> list[VectorUsed]:
     return [used for operation in operations for used in vectors_used(operation).values()]
 
 
+def used_detectors(operations: Sequence[Intervention]) -> list[DetectorUsed]:
+    """Return the detectors that names of operations were resolved to."""
+    return [used for operation in operations for used in detectors_used(operation).values()]
+
+
 def pinned(raw: Sequence[dict[str, Any]], operations: Sequence[Intervention]) -> list[dict[str, Any]]:
-    """Return operations as sent, with names of vectors that mean the same vector for ever and for everybody.
+    """Return operations as sent, with names of vectors and detectors that mean the same for everybody.
 
     Args:
         raw: The operations as sent.
-        operations: The same operations, with the values of named vectors.
+        operations: The same operations, with the values of names.
     """
     found = []
     for sent, operation in zip(raw, operations, strict=True):
         changed: Any = sent
-        for path, used in vectors_used(operation).items():
+        named: dict[str, VectorUsed | DetectorUsed] = {
+            **vectors_used(operation),
+            **detectors_used(operation),
+        }
+        for path, used in named.items():
             name = {"name": f"{used.name}@{used.version}", "id": used.id}
             changed = _updated(changed, path.split("."), name)
         found.append(changed)
@@ -89,7 +107,7 @@ def pinned(raw: Sequence[dict[str, Any]], operations: Sequence[Intervention]) ->
 def _updated(value: Any, path: Sequence[str], fields: dict[str, Any]) -> Any:
     """Return a JSON value with the object at a path in it updated; it shares what does not change."""
     if not path:
-        return {**value, **fields}
+        return {**(value if isinstance(value, dict) else {}), **fields}
     key, *rest = path
     if isinstance(value, list):
         place = int(key)
@@ -97,4 +115,4 @@ def _updated(value: Any, path: Sequence[str], fields: dict[str, Any]) -> Any:
     return {**value, key: _updated(value[key], rest, fields)}
 
 
-__all__ = ["check_fit", "pinned", "used_vectors"]
+__all__ = ["check_fit", "pinned", "used_detectors", "used_vectors"]

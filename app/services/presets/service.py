@@ -31,11 +31,13 @@ from api_schemas.request_traces import Trace
 from app.auth.code_policy import check_code_allowed
 from app.auth.principal import Principal
 from app.body import BodyLimits, read_object
+from app.detectors.service import DetectorService
 from app.engine.capabilities import spec_of
 from app.engine.client import EngineClient, JsonObject
 from app.errors import validated
 from app.request_context import context_of
-from app.services.presets.checks import check_fit, pinned, used_vectors
+from app.services.condition_names import ConditionNames, has_tests
+from app.services.presets.checks import check_fit, pinned, used_detectors, used_vectors
 from app.services.presets.naming import NamedPreset, check_names, named_presets
 from app.settings import Settings
 from app.storage.database import Database
@@ -68,6 +70,7 @@ class PresetService(VersionService[PresetStore]):
         engine: EngineClient,
         stored: StoredBytes,
         vectors: VectorService,
+        detectors: DetectorService,
     ) -> None:
         """Create the parts; nothing is read yet."""
         super().__init__(PresetStore(database, TenantBudget.of(settings).preset_bytes), stored)
@@ -75,6 +78,7 @@ class PresetService(VersionService[PresetStore]):
         self._making = asyncio.Lock()
         self._engine = engine
         self._vectors = vectors
+        self._detectors = detectors
 
     async def create(
         self, request: Request, caller: Principal, *, unless_same: bool = False
@@ -111,18 +115,28 @@ class PresetService(VersionService[PresetStore]):
             return await self._add(caller.tenant, num_bytes, lambda: self._store.add(row)), True
 
     async def _checked(self, new: NewPreset, caller: Principal) -> Sequence[Intervention]:
-        """Return a preset's operations with the values of named vectors; raises ApiError."""
+        """Return a preset's operations with the values of names; raises ApiError."""
         operations: Sequence[Intervention] = new.interventions
         if any(isinstance(one, Trace) for one in operations):
             check_code_allowed(self._settings, caller)
         if names_vectors(operations):
             operations = await self._vectors.resolved(operations, caller.tenant)
+        if any(map(has_tests, operations)):
+            names = ConditionNames(self._vectors, self._detectors, caller.tenant)
+            operations = await names.resolved(operations)
         await asyncio.to_thread(check_fit, operations, spec_of(self._engine.capabilities()))
         for used in used_vectors(operations) if new.shared else ():
             if not (await self._vectors.get(used.id, caller.tenant)).shared:
                 raise ApiError(
                     ErrorCode.UNKNOWN_VECTOR,
                     f"A shared preset uses shared vectors only, and {used.name}@{used.version} is not one.",
+                    INTERVENTIONS,
+                )
+        for own in used_detectors(operations) if new.shared else ():
+            if not (await self._detectors.get(own.id, caller.tenant)).shared:
+                raise ApiError(
+                    ErrorCode.UNKNOWN_DETECTOR,
+                    f"A shared preset uses shared detectors only, and {own.name}@{own.version} is not one.",
                     INTERVENTIONS,
                 )
         return operations

@@ -19,13 +19,16 @@ from nnsight_engine.core.tensor_bytes import DTYPES, tensor_to_bytes
 from nnsight_engine.plans.collect.results import (
     CollectedCapture,
     CollectedLens,
+    CollectedMarks,
     CollectedProbe,
+    CollectedScores,
     CollectedToken,
     LensRow,
     TensorResult,
 )
 from nnsight_engine.plans.records import StepRecord, leaf_width, may_overflow, width_classes
-from nnsight_engine.plans.request_plan import SAMPLES, OperationKind, PlannedOp, PlannedSite, RequestPlan
+from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, RequestPlan
+from nnsight_engine.plans.sites import SAMPLES, PlannedSite
 
 _ITEM_DTYPES: dict[str, type[np.generic]] = {
     "float32": np.uint32,
@@ -36,7 +39,7 @@ _ITEM_DTYPES: dict[str, type[np.generic]] = {
 """Unsigned integer type of each dtype's size: values are moved with it, never computed with."""
 
 Values = npt.NDArray[np.generic]
-OperationResult = CollectedCapture | CollectedProbe | CollectedLens
+OperationResult = CollectedCapture | CollectedProbe | CollectedLens | CollectedScores | CollectedMarks
 
 
 def assemble(plan: RequestPlan, spec: ModelSpec, records: Sequence[StepRecord]) -> list[OperationResult]:
@@ -65,8 +68,22 @@ def _result(op: PlannedOp, spec: ModelSpec, records: list[StepRecord]) -> Operat
             return CollectedProbe(op.name, positions, points)
         case OperationKind.LENS:
             return CollectedLens(op.name, positions, _lens_layers(op, records))
+        case OperationKind.DETECT:
+            return CollectedScores(op.name, positions, _join(records, 0, (-1,), np.float32).tolist())
+        case OperationKind.STOP | OperationKind.FLAG:
+            return CollectedMarks(op.name, op.kind, gated_positions(records))
         case _:
             return CollectedCapture(op.name, positions, op.reduce, _captured(op, spec, records))
+
+
+def gated_positions(records: Sequence[StepRecord]) -> list[int]:
+    """Return the positions at which an operation's condition holds."""
+    return [
+        position
+        for record in records
+        for position, holds in zip(record.positions, record.parts[0], strict=True)
+        if holds
+    ]
 
 
 def _captured(op: PlannedOp, spec: ModelSpec, records: list[StepRecord]) -> dict[str, TensorResult]:

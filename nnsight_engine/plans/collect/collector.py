@@ -7,16 +7,18 @@ token even when the engine is ahead of the reader.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.core.model_spec import ModelSpec
-from nnsight_engine.plans.collect.assembly import assemble
+from nnsight_engine.plans.collect.assembly import assemble, gated_positions
 from nnsight_engine.plans.collect.results import CollectedResults, CollectedSites
 from nnsight_engine.plans.records import Failure, Payload, StepInfo, StepRecord
-from nnsight_engine.plans.request_plan import SAMPLES, PlannedOp, RequestPlan
+from nnsight_engine.plans.request_plan import PlannedOp, RequestPlan
+from nnsight_engine.plans.sites import SAMPLES
 from nnsight_engine.plans.where import Positions, evaluate
 
 NUM_LENS_PARTS = 4
@@ -51,6 +53,7 @@ class RequestCollector:
         self._waiting: list[StepRecord] = []
         self._reduced: dict[int, StepRecord] = {}
         self._seen: set[int] = set()
+        self._gates: dict[int, list[StepRecord]] = defaultdict(list)
         self._info: StepInfo | None = None
         self.failure: Failure | None = None
 
@@ -58,7 +61,9 @@ class RequestCollector:
         """Store the records of one payload."""
         for record in payload.records:
             self._seen.add(record.op)
-            if self._plan.ops[record.op].reduce == "none":
+            if not self._plan.ops[record.op].reads:
+                self._gates[record.op].append(record)
+            elif self._plan.ops[record.op].reduce == "none":
                 self._waiting.append(record)
             else:
                 self._reduced[record.op] = record
@@ -140,10 +145,21 @@ class RequestCollector:
             CollectedSites(
                 op=name,
                 at=[str(site) for site in op.sites],
-                positions=_matching_positions(op, self._plan, positions, token_ids[:end]),
+                positions=self._positions(index, op, positions, token_ids[:end]),
+                decides=_decides(op),
             )
-            for name, op in zip(self._op_names, self._plan.ops, strict=True)
+            for index, (name, op) in enumerate(zip(self._op_names, self._plan.ops, strict=True))
         ]
+
+    def _positions(self, index: int, op: PlannedOp, positions: Positions, token_ids: Positions) -> list[int]:
+        if op.when is None or op.reads:
+            return _matching_positions(op, self._plan, positions, token_ids)
+        end = len(positions)
+        return [position for position in gated_positions(self._gates[index]) if position < end]
+
+
+def _decides(op: PlannedOp) -> list[str] | None:
+    return None if op.when is None else ["next" if test.is_next else "same" for test in op.when.tests]
 
 
 def _matching_positions(

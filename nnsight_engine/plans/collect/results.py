@@ -48,6 +48,24 @@ class CollectedProbe:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class CollectedScores:
+    """A detector's score at each position."""
+
+    name: str
+    positions: list[int]
+    scores: list[float]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CollectedMarks:
+    """The positions where the condition of an operation of kind ``stop`` or ``flag`` holds."""
+
+    name: str
+    kind: str
+    positions: list[int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class CollectedToken:
     """A token in a lens result: natural log-probability, and for targets its rank (1 = most likely)."""
 
@@ -88,13 +106,23 @@ class CollectedTrace:
     warnings: tuple[str, ...] = ()
 
 
+CollectedResult = (
+    CollectedCapture | CollectedProbe | CollectedLens | CollectedScores | CollectedMarks | CollectedTrace
+)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class CollectedSites:
-    """The points and positions at which one operation took effect."""
+    """The points and positions at which one operation took effect.
+
+    ``decides`` says for which position each test of its condition decides, the ``same`` as it reads or the
+    ``next``; None without a condition.
+    """
 
     op: str
     at: list[str]
     positions: list[int]
+    decides: list[str] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,7 +142,7 @@ class CollectedResults:
         refused_rows: Those of them that do not count, since their draft was refused, or lies behind a stop.
     """
 
-    results: Sequence[CollectedCapture | CollectedProbe | CollectedLens | CollectedTrace]
+    results: Sequence[CollectedResult]
     final: bool = True
     is_code: bool = False
     applied: list[CollectedSites] = dataclasses.field(default_factory=list)

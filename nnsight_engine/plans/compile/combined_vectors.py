@@ -19,7 +19,8 @@ from nnsight_engine.core.dtypes import LARGEST, floats_from_bytes
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.plans.compile.sites import leaf_of, resolve_sites
 from nnsight_engine.plans.compile.tensors import check_directions, check_rows, read_tensor
-from nnsight_engine.plans.request_plan import PlannedSite, TensorData
+from nnsight_engine.plans.request_plan import TensorData
+from nnsight_engine.plans.sites import PlannedSite
 
 MAX_BYTES: Final = 64 * 2**20
 """Bytes in float32 of the vectors that one request combines, after ``[width]`` is repeated for each point."""

@@ -9,14 +9,28 @@ from __future__ import annotations
 
 from typing import Final
 
+import msgspec
+
+from api_schemas.conditions import When
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import excerpt
 from api_schemas.interventions import Operation
-from api_schemas.operations import Ablate, Capture, LogitLens, Patch, Probe, Steer
+from api_schemas.operations import (
+    Ablate,
+    Capture,
+    Detect,
+    Flag,
+    LogitLens,
+    Patch,
+    Probe,
+    Steer,
+    Stop,
+)
 from api_schemas.points import ENCODER_BLOCK, VISION
 from nnsight_engine.core.leaves import EXPERTS, PATTERN, ROUTER, STATE
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.plans.compile.combined_vectors import CombinedVectors
+from nnsight_engine.plans.compile.conditions import ConditionCompiler
 from nnsight_engine.plans.compile.scope import CompileScope
 from nnsight_engine.plans.compile.sites import leaf_of, resolve_lens_sites, resolve_sites
 from nnsight_engine.plans.compile.steering import with_effect
@@ -35,14 +49,8 @@ from nnsight_engine.plans.compile.where_clause import (
     compile_where,
     resolve_positions,
 )
-from nnsight_engine.plans.request_plan import (
-    SAMPLES,
-    OperationKind,
-    PlannedOp,
-    PlannedSite,
-    TensorData,
-    WhereRule,
-)
+from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, TensorData, WhereRule
+from nnsight_engine.plans.sites import SAMPLES, PlannedSite
 from nnsight_engine.plans.where import may_generate
 
 _ENCODER: Final = ENCODER_BLOCK.removesuffix("output")
@@ -65,6 +73,7 @@ class OperationCompiler:
         self._scope = scope
         self._combined = combined
         self._spec: ModelSpec = scope.spec
+        self._conditions = ConditionCompiler(scope.spec, self._keep)
 
     def compile(self, op: Operation, name: str, param: str) -> tuple[PlannedOp, Named]:
         """Return the planned operation and the prompt positions that its rule matches.
@@ -82,6 +91,12 @@ class OperationCompiler:
         else:
             op = self._on_images(op, param)
             named = compile_where(op.where, self._scope, f"{param}.where")
+        planned = self._planned(op, named, name, param)
+        if isinstance(op, Steer | Ablate | Patch) and op.when is not None:
+            planned = self._conditional(planned, op.when, named, f"{param}.when")
+        return planned, named
+
+    def _planned(self, op: Operation, named: Named, name: str, param: str) -> PlannedOp:
         match op:
             case Steer():
                 planned = self._steer(op, named, param)
@@ -95,7 +110,25 @@ class OperationCompiler:
                 planned = self._probe(op, named, name, param)
             case LogitLens():
                 planned = self._lens(op, named, name, param)
-        return planned, named
+            case Detect():
+                own = self._conditions.detector(op.detector, f"{param}.detector")
+                planned = PlannedOp(OperationKind.DETECT, own.sites, named.rule, name, detector=own)
+            case Stop() | Flag():
+                when = self._conditions.condition(op.when, (), named, f"{param}.when")
+                sites = (when.last_site(self._spec),)
+                planned = PlannedOp(OperationKind(op.op), sites, named.rule, name, when=when)
+        return planned
+
+    def _conditional(self, planned: PlannedOp, when: When, named: Named, param: str) -> PlannedOp:
+        """Return an operation that acts under a condition."""
+        if planned.is_in_encoder:
+            raise ApiError(
+                ErrorCode.UNSUPPORTED_COMBINATION,
+                "The vision encoder runs before any position is computed, so no condition decides there.",
+                param,
+            )
+        condition = self._conditions.condition(when, planned.sites, named, param)
+        return msgspec.structs.replace(planned, when=condition)
 
     def _is_in_encoder(self, op: Operation, param: str) -> bool:
         """Return whether an operation acts in the vision encoder."""
@@ -363,7 +396,7 @@ class OperationCompiler:
 
 
 def _points(op: Operation) -> list[str]:
-    if isinstance(op, LogitLens):
+    if isinstance(op, LogitLens | Detect | Stop | Flag):
         return []
     return [op.at] if isinstance(op.at, str) else op.at
 

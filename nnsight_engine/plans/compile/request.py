@@ -26,16 +26,16 @@ from nnsight_engine.plans.compile.sites import leaf_of
 from nnsight_engine.plans.compile.where_clause import Named
 from nnsight_engine.plans.prompt_media import NO_MEDIA, PromptMedia
 from nnsight_engine.plans.request_plan import (
-    LOGITS,
     CompiledRequest,
     OperationKind,
     PlannedOp,
     RequestPlan,
     WhereRule,
 )
+from nnsight_engine.plans.sites import LOGITS
 from nnsight_engine.plans.where import last_position
 
-_READING_OPERATIONS: Final = frozenset({"capture", "probe", "logit_lens"})
+_READING_OPERATIONS: Final = frozenset({"capture", "probe", "logit_lens", "detect", "stop", "flag"})
 _PAIR_BYTES: Final = 8
 """Bytes of a token in a lens result: an id or a rank, and a log-probability, four bytes each."""
 
@@ -99,6 +99,9 @@ def compile_request(  # noqa: PLR0913 - keywords but the first
         planned.append(plan_op)
         # A mean is taken over prompt rows, which would not be computed on a prefix cache hit.
         needs_prompt |= named.num_prompt > 0 and (plan_op.reads or plan_op.kind is OperationKind.MEAN)
+        if plan_op.when is not None:
+            # What a condition decided at a cached position is not known.
+            needs_prompt |= named.num_prompt > 0 or plan_op.when.has_history
         # Generated positions attend to the prompt, whose keys are seen only when they are computed.
         needs_prompt |= plan_op.captures_patterns
         num_bytes += _prompt_bytes(plan_op, named, spec)
@@ -117,6 +120,7 @@ def compile_request(  # noqa: PLR0913 - keywords but the first
         fingerprint=_fingerprint(planned, scope),
         answer=scope.answer if any(op.where.names_part for op in planned) else None,
         images=scope.images_in_encoder() if any(op.is_in_encoder for op in planned) else (),
+        num_positions=scope.num_positions if any(_has_slots(op) for op in planned) else 0,
     )
     return CompiledRequest(plan, compiler.tensors, needs_prompt)
 
@@ -167,8 +171,14 @@ def _prompt_bytes(op: PlannedOp, named: Named, spec: ModelSpec) -> int:
             return num_prompt * len(op.sites) * ITEM_BYTES["float32"]
         case OperationKind.LENS:
             return num_prompt * len(op.sites) * (op.top_k + len(op.targets)) * _PAIR_BYTES
+        case OperationKind.DETECT:
+            return num_prompt * ITEM_BYTES["float32"]
         case _:
-            return 0
+            return num_prompt if op.when is not None else 0
+
+
+def _has_slots(op: PlannedOp) -> bool:
+    return op.when is not None and op.when.has_slots
 
 
 def _key_bytes(ops: Sequence[PlannedOp], prompt_len: int, spec: ModelSpec) -> int:
@@ -198,19 +208,27 @@ def _fingerprint(planned: list[PlannedOp], scope: CompileScope) -> str:
 
     Two requests with the same fingerprint must write the same values at every position up to which
     their tokens agree. So the prompt's length is hashed if a rule has a phase or names a part of the answer,
-    and the prompt itself if a mean makes early positions depend on later ones.
+    or a condition is over the prompt, and the prompt itself if a mean makes early positions depend on later
+    ones.
     """
     writes = tuple(op for op in planned if not op.reads)
     if not writes:
         return ""
     digest = hashlib.sha256(msgspec.msgpack.encode(writes))
-    if any((_has_phase(op.where) and not op.is_in_encoder) or op.where.names_part for op in writes):
+    if any(
+        (_has_phase(op.where) and not op.is_in_encoder) or op.where.names_part or _is_over_prompt(op)
+        for op in writes
+    ):
         digest.update(f"prompt_len:{scope.prompt_len}".encode())
     if any(op.kind is OperationKind.MEAN for op in writes):
         digest.update(b"prompt:")
         digest.update(scope.prompt_ids.tobytes())
         digest.update(scope.media.digest.encode())
     return digest.hexdigest()
+
+
+def _is_over_prompt(op: PlannedOp) -> bool:
+    return op.when is not None and any(test.over == "prompt" for test in op.when.tests)
 
 
 def _has_phase(rule: WhereRule) -> bool:

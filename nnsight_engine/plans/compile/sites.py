@@ -12,7 +12,7 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import excerpt
 from api_schemas.points import MODEL_POINTS, LayerSelection, Point, PointPattern, point_name, resolve_layer
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
-from nnsight_engine.plans.request_plan import PlannedSite
+from nnsight_engine.plans.sites import PlannedSite
 
 _ALL_LAYERS: Final = "all"
 

@@ -9,28 +9,73 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Final
 
 import numpy as np
 import torch
 
+from nnsight_engine.core.detector import Form
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.core.leaves import EXPERTS
 from nnsight_engine.core.tensor_bytes import tensor_from_bytes
+from nnsight_engine.plans.conditions import PlannedDetector, PlannedTest
 from nnsight_engine.plans.records import Failure, StepInfo
-from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, PlannedSite, RequestPlan, TensorData
+from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, RequestPlan, TensorData
+from nnsight_engine.plans.sites import PlannedSite
 from nnsight_engine.plans.step.answer_tracker import AnswerTracker
 from nnsight_engine.plans.step.context import StepContext
 from nnsight_engine.plans.step.host_arena import to_device
 from nnsight_engine.plans.step.patterns import PatternState
-from nnsight_engine.plans.step.stage import SiteKey, site_key
+from nnsight_engine.plans.step.score_slots import SLOT_BYTES, ScoreSlots, Slot, slot_size
+from nnsight_engine.plans.step.scores import PartTensors
+from nnsight_engine.plans.step.stage import WHOLE, SiteKey, site_key
 from nnsight_engine.plans.where import generated_is_constant, last_position
 
 BankKey = tuple[str, str, float]
+
+_AS_WIDE: Final = {
+    Form.LINEAR: ("weights",),
+    Form.MLP: ("hidden_weights",),
+    Form.DISTANCE: ("mean", "scale"),
+}
+"""The tensors of each form of detector that are as wide as the value."""
 
 _ALONG_VECTOR = frozenset({OperationKind.NORM_MATCH, OperationKind.PROJECT})
 _IN_FLOAT32 = _ALONG_VECTOR | {OperationKind.SUBSPACE, OperationKind.PROBE}
 _STACKS = frozenset({OperationKind.PATCH, OperationKind.SUBSPACE})
 """Kinds whose tensor has several rows for one site."""
+
+
+@dataclasses.dataclass(slots=True)
+class ActiveDetector:
+    """A detector of a live request.
+
+    Attributes:
+        planned: The detector.
+        keys: Canonical key of the site of each part.
+        tensors: The tensors of each part on the device, float32.
+    """
+
+    planned: PlannedDetector
+    keys: tuple[SiteKey, ...]
+    tensors: tuple[PartTensors, ...]
+
+
+@dataclasses.dataclass(slots=True)
+class ActiveTest:
+    """A test of a live request.
+
+    Attributes:
+        test: The test.
+        detector: The detector whose scores it compares.
+        slot: Its scores and states by position; None if it needs none.
+        is_started: Whether it was evaluated at the request's first position.
+    """
+
+    test: PlannedTest
+    detector: ActiveDetector
+    slot: Slot | None
+    is_started: bool = False
 
 
 @dataclasses.dataclass(slots=True)
@@ -47,6 +92,8 @@ class ActiveOp:
         constant: Whether it acts on every generated position (True), on none (False), or on
             some (None).
         widths: Width of each site's value.
+        detector: DETECT: its detector.
+        tests: The tests of its condition.
     """
 
     op: PlannedOp
@@ -56,6 +103,8 @@ class ActiveOp:
     units: torch.Tensor | None
     constant: bool | None
     widths: tuple[int, ...]
+    detector: ActiveDetector | None = None
+    tests: tuple[ActiveTest, ...] = ()
 
     def tensor_at(self, site_index: int) -> torch.Tensor:
         """Return the tensor for the op's ``site_index``-th site."""
@@ -101,6 +150,7 @@ class ActiveRequest:
     failed: set[str] = dataclasses.field(default_factory=set)
     answer: AnswerTracker | None = None
     encoded: set[int] = dataclasses.field(default_factory=set)
+    slots: list[Slot] = dataclasses.field(default_factory=list)
 
     def info(self) -> StepInfo:
         """Return the progress so far, for the response's provenance."""
@@ -168,11 +218,13 @@ class Registrar:
 
     Attributes:
         bank: The requests' vectors.
+        slots: Scores and states of their tests.
         failed: Ids of the live requests that have failed.
     """
 
     def __init__(self, context: StepContext) -> None:
         self.bank = VectorBank()
+        self.slots = ScoreSlots(context.device)
         self.failed: set[str] = set()
         self._context = context
 
@@ -182,19 +234,27 @@ class Registrar:
         """Move a plan's tensors to the device and return the active request.
 
         Raises:
-            InterventionError: ``unknown_point`` or ``wrong_width``; no tensor stays acquired.
+            InterventionError: ``unknown_point``, ``wrong_width``, ``unsupported_combination`` or a limit on
+                bytes; no tensor stays acquired.
         """
         contents = {
             key: TensorData(dtype, tuple(shape), data) for key, (dtype, shape, data) in tensors.items()
         }
         bank_keys: list[BankKey] = []
+        slots: list[Slot] = []
+        num_slots = sum(test.has_slot for op in plan.ops if op.when is not None for test in op.when.tests)
         try:
+            self._context.ledger.reserve(
+                request_id, num_slots * SLOT_BYTES * slot_size(max(1, plan.num_positions))
+            )
             ops = [
-                self._activate(op, index, plan.prompt_len, contents, bank_keys)
+                self._activate(op, index, plan, contents, bank_keys, slots)
                 for index, op in enumerate(plan.ops)
             ]
         except BaseException:
             self.bank.release(bank_keys)
+            self._release_slots(slots)
+            self._context.ledger.release(request_id)
             raise
         steady = all(_is_steady(op, plan.prompt_len) for op in ops)
         return ActiveRequest(
@@ -206,22 +266,44 @@ class Registrar:
             charged_position=plan.prompt_len,
             failed=self.failed,
             answer=None if plan.answer is None else AnswerTracker(plan.answer, plan.prompt_len),
+            slots=slots,
         )
 
     def forget(self, request: ActiveRequest) -> None:
         """Release the request's vectors."""
         self.failed.discard(request.request_id)
         self.bank.release(request.bank_keys)
-        request.bank_keys = []
+        self._release_slots(request.slots)
+        request.bank_keys, request.slots = [], []
+
+    def _release_slots(self, slots: list[Slot]) -> None:
+        for slot in slots:
+            self.slots.release(slot)
 
     def _activate(
         self,
         op: PlannedOp,
         index: int,
-        prompt_len: int,
+        plan: RequestPlan,
         contents: dict[str, TensorData],
         bank_keys: list[BankKey],
+        slots: list[Slot],
     ) -> ActiveOp:
+        def detector(planned: PlannedDetector) -> ActiveDetector:
+            if self._context.stage != WHOLE:
+                raise InterventionError(
+                    "unsupported_combination",
+                    "detectors and conditions need a model in one pipeline stage; this server has several",
+                )
+            return self._detector(planned, contents, bank_keys)
+
+        def active_test(test: PlannedTest) -> ActiveTest:
+            slot = None
+            if test.has_slot:
+                slot = self.slots.acquire(plan.num_positions)
+                slots.append(slot)
+            return ActiveTest(test, detector(test.detector), slot)
+
         tensor = None
         widths = tuple(self._width(site) for site in op.sites)
         if op.kind is OperationKind.ZERO:
@@ -240,8 +322,31 @@ class Registrar:
             _check_width(op, tensor, widths)
         units = None if op.units is None else to_device(np.array(op.units, np.int64), self._context.device)
         keys = tuple(site_key(site) for site in op.sites)
-        constant = generated_is_constant(op.where, prompt_len, prompt_len)
-        return ActiveOp(op, index, keys, tensor, units, constant, widths)
+        constant = generated_is_constant(op.where, plan.prompt_len, plan.prompt_len)
+        own = None if op.detector is None else detector(op.detector)
+        tests = () if op.when is None else tuple(active_test(test) for test in op.when.tests)
+        return ActiveOp(op, index, keys, tensor, units, constant, widths, own, tests)
+
+    def _detector(
+        self, planned: PlannedDetector, contents: dict[str, TensorData], bank_keys: list[BankKey]
+    ) -> ActiveDetector:
+        def on_device(name: str) -> torch.Tensor:
+            content = contents[name]
+            host = tensor_from_bytes(content.dtype, content.shape, content.data)
+            key = (name, "detector", 1.0)
+            tensor = self.bank.acquire(key, lambda: to_device(host, self._context.device).to(torch.float32))
+            bank_keys.append(key)
+            return tensor
+
+        tensors = []
+        for part in planned.parts:
+            own = {name: on_device(key) for name, key in part.tensors}
+            width = self._width(part.site)
+            if any(tensor.shape[-1] != width for name, tensor in own.items() if name in _AS_WIDE[part.form]):
+                raise InterventionError("wrong_width", f"{part.site} has width {width}, the detector has not")
+            tensors.append(own)
+        keys = tuple(site_key(site) for site in planned.sites)
+        return ActiveDetector(planned, keys, tuple(tensors))
 
     def _prepare(self, op: PlannedOp, content: TensorData, scale: float) -> torch.Tensor:
         host = tensor_from_bytes(content.dtype, content.shape, content.data)

@@ -16,9 +16,16 @@ import torch
 
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.plans.records import leaf_width, may_overflow, width_classes
-from nnsight_engine.plans.request_plan import SAMPLES, OperationKind
+from nnsight_engine.plans.request_plan import MARKS, OperationKind
+from nnsight_engine.plans.sites import SAMPLES
 from nnsight_engine.plans.step.active import ActiveOp, ActiveRequest
 from nnsight_engine.plans.step.answer_tracker import RowParts
+from nnsight_engine.plans.step.condition_planner import (
+    ConditionPlanner,
+    DetectorRows,
+    Staged,
+    detector_key,
+)
 from nnsight_engine.plans.step.context import StepContext
 from nnsight_engine.plans.step.host_arena import to_device
 from nnsight_engine.plans.step.kernel_factory import (
@@ -52,6 +59,7 @@ class StepBuilder:
     def __init__(self, context: StepContext) -> None:
         self._context = context
         self._patterns = PatternPlanner(context)
+        self._conditions = ConditionPlanner(context)
         self._masks = TokenMasks(context.device)
         self._last: StepPlan | None = None
 
@@ -74,9 +82,10 @@ class StepBuilder:
         plan = StepPlan(by_id, KernelFactory(self._context.device))
         self._last = None
         try:
-            work = [rows for span in spans for rows in self._rows_of(span, plan)]
+            tests: list[DetectorRows] = []
+            work = [rows for span in spans for rows in self._rows_of(span, plan, tests)]
             number_logits_rows(plan, work)
-            self._plan_writes_and_reads(plan, work)
+            self._plan_writes_and_reads(plan, work, tests)
         except BaseException:
             self.give_back(plan, kept=True)
             raise
@@ -118,14 +127,15 @@ class StepBuilder:
             plan.reserved[request.request_id] = reserved
         else:
             work = [item for item in work if not item.active.op.reads]
-        self._plan_writes_and_reads(plan, work)
+        self._plan_writes_and_reads(plan, work, [])
         for group in plan.reads:
             for piece in group.slices:
                 piece.first = start
         request.encoded.add(image)
         return plan
 
-    def _rows_of(self, span: Span, plan: StepPlan) -> list[OperationRows]:
+    def _rows_of(self, span: Span, plan: StepPlan, tests: list[DetectorRows]) -> list[OperationRows]:
+        """Return the rows of a request's operations, and add those of the tests of their conditions."""
         _check_encoded(span)
         if span.request.failure is not None:
             return []
@@ -142,22 +152,15 @@ class StepBuilder:
             if active.op.captures_patterns:
                 # Planned even if no row is captured: the keys of every step must be stored.
                 patterns.append(PatternRows(active, offsets, mask))
-                continue
-            if not len(offsets):
-                continue
-            if active.keys[0] == SAMPLES:
+            elif active.keys[0] == SAMPLES:
                 _plan_samples(plan, span, active, offsets, mask)
-                continue
-            rows = _rows_in_step(span, active, offsets)
-            if rows is None:
-                continue
-            numbers = tuple(stages[key] for key in active.keys)
-            for key in active.keys:
-                stages[key] += 1
-            work.append(OperationRows(span, active, offsets, numbers, rows, mask))
+            else:
+                tests += self._conditions.tests_of(span, active, offsets, stages)
+                work += self._operation_rows(span, active, offsets, mask, stages)
+        for item in work:
             # Rows of drafts are charged once they are accepted: limits are those of the results.
-            num_certain = int(np.searchsorted(offsets, span.num_certain))
-            self._context.count_rows(reserved, active.op, num_certain)
+            num_certain = int(np.searchsorted(item.offsets, span.num_certain))
+            self._context.count_rows(reserved, item.active.op, num_certain)
         new = self._new_reductions(span.request, work)
         is_planned = not patterns or self._patterns.plan(plan, span, patterns)
         once = sum(new.values()) + self._charge_accepted(span)
@@ -168,6 +171,27 @@ class StepBuilder:
         plan.reserved[span.request.request_id] = StepBytes()
         # Its writes go on: others may already share the keys and values of this very step.
         return [item for item in work if not item.active.op.reads]
+
+    def _operation_rows(
+        self,
+        span: Span,
+        active: ActiveOp,
+        offsets: RowArray,
+        mask: torch.Tensor | None,
+        stages: dict[SiteKey, int],
+    ) -> list[OperationRows]:
+        """Return an operation with its rows and stages; none if it has no rows."""
+        rows = _rows_in_step(span, active, offsets) if len(offsets) else None
+        if rows is None:
+            return []
+        gate_stage = 0
+        if active.tests:
+            first = self._conditions.gate_key(active)
+            gate_stage, stages[first] = stages[first], stages[first] + 1
+        numbers = tuple(stages[key] for key in active.keys)
+        for key in active.keys:
+            stages[key] += 1
+        return [OperationRows(span, active, offsets, numbers, rows, mask, gate_stage=gate_stage)]
 
     def _charge_accepted(self, span: Span) -> int:
         """Charge for rows that were drafts when they were computed; return the bytes to reserve for them.
@@ -242,35 +266,43 @@ class StepBuilder:
             and item.active.index not in request.reductions
         }
 
-    def _plan_writes_and_reads(self, plan: StepPlan, work: list[OperationRows]) -> None:
+    def _plan_writes_and_reads(
+        self, plan: StepPlan, work: list[OperationRows], tests: list[DetectorRows]
+    ) -> None:
+        staged: Staged = defaultdict(list)
+        self._conditions.plan_conditions(plan, tests, work, staged)
+        read_groups: dict[GroupKey, list[OperationRows]] = defaultdict(list)
+        for item in work:
+            # Of an operation that only marks, its gate is all that is read.
+            if item.active.op.reads and item.active.op.kind not in MARKS:
+                read_groups[_read_key(item)].append(item)
+        self._plan_writes(plan, [item for item in work if not item.active.op.reads], staged)
+        for items in read_groups.values():
+            if items[0].active.detector is not None:
+                self._conditions.plan_scores(plan, items, staged)
+            else:
+                self._plan_read(plan, items, staged)
+        for key, entries in staged.items():
+            entries.sort(key=lambda entry: entry[0])
+            plan.groups[key] = [group for _, group in entries]
+
+    def _plan_writes(self, plan: StepPlan, work: list[OperationRows], staged: Staged) -> None:
         slots: dict[SiteKey, dict[tuple[int, GroupKey], list[KernelMember]]] = defaultdict(
             lambda: defaultdict(list)
         )
-        read_groups: dict[GroupKey, list[OperationRows]] = defaultdict(list)
         for item in work:
-            if item.active.op.reads:
-                read_groups[_read_key(item)].append(item)
-                continue
             for site_index, key in enumerate(item.active.keys):
                 if not self._context.stage.has(key):
                     continue
                 member = _write_member(item, site_index, key)
                 if len(member.rows):
                     slots[key][item.stages[site_index], group_key(member)].append(member)
-        staged: dict[SiteKey, list[tuple[int, KernelGroup]]] = defaultdict(list)
         for key, groups in slots.items():
             for (stage, _), members in groups.items():
                 rebuild = _write_rebuild(plan.factory)
                 staged[key].append((stage, KernelGroup(plan.factory.build(members), members, rebuild)))
-        for items in read_groups.values():
-            self._plan_read(plan, items, staged)
-        for key, entries in staged.items():
-            entries.sort(key=lambda entry: entry[0])
-            plan.groups[key] = [group for _, group in entries]
 
-    def _plan_read(
-        self, plan: StepPlan, items: list[OperationRows], staged: dict[SiteKey, list[tuple[int, KernelGroup]]]
-    ) -> None:
+    def _plan_read(self, plan: StepPlan, items: list[OperationRows], staged: Staged) -> None:
         op, stage = items[0].active.op, self._context.stage
         if not (stage.is_last or any(map(stage.has, items[0].active.keys))):
             return
@@ -383,6 +415,8 @@ def _read_key(item: OperationRows) -> GroupKey:
         return (*form, op.top_k, op.targets)
     if op.kind is OperationKind.PROBE:
         return form
+    if item.active.detector is not None:
+        return (*form, *detector_key(item.active.detector))
     # A run stores every step of an unreduced read and a single row of a reduced one.
     return (*form, op.dtype, op.reduce)
 
@@ -390,7 +424,7 @@ def _read_key(item: OperationRows) -> GroupKey:
 def _write_member(item: OperationRows, site_index: int, key: SiteKey) -> KernelMember:
     op = item.active.op
     member = KernelMember(item.span.request, item.active, site_index, item.rows_at(key))
-    member.mask = item.mask_at(key)
+    member.mask, member.gate = item.mask_at(key), item.gate_at(key)
     if op.kind is OperationKind.PATCH:
         absolute = item.offsets_at(key) + item.span.start
         positions = np.asarray(op.where.positions, np.int64)

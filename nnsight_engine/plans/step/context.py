@@ -9,7 +9,8 @@ import torch
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.tensor_bytes import DTYPES
 from nnsight_engine.plans.records import leaf_width
-from nnsight_engine.plans.request_plan import LOGITS, OperationKind, PlannedOp
+from nnsight_engine.plans.request_plan import OperationKind, PlannedOp
+from nnsight_engine.plans.sites import LOGITS
 from nnsight_engine.plans.step.ledger import ByteLedger, StepBytes
 from nnsight_engine.plans.step.patterns import FormOf
 from nnsight_engine.plans.step.stage import WHOLE, Stage
@@ -72,5 +73,7 @@ class StepContext:
                 rows = num_rows * len(op.sites)
                 reserved.scratch += rows * self.spec.hidden_size * self.dtype.itemsize
                 reserved.kept += rows * 8 * (op.top_k + len(op.targets))
+            case OperationKind.DETECT:
+                reserved.kept += num_rows * torch.float32.itemsize
             case _:
-                pass
+                reserved.kept += num_rows * (op.when is not None)

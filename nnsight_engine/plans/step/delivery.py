@@ -28,6 +28,7 @@ from nnsight_engine.plans.records import (
     StepResults,
     reduced_rows,
 )
+from nnsight_engine.plans.request_plan import OperationKind
 from nnsight_engine.plans.step.active import ActiveRequest
 from nnsight_engine.plans.step.host_arena import HostCopy
 from nnsight_engine.plans.step.plan import PatternRead, PlannedSample, ReadSlice
@@ -126,12 +127,14 @@ class StepDelivery:
             for request_id, rows in drafted.items()
         }
         records: dict[str, list[StepRecord]] = defaultdict(list)
+        stopped: list[str] = []
         failures = {key: one.failure for key, one in self.participants.items() if one.failure is not None}
         with self.copy.arrived():
             masks = [host_view(mask).astype(np.bool_) for mask in self.masks]
             for read in self.reads:
                 try:
                     self._read(read, None if read.mask is None else masks[read.mask], num_kept, records)
+                    stopped += _stopped(read.slices, read.parts)
                 except Exception as error:
                     logger.exception("a group of reads could not be delivered")
                     for piece in read.slices:
@@ -158,7 +161,7 @@ class StepDelivery:
             records.pop(request_id, None)
         self._share_time(time.monotonic() - begin)
         infos = {request_id: one.info for request_id, one in self.participants.items()}
-        return StepResults(dict(records), infos, failures, drafted=drafted)
+        return StepResults(dict(records), infos, failures, stopped=stopped, drafted=drafted)
 
     def _read(
         self,
@@ -170,14 +173,18 @@ class StepDelivery:
         views = [host_view(part) for part in read.parts]
         for piece in read.slices:
             request_id = piece.request.request_id
-            own = [view[piece.start : piece.stop] for view in views]
+            new = slice(piece.start + piece.num_delivered, piece.stop)
+            offsets = piece.offsets[piece.num_delivered :]
+            if not len(offsets):
+                continue
+            own = [view[new] for view in views]
             first = self.participants[request_id].start if piece.first is None else piece.first
-            positions = piece.offsets + first
+            positions = offsets + first
             # Rows that are reduced here cannot be taken out again.
             reduce = "none" if request_id in num_kept else piece.active.op.reduce
-            named = None if mask is None else mask[piece.start : piece.stop]
+            named = None if mask is None else mask[new]
             if request_id in num_kept:
-                is_kept = piece.offsets < num_kept[request_id]
+                is_kept = offsets < num_kept[request_id]
                 named = is_kept if named is None else named & is_kept
             if named is not None:
                 rows = np.flatnonzero(named)[-1:] if reduce == "last" else np.flatnonzero(named)
@@ -227,14 +234,18 @@ class RunDelivery:
 
     def _results(self, sampled: SampledIds, order: dict[str, int]) -> StepResults:
         begin = time.monotonic()
+        stopped: list[str] = []
         with self.copy.arrived():
             parts = [[host_view(part).tobytes() for part in group] for group in self.reads]
+            for group, own in zip(self.run.plan.reads, self.reads, strict=True):
+                stopped += _stopped(group.slices, own)
         for request_ids in self.samples:
             ids = [sampled[order[request_id]][0] for request_id in request_ids] if sampled else []
             parts.append([np.asarray(ids, np.int64).tobytes()])
         self.run.note_delivery(time.monotonic() - begin)
         point_s = self.point_s + self.run.delivery_point_s
-        return StepResults({}, {}, {}, RunStep(self.num_steps, point_s, parts, self.opening))
+        step = RunStep(self.num_steps, point_s, parts, self.opening)
+        return StepResults({}, {}, {}, step, stopped=stopped)
 
 
 @dataclasses.dataclass(slots=True)
@@ -254,6 +265,15 @@ class RefusedDelivery:
         results = StepResults({}, {}, {}) if self.others is None else self.others.results(sampled, order)
         results.failures.update(self.failures)
         return results
+
+
+def _stopped(slices: Sequence[ReadSlice], parts: Sequence[torch.Tensor]) -> list[str]:
+    """Return the requests of a group of reads that an operation of kind ``stop`` ends."""
+    return [
+        piece.request.request_id
+        for piece in slices
+        if piece.active.op.kind is OperationKind.STOP and bool(parts[0][piece.start : piece.stop].any())
+    ]
 
 
 def _undelivered(error: Exception) -> Failure:

@@ -17,8 +17,9 @@ import numpy.typing as npt
 import torch
 
 from nnsight_engine.plans.request_plan import OperationKind
+from nnsight_engine.plans.sites import PlannedSite
 from nnsight_engine.plans.step import reads, writes
-from nnsight_engine.plans.step.active import ActiveOp, ActiveRequest
+from nnsight_engine.plans.step.active import ActiveDetector, ActiveOp, ActiveRequest
 from nnsight_engine.plans.step.host_arena import to_device
 
 RowArray = npt.NDArray[np.int64]
@@ -37,6 +38,9 @@ class KernelMember:
         patch_rows: PATCH: row of the values for each of ``rows``.
         source_rows: MEAN: rows to average, or None if this step does not have all of them.
         mask: Which of the rows are written, on the device; None for all.
+        gate: The same where a condition decides, once it has been evaluated: a buffer of the step, and the
+            rows' places in it. It includes the mask.
+        detector: The detector that is read at the site, if it is not the operation itself that acts there.
     """
 
     request: ActiveRequest
@@ -46,11 +50,24 @@ class KernelMember:
     patch_rows: RowArray | None = None
     source_rows: RowArray | None = None
     mask: torch.Tensor | None = None
+    gate: tuple[torch.Tensor, RowArray] | None = None
+    detector: ActiveDetector | None = None
+
+    @property
+    def site(self) -> PlannedSite:
+        """The site."""
+        sites = self.active.op.sites if self.detector is None else self.detector.planned.sites
+        return sites[self.site_index]
+
+    @property
+    def writes(self) -> bool:
+        """Whether the value at the site may change."""
+        return self.detector is None and not self.active.op.reads
 
 
 def group_key(member: KernelMember) -> GroupKey:
     """Return the key shared by writing members that one kernel can serve."""
-    return (member.mask is not None, *_form(member))
+    return (member.mask is not None, member.gate is not None, *_form(member))
 
 
 def _form(member: KernelMember) -> GroupKey:
@@ -92,6 +109,10 @@ class KernelFactory:
     def build(self, members: list[KernelMember]) -> writes.Kernel:
         """Return one kernel for writing members that share a group key."""
         kernel = self._builders[members[0].active.op.kind](members)
+        gates = [member.gate for member in members if member.gate is not None]
+        if gates:
+            places = to_device(np.concatenate([own for _, own in gates]), self._device)
+            return writes.Gated(kernel, self.row_index(members), gates[0][0], places)
         masks = [member.mask for member in members if member.mask is not None]
         return writes.Masked(kernel, self.row_index(members), torch.cat(masks)) if masks else kernel
 

@@ -8,7 +8,8 @@ from collections import defaultdict
 import numpy as np
 import torch
 
-from nnsight_engine.plans.request_plan import LOGITS, OperationKind
+from nnsight_engine.plans.request_plan import OperationKind
+from nnsight_engine.plans.sites import LOGITS
 from nnsight_engine.plans.step.active import ActiveOp
 from nnsight_engine.plans.step.answer_tracker import RowParts
 from nnsight_engine.plans.step.host_arena import to_device
@@ -33,6 +34,9 @@ class OperationRows:
         logits_rows: Those rows that need logits, as indices into the plan's ``logits_rows``.
         logits_offsets: Offsets in the span of ``logits_rows``.
         logits_mask: Their mask.
+        gate_stage: Stage of the evaluation of its condition at its first site.
+        gate: The gates of the step, of which it has one for each of ``rows``; None without a condition.
+        gate_start: Its first one.
     """
 
     span: Span
@@ -44,6 +48,9 @@ class OperationRows:
     logits_rows: RowArray = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
     logits_offsets: RowArray = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
     logits_mask: torch.Tensor | None = None
+    gate_stage: int = 0
+    gate: torch.Tensor | None = None
+    gate_start: int = 0
 
     def rows_at(self, key: SiteKey) -> RowArray:
         """Return row indices into the site's tensor; at ``logits`` they index the plan's ``logits_rows``."""
@@ -52,6 +59,12 @@ class OperationRows:
     def offsets_at(self, key: SiteKey) -> RowArray:
         """Return the offsets in the span that belong to ``rows_at``."""
         return self.logits_offsets if key == LOGITS else self.offsets
+
+    def gate_at(self, key: SiteKey) -> tuple[torch.Tensor, RowArray] | None:
+        """Return the gates of the step, and the places of ``rows_at`` in them; None without a condition."""
+        if self.gate is None:
+            return None
+        return self.gate, self.gate_start + np.searchsorted(self.offsets, self.offsets_at(key))
 
     def mask_at(self, key: SiteKey) -> torch.Tensor | None:
         """Return the mask of ``rows_at``."""

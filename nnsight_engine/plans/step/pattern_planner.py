@@ -14,7 +14,7 @@ import torch
 
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.core.leaves import PATTERN
-from nnsight_engine.plans.request_plan import PlannedSite
+from nnsight_engine.plans.sites import PlannedSite
 from nnsight_engine.plans.step.active import ActiveOp
 from nnsight_engine.plans.step.context import StepContext
 from nnsight_engine.plans.step.host_arena import to_device

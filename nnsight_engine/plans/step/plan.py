@@ -13,14 +13,14 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from nnsight_engine.core.errors import InterventionError
-from nnsight_engine.plans.request_plan import PlannedSite
+from nnsight_engine.plans.sites import PlannedSite
 from nnsight_engine.plans.step.active import ActiveOp, ActiveRequest
 from nnsight_engine.plans.step.host_arena import HostCopy
 from nnsight_engine.plans.step.kernel_factory import KernelFactory, KernelMember
@@ -106,11 +106,12 @@ class KernelGroup:
 
     @staticmethod
     def _fail(member: KernelMember, error: Exception) -> None:
-        site = member.active.op.sites[member.site_index]
         if isinstance(error, InterventionError):
             member.request.fail(error.code, error.message)
         else:
-            member.request.fail("intervention_failed", f"{member.active.op.kind} at {site} failed: {error}")
+            member.request.fail(
+                "intervention_failed", f"{member.active.op.kind} at {member.site} failed: {error}"
+            )
 
 
 @dataclasses.dataclass(slots=True)
@@ -118,7 +119,8 @@ class ReadSlice:
     """One request's rows in a read group's buffers, from ``start`` to ``stop``.
 
     ``offsets`` are the offsets of the rows in the request's span. ``first`` is the number of that span's
-    first row, if these are rows of an image in the vision encoder, which are read before any drafts.
+    first row, if these are rows of an image in the vision encoder, which are read before any drafts. The
+    first ``num_delivered`` rows were delivered by an earlier step.
     """
 
     request: ActiveRequest
@@ -127,6 +129,14 @@ class ReadSlice:
     stop: int
     offsets: npt.NDArray[np.int64]
     first: int | None = None
+    num_delivered: int = 0
+
+
+class Moving(Protocol):
+    """A kernel that depends on positions, which grow by one from step to step of a run."""
+
+    def advance(self) -> None:
+        """Move to the next position."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -182,6 +192,7 @@ class StepPlan:
         reads: Buffers to collect.
         patterns: Attention patterns to collect.
         samples: Captures of sampled ids.
+        moving: Kernels that depend on positions.
         masks: Which rows are named by operations whose rules the device decides, see ``token_masks``.
         logits_rows: Batch rows whose logits the ``logits`` site needs, ascending.
         logits_from: Source of those logits, once known.
@@ -203,6 +214,7 @@ class StepPlan:
     patterns: list[PatternRead] = dataclasses.field(default_factory=list)
     samples: list[PlannedSample] = dataclasses.field(default_factory=list)
     masks: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    moving: list[Moving] = dataclasses.field(default_factory=list)
     logits_rows: npt.NDArray[np.int64] = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
     logits_from: LogitsRows | None = None
     writes_logits: bool = False
@@ -255,7 +267,7 @@ class StepPlan:
     def writes_at(self, key: SiteKey) -> bool:
         """Return whether any operation changes the site's value."""
         groups = self.groups.get(key, [])
-        return any(not member.active.op.reads for group in groups for member in group.members)
+        return any(member.writes for group in groups for member in group.members)
 
     @contextlib.contextmanager
     def containing(self, key: SiteKey) -> Iterator[None]:
@@ -275,11 +287,10 @@ class StepPlan:
                 continue
             for group in groups:
                 for member in group.members:
-                    site = member.active.op.sites[member.site_index]
                     member.request.fail(
                         "intervention_failed",
-                        f"the forward pass never reached {site}, so nothing was applied there; this is a "
-                        "defect of the server, please report it with the model's name",
+                        f"the forward pass never reached {member.site}, so nothing was applied there; this "
+                        "is a defect of the server, please report it with the model's name",
                     )
 
     def record_uncompiled(self) -> None:
@@ -304,6 +315,8 @@ class StepPlan:
     def reset(self) -> None:
         """Reset the plan for the next step, whose rows are the same."""
         self.ran.clear()
+        for kernel in self.moving:
+            kernel.advance()
         if self.copy is not None:
             self.copy.precede_writes()
             self.copy = None

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Final
 
 from nnsight_engine.core.tap_choice import tap_of
-from nnsight_engine.plans.request_plan import PlannedSite
+from nnsight_engine.plans.sites import PlannedSite
 
 SiteKey = int | PlannedSite
 """The number of a tap (0 before the first layer, i + 1 after layer i), or any other site as it is."""

@@ -174,6 +174,22 @@ class Set:
         store(self.rows, self.values, self.units, hidden, residual)
 
 
+def run_masked(
+    kernel: Kernel,
+    rows: torch.Tensor,
+    mask: torch.Tensor,
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
+) -> None:
+    """Run a kernel on its rows where ``mask``, ``[rows]``, is True; the others keep their bits."""
+    tensors = [hidden] if residual is None else [hidden, residual]
+    before = [tensor.index_select(0, rows) for tensor in tensors]
+    kernel.run(hidden, residual)
+    for tensor, old in zip(tensors, before, strict=True):
+        own = mask.view(-1, *[1] * (tensor.ndim - 1))
+        tensor.index_copy_(0, rows, torch.where(own, tensor.index_select(0, rows), old))
+
+
 @dataclasses.dataclass(slots=True)
 class Masked:
     """Another kernel, on its rows where ``mask``, ``[rows]``, is True; the others keep their bits."""
@@ -184,12 +200,24 @@ class Masked:
 
     def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Run the kernel, and restore the other rows."""
-        tensors = [hidden] if residual is None else [hidden, residual]
-        before = [tensor.index_select(0, self.rows) for tensor in tensors]
-        self.kernel.run(hidden, residual)
-        for tensor, old in zip(tensors, before, strict=True):
-            mask = self.mask.view(-1, *[1] * (tensor.ndim - 1))
-            tensor.index_copy_(0, self.rows, torch.where(mask, tensor.index_select(0, self.rows), old))
+        run_masked(self.kernel, self.rows, self.mask, hidden, residual)
+
+
+@dataclasses.dataclass(slots=True)
+class Gated:
+    """Another kernel, on its rows whose gate is open when it runs.
+
+    ``gates`` are those of the step, and ``places``, ``[rows]``, the rows' places among them.
+    """
+
+    kernel: Kernel
+    rows: torch.Tensor
+    gates: torch.Tensor
+    places: torch.Tensor
+
+    def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Run the kernel, and restore the other rows."""
+        run_masked(self.kernel, self.rows, self.gates.index_select(0, self.places), hidden, residual)
 
 
 @dataclasses.dataclass(slots=True)

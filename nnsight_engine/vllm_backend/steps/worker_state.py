@@ -21,7 +21,7 @@ from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.tensor_bytes import DTYPES
 from nnsight_engine.plans.records import Failure
-from nnsight_engine.plans.request_plan import LOGITS, PlannedSite
+from nnsight_engine.plans.sites import LOGITS, PlannedSite
 from nnsight_engine.plans.step.active import ActiveRequest, Registrar
 from nnsight_engine.plans.step.builder import StepBuilder
 from nnsight_engine.plans.step.collection import StepCollection, run_delivery, step_delivery

@@ -15,11 +15,14 @@ from typing import Final
 import torch
 
 from nnsight_engine.core.errors import InterventionError
+from nnsight_engine.plans.collect.assembly import OperationResult
 from nnsight_engine.plans.collect.results import (
     CollectedCapture,
     CollectedLens,
+    CollectedMarks,
     CollectedProbe,
     CollectedResults,
+    CollectedScores,
     CollectedSites,
     CollectedTrace,
 )
@@ -29,7 +32,7 @@ from tests.e2e.fuzz.nearness import reduced, rows_faults, target_faults, top_fau
 from tests.e2e.fuzz.world import Json
 from tests.e2e.harness import as_tensor
 
-Result = CollectedCapture | CollectedProbe | CollectedLens
+Result = OperationResult
 PromptLogprobs = list[dict[int, float]]
 """By prompt position, the log-probabilities of the token there and of the likeliest; the first has none."""
 
@@ -194,7 +197,7 @@ class _Comparison:
         token_ids: list[int],
     ) -> list[str]:
         wanted = self._positions(index, op, prompt_len)
-        if isinstance(result, CollectedTrace):
+        if isinstance(result, CollectedTrace | CollectedScores | CollectedMarks):
             return ["it is a trace's"]
         if not wanted:
             return (

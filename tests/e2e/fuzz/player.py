@@ -11,6 +11,7 @@ from vllm.sampling_params import RequestOutputKind
 from api_schemas.errors import ApiError
 from nnsight_engine.core.dtypes import ITEM_BYTES
 from nnsight_engine.core.errors import InterventionError
+from nnsight_engine.plans.collect.assembly import OperationResult
 from nnsight_engine.plans.collect.collector import RequestCollector
 from nnsight_engine.plans.collect.results import (
     CollectedCapture,
@@ -31,7 +32,7 @@ from tests.e2e.fuzz.world import Json
 from tests.e2e.harness import Ask, Engine, Pending
 
 _MAX_STEPS: Final = 20_000
-Result = CollectedCapture | CollectedProbe | CollectedLens
+Result = OperationResult
 
 
 @dataclasses.dataclass(slots=True)

@@ -24,10 +24,10 @@ from nnsight_engine.plans.request_plan import (
     CompiledRequest,
     OperationKind,
     PlannedImage,
-    PlannedSite,
     RequestPlan,
     WhereRule,
 )
+from nnsight_engine.plans.sites import PlannedSite
 from tests.unit.plans.captured_bytes import captured_bytes
 
 VALUES = ("steer", "ablate", "patch", "capture", "probe")

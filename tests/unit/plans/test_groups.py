@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from nnsight_engine.core.errors import InterventionError
-from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, PlannedSite, RequestPlan
+from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, RequestPlan
+from nnsight_engine.plans.sites import PlannedSite
 from nnsight_engine.plans.step.active import ActiveOp, ActiveRequest
 from nnsight_engine.plans.step.kernel_factory import KernelFactory, KernelMember
 from nnsight_engine.plans.step.plan import KernelGroup, StepPlan

@@ -17,7 +17,8 @@ from nnsight_engine.plans.collect.outbox import PendingResults
 from nnsight_engine.plans.collect.results import CollectedCapture
 from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.records import Payload
-from nnsight_engine.plans.request_plan import CompiledRequest, PlannedSite
+from nnsight_engine.plans.request_plan import CompiledRequest
+from nnsight_engine.plans.sites import PlannedSite
 from nnsight_engine.plans.step.active import ActiveRequest, Registrar
 from nnsight_engine.plans.step.builder import StepBuilder
 from nnsight_engine.plans.step.collection import StepCollection, step_delivery

@@ -6,7 +6,8 @@ import numpy as np
 
 from nnsight_engine.plans.collect.outbox import PendingResults
 from nnsight_engine.plans.records import Payload, StepInfo, StepRecord
-from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, PlannedSite, RequestPlan
+from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, RequestPlan
+from nnsight_engine.plans.sites import PlannedSite
 
 SITE = PlannedSite("output", 3)
 

@@ -1,0 +1,206 @@
+"""Conditions of operations: tests on scores of positions, joined by ``all``, ``any`` and ``not``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag, model_validator
+from pydantic_core import PydanticCustomError
+
+from api_schemas.detectors import DetectorName, DetectorUsed
+from api_schemas.errors import ErrorCode
+from api_schemas.fields import Integer, Items, Number, PointText, Strict
+from api_schemas.tensors import TensorInput
+
+MAX_TESTS: Final = 16
+"""Maximum number of tests of a condition."""
+MAX_WINDOW: Final = 64
+"""Maximum number of positions of a window."""
+_MAX_DEPTH: Final = 8
+
+_JOINS: Final = ("all", "any", "not")
+
+
+class NamedDetector(DetectorName):
+    """A stored detector that a name resolved to; made by the server only."""
+
+    _used: DetectorUsed | None = PrivateAttr(default=None)
+    _content: Any = PrivateAttr(default=None)
+
+    @classmethod
+    def of(cls, used: DetectorUsed, content: object) -> NamedDetector:
+        """Wrap a ``core.detector.Detector``, without checks."""
+        found = cls.model_construct(name=used.name, id=used.id)
+        found._used, found._content = used, content  # noqa: SLF001 - our own
+        return found
+
+    @property
+    def used(self) -> DetectorUsed | None:
+        """The detector that the name was resolved to."""
+        return self._used
+
+    @property
+    def content(self) -> Any:
+        """The ``core.detector.Detector``."""
+        return self._content
+
+
+class InlineProbe(Strict):
+    """A score given as numbers: the value's dot product with the weights, plus a bias."""
+
+    at: PointText = Field(description="A point such as layers.3.output.")
+    weights: TensorInput = Field(description="[width].")
+    bias: Number = 0.0
+
+
+class Test(Strict):
+    """A test of a detector's scores, or of a probe's.
+
+    It begins to hold where the reduced score is above ``above`` (or below ``below``), and holds until it no
+    longer is, by a margin of ``hysteresis``.
+    """
+
+    __test__ = False
+
+    detector: DetectorName | NamedDetector | None = Field(
+        default=None, description="A stored detector's name, such as refusal@2."
+    )
+    probe: InlineProbe | None = Field(default=None, description="Instead of a detector: weights and a bias.")
+    above: Number | None = Field(
+        default=None, description="It holds for scores above it; by default the detector's threshold."
+    )
+    below: Number | None = Field(
+        default=None, description="Instead of `above`: it holds for scores below it."
+    )
+    over: Literal["position", "prompt", "window"] = Field(
+        default="position",
+        description="The scores that are reduced: of the position, of the prompt up to it, of the last ones.",
+    )
+    of: Annotated[Integer, Field(ge=1, le=MAX_WINDOW)] | None = Field(
+        default=None, description="Number of positions of a window."
+    )
+    reduce: Literal["max", "mean"] = Field(
+        default="max", description="With `below`, `max` is the smallest score."
+    )
+    until: Literal["clears", "end"] = Field(
+        default="clears", description="Whether it may cease to hold, or holds to the end."
+    )
+    hysteresis: Annotated[Number, Field(ge=0)] = Field(
+        default=0.0, description="How far the score must come back for the test to cease."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.detector is None) == (self.probe is None):
+            raise _error("a test has either `detector` or `probe`", "detector")
+        if self.above is not None and self.below is not None:
+            raise _error("a test has either `above` or `below`", "above")
+        if self.probe is not None and self.above is None and self.below is None:
+            raise _error("a test of a `probe` needs `above` or `below`", "above")
+        if (self.over == "window") != (self.of is not None):
+            raise _error("`of`, a number of positions, belongs to `over` window", "of")
+        if self.until == "end" and self.hysteresis:
+            raise _error("`hysteresis` has no effect with `until` end", "hysteresis")
+        return self
+
+
+class AllOf(Strict):
+    """Holds where all conditions hold."""
+
+    all: Items[When] = Field(min_length=1, max_length=MAX_TESTS)
+
+
+class AnyOf(Strict):
+    """Holds where at least one condition holds."""
+
+    any: Items[When] = Field(min_length=1, max_length=MAX_TESTS)
+
+
+class Not(Strict):
+    """Holds where the condition does not."""
+
+    not_: When = Field(alias="not")
+
+
+def _kind(value: Any) -> str:
+    for join, kind in (("all", AllOf), ("any", AnyOf), ("not", Not)):
+        if isinstance(value, kind) or (isinstance(value, dict) and join in value):
+            return join
+    return "test"
+
+
+When = Annotated[
+    Annotated[Test, Tag("test")]
+    | Annotated[AllOf, Tag("all")]
+    | Annotated[AnyOf, Tag("any")]
+    | Annotated[Not, Tag("not")],
+    Discriminator(_kind),
+]
+"""A condition."""
+
+
+def _check_size(value: Any) -> Any:
+    """Reject a condition that is nested too deep or has too many tests, before it is parsed."""
+    level, num_tests, depth = [value], 0, 0
+    while level:
+        depth += 1
+        inner: list[Any] = []
+        for one in level:
+            given = one if isinstance(one, dict) else {}
+            join = next((name for name in _JOINS if name in given), None)
+            num_tests += join is None
+            below = given.get(join) if join is not None else None
+            inner += below if isinstance(below, list) else [below] if join == "not" else []
+            if num_tests + len(inner) > MAX_TESTS * _MAX_DEPTH:
+                break
+        level = inner
+        if depth > _MAX_DEPTH or num_tests > MAX_TESTS:
+            raise _error(
+                f"a condition has at most {MAX_TESTS} tests and is nested at most {_MAX_DEPTH} deep", ""
+            )
+    return value
+
+
+Condition = Annotated[When, BeforeValidator(_check_size)]
+"""A condition as a field of an operation."""
+
+for _model in (AllOf, AnyOf, Not):
+    _model.model_rebuild()
+
+
+def inner_tests(when: When, path: str = "when") -> dict[str, Test]:
+    """Return the tests of a condition by their paths, such as ``when.all.1``, from left to right."""
+    match when:
+        case AllOf():
+            inner = {f"{path}.all.{index}": one for index, one in enumerate(when.all)}
+        case AnyOf():
+            inner = {f"{path}.any.{index}": one for index, one in enumerate(when.any)}
+        case Not():
+            inner = {f"{path}.not": when.not_}
+        case _:
+            return {path: when}
+    return {place: test for below, one in inner.items() for place, test in inner_tests(one, below).items()}
+
+
+def with_tests(when: When, tests: Iterator[Test]) -> When:
+    """Return a condition with other tests in the place of its own, from left to right."""
+    match when:
+        case AllOf():
+            return when.model_copy(update={"all": [with_tests(one, tests) for one in when.all]})
+        case AnyOf():
+            return when.model_copy(update={"any": [with_tests(one, tests) for one in when.any]})
+        case Not():
+            return when.model_copy(update={"not_": with_tests(when.not_, tests)})
+    return next(tests)
+
+
+def points_of(name: DetectorName | None) -> list[str]:
+    """Return the points that a detector reads, once its name is resolved."""
+    return [part.point for part in name.content.parts] if isinstance(name, NamedDetector) else []
+
+
+def _error(message: str, field: str) -> PydanticCustomError:
+    return PydanticCustomError(
+        ErrorCode.INVALID_VALUE.value, "{message}", {"message": message, "field": field}
+    )

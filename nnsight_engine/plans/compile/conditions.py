@@ -1,0 +1,208 @@
+"""Compiles detectors and conditions of a request into plain data.
+
+A test decides for the same position if the forward pass reaches its last point before the first point of its
+operation. Otherwise it decides for the next position, which rows of a prompt cannot wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+
+from api_schemas.conditions import AllOf, AnyOf, InlineProbe, NamedDetector, Not, Test, When
+from api_schemas.detectors import DetectorName
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.excerpt import clip
+from api_schemas.points import VISION
+from nnsight_engine.core.detector import Detector, Form
+from nnsight_engine.core.dtypes import LARGEST
+from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.plans.compile.sites import leaf_of, resolve_sites
+from nnsight_engine.plans.compile.tensors import check_rows, read_tensor
+from nnsight_engine.plans.compile.where_clause import Named
+from nnsight_engine.plans.conditions import (
+    AND,
+    NOT,
+    OR,
+    PlannedCondition,
+    PlannedDetector,
+    PlannedPart,
+    PlannedTest,
+)
+from nnsight_engine.plans.request_plan import TensorData
+from nnsight_engine.plans.sites import LOGITS, PlannedSite, forward_order
+
+_PROBE: Final = "probe"
+
+
+class ConditionCompiler:
+    """Compiles the detectors and conditions of one request.
+
+    Args:
+        spec: The model's description.
+        keep: Stores a tensor, and returns its key.
+    """
+
+    def __init__(self, spec: ModelSpec, keep: Callable[[TensorData], str]) -> None:
+        self._spec = spec
+        self._keep = keep
+
+    def detector(self, name: DetectorName, param: str) -> PlannedDetector:
+        """Return a named detector.
+
+        Raises:
+            ApiError: ``unknown_detector``, ``unknown_point`` or ``unsupported_at_point``.
+        """
+        return self._detector(_content(name, param), param)
+
+    def condition(
+        self, when: When, sites: tuple[PlannedSite, ...], named: Named, param: str
+    ) -> PlannedCondition:
+        """Return the condition of an operation.
+
+        Args:
+            when: The condition.
+            sites: The sites where the operation acts; none if it acts behind the forward pass.
+            named: The operation's rule.
+            param: Path of the condition in the request, for errors.
+
+        Raises:
+            ApiError: ``unsupported_combination``: a test reads too late for rows of a prompt. As
+                ``detector``; ``wrong_width``, ``not_finite`` or ``invalid_value``.
+        """
+        tests: list[PlannedTest] = []
+        program: list[int | str] = []
+
+        def add(one: When, path: str) -> None:
+            match one:
+                case AllOf():
+                    join(one.all, AND, f"{path}.all")
+                case AnyOf():
+                    join(one.any, OR, f"{path}.any")
+                case Not():
+                    add(one.not_, f"{path}.not")
+                    program.append(NOT)
+                case _:
+                    program.append(len(tests))
+                    tests.append(self._test(one, sites, named, path))
+
+        def join(several: list[When], word: str, path: str) -> None:
+            for index, one in enumerate(several):
+                add(one, f"{path}.{index}")
+                if index:
+                    program.append(word)
+
+        add(when, param)
+        return PlannedCondition(tuple(tests), tuple(program))
+
+    def _test(self, test: Test, sites: tuple[PlannedSite, ...], named: Named, param: str) -> PlannedTest:
+        threshold = test.above if test.below is None else test.below
+        if test.probe is not None:
+            detector = self._probe(test.probe, f"{param}.{_PROBE}")
+        else:
+            content = _content(test.detector, f"{param}.detector")
+            detector = self._detector(content, f"{param}.detector")
+            if threshold is None and content.threshold is not None:
+                # A detector holds at its threshold, a test above its own.
+                threshold = float(np.nextafter(np.float32(content.threshold), np.float32(-np.inf)))
+        if threshold is None:
+            raise ApiError(
+                ErrorCode.INVALID_VALUE,
+                "The detector has no threshold of its own; give `above` or `below`.",
+                param,
+            )
+        for number, field in (
+            (threshold, "above" if test.below is None else "below"),
+            (test.hysteresis, "hysteresis"),
+        ):
+            if abs(number) > LARGEST["float32"]:
+                raise ApiError(
+                    ErrorCode.NOT_FINITE,
+                    f"A number must be finite in float32; got {number:g}.",
+                    f"{param}.{field}",
+                )
+        sign = 1 if test.below is None else -1
+        return PlannedTest(
+            detector,
+            sign * threshold,
+            sign,
+            test.over,
+            test.of or 1,
+            test.reduce,
+            test.until == "end",
+            test.hysteresis,
+            self._is_next(detector, sites, named, param),
+        )
+
+    def _is_next(
+        self, detector: PlannedDetector, sites: tuple[PlannedSite, ...], named: Named, param: str
+    ) -> bool:
+        """Return whether a test decides for the next position, or raise if rows of a prompt would wait."""
+        if not sites:
+            return False
+        read = detector.sites[-1]
+        first = min(sites, key=lambda site: forward_order(site, self._spec))
+        if forward_order(read, self._spec) <= forward_order(first, self._spec):
+            return False
+        if named.num_prompt:
+            raise ApiError(
+                ErrorCode.UNSUPPORTED_COMBINATION,
+                f"The condition reads {read}, which is computed after {first}, where the operation acts. So "
+                "it decides for the next position, and the positions of a prompt are computed together. Name "
+                "`phase` generated in `where`, or read an earlier point.",
+                param,
+            )
+        return True
+
+    def _probe(self, probe: InlineProbe, param: str) -> PlannedDetector:
+        sites = resolve_sites(probe.at, _PROBE, self._spec, f"{param}.at")
+        if len(sites) > 1:
+            raise ApiError(ErrorCode.INVALID_VALUE, "A condition's probe reads one point.", f"{param}.at")
+        self._check_readable(sites[0], f"{param}.at")
+        tensor = read_tensor(probe.weights, f"{param}.weights")
+        check_rows(tensor, [leaf_of(sites[0], self._spec).width], f"{param}.weights")
+        if len(tensor.shape) > 1:
+            tensor = TensorData(tensor.dtype, tensor.shape[-1:], tensor.data)
+        if abs(probe.bias) > LARGEST["float32"]:
+            raise ApiError(
+                ErrorCode.NOT_FINITE,
+                f"`bias` must be finite in float32; got {probe.bias:g}.",
+                f"{param}.bias",
+            )
+        part = PlannedPart(sites[0], Form.LINEAR, (("weights", self._keep(tensor)),))
+        return PlannedDetector((part,), probe.bias)
+
+    def _detector(self, detector: Detector, param: str) -> PlannedDetector:
+        parts = []
+        for part in detector.parts:
+            (site,) = resolve_sites(part.point, _PROBE, self._spec, param)
+            self._check_readable(site, param)
+            tensors = tuple((name, self._keep(_tensor(own))) for name, own in part.tensors.items())
+            parts.append(PlannedPart(site, part.form, tensors))
+        parts.sort(key=lambda part: forward_order(part.site, self._spec))
+        return PlannedDetector(tuple(parts), detector.bias, detector.link)
+
+    def _check_readable(self, site: PlannedSite, param: str) -> None:
+        if site == LOGITS or site.is_in_encoder or site.leaf == VISION:
+            raise ApiError(
+                ErrorCode.UNSUPPORTED_AT_POINT,
+                f"Conditions and detectors read points inside the model, at every position; not {site}.",
+                param,
+            )
+
+
+def _content(name: DetectorName | None, param: str) -> Detector:
+    if isinstance(name, NamedDetector) and isinstance(name.content, Detector):
+        return name.content
+    given = "" if name is None else f", got {clip(name.name)!r}"
+    raise ApiError(
+        ErrorCode.INVALID_VALUE,
+        f"A detector's name means nothing without the server that keeps it{given}; give a `probe`.",
+        param,
+    )
+
+
+def _tensor(numbers: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> TensorData:
+    return TensorData("float32", numbers.shape, np.ascontiguousarray(numbers, "<f4").tobytes())

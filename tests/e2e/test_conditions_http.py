@@ -1,0 +1,175 @@
+"""Conditions over HTTP: names of detectors and vectors, streams, stops, flags, presets, metrics."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.e2e.server import Server
+
+pytestmark = pytest.mark.e2e
+
+WIDTH = 576
+AT = "layers.9.output"
+PROMPT = "The Eiffel Tower is in the city of"
+
+
+@pytest.fixture(scope="module")
+def client(bundled_server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=bundled_server.base_url, timeout=120) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def scores(client: httpx.Client) -> list[float]:
+    """The first number of the residual stream at each position of the answer."""
+    probe = {"op": "probe", "at": AT, "weights": first_number(), "name": "p"}
+    found = answer(client, [probe])["interventions"]["results"]["p"]["points"][AT]
+    assert isinstance(found, list)
+    return found
+
+
+@pytest.fixture(scope="module")
+def detector(client: httpx.Client, scores: list[float]) -> dict[str, Any]:
+    """Upload a detector of the first number, with the median of its scores as threshold."""
+    part = {"at": AT, "form": "linear", "weights": first_number()}
+    body = {"name": "first", "parts": [part], "threshold": float(np.median(scores))}
+    made: dict[str, Any] = client.post("/v1/detectors", json=body).json()
+    return made
+
+
+def first_number() -> list[float]:
+    return [1.0, *[0.0] * (WIDTH - 1)]
+
+
+def answer(client: httpx.Client, operations: list[dict[str, Any]], **more: object) -> dict[str, Any]:
+    body = {"prompt": PROMPT, "max_tokens": 16, "temperature": 0, "ignore_eos": True, **more}
+    reply = client.post("/v1/completions", json={**body, "interventions": operations})
+    assert reply.status_code == 200, reply.text
+    choice: dict[str, Any] = reply.json()["choices"][0]
+    return choice
+
+
+def test_a_name_has_the_detector_s_scores_and_threshold(
+    client: httpx.Client, detector: dict[str, Any], scores: list[float]
+) -> None:
+    detect = {"op": "detect", "detector": "first@1", "name": "score"}
+    flag = {"op": "flag", "when": {"detector": {"name": "first", "id": detector["id"]}}, "name": "high"}
+    found = answer(client, [detect, flag])["interventions"]
+    assert found["results"]["score"]["scores"] == pytest.approx(scores, rel=1e-2, abs=1e-2)
+    own = found["results"]["score"]["scores"]
+    threshold = detector["threshold"]
+    near = {index for index, score in enumerate(own) if abs(score - threshold) < 1e-2}
+    wanted = {index for index, score in enumerate(own) if score >= threshold}
+    assert set(found["results"]["high"]["positions"]) ^ wanted <= near
+    used = [{"name": "first", "version": 1, "id": detector["id"]}]
+    assert [one["detectors"] for one in found["applied"]] == [used, used]
+
+
+def test_a_stream_ends_where_a_stop_holds(client: httpx.Client, scores: list[float]) -> None:
+    plain = answer(client, [{"op": "capture", "at": "samples", "name": "s"}], logprobs=0)
+    prompt_len = len(scores) - 15
+    own = scores[prompt_len:]
+    first = max(range(3, 12), key=lambda index: own[index] - max(own[:index]))
+    stop = {
+        "op": "stop",
+        "name": "enough",
+        "where": {"phase": "generated"},
+        "when": {
+            "probe": {"at": AT, "weights": first_number()},
+            "above": (own[first] + max(own[:first])) / 2,
+        },
+    }
+    tokens = plain["logprobs"]["tokens"]
+    ended = answer(client, [stop])
+    assert ended["text"] == "".join(tokens[: first + 1])
+    assert ended["finish_reason"] == "stop"
+    assert ended["stop_reason"] == {"intervention": "enough"}
+    body = {"prompt": PROMPT, "max_tokens": 16, "temperature": 0, "ignore_eos": True, "stream": True}
+    text, last = "", {}
+    with client.stream("POST", "/v1/completions", json={**body, "interventions": [stop]}) as stream:
+        for line in stream.iter_lines():
+            if line.startswith("data: {"):
+                last = json.loads(line.removeprefix("data: "))["choices"][0]
+                text += last["text"]
+    assert text == ended["text"]
+    assert last["stop_reason"] == {"intervention": "enough"}
+    assert last["interventions"]["results"]["enough"]["positions"] == [prompt_len + first]
+
+
+def test_a_condition_names_a_vector_of_the_server(client: httpx.Client) -> None:
+    vectors = {"9": first_number()}
+    assert client.post("/v1/vectors", json={"name": "axis", "vectors": vectors}).status_code == 201
+    probe = {"at": AT, "weights": {"name": "axis"}}
+    inline = {"at": AT, "weights": first_number()}
+    named, numbers = (
+        answer(client, [{"op": "flag", "when": {"probe": one, "above": 0.0}, "name": "f"}])
+        for one in (probe, inline)
+    )
+    assert named["interventions"]["results"] == numbers["interventions"]["results"]
+
+
+def test_a_preset_keeps_the_version_of_a_detector(client: httpx.Client, detector: dict[str, Any]) -> None:
+    flag = {"op": "flag", "when": {"not": {"detector": "first"}}, "name": "low"}
+    made = client.post("/v1/presets", json={"name": "watch", "interventions": [flag]})
+    assert made.status_code == 201, made.text
+    pinned = made.json()["interventions"][0]["when"]["not"]["detector"]
+    assert pinned == {"name": "first@1", "id": detector["id"]}
+    found = answer(client, [], preset="watch")["interventions"]["results"]["low"]
+    assert found["type"] == "flag"
+
+
+def test_marked_choices_are_counted(client: httpx.Client, detector: dict[str, Any]) -> None:
+    def counted() -> float:
+        lines = client.get("/metrics").text.splitlines()
+        name = 'nnsight_engine_marked_choices_total{op="flag"} '
+        return next(float(line.removeprefix(name)) for line in lines if line.startswith(name))
+
+    before = counted()
+    always = {"detector": "first", "above": -1e9}
+    answer(client, [{"op": "flag", "when": always, "name": "a"}, {"op": "flag", "when": always, "name": "b"}])
+    assert detector["name"] == "first"
+    assert counted() == before + 1
+
+
+@pytest.mark.parametrize(
+    ("operation", "code", "param"),
+    [
+        ({"op": "flag", "when": {"detector": "nobody"}}, "unknown_detector", "interventions.0.when.detector"),
+        ({"op": "detect", "detector": "first@9"}, "unknown_detector", "interventions.0.detector"),
+        (
+            {"op": "flag", "when": {"any": [{"probe": {"at": AT, "weights": [1.0]}, "above": 0}]}},
+            "wrong_width",
+            "interventions.0.when.any.0.probe.weights",
+        ),
+        (
+            {"op": "stop", "when": {"probe": {"at": "logits", "weights": [1.0]}, "above": 0}},
+            "unsupported_at_point",
+            "interventions.0.when.probe.at",
+        ),
+        (
+            {
+                "op": "ablate",
+                "at": "layers.3.output",
+                "when": {"probe": {"at": AT, "weights": first_number()}, "above": 0},
+            },
+            "unsupported_combination",
+            "interventions.0.when",
+        ),
+        ({"op": "flag", "when": {"all": []}}, "invalid_value", "interventions.0.when.all"),
+        ({"op": "flag"}, "invalid_shape", "interventions.0.when"),
+        ({"op": "capture", "at": AT, "when": {"detector": "first"}}, "invalid_shape", "interventions.0.when"),
+    ],
+)
+def test_bad_conditions_are_refused(
+    client: httpx.Client, detector: dict[str, Any], operation: dict[str, Any], code: str, param: str
+) -> None:
+    assert detector["name"] == "first"
+    body = {"prompt": PROMPT, "max_tokens": 2, "interventions": [operation]}
+    error = client.post("/v1/completions", json=body).json()["error"]
+    assert (error["code"], error["param"]) == (code, param), error

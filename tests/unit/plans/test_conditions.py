@@ -1,0 +1,369 @@
+"""Random conditions on a toy model, in random steps, against a plain reference position by position."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any, Final
+
+import numpy as np
+import pytest
+import torch
+
+from api_schemas.conditions import NamedDetector
+from api_schemas.detectors import DetectorUsed
+from api_schemas.interventions import parse_interventions
+from nnsight_engine.core.detector import Detector
+from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
+from nnsight_engine.plans.collect.collector import RequestCollector
+from nnsight_engine.plans.collect.outbox import Outbox
+from nnsight_engine.plans.collect.results import CollectedMarks, CollectedScores
+from nnsight_engine.plans.compile.request import compile_request
+from nnsight_engine.plans.request_plan import CompiledRequest, RequestPlan
+from nnsight_engine.plans.step.active import ActiveRequest, Registrar
+from nnsight_engine.plans.step.builder import StepBuilder
+from nnsight_engine.plans.step.collection import StepCollection, step_delivery
+from nnsight_engine.plans.step.context import StepContext
+from nnsight_engine.plans.step.ledger import ByteLedger
+from nnsight_engine.plans.step.plan import Span
+from tests.condition_reference import (
+    Array,
+    PlayedTest,
+    inner_tests,
+    random_condition,
+    random_detector,
+    truth,
+    weights,
+)
+
+WIDTH, LAYERS = 8, 4
+VALUES = ("steer", "ablate", "patch", "capture", "probe")
+SPEC = ModelSpec(
+    name="toy",
+    architecture="Toy",
+    num_layers=LAYERS,
+    hidden_size=WIDTH,
+    vocab_size=50,
+    dtype="float32",
+    max_model_len=128,
+    max_num_batched_tokens=64,
+    leaves=(
+        LeafSpec("embed.output", (WIDTH,), "tap", VALUES),
+        LeafSpec("input", (WIDTH,), "tap", VALUES),
+        LeafSpec("output", (WIDTH,), "tap", VALUES),
+    ),
+    max_capture_bytes=1 << 20,
+)
+MIX: Final = np.random.default_rng(0).normal(size=(LAYERS, WIDTH, WIDTH)).astype(np.float32) / 2
+POINTS: Final = [f"layers.{layer}.output" for layer in range(LAYERS)]
+
+
+def block(layer: int, x: Array) -> Array:
+    return np.asarray(x + np.tanh(x @ MIX[layer]), np.float32)
+
+
+# Random requests.
+
+
+class RandomCase:
+    """A random request of a toy model: its prompt, its answer and its operations."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.prompt_len = rng.randint(2, 12)
+        self.num_generated = rng.randint(1, 24)
+        self.tokens = [rng.randrange(50) for _ in range(self.prompt_len + self.num_generated)]
+        self.embedded = weights(rng, len(self.tokens), WIDTH)
+        self.detectors: dict[str, Detector] = {}
+        self.raw = [self._operation(rng) for _ in range(rng.randint(1, 4))]
+        for index, op in enumerate(self.raw):
+            op["name"] = f"op {index}"
+
+    def _operation(self, rng: random.Random) -> dict[str, Any]:
+        kind = rng.choice(["steer", "steer", "ablate", "flag", "detect"])
+        if kind == "detect":
+            return {"op": "detect", "detector": self._named(rng)}
+        where: dict[str, Any] = rng.choice(
+            [{}, {"phase": "generated"}, {"range": [1, None]}, {"tokens": list(range(0, 50, 2))}]
+        )
+        where = where if kind == "flag" or rng.random() < 0.6 else {"phase": "generated"}
+        op: dict[str, Any] = {"op": kind, "where": where}
+        if kind != "flag":
+            op["at"] = rng.choice(
+                [f"layers.{rng.randrange(LAYERS)}.output", "layers.2:4.output", "embed.output"]
+            )
+        if kind == "steer":
+            mode = rng.choice(["add", "norm_match", "replace", "clamp"])
+            op |= {"vector": weights(rng, WIDTH).tolist(), "mode": mode, "scale": rng.uniform(0.5, 2)}
+        if kind == "flag" or rng.random() < 0.9:
+            op["when"] = random_condition(rng, POINTS, WIDTH, lambda: self._named(rng))
+        return op
+
+    def _named(self, rng: random.Random) -> str:
+        name = f"d{len(self.detectors)}"
+        self.detectors[name] = random_detector(rng, POINTS, WIDTH)
+        return name
+
+    def resolved(self, value: Any) -> Any:
+        """Return a part of an operation with its detectors' names resolved, as the server does."""
+        if isinstance(value, dict):
+            return {
+                key: self.named(one) if key == "detector" else self.resolved(one)
+                for key, one in value.items()
+            }
+        return [self.resolved(one) for one in value] if isinstance(value, list) else value
+
+    def named(self, name: str) -> NamedDetector:
+        return NamedDetector.of(DetectorUsed(name=name, version=1, id=name), self.detectors[name])
+
+    def compiled(self) -> CompiledRequest | None:
+        """Return the compiled request; None if a condition reads too late for the prompt."""
+        ops = parse_interventions([self.resolved(one) for one in self.raw])
+        try:
+            return compile_request(
+                ops,
+                spec=SPEC,
+                prompt_token_ids=self.tokens[: self.prompt_len],
+                max_tokens=self.num_generated + 1,
+                token_of=lambda _: 0,
+                stream=False,
+            )
+        except Exception as error:
+            if "decides for the next position" in str(error):
+                return None
+            raise
+
+
+# The reference: one position after the other, and in it one tap after the other.
+
+
+@dataclasses.dataclass
+class Reference:
+    """What a request gives, computed naively."""
+
+    hidden: Array
+    acted: dict[int, list[int]]
+    scores: dict[int, list[float]]
+
+
+def taps(op: dict[str, Any]) -> list[int]:
+    at = op.get("at", "")
+    if at == "embed.output":
+        return [0]
+    return [3, 4] if ":" in at else [int(at.split(".")[1]) + 1] if at else []
+
+
+def named(op: dict[str, Any], position: int, case: RandomCase) -> bool:
+    where = op.get("where", {})
+    if where.get("phase") == "generated":
+        return position >= case.prompt_len
+    if "range" in where:
+        return position >= 1
+    return case.tokens[position] in where["tokens"] if "tokens" in where else True
+
+
+def written(op: dict[str, Any], x: Array) -> Array:
+    if op["op"] == "ablate":
+        return np.zeros_like(x)
+    v, s = np.asarray(op["vector"], np.float32), op["scale"]
+    unit = v / np.linalg.norm(v)
+    changed = {
+        "add": x + s * v,
+        "norm_match": x + s * np.linalg.norm(x) * unit,
+        "replace": s * v,
+        "clamp": x + (s - x @ unit) * unit,
+    }[op["mode"]]
+    return np.asarray(changed, np.float32)
+
+
+def reference(case: RandomCase) -> Reference:
+    tests = {
+        id(raw): PlayedTest(raw, case.detectors, case.prompt_len)
+        for op in case.raw
+        if "when" in op
+        for raw in inner_tests(op["when"])
+    }
+    acted: dict[int, list[int]] = {index: [] for index in range(len(case.raw))}
+    scores: dict[int, list[float]] = {index: [] for index in range(len(case.raw))}
+    hidden = []
+    for position in range(len(case.tokens)):
+        x = case.embedded[position]
+        seen: dict[tuple[int, int], dict[str, Array]] = {}
+        for tap in range(LAYERS + 1):
+            x = x if tap == 0 else block(tap - 1, x)
+            for index, op in enumerate(case.raw):
+                for reader in _readers(op, tests, case):
+                    scores[index] += _read(reader, x, tap, seen.setdefault((index, id(reader)), {}))
+                if tap in taps(op) and named(op, position, case) and _acts(op, tests, position):
+                    x = written(op, x)
+                    if tap == min(taps(op)):
+                        acted[index].append(position)
+        for index, op in enumerate(case.raw):
+            if op["op"] == "flag" and named(op, position, case):
+                states = {key: test.states[position] for key, test in tests.items()}
+                if truth(op["when"], states):
+                    acted[index].append(position)
+        hidden.append(x)
+    return Reference(np.stack(hidden), acted, scores)
+
+
+def _read(reader: PlayedTest | Detector, x: Array, tap: int, seen: dict[str, Array]) -> list[float]:
+    """Read a tap for a test or a detector; return the detector's score, once it is complete."""
+    parts = (reader.detector if isinstance(reader, PlayedTest) else reader).parts
+    now = {part.point: x[None] for part in parts if int(part.point.split(".")[1]) + 1 == tap}
+    seen |= now
+    if not now or len(seen) < len(parts):
+        return []
+    if isinstance(reader, PlayedTest):
+        reader.add(seen)
+        return []
+    return [float(reader.scores(seen)[0])]
+
+
+def _acts(op: dict[str, Any], tests: dict[int, PlayedTest], position: int) -> bool:
+    if "when" not in op:
+        return True
+    own = [tests[id(raw)] for raw in inner_tests(op["when"])]
+    first = min(taps(op))
+    return truth(op["when"], {id(one.raw): _state(one, one.last_layer + 1 > first, position) for one in own})
+
+
+def _state(test: PlayedTest, is_next: bool, position: int) -> bool:
+    if is_next:
+        return position > 0 and test.states[position - 1]
+    return test.states[position]
+
+
+def _readers(op: dict[str, Any], tests: dict[int, PlayedTest], case: RandomCase) -> list[Any]:
+    if op["op"] == "detect":
+        return [case.detectors[op["detector"]]]
+    return [tests[id(raw)] for raw in inner_tests(op["when"])] if "when" in op else []
+
+
+# The engine's plans, in random steps.
+
+
+class PlayedEngine:
+    """Runs requests in random chunks, preempts them, and collects their results."""
+
+    def __init__(self, rng: random.Random) -> None:
+        context = StepContext(
+            SPEC,
+            torch.float32,
+            torch.device("cpu"),
+            ByteLedger(max_request_bytes=1 << 30, max_engine_bytes=1 << 30),
+            form_of=lambda _: None,  # type: ignore[arg-type,return-value]
+        )
+        self.rng = rng
+        self.registrar = Registrar(context)
+        self.builder = StepBuilder(context)
+        self.outbox = Outbox()
+        self.collection = StepCollection(lambda _: None, None)
+        self.is_regular = rng.random() < 0.5
+        self.is_late = rng.random() < 0.5
+
+    def register(self, request_id: str, compiled: CompiledRequest) -> ActiveRequest:
+        plan = RequestPlan.decode(compiled.plan.encode())
+        tensors = {key: (one.dtype, list(one.shape), one.data) for key, one in compiled.tensors.items()}
+        self.outbox.open(request_id, plan, stops_outside=False)
+        return self.registrar.register(request_id, plan, tensors)
+
+    def run(self, cases: dict[str, RandomCase], active: dict[str, ActiveRequest]) -> dict[str, Array]:
+        done = dict.fromkeys(cases, 0)
+        known = {name: case.prompt_len for name, case in cases.items()}
+        hidden = {name: np.zeros((len(case.tokens), WIDTH), np.float32) for name, case in cases.items()}
+        while any(done[name] < len(case.tokens) for name, case in cases.items()):
+            spans: list[Span] = []
+            rows: list[Array] = []
+            tokens: list[int] = []
+            row = 0
+            for name, case in cases.items():
+                if done[name] == len(case.tokens) or (not self.is_regular and self.rng.random() < 0.1):
+                    continue
+                if done[name] and self.rng.random() < 0.03:
+                    done[name] = 0  # preempted
+                left = known[name] - done[name]
+                num_rows = left if self.rng.random() < 0.5 else self.rng.randint(1, left)
+                start = done[name]
+                # The host may know the prompt's tokens only, and the device all of the step.
+                num_known = case.prompt_len if self.is_late else start + num_rows
+                ids = np.asarray(case.tokens[:num_known], np.int32)
+                spans.append(Span(active[name], row, num_rows, start, ids, None, 0, len(spans)))
+                tokens += case.tokens[start : start + num_rows]
+                rows.append(case.embedded[start : start + num_rows])
+                row += num_rows
+                done[name] += num_rows
+                if done[name] == known[name]:
+                    known[name] = min(known[name] + 1, len(case.tokens))
+            for span in spans:
+                span.step_token_ids = torch.tensor(tokens, dtype=torch.int32)
+            if spans:
+                out = self._step(spans, np.concatenate(rows))
+                for span in spans:
+                    name = span.request.request_id
+                    hidden[name][span.start : span.stop] = out[span.row : span.row + span.num_rows]
+        return hidden
+
+    def _step(self, spans: list[Span], x: Array) -> Array:
+        plan = self.builder.plan(spans)
+        for _ in range(2 if self.rng.random() < 0.2 else 1):  # vLLM may have to run a step again
+            value = x
+            plan.ran.clear()
+            for tap in range(LAYERS + 1):
+                value = value if tap == 0 else block(tap - 1, value)
+                residual = torch.from_numpy(
+                    np.random.default_rng(tap).normal(size=x.shape).astype(np.float32)
+                )
+                first = torch.from_numpy(value) - residual
+                plan.run(tap, first, residual)
+                value = (first + residual).numpy()
+        plan.fail_unreached()
+        self.collection.collect(plan)
+        self.outbox.absorb(step_delivery(plan).results([[] for _ in spans], {}))
+        self.builder.give_back(plan)
+        return value
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_conditions_hold_where_a_reference_says(seed: int) -> None:
+    rng = random.Random(seed)
+    cases: dict[str, RandomCase] = {}
+    plans: dict[str, CompiledRequest] = {}
+    while len(cases) < 4:
+        case = RandomCase(rng)
+        compiled = case.compiled()
+        if compiled is not None:
+            name = f"r{len(cases)}"
+            cases[name], plans[name] = case, compiled
+    engine = PlayedEngine(rng)
+    active = {name: engine.register(name, compiled) for name, compiled in plans.items()}
+    hidden = engine.run(cases, active)
+    for name, case in cases.items():
+        assert active[name].failure is None
+        expected = reference(case)
+        np.testing.assert_allclose(hidden[name], expected.hidden, rtol=1e-4, atol=1e-4)
+        collector = RequestCollector(
+            plans[name].plan,
+            SPEC,
+            prompt_token_ids=case.tokens[: case.prompt_len],
+            op_names=[op["op"] for op in case.raw],
+        )
+        payload = engine.outbox.take(name, final=True)
+        assert payload is not None
+        collector.add(payload)
+        found = collector.take_final([*case.tokens[case.prompt_len :], 0])
+        results = {result.name: result for result in found.results}
+        for index, op in enumerate(case.raw):
+            result = results.get(op["name"])
+            if op["op"] == "detect":
+                assert isinstance(result, CollectedScores)
+                assert result.positions == [*range(len(case.tokens))]
+                np.testing.assert_allclose(result.scores, expected.scores[index], rtol=1e-4, atol=1e-4)
+            elif op["op"] == "flag":
+                assert isinstance(result, CollectedMarks)
+                assert result.positions == expected.acted[index]
+            else:
+                assert found.applied[index].positions == expected.acted[index]
+    for request in active.values():
+        engine.registrar.forget(request)
+    assert not len(engine.registrar.slots)
+    assert not len(engine.registrar.bank)
