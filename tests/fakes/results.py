@@ -8,13 +8,16 @@ from typing import Final
 
 from api_schemas.capabilities import Capabilities
 from api_schemas.interventions import Intervention, Operation
-from api_schemas.operations import Capture, LogitLens, Probe
+from api_schemas.operations import Capture, Detect, Flag, LogitLens, Probe, Stop
 from api_schemas.request_traces import Trace
+from nnsight_engine.plans.collect.assembly import OperationResult
 from nnsight_engine.plans.collect.results import (
     CollectedCapture,
     CollectedLens,
+    CollectedMarks,
     CollectedProbe,
     CollectedResults,
+    CollectedScores,
     CollectedSites,
     CollectedToken,
     CollectedTrace,
@@ -27,7 +30,7 @@ FINGERPRINT: Final = "of-the-fake-model"
 WIDTH: Final = 8
 _NUM_LAYERS: Final = 4
 _VOCAB_SIZE: Final = 1000
-_READS: Final = (Capture, Probe, LogitLens)
+_READS: Final = (Capture, Probe, LogitLens, Detect, Stop, Flag)
 
 
 def collected(
@@ -73,6 +76,8 @@ def _name(op: Operation, index: int) -> str:
 def _points(op: Operation) -> list[str]:
     if isinstance(op, LogitLens):
         return [f"layers.{layer}.output" for layer in _layers(op)]
+    if isinstance(op, Detect | Stop | Flag):
+        return ["layers.0.output"]
     return [op.at] if isinstance(op.at, str) else list(op.at)
 
 
@@ -81,14 +86,21 @@ def _layers(op: LogitLens) -> list[int]:
 
 
 def _result(
-    op: Capture | Probe | LogitLens, name: str, positions: list[int], pull: Sequence[float]
-) -> CollectedCapture | CollectedProbe | CollectedLens:
+    op: Capture | Probe | LogitLens | Detect | Stop | Flag,
+    name: str,
+    positions: list[int],
+    pull: Sequence[float],
+) -> OperationResult:
     if isinstance(op, Capture):
         is_reduced = op.reduce != "none"
         points = {point: _tensor(positions, _at(point, pull), is_reduced=is_reduced) for point in _points(op)}
         return CollectedCapture(name, positions, op.reduce, points)
     if isinstance(op, Probe):
         return CollectedProbe(name, positions, {point: [p / 10 for p in positions] for point in _points(op)})
+    if isinstance(op, Detect):
+        return CollectedScores(name, positions, [p / 10 for p in positions])
+    if isinstance(op, Stop | Flag):
+        return CollectedMarks(name, op.op, [])
     num_targets = len(op.targets or ())
     rows = [_row(position, op.top_k, num_targets) for position in positions]
     return CollectedLens(name, positions, dict.fromkeys(_layers(op), rows))
