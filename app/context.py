@@ -19,6 +19,7 @@ from app.admission.rates import Rates
 from app.audit.log import AuditLog
 from app.auth.keys import Keys
 from app.auth.principal import Principal
+from app.dictionaries.service import DictionaryService
 from app.engine.client import EngineClient
 from app.engine.trace_process_pool import TraceProcesses
 from app.hosts import is_cross_origin
@@ -66,6 +67,7 @@ class Context:
     rates: Rates
     log: AuditLog
     vectors: VectorService
+    dictionaries: DictionaryService
     presets: PresetService
     trainer: Trainer
     receiving: ReceivedBytes

@@ -17,6 +17,7 @@ from app.auth.given_keys import GivenKeys
 from app.auth.keys import Keys
 from app.body_fields import FieldLimits
 from app.context import Context
+from app.dictionaries.service import DictionaryService
 from app.engine.client import EngineClient
 from app.engine.local_traces import LocalTraceEngine
 from app.engine.session_traces import SessionTraces
@@ -40,6 +41,7 @@ from app.routes import (
     capabilities,
     chat,
     completions,
+    dictionaries,
     documentation,
     health,
     job_events,
@@ -88,6 +90,7 @@ _ROUTERS = (
     audit.router,
     metrics.router,
     vectors.router,
+    dictionaries.router,
     presets.router,
     vllm.router,
 )
@@ -144,6 +147,7 @@ def create_app(
         log,
     )
     vector_service = VectorService(settings, database, engine, store.stored)
+    dictionary_service = DictionaryService(settings, database, engine, store.stored)
     preset_service = PresetService(settings, database, engine, store.stored, vector_service)
     trainer = Trainer(settings, engine, vector_service)
 
@@ -156,6 +160,7 @@ def create_app(
             "results": (store.used_bytes, settings.result_store_bytes),
             "jobs": (job_service.used_bytes, settings.job_store_bytes),
             "vectors": (vector_service.used_bytes, settings.vector_store_bytes),
+            "dictionaries": (dictionary_service.used_bytes, settings.dictionary_store_bytes),
             "presets": (preset_service.used_bytes, settings.preset_store_bytes),
             "bodies": (receiving.num_bytes, settings.max_received_bytes),
         }
@@ -174,6 +179,7 @@ def create_app(
         rates,
         log,
         vector_service,
+        dictionary_service,
         preset_service,
         trainer,
         receiving,
@@ -295,6 +301,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         context.log.start()
         await context.vectors.count()
         await context.presets.count()
+        stack.push_async_callback(context.dictionaries.close)
+        await context.dictionaries.start()
         stack.push_async_callback(context.bodies.close)
         stack.push_async_callback(context.rates.close)
         stack.push_async_callback(context.keys.close)

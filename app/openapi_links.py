@@ -37,6 +37,16 @@ _VECTORS: Final[Links] = {
     "DELETE /v1/vectors/{vector_id}": _VECTOR,
     "GET /v1/vectors": {"name": "$response.body#/name", "after": "$response.body#/id"},
 }
+_DICTIONARY: Final = {"dictionary_id": "$response.body#/id"}
+_DICTIONARIES: Final[Links] = {
+    "GET /v1/dictionaries/{dictionary_id}": _DICTIONARY,
+    "GET /v1/dictionaries/{dictionary_id}/content": _DICTIONARY,
+    "GET /v1/dictionaries/{dictionary_id}/config": _DICTIONARY,
+    "GET /v1/dictionaries/{dictionary_id}/features": _DICTIONARY,
+    "PUT /v1/dictionaries/{dictionary_id}/labels": _DICTIONARY,
+    "DELETE /v1/dictionaries/{dictionary_id}": _DICTIONARY,
+    "GET /v1/dictionaries": {"name": "$response.body#/name", "after": "$response.body#/id"},
+}
 _PRESET: Final = {"preset": "$response.body#/name"}
 _PRESETS: Final[Links] = {
     "GET /v1/presets/{preset}": _PRESET,
@@ -52,6 +62,8 @@ LINKS: Final[Mapping[tuple[str, int], Links]] = {
     ("POST /v1/vectors", 201): _VECTORS,
     ("POST /v1/vectors/train", 201): _VECTORS,
     ("GET /v1/vectors", 200): {"GET /v1/vectors": {"after": "$response.body#/last_id"}},
+    ("POST /v1/dictionaries", 201): _DICTIONARIES,
+    ("GET /v1/dictionaries", 200): {"GET /v1/dictionaries": {"after": "$response.body#/last_id"}},
     ("POST /v1/presets", 201): _PRESETS,
     ("PUT /v1/presets", 200): _PRESETS,
     ("PUT /v1/presets", 201): _PRESETS,

@@ -18,6 +18,7 @@ import pytest
 from api_schemas.keys import Scope
 from app.auth.secrets import new_secret
 from tests.integration.conftest import ErrorCheck, Serve
+from tests.integration.dictionary_files import cfg, weights
 from tests.integration.scripted_traces import HEADERS, ScriptedEngine, trace
 from tests.integration.served_routes import ROUTES, SOCKET, Served
 from tests.integration.tenants import Tenants
@@ -88,6 +89,14 @@ ACCESS: Final = {
     "POST /v1/jobs": Access.MADE,
     "POST /v1/vectors": Access.MADE,
     "POST /v1/vectors/train": Access.MADE,
+    "POST /v1/dictionaries": Access.MADE,
+    "GET /v1/dictionaries": Access.LISTED,
+    "GET /v1/dictionaries/{dictionary_id}": Access.NAMED,
+    "GET /v1/dictionaries/{dictionary_id}/content": Access.NAMED,
+    "GET /v1/dictionaries/{dictionary_id}/config": Access.NAMED,
+    "GET /v1/dictionaries/{dictionary_id}/features": Access.NAMED,
+    "PUT /v1/dictionaries/{dictionary_id}/labels": Access.NAMED,
+    "DELETE /v1/dictionaries/{dictionary_id}": Access.NAMED,
     "POST /v1/presets": Access.MADE,
     "PUT /v1/presets": Access.MADE,
     "GET /v1/presets": Access.LISTED,
@@ -124,6 +133,7 @@ IGNORED: Final = "ignored"
 QUERIES: Final = {
     "GET /v1/jobs": {"after": "job_id"},
     "GET /v1/vectors": {"after": "vector_id"},
+    "GET /v1/dictionaries": {"after": "dictionary_id"},
     "GET /v1/presets": {"after": "preset_id"},
     "GET /v1/models": {IGNORED: "preset"},
 }
@@ -155,6 +165,13 @@ class Theirs:
     async def _vector_id(self) -> str:
         body = {"name": "joy", "vectors": {"1": [0.5] * 8}}
         return str((await self.tenants.send("POST", "/v1/vectors", self.headers, json=body)).json()["id"])
+
+    async def _dictionary_id(self) -> str:
+        files = {"weights": ("w", weights()), "cfg": ("cfg.json", cfg())}
+        answer = await self.tenants.send(
+            "POST", "/v1/dictionaries", self.headers, files=files, data={"name": "sae"}
+        )
+        return str(answer.json()["id"])
 
     async def _preset_made(self) -> dict[str, Any]:
         body = {
