@@ -48,6 +48,8 @@ LABELS: Final = "labels"
 _SMALL_BYTES: Final = 128 * 1024
 """Larger JSON is parsed in a process of its own."""
 _MAX_WORDS: Final = 16
+_CHECKS_AT_ONCE: Final = 2
+"""Files that are read at once to check their numbers; others of the server's threads stay free."""
 
 
 class _Form(Strict):
@@ -79,6 +81,7 @@ class DictionaryService:
         self._space = DiskQuota(allowance, stored)
         self._files = DictionaryFiles(dictionary_folder(settings), self._space)
         self._adding = asyncio.Lock()
+        self._checking = asyncio.Semaphore(_CHECKS_AT_ONCE)
         self._engine = engine
 
     @property
@@ -232,7 +235,8 @@ class DictionaryService:
         if LABELS in parts:
             content, num_features = parts[LABELS], read.config.num_features
             labels = await self._labels(request, content, num_features, LABELS, is_csv=not is_json(content))
-        dtype = await asyncio.to_thread(check_weights, upload.path, read.config)
+        async with self._checking:
+            dtype = await asyncio.to_thread(check_weights, upload.path, read.config)
         return NewDictionary(
             tenant,
             form.name,

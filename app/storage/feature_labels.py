@@ -9,11 +9,12 @@ from sqlalchemy import delete, insert, select
 from sqlalchemy.orm import Session
 
 from api_schemas.dictionaries import Feature
-from app.storage.tables import FeatureLabelRow
+from app.storage.tables import Base, FeatureLabelRow
 
+_TABLE: Final = Base.metadata.tables[FeatureLabelRow.__tablename__]
 _LABEL_BYTES: Final = 64
 """The bytes that a label is counted with beside its text."""
-_AT_ONCE: Final = 5000
+_AT_ONCE: Final = 2000
 
 
 def num_label_bytes(labels: Mapping[int, str]) -> int:
@@ -23,12 +24,14 @@ def num_label_bytes(labels: Mapping[int, str]) -> int:
 
 def add_labels(session: Session, dictionary: int, labels: Mapping[int, str]) -> None:
     """Add the labels of a dictionary that has none."""
-    rows = [
-        {"dictionary": dictionary, "feature": feature, "text": text, "folded": text.casefold()}
-        for feature, text in labels.items()
-    ]
-    for start in range(0, len(rows), _AT_ONCE):
-        session.execute(insert(FeatureLabelRow), rows[start : start + _AT_ONCE])
+    # As rows and not as objects of the ORM, which takes twice as long for a hundred thousand.
+    adding, given = insert(_TABLE), list(labels.items())
+    for start in range(0, len(given), _AT_ONCE):
+        rows = [
+            {"dictionary": dictionary, "feature": feature, "text": text, "folded": text.casefold()}
+            for feature, text in given[start : start + _AT_ONCE]
+        ]
+        session.connection().execute(adding, rows)
 
 
 def replace_labels(session: Session, dictionary: int, labels: Mapping[int, str]) -> None:

@@ -34,5 +34,12 @@ def weights(seed: int = 0, **changed: Any) -> bytes:
     return safetensors.numpy.save(numbers(seed, **changed))
 
 
+def text_weights() -> str:
+    """Return weights whose bytes are all ASCII, for tools that take a file's content for text."""
+    return safetensors.numpy.save({name: np.zeros_like(one) for name, one in numbers().items()}).decode(
+        "ascii"
+    )
+
+
 def cfg(**changed: Any) -> bytes:
     return json.dumps({**CFG, **changed}).encode()

@@ -465,6 +465,22 @@ async def test_a_tenant_has_a_share(serve: Serve, error_of: ErrorCheck) -> None:
         await make(server, headers=other)
 
 
+async def test_a_tenants_stored_bytes_include_them(tenants: Tenants, error_of: ErrorCheck) -> None:
+    room = len(weights()) + len(cfg())
+    acme = await tenants.headers("acme", Scope.INTERVENTIONS)
+    operator = await tenants.headers("operator", *Scope)
+    limits = {"stored_bytes": room + room // 2}
+    await tenants.send("PUT", "/v1/admin/tenants/acme/limits", operator, json=limits)
+    made = await make(tenants.server, headers=acme)
+    refused = await upload(tenants.server, headers=acme)
+    assert "/v1/dictionaries" in error_of(refused, 403, "stored_bytes_full")
+    labels = {str(feature): "x" * 200 for feature in range(NUM_FEATURES)}
+    put = await tenants.send("PUT", f"{ROUTE}/{made['id']}/labels", acme, json=labels)
+    error_of(put, 403, "stored_bytes_full")
+    await tenants.send("DELETE", f"{ROUTE}/{made['id']}", acme)
+    await make(tenants.server, headers=acme)
+
+
 @pytest.mark.both_databases
 async def test_names_in_requests(tenants: Tenants) -> None:
     server, service = tenants.server, tenants.server.context.dictionaries

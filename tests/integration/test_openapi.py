@@ -38,7 +38,7 @@ from app.storage.keys import KeyStore
 from app.vllm_routes import EMBEDDINGS, MESSAGES, RESPONSES
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE
 from tests.fakes.engine import FakeEngineClient
-from tests.integration.dictionary_files import cfg, weights
+from tests.integration.dictionary_files import cfg, text_weights
 from tests.integration.scripted_traces import HEADERS, ScriptedEngine, trace
 
 pytestmark = pytest.mark.heavy
@@ -214,8 +214,7 @@ def give_fitting_body(case: schemathesis.Case[Any]) -> None:
             case.body = {"name": "joy", "vectors": {"1": [0.5] * 8}}
         case "POST /v1/dictionaries":
             case.media_type = "multipart/form-data"
-            body: dict[str, Any] = {"name": "sae", "weights": weights(), "cfg": cfg().decode()}
-            case.body = body
+            case.body = {"name": "sae", "weights": text_weights(), "cfg": cfg().decode()}
         case "PUT /v1/dictionaries/{dictionary_id}/labels":
             case.media_type, case.body = "application/json", {"3": "cats"}
         case "POST /v1/presets" | "PUT /v1/presets":
