@@ -126,6 +126,7 @@ class DictionaryFiles:
     async def start(self) -> None:
         """Create the folder, and remove uploads of servers that died."""
         if self._own is None:
+            await asyncio.to_thread(self._directory.mkdir, mode=0o700, parents=True, exist_ok=True)
             self._own = await asyncio.to_thread(claim_folder, self._directory / _UPLOADS)
 
     async def close(self) -> None:
