@@ -32,6 +32,7 @@ class ErrorCode(enum.StrEnum):
     POSITION_OUT_OF_RANGE = "position_out_of_range"
     UNKNOWN_TOKEN = "unknown_token"
     UNKNOWN_VECTOR = "unknown_vector"
+    UNKNOWN_DETECTOR = "unknown_detector"
     UNKNOWN_DICTIONARY = "unknown_dictionary"
     UNKNOWN_FEATURE = "unknown_feature"
     INVALID_VALUE = "invalid_value"
@@ -78,6 +79,10 @@ class ErrorCode(enum.StrEnum):
     VECTOR_MISMATCH = "vector_mismatch"
     VECTOR_NAME_TAKEN = "vector_name_taken"
     VECTOR_STORE_FULL = "vector_store_full"
+    DETECTOR_NOT_FOUND = "detector_not_found"
+    DETECTOR_MISMATCH = "detector_mismatch"
+    DETECTOR_NAME_TAKEN = "detector_name_taken"
+    INVALID_DETECTOR = "invalid_detector"
     PRESET_NOT_FOUND = "preset_not_found"
     PRESET_NOT_ALLOWED = "preset_not_allowed"
     PRESET_NAME_TAKEN = "preset_name_taken"
@@ -142,6 +147,8 @@ STATUS: Final[dict[ErrorCode, int]] = {
     ErrorCode.VECTOR_NOT_FOUND: 404,
     ErrorCode.VECTOR_NAME_TAKEN: 409,
     ErrorCode.VECTOR_STORE_FULL: 503,
+    ErrorCode.DETECTOR_NOT_FOUND: 404,
+    ErrorCode.DETECTOR_NAME_TAKEN: 409,
     ErrorCode.PRESET_NOT_FOUND: 404,
     ErrorCode.PRESET_NOT_ALLOWED: 403,
     ErrorCode.PRESET_NAME_TAKEN: 409,

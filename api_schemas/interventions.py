@@ -7,7 +7,7 @@ field. It does not depend on a model; sizes are bounded before anything is alloc
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Annotated, Any, Final
 
@@ -18,7 +18,7 @@ from api_schemas.excerpt import clip, excerpt
 from api_schemas.limits import DEFAULT_LIMITS, RequestLimits
 from api_schemas.operations import Ablate, Capture, LogitLens, Patch, Probe, Steer
 from api_schemas.request_traces import Trace
-from api_schemas.tensors import TensorInput
+from api_schemas.tensors import NamedTensor, TensorInput, VectorUsed
 
 Operation = Annotated[
     Steer | Ablate | Patch | Capture | Probe | LogitLens,
@@ -46,7 +46,9 @@ __all__ = [
     "RequestLimits",
     "parse_interventions",
     "path_in",
-    "tensor_of",
+    "tensors_of",
+    "vectors_used",
+    "with_tensors",
 ]
 
 _Schema = (
@@ -81,6 +83,7 @@ _FORMS: Final = {
     "targets": 'Give a list of tokens such as [" Paris", 42].',
     "tokens": 'Give a list of tokens such as [" Paris", 42].',
     "units": "Give a list of indices such as [0, 7].",
+    "vectors": 'Give a list of vectors such as [{"vector": {"name": "joy"}, "weight": -1}].',
 }
 """The expected form of fields with more than one number or word, for error messages."""
 
@@ -143,13 +146,39 @@ class PromptOperations:
         return sorted([*self._shared, *own], key=itemgetter(0)) if own else self._shared
 
 
-def tensor_of(op: Intervention) -> TensorInput | None:
-    """Return the tensor of an operation, or None."""
-    if isinstance(op, Steer | Ablate):
-        return op.vector
-    if isinstance(op, Probe):
-        return op.weights
-    return op.values if isinstance(op, Patch) else None
+def tensors_of(op: Intervention) -> dict[str, TensorInput]:
+    """Return the tensors of an operation by their paths in it, such as ``vectors.1.vector``, in order."""
+    match op:
+        case Steer(vectors=[*several]):
+            return {f"vectors.{index}.vector": one.vector for index, one in enumerate(several)}
+        case Steer(vector=vector) | Ablate(vector=vector):
+            return {} if vector is None else {"vector": vector}
+        case Probe():
+            return {"weights": op.weights}
+        case Patch():
+            return {"values": op.values}
+        case _:
+            return {}
+
+
+def with_tensors(op: Intervention, tensors: Mapping[str, TensorInput]) -> Intervention:
+    """Return an operation with other tensors at some of the paths that ``tensors_of`` returns."""
+    if not isinstance(op, Steer) or op.vectors is None:
+        return op.model_copy(update=dict(tensors))
+    vectors = [
+        one.model_copy(update={"vector": tensors.get(f"vectors.{index}.vector", one.vector)})
+        for index, one in enumerate(op.vectors)
+    ]
+    return op.model_copy(update={"vectors": vectors})
+
+
+def vectors_used(op: Intervention) -> dict[str, VectorUsed]:
+    """Return the vectors that names in an operation were resolved to, by their paths in it."""
+    return {
+        path: tensor.used
+        for path, tensor in tensors_of(op).items()
+        if isinstance(tensor, NamedTensor) and tensor.used is not None
+    }
 
 
 def _check_number(raw: list[object], limits: RequestLimits, num_prompts: int | None) -> None:

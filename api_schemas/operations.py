@@ -7,7 +7,7 @@ position, later ones see the effect of earlier ones.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -18,6 +18,16 @@ from api_schemas.tensors import TensorInput
 from api_schemas.where import Where
 
 InputDtype = Literal["float32", "float16", "bfloat16"]
+
+
+MAX_VECTORS: Final = 64
+"""Vectors of one operation."""
+
+_NUMBERS_OF_MODES: Final = {"gain": "affine", "offset": "affine", "low": "clamp", "high": "clamp"}
+
+
+def _invalid(message: str, field: str, code: ErrorCode = ErrorCode.INVALID_SHAPE) -> PydanticCustomError:
+    return PydanticCustomError(code.value, "{message}", {"message": message, "field": field})
 
 
 class _Operation(Strict):
@@ -40,18 +50,71 @@ class _PointOperation(_Operation):
     at: At = Field(description="A point such as layers.3.output, a pattern, or a list of them.")
 
 
-class Steer(_PointOperation):
-    """Move the value along a vector.
+class WeightedVector(Strict):
+    """One of several vectors of an operation."""
 
-    With ``v`` the vector and ``s`` the scale: ``add`` x + s·v; ``norm_match`` x + s·‖x‖·v/‖v‖;
-    ``project_out`` x without s times its part along v; ``clamp`` sets the part along v/‖v‖ to s;
-    ``replace`` s·v.
+    vector: TensorInput = Field(description="[width] for all points, or [points, width].")
+    weight: Number = 1.0
+
+
+class Steer(_PointOperation):
+    """Move the value along a vector, or along the weighted sum of several.
+
+    With ``v`` the vector, ``s`` the scale and ``c`` the value's component along v/‖v‖: ``add`` x + s·v;
+    ``norm_match`` x + s·‖x‖·v/‖v‖; ``project_out`` x without s times its part along v, or in the span of
+    all ``vectors``; ``clamp`` sets c to s, or to the nearest number from ``low`` to ``high``; ``affine`` sets
+    c to gain·c + offset; ``replace`` s·v.
     """
 
     op: Literal["steer"] = "steer"
-    vector: TensorInput = Field(description="[width] for all points, or [points, width].")
-    scale: Number = 1.0
-    mode: Literal["add", "norm_match", "project_out", "clamp", "replace"] = "add"
+    vector: TensorInput | None = Field(
+        default=None, description="[width] for all points, or [points, width]; null with `vectors`."
+    )
+    vectors: Items[WeightedVector] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=MAX_VECTORS,
+        description="Several vectors instead of one: their weighted sum, for `project_out` their span.",
+    )
+    scale: Number | None = Field(default=None, description="Null for 1; not with `affine`, `low` or `high`.")
+    mode: Literal["add", "norm_match", "project_out", "clamp", "affine", "replace"] = "add"
+    gain: Number | None = Field(default=None, description="Of `affine`; null for 1.")
+    offset: Number | None = Field(default=None, description="Of `affine`; null for 0.")
+    low: Number | None = Field(default=None, description="Of `clamp`; null for no lower bound.")
+    high: Number | None = Field(default=None, description="Of `clamp`; null for no upper bound.")
+
+    @model_validator(mode="after")
+    def _check_vectors(self) -> Self:
+        if (self.vector is None) == (self.vectors is None):
+            raise _invalid("`steer` needs either `vector` or `vectors`, and not both", "vector")
+        weights = [] if self.vectors is None or self.mode != "project_out" else self.vectors
+        for index, one in enumerate(weights):
+            if one.weight != 1.0:
+                raise _invalid(
+                    "`project_out` removes the span of its vectors, on which weights have no effect; leave "
+                    "`weight` out",
+                    f"vectors.{index}.weight",
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _check_numbers(self) -> Self:
+        for field, mode in _NUMBERS_OF_MODES.items():
+            if getattr(self, field) is not None and self.mode != mode:
+                raise _invalid(f"`{field}` belongs to `mode` {mode} and no other", field)
+        if self.mode == "affine" and self.gain is None and self.offset is None:
+            raise _invalid("`affine` needs `gain`, `offset` or both", "gain")
+        if self.scale is not None and (self.mode == "affine" or self.has_bounds):
+            instead = "`gain` and `offset`" if self.mode == "affine" else "`low` and `high`"
+            raise _invalid(f"`scale` has no effect beside {instead}; leave it out", "scale")
+        if self.low is not None and self.high is not None and self.low > self.high:
+            raise _invalid("`low` must not exceed `high`", "low", ErrorCode.INVALID_VALUE)
+        return self
+
+    @property
+    def has_bounds(self) -> bool:
+        """Whether it clamps to an interval instead of a number."""
+        return self.low is not None or self.high is not None
 
 
 class Ablate(_PointOperation):
@@ -69,11 +132,7 @@ class Ablate(_PointOperation):
     @model_validator(mode="after")
     def _check_vector(self) -> Self:
         if (self.method == "vector") != (self.vector is not None):
-            raise PydanticCustomError(
-                ErrorCode.INVALID_SHAPE.value,
-                "`vector` must be given with `method` vector and with no other",
-                {"field": "vector"},
-            )
+            raise _invalid("`vector` must be given with `method` vector and with no other", "vector")
         return self
 
 
@@ -89,10 +148,9 @@ class Patch(_PointOperation):
     @model_validator(mode="after")
     def _check_positions(self) -> Self:
         if self.where.positions is None and self.where.images is None:
-            raise PydanticCustomError(
-                ErrorCode.INVALID_SHAPE.value,
+            raise _invalid(
                 "`patch` needs `where.positions` or `where.images`, a position for each row of `values`",
-                {"field": "where.positions"},
+                "where.positions",
             )
         return self
 
@@ -132,9 +190,9 @@ class LogitLens(_Operation):
     @model_validator(mode="after")
     def _check_returns_something(self) -> Self:
         if self.top_k == 0 and not self.targets:
-            raise PydanticCustomError(
-                ErrorCode.INVALID_VALUE.value,
+            raise _invalid(
                 "a lens with `top_k` 0 returns nothing; ask for at least one token, or name `targets`",
-                {"field": "top_k"},
+                "top_k",
+                ErrorCode.INVALID_VALUE,
             )
         return self

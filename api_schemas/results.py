@@ -102,6 +102,9 @@ class Applied(BaseModel):
     vector: VectorUsed | None = Field(
         default=None, description="The vector that the operation's vector name resolved to."
     )
+    vectors: list[VectorUsed] | None = Field(
+        default=None, description="The same for an operation with `vectors`: those that it names, in order."
+    )
 
 
 class Provenance(BaseModel):

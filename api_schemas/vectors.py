@@ -7,15 +7,15 @@ one, ``joy@2``.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
-from api_schemas.chat import ChatMessage
-from api_schemas.fields import At, Integer, Items, Layers, Number, Strict
+from api_schemas.fields import At, Layers, Strict
 from api_schemas.names import StoredName
 from api_schemas.pages import Listed, Page
 from api_schemas.tensors import TensorInput
+from api_schemas.training import LabelledPrompts
 
 
 class NewVector(Strict):
@@ -59,38 +59,20 @@ class VectorUpload(BaseModel):
     shared: Literal["true", "false"] = "false"
 
 
-Prompt = Annotated[str, Field(strict=True, min_length=1)] | Annotated[list[ChatMessage], Field(min_length=1)]
-"""A text, or the messages of a chat."""
-
-
-class TrainingRequest(Strict):
+class TrainingRequest(LabelledPrompts):
     """The training data and method of a vector.
 
     Attributes:
-        name: Its name in operations.
         method: ``mean_difference``: from the mean of the negative prompts to that of the positive ones;
             ``pca``: the first principal direction of the differences of pairs, prompt by prompt;
             ``logistic``: the weights of a logistic probe that separates the two.
         positive: Prompts that show what the vector steers towards.
         negative: Prompts that show what it steers away from; for ``pca`` as many, in the same order.
         layers: Layers after which to read the residual stream; each gets a row.
-        position: The position of each prompt that is read; ``mean``: the mean of all but the first.
-        holdout: The fraction of each side's prompts that is held out, to score the layers.
-        seed: The random seed by which the held-out prompts are selected.
-        shared: Whether every tenant may use it; for keys with the scope ``admin``.
-        stream: Whether progress is sent, as server-sent events.
     """
 
-    name: StoredName
     method: Literal["mean_difference", "pca", "logistic"] = "mean_difference"
-    positive: Items[Prompt] = Field(min_length=2)
-    negative: Items[Prompt] = Field(min_length=2)
     layers: Layers = "all"
-    position: Integer | Literal["mean"] = -1
-    holdout: Number = Field(default=0.25, gt=0, le=0.5)
-    seed: Integer = Field(default=0, ge=0, lt=2**32)
-    shared: bool = Field(default=False, strict=True)
-    stream: bool = Field(default=False, strict=True)
 
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:
@@ -214,7 +196,6 @@ class TrainingEvent(BaseModel):
 __all__ = [
     "LayerScore",
     "NewVector",
-    "Prompt",
     "Training",
     "TrainingEvent",
     "TrainingRequest",

@@ -19,8 +19,13 @@ import numpy as np
 from api_schemas.errors import ApiError, ErrorCode
 
 PROMPT: Final = "prompt"
-_TENSOR_FIELDS: Final = frozenset({"interventions", "values", "vectors"})
-_TENSOR_KEYS: Final = frozenset({"vector", "values", "vectors", "weights"})
+_TENSOR_FIELDS: Final = frozenset({"interventions", "parts", "values", "vectors"})
+"""Fields of bodies that are tensors, or have them at any depth."""
+_HOLDERS: Final = frozenset({"interventions", "parts"})
+"""Those of them that are no tensors, nor objects of them."""
+_TENSOR_KEYS: Final = frozenset(
+    {"hidden_bias", "hidden_weights", "mean", "scale", "values", "vector", "vectors", "weights"}
+)
 _MIN_NUMBERS: Final = 1024
 """Lists with fewer numbers are not converted."""
 _MAX_RANK: Final = 3
@@ -54,7 +59,7 @@ def checked(body: dict[str, Any], limits: FieldLimits) -> dict[str, Any]:
         ApiError: ``invalid_value``, ``invalid_shape``, ``not_finite``.
     """
     for name in _TENSOR_FIELDS & body.keys():
-        body[name] = _with_tensors(body[name], name, is_tensor=name != "interventions")
+        body[name] = _with_tensors(body[name], name, is_tensor=name not in _HOLDERS)
     for name, value in body.items():
         if isinstance(value, dict | list):
             most = limits.max_prompt_ids if name == PROMPT else limits.max_values

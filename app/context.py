@@ -19,6 +19,8 @@ from app.admission.rates import Rates
 from app.audit.log import AuditLog
 from app.auth.keys import Keys
 from app.auth.principal import Principal
+from app.detectors.service import DetectorService
+from app.detectors.training import DetectorTrainer
 from app.dictionaries.service import DictionaryService
 from app.engine.client import EngineClient
 from app.engine.trace_process_pool import TraceProcesses
@@ -42,10 +44,11 @@ from app.vectors.training import Trainer
 from app.vllm_routes import WORKING
 
 _RUN_AT_ONCE: Final = {
-    "/v1/completions", "/v1/chat/completions", "/v1/traces", "/v1/vectors/train", *WORKING,
+    "/v1/completions", "/v1/chat/completions", "/v1/traces", "/v1/vectors/train",
+    "/v1/detectors/train", *WORKING,
 }  # fmt: skip
 """Routes that count against the limit on concurrency."""
-_WITHOUT_PRESETS: Final = frozenset({"/v1/traces", "/v1/vectors/train", "/v1/jobs"})
+_WITHOUT_PRESETS: Final = frozenset({"/v1/traces", "/v1/vectors/train", "/v1/detectors/train", "/v1/jobs"})
 """Routes that run the model as it is; a header with a preset would be ignored there."""
 _FREE: Final = frozenset({Scope.INTERVENTIONS, Scope.CODE})
 """The scopes of routes that intervene, or change what does: not for keys that are limited to presets."""
@@ -70,6 +73,8 @@ class Context:
     dictionaries: DictionaryService
     presets: PresetService
     trainer: Trainer
+    detectors: DetectorService
+    detector_trainer: DetectorTrainer
     receiving: ReceivedBytes
     bodies: LargeBodyReader
     metrics: Metrics

@@ -17,6 +17,8 @@ from app.auth.given_keys import GivenKeys
 from app.auth.keys import Keys
 from app.body_fields import FieldLimits
 from app.context import Context
+from app.detectors.service import DetectorService
+from app.detectors.training import DetectorTrainer
 from app.dictionaries.service import DictionaryService
 from app.engine.client import EngineClient
 from app.engine.local_traces import LocalTraceEngine
@@ -41,6 +43,7 @@ from app.routes import (
     capabilities,
     chat,
     completions,
+    detectors,
     dictionaries,
     documentation,
     health,
@@ -69,6 +72,7 @@ from app.storage.database import Database
 from app.storage.keys import KeyStore
 from app.storage.results import ResultStore
 from app.tenant_budget import TenantBudget
+from app.training.queue import TrainingQueue
 from app.vectors.service import VectorService
 from app.vectors.training import Trainer
 from nnsight_engine.local_engine.process_channel import ProcessOptions
@@ -90,6 +94,7 @@ _ROUTERS = (
     audit.router,
     metrics.router,
     vectors.router,
+    detectors.router,
     dictionaries.router,
     presets.router,
     vllm.router,
@@ -149,17 +154,21 @@ def create_app(
     vector_service = VectorService(settings, database, engine, store.stored)
     dictionary_service = DictionaryService(settings, database, engine, store.stored)
     preset_service = PresetService(settings, database, engine, store.stored, vector_service)
-    trainer = Trainer(settings, engine, vector_service)
+    detector_service = DetectorService(settings, database, engine, store.stored, vector_service.cache)
+    trainings = TrainingQueue(settings, engine)
 
     def waiting() -> dict[str, int]:
         counts = {one.queue: one.num_waiting for one in beside}
-        return {**engine.num_waiting(), **counts, "trainings": trainer.num_waiting}
+        return {**engine.num_waiting(), **counts, "trainings": trainings.num_waiting}
 
     def stored() -> dict[str, tuple[int, int]]:
         return {
             "results": (store.used_bytes, settings.result_store_bytes),
             "jobs": (job_service.used_bytes, settings.job_store_bytes),
-            "vectors": (vector_service.used_bytes, settings.vector_store_bytes),
+            "vectors": (
+                vector_service.used_bytes + detector_service.used_bytes,
+                settings.vector_store_bytes,
+            ),
             "dictionaries": (dictionary_service.used_bytes, settings.dictionary_store_bytes),
             "presets": (preset_service.used_bytes, settings.preset_store_bytes),
             "bodies": (receiving.num_bytes, settings.max_received_bytes),
@@ -181,7 +190,9 @@ def create_app(
         vector_service,
         dictionary_service,
         preset_service,
-        trainer,
+        Trainer(trainings, vector_service),
+        detector_service,
+        DetectorTrainer(trainings, detector_service),
         receiving,
         LargeBodyReader(field_limits(settings), environment_for_traces(), budget.body_processes),
         counted,
@@ -300,6 +311,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         stack.push_async_callback(context.log.stop)
         context.log.start()
         await context.vectors.count()
+        await context.detectors.count()
         await context.presets.count()
         stack.push_async_callback(context.dictionaries.close)
         await context.dictionaries.start()

@@ -13,6 +13,8 @@ from pydantic import BaseModel
 
 from api_schemas.chat import ChatCompletionRequest
 from api_schemas.completions import CompletionRequest
+from api_schemas.detector_training import DetectorTrainingEvent, DetectorTrainingRequest
+from api_schemas.detectors import DetectorUpload, NewDetector
 from api_schemas.dictionaries import DictionaryUpload
 from api_schemas.errors import ErrorResponse
 from api_schemas.jobs import JobEvent
@@ -33,6 +35,7 @@ from nnsight_engine.remote_backend.frames import MEDIA_TYPE as FRAMES_TYPE
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE as TRACE_TYPE
 
 EVENTS_TYPE: Final = "text/event-stream"
+SAFETENSORS_TYPE: Final = "application/safetensors"
 _REF: Final = "#/components/schemas/{model}"
 _DOCUMENTED: Final[tuple[type[BaseModel], ...]] = (
     CompletionRequest,
@@ -54,6 +57,10 @@ _DOCUMENTED: Final[tuple[type[BaseModel], ...]] = (
     DictionaryUpload,
     TrainingRequest,
     TrainingEvent,
+    NewDetector,
+    DetectorUpload,
+    DetectorTrainingRequest,
+    DetectorTrainingEvent,
     TokenizeRequest,
 )
 

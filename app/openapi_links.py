@@ -37,6 +37,13 @@ _VECTORS: Final[Links] = {
     "DELETE /v1/vectors/{vector_id}": _VECTOR,
     "GET /v1/vectors": {"name": "$response.body#/name", "after": "$response.body#/id"},
 }
+_DETECTOR: Final = {"detector_id": "$response.body#/id"}
+_DETECTORS: Final[Links] = {
+    "GET /v1/detectors/{detector_id}": _DETECTOR,
+    "GET /v1/detectors/{detector_id}/content": _DETECTOR,
+    "DELETE /v1/detectors/{detector_id}": _DETECTOR,
+    "GET /v1/detectors": {"name": "$response.body#/name", "after": "$response.body#/id"},
+}
 _DICTIONARY: Final = {"dictionary_id": "$response.body#/id"}
 _DICTIONARIES: Final[Links] = {
     "GET /v1/dictionaries/{dictionary_id}": _DICTIONARY,
@@ -62,6 +69,9 @@ LINKS: Final[Mapping[tuple[str, int], Links]] = {
     ("POST /v1/vectors", 201): _VECTORS,
     ("POST /v1/vectors/train", 201): _VECTORS,
     ("GET /v1/vectors", 200): {"GET /v1/vectors": {"after": "$response.body#/last_id"}},
+    ("POST /v1/detectors", 201): _DETECTORS,
+    ("POST /v1/detectors/train", 201): _DETECTORS,
+    ("GET /v1/detectors", 200): {"GET /v1/detectors": {"after": "$response.body#/last_id"}},
     ("POST /v1/dictionaries", 201): _DICTIONARIES,
     ("GET /v1/dictionaries", 200): {"GET /v1/dictionaries": {"after": "$response.body#/last_id"}},
     ("POST /v1/presets", 201): _PRESETS,

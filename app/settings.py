@@ -293,7 +293,7 @@ class Settings(BaseSettings):
         description="Whether the server refuses to start if sandboxes cannot have their own namespaces.",
     )
 
-    # Stored data: jobs, vectors, dictionaries, presets, the audit log
+    # Stored data: jobs, vectors, detectors, dictionaries, presets, the audit log
 
     data_dir: Path = Field(
         default_factory=_default_data_dir,
@@ -318,7 +318,9 @@ class Settings(BaseSettings):
     job_store_bytes: int = Field(
         default=20 * GIB, ge=0, description="Most bytes of all jobs: requests, results, printed text."
     )
-    vector_store_bytes: int = Field(default=4 * GIB, ge=0, description="Most bytes of all stored vectors.")
+    vector_store_bytes: int = Field(
+        default=4 * GIB, ge=0, description="Most bytes of all stored vectors and detectors."
+    )
     dictionary_dir: Path | None = Field(
         default=None,
         description="Folder of the weights of dictionaries, shared by all servers of one database; if not "
@@ -336,16 +338,16 @@ class Settings(BaseSettings):
     vector_cache_bytes: int = Field(
         default=256 * MIB,
         ge=0,
-        description="Most bytes of vectors in memory; the least recently used are evicted.",
+        description="Most bytes of vectors and detectors in memory; the least recently used are evicted.",
     )
     max_training_prompts: int = Field(
-        default=512, ge=4, description="Most prompts of the training of a vector, both sides together."
+        default=512, ge=4, description="Most prompts of a training, both sides together."
     )
     max_training_bytes: int = Field(
-        default=512 * MIB, ge=1, description="Most bytes of the values that a vector is trained on."
+        default=512 * MIB, ge=1, description="Most bytes of the values of a training."
     )
     max_queued_trainings: int = Field(
-        default=16, ge=0, description="Most queued trainings of vectors; one runs at a time."
+        default=16, ge=0, description="Most queued trainings; one runs at a time."
     )
 
     # Shares of tenants
@@ -355,7 +357,7 @@ class Settings(BaseSettings):
         gt=0,
         le=1,
         description="The part of each limited resource that one tenant may use: queued jobs, and bytes of "
-        "jobs, result files, vectors, dictionaries, presets and bodies.",
+        "jobs, result files, vectors, detectors, dictionaries, presets and bodies.",
     )
     limits_url: str = Field(
         default="memory://",

@@ -30,12 +30,12 @@ class TenantBudget:
         sandboxes: Sandbox processes.
         waiting_sandboxed: Requests that wait for one.
         waiting_traces: Traces that wait for one of the processes beside the server.
-        trainings: Trainings of vectors that run.
+        trainings: Trainings that run.
         waiting_trainings: Trainings that wait.
         running_jobs: Jobs that run on this server.
         waiting_jobs: Jobs that wait, on all servers with the same database.
         job_bytes: Bytes of the files of jobs.
-        vector_bytes: Bytes of vectors.
+        vector_bytes: Bytes of vectors and detectors.
         dictionary_bytes: Bytes of dictionaries.
         preset_bytes: Bytes of presets.
         result_bytes: Bytes of results behind URLs; a tenant's oldest ones make room for its new ones.
@@ -90,11 +90,11 @@ class TenantBudget:
                 "remove some jobs (DELETE /v1/jobs/{id}), or wait until they expire",
             ),
             vector_bytes=Allowance.of(
-                "bytes of vectors",
+                "bytes of vectors and detectors",
                 settings.vector_store_bytes,
                 share,
                 ErrorCode.VECTOR_STORE_FULL,
-                "remove some vectors (DELETE /v1/vectors/{id})",
+                "remove some (DELETE /v1/vectors/{id}, DELETE /v1/detectors/{id})",
             ),
             dictionary_bytes=Allowance.of(
                 "bytes of dictionaries",

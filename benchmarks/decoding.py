@@ -1,4 +1,10 @@
-"""Requests that decode together on one engine, and the time that their steps take."""
+"""Requests that decode together on one engine, and the time that their steps take.
+
+Asynchronous vLLM starts a step before it has the results of the last one. So a step may still run on the GPU
+when a turn ends, and an engine's next turn finds nothing under way. Each turn therefore waits for the GPU and
+runs a step that is not timed: while the clock runs, one step is always under way, as in serving. Tokens are
+counted rather than steps, since traced requests then take part in every second step only.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +13,7 @@ from collections.abc import Iterator
 from typing import Final, TypeVar
 
 import numpy as np
+import torch
 
 from benchmarks.engine import BenchmarkError, StepwiseEngine
 from benchmarks.interventions import Content, ContentOf
@@ -47,9 +54,9 @@ class DecodingBatch:
         self, engine: StepwiseEngine, prompts: list[list[int]], content_of: ContentOf, num_turns: int
     ) -> None:
         self._engine = engine
-        self._num_timed, self._seconds = num_turns * TURN_STEPS, 0.0
-        # Prefill gives one token; one more than is timed, so that ending is not.
-        max_tokens = 1 + _WARMUP_STEPS + self._num_timed + 1
+        self._num_timed, self._num_tokens, self._seconds = num_turns * TURN_STEPS, 0, 0.0
+        # Prefill gives one token; one more than all turns, so that ending is not timed.
+        max_tokens = 1 + _WARMUP_STEPS + num_turns * (1 + TURN_STEPS) + 1
         self._requests = [
             engine.submit(prompt, max_tokens, content_of(index, engine.shape))
             for index, prompt in enumerate(prompts)
@@ -58,22 +65,27 @@ class DecodingBatch:
             engine.step()
 
     def run_turn(self) -> None:
-        """Run and time one turn."""
-        start = time.perf_counter()
+        """Run one turn and time it, but for its first step."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._engine.step()
+        num_before, start = self._engine.num_tokens, time.perf_counter()
         for _ in range(TURN_STEPS):
             self._engine.step()
         self._seconds += time.perf_counter() - start
+        self._num_tokens += self._engine.num_tokens - num_before
 
     def finish(self) -> float:
-        """End the requests, check them, and return the seconds of a step."""
-        num_left = self._engine.finish(self._requests)
-        # Had one step served fewer requests than all, the batch would need more steps to end.
-        if num_left != 1:
+        """End the requests, check them, and return the seconds in which each got a token, on average."""
+        num_requests, is_traced = len(self._requests), any(one.trace is not None for one in self._requests)
+        self._engine.finish(self._requests)
+        num_wanted = num_requests * self._num_timed
+        if self._num_tokens != num_wanted and not (is_traced and self._engine.num_ahead):
             raise BenchmarkError(
-                f"a batch of {len(self._requests)} must end one step after the last timed one, it took "
-                f"{num_left}; the scheduler did not run it as one batch"
+                f"a batch of {num_requests} must generate {num_wanted} tokens in {self._num_timed} steps, it "
+                f"generated {self._num_tokens}; the scheduler did not run it as one batch"
             )
-        return self._seconds / self._num_timed
+        return self._seconds * num_requests / self._num_tokens
 
 
 def mirrored(first: T, second: T, num_turns: int) -> Iterator[T]:
@@ -86,7 +98,8 @@ def first_token_s(engine: StepwiseEngine, prompt: list[int], content: Content) -
     """Return the seconds from submitting a request to its first token."""
     start = time.perf_counter()
     request = engine.submit(prompt, 1, content)
-    outputs = engine.step()
+    for _ in range(1 + engine.num_ahead):
+        outputs = engine.step()
     seconds = time.perf_counter() - start
     if len(outputs) != 1:
         raise BenchmarkError(

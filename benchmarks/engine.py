@@ -98,6 +98,17 @@ class StepwiseEngine:
         worker = self._core.model_executor.driver_worker.worker
         return worker.model_runner.get_model().model.layers
 
+    @property
+    def num_ahead(self) -> int:
+        """How many steps vLLM starts before it has the results of an earlier one: 1 if it is asynchronous."""
+        return int(self._core.vllm_config.max_concurrent_batches) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens the unfinished requests have generated, as far as results have arrived."""
+        states = self._core.output_processor.request_states.values()
+        return sum(state.detokenizer.num_output_tokens() for state in states)
+
     def submit(self, prompt: Sequence[int], max_tokens: int, content: Content) -> SubmittedRequest:
         """Queue a request that generates exactly ``max_tokens`` greedy tokens."""
         if isinstance(content, SavedLayers):
@@ -145,24 +156,21 @@ class StepwiseEngine:
         return collector
 
     def step(self) -> list[Any]:
-        """Run one step and return the requests that ended with it."""
+        """Start a step, wait for the one ``num_ahead`` before it, and return the requests that ended."""
         outputs: list[Any] = self._core.step()
         return outputs
 
-    def finish(self, requests: Sequence[SubmittedRequest]) -> int:
-        """Run until all requests have ended, check them, and return the number of steps.
+    def finish(self, requests: Sequence[SubmittedRequest]) -> None:
+        """Run until all requests have ended, and check them.
 
         Raises:
             BenchmarkError: An intervention failed, or was not applied at every generated position.
         """
         ended: dict[str, Any] = {}
-        num_steps = 0
         while self._core.has_unfinished_requests():
-            num_steps += 1
             ended |= {output.request_id: output for output in self.step()}
         for request in requests:
             self.check(request, ended[request.request_id])
-        return num_steps
 
     def check(self, request: SubmittedRequest, output: Any) -> None:
         """Raise BenchmarkError unless all interventions of a finished request were applied."""

@@ -12,7 +12,7 @@ from typing import Any, Final
 from pydantic import TypeAdapter, ValidationError
 
 from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.vectors import TrainingRequest
+from api_schemas.training import LabelledPrompts
 from nnsight_engine.remote_backend.messages import TraceHead
 
 _BYTES_PER_TOKEN: Final = 4
@@ -83,7 +83,7 @@ def of_trace(head: TraceHead) -> Estimate:
     return _together(prompts, generated)
 
 
-def of_training(wanted: TrainingRequest) -> Estimate:
+def of_training(wanted: LabelledPrompts) -> Estimate:
     """Estimate the prompts of a training, each of which generates one token."""
     prompts = [
         Estimate(0, _guessed(prompt))

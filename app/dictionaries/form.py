@@ -16,12 +16,12 @@ from starlette.requests import Request
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
 from app.body import BodyLimits, check_media_type, stream_bytes
+from app.forms import FORM_TYPE
 from app.request_context import context_of
 from app.storage.dictionary_files import WeightsUpload
 from app.storage.received_pieces import in_pieces
 from nnsight_engine.features.weights_file import refuse_pickle
 
-FORM_TYPE: Final = "multipart/form-data"
 WEIGHTS: Final = "weights"
 MAX_CFG_BYTES: Final = 256 * 1024
 MAX_LABELS_BYTES: Final = 32 * 1024 * 1024
@@ -185,4 +185,4 @@ def _wrong(message: str) -> ApiError:
     return ApiError(ErrorCode.BAD_REQUEST, message)
 
 
-__all__ = ["FORM_TYPE", "MAX_LABELS_BYTES", "read_form"]
+__all__ = ["MAX_LABELS_BYTES", "read_form"]

@@ -12,7 +12,6 @@ from api_schemas.capabilities import Capabilities
 from api_schemas.dictionaries import DictionaryName, DictionaryUsed
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
-from api_schemas.names import Reference
 from api_schemas.points import PointPattern
 from app.storage.dictionaries import DictionaryStore, FoundDictionary
 from app.storage.dictionary_files import DictionaryFiles
@@ -80,7 +79,7 @@ class DictionaryResolver:
         """
         key = given.name, given.id
         if key not in self._resolved:
-            found = await self._lookup(given)
+            found = await self._store.find(given.name, given.id, self._tenant, self._models)
             if found is None:
                 what = repr(clip(given.name)) + (
                     "" if given.id is None else f" with the id {clip(given.id)!r}"
@@ -118,19 +117,6 @@ class DictionaryResolver:
                 raise ApiError(ErrorCode.INVALID_VALUE, f"The feature {found} is named twice.", place)
             ids.append(found)
         return ids
-
-    async def _lookup(self, given: DictionaryName) -> FoundDictionary | None:
-        reference = Reference.parse(given.name)
-        if reference is None:
-            return None
-        if given.id is None:
-            return await self._store.find(reference, self._tenant, self._models)
-        found = await self._store.find_id(given.id, self._tenant)
-        if found is None:
-            return None
-        about = found.about
-        is_named = reference in {Reference(about.name), Reference(about.name, about.version)}
-        return found if is_named else None
 
     def _checked(self, found: FoundDictionary, param: str) -> ResolvedDictionary:
         about = found.about

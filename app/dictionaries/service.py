@@ -16,7 +16,6 @@ from starlette.requests import Request
 from api_schemas.dictionaries import Dictionary, DictionaryList, FeatureList
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.fields import Strict
-from api_schemas.keys import Scope
 from api_schemas.names import StoredName
 from app.auth.principal import Principal
 from app.body import BodyLimits, check_media_type, read_bytes
@@ -38,6 +37,7 @@ from app.storage.feature_labels import num_label_bytes
 from app.storage.open_files import OpenResult
 from app.storage.storage_usage import Holder, StoredBytes
 from app.tenant_budget import TenantBudget
+from app.version_service import check_sharing
 from nnsight_engine.features.saelens import PARAM as CFG
 from nnsight_engine.features.saelens import read_config
 from nnsight_engine.features.weights_file import check_weights
@@ -138,11 +138,11 @@ class DictionaryService:
 
     async def get(self, dictionary_id: str, tenant: str) -> Dictionary:
         """Return a dictionary that is visible to a tenant; raises ApiError ``dictionary_not_found``."""
-        return (await self._store.get(dictionary_id, tenant)).about
+        return await self._store.get(dictionary_id, tenant)
 
     async def cfg(self, dictionary_id: str, tenant: str) -> bytes:
         """Return a dictionary's ``cfg.json``; raises ApiError ``dictionary_not_found``."""
-        return (await self._store.get(dictionary_id, tenant)).cfg
+        return (await self._store.content(dictionary_id, tenant))[1]
 
     async def open(self, dictionary_id: str, tenant: str) -> tuple[Dictionary, OpenResult]:
         """Open the file of a dictionary's weights.
@@ -298,12 +298,6 @@ class DictionaryService:
             await self._files.remove(aside)
 
 
-def check_sharing(caller: Principal, *, shared: bool) -> None:
-    """Raise ApiError if a caller without the scope ``admin`` wants to share a dictionary, or change one."""
-    if shared:
-        caller.check(Scope.ADMIN)
-
-
 def _parsed(content: bytes, max_depth: int, param: str | None) -> dict[str, Any]:
     try:
         check_depth(content, max_depth)
@@ -312,4 +306,4 @@ def _parsed(content: bytes, max_depth: int, param: str | None) -> dict[str, Any]
         raise ApiError(error.code, error.message, param) from error
 
 
-__all__ = ["DictionaryService", "check_sharing"]
+__all__ = ["DictionaryService"]

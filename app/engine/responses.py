@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
-from api_schemas.interventions import Intervention, tensor_of
-from api_schemas.tensors import NamedTensor
+from api_schemas.interventions import Intervention, vectors_used
+from api_schemas.operations import Steer
 from app.settings import Settings
 from app.storage.results import ResultStore
 from nnsight_engine.core.work_context import WorkContext
@@ -108,9 +108,11 @@ def _applied_json(
 ) -> list[dict[str, Any]]:
     plain = [dataclasses.asdict(one) for one in applied]
     for one, operation in zip(plain, operations, strict=False):
-        tensor = tensor_of(operation)
-        if isinstance(tensor, NamedTensor) and tensor.used is not None:
-            one["vector"] = tensor.used.model_dump()
+        used = [one.model_dump() for one in vectors_used(operation).values()]
+        if used and isinstance(operation, Steer) and operation.vectors is not None:
+            one["vectors"] = used
+        elif used:
+            (one["vector"],) = used
     return plain
 
 

@@ -32,6 +32,7 @@ from vllm.usage.usage_lib import UsageContext
 from api_schemas.capabilities import Capabilities
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import FIELD, Intervention
+from api_schemas.operations import Steer
 from api_schemas.request_traces import Trace
 from api_schemas.tokens import TokenizeRequest
 from app.admission.slot_pool import SlotPool
@@ -455,9 +456,12 @@ class VLLMEngineClient:
             if sandbox is not None:
                 call.slot = partial(self._sandboxes.request, sandbox, call)
             return call
-        return InterventionCall(
+        declared = InterventionCall(
             interventions, self.engine.spec, self._texts.token, stream=streams, markers=self._markers
         )
+        if any(isinstance(one, Steer) and one.vectors is not None for one in interventions):
+            await asyncio.to_thread(declared.prepare)
+        return declared
 
     async def _serve(self, serve: Serve, request: Any, http: Request, refusals: Refusals) -> Any:
         """Have vLLM answer; raises ApiError if it refuses the request."""

@@ -10,15 +10,14 @@ from starlette.responses import Response
 
 from api_schemas.dictionaries import Dictionary, DictionaryList, DictionaryUpload, FeatureList
 from app.context import Intervener, Served
-from app.dictionaries.form import FORM_TYPE
 from app.dictionaries.labels import CSV_TYPE
-from app.openapi import BINARY, error_responses, schema_of
+from app.forms import FORM_TYPE
+from app.openapi import BINARY, SAFETENSORS_TYPE, error_responses, schema_of
 from app.routes.paging import AfterId, OfName, PageLimit
 from app.services.downloads import download
 
 router = APIRouter(prefix="/v1/dictionaries", tags=["dictionaries"])
 
-SAFETENSORS_TYPE: Final = "application/safetensors"
 _UPLOAD: Final[dict[str, Any]] = {
     "requestBody": {"required": True, "content": {FORM_TYPE: {"schema": schema_of(DictionaryUpload)}}}
 }

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
-from collections.abc import AsyncIterator
 from typing import Final
 
 from fastapi import APIRouter
@@ -19,22 +16,21 @@ from api_schemas.vectors import (
     VectorList,
     VectorUpload,
 )
-from app.admission.estimates import of_training
-from app.admission.quotas import INTERVENING
-from app.body import BodyLimits, read_object
 from app.context import Asked, Intervener, Served, Trains
-from app.disconnect import while_connected
-from app.errors import validated
-from app.openapi import BINARY, EVENTS_TYPE, error_responses, json_body, json_events, schema_of
+from app.forms import FORM_TYPE
+from app.openapi import (
+    BINARY,
+    EVENTS_TYPE,
+    SAFETENSORS_TYPE,
+    error_responses,
+    json_body,
+    json_events,
+    schema_of,
+)
 from app.routes.paging import AfterId, OfName, PageLimit
-from app.services.keep_alive import COMMENT, Begun, LateStream, within
-from app.services.streaming import ClosingStream, events, first_event, last_events
-from app.vectors.training import training_events
-from app.vectors.uploads import FORM_TYPE
+from app.routes.training import training_answer
 
 router = APIRouter(prefix="/v1/vectors", tags=["vectors"])
-
-SAFETENSORS_TYPE: Final = "application/safetensors"
 
 TRAINING_EVENTS: Final = json_events(TrainingEvent, last="[DONE]")
 
@@ -71,36 +67,15 @@ async def create_vector(request: Request, context: Served, caller: Intervener) -
 )
 async def train_vector(request: Request, context: Served, asked: Asked, caller: Trains) -> Response:
     """Captures each prompt's residual stream, fits a row for each layer, scores it on held-out prompts."""
-    settings = context.settings
-    admitted, deadline = asked.admitted, asked.deadline
-    if admitted is not None:
-        await admitted.check(*INTERVENING)
-    limits = BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
-    wanted = validated(TrainingRequest, await read_object(request, limits))
-    if admitted is not None:
-        await admitted.reserve(of_training(wanted))
-    train = functools.partial(context.trainer.train, wanted, request, caller)
-    if not wanted.stream:
-        vector = await while_connected(request.receive, train(lambda _: None), deadline)
-        return Response(vector.model_dump_json(), 201, media_type="application/json")
-    source = training_events(train)
-    # An error before the first event gets its own HTTP status, unless the training waits for long.
-    begun = await while_connected(
-        request.receive, within(_begun(source), settings.sse_keep_alive_s), deadline
+    return await training_answer(
+        request,
+        context,
+        asked,
+        caller,
+        TrainingRequest,
+        context.trainer.train,
+        lambda vector: TrainingEvent(type="vector", vector=vector),
     )
-    stream = LateStream(begun) if isinstance(begun, asyncio.Task) else source
-    return ClosingStream(
-        events(COMMENT if isinstance(begun, asyncio.Task) else begun.first, stream, asked),
-        media_type=EVENTS_TYPE,
-        on_close=stream.aclose,
-        stall_s=settings.client_stall_timeout_s,
-        final_event=last_events,
-        keep_alive_s=settings.sse_keep_alive_s,
-    )
-
-
-async def _begun(source: AsyncIterator[str]) -> Begun:
-    return Begun(await first_event(source), source)
 
 
 @router.get("", summary="List vectors, the newest first", responses=error_responses(404, 503))

@@ -15,12 +15,11 @@ from sqlalchemy.orm import Session
 
 from api_schemas.dictionaries import Dictionary, Feature
 from api_schemas.errors import ErrorCode
-from api_schemas.names import Reference
 from app.allowance import Allowance
 from app.storage.database import Database
 from app.storage.feature_labels import add_labels, find_features, ids_of, num_label_bytes, replace_labels
-from app.storage.storage_usage import Holder
 from app.storage.tables import DictionaryNameRow, DictionaryRow
+from app.storage.version_store import VersionStore
 from app.storage.versions import VersionTable, write_version
 from nnsight_engine.features.config import DictionaryConfig
 
@@ -90,8 +89,8 @@ class FoundDictionary:
     cfg: bytes
 
 
-class DictionaryStore:
-    """Dictionaries of all tenants.
+class DictionaryStore(VersionStore[DictionaryRow, Dictionary]):
+    """Dictionaries of all tenants; the content of a version is its ``cfg.json``.
 
     Args:
         database: The database with the tables, started before the store is used.
@@ -99,8 +98,7 @@ class DictionaryStore:
     """
 
     def __init__(self, database: Database, allowance: Allowance) -> None:
-        self._database = database
-        self._allowance = allowance
+        super().__init__(database, allowance, _TABLE, _described)
 
     async def add(self, new: NewDictionary) -> Dictionary:
         """Store a dictionary as the next version of its name; its file is there already.
@@ -129,36 +127,6 @@ class DictionaryStore:
 
         dictionary_id = _TABLE.new_id()
         return await write_version(self._database, write)
-
-    async def page(
-        self, tenant: str, *, name: str | None, after: str | None, limit: int
-    ) -> tuple[list[Dictionary], bool]:
-        """Return a tenant's dictionaries and shared ones, newest first, and whether there are more.
-
-        Raises:
-            ApiError: ``dictionary_not_found``: no dictionary visible to the tenant has the id ``after``.
-        """
-
-        def read(session: Session) -> list[Dictionary]:
-            rows = _TABLE.page(session, tenant, name=name, after=after, limit=limit + 1)
-            return [_described(row, tenant) for row in rows]
-
-        found = await self._database.read(read)
-        return found[:limit], len(found) > limit
-
-    async def get(self, dictionary_id: str, tenant: str) -> FoundDictionary:
-        """Return a dictionary visible to a tenant; raise ApiError ``dictionary_not_found``."""
-        return await self._database.read(
-            lambda session: _found(_TABLE.row(session, dictionary_id, tenant), tenant)
-        )
-
-    async def remove(self, dictionary_id: str, tenant: str) -> None:
-        """Remove a dictionary visible to a tenant; the caller checks the permission and removes the file.
-
-        Raises:
-            ApiError: ``dictionary_not_found``.
-        """
-        await self._database.write(lambda session: session.delete(_TABLE.row(session, dictionary_id, tenant)))
 
     async def set_labels(self, dictionary_id: str, tenant: str, labels: Labels) -> Dictionary:
         """Replace the labels of a dictionary visible to a tenant; the caller checks the permission.
@@ -220,27 +188,18 @@ class DictionaryStore:
         """Return the features of a dictionary that have exactly this label, by id."""
         return await self._database.read(lambda session: ids_of(session, number, label, limit))
 
-    async def find(self, reference: Reference, tenant: str, models: Sequence[str]) -> FoundDictionary | None:
-        """Resolve a name for a tenant, see ``VersionTable.find``."""
+    async def find(
+        self, text: str, id_: str | None, tenant: str, models: Sequence[str]
+    ) -> FoundDictionary | None:
+        """Resolve a name for a tenant, see ``VersionTable.find``; with an id to the version with this one."""
 
         def read(session: Session) -> FoundDictionary | None:
-            row = _TABLE.find(session, reference, tenant, models)
-            return None if row is None else _found(row, tenant)
+            row = self._named(session, text, id_, tenant, models)
+            return (
+                None if row is None else FoundDictionary(row.number, _described(row, tenant), bytes(row.data))
+            )
 
         return await self._database.read(read)
-
-    async def find_id(self, dictionary_id: str, tenant: str) -> FoundDictionary | None:
-        """Return the dictionary with an id, if it is visible to a tenant."""
-
-        def read(session: Session) -> FoundDictionary | None:
-            row = _TABLE.get(session, dictionary_id, tenant)
-            return None if row is None else _found(row, tenant)
-
-        return await self._database.read(read)
-
-    async def used_bytes(self) -> dict[Holder, int]:
-        """Return the bytes of all dictionaries by holder."""
-        return await self._database.read(_TABLE.used_bytes)
 
     async def num_uses(self, sha256: str) -> int:
         """Return the number of dictionaries whose weights have a hash."""
@@ -254,10 +213,6 @@ def _described(row: DictionaryRow, tenant: str) -> Dictionary:
         name: getattr(row, name) for name in Dictionary.model_fields if name not in {"object", "own", "bytes"}
     }
     return Dictionary.model_validate({**values, "own": row.tenant == tenant, "bytes": row.num_bytes})
-
-
-def _found(row: DictionaryRow, tenant: str) -> FoundDictionary:
-    return FoundDictionary(row.number, _described(row, tenant), bytes(row.data))
 
 
 __all__ = ["DictionaryStore", "FoundDictionary", "Labels", "NewDictionary"]

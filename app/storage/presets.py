@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import time
 from collections.abc import Collection, Sequence
 from typing import Any, Final
 
@@ -16,9 +15,9 @@ from api_schemas.names import Reference
 from api_schemas.presets import Preset, PresetContent
 from app.allowance import Allowance
 from app.storage.database import Database
-from app.storage.storage_usage import Holder
 from app.storage.tables import PresetNameRow, PresetRow
-from app.storage.versions import VersionTable, write_version
+from app.storage.version_store import NewVersion, VersionStore
+from app.storage.versions import VersionTable
 
 OVERHEAD_BYTES: Final = 1024
 """Bytes that each preset is counted with beside its operations, which bounds their number."""
@@ -65,7 +64,7 @@ class NewRow:
         return hashlib.sha256(self.data).hexdigest()
 
 
-class PresetStore:
+class PresetStore(VersionStore[PresetRow, Preset]):
     """Presets of all tenants.
 
     Args:
@@ -74,8 +73,7 @@ class PresetStore:
     """
 
     def __init__(self, database: Database, allowance: Allowance) -> None:
-        self._database = database
-        self._allowance = allowance
+        super().__init__(database, allowance, _TABLE, _shown)
 
     async def add(self, new: NewRow) -> PresetContent:
         """Store a preset as the next version of its name, and return it.
@@ -84,22 +82,13 @@ class PresetStore:
             ApiError: ``preset_store_full``; ``preset_name_taken``: another tenant has shared one of that
                 name.
         """
-
-        def write(session: Session) -> PresetContent:
-            num_bytes = len(data) + OVERHEAD_BYTES
-            _TABLE.check_room(session, self._allowance, num_bytes, new.tenant)
-            version = _TABLE.next_version(session, new.tenant, new.name, shared=new.shared)
-            row = PresetRow(
-                id=preset_id, tenant=new.tenant, name=new.name, version=version, model=new.model,
-                shared=new.shared, sha256=sha256, num_bytes=num_bytes, created_at=time.time(), data=data,
-                description=new.description, operations=operations,
-            )  # fmt: skip
-            session.add(row)
-            return _content(row, new.tenant)
-
-        data, sha256, preset_id = new.data, new.sha256, _TABLE.new_id()
-        operations = list(dict.fromkeys(one["op"] for one in new.interventions))
-        return await write_version(self._database, write)
+        added = await self.insert(
+            NewVersion(new.tenant, new.name, new.model, new.shared, new.data),
+            OVERHEAD_BYTES,
+            description=new.description,
+            operations=list(dict.fromkeys(one["op"] for one in new.interventions)),
+        )
+        return PresetContent.model_construct(**added.model_dump(), interventions=json.loads(new.data))
 
     async def newest_if_same(self, new: NewRow) -> PresetContent | None:
         """Return the newest version of the tenant's name, if it is the same as a preset to be stored."""
@@ -109,22 +98,6 @@ class PresetStore:
             return None if row is None or not _is_same(row, new) else _content(row, new.tenant)
 
         return await self._database.read(read)
-
-    async def page(
-        self, tenant: str, *, name: str | None, after: str | None, limit: int
-    ) -> tuple[list[Preset], bool]:
-        """Return a tenant's presets and shared ones, newest first, and whether there are more.
-
-        Raises:
-            ApiError: ``preset_not_found``: no preset visible to the tenant has the id ``after``.
-        """
-
-        def read(session: Session) -> list[Preset]:
-            rows = _TABLE.page(session, tenant, name=name, after=after, limit=limit + 1)
-            return [Preset.model_validate(_values(row, tenant)) for row in rows]
-
-        found = await self._database.read(read)
-        return found[:limit], len(found) > limit
 
     async def find(
         self, references: Collection[Reference], tenant: str, models: Sequence[str]
@@ -142,21 +115,13 @@ class PresetStore:
 
         def read(session: Session) -> list[Preset]:
             rows = _TABLE.newest(session, tenant, models, limit)
-            return [Preset.model_validate(_values(row, tenant)) for row in rows]
+            return [_shown(row, tenant) for row in rows]
 
         return await self._database.read(read)
 
-    async def remove(self, preset_id: str, tenant: str) -> None:
-        """Remove a preset visible to a tenant; the caller checks the permission to remove it.
 
-        Raises:
-            ApiError: ``preset_not_found``.
-        """
-        await self._database.write(lambda session: session.delete(_TABLE.row(session, preset_id, tenant)))
-
-    async def used_bytes(self) -> dict[Holder, int]:
-        """Return the bytes of all presets by holder."""
-        return await self._database.read(_TABLE.used_bytes)
+def _shown(row: PresetRow, tenant: str) -> Preset:
+    return Preset.model_validate(_values(row, tenant))
 
 
 def _values(row: PresetRow, tenant: str) -> dict[str, Any]:

@@ -294,6 +294,30 @@ class VectorRow(VersionRow):
     training: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
 
 
+class DetectorNameRow(StoredNameRow):
+    """A tenant's name for detectors."""
+
+    __tablename__ = "detector_names"
+
+
+class DetectorRow(VersionRow):
+    """A detector; see ``api_schemas.detectors.Detector``.
+
+    ``data`` is its file: safetensors with its head, see ``app.detectors.files``.
+
+    Attributes:
+        head: What of its description is in the file too: parts with their sizes, bias, link, threshold,
+            calibration.
+    """
+
+    __tablename__ = "detectors"
+
+    head: Mapped[dict[str, Any]] = mapped_column(JSON)
+    format: Mapped[str] = mapped_column(String(16))
+    source_sha256: Mapped[str | None] = mapped_column(String(64))
+    training: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+
+
 class DictionaryNameRow(StoredNameRow):
     """A tenant's name for dictionaries."""
 
@@ -369,7 +393,7 @@ class PresetRow(VersionRow):
 
 
 __all__ = [
-    "AuditRow", "Base", "DictionaryNameRow", "DictionaryRow", "EventRow", "FeatureLabelRow", "JobRow",
-    "KeyRow", "PresetNameRow", "PresetRow", "StoredNameRow", "TenantRow", "VectorNameRow", "VectorRow",
-    "VersionRow",
+    "AuditRow", "Base", "DetectorNameRow", "DetectorRow", "DictionaryNameRow", "DictionaryRow", "EventRow",
+    "FeatureLabelRow", "JobRow", "KeyRow", "PresetNameRow", "PresetRow", "StoredNameRow", "TenantRow",
+    "VectorNameRow", "VectorRow", "VersionRow",
 ]  # fmt: skip

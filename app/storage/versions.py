@@ -43,6 +43,10 @@ class VersionTable(Generic[NameT, RowT]):
         prefix: The first part of its ids: ``vec_``.
         not_found: The code of the error for an unknown id.
         name_taken: The code of the error for a name that another tenant has shared.
+        beside: Tables of versions that the same allowance counts.
+
+    Attributes:
+        rows: The table of versions.
     """
 
     def __init__(
@@ -55,9 +59,11 @@ class VersionTable(Generic[NameT, RowT]):
         prefix: str,
         not_found: ErrorCode,
         name_taken: ErrorCode,
+        beside: Sequence[type[VersionRow]] = (),
     ) -> None:
         self._names = names
-        self._rows = rows
+        self.rows = rows
+        self._counted: tuple[type[VersionRow], ...] = (rows, *beside)
         self._kind = kind
         self._plural = plural
         self._prefix = prefix
@@ -71,11 +77,13 @@ class VersionTable(Generic[NameT, RowT]):
 
     def check_room(self, session: Session, allowance: Allowance, num_bytes: int, tenant: str) -> None:
         """Raise the allowance's ApiError unless there is room for ``num_bytes`` more."""
-        stored = select(func.coalesce(func.sum(self._rows.num_bytes), 0))
-        allowance.check_total(int(session.scalar(stored) or 0), num_bytes)
-        if tenant:
-            own = session.scalar(stored.where(self._rows.tenant == tenant))
-            allowance.check(tenant, int(own or 0), num_bytes)
+        stored, own = 0, 0
+        for rows in self._counted:
+            total = select(func.coalesce(func.sum(rows.num_bytes), 0))
+            stored += int(session.scalar(total) or 0)
+            own += int(session.scalar(total.where(rows.tenant == tenant)) or 0) if tenant else 0
+        allowance.check_total(stored, num_bytes)
+        allowance.check(tenant, own, num_bytes)
 
     def next_version(self, session: Session, tenant: str, name: str, *, shared: bool) -> int:
         """Return the number of a name's next version.
@@ -116,17 +124,17 @@ class VersionTable(Generic[NameT, RowT]):
         """
         wanted: list[ColumnElement[bool]] = [self._seen_by(tenant)]
         if name is not None:
-            wanted.append(self._rows.name == name)
+            wanted.append(self.rows.name == name)
         if after is not None:
-            wanted.append(self._rows.number < self.row(session, after, tenant, "after").number)
-        newest_first = select(self._rows).where(*wanted).order_by(self._rows.number.desc())
+            wanted.append(self.rows.number < self.row(session, after, tenant, "after").number)
+        newest_first = select(self.rows).where(*wanted).order_by(self.rows.number.desc())
         return session.scalars(newest_first.limit(limit)).all()
 
     def get(self, session: Session, id_: str, tenant: str) -> RowT | None:
         """Return the row with an id, if a tenant sees it."""
         if not self._id.fullmatch(id_):  # a database may refuse to compare text that cannot be an id
             return None
-        return session.scalars(select(self._rows).where(self._rows.id == id_, self._seen_by(tenant))).first()
+        return session.scalars(select(self.rows).where(self.rows.id == id_, self._seen_by(tenant))).first()
 
     def row(self, session: Session, id_: str, tenant: str, param: str | None = None) -> RowT:
         """Return the row with an id, if a tenant sees it; raise ApiError ``not_found``."""
@@ -136,6 +144,10 @@ class VersionTable(Generic[NameT, RowT]):
             message = f"There is no {kind} {clip(id_)!r}; GET /v1/{self._plural} lists them."
             raise ApiError(self._not_found, message, param)
         return row
+
+    def data(self, session: Session, number: int) -> bytes | None:
+        """Return the content of the row with a number, or None if it was removed."""
+        return session.scalar(select(self.rows.data).where(self.rows.number == number))
 
     def find(self, session: Session, reference: Reference, tenant: str, models: Sequence[str]) -> RowT | None:
         """Resolve a name for a tenant: to its own versions if it ever had one, otherwise to shared ones.
@@ -147,7 +159,7 @@ class VersionTable(Generic[NameT, RowT]):
             models: Names of the served model; a version for another model is returned only if there is none
                 for this one.
         """
-        rows = self._rows
+        rows = self.rows
         is_own = session.get(self._names, (tenant, reference.name)) is not None
         of_whom = rows.tenant == tenant if is_own else rows.shared.is_(True)
         wanted = [rows.name == reference.name, of_whom]
@@ -165,7 +177,7 @@ class VersionTable(Generic[NameT, RowT]):
             models: Names of the model.
             limit: The number of versions that are looked at, the newest ones.
         """
-        rows = self._rows
+        rows = self.rows
         seen = select(rows).where(self._seen_by(tenant), rows.model.in_(models)).order_by(rows.number.desc())
         own = set(session.scalars(select(self._names.name).where(self._names.tenant == tenant)))
         found: dict[str, RowT] = {}
@@ -176,11 +188,11 @@ class VersionTable(Generic[NameT, RowT]):
 
     def used_bytes(self, session: Session) -> dict[Holder, int]:
         """Return the bytes of all rows by holder."""
-        wanted = select(self._rows.tenant, func.sum(self._rows.num_bytes)).group_by(self._rows.tenant)
+        wanted = select(self.rows.tenant, func.sum(self.rows.num_bytes)).group_by(self.rows.tenant)
         return {Holder(tenant): int(num_bytes or 0) for tenant, num_bytes in session.execute(wanted).all()}
 
     def _seen_by(self, tenant: str) -> ColumnElement[bool]:
-        return or_(self._rows.tenant == tenant, self._rows.shared.is_(True))
+        return or_(self.rows.tenant == tenant, self.rows.shared.is_(True))
 
 
 async def write_version(database: Database, write: Callable[[Session], T]) -> T:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
-from app.vectors.rows import Tensors
+from app.tensor_files import Tensors
 from nnsight_engine.core.dtypes import floats_from_bytes
 
 MAGIC: Final = b"GGUF"

@@ -7,7 +7,6 @@ applied.
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Sequence
 from typing import Final
 
@@ -15,64 +14,23 @@ import numpy as np
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
-from api_schemas.interventions import Intervention, tensor_of
-from api_schemas.names import Reference
+from api_schemas.interventions import Intervention, tensors_of, with_tensors
 from api_schemas.operations import Ablate, Patch, Probe, Steer
 from api_schemas.points import Point, resolve_layer
-from api_schemas.tensors import NamedTensor, VectorName, VectorUsed
+from api_schemas.tensors import NamedTensor, TensorInput, VectorName, VectorUsed
 from app.storage.vector_rows import kind_of
 from app.storage.vectors import FoundVector, VectorStore
 from app.vectors.rows import ModelShape, points_of
+from app.version_cache import VersionCache
 
+_KIND: Final = "vector"
 _MAX_ROWS_BYTES: Final = 256 * 2**20
 """Maximum bytes of the values that one request's names resolve to."""
-VECTOR_FIELDS: Final[dict[type[Intervention], str]] = {Steer: "vector", Ablate: "vector", Probe: "weights"}
-"""The field of each operation that may name a vector."""
 
 
 def names_vectors(interventions: Sequence[Intervention]) -> bool:
     """Return whether an operation names a vector."""
-    return any(isinstance(tensor_of(op), VectorName) for op in interventions)
-
-
-class VectorCache:
-    """An LRU cache of vectors' values by their number; the values of a number never change.
-
-    Args:
-        store: Reads values that are not cached.
-        max_bytes: The maximum size.
-    """
-
-    def __init__(self, store: VectorStore, max_bytes: int) -> None:
-        self._store = store
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._held: collections.OrderedDict[int, bytes] = collections.OrderedDict()
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes cached."""
-        return self._num_bytes
-
-    async def data(self, number: int) -> bytes | None:
-        """Return a vector's values (float32), or None if it was deleted."""
-        held = self._held.get(number)
-        if held is not None:
-            self._held.move_to_end(number)
-            return held
-        data = await self._store.data(number)
-        if data is not None and number not in self._held:
-            self._cache_data(number, data)
-        return data
-
-    def _cache_data(self, number: int, data: bytes) -> None:
-        if len(data) > self._max_bytes:
-            return
-        self._held[number] = data
-        self._num_bytes += len(data)
-        while self._num_bytes > self._max_bytes:
-            _, dropped = self._held.popitem(last=False)
-            self._num_bytes -= len(dropped)
+    return any(isinstance(tensor, VectorName) for op in interventions for tensor in tensors_of(op).values())
 
 
 class NameResolver:
@@ -87,7 +45,7 @@ class NameResolver:
     """
 
     def __init__(
-        self, store: VectorStore, cache: VectorCache, shape: ModelShape, models: Sequence[str], tenant: str
+        self, store: VectorStore, cache: VersionCache, shape: ModelShape, models: Sequence[str], tenant: str
     ) -> None:
         self._store = store
         self._cache = cache
@@ -99,34 +57,35 @@ class NameResolver:
         self._num_bytes = 0
 
     async def resolved(self, op: Intervention, param: str) -> Intervention:
-        """Return an operation with values in place of a name.
+        """Return an operation with values in place of names.
 
         Raises:
-            ApiError: ``unknown_vector``, ``vector_mismatch``, or an error in ``at``.
+            ApiError: ``unknown_vector``, ``vector_mismatch``, ``tensor_too_large``, or an error in ``at``.
         """
-        given = tensor_of(op)
-        if not isinstance(given, VectorName):
-            return op
-        if isinstance(op, Patch):
+        given = {path: one for path, one in tensors_of(op).items() if isinstance(one, VectorName)}
+        if given and isinstance(op, Patch):
             raise ApiError(
                 ErrorCode.UNSUPPORTED_COMBINATION,
                 "`patch` takes a row for each position, and a vector has one for each layer; steer with it, "
                 "in the mode `replace`.",
                 f"{param}.values",
             )
-        if not isinstance(op, Steer | Ablate | Probe):
+        if not given or not isinstance(op, Steer | Ablate | Probe):
             return op
-        field = VECTOR_FIELDS[type(op)]
-        vector, data = await self._find(given, f"{param}.{field}")
-        points = points_of(op.at, self._shape.num_layers, f"{param}.at") if given.layer is None else []
-        layers = self._layers(given, vector, points, f"{param}.{field}")
-        return op.model_copy(update={field: self._tensor(vector, data, layers, f"{param}.{field}")})
+        found: dict[str, TensorInput] = {}
+        for path, name in given.items():
+            place = f"{param}.{path}"
+            vector, data = await self._find(name, place)
+            points = points_of(op.at, self._shape.num_layers, f"{param}.at") if name.layer is None else []
+            layers = self._layers(name, vector, points, place)
+            found[path] = self._tensor(vector, data, layers, place)
+        return with_tensors(op, found)
 
     async def _find(self, given: VectorName, param: str) -> tuple[FoundVector, bytes]:
         key = given.name, given.id
         if key not in self._found:
-            vector = await self._lookup(given)
-            data = None if vector is None else await self._cache.data(vector.number)
+            vector = await self._store.find(given.name, given.id, self._tenant, self._models)
+            data = None if vector is None else await self._cache.get(_KIND, vector.number, self._data)
             if vector is None or data is None:
                 what = repr(clip(given.name)) + (
                     "" if given.id is None else f" with the id {clip(given.id)!r}"
@@ -140,19 +99,9 @@ class NameResolver:
             self._found[key] = vector, data
         return self._found[key]
 
-    async def _lookup(self, given: VectorName) -> FoundVector | None:
-        reference = Reference.parse(given.name)
-        if reference is None:
-            return None
-        if given.id is None:
-            return await self._store.find(reference, self._tenant, self._models)
-        vector = await self._store.find_id(given.id, self._tenant)
-        if vector is None or reference not in {
-            Reference(vector.name),
-            Reference(vector.name, vector.version),
-        }:
-            return None
-        return vector
+    async def _data(self, number: int) -> tuple[bytes, int] | None:
+        data = await self._store.data(number)
+        return None if data is None else (data, len(data))
 
     def _check_model(self, vector: FoundVector, param: str) -> None:
         if vector.model not in self._models or self._shape.widths.get(vector.leaf) != vector.width:
@@ -205,4 +154,4 @@ def _mismatch(vector: FoundVector, why: str, param: str) -> ApiError:
     return ApiError(ErrorCode.VECTOR_MISMATCH, f"The vector {vector.name}@{vector.version} {why}.", param)
 
 
-__all__ = ["VECTOR_FIELDS", "NameResolver", "VectorCache", "names_vectors"]
+__all__ = ["NameResolver", "names_vectors"]

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
-from app.vectors.rows import Tensors
+from app.tensor_files import Tensors
 
 _PARAM: Final = "file"
 _END: Final = b"PK\x05\x06"

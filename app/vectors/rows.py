@@ -20,8 +20,7 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
 from api_schemas.points import Point, PointPattern, resolve_layer
 from app.storage.vector_rows import LAYER_PREFIX, Floats, VectorRows, kind_of
-
-Tensors = Mapping[str, npt.NDArray[Any]]
+from app.tensor_files import Tensors
 
 RESIDUAL_LEAF: Final = "output"
 """The residual stream after a layer; the default for a tensor whose name has only a layer."""
@@ -192,4 +191,4 @@ def _invalid(message: str, param: str) -> ApiError:
     return ApiError(ErrorCode.INVALID_VECTOR_FILE, message, param)
 
 
-__all__ = ["RESIDUAL_LEAF", "ModelShape", "Tensors", "points_of", "rows_of"]
+__all__ = ["RESIDUAL_LEAF", "ModelShape", "points_of", "rows_of"]

@@ -6,7 +6,6 @@ name a vector use it.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,23 +13,24 @@ import safetensors.numpy
 from starlette.requests import Request
 
 from api_schemas.interventions import FIELD, Intervention
-from api_schemas.keys import Scope
 from api_schemas.vectors import Training, Vector, VectorList
 from app.auth.principal import Principal
 from app.body import BodyLimits
 from app.engine.client import EngineClient
 from app.settings import Settings
 from app.storage.database import Database
-from app.storage.storage_usage import Holder, StoredBytes
+from app.storage.storage_usage import StoredBytes
 from app.storage.vector_rows import VectorRows
 from app.storage.vectors import NewRow, VectorStore
 from app.tenant_budget import TenantBudget
-from app.vectors.names import NameResolver, VectorCache
+from app.vectors.names import NameResolver
 from app.vectors.rows import ModelShape
 from app.vectors.uploads import read_upload
+from app.version_cache import VersionCache
+from app.version_service import VersionService, check_sharing
 
 
-class VectorService:
+class VectorService(VersionService[VectorStore]):
     """The vectors of one server.
 
     Args:
@@ -38,32 +38,24 @@ class VectorService:
         database: Stores the vectors; started before this is used.
         engine: Serves the model that the vectors must fit.
         stored: The bytes stored by tenants, here and elsewhere.
+
+    Attributes:
+        cache: The numbers used last, also of detectors.
     """
 
     def __init__(
         self, settings: Settings, database: Database, engine: EngineClient, stored: StoredBytes
     ) -> None:
         """Create the parts; nothing is read yet."""
+        super().__init__(VectorStore(database, TenantBudget.of(settings).vector_bytes), stored)
         self._settings = settings
-        self._store = VectorStore(database, TenantBudget.of(settings).vector_bytes)
-        self._stored, self._kept = stored, stored.place()
-        self._adding = asyncio.Lock()
-        self._cache = VectorCache(self._store, settings.vector_cache_bytes)
+        self.cache = VersionCache(settings.vector_cache_bytes)
         self._engine = engine
 
     @property
     def shape(self) -> ModelShape:
         """The shape that vectors of the served model must have; only when the engine is ready."""
         return ModelShape.of(self._engine.served().names[0], self._engine.capabilities())
-
-    @property
-    def used_bytes(self) -> int:
-        """The bytes of all vectors, as far as this server knows."""
-        return self._kept.total
-
-    async def count(self) -> None:
-        """Update the stored bytes of each tenant from the database, where other servers write too."""
-        self._kept.set(await self._store.used_bytes())
 
     async def create(self, request: Request, caller: Principal) -> Vector:
         """Read the vector of a request and store it.
@@ -101,12 +93,7 @@ class VectorService:
         """
         check_sharing(caller, shared=shared)
         new = NewRow(caller.tenant, name, self.shape.name, rows, shared, format_, sha256, training)
-        async with self._adding:  # or concurrent requests could each pass the check for the same free bytes
-            await self.count()
-            self._stored.check(Holder(caller.tenant), len(rows.data))
-            kept = await self._store.add(new)
-            await self.count()
-        return kept
+        return await self._add(caller.tenant, len(rows.data), lambda: self._store.add(new))
 
     async def page(self, tenant: str, *, name: str | None, after: str | None, limit: int) -> VectorList:
         """Return a page of a tenant's and shared vectors; raises ApiError ``vector_not_found``."""
@@ -134,10 +121,7 @@ class VectorService:
             ApiError: ``vector_not_found``, ``missing_scope``.
         """
         vector = await self._store.get(vector_id, caller.tenant)
-        if vector.shared:
-            caller.check(Scope.ADMIN)
-        await self._store.remove(vector_id, caller.tenant)
-        await self.count()
+        await self._remove(vector_id, caller, shared=vector.shared)
 
     async def resolved(self, interventions: Sequence[Intervention], tenant: str) -> tuple[Intervention, ...]:
         """Return a request's operations with the vectors' values in place of their names.
@@ -146,16 +130,10 @@ class VectorService:
             ApiError: ``unknown_vector``, ``vector_mismatch``, or an error in ``at``.
         """
         models = self._engine.served().names
-        resolver = NameResolver(self._store, self._cache, self.shape, models, tenant)
+        resolver = NameResolver(self._store, self.cache, self.shape, models, tenant)
         return tuple(
             [await resolver.resolved(op, f"{FIELD}.{index}") for index, op in enumerate(interventions)]
         )
 
 
-def check_sharing(caller: Principal, *, shared: bool) -> None:
-    """Raise ApiError if a caller without the scope ``admin`` wants to share a vector."""
-    if shared:
-        caller.check(Scope.ADMIN)
-
-
-__all__ = ["VectorService", "check_sharing"]
+__all__ = ["VectorService"]

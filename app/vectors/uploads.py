@@ -12,8 +12,6 @@ import hashlib
 from typing import Any, Final, Literal
 
 import numpy.typing as npt
-from python_multipart.exceptions import FormParserError
-from python_multipart.multipart import Field, File, create_form_parser
 from starlette.requests import Request
 
 from api_schemas.errors import ApiError, ErrorCode
@@ -25,17 +23,15 @@ from api_schemas.tensors import TensorInput, VectorName
 from api_schemas.vectors import NewVector
 from app.body import BodyLimits, check_media_type, read_bytes, read_object
 from app.errors import validated
+from app.forms import FILE, FORM_TYPE, read_form
 from app.storage.vector_rows import VectorRows
-from app.vectors.files import PARAM, SLACK_BYTES, Format, read_file
+from app.vectors.files import SLACK_BYTES, Format, read_file
 from app.vectors.rows import ModelShape, rows_of
 from nnsight_engine.core.dtypes import floats_from_bytes
 from nnsight_engine.plans.compile.tensors import read_tensor
 
-FORM_TYPE: Final = "multipart/form-data"
-
 _WIDEST_ITEM_BYTES: Final = 8
 _JSON_ITEM_BYTES: Final = 32
-_MAX_FIELD_BYTES: Final = 64 * 1024
 
 
 class _Form(Strict):
@@ -93,73 +89,34 @@ def _read_numbers(value: dict[str, Any], shape: ModelShape) -> UploadedVector:
     limits = RequestLimits(max_tensor_bytes=shape.max_numbers * _WIDEST_ITEM_BYTES)
     new = validated(NewVector, value, limits)
     if new.vectors is not None:
-        tensors = {name: _array(tensor, f"vectors.{clip(name)}") for name, tensor in new.vectors.items()}
+        tensors = {name: array_of(tensor, f"vectors.{clip(name)}") for name, tensor in new.vectors.items()}
         rows = rows_of(tensors, None, shape, "vectors")
     else:
-        rows = rows_of({"values": _array(new.values, "values")}, new.at, shape, "values")
+        rows = rows_of({"values": array_of(new.values, "values")}, new.at, shape, "values")
     return UploadedVector(new.name, new.shared, "json", None, rows)
 
 
-def _array(value: TensorInput | None, param: str) -> npt.NDArray[Any]:
+def array_of(value: TensorInput | None, param: str) -> npt.NDArray[Any]:
+    """Return a tensor of a JSON body.
+
+    Raises:
+        ApiError: ``invalid_shape``: it is a name; ``not_finite``.
+    """
     if value is None or isinstance(value, VectorName):
-        raise ApiError(ErrorCode.INVALID_SHAPE, "A vector is made of numbers, or a tensor object.", param)
+        raise ApiError(ErrorCode.INVALID_SHAPE, "It is made of numbers, or a tensor object.", param)
     tensor = read_tensor(value, param)
     return floats_from_bytes(tensor.dtype, tensor.data).reshape(tensor.shape)
 
 
 def _read_form(body: bytes, content_type: str, shape: ModelShape) -> UploadedVector:
-    fields, file = _parts(body, content_type)
-    name, content = file
+    fields, (name, content) = read_form(body, content_type, _Form.model_fields, "a vector")
     form = validated(_Form, fields)
     at = None if not form.at else [part.strip() for part in form.at.split(",")]
     format_, tensors = read_file(content, name)
-    rows = rows_of(tensors, at, shape, PARAM)
+    rows = rows_of(tensors, at, shape, FILE)
     return UploadedVector(
         form.name, form.shared == "true", format_, hashlib.sha256(content).hexdigest(), rows
     )
 
 
-def _parts(body: bytes, content_type: str) -> tuple[dict[str, str], tuple[str, bytes]]:
-    """Return a form's fields, and its file's name and content."""
-    fields: dict[str, str] = {}
-    files: list[tuple[str, bytes]] = []
-
-    def on_field(field: Field) -> None:
-        name = (field.field_name or b"").decode("utf-8", "replace")
-        if name not in _Form.model_fields or name in fields:
-            raise _wrong(
-                f"A vector's form has the fields file, name, at and shared, each once; got {clip(name)!r}."
-            )
-        value = field.value or b""
-        if len(value) > _MAX_FIELD_BYTES:
-            raise _wrong(
-                f"A field of a vector's form has at most {_MAX_FIELD_BYTES} bytes; {name} has {len(value)}."
-            )
-        fields[name] = value.decode("utf-8", "replace")
-
-    def on_file(file: File) -> None:
-        if file.field_name != PARAM.encode() or files:
-            raise _wrong("A vector's form has one file, in the field `file`.")
-        file.file_object.seek(0)
-        files.append(((file.file_name or b"").decode("utf-8", "replace"), file.file_object.read()))
-
-    # The parser's limits on fields are not for forms of this media type: ours are above.
-    config = {"MAX_MEMORY_FILE_SIZE": len(body) + 1}
-    try:
-        parser = create_form_parser(
-            {"Content-Type": content_type.encode("latin-1")}, on_field, on_file, config
-        )
-        parser.write(body)
-        parser.finalize()
-    except (FormParserError, ValueError, TypeError) as error:
-        raise _wrong(f"The form is broken: {clip(str(error))}.") from error
-    if not files:
-        raise _wrong("A vector's form needs a file, in the field `file`, and its `name`.")
-    return fields, files[0]
-
-
-def _wrong(message: str) -> ApiError:
-    return ApiError(ErrorCode.BAD_REQUEST, message)
-
-
-__all__ = ["FORM_TYPE", "UploadedVector", "read_upload"]
+__all__ = ["UploadedVector", "array_of", "read_upload"]

@@ -3,7 +3,7 @@
 Two plain engines and one of ours live in each process, with the same arguments, and take strict turns. The
 control pairs the plain ones: how far its ratio is from 1 is the error of the measurement. Decoding is
 compared by throughput, first tokens by time. `--only`, `--batches` and `--quantity` make shorter runs, which
-`--add` combines in one table.
+`--add` combines in one table. `--model` measures with another model than the bundled one.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ class Workload:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose cases and their length."""
     parser.add_argument("--mode", choices=["eager", "compiled"], default="compiled")
+    parser.add_argument("--model", default="", help="folder of a model, by default the bundled one")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64], help="requests together")
     parser.add_argument("--prompts", type=int, nargs="+", default=[16, 512], help="tokens of the prompts")
     parser.add_argument(
@@ -146,6 +147,7 @@ class _Engines:
                 eager=args.mode == "eager",
                 max_num_seqs=max(one.num_requests for one in workloads),
                 max_step_tokens=max(one.num_requests * one.prompt_tokens for one in workloads),
+                model=args.model,
             )
             for name in names[first:] + names[:first]
         }

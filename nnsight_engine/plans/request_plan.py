@@ -26,8 +26,8 @@ class OperationKind(enum.StrEnum):
 
     ADD = "add"
     NORM_MATCH = "norm_match"
-    PROJECT_OUT = "project_out"
-    CLAMP = "clamp"
+    PROJECT = "project"
+    SUBSPACE = "subspace"
     REPLACE = "replace"
     ZERO = "zero"
     MEAN = "mean"
@@ -108,10 +108,15 @@ class PlannedOp(msgspec.Struct, frozen=True, omit_defaults=True):
         sites: Sites in the model, in the order of the request's ``at``, no site twice.
         where: The positions it matches.
         name: Key of the operation's result; empty for writes.
-        scale: ADD, NORM_MATCH, PROJECT_OUT, REPLACE: factor on the vector; CLAMP: the projection.
+        scale: ADD, NORM_MATCH, REPLACE: factor on the vector; PROJECT, SUBSPACE: the part that is removed of
+            the value's component along the vector, or in the span of the vectors.
         tensor: Key of its tensor, see ``TensorData.key``. Steer vectors, probe weights and ablation values:
             ``[width]`` for all sites or ``[sites, width]``; PATCH: ``[positions, width]`` or
-            ``[sites, positions, width]`` in the order of ``where.positions``.
+            ``[sites, positions, width]`` in the order of ``where.positions``; SUBSPACE: an orthonormal basis,
+            ``[k, width]`` or ``[sites, k, width]``, whose last rows may be zeros.
+        offset: PROJECT: added to the component.
+        low: PROJECT: the component is raised to it at the end; None for no bound.
+        high: PROJECT: likewise lowered.
         units: Selected units of the flattened width for ZERO, MEAN, REPLACE; None for all.
         reduce: CAPTURE: ``none``, ``mean`` or ``last``.
         dtype: CAPTURE: torch name of the result's dtype.
@@ -126,6 +131,9 @@ class PlannedOp(msgspec.Struct, frozen=True, omit_defaults=True):
     name: str = ""
     scale: float = 1.0
     tensor: str = ""
+    offset: float = 0.0
+    low: float | None = None
+    high: float | None = None
     units: tuple[int, ...] | None = None
     reduce: str = "none"
     dtype: str = ""

@@ -22,6 +22,7 @@ from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.plans.answer_parts import NO_MARKERS, AnswerMarkers
 from nnsight_engine.plans.collect.collector import RequestCollector
 from nnsight_engine.plans.collect.results import CollectedResults
+from nnsight_engine.plans.compile.combined_vectors import CombinedVectors
 from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.compile.scope import TokenOf
 from nnsight_engine.plans.prompt_media import NO_MEDIA, PromptMedia, Spans
@@ -91,6 +92,15 @@ class InterventionCall:
         self._token_of = token_of
         self._stream = stream
         self._markers = markers
+        self._combined = CombinedVectors(spec)
+
+    def prepare(self) -> None:
+        """Compute everything that no prompt is needed for; may take seconds, and any thread may call it.
+
+        Raises:
+            ApiError: Vectors are invalid.
+        """
+        self._combined.prepare(self.ops)
 
     def op_names(self, prompt: int) -> list[str]:
         """Return the name of each operation of a prompt, as given in the request."""
@@ -122,6 +132,7 @@ class InterventionCall:
             media=media,
             prompt_logprobs=generates and params.prompt_logprobs is not None,
             indexes=[index for index, _ in declared],
+            combined=self._combined,
         )
 
     def take_part(self, choice: int, num_choices: int) -> CollectedResults | None:

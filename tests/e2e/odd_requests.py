@@ -80,6 +80,15 @@ BODIES: Final[dict[str, list[dict[str, Any]]]] = {
         {"name": "odd", "at": POINT, "values": NUMBERS},
     ],
     "/v1/vectors/train": [{"name": "odd", **_SIDES, "layers": [3], "position": -1, "holdout": 0.5}],
+    "/v1/detectors": [
+        {"name": "odd", "parts": [{"at": POINT, "form": "linear", "weights": NUMBERS}], "bias": 0.5},
+        {
+            "name": "odd",
+            "parts": [{"at": POINT, "form": "distance", "mean": NUMBERS, "scale": NUMBERS}],
+            "calibration": [{"threshold": 0.5, "tpr": 1.0, "fpr": 0.0}],
+        },
+    ],
+    "/v1/detectors/train": [{"name": "odd", **_SIDES, "layers": [3], "kind": "mlp", "hidden": 2}],
 }  # fmt: skip
 """Bodies that are taken as they are, by route."""
 

@@ -46,6 +46,18 @@ REQUESTS: Final[dict[str, list[dict[str, Any]]]] = {
     "plain": [],
     "steered": [STEER],
     "norm_match": [STEER | {"mode": "norm_match"}],
+    "held": [
+        STEER | {"mode": "clamp", "scale": None, "low": -1.0},
+        STEER | {"at": "layers.2.output", "mode": "affine", "scale": None, "gain": 0.5},
+    ],
+    "out of a subspace": [
+        {
+            "op": "steer",
+            "at": "layers.1.output",
+            "vectors": [{"vector": VECTOR}, {"vector": random_vector(2, HIDDEN_SIZE)}],
+            "mode": "project_out",
+        }
+    ],
     "ablated": [{"op": "ablate", "at": "layers.2.output"}],
     "captured": [CAPTURE],
     "reduced": [CAPTURE | {"reduce": "mean"}],

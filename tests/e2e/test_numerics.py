@@ -175,6 +175,20 @@ def _projection(x: torch.Tensor) -> torch.Tensor:
     return (x @ UNIT).unsqueeze(-1)
 
 
+SPAN = torch.tensor([random_vector(seed) for seed in (4, 10, 11)])
+DIFFERENCE = torch.nn.functional.normalize(SPAN[0] - 0.5 * SPAN[1], dim=0)
+
+
+def _outside_of_span(x: torch.Tensor) -> torch.Tensor:
+    span = SPAN.double()
+    outside: torch.Tensor = x.double() - x.double() @ torch.linalg.pinv(span) @ span
+    return outside.to(x.dtype)
+
+
+def _several(*weights: float) -> list[dict[str, Any]]:
+    return [{"vector": row.tolist(), "weight": one} for row, one in zip(SPAN, weights, strict=False)]
+
+
 WRITES: list[tuple[dict[str, Any], Any]] = [
     (
         {"op": "steer", "vector": random_vector(4), "scale": 2.0},
@@ -192,6 +206,19 @@ WRITES: list[tuple[dict[str, Any], Any]] = [
         {"op": "steer", "vector": random_vector(4), "scale": 7.0, "mode": "clamp"},
         lambda x: x + (7.0 - _projection(x)) * UNIT,
     ),
+    (
+        {"op": "steer", "vector": random_vector(4), "low": -1.0, "high": 0.5, "mode": "clamp"},
+        lambda x: x + (_projection(x).clamp(-1.0, 0.5) - _projection(x)) * UNIT,
+    ),
+    (
+        {"op": "steer", "vector": random_vector(4), "gain": -2.0, "offset": 3.0, "mode": "affine"},
+        lambda x: x + (3.0 - 3.0 * _projection(x)) * UNIT,
+    ),
+    (
+        {"op": "steer", "vectors": _several(1.0, -0.5), "scale": 0.3, "mode": "norm_match"},
+        lambda x: x + 0.3 * x.norm(dim=-1, keepdim=True) * DIFFERENCE,
+    ),
+    ({"op": "steer", "vectors": _several(1.0, 1.0, 1.0), "mode": "project_out"}, _outside_of_span),
     (
         {"op": "steer", "vector": random_vector(4), "scale": 3.0, "mode": "replace"},
         (3.0 * torch.tensor(random_vector(4))).expand_as,
@@ -211,7 +238,8 @@ WRITES: list[tuple[dict[str, Any], Any]] = [
 
 def _name(operation: dict[str, Any]) -> str:
     how = operation.get("mode") or operation.get("method") or ("units" if "units" in operation else "plain")
-    return f"{operation['op']} {how}"
+    more = [field for field in ("vectors", "low") if field in operation]
+    return " ".join([operation["op"], how, *more])
 
 
 @pytest.mark.parametrize(("operation", "edit"), WRITES, ids=[_name(write) for write, _ in WRITES])
@@ -223,6 +251,32 @@ def test_writes_equal_the_same_edit_in_transformers(
     reply = engine.ask(PROMPT, [{**operation, "at": point}, capture], max_tokens=1)
     expected = reference.run_edited(engine.token_ids(PROMPT), LAYER, edit)
     torch.testing.assert_close(reply.tensor("logits", "logits"), expected, rtol=1e-3, atol=2e-3)
+
+
+DIRECTED = [write for write in WRITES if {"vectors", "low", "gain"} & write[0].keys()]
+
+
+@pytest.mark.parametrize(("operation", "edit"), DIRECTED, ids=[_name(write) for write, _ in DIRECTED])
+def test_generated_positions_are_written_in_a_batch_of_many_ways(
+    engine: Engine, reference: Reference, operation: dict[str, Any], edit: Any
+) -> None:
+    point = f"layers.{LAYER}.output"
+    capture = {"op": "capture", "at": "logits", "name": "logits"}
+    asks = [
+        Ask(PROMPT, [{**one, "at": point, "where": {"range": [1, None]}}, capture], max_tokens=5)
+        for one in (operation, *(other for other, _ in DIRECTED), operation)
+    ]
+    replies = [reply for (reply,) in engine.run(asks)]
+    for reply in (replies[0], replies[-1]):
+        ids = engine.token_ids(PROMPT) + reply.token_ids[:-1]
+
+        def edited(x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([x[:1], edit(x[1:])])
+
+        expected = reference.run_edited(ids, LAYER, edited)
+        torch.testing.assert_close(reply.tensor("logits", "logits"), expected, rtol=1e-3, atol=2e-3)
+        assert reply.collected is not None
+        assert reply.collected.applied[0].positions == list(range(1, len(ids)))
 
 
 def test_writes_at_some_positions_leave_the_others_alone(engine: Engine, reference: Reference) -> None:

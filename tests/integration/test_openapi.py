@@ -53,7 +53,10 @@ STORIES: Final = settings(
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-FAMILIES: Final = ["/v1/jobs", "/v1/admin", "/v1/vectors(?!/train)", "/v1/presets", "/v1/dictionaries"]
+FAMILIES: Final = [
+    "/v1/jobs", "/v1/admin", "/v1/vectors(?!/train)", "/v1/detectors(?!/train)", "/v1/dictionaries",
+    "/v1/presets",
+]  # fmt: skip
 SCRIPTS: Final = ["ok", "logs:2", "refused", "block-fails"]
 
 # The document says that a trace is bytes; which bytes, docs/remote.md does. Other tests send broken ones.
@@ -63,6 +66,8 @@ SWITCHED_OFF: Final[dict[str, list[CheckFunction]]] = {
     # The document does not know the model, whose layers and width a vector must fit.
     "/v1/vectors": [positive_data_acceptance],
     "/v1/vectors/train": [positive_data_acceptance],
+    "/v1/detectors": [positive_data_acceptance],
+    "/v1/detectors/train": [positive_data_acceptance],
     "/v1/presets": [positive_data_acceptance],
     "/v1/dictionaries": [positive_data_acceptance],
     "/v1/dictionaries/{dictionary_id}/labels": [positive_data_acceptance],
@@ -212,6 +217,9 @@ def give_fitting_body(case: schemathesis.Case[Any]) -> None:
         case "POST /v1/vectors":
             case.media_type = "application/json"
             case.body = {"name": "joy", "vectors": {"1": [0.5] * 8}}
+        case "POST /v1/detectors":
+            part: dict[str, Any] = {"at": "layers.1.output", "form": "linear", "weights": [0.5] * 8}
+            case.media_type, case.body = "application/json", {"name": "refusal", "parts": [part]}
         case "POST /v1/dictionaries":
             case.media_type = "multipart/form-data"
             case.body = {"name": "sae", "weights": text_weights(), "cfg": cfg().decode()}

@@ -322,6 +322,17 @@ async def test_vectors_are_those_of_the_time_when_the_preset_was_made(
     written = await generate(server, interventions=[{**STEER, "vector": {"name": "joy@1", "layer": 2}}])
     assert interventions_of(by_preset) == interventions_of(written)
     assert by_preset["choices"][0]["interventions"]["applied"][0]["vector"]["version"] == 1
+    several = {"op": "steer", "at": "layers.1.output", "mode": "project_out"}
+    vectors = [{"vector": [1.0] * 8}, {"vector": {"name": "joy@1", "layer": 2}}, {"vector": {"name": "joy"}}]
+    made = await make(server, several | {"vectors": vectors}, name="calmer")
+    assert made["interventions"][0]["vectors"][:2] == [
+        {"vector": [1.0] * 8},
+        {"vector": {"name": "joy@1", "id": first["id"], "layer": 2}},
+    ]
+    assert made["interventions"][0]["vectors"][2]["vector"]["name"] == "joy@2"
+    used = await generate(server, preset="calmer")
+    applied = used["choices"][0]["interventions"]["applied"]
+    assert [one["version"] for one in applied[0]["vectors"]] == [1, 2]
     wrong = {**STEER, "vector": {"name": "joy@2", "id": first["id"]}}
     error_of(await server.complete(interventions=[wrong]), 400, "unknown_vector")
     await server.client.delete(f"/v1/vectors/{first['id']}")
@@ -379,6 +390,12 @@ async def test_a_shared_preset_uses_the_same_vector_for_all(tenants: Tenants, er
     refused = await client.post("/v1/presets", json=body, headers=operator)
     assert "joy@1" in error_of(refused, 400, "unknown_vector")
     joy = await vector(operator, shared=True)
+    several = {"op": "steer", "at": "layers.1.output", "vectors": [{"vector": {"name": "joy"}}] * 2}
+    for name in ("joy@1", "joy"):
+        several["vectors"] = [{"vector": {"name": "joy"}}, {"vector": {"name": name}}]
+        body = {"name": "both", "interventions": [several], "shared": True}
+        made = await client.post("/v1/presets", json=body, headers=operator)
+        assert made.status_code == (201 if name == "joy" else 400)
     await make(server, steer, headers=operator, shared=True)
     await vector(acme)  # whose name means another vector, and the preset does not
     answer = await generate(server, acme, preset="calm")
@@ -430,6 +447,7 @@ async def test_a_key_limited_to_presets_intervenes_by_these_only(
     for method, path in (
         ("POST", "/v1/presets"), ("PUT", "/v1/presets"), ("DELETE", "/v1/presets/calm"),
         ("POST", "/v1/vectors"), ("POST", "/v1/vectors/train"), ("POST", "/v1/traces"), ("POST", "/v1/jobs"),
+        ("POST", "/v1/detectors"), ("POST", "/v1/detectors/train"),
     ):  # fmt: skip
         answer = await client.request(method, path, json={}, headers=limited)
         error_of(answer, 403, "preset_not_allowed")

@@ -89,6 +89,8 @@ ACCESS: Final = {
     "POST /v1/jobs": Access.MADE,
     "POST /v1/vectors": Access.MADE,
     "POST /v1/vectors/train": Access.MADE,
+    "POST /v1/detectors": Access.MADE,
+    "POST /v1/detectors/train": Access.MADE,
     "POST /v1/dictionaries": Access.MADE,
     "GET /v1/dictionaries": Access.LISTED,
     "GET /v1/dictionaries/{dictionary_id}": Access.NAMED,
@@ -104,6 +106,7 @@ ACCESS: Final = {
     "DELETE /v1/presets/{preset}": Access.NAMED,
     "GET /v1/jobs": Access.LISTED,
     "GET /v1/vectors": Access.LISTED,
+    "GET /v1/detectors": Access.LISTED,
     "GET /v1/jobs/{job_id}": Access.NAMED,
     "DELETE /v1/jobs/{job_id}": Access.NAMED,
     "POST /v1/jobs/{job_id}/cancel": Access.NAMED,
@@ -115,6 +118,9 @@ ACCESS: Final = {
     "GET /v1/vectors/{vector_id}": Access.NAMED,
     "GET /v1/vectors/{vector_id}/content": Access.NAMED,
     "DELETE /v1/vectors/{vector_id}": Access.NAMED,
+    "GET /v1/detectors/{detector_id}": Access.NAMED,
+    "GET /v1/detectors/{detector_id}/content": Access.NAMED,
+    "DELETE /v1/detectors/{detector_id}": Access.NAMED,
     "POST /v1/admin/keys": Access.OPERATORS,
     "GET /v1/admin/keys": Access.OPERATORS,
     "POST /v1/admin/keys/{key_id}/rotate": Access.OPERATORS,
@@ -133,6 +139,7 @@ IGNORED: Final = "ignored"
 QUERIES: Final = {
     "GET /v1/jobs": {"after": "job_id"},
     "GET /v1/vectors": {"after": "vector_id"},
+    "GET /v1/detectors": {"after": "detector_id"},
     "GET /v1/dictionaries": {"after": "dictionary_id"},
     "GET /v1/presets": {"after": "preset_id"},
     "GET /v1/models": {IGNORED: "preset"},
@@ -165,6 +172,11 @@ class Theirs:
     async def _vector_id(self) -> str:
         body = {"name": "joy", "vectors": {"1": [0.5] * 8}}
         return str((await self.tenants.send("POST", "/v1/vectors", self.headers, json=body)).json()["id"])
+
+    async def _detector_id(self) -> str:
+        part = {"at": "layers.1.output", "form": "linear", "weights": [0.5] * 8}
+        body = {"name": "refusal", "parts": [part]}
+        return str((await self.tenants.send("POST", "/v1/detectors", self.headers, json=body)).json()["id"])
 
     async def _dictionary_id(self) -> str:
         files = {"weights": ("w", weights()), "cfg": ("cfg.json", cfg())}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from api_schemas.interventions import parse_interventions, tensor_of
+from api_schemas.interventions import parse_interventions, tensors_of
 from api_schemas.keys import Scope
 from app.storage.vectors import VectorStore
 from nnsight_engine.plans.compile.tensors import read_tensor
@@ -32,12 +32,10 @@ async def server(serve: Serve) -> AsyncIterator[Server]:
 
 
 async def keys_of(server: Server, operation: dict[str, Any], tenant: str = "") -> str:
-    """Return the hash by which the plan of an operation knows its tensor."""
+    """Return the hashes of an operation's tensors, by which plans know them."""
     operations = parse_interventions([operation])
     (resolved,) = await server.context.vectors.resolved(operations, tenant)
-    tensor = tensor_of(resolved)
-    assert tensor is not None
-    return read_tensor(tensor, "x").key()
+    return " ".join(read_tensor(tensor, "x").key() for tensor in tensors_of(resolved).values())
 
 
 @pytest.mark.both_databases
@@ -57,6 +55,18 @@ async def test_a_name_is_the_numbers_that_it_stands_for(server: Server) -> None:
         assert await keys_of(server, operation) == await keys_of(server, {**operation, "vector": numbers})
     ablate = {"op": "ablate", "at": "layers.2.output", "method": "vector", "vector": JOY}
     assert await keys_of(server, ablate) == await keys_of(server, {**ablate, "vector": ROW[2]})
+    joy = {
+        "vectors": [
+            {"vector": JOY},
+            {"vector": {"name": "joy", "layer": 2}, "weight": -2},
+            {"vector": [1.0] * 8},
+        ]
+    }
+    rows = {
+        "vectors": [{"vector": [ROW[1], ROW[2]]}, {"vector": ROW[2], "weight": -2}, {"vector": [1.0] * 8}]
+    }
+    several = {"op": "steer", "at": "layers.1:3.output"}
+    assert await keys_of(server, several | joy) == await keys_of(server, several | rows)
     probe = {"op": "probe", "at": "layers.2.output", "weights": JOY}
     assert await keys_of(server, probe) == await keys_of(server, {**probe, "weights": ROW[2]})
 
@@ -84,6 +94,21 @@ async def test_the_answer_says_which_version_it_was(server: Server) -> None:
     assert answer["interventions"]["applied"][2]["vector"] == older["vector"]
 
 
+async def test_the_answer_has_all_vectors_of_an_operation(server: Server) -> None:
+    joy = await make(server)
+    anger = await make(server, name="anger")
+    named = [{"vector": {"name": "anger"}, "weight": -1}, {"vector": [1.0] * 8}, {"vector": JOY}]
+    both = {"op": "steer", "at": "layers.1.output", "vectors": named}
+    numbers = {"op": "steer", "at": "layers.1.output", "vectors": [{"vector": [1.0] * 8}]}
+    one = {"op": "steer", "at": "layers.1.output", "vectors": [{"vector": JOY}], "mode": "project_out"}
+    answer = (await server.complete(interventions=[both, numbers, one])).json()["choices"][0]
+    applied = answer["interventions"]["applied"]
+    ids = [[used["id"] for used in entry.get("vectors", [])] for entry in applied]
+    assert ids == [[anger["id"], joy["id"]], [], [joy["id"]]]
+    assert "vectors" not in applied[1]
+    assert not any("vector" in entry for entry in applied)
+
+
 async def test_what_a_name_cannot_mean_is_refused(server: Server, error_of: ErrorCheck) -> None:
     await make(server)
     await make(server, name="inputs", vectors={"layers.1.output": ROW[1]})
@@ -100,6 +125,20 @@ async def test_what_a_name_cannot_mean_is_refused(server: Server, error_of: Erro
         (steer({"name": "joy", "layer": 9}), "unknown_layer", "interventions.0.vector.layer"),
         (steer(at="logits"), "unknown_point", "interventions.0.at"),
         (steer(at=["layers.1.output"] * 2), "invalid_value", "interventions.0.at"),
+        (
+            {
+                "op": "steer",
+                "at": "layers.1.output",
+                "vectors": [{"vector": JOY}, {"vector": {"name": "sorrow"}}],
+            },
+            "unknown_vector",
+            "interventions.0.vectors.1.vector",
+        ),
+        (
+            {"op": "steer", "at": "layers.0.output", "vectors": [{"vector": JOY}]},
+            "vector_mismatch",
+            "interventions.0.vectors.0.vector",
+        ),
         (
             {"op": "patch", "at": "layers.1.output", "values": JOY, "where": {"positions": [0]}},
             "unsupported_combination",
@@ -144,6 +183,9 @@ async def test_a_tenant_uses_its_own_first_and_shared_ones_else(
 
     own = await make(server, acme)
     error_of(await used(other), 400, "unknown_vector")
+    several = {"op": "steer", "at": "layers.1.output", "vectors": [{"vector": [1.0] * 8}, {"vector": JOY}]}
+    body = {"prompt": "one two", "interventions": [several]}
+    error_of(await tenants.send("POST", "/v1/completions", other, json=body), 400, "unknown_vector")
     shared = await make(server, operator, shared=True)
     await make(server, operator)
     for headers, made in ((acme, own), (other, shared)):

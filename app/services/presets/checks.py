@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from api_schemas.interventions import Intervention, Operation, tensor_of
+from api_schemas.interventions import Intervention, Operation, vectors_used
 from api_schemas.operations import LogitLens, Patch
 from api_schemas.request_traces import Trace
-from api_schemas.tensors import NamedTensor, VectorUsed
+from api_schemas.tensors import VectorUsed
 from api_schemas.where import Where
-from app.vectors.names import VECTOR_FIELDS
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.compile.tensors import read_tensor
@@ -67,8 +66,7 @@ def _anywhere(operation: Operation, image: int) -> Operation:
 
 def used_vectors(operations: Sequence[Intervention]) -> list[VectorUsed]:
     """Return the vectors that names of operations were resolved to."""
-    tensors = map(tensor_of, operations)
-    return [one.used for one in tensors if isinstance(one, NamedTensor) and one.used is not None]
+    return [used for operation in operations for used in vectors_used(operation).values()]
 
 
 def pinned(raw: Sequence[dict[str, Any]], operations: Sequence[Intervention]) -> list[dict[str, Any]]:
@@ -80,14 +78,23 @@ def pinned(raw: Sequence[dict[str, Any]], operations: Sequence[Intervention]) ->
     """
     found = []
     for sent, operation in zip(raw, operations, strict=True):
-        used = next(iter(used_vectors([operation])), None)
-        if used is not None:
-            field = VECTOR_FIELDS[type(operation)]
+        changed: Any = sent
+        for path, used in vectors_used(operation).items():
             name = {"name": f"{used.name}@{used.version}", "id": used.id}
-            found.append({**sent, field: {**sent[field], **name}})
-        else:
-            found.append(sent)
+            changed = _updated(changed, path.split("."), name)
+        found.append(changed)
     return found
+
+
+def _updated(value: Any, path: Sequence[str], fields: dict[str, Any]) -> Any:
+    """Return a JSON value with the object at a path in it updated; it shares what does not change."""
+    if not path:
+        return {**value, **fields}
+    key, *rest = path
+    if isinstance(value, list):
+        place = int(key)
+        return [*value[:place], _updated(value[place], rest, fields), *value[place + 1 :]]
+    return {**value, key: _updated(value[key], rest, fields)}
 
 
 __all__ = ["check_fit", "pinned", "used_vectors"]

@@ -40,16 +40,17 @@ from app.services.presets.naming import NamedPreset, check_names, named_presets
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.presets import OVERHEAD_BYTES, NewRow, PresetStore
-from app.storage.storage_usage import Holder, StoredBytes
+from app.storage.storage_usage import StoredBytes
 from app.tenant_budget import TenantBudget
 from app.vectors.names import names_vectors
-from app.vectors.service import VectorService, check_sharing
+from app.vectors.service import VectorService
+from app.version_service import VersionService, check_sharing
 
 _MAX_LISTED: Final = 1000
 """Versions that the list of models looks at."""
 
 
-class PresetService:
+class PresetService(VersionService[PresetStore]):
     """The presets of one server.
 
     Args:
@@ -69,21 +70,11 @@ class PresetService:
         vectors: VectorService,
     ) -> None:
         """Create the parts; nothing is read yet."""
+        super().__init__(PresetStore(database, TenantBudget.of(settings).preset_bytes), stored)
         self._settings = settings
-        self._store = PresetStore(database, TenantBudget.of(settings).preset_bytes)
-        self._stored, self._kept = stored, stored.place()
-        self._adding = asyncio.Lock()
+        self._making = asyncio.Lock()
         self._engine = engine
         self._vectors = vectors
-
-    @property
-    def used_bytes(self) -> int:
-        """The bytes of all presets, as far as this server knows."""
-        return self._kept.total
-
-    async def count(self) -> None:
-        """Update the stored bytes of each tenant from the database, where other servers write too."""
-        self._kept.set(await self._store.used_bytes())
 
     async def create(
         self, request: Request, caller: Principal, *, unless_same: bool = False
@@ -112,15 +103,12 @@ class PresetService:
         interventions = pinned(body[INTERVENTIONS], operations)
         model = self._engine.served().names[0]
         row = NewRow(caller.tenant, new.name, new.description, model, new.shared, interventions)
-        async with self._adding:  # or concurrent requests could each pass the check for the same free bytes
+        async with self._making:  # or concurrent requests could each find that there is none like it
             same = await self._store.newest_if_same(row) if unless_same else None
             if same is not None:
                 return same, False
-            await self.count()
-            self._stored.check(Holder(caller.tenant), len(row.data) + OVERHEAD_BYTES)
-            added = await self._store.add(row)
-            await self.count()
-        return added, True
+            num_bytes = len(row.data) + OVERHEAD_BYTES
+            return await self._add(caller.tenant, num_bytes, lambda: self._store.add(row)), True
 
     async def _checked(self, new: NewPreset, caller: Principal) -> Sequence[Intervention]:
         """Return a preset's operations with the values of named vectors; raises ApiError."""
@@ -164,10 +152,7 @@ class PresetService:
             ApiError: ``preset_not_found``, ``missing_scope``.
         """
         preset = await self.get(text, caller.tenant)
-        if preset.shared:
-            caller.check(Scope.ADMIN)
-        await self._store.remove(preset.id, caller.tenant)
-        await self.count()
+        await self._remove(preset.id, caller, shared=preset.shared)
         return preset.reference
 
     async def expand(self, request: Request, body: JsonObject) -> None:

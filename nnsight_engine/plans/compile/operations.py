@@ -14,14 +14,15 @@ from api_schemas.excerpt import excerpt
 from api_schemas.interventions import Operation
 from api_schemas.operations import Ablate, Capture, LogitLens, Patch, Probe, Steer
 from api_schemas.points import ENCODER_BLOCK, VISION
-from nnsight_engine.core.dtypes import LARGEST
 from nnsight_engine.core.leaves import EXPERTS, PATTERN, ROUTER, STATE
 from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.plans.compile.combined_vectors import CombinedVectors
 from nnsight_engine.plans.compile.scope import CompileScope
 from nnsight_engine.plans.compile.sites import leaf_of, resolve_lens_sites, resolve_sites
+from nnsight_engine.plans.compile.steering import with_effect
 from nnsight_engine.plans.compile.tensors import (
-    check_directions,
     check_experts,
+    check_float32,
     check_patch,
     check_range,
     check_rows,
@@ -45,8 +46,6 @@ from nnsight_engine.plans.request_plan import (
 from nnsight_engine.plans.where import may_generate
 
 _ENCODER: Final = ENCODER_BLOCK.removesuffix("output")
-_NEEDS_DIRECTION: Final = frozenset({"norm_match", "project_out", "clamp"})
-_SCALED: Final = frozenset({OperationKind.ADD, OperationKind.REPLACE})
 _ABLATIONS: Final = {"zero": OperationKind.ZERO, "mean": OperationKind.MEAN, "vector": OperationKind.REPLACE}
 
 
@@ -55,14 +54,16 @@ class OperationCompiler:
 
     Args:
         scope: The request.
+        combined: The combinations of its operations' several vectors.
 
     Attributes:
         tensors: The tensors of the operations compiled so far, by hash of their content.
     """
 
-    def __init__(self, scope: CompileScope) -> None:
+    def __init__(self, scope: CompileScope, combined: CombinedVectors) -> None:
         self.tensors: dict[str, TensorData] = {}
         self._scope = scope
+        self._combined = combined
         self._spec: ModelSpec = scope.spec
 
     def compile(self, op: Operation, name: str, param: str) -> tuple[PlannedOp, Named]:
@@ -140,19 +141,13 @@ class OperationCompiler:
 
     def _steer(self, op: Steer, named: Named, param: str) -> PlannedOp:
         sites = resolve_sites(op.at, op.op, self._spec, f"{param}.at")
-        tensor = read_tensor(op.vector, f"{param}.vector")
-        check_rows(tensor, self._widths(sites), f"{param}.vector")
-        if op.mode in _NEEDS_DIRECTION:
-            check_directions(tensor, op.mode, f"{param}.vector")
-        scale = _float32(op.scale, f"{param}.scale")
-        kind = OperationKind(op.mode)
-        if kind in _SCALED:
-            check_range(
-                tensor, scale, self._spec.dtype, f"{param}.{'vector' if abs(scale) <= 1 else 'scale'}"
-            )
-        elif kind is OperationKind.CLAMP:
-            _within(scale, self._spec.dtype, f"{param}.scale")
-        return PlannedOp(kind, sites, named.rule, scale=scale, tensor=self._keep(tensor))
+        if op.vector is not None:
+            tensor = read_tensor(op.vector, f"{param}.vector")
+            check_rows(tensor, self._widths(sites), f"{param}.vector")
+        else:
+            tensor = self._combined.of(op, sites, param)
+        planned = PlannedOp(OperationKind.ADD, sites, named.rule, tensor=self._keep(tensor))
+        return with_effect(planned, op, tensor, self._spec.dtype, param)
 
     def _ablate(self, op: Ablate, named: Named, param: str) -> PlannedOp:
         sites = resolve_sites(op.at, op.op, self._spec, f"{param}.at")
@@ -334,7 +329,7 @@ class OperationCompiler:
         sites = resolve_sites(op.at, op.op, self._spec, f"{param}.at")
         tensor = read_tensor(op.weights, f"{param}.weights")
         check_rows(tensor, self._widths(sites), f"{param}.weights")
-        bias = _float32(op.bias, f"{param}.bias")
+        bias = check_float32(op.bias, f"{param}.bias")
         return PlannedOp(OperationKind.PROBE, sites, named.rule, name, tensor=self._keep(tensor), bias=bias)
 
     def _lens(self, op: LogitLens, named: Named, name: str, param: str) -> PlannedOp:
@@ -394,17 +389,3 @@ def _units(units: list[int], width: int, param: str) -> tuple[int, ...]:
             param,
         )
     return ordered
-
-
-def _float32(number: float, param: str) -> float:
-    return _within(number, "float32", param)
-
-
-def _within(number: float, dtype: str, param: str) -> float:
-    if abs(number) > LARGEST[dtype]:
-        raise ApiError(
-            ErrorCode.NOT_FINITE,
-            f"A number must be finite in {dtype}, whose largest is {LARGEST[dtype]:g}; got {number:g}.",
-            param,
-        )
-    return number

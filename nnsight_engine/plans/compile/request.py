@@ -19,6 +19,7 @@ from api_schemas.request_traces import Trace
 from nnsight_engine.core.dtypes import ITEM_BYTES
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.plans.answer_parts import NO_MARKERS, AnswerMarkers
+from nnsight_engine.plans.compile.combined_vectors import CombinedVectors
 from nnsight_engine.plans.compile.operations import OperationCompiler
 from nnsight_engine.plans.compile.scope import CompileScope, TokenOf
 from nnsight_engine.plans.compile.sites import leaf_of
@@ -51,6 +52,7 @@ def compile_request(  # noqa: PLR0913 - keywords but the first
     media: PromptMedia = NO_MEDIA,
     prompt_logprobs: bool = False,
     indexes: Sequence[int] | None = None,
+    combined: CombinedVectors | None = None,
 ) -> CompiledRequest:
     """Resolve a request's operations against the model and one prompt.
 
@@ -65,6 +67,7 @@ def compile_request(  # noqa: PLR0913 - keywords but the first
         media: The prompt's images.
         prompt_logprobs: Whether the request also asks for log-probabilities of the prompt.
         indexes: Indices of the operations in the request, if it has others for other prompts.
+        combined: Combinations of the request's vectors, if it has several prompts to share them.
 
     Returns:
         The plan and its tensors.
@@ -79,7 +82,7 @@ def compile_request(  # noqa: PLR0913 - keywords but the first
     declared = {index: op for index, op in zip(numbers, ops, strict=True) if not isinstance(op, Trace)}
     scope = CompileScope(spec, prompt_token_ids, max_tokens, token_of, markers, media)
     names = _names(declared)
-    compiler = OperationCompiler(scope)
+    compiler = OperationCompiler(scope, combined or CombinedVectors(spec))
     planned: list[PlannedOp] = []
     needs_prompt = False
     num_bytes = 0

@@ -75,6 +75,22 @@ def check_range(tensor: TensorData, scale: float, dtype: str, param: str) -> Non
         )
 
 
+def check_float32(number: float, param: str) -> float:
+    """Return a number that is finite in float32; raises ApiError ``not_finite`` for another."""
+    return check_within(number, "float32", param)
+
+
+def check_within(number: float, dtype: str, param: str) -> float:
+    """Return a number that is finite in ``dtype``; raises ApiError ``not_finite`` for another."""
+    if abs(number) > LARGEST[dtype]:
+        raise ApiError(
+            ErrorCode.NOT_FINITE,
+            f"A number must be finite in {dtype}, whose largest is {LARGEST[dtype]:g}; got {number:g}.",
+            param,
+        )
+    return number
+
+
 def check_rows(tensor: TensorData, widths: Sequence[int], param: str) -> None:
     """Check that the tensor is ``[width]`` for all sites or ``[sites, width]``.
 

@@ -27,7 +27,10 @@ from nnsight_engine.plans.where import generated_is_constant, last_position
 
 BankKey = tuple[str, str, float]
 
-NEEDS_DIRECTION = frozenset({OperationKind.NORM_MATCH, OperationKind.PROJECT_OUT, OperationKind.CLAMP})
+_ALONG_VECTOR = frozenset({OperationKind.NORM_MATCH, OperationKind.PROJECT})
+_IN_FLOAT32 = _ALONG_VECTOR | {OperationKind.SUBSPACE, OperationKind.PROBE}
+_STACKS = frozenset({OperationKind.PATCH, OperationKind.SUBSPACE})
+"""Kinds whose tensor has several rows for one site."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -39,7 +42,7 @@ class ActiveOp:
         index: Its index in the plan.
         keys: Canonical key of each of its sites, see ``site_key``.
         tensor: Operand of the kernel: ``[1 or sites, width]``, for patches ``[1 or sites, positions,
-            width]``; None where the operation has none.
+            width]``, for subspaces ``[1 or sites, k, width]``; None where the operation has none.
         units: Selected units as an index tensor, or None.
         constant: Whether it acts on every generated position (True), on none (False), or on
             some (None).
@@ -243,19 +246,18 @@ class Registrar:
     def _prepare(self, op: PlannedOp, content: TensorData, scale: float) -> torch.Tensor:
         host = tensor_from_bytes(content.dtype, content.shape, content.data)
         tensor = to_device(host, self._context.device).to(torch.float32)
-        if op.kind is not OperationKind.PATCH:
+        if op.kind not in _STACKS:
             tensor = tensor.reshape(-1, tensor.shape[-1])
-        elif tensor.ndim == len(("positions", "width")):
+        elif tensor.ndim == len(("rows", "width")):
             tensor = tensor.unsqueeze(0)
-        if op.kind in NEEDS_DIRECTION:
+        if op.kind in _ALONG_VECTOR:
             tensor = tensor / tensor.norm(dim=-1, keepdim=True)
         return tensor * scale
 
     def _operand_dtype(self, op: PlannedOp) -> torch.dtype:
         """Return the dtype of an operation's tensor; ids of experts are exact in float32."""
         is_ids = op.sites[0].leaf == EXPERTS
-        keeps_float32 = op.kind in NEEDS_DIRECTION or op.kind is OperationKind.PROBE or is_ids
-        return torch.float32 if keeps_float32 else self._context.dtype
+        return torch.float32 if op.kind in _IN_FLOAT32 or is_ids else self._context.dtype
 
     def _width(self, site: PlannedSite) -> int:
         leaf = self._context.spec.leaf(site.leaf, site.layer)

@@ -8,6 +8,8 @@ requests become one kernel; their rows are disjoint, since each request owns its
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections import defaultdict
 from collections.abc import Callable
 
 import numpy as np
@@ -54,10 +56,10 @@ def group_key(member: KernelMember) -> GroupKey:
 def _form(member: KernelMember) -> GroupKey:
     op = member.active.op
     match op.kind:
-        case OperationKind.ADD | OperationKind.NORM_MATCH:
+        case OperationKind.ADD | OperationKind.NORM_MATCH | OperationKind.PROJECT:
             return (op.kind,)
-        case OperationKind.PROJECT_OUT | OperationKind.CLAMP:
-            return (OperationKind.PROJECT_OUT,)
+        case OperationKind.SUBSPACE:
+            return (op.kind, len(member.active.tensor_at(member.site_index)))
         case OperationKind.REPLACE | OperationKind.ZERO | OperationKind.PATCH:
             return (OperationKind.REPLACE, op.units)
         case _:
@@ -79,8 +81,8 @@ class KernelFactory:
         self._builders: dict[OperationKind, Callable[[list[KernelMember]], writes.Kernel]] = {
             OperationKind.ADD: self._add,
             OperationKind.NORM_MATCH: self._norm_match,
-            OperationKind.PROJECT_OUT: self._project,
-            OperationKind.CLAMP: self._project,
+            OperationKind.PROJECT: self._project,
+            OperationKind.SUBSPACE: self._subspace,
             OperationKind.REPLACE: self._set,
             OperationKind.ZERO: self._set,
             OperationKind.PATCH: self._set,
@@ -126,7 +128,10 @@ class KernelFactory:
         return self._spans[key]
 
     def _stack(self, members: list[KernelMember]) -> torch.Tensor:
-        """Return each member's vector repeated once per row, ``[rows, width]``."""
+        """Return each member's tensor repeated once per row, ``[rows, width]``.
+
+        Members with one row each may have tensors of more axes.
+        """
         key = tuple((id(m.active.tensor), _stack_index(m), len(m.rows)) for m in members)
         stack = self._stacks.get(key)
         if stack is None:
@@ -145,16 +150,41 @@ class KernelFactory:
         return writes.NormMatch(self.row_index(members), self._stack(members))
 
     def _project(self, members: list[KernelMember]) -> writes.Kernel:
-        target: list[float] = []
-        keep: list[float] = []
-        for member in members:
-            op = member.active.op
-            clamps = op.kind is OperationKind.CLAMP
-            target += [op.scale if clamps else 0.0] * len(member.rows)
-            keep += [1.0 if clamps else op.scale] * len(member.rows)
+        ops = [member.active.op for member in members for _ in member.rows]
+        bounds = None
+        if any(op.low is not None or op.high is not None for op in ops):
+            bounds = (
+                self._column([-math.inf if op.low is None else op.low for op in ops]),
+                self._column([math.inf if op.high is None else op.high for op in ops]),
+            )
         return writes.Project(
-            self.row_index(members), self._stack(members), self._column(target), self._column(keep)
+            self.row_index(members),
+            self._stack(members),
+            self._column([op.offset for op in ops]),
+            self._column([op.scale for op in ops]),
+            bounds,
         )
+
+    def _subspace(self, members: list[KernelMember]) -> writes.Kernel:
+        """Return a kernel with one matrix product for each basis of several rows, and one for all others."""
+        by_basis: dict[tuple[int, int], list[KernelMember]] = defaultdict(list)
+        for member in members:
+            by_basis[id(member.active.tensor), _stack_index(member)].append(member)
+        ordered: list[KernelMember] = []
+        single: list[KernelMember] = []
+        bases: list[tuple[int, torch.Tensor]] = []
+        for sharing in by_basis.values():
+            num_rows = sum(len(member.rows) for member in sharing)
+            if num_rows == 1:
+                single += sharing
+            else:
+                ordered += sharing
+                bases.append((num_rows, sharing[0].active.tensor_at(sharing[0].site_index)))
+        if single:
+            ordered += single
+            bases.append((len(single), self._stack(single)))
+        removed = [member.active.op.scale for member in ordered for _ in member.rows]
+        return writes.Subspace(self.row_index(ordered), self._column(removed), bases)
 
     def _set(self, members: list[KernelMember]) -> writes.Kernel:
         values = torch.cat([self._values(member) for member in members])

@@ -87,23 +87,59 @@ class NormMatch:
 
 @dataclasses.dataclass(slots=True)
 class Project:
-    """``x += (target - keep * x·unit) * unit``, with ``unit`` ``[rows, width]`` float32 of norm one.
+    """The component ``c = x·unit`` becomes ``c - removed * c + offset``, then at least low and at most high.
 
-    Projecting out by a scale is ``target = 0, keep = scale``; clamping the projection is
-    ``target = scale, keep = 1``. ``target`` and ``keep`` are ``[rows, 1]`` float32.
+    ``unit`` is ``[rows, width]`` float32 of norm one, the others are ``[rows, 1]`` float32. ``bounds`` are
+    low and high, infinite for rows without a bound, and None if no row has one.
     """
 
     rows: torch.Tensor
     unit: torch.Tensor
-    target: torch.Tensor
-    keep: torch.Tensor
+    offset: torch.Tensor
+    removed: torch.Tensor
+    bounds: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Add to ``hidden`` in place."""
         value = value_at(self.rows, hidden, residual, torch.float32)
         along = (value * self.unit).sum(dim=-1, keepdim=True)
-        delta = (self.target - self.keep * along) * self.unit
-        hidden.index_add_(0, self.rows, narrowed(delta, hidden.dtype))
+        change = self.offset - self.removed * along
+        if self.bounds is not None:
+            low, high = self.bounds
+            change = torch.clamp(change, low - along, high - along)
+        hidden.index_add_(0, self.rows, narrowed(change * self.unit, hidden.dtype))
+
+
+@dataclasses.dataclass(slots=True)
+class Subspace:
+    """``x -= removed * (part of x in a subspace)``, with an orthonormal basis of the subspace in float32.
+
+    Attributes:
+        rows: All rows.
+        removed: ``[rows, 1]`` float32.
+        bases: For the rows in order, the number of rows and either their common basis ``[k, width]`` or the
+            basis of each, ``[number, k, width]``. Rows of zeros in a basis have no effect.
+    """
+
+    rows: torch.Tensor
+    removed: torch.Tensor
+    bases: list[tuple[int, torch.Tensor]]
+
+    def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Add to ``hidden`` in place."""
+        value = value_at(self.rows, hidden, residual, torch.float32)
+        parts = value.split([num_rows for num_rows, _ in self.bases])
+        inside = [_inside(part, basis) for part, (_, basis) in zip(parts, self.bases, strict=True)]
+        change = -self.removed * torch.cat(inside)
+        hidden.index_add_(0, self.rows, narrowed(change, hidden.dtype))
+
+
+def _inside(rows: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
+    """Return the part of ``rows``, ``[rows, width]``, in the span of a basis, see ``Subspace.bases``."""
+    if basis.ndim == len(("k", "width")):
+        return rows @ basis.T @ basis
+    along = torch.bmm(basis, rows.unsqueeze(2))
+    return torch.bmm(basis.transpose(1, 2), along).squeeze(2)
 
 
 def store(

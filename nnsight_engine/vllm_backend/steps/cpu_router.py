@@ -31,22 +31,21 @@ def choose(
         and router.scoring_func in _SCORES
         and (router.scoring_func == "sigmoid" or router.e_score_correction_bias is not None)
     )
-    if not is_lacking:
-        chosen: tuple[torch.Tensor, torch.Tensor] = _ROUTING(
-            router, hidden_states, router_logits, indices_type, **others
+    chosen: tuple[torch.Tensor, torch.Tensor]
+    if is_lacking:
+        chosen = _grouped_topk(
+            router_logits,
+            router.top_k,
+            router.renormalize,
+            1,
+            1,
+            router.scoring_func,
+            router.routed_scaling_factor,
+            router.e_score_correction_bias,
         )
-        return chosen
-    weights, ids = _grouped_topk(
-        router_logits,
-        router.top_k,
-        router.renormalize,
-        1,
-        1,
-        router.scoring_func,
-        router.routed_scaling_factor,
-        router.e_score_correction_bias,
-    )
-    return weights, ids
+    else:
+        chosen = _ROUTING(router, hidden_states, router_logits, indices_type, **others)
+    return chosen
 
 
 def mend_router() -> None:

@@ -264,7 +264,11 @@ _MODEL: Final = (
         called={"forward": "query, key, value"},
     ),
     _used("vllm.model_executor.layers.attention_layer_base", read="AttentionLayerBase"),
+    _used("vllm.model_executor.layers.logits_processor", read="LogitsProcessor"),
+    _used("vllm.model_executor.layers.mamba.mamba_mixer2", read="Mixer2RMSNormGated"),
+    _used("vllm.model_executor.layers.minimax_rms_norm.rms_norm_tp", read="MiniMaxText01RMSNormTP"),
     _used("vllm.model_executor.layers.fused_moe.runner.moe_runner", read="MoERunner"),
+    _used("vllm.model_executor.layers.fused_moe.runner.shared_experts", read="SharedExperts"),
     _used(
         "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner",
         read="is_monolithic moe_config routed_scaling_factor router shared_experts",
@@ -272,7 +276,7 @@ _MODEL: Final = (
     ),
     _used(
         "vllm.model_executor.layers.fused_moe.config:FusedMoEConfig",
-        read="dp_size in_dtype is_sequence_parallel num_logical_experts pcp_size",
+        read="dp_size in_dtype is_sequence_parallel num_logical_experts pcp_size skip_final_all_reduce",
     ),
     _used("vllm.model_executor.layers.fused_moe.router.base_router:BaseRouter", read="top_k"),
     _used(
@@ -287,16 +291,16 @@ _MODEL: Final = (
         overridden={"_compute_routing": "hidden_states, router_logits, indices_type, **others"},
     ),
     _used(
-        "vllm.model_executor.models.phimoe:PhiMoEForCausalLM",
-        read="lm_head logits_processor",
-        overridden={"compute_logits": "hidden_states"},
-    ),
-    _used(
         "vllm.model_executor.layers.fused_moe.router.cpu_router",
         called={
             "_grouped_topk": "gating_output, topk, renormalize, num_expert_group, topk_group, scoring_func, "
             "routed_scaling_factor, e_score_correction_bias",
         },
+    ),
+    _used(
+        "vllm.model_executor.models.phimoe:PhiMoEForCausalLM",
+        read="lm_head logits_processor",
+        overridden={"compute_logits": "hidden_states"},
     ),
     _used(
         "vllm.model_executor.layers.mamba.mamba_mixer2:MambaMixer2",

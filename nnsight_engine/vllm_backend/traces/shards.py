@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -24,6 +25,9 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
     UnquantizedLinearMethod,
 )
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.mamba.mamba_mixer2 import Mixer2RMSNormGated
+from vllm.model_executor.layers.minimax_rms_norm.rms_norm_tp import MiniMaxText01RMSNormTP
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
@@ -52,8 +56,10 @@ _ROTARY: Final = "vllm.model_executor.layers.rotary_embedding"
 _PLAIN_WEIGHTS: Final = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 _HEAD_NORMS: Final = ("q_norm", "k_norm", "v_norm")
 _IN_GROUPS: Final = ("in_proj", "conv1d")
-"""Linear layers of a mixer."""
+"""Linear layers of a mixer whose columns follow its groups of B and C."""
 _LATENT_NORMS: Final = ("q_a_layernorm", "kv_a_layernorm")
+COLLECTIVE: Final = (LogitsProcessor, MoERunner, Mixer2RMSNormGated, MiniMaxText01RMSNormTP)
+"""Modules without sharded layers inside that wait for the other ranks."""
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
 """Returns each rank's tensor, ``[ranks, *shape]``; all ranks call it together."""
@@ -217,6 +223,8 @@ class Shards:
         for path, module in self._modules.items():
             if isinstance(module, InnerValue) and not isinstance(module, ExpertChoice):
                 self._put(path, None, None)  # a rank's summand
+            elif isinstance(module, MoERunner) and not module.moe_config.is_sequence_parallel:
+                self._put(path, EVERYWHERE, None if module.moe_config.skip_final_all_reduce else EVERYWHERE)
         for layer in points.local_layers:
             block = points.layout.blocks[layer]
             if block.kernel:
@@ -270,9 +278,13 @@ class Shards:
         raise SpreadModuleError.held(path, name)
 
     def _put(self, path: str, entrance: ShardLocation | None, exit_: ShardLocation | None) -> None:
-        """Record how a module's input and output are sharded; None if it is not known."""
+        """Record how a module's input and output are sharded; None if it is not known.
+
+        A later record replaces an earlier one.
+        """
         for provider, place in ((f"{path}.input", entrance), (f"{path}.output", exit_)):
             if place is None:
+                self._places.pop(provider, None)
                 self._unknown.add(provider)
             else:
                 self._places[provider] = place
@@ -345,7 +357,7 @@ class Shards:
             own = self._paths.get(id(module))
             is_merged = isinstance(base_module(module), MergedColumnParallelLinear)
             if own is not None and name.rpartition(".")[2] in _IN_GROUPS and not is_merged:
-                self._places.pop(f"{own}.output", None)
+                self._put(own, EVERYWHERE, None)
                 self._held.add(own)
         self._leave_unknown(container)
 
@@ -376,13 +388,12 @@ class Shards:
             if path is None or is_whole:
                 continue
             own = [] if path in self._spread else [*module.parameters(recurse=False)]
-            if own and (module is container or any(hasattr(one, "weight_loader") for one in own)):
+            is_container = module is container
+            if own and (is_container or any(hasattr(one, "weight_loader") for one in own)):
                 self._held.add(path)
-            if module is container:
-                continue
-            self._unknown |= {
-                provider for provider in (f"{path}.input", f"{path}.output") if provider not in self._places
-            }
+            if not is_container:
+                providers = {f"{path}.input", f"{path}.output"}
+                self._unknown |= providers - self._places.keys()
 
 
 def _columns(module: ColumnParallelLinear) -> Layout:
@@ -404,4 +415,4 @@ def _columns(module: ColumnParallelLinear) -> Layout:
 def _is_parallel(module: nn.Module) -> bool:
     parallel = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
     module = base_module(module)
-    return isinstance(module, parallel) and module.tp_size > 1
+    return isinstance(module, COLLECTIVE) or (isinstance(module, parallel) and module.tp_size > 1)

@@ -59,6 +59,7 @@ class TraceDispatcher(ModuleUse):
         by_taps: Whether blocks are served at the taps in this step, and module calls are not observed.
         is_uncompiled: Whether this step ran uncompiled, for whichever request.
         streams: The places of several residual streams at once, which blocks cannot have.
+        held: The paths of modules that keep what they compute for the running step.
         gather: Waits for the sandbox sessions that were offered a value and answer asynchronously; None if
             there are none.
     """
@@ -74,6 +75,7 @@ class TraceDispatcher(ModuleUse):
         self.ever: set[str] = set()
         self.place = RowSpan()
         self.streams = frozenset[str]()
+        self.held = frozenset[str]()
         self.current: Mediator | None = None
         self.listener = 0
         self.interleaving = False
@@ -149,7 +151,15 @@ class TraceDispatcher(ModuleUse):
 
         vLLM's norms and rotary embeddings write into their arguments. Without copies, tensors that come from
         the model would count as edited by the block and be written back into the model.
+
+        Raises:
+            ValueError: The module keeps what it computes for the model's own call.
         """
+        if path in self.held:
+            raise ValueError(
+                f"`{path}` cannot be called by a block: it keeps its result for the running step. Call the "
+                "shared experts themselves, or the layer of experts."
+            )
         args, kwargs = map_tensors((args, kwargs), torch.clone)
         return super().applied(path, apply, args, kwargs, method)
 

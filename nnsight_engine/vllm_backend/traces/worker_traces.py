@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
+from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExperts
 
 from nnsight_engine.core.sandbox_choice import PROCESS
 from nnsight_engine.envoys.architectures.named_points import EMBED
@@ -22,6 +23,7 @@ from nnsight_engine.interleaving.threads import Threads
 from nnsight_engine.serialization import TRUSTED, Policy
 from nnsight_engine.serialization.message.table import Piece
 from nnsight_engine.vllm_backend.model_outline import OutlineEntry, outline_of
+from nnsight_engine.vllm_backend.model_points import base_module
 from nnsight_engine.vllm_backend.traces.block_adapters import block_adapters
 from nnsight_engine.vllm_backend.traces.edits import EditStore
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
@@ -94,6 +96,11 @@ class WorkerTraces:
             self.dispatcher.streams = frozenset(
                 f"{layer.path}.{side}" for layer in layers for side in ("input", "output")
             )
+        self.dispatcher.held = frozenset(
+            str(envoy.path)
+            for envoy in self.model.modules()
+            if isinstance(base_module(envoy._module), SharedExperts)  # noqa: SLF001 - as above
+        )
         self.edits = EditStore(limits.max_edits, limits.max_edit_bytes)
         self._threads = Threads(limits.trace_step_s)
         self._max_bytes = limits.max_trace_bytes

@@ -191,15 +191,35 @@ class Author:
         }
 
     def _steer(self, leaf: str, num_points: int) -> Json:
-        pick = self._random
-        mode = pick.choice(["add", "add", "norm_match", "project_out", "clamp", "replace"])
+        pick, norm = self._random, self._world.norms[leaf]
+        mode = pick.choice(["add", "add", "norm_match", "project_out", "clamp", "affine", "replace"])
+        op = {"mode": mode, **self._directions(leaf, num_points, mode)}
+        if mode == "affine":
+            gain, offset = pick.choice([-1.0, 0.0, 2.0]), round(norm * pick.uniform(-1.0, 1.0), 3)
+            return op | pick.choice([{"gain": gain}, {"offset": offset}, {"gain": gain, "offset": offset}])
+        if mode == "clamp" and pick.random() < 0.5:
+            low, high = sorted(round(norm * pick.uniform(-0.6, 0.6), 3) for _ in range(2))
+            return op | pick.choice([{"low": low}, {"high": high}, {"low": low, "high": high}])
         scale = {
             "norm_match": pick.uniform(0.3, 1.0),
             "project_out": pick.choice([1.0, 2.0]),
-            "clamp": self._world.norms[leaf] * pick.uniform(0.4, 1.0),
+            "clamp": norm * pick.uniform(0.4, 1.0),
         }.get(mode, pick.choice([0.5, 1.0, 1.5]))
-        scale = round(scale * pick.choice([1, -1]), 3) if mode != "project_out" else scale
-        return {"vector": self._vector(leaf, num_points), "scale": scale, "mode": mode}
+        return op | {"scale": round(scale * pick.choice([1, -1]), 3) if mode != "project_out" else scale}
+
+    def _directions(self, leaf: str, num_points: int, mode: str) -> Json:
+        """Return the vector of a steer, or several; those of a span may be dependent."""
+        pick = self._random
+        if pick.random() < 0.6:
+            return {"vector": self._vector(leaf, num_points)}
+        number = pick.randint(1, min(4, self._world.widths[leaf]))
+        vectors: list[Json] = [{"vector": self._vector(leaf, num_points)} for _ in range(number)]
+        if mode != "project_out":
+            for one in vectors:
+                one["weight"] = pick.choice([1, 0.5, -1])
+        elif number < self._world.widths[leaf] and pick.random() < 0.3:
+            vectors.append(vectors[0])
+        return {"vectors": vectors}
 
     def _ablate(self, leaf: str, num_points: int) -> Json:
         pick, width = self._random, self._world.widths[leaf]

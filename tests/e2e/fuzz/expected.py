@@ -166,8 +166,11 @@ class _Act:
             self.seen.rows[self.point] = rows.float()
 
     def _own(self, field: str) -> torch.Tensor:
+        return self._numbers(self.op[field])
+
+    def _numbers(self, drawn: Op) -> torch.Tensor:
         # Never less exact than float32, whatever the model computes in.
-        tensor = numbers(self.op[field]).to(torch.promote_types(self.twin.dtype, torch.float32))
+        tensor = numbers(drawn).to(torch.promote_types(self.twin.dtype, torch.float32))
         return tensor if tensor.ndim == 1 else tensor[self.number]
 
     def _written(self, value: torch.Tensor) -> torch.Tensor:
@@ -189,19 +192,35 @@ class _Act:
         return x
 
     def _steered(self, x: torch.Tensor) -> torch.Tensor:
-        vector, scale = self._own("vector"), self.op.get("scale", 1.0)
+        scale, mode = self.op.get("scale", 1.0), self.op.get("mode", "add")
+        several = self.op.get("vectors", [])
+        if several and mode == "project_out":
+            span = torch.stack([self._numbers(one["vector"]) for one in several]).double()
+            inside = torch.linalg.pinv(span, rtol=1e-6) @ span
+            outside: torch.Tensor = x - scale * (x.double() @ inside).to(x.dtype)
+            return outside
+        if several:
+            vector = sum((one["weight"] * self._numbers(one["vector"]) for one in several), torch.zeros(()))
+        else:
+            vector = self._own("vector")
         unit = vector / vector.norm()
         along = (x @ unit).unsqueeze(-1)
         changed: torch.Tensor
-        match self.op.get("mode", "add"):
+        match mode:
             case "add":
                 changed = x + scale * vector
             case "norm_match":
                 changed = x + scale * x.norm(dim=-1, keepdim=True) * unit
             case "project_out":
                 changed = x - scale * along * unit
+            case "clamp" if "low" in self.op or "high" in self.op:
+                held = along.clamp(self.op.get("low"), self.op.get("high"))
+                changed = x + (held - along) * unit
             case "clamp":
                 changed = x + (scale - along) * unit
+            case "affine":
+                wanted = self.op.get("gain", 1.0) * along + self.op.get("offset", 0.0)
+                changed = x + (wanted - along) * unit
             case _:
                 changed = (scale * vector).expand_as(x)
         return changed

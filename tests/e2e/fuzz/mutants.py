@@ -64,6 +64,17 @@ def _norm_of_half(patch: Patch) -> None:
     patch.setattr(writes.NormMatch, "run", run)
 
 
+def _dimension_left(patch: Patch) -> None:
+    """Of a subspace a direction is left."""
+    right = writes.Subspace.run
+
+    def run(self: writes.Subspace, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        bases = [(num_rows, basis[..., 1:, :]) for num_rows, basis in self.bases]
+        right(dataclasses.replace(self, bases=bases), hidden, residual)
+
+    patch.setattr(writes.Subspace, "run", run)
+
+
 def _another_row(patch: Patch) -> None:
     """A write goes to the row before, a neighbour's perhaps."""
     right = writes.Set.run
@@ -224,6 +235,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     _add_twice,
     _wrong_scale,
     _norm_of_half,
+    _dimension_left,
     _another_row,
     _keep_the_residual,
     _read_off_by_one,

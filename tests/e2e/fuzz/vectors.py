@@ -25,7 +25,10 @@ def numbers(drawn: dict[str, Any]) -> torch.Tensor:
 
 def sent(operation: dict[str, Any]) -> dict[str, Any]:
     """Return the operation as a request has it."""
-    return {name: _sent(value) if name in FIELDS else value for name, value in operation.items()}
+    found = {name: _sent(value) if name in FIELDS else value for name, value in operation.items()}
+    if "vectors" in found:
+        found["vectors"] = [sent(one) for one in found["vectors"]]
+    return found
 
 
 def _sent(drawn: dict[str, Any]) -> Any:

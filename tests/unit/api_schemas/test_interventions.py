@@ -18,6 +18,11 @@ from api_schemas.operations import Capture, LogitLens, Patch, Probe, Steer
 from api_schemas.tensors import TensorObject
 
 STEER: dict[str, Any] = {"op": "steer", "at": "layers.3.output", "vector": [1.0, 2.0]}
+SEVERAL: dict[str, Any] = {
+    "op": "steer",
+    "at": "layers.3.output",
+    "vectors": [{"vector": [1.0, 2.0]}, {"vector": [3.0, 4.0], "weight": -1}],
+}
 TENSOR: dict[str, Any] = {
     "dtype": "float32",
     "shape": [2],
@@ -102,6 +107,25 @@ def test_operations_keep_their_order_and_fields() -> None:
         ([{"op": "patch", "at": "logits", "values": [[1]]}], "interventions.0.where"),
         ([{"op": "patch", "at": "logits", "values": [[1]], "where": {}}], "interventions.0.where.positions"),
         ([{"op": "logit_lens", "layers": [True]}], "interventions.0.layers.0"),
+        ([{"op": "steer", "at": "logits"}], "interventions.0.vector"),
+        ([STEER | {"vectors": [{"vector": [1]}]}], "interventions.0.vector"),
+        ([SEVERAL | {"vectors": {"vector": [1]}}], "interventions.0.vectors"),
+        ([SEVERAL | {"vectors": [[1]]}], "interventions.0.vectors.0"),
+        ([SEVERAL | {"vectors": [{"weight": 1}]}], "interventions.0.vectors.0.vector"),
+        ([SEVERAL | {"vectors": [{"vector": [1], "weight": "1"}]}], "interventions.0.vectors.0.weight"),
+        ([SEVERAL | {"vectors": [{"vector": [1], "scale": 1}]}], "interventions.0.vectors.0.scale"),
+        (
+            [SEVERAL | {"vectors": [{"vector": [1]} | {f"x{i}": 1 for i in range(100_000)}]}],
+            "interventions.0.vectors.0.x0",
+        ),
+        ([SEVERAL | {"mode": "project_out"}], "interventions.0.vectors.1.weight"),
+        ([STEER | {"mode": "affine"}], "interventions.0.gain"),
+        ([STEER | {"mode": "affine", "gain": 2, "scale": 1}], "interventions.0.scale"),
+        ([STEER | {"gain": 2}], "interventions.0.gain"),
+        ([STEER | {"mode": "clamp", "offset": 2}], "interventions.0.offset"),
+        ([STEER | {"low": 2}], "interventions.0.low"),
+        ([STEER | {"mode": "affine", "gain": 1, "high": 2}], "interventions.0.high"),
+        ([STEER | {"mode": "clamp", "high": 2, "scale": 1}], "interventions.0.scale"),
         ([STEER | {f"x{i}": 1 for i in range(100_000)}], "interventions.0"),
         ([STEER | {"where": {f"x{i}": 1 for i in range(100_000)}}], "interventions.0.where"),
     ],
@@ -118,6 +142,21 @@ def test_wrong_shape_is_422_and_names_the_field(raw: object, param: str) -> None
         ({"scale": float("nan")}, ErrorCode.NOT_FINITE, "scale"),
         ({"scale": float("inf")}, ErrorCode.NOT_FINITE, "scale"),
         ({"vector": [0.0, float("-inf")]}, ErrorCode.NOT_FINITE, "vector.1"),
+        ({"mode": "affine", "gain": float("nan")}, ErrorCode.NOT_FINITE, "gain"),
+        ({"mode": "clamp", "low": float("-inf")}, ErrorCode.NOT_FINITE, "low"),
+        ({"mode": "clamp", "low": 2, "high": 1.5}, ErrorCode.INVALID_VALUE, "low"),
+        ({"vector": None, "vectors": []}, ErrorCode.INVALID_VALUE, "vectors"),
+        ({"vector": None, "vectors": [{"vector": [1]}] * 100_000}, ErrorCode.INVALID_VALUE, "vectors"),
+        (
+            {"vector": None, "vectors": [{"vector": [1], "weight": float("nan")}]},
+            ErrorCode.NOT_FINITE,
+            "vectors.0.weight",
+        ),
+        (
+            {"vector": None, "vectors": [{"vector": [float("nan")]}]},
+            ErrorCode.NOT_FINITE,
+            "vectors.0.vector.0",
+        ),
         ({"vector": TENSOR | {"data": "AAA"}}, ErrorCode.WRONG_ENCODING, "vector.data"),
         ({"vector": TENSOR | {"data": "é{}"}}, ErrorCode.WRONG_ENCODING, "vector.data"),
         ({"vector": TENSOR | {"data": "AAAA\n"}}, ErrorCode.WRONG_ENCODING, "vector.data"),
@@ -144,6 +183,22 @@ def test_wrong_values_are_400_with_their_own_code(
 ) -> None:
     error = parse_error([STEER | change])
     assert (error.code, error.status, error.param) == (code, 400, f"interventions.0.{param}")
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        STEER,
+        STEER | {"scale": None, "vectors": None},
+        SEVERAL | {"scale": 2, "mode": "norm_match"},
+        SEVERAL | {"mode": "clamp", "low": 1, "high": 1},
+        STEER | {"mode": "affine", "offset": 0},
+    ],
+)
+def test_a_steer_that_was_read_can_be_sent_again(raw: dict[str, Any]) -> None:
+    (read,) = parse_interventions([raw])
+    (again,) = parse_interventions([read.model_dump(mode="json")])
+    assert again == read
 
 
 def test_an_unknown_operation_is_refused_with_the_known_ones() -> None:

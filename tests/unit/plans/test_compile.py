@@ -16,6 +16,7 @@ from api_schemas.interventions import PromptOperations, parse_interventions
 from api_schemas.tensors import TensorObject
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.core.token_texts import NoSuchTokenError
+from nnsight_engine.plans.compile.combined_vectors import CombinedVectors
 from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.drafts import takes_drafts
 from nnsight_engine.plans.prompt_media import NO_MEDIA, PromptMedia
@@ -127,6 +128,75 @@ def test_the_users_dtype_stays() -> None:
     request = compiled(steer(vector=data, mode="project_out"))
     (tensor,) = request.tensors.values()
     assert (tensor.dtype, tensor.shape, tensor.data) == ("bfloat16", (8,), bytes([0x80, 0x3F] * 8))
+
+
+def test_several_vectors_are_their_sum() -> None:
+    ones = TensorObject.from_bytes("bfloat16", [8], bytes([0x80, 0x3F] * 8)).model_dump()
+    several = [{"vector": vector()}, {"vector": ones, "weight": -0.5}]
+    (tensor,) = compiled(steer(vector=None, vectors=several, scale=3)).tensors.values()
+    summed = [number - 0.5 for number in vector()]
+    assert (tensor.dtype, tensor.shape, tensor.data) == ("float32", (8,), struct.pack("<8f", *summed))
+    stacks = [{"vector": [vector(), vector()]}, *several]
+    request = compiled(steer(at="layers.1:3.output", vector=None, vectors=stacks))
+    (tensor,) = request.tensors.values()
+    both = [number + other for number, other in zip(vector(), summed, strict=True)]
+    assert (tensor.shape, tensor.data) == ((2, 8), struct.pack("<16f", *both, *both))
+    same = compiled(steer(at="layers.1:3.output", vector=[both, both]))
+    assert same.plan == request.plan
+
+
+def test_a_difference_is_that_of_float32() -> None:
+    rng = np.random.default_rng(0)
+    first, second = rng.normal(size=(2, 8)).astype("<f4")
+    several = [{"vector": first.tolist()}, {"vector": second.tolist(), "weight": -1}]
+    (tensor,) = compiled(steer(vector=None, vectors=several)).tensors.values()
+    assert tensor.data == (first - second).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "numbers"),
+    [
+        ({"mode": "project_out", "scale": 0.5}, (0.5, 0.0, None, None)),
+        ({"mode": "clamp"}, (1.0, 1.0, None, None)),
+        ({"mode": "clamp", "scale": -3}, (1.0, -3.0, None, None)),
+        ({"mode": "clamp", "low": -1}, (0.0, 0.0, -1.0, None)),
+        ({"mode": "clamp", "low": 0, "high": 0}, (0.0, 0.0, 0.0, 0.0)),
+        ({"mode": "affine", "gain": 1.5}, (-0.5, 0.0, None, None)),
+        ({"mode": "affine", "offset": 2}, (0.0, 2.0, None, None)),
+    ],
+)
+def test_changes_of_a_component_are_one_kind(change: dict[str, Any], numbers: tuple[Any, ...]) -> None:
+    (op,) = compiled(steer(**change)).plan.ops
+    assert op.kind is OperationKind.PROJECT
+    assert (op.scale, op.offset, op.low, op.high) == numbers
+
+
+def test_vectors_are_combined_once_for_all_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    original = np.linalg.qr
+
+    def counted(rows: Any) -> Any:
+        calls.append(1)
+        return original(rows)
+
+    monkeypatch.setattr(np.linalg, "qr", counted)
+    several = [{"vector": vector()}, {"vector": [1.0] * 8}]
+    operations = tuple(parse_interventions([steer(mode="project_out", vector=None, vectors=several)]))
+    combined = CombinedVectors(SPEC)
+    combined.prepare(operations)
+    for prompt in ([1, 2], [1, 2, 3]):
+        request = compile_request(
+            operations,
+            spec=SPEC,
+            prompt_token_ids=prompt,
+            max_tokens=8,
+            token_of=token_of,
+            stream=False,
+            combined=combined,
+        )
+        assert request.plan.ops[0].kind is OperationKind.SUBSPACE
+        assert request.tensors[request.plan.ops[0].tensor].shape == (2, 8)
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize(

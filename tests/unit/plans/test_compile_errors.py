@@ -12,6 +12,7 @@ from api_schemas.interventions import parse_interventions
 from api_schemas.tensors import TensorObject
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.core.token_texts import NoSuchTokenError
+from nnsight_engine.plans.compile import combined_vectors
 from nnsight_engine.plans.compile.request import compile_request
 
 VALUES = ("steer", "ablate", "patch", "capture", "probe")
@@ -43,6 +44,11 @@ SPEC = ModelSpec(
 PROMPT = [10, 11, 12, 13, 11]
 VECTOR = [1.0] * 8
 STEER: dict[str, Any] = {"op": "steer", "at": "layers.1.output", "vector": VECTOR}
+SEVERAL: dict[str, Any] = {
+    "op": "steer",
+    "at": "layers.1.output",
+    "vectors": [{"vector": VECTOR}, {"vector": [0.0, *VECTOR[1:]]}],
+}
 ABLATE: dict[str, Any] = {"op": "ablate", "at": "layers.1.output"}
 PATCH: dict[str, Any] = {
     "op": "patch",
@@ -143,6 +149,41 @@ def tensor(dtype: Any, shape: list[int], data: bytes) -> dict[str, Any]:
         (STEER | {"vector": [0.0] * 8, "mode": "clamp"}, ErrorCode.INVALID_VALUE, "vector"),
         (STEER | {"vector": [1e-30] * 8, "mode": "norm_match"}, ErrorCode.INVALID_VALUE, "vector"),
         (STEER | {"vector": [1e30] * 8, "mode": "project_out"}, ErrorCode.INVALID_VALUE, "vector"),
+        (STEER | {"vector": [0.0] * 8, "mode": "affine", "gain": 2}, ErrorCode.INVALID_VALUE, "vector"),
+        (STEER | {"mode": "affine", "gain": 1e39}, ErrorCode.NOT_FINITE, "gain"),
+        (STEER | {"mode": "affine", "offset": -1e39}, ErrorCode.NOT_FINITE, "offset"),
+        (STEER | {"mode": "clamp", "low": -1e39}, ErrorCode.NOT_FINITE, "low"),
+        (STEER | {"mode": "clamp", "high": 1e39}, ErrorCode.NOT_FINITE, "high"),
+        (
+            SEVERAL | {"vectors": [{"vector": VECTOR}, {"vector": [1.0]}]},
+            ErrorCode.WRONG_WIDTH,
+            "vectors.1.vector",
+        ),
+        (SEVERAL | {"vectors": [{"vector": [VECTOR] * 2}]}, ErrorCode.WRONG_WIDTH, "vectors.0.vector"),
+        (SEVERAL | {"vectors": [{"vector": {"name": "joy"}}]}, ErrorCode.UNKNOWN_VECTOR, "vectors.0.vector"),
+        (SEVERAL | {"vectors": [{"vector": [1e300] * 8}]}, ErrorCode.NOT_FINITE, "vectors.0.vector"),
+        (SEVERAL | {"vectors": [{"vector": VECTOR, "weight": 1e39}]}, ErrorCode.NOT_FINITE, "vectors"),
+        (SEVERAL | {"vectors": [{"vector": VECTOR, "weight": 1e308}] * 9}, ErrorCode.NOT_FINITE, "vectors"),
+        (SEVERAL | {"vectors": [{"vector": [3.4e38] * 8}]}, ErrorCode.NOT_FINITE, "vectors"),
+        (SEVERAL | {"scale": 1e39}, ErrorCode.NOT_FINITE, "scale"),
+        (
+            SEVERAL
+            | {"vectors": [{"vector": VECTOR}, {"vector": VECTOR, "weight": -1}], "mode": "norm_match"},
+            ErrorCode.INVALID_VALUE,
+            "vectors",
+        ),
+        (
+            SEVERAL | {"vectors": [{"vector": VECTOR}, {"vector": [0.0] * 8}], "mode": "project_out"},
+            ErrorCode.INVALID_VALUE,
+            "vectors.1.vector",
+        ),
+        (
+            SEVERAL | {"vectors": [{"vector": VECTOR}] * 9, "mode": "project_out"},
+            ErrorCode.INVALID_VALUE,
+            "vectors",
+        ),
+        (SEVERAL | {"mode": "project_out", "scale": -1e39}, ErrorCode.NOT_FINITE, "scale"),
+        (SEVERAL | {"at": "samples"}, ErrorCode.UNSUPPORTED_AT_POINT, "at"),
         (STEER | {"at": ["layers.1.output", "layers.1.output"]}, ErrorCode.INVALID_VALUE, "at.1"),
         (STEER | {"at": ["layers.-3.output", "layers.1.output"]}, ErrorCode.INVALID_VALUE, "at.1"),
         (STEER | {"at": ["layers.*.output", "layers.3.input"]}, ErrorCode.INVALID_VALUE, "at.1"),
@@ -368,3 +409,11 @@ def test_a_model_without_a_lens_says_so() -> None:
 def test_a_request_cannot_have_millions_of_strings_tokenized() -> None:
     words = ["x" * (i % 90 + 1) + " " * (i // 90) for i in range(2000)]
     assert refused(STEER | {"where": {"tokens": words}}).code is ErrorCode.INVALID_VALUE
+
+
+def test_the_vectors_of_a_request_have_a_limit_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(combined_vectors, "MAX_BYTES", 4 * 8 * 9)
+    stack = SEVERAL | {"at": "layers.*.output", "vectors": [{"vector": [VECTOR] * 4}, {"vector": VECTOR}]}
+    error = refused(SEVERAL, stack)
+    assert (error.code, error.param) == (ErrorCode.TENSOR_TOO_LARGE, "interventions.1.vectors")
+    assert refused(*[SEVERAL] * 5).param == "interventions.4.vectors"

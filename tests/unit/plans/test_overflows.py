@@ -149,6 +149,13 @@ def test_what_the_model_itself_has_as_infinity_is_handed_out() -> None:
             "scale",
             {"op": "steer", "at": POINTS, "mode": "clamp", "vector": [1.0] * WIDTH, "scale": 3.4e38},
         ),
+        ("low", {"op": "steer", "at": POINTS, "mode": "clamp", "vector": [1.0] * WIDTH, "low": -3.4e38}),
+        ("high", {"op": "steer", "at": POINTS, "mode": "clamp", "vector": [1.0] * WIDTH, "high": 3.4e38}),
+        (
+            "offset",
+            {"op": "steer", "at": POINTS, "mode": "affine", "vector": [1.0] * WIDTH, "offset": 3.4e38},
+        ),
+        ("vectors", {"op": "steer", "at": POINTS, "vectors": [{"vector": [1.7e38] * WIDTH}] * 2}),
     ],
 )
 def test_what_goes_into_the_model_fits_its_dtype(served: str, field: str, op: dict[str, Any]) -> None:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
+from pathlib import Path
+from typing import Final
+
 import pytest
 import torch
+from vllm.model_executor import layers
 
-from nnsight_engine.vllm_backend.traces.shards import EVERYWHERE, Layout, ShardLocation, ShardPiece
+from nnsight_engine.vllm_backend.traces.shards import (
+    COLLECTIVE,
+    EVERYWHERE,
+    Layout,
+    ShardLocation,
+    ShardPiece,
+)
 
 # Four heads of 2 columns; two key-value heads that two ranks have each; the same of values, 3 columns wide.
+_KINDS: Final = ("all_reduce", "all_gather", "gather", "reduce_scatter")
 QKV = Layout((ShardPiece(2), ShardPiece(2, copies=2), ShardPiece(3, copies=2)))
 
 
@@ -60,3 +72,17 @@ def test_a_place_leaves_alone_what_every_rank_has() -> None:
     assert not EVERYWHERE.is_spread
     assert place.fits([positions, queries[:, 2:]])
     assert not place.fits([positions, queries])
+
+
+def test_every_layer_of_vllm_that_waits_for_other_ranks_is_known() -> None:
+    """One that a block could call on one rank alone would wait forever."""
+    folder = Path(layers.__path__[0])
+    waiting = {
+        str(path.relative_to(folder))
+        for path in folder.rglob("*.py")
+        if any(f"tensor_model_parallel_{kind}(" in path.read_text() for kind in _KINDS)
+    }
+    known = {str(Path(inspect.getfile(kind)).relative_to(folder)) for kind in COLLECTIVE}
+    parallel = {"linear.py", "vocab_parallel_embedding.py"}
+    functions = {"fused_allreduce_gemma_rms_norm.py"}
+    assert waiting == known | parallel | functions

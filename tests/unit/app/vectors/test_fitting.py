@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.vectors.fitting import Fitted, Method, NothingToLearnError, fit, split
+from app.training.split import NothingToLearnError, split
+from app.vectors.fitting import Fitted, Method, fit
 
 METHODS: list[Method] = ["mean_difference", "pca", "logistic"]
 WIDTH = 24

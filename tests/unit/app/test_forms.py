@@ -1,4 +1,4 @@
-"""A vector's form is taken apart with bounds of its own: the parser has none for this media type."""
+"""A form is taken apart with bounds of its own: the parser has none for this media type."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import pytest
 from python_multipart.multipart import FormParser, create_form_parser
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.vectors import uploads
+from app import forms
 
 TYPE = "multipart/form-data; boundary=x"
 FILE = '--x\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\nx\r\n'
 
 
-parts_of = uploads._parts  # noqa: SLF001 - the route reads more of a form than its parts
+def parts_of(body: bytes, content_type: str) -> tuple[dict[str, str], tuple[str, bytes]]:
+    return forms.read_form(body, content_type, ("name", "at", "shared"), "a vector")
 
 
 def field(name: str, value: str) -> str:
@@ -49,7 +50,7 @@ def test_the_parser_knows_every_option_that_it_is_given(monkeypatch: pytest.Monk
         given.update(config)
         return create_form_parser(headers, on_field, on_file, config)
 
-    monkeypatch.setattr(uploads, "create_form_parser", create)
+    monkeypatch.setattr(forms, "create_form_parser", create)
     parts_of(f"{FILE}--x--\r\n".encode(), TYPE)
     assert given
     assert given.keys() <= FormParser.DEFAULT_CONFIG.keys()

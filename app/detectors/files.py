@@ -1,0 +1,162 @@
+"""A detector as a safetensors file: tensors ``parts.N.NAME``, and its head as JSON in the metadata.
+
+The database has this file, ``GET /v1/detectors/{id}/content`` sends it, and it can be uploaded again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import safetensors.numpy
+
+from api_schemas.detectors import DetectorHead, PartHead, RocPoint
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.excerpt import clip
+from app.body_json import exceeds_depth, parse_object
+from app.detectors.parts import detector_of, invalid, part_of
+from app.errors import validated
+from app.forms import FILE
+from app.tensor_files import is_safetensors, read_safetensors, refuse_pickle
+from nnsight_engine.core.detector import Detector, DetectorPart, Form, Link
+from nnsight_engine.core.model_spec import ModelSpec
+
+HEAD: Final = "head"
+"""The field of a form with the head."""
+METADATA: Final = "detector"
+"""The metadata of a file with the head."""
+
+_MAX_DEPTH: Final = 8
+_ITEM_BYTES: Final = 4
+_ADVICE: Final = (
+    "Save tensors with safetensors: safetensors.torch.save_file({'parts.0.weights': row}, "
+    "'refusal.safetensors', {'detector': json.dumps(head)})."
+)
+
+
+def write_file(detector: Detector, calibration: Sequence[RocPoint]) -> bytes:
+    """Return a detector as a file; the same detector gives the same bytes."""
+    head = DetectorHead(
+        parts=[PartHead(at=part.point, form=part.form.value) for part in detector.parts],
+        bias=detector.bias,
+        link=detector.link.value,
+        threshold=detector.threshold,
+        calibration=list(calibration),
+    )
+    tensors = {
+        # The library writes the memory of an array, whatever its strides.
+        f"parts.{index}.{name}": np.ascontiguousarray(tensor)
+        for index, part in enumerate(detector.parts)
+        for name, tensor in part.tensors.items()
+    }
+    return safetensors.numpy.save(tensors, {METADATA: head.model_dump_json()})
+
+
+def stored_detector(data: bytes) -> Detector:
+    """Return the detector of a file that ``write_file`` wrote."""
+    content = read_safetensors(data, ErrorCode.INTERNAL)
+    head = DetectorHead.model_validate_json(content.metadata[METADATA])
+    by_part = _by_part(content.tensors, len(head.parts))
+    parts = [
+        DetectorPart(part.at, Form(part.form), tensors)
+        for part, tensors in zip(head.parts, by_part, strict=True)
+    ]
+    return Detector(tuple(parts), head.bias, Link(head.link), head.threshold)
+
+
+def read_file(
+    data: bytes, name: str, head_text: str | None, spec: ModelSpec, max_bytes: int
+) -> tuple[Detector, list[RocPoint]]:
+    """Return the detector of an uploaded file, and its calibration.
+
+    Args:
+        data: Its content.
+        name: Its file name; only used to refuse pickles by the extension.
+        head_text: The head as JSON; None if it is in the file's metadata.
+        spec: The model that it must fit.
+        max_bytes: The maximum size of its numbers in float32.
+
+    Raises:
+        ApiError: The file or the head is invalid.
+    """
+    refuse_pickle(name, data, _ADVICE)
+    if not is_safetensors(data):
+        raise ApiError(
+            ErrorCode.UNSUPPORTED_FORMAT,
+            f"The file is not safetensors, by its first bytes {bytes(data[:8])!r}. {_ADVICE}",
+            FILE,
+        )
+    content = read_safetensors(data, ErrorCode.INVALID_DETECTOR)
+    text = content.metadata.get(METADATA) if head_text is None else head_text
+    if text is None:
+        raise invalid(
+            "A detector needs its head, as the field `head` of the form or as the metadata `detector` of the "
+            'file: {"parts": [{"at": "layers.12.output", "form": "linear"}], "bias": 0.0}.',
+            HEAD,
+        )
+    head = _head_of(text)
+    check_size(content.tensors.values(), max_bytes, FILE)
+    parts = [
+        part_of(part, tensors, spec, f"parts.{index}")
+        for index, (part, tensors) in enumerate(
+            zip(head.parts, _by_part(_named(content.tensors, head), len(head.parts)), strict=True)
+        )
+    ]
+    return detector_of(parts, head.bias, head.link, head.threshold), list(head.calibration)
+
+
+def check_size(tensors: Iterable[npt.NDArray[Any]], max_bytes: int, param: str) -> None:
+    """Raise ApiError ``tensor_too_large`` if tensors have more than ``max_bytes`` in float32."""
+    check_bytes(_ITEM_BYTES * sum(tensor.size for tensor in tensors), max_bytes, param)
+
+
+def check_bytes(num_bytes: int, max_bytes: int, param: str) -> None:
+    """Raise ApiError ``tensor_too_large`` if the tensors of a detector would have more than ``max_bytes``."""
+    if num_bytes > max_bytes:
+        raise ApiError(
+            ErrorCode.TENSOR_TOO_LARGE,
+            f"The tensors of a detector may have {max_bytes} bytes in float32 (max_tensor_bytes), these have "
+            f"{num_bytes}.",
+            param,
+        )
+
+
+def _head_of(text: str) -> DetectorHead:
+    body = text.encode("utf-8", "surrogatepass")
+    if exceeds_depth(body, _MAX_DEPTH):
+        raise ApiError(ErrorCode.JSON_TOO_DEEP, f"A detector's head nests at most {_MAX_DEPTH} deep.", HEAD)
+    try:
+        return validated(DetectorHead, parse_object(body))
+    except ApiError as error:
+        param = HEAD if error.param is None else f"{HEAD}.{error.param}"
+        raise ApiError(error.code, f"The detector's head: {error.message}", param) from error
+
+
+def _named(tensors: Mapping[str, npt.NDArray[Any]], head: DetectorHead) -> Mapping[str, npt.NDArray[Any]]:
+    """Return the tensors by their full names; that of one linear part may have a short one."""
+    if list(tensors) == ["weights"] and [part.form for part in head.parts] == ["linear"]:
+        return {"parts.0.weights": tensors["weights"]}
+    return tensors
+
+
+def _by_part(
+    tensors: Mapping[str, npt.NDArray[Any]], num_parts: int
+) -> list[dict[str, npt.NDArray[np.float32]]]:
+    found: list[dict[str, npt.NDArray[np.float32]]] = [{} for _ in range(num_parts)]
+    places = {str(index): part for index, part in enumerate(found)}
+    for name, tensor in tensors.items():
+        prefix, _, rest = name.partition(".")
+        index, _, own = rest.partition(".")
+        if prefix != "parts" or index not in places or not own:
+            raise invalid(
+                f"Tensors are named parts.N.weights and so on, N from 0 to {num_parts - 1}; got "
+                f"{clip(name)!r}.",
+                FILE,
+            )
+        places[index][own] = tensor
+    return found
+
+
+__all__ = ["HEAD", "check_bytes", "check_size", "read_file", "stored_detector", "write_file"]

@@ -1,0 +1,189 @@
+"""The detectors of one server: storage, lookup, and resolution of their names in requests.
+
+``create_app`` creates the one service; the routes below ``/v1/detectors`` and requests that name a detector
+use it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from starlette.requests import Request
+
+from api_schemas.detectors import (
+    Detector as StoredDetector,
+)
+from api_schemas.detectors import (
+    DetectorList,
+    DetectorName,
+    DetectorTraining,
+    DetectorUsed,
+    RocPoint,
+)
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.excerpt import clip
+from app.auth.principal import Principal
+from app.body import BodyLimits
+from app.detectors.files import stored_detector, write_file
+from app.detectors.parts import check_fit, described
+from app.detectors.uploads import read_upload
+from app.engine.capabilities import spec_of
+from app.engine.client import EngineClient
+from app.settings import Settings
+from app.storage.database import Database
+from app.storage.detectors import DetectorStore
+from app.storage.storage_usage import StoredBytes
+from app.storage.version_store import NewVersion
+from app.tenant_budget import TenantBudget
+from app.version_cache import VersionCache
+from app.version_service import VersionService, check_sharing
+from nnsight_engine.core.detector import Detector
+from nnsight_engine.core.model_spec import ModelSpec
+
+_KIND: Final = "detector"
+
+
+class DetectorService(VersionService[DetectorStore]):
+    """The detectors of one server.
+
+    Args:
+        settings: The server's.
+        database: Stores the detectors; started before this is used.
+        engine: Serves the model that the detectors must fit.
+        stored: The bytes stored by tenants, here and elsewhere.
+        cache: The contents used last.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        database: Database,
+        engine: EngineClient,
+        stored: StoredBytes,
+        cache: VersionCache,
+    ) -> None:
+        """Create the parts; nothing is read yet."""
+        super().__init__(DetectorStore(database, TenantBudget.of(settings).vector_bytes), stored)
+        self._settings = settings
+        self._engine = engine
+        self._cache = cache
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The served model, which detectors must fit; only when the engine is ready."""
+        return spec_of(self._engine.capabilities())
+
+    @property
+    def max_bytes(self) -> int:
+        """The maximum size of a detector's numbers in float32."""
+        return self._settings.max_tensor_bytes
+
+    async def create(self, request: Request, caller: Principal) -> StoredDetector:
+        """Read the detector of a request and store it.
+
+        Raises:
+            ApiError: The detector is invalid or exceeds a limit; nothing is stored then.
+        """
+        settings = self._settings
+        limits = BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
+        upload = await read_upload(request, self.spec, limits, self.max_bytes)
+        return await self.keep(
+            upload.detector,
+            upload.calibration,
+            caller,
+            name=upload.name,
+            shared=upload.shared,
+            format_=upload.format,
+            sha256=upload.sha256,
+        )
+
+    async def keep(
+        self,
+        detector: Detector,
+        calibration: list[RocPoint],
+        caller: Principal,
+        *,
+        name: str,
+        shared: bool,
+        format_: str,
+        sha256: str | None = None,
+        training: DetectorTraining | None = None,
+    ) -> StoredDetector:
+        """Store a detector as the next version of its name.
+
+        Raises:
+            ApiError: ``missing_scope``, ``stored_bytes_full``, and the errors of ``DetectorStore.add``.
+        """
+        check_sharing(caller, shared=shared)
+        data = await asyncio.to_thread(write_file, detector, calibration)
+        new = NewVersion(caller.tenant, name, self._engine.served().names[0], shared, data)
+        head = described(detector, calibration)
+        return await self._add(
+            caller.tenant, len(data), lambda: self._store.add(new, head, format_, sha256, training)
+        )
+
+    async def page(self, tenant: str, *, name: str | None, after: str | None, limit: int) -> DetectorList:
+        """Return a page of a tenant's and shared detectors; raises ApiError ``detector_not_found``."""
+        data, has_more = await self._store.page(tenant, name=name, after=after, limit=limit)
+        return DetectorList.of(data, has_more=has_more)
+
+    async def get(self, detector_id: str, tenant: str) -> StoredDetector:
+        """Return a detector that is visible to a tenant; raises ApiError ``detector_not_found``."""
+        return await self._store.get(detector_id, tenant)
+
+    async def content(self, detector_id: str, tenant: str) -> bytes:
+        """Return a detector as a safetensors file; raises ApiError ``detector_not_found``."""
+        _, data = await self._store.content(detector_id, tenant)
+        return data
+
+    async def remove(self, detector_id: str, caller: Principal) -> None:
+        """Delete a detector; deleting a shared one requires the scope ``admin``.
+
+        Raises:
+            ApiError: ``detector_not_found``, ``missing_scope``.
+        """
+        detector = await self._store.get(detector_id, caller.tenant)
+        await self._remove(detector_id, caller, shared=detector.shared)
+
+    async def resolved(self, given: DetectorName, tenant: str, param: str) -> tuple[DetectorUsed, Detector]:
+        """Return the detector that a name means for a tenant, and its version.
+
+        Args:
+            given: The name.
+            tenant: The tenant that sent the request.
+            param: The field of the request with the name, for messages.
+
+        Raises:
+            ApiError: ``unknown_detector``; ``detector_mismatch``: it is of another model.
+        """
+        models = self._engine.served().names
+        found = await self._store.find(given.name, given.id, tenant, models)
+        detector = None if found is None else await self._cache.get(_KIND, found.number, self._read)
+        if found is None or detector is None:
+            what = repr(clip(given.name)) + ("" if given.id is None else f" with the id {clip(given.id)!r}")
+            raise ApiError(
+                ErrorCode.UNKNOWN_DETECTOR,
+                f"There is no detector {what}; GET /v1/detectors lists them, POST /v1/detectors makes one.",
+                param,
+            )
+        this = f"The detector {found.name}@{found.version}"
+        if found.model not in models:
+            raise ApiError(
+                ErrorCode.DETECTOR_MISMATCH,
+                f"{this} is of the model {clip(found.model)!r}, and this server has {models[0]!r}.",
+                param,
+            )
+        try:
+            check_fit(detector, self.spec)
+        except ApiError as error:
+            message = f"{this} does not fit {models[0]!r}: {error.message}"
+            raise ApiError(ErrorCode.DETECTOR_MISMATCH, message, param) from error
+        return DetectorUsed(name=found.name, version=found.version, id=found.id), detector
+
+    async def _read(self, number: int) -> tuple[Detector, int] | None:
+        data = await self._store.data(number)
+        return None if data is None else (await asyncio.to_thread(stored_detector, data), len(data))
+
+
+__all__ = ["DetectorService"]

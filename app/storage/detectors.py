@@ -1,0 +1,123 @@
+"""Detectors in the database, each with its file; names, versions and visibility are those of ``versions``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Final
+
+from sqlalchemy.orm import Session
+
+from api_schemas.detectors import Detector, DetectorTraining
+from api_schemas.errors import ErrorCode
+from app.allowance import Allowance
+from app.storage.database import Database
+from app.storage.tables import DetectorNameRow, DetectorRow, VectorRow
+from app.storage.version_store import NewVersion, VersionStore
+from app.storage.versions import VersionTable
+
+_TABLE: Final = VersionTable(
+    DetectorNameRow,
+    DetectorRow,
+    kind="detector",
+    plural="detectors",
+    prefix="det_",
+    not_found=ErrorCode.DETECTOR_NOT_FOUND,
+    name_taken=ErrorCode.DETECTOR_NAME_TAKEN,
+    beside=(VectorRow,),
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FoundDetector:
+    """A detector that a request names.
+
+    Attributes:
+        number: The argument of ``DetectorStore.data``.
+        id: Its id.
+        name: Its name.
+        version: Its version.
+        model: The model that it belongs to.
+    """
+
+    number: int
+    id: str
+    name: str
+    version: int
+    model: str
+
+
+class DetectorStore(VersionStore[DetectorRow, Detector]):
+    """Detectors of all tenants.
+
+    Args:
+        database: The database with the tables, started before the store is used.
+        allowance: The bytes that all vectors and detectors, and those of one tenant, may have.
+    """
+
+    def __init__(self, database: Database, allowance: Allowance) -> None:
+        super().__init__(database, allowance, _TABLE, _shown)
+
+    async def add(
+        self,
+        new: NewVersion,
+        head: dict[str, Any],
+        format_: str,
+        source_sha256: str | None,
+        training: DetectorTraining | None,
+    ) -> Detector:
+        """Store a detector as the next version of its name.
+
+        Args:
+            new: The detector; its content is its file.
+            head: See ``DetectorRow.head``.
+            format_: The format in which it was received.
+            source_sha256: The SHA-256 of the uploaded file.
+            training: How it was trained.
+
+        Raises:
+            ApiError: ``vector_store_full``; ``detector_name_taken``: another tenant has shared one of that
+                name.
+        """
+        return await self.insert(
+            new,
+            head=head,
+            format=format_,
+            source_sha256=source_sha256,
+            training=None if training is None else training.model_dump(mode="json"),
+        )
+
+    async def find(
+        self, text: str, id_: str | None, tenant: str, models: Sequence[str]
+    ) -> FoundDetector | None:
+        """Resolve a name for a tenant, see ``VersionTable.find``; with an id to the version with this one."""
+
+        def read(session: Session) -> FoundDetector | None:
+            row = self._named(session, text, id_, tenant, models)
+            return (
+                None if row is None else FoundDetector(row.number, row.id, row.name, row.version, row.model)
+            )
+
+        return await self._database.read(read)
+
+
+def _shown(row: DetectorRow, tenant: str) -> Detector:
+    values: dict[str, Any] = {
+        **row.head,
+        "id": row.id,
+        "name": row.name,
+        "version": row.version,
+        "model": row.model,
+        "shared": row.shared,
+        "own": row.tenant == tenant,
+        "format": row.format,
+        "source_sha256": row.source_sha256,
+        "sha256": row.sha256,
+        "bytes": row.num_bytes,
+        "created_at": row.created_at,
+        "training": row.training,
+    }
+    return Detector.model_validate(values)
+
+
+__all__ = ["DetectorStore", "FoundDetector"]

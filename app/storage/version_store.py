@@ -1,0 +1,159 @@
+"""The part of a store that is the same for every kind of versions: listed, found, removed, counted.
+
+Names, versions and visibility are those of ``versions``. Each kind adds columns, and shows its rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+from sqlalchemy.orm import Session
+
+from api_schemas.names import Reference
+from app.allowance import Allowance
+from app.storage.database import Database
+from app.storage.storage_usage import Holder
+from app.storage.tables import VersionRow
+from app.storage.versions import VersionTable, write_version
+
+RowT = TypeVar("RowT", bound=VersionRow)
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NewVersion:
+    """A version to be stored.
+
+    Attributes:
+        tenant: The tenant.
+        name: The name.
+        model: The server's name of the model.
+        shared: Whether every tenant may use it.
+        data: Its content.
+    """
+
+    tenant: str
+    name: str
+    model: str
+    shared: bool
+    data: bytes
+
+    @property
+    def sha256(self) -> str:
+        """The SHA-256 of ``data``, hexadecimal."""
+        return hashlib.sha256(self.data).hexdigest()
+
+
+class VersionStore(Generic[RowT, T]):
+    """Versions of one kind, of all tenants.
+
+    Args:
+        database: The database with the tables, started before the store is used.
+        allowance: The bytes that all versions, and those of one tenant, may have.
+        table: The tables of the kind.
+        shown: Returns a row as the API shows it to a tenant.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        allowance: Allowance,
+        table: VersionTable[Any, RowT],
+        shown: Callable[[RowT, str], T],
+    ) -> None:
+        self._database = database
+        self._allowance = allowance
+        self._table = table
+        self._shown = shown
+
+    async def insert(self, new: NewVersion, overhead_bytes: int = 0, **columns: Any) -> T:
+        """Store a version as the next of its name, and return it as its tenant sees it.
+
+        Args:
+            new: The version.
+            overhead_bytes: Bytes that it is counted with beside its content.
+            columns: The columns of its kind.
+
+        Raises:
+            ApiError: The allowance's; the table's ``name_taken``: another tenant has shared one of that name.
+        """
+        num_bytes = len(new.data) + overhead_bytes
+        id_, sha256 = self._table.new_id(), new.sha256
+
+        def write(session: Session) -> T:
+            self._table.check_room(session, self._allowance, num_bytes, new.tenant)
+            version = self._table.next_version(session, new.tenant, new.name, shared=new.shared)
+            row = self._table.rows(
+                id=id_, tenant=new.tenant, name=new.name, version=version, model=new.model,
+                shared=new.shared, sha256=sha256, num_bytes=num_bytes, created_at=time.time(),
+                data=new.data, **columns,
+            )  # fmt: skip
+            session.add(row)
+            return self._shown(row, new.tenant)
+
+        return await write_version(self._database, write)
+
+    async def page(
+        self, tenant: str, *, name: str | None, after: str | None, limit: int
+    ) -> tuple[list[T], bool]:
+        """Return a tenant's versions and shared ones, newest first, and whether there are more.
+
+        Raises:
+            ApiError: The table's ``not_found``: nothing visible to the tenant has the id ``after``.
+        """
+
+        def read(session: Session) -> list[T]:
+            rows = self._table.page(session, tenant, name=name, after=after, limit=limit + 1)
+            return [self._shown(row, tenant) for row in rows]
+
+        found = await self._database.read(read)
+        return found[:limit], len(found) > limit
+
+    async def get(self, id_: str, tenant: str) -> T:
+        """Return a version visible to a tenant; raise ApiError, the table's ``not_found``."""
+        return await self._database.read(
+            lambda session: self._shown(self._table.row(session, id_, tenant), tenant)
+        )
+
+    async def content(self, id_: str, tenant: str) -> tuple[T, bytes]:
+        """Return a version visible to a tenant, and its content; raise as ``get`` does."""
+
+        def read(session: Session) -> tuple[T, bytes]:
+            row = self._table.row(session, id_, tenant)
+            return self._shown(row, tenant), bytes(row.data)
+
+        return await self._database.read(read)
+
+    async def remove(self, id_: str, tenant: str) -> None:
+        """Remove a version visible to a tenant; the caller checks the permission. Raises as ``get`` does."""
+        await self._database.write(lambda session: session.delete(self._table.row(session, id_, tenant)))
+
+    async def data(self, number: int) -> bytes | None:
+        """Return a version's content, or None if it was removed."""
+        found = await self._database.read(lambda session: self._table.data(session, number))
+        return None if found is None else bytes(found)
+
+    async def used_bytes(self) -> dict[Holder, int]:
+        """Return the bytes of all versions by holder."""
+        return await self._database.read(self._table.used_bytes)
+
+    def _named(
+        self, session: Session, text: str, id_: str | None, tenant: str, models: Sequence[str]
+    ) -> RowT | None:
+        """Return what a request names, see ``VersionTable.find``; with an id the version with this one."""
+        reference = Reference.parse(text)
+        if reference is None:
+            return None
+        if id_ is None:
+            return self._table.find(session, reference, tenant, models)
+        row = self._table.get(session, id_, tenant)
+        if row is None or reference not in {Reference(row.name), Reference(row.name, row.version)}:
+            return None
+        return row
+
+
+__all__ = ["NewVersion", "VersionStore"]

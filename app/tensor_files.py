@@ -1,0 +1,120 @@
+"""Files of tensors as untrusted input: safetensors is read, and pickles are refused by name.
+
+Files are bounded before they come here. Every size in a header is checked against the data before anything is
+allocated.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import safetensors
+
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.excerpt import clip
+from app.forms import FILE
+from nnsight_engine.core.dtypes import floats_from_bytes
+
+Tensors = Mapping[str, npt.NDArray[Any]]
+
+_LENGTH_BYTES: Final = 8
+_MAX_HEADER_BYTES: Final = 512 * 1024
+_METADATA: Final = "__metadata__"
+_DTYPES: Final = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
+_PICKLE: Final = re.compile(rb"\x80[\x00-\x05]")
+_PICKLED: Final = frozenset({"pt", "pth", "bin", "pkl", "pickle", "ckpt", "joblib"})
+
+
+class TensorFile(NamedTuple):
+    """The content of a file.
+
+    Attributes:
+        tensors: Its tensors by name, of floats.
+        metadata: Its texts by name.
+    """
+
+    tensors: Tensors
+    metadata: Mapping[str, str]
+
+
+def refuse_pickle(name: str, data: bytes, advice: str) -> None:
+    """Raise ApiError ``unsupported_vector_format`` for a file that is a pickle, or may be one.
+
+    Args:
+        name: Its file name.
+        data: Its content.
+        advice: What to send instead, for the message.
+    """
+    ending = name.rpartition(".")[2].lower() if "." in name else ""
+    # A safetensors file may begin with the same bytes: they are the length of its header.
+    if ending in _PICKLED or (_PICKLE.match(data) and not is_safetensors(data)):
+        what = (
+            f"A .{ending} file is a pickle, or may be one" if ending in _PICKLED else "This file is a pickle"
+        )
+        raise ApiError(
+            ErrorCode.UNSUPPORTED_FORMAT,
+            f"{what}, and reading a pickle runs its code: no server accepts one. {advice}",
+            FILE,
+        )
+
+
+def is_safetensors(data: bytes) -> bool:
+    """Return whether a file begins as a safetensors file does."""
+    return data[_LENGTH_BYTES : _LENGTH_BYTES + 1] == b"{"
+
+
+def read_safetensors(data: bytes, invalid: ErrorCode) -> TensorFile:
+    """Return the content of a safetensors file.
+
+    Args:
+        data: The file.
+        invalid: The code of the error for a broken one.
+
+    Raises:
+        ApiError: ``invalid``, or ``wrong_dtype``.
+    """
+    length = int.from_bytes(data[:_LENGTH_BYTES], "little")
+    if length > min(_MAX_HEADER_BYTES, len(data) - _LENGTH_BYTES):
+        raise ApiError(
+            invalid,
+            f"The safetensors header claims {length} bytes, of {len(data)} that the file has; here it has "
+            f"at most {_MAX_HEADER_BYTES}.",
+            FILE,
+        )
+    try:
+        entries = safetensors.deserialize(data)  # type: ignore[no-untyped-call]  # it has no types
+        tensors = {name: _tensor(name, entry) for name, entry in entries}
+    except (safetensors.SafetensorError, ValueError, OverflowError) as error:
+        # safetensors allows shapes that numpy refuses: too many dimensions, or huge ones beside an empty one.
+        raise ApiError(invalid, f"The safetensors file is broken: {clip(str(error))}.", FILE) from error
+    # Valid JSON of texts, since it was accepted.
+    header = json.loads(data[_LENGTH_BYTES : _LENGTH_BYTES + length])
+    return TensorFile(tensors, header.get(_METADATA) or {})
+
+
+def _tensor(name: str, entry: dict[str, Any]) -> npt.NDArray[Any]:
+    dtype, content = entry["dtype"], bytes(entry["data"])
+    if dtype == "BF16":
+        return floats_from_bytes("bfloat16", content).reshape(entry["shape"])
+    if dtype not in _DTYPES:
+        raise ApiError(
+            ErrorCode.WRONG_DTYPE,
+            f"A tensor's dtype must be one of {', '.join(_DTYPES)}, BF16; {clip(name)!r} has "
+            f"{clip(str(dtype))}.",
+            FILE,
+        )
+    return np.frombuffer(content, _DTYPES[dtype]).reshape(entry["shape"])
+
+
+__all__ = [
+    "TensorFile",
+    "Tensors",
+    "is_safetensors",
+    "read_safetensors",
+    "refuse_pickle",
+]

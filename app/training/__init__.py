@@ -1,0 +1,1 @@
+"""Trainings from labelled prompts: what those of vectors and of detectors share."""

@@ -1,0 +1,70 @@
+"""What services of versions share: rights, and the bytes that their tenants store.
+
+Vectors, detectors and presets each have a service for their routes, and add what they check.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, Generic, TypeVar
+
+from api_schemas.keys import Scope
+from app.auth.principal import Principal
+from app.storage.storage_usage import Holder, StoredBytes
+from app.storage.version_store import VersionStore
+
+StoreT = TypeVar("StoreT", bound=VersionStore[Any, Any])
+T = TypeVar("T")
+
+
+class VersionService(Generic[StoreT]):
+    """The versions of one kind.
+
+    Args:
+        store: Their place in the database.
+        stored: The bytes stored by tenants, here and elsewhere.
+    """
+
+    def __init__(self, store: StoreT, stored: StoredBytes) -> None:
+        self._store = store
+        self._stored, self._kept = stored, stored.place()
+        self._adding = asyncio.Lock()
+
+    @property
+    def used_bytes(self) -> int:
+        """The bytes of all versions, as far as this server knows."""
+        return self._kept.total
+
+    async def count(self) -> None:
+        """Update the stored bytes of each tenant from the database, where other servers write too."""
+        self._kept.set(await self._store.used_bytes())
+
+    async def _add(self, tenant: str, num_bytes: int, add: Callable[[], Awaitable[T]]) -> T:
+        """Store a version by calling ``add``, if its tenant may store ``num_bytes`` more.
+
+        Raises:
+            ApiError: ``stored_bytes_full``, and those of ``add``.
+        """
+        async with self._adding:  # or concurrent requests could each pass the check for the same free bytes
+            await self.count()
+            self._stored.check(Holder(tenant), num_bytes)
+            added = await add()
+            await self.count()
+        return added
+
+    async def _remove(self, id_: str, caller: Principal, *, shared: bool) -> None:
+        """Delete a version visible to a caller; deleting a shared one requires the scope ``admin``."""
+        if shared:
+            caller.check(Scope.ADMIN)
+        await self._store.remove(id_, caller.tenant)
+        await self.count()
+
+
+def check_sharing(caller: Principal, *, shared: bool) -> None:
+    """Raise ApiError if a caller without the scope ``admin`` wants to share something."""
+    if shared:
+        caller.check(Scope.ADMIN)
+
+
+__all__ = ["VersionService", "check_sharing"]
