@@ -33,6 +33,8 @@ class ErrorCode(enum.StrEnum):
     UNKNOWN_TOKEN = "unknown_token"
     UNKNOWN_VECTOR = "unknown_vector"
     UNKNOWN_DETECTOR = "unknown_detector"
+    UNKNOWN_DICTIONARY = "unknown_dictionary"
+    UNKNOWN_FEATURE = "unknown_feature"
     INVALID_VALUE = "invalid_value"
     DUPLICATE_NAME = "duplicate_name"
     UNSUPPORTED_COMBINATION = "unsupported_combination"
@@ -87,6 +89,13 @@ class ErrorCode(enum.StrEnum):
     PRESET_STORE_FULL = "preset_store_full"
     INVALID_VECTOR_FILE = "invalid_vector_file"
     UNSUPPORTED_FORMAT = "unsupported_vector_format"
+    DICTIONARY_NOT_FOUND = "dictionary_not_found"
+    DICTIONARY_MISMATCH = "dictionary_mismatch"
+    DICTIONARY_NAME_TAKEN = "dictionary_name_taken"
+    DICTIONARY_STORE_FULL = "dictionary_store_full"
+    INVALID_DICTIONARY = "invalid_dictionary"
+    INVALID_LABELS = "invalid_labels"
+    UNSUPPORTED_DICTIONARY = "unsupported_dictionary"
     TRAINING_FAILED = "training_failed"
     MODEL_NOT_FOUND = "model_not_found"
     NOT_FOUND = "not_found"
@@ -145,6 +154,10 @@ STATUS: Final[dict[ErrorCode, int]] = {
     ErrorCode.PRESET_NAME_TAKEN: 409,
     ErrorCode.PRESET_STORE_FULL: 503,
     ErrorCode.UNSUPPORTED_FORMAT: 415,
+    ErrorCode.DICTIONARY_NOT_FOUND: 404,
+    ErrorCode.DICTIONARY_NAME_TAKEN: 409,
+    ErrorCode.DICTIONARY_STORE_FULL: 503,
+    ErrorCode.UNSUPPORTED_DICTIONARY: 415,
     ErrorCode.MODEL_NOT_FOUND: 404,
     ErrorCode.NOT_FOUND: 404,
     ErrorCode.METHOD_NOT_ALLOWED: 405,

@@ -21,6 +21,7 @@ from app.auth.keys import Keys
 from app.auth.principal import Principal
 from app.detectors.service import DetectorService
 from app.detectors.training import DetectorTrainer
+from app.dictionaries.service import DictionaryService
 from app.engine.client import EngineClient
 from app.engine.trace_process_pool import TraceProcesses
 from app.hosts import is_cross_origin
@@ -69,6 +70,7 @@ class Context:
     rates: Rates
     log: AuditLog
     vectors: VectorService
+    dictionaries: DictionaryService
     presets: PresetService
     trainer: Trainer
     detectors: DetectorService

@@ -19,6 +19,7 @@ from app.body_fields import FieldLimits
 from app.context import Context
 from app.detectors.service import DetectorService
 from app.detectors.training import DetectorTrainer
+from app.dictionaries.service import DictionaryService
 from app.engine.client import EngineClient
 from app.engine.local_traces import LocalTraceEngine
 from app.engine.session_traces import SessionTraces
@@ -43,6 +44,7 @@ from app.routes import (
     chat,
     completions,
     detectors,
+    dictionaries,
     documentation,
     health,
     job_events,
@@ -93,6 +95,7 @@ _ROUTERS = (
     metrics.router,
     vectors.router,
     detectors.router,
+    dictionaries.router,
     presets.router,
     vllm.router,
 )
@@ -149,6 +152,7 @@ def create_app(
         log,
     )
     vector_service = VectorService(settings, database, engine, store.stored)
+    dictionary_service = DictionaryService(settings, database, engine, store.stored)
     detector_service = DetectorService(settings, database, engine, store.stored, vector_service.cache)
     preset_service = PresetService(settings, database, engine, store.stored, vector_service, detector_service)
     trainings = TrainingQueue(settings, engine)
@@ -165,6 +169,7 @@ def create_app(
                 vector_service.used_bytes + detector_service.used_bytes,
                 settings.vector_store_bytes,
             ),
+            "dictionaries": (dictionary_service.used_bytes, settings.dictionary_store_bytes),
             "presets": (preset_service.used_bytes, settings.preset_store_bytes),
             "bodies": (receiving.num_bytes, settings.max_received_bytes),
         }
@@ -183,6 +188,7 @@ def create_app(
         rates,
         log,
         vector_service,
+        dictionary_service,
         preset_service,
         Trainer(trainings, vector_service),
         detector_service,
@@ -307,6 +313,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         await context.vectors.count()
         await context.detectors.count()
         await context.presets.count()
+        stack.push_async_callback(context.dictionaries.close)
+        await context.dictionaries.start()
         stack.push_async_callback(context.bodies.close)
         stack.push_async_callback(context.rates.close)
         stack.push_async_callback(context.keys.close)

@@ -15,6 +15,7 @@ from api_schemas.chat import ChatCompletionRequest
 from api_schemas.completions import CompletionRequest
 from api_schemas.detector_training import DetectorTrainingEvent, DetectorTrainingRequest
 from api_schemas.detectors import DetectorUpload, NewDetector
+from api_schemas.dictionaries import DictionaryUpload
 from api_schemas.errors import ErrorResponse
 from api_schemas.jobs import JobEvent
 from api_schemas.keys import Limits, NewKey, Rotation
@@ -53,6 +54,7 @@ _DOCUMENTED: Final[tuple[type[BaseModel], ...]] = (
     NewVector,
     NewPreset,
     VectorUpload,
+    DictionaryUpload,
     TrainingRequest,
     TrainingEvent,
     NewDetector,
@@ -81,6 +83,7 @@ _MEANINGS: Final = {
     401: "The server has keys, and the request has none of them.",
     403: "The key lacks the scope; or the server accepts no code, or not in this codec, from this sender.",
     404: "No resource has this id or name.",
+    408: "The body did not arrive in time.",
     409: "The state of the job, or an earlier use of the key or name, does not allow it.",
     413: "The body is too large.",
     415: "The file's format is not supported, for example a pickle.",

@@ -44,6 +44,16 @@ _DETECTORS: Final[Links] = {
     "DELETE /v1/detectors/{detector_id}": _DETECTOR,
     "GET /v1/detectors": {"name": "$response.body#/name", "after": "$response.body#/id"},
 }
+_DICTIONARY: Final = {"dictionary_id": "$response.body#/id"}
+_DICTIONARIES: Final[Links] = {
+    "GET /v1/dictionaries/{dictionary_id}": _DICTIONARY,
+    "GET /v1/dictionaries/{dictionary_id}/content": _DICTIONARY,
+    "GET /v1/dictionaries/{dictionary_id}/config": _DICTIONARY,
+    "GET /v1/dictionaries/{dictionary_id}/features": _DICTIONARY,
+    "PUT /v1/dictionaries/{dictionary_id}/labels": _DICTIONARY,
+    "DELETE /v1/dictionaries/{dictionary_id}": _DICTIONARY,
+    "GET /v1/dictionaries": {"name": "$response.body#/name", "after": "$response.body#/id"},
+}
 _PRESET: Final = {"preset": "$response.body#/name"}
 _PRESETS: Final[Links] = {
     "GET /v1/presets/{preset}": _PRESET,
@@ -62,6 +72,8 @@ LINKS: Final[Mapping[tuple[str, int], Links]] = {
     ("POST /v1/detectors", 201): _DETECTORS,
     ("POST /v1/detectors/train", 201): _DETECTORS,
     ("GET /v1/detectors", 200): {"GET /v1/detectors": {"after": "$response.body#/last_id"}},
+    ("POST /v1/dictionaries", 201): _DICTIONARIES,
+    ("GET /v1/dictionaries", 200): {"GET /v1/dictionaries": {"after": "$response.body#/last_id"}},
     ("POST /v1/presets", 201): _PRESETS,
     ("PUT /v1/presets", 200): _PRESETS,
     ("PUT /v1/presets", 201): _PRESETS,

@@ -293,7 +293,7 @@ class Settings(BaseSettings):
         description="Whether the server refuses to start if sandboxes cannot have their own namespaces.",
     )
 
-    # Stored data: jobs, vectors, detectors, presets, the audit log
+    # Stored data: jobs, vectors, detectors, dictionaries, presets, the audit log
 
     data_dir: Path = Field(
         default_factory=_default_data_dir,
@@ -321,6 +321,17 @@ class Settings(BaseSettings):
     vector_store_bytes: int = Field(
         default=4 * GIB, ge=0, description="Most bytes of all stored vectors and detectors."
     )
+    dictionary_dir: Path | None = Field(
+        default=None,
+        description="Folder of the weights of dictionaries, shared by all servers of one database; if not "
+        "set, a folder in `data_dir`.",
+    )
+    dictionary_store_bytes: int = Field(
+        default=20 * GIB, ge=0, description="Most bytes of all stored dictionaries, their labels included."
+    )
+    max_dictionary_bytes: int = Field(
+        default=8 * GIB, ge=1024, description="Largest file of a dictionary's weights."
+    )
     preset_store_bytes: int = Field(
         default=64 * MIB, ge=0, description="Most bytes of all stored presets, 1 KiB for each included."
     )
@@ -346,7 +357,7 @@ class Settings(BaseSettings):
         gt=0,
         le=1,
         description="The part of each limited resource that one tenant may use: queued jobs, and bytes of "
-        "jobs, result files, vectors, detectors, presets and bodies.",
+        "jobs, result files, vectors, detectors, dictionaries, presets and bodies.",
     )
     limits_url: str = Field(
         default="memory://",

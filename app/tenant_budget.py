@@ -36,6 +36,7 @@ class TenantBudget:
         waiting_jobs: Jobs that wait, on all servers with the same database.
         job_bytes: Bytes of the files of jobs.
         vector_bytes: Bytes of vectors and detectors.
+        dictionary_bytes: Bytes of dictionaries.
         preset_bytes: Bytes of presets.
         result_bytes: Bytes of results behind URLs; a tenant's oldest ones make room for its new ones.
     """
@@ -53,6 +54,7 @@ class TenantBudget:
     waiting_jobs: Allowance
     job_bytes: Allowance
     vector_bytes: Allowance
+    dictionary_bytes: Allowance
     preset_bytes: Allowance
     result_bytes: Allowance
 
@@ -93,6 +95,13 @@ class TenantBudget:
                 share,
                 ErrorCode.VECTOR_STORE_FULL,
                 "remove some (DELETE /v1/vectors/{id}, DELETE /v1/detectors/{id})",
+            ),
+            dictionary_bytes=Allowance.of(
+                "bytes of dictionaries",
+                settings.dictionary_store_bytes,
+                share,
+                ErrorCode.DICTIONARY_STORE_FULL,
+                "remove some dictionaries (DELETE /v1/dictionaries/{id})",
             ),
             preset_bytes=Allowance.of(
                 "bytes of presets",

@@ -125,7 +125,9 @@ class ForwardedRequest:
             for start in range(0, len(view), _PIECE_BYTES):
                 yield view[start : start + _PIECE_BYTES]
             return
-        most = max(settings.max_trace_request_bytes, settings.max_body_bytes)
+        # The form of a dictionary has more parts than its weights.
+        form_bytes = settings.max_dictionary_bytes + settings.max_body_bytes
+        most = max(settings.max_trace_request_bytes, form_bytes)
         try:
             async for chunk in stream_bytes(self.request, most, settings.upload_idle_timeout_s):
                 yield chunk

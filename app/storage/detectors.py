@@ -20,6 +20,7 @@ _TABLE: Final = VersionTable(
     DetectorNameRow,
     DetectorRow,
     kind="detector",
+    plural="detectors",
     prefix="det_",
     not_found=ErrorCode.DETECTOR_NOT_FOUND,
     name_taken=ErrorCode.DETECTOR_NAME_TAKEN,

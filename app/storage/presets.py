@@ -26,6 +26,7 @@ _TABLE: Final = VersionTable(
     PresetNameRow,
     PresetRow,
     kind="preset",
+    plural="presets",
     prefix="pre_",
     not_found=ErrorCode.PRESET_NOT_FOUND,
     name_taken=ErrorCode.PRESET_NAME_TAKEN,

@@ -15,8 +15,9 @@ from api_schemas.errors import ApiError, ErrorCode
 from app.allowance import limit_message
 
 _MAKE_ROOM: Final = (
-    "remove jobs (GET /v1/jobs lists them, DELETE /v1/jobs/{id}), vectors, detectors or presets (likewise "
-    "/v1/vectors, /v1/detectors, /v1/presets), or wait until jobs and results expire"
+    "remove jobs (GET /v1/jobs lists them, DELETE /v1/jobs/{id}), vectors, detectors, dictionaries or "
+    "presets (likewise /v1/vectors, /v1/detectors, /v1/dictionaries, /v1/presets), or wait until jobs and "
+    "results expire"
 )
 
 

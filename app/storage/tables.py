@@ -318,6 +318,61 @@ class DetectorRow(VersionRow):
     training: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
 
 
+class DictionaryNameRow(StoredNameRow):
+    """A tenant's name for dictionaries."""
+
+    __tablename__ = "dictionary_names"
+
+
+class DictionaryRow(VersionRow):
+    """A dictionary; see ``api_schemas.dictionaries.Dictionary``.
+
+    ``data`` is its ``cfg.json`` as it was received, ``sha256`` that of the file of its weights, which also
+    names the file. ``num_bytes`` includes its labels, the only part that can change.
+
+    Attributes:
+        at: The point that it reads.
+        output_at: The point whose value a transcoder reconstructs.
+        architecture: SAELens' name of its architecture.
+        dtype: The dtype of its weights.
+        weights_bytes: The size of the file of its weights.
+        num_labels: The number of its labels.
+    """
+
+    __tablename__ = "dictionaries"
+
+    at: Mapped[str] = mapped_column(String(128))
+    output_at: Mapped[str | None] = mapped_column(String(128))
+    architecture: Mapped[str] = mapped_column(String(32))
+    input_width: Mapped[int]
+    output_width: Mapped[int]
+    num_features: Mapped[int]
+    dtype: Mapped[str] = mapped_column(String(16))
+    weights_bytes: Mapped[int] = mapped_column(BigInteger)
+    num_labels: Mapped[int] = mapped_column(default=0)
+
+
+class FeatureLabelRow(Base):
+    """The label of a feature of a dictionary.
+
+    Attributes:
+        dictionary: ``DictionaryRow.number``.
+        feature: The feature, counted from 0.
+        text: The label.
+        folded: The label without case, for searches.
+    """
+
+    __tablename__ = "feature_labels"
+    __table_args__ = (Index(None, "dictionary", "text"),)
+
+    dictionary: Mapped[int] = mapped_column(
+        _COUNTER, ForeignKey("dictionaries.number", ondelete="CASCADE"), primary_key=True
+    )
+    feature: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    text: Mapped[str] = mapped_column(String(500))
+    folded: Mapped[str] = mapped_column(Text)
+
+
 class PresetNameRow(StoredNameRow):
     """A tenant's name for presets."""
 
@@ -338,6 +393,7 @@ class PresetRow(VersionRow):
 
 
 __all__ = [
-    "AuditRow", "Base", "DetectorNameRow", "DetectorRow", "EventRow", "JobRow", "KeyRow", "PresetNameRow",
-    "PresetRow", "StoredNameRow", "TenantRow", "VectorNameRow", "VectorRow", "VersionRow",
+    "AuditRow", "Base", "DetectorNameRow", "DetectorRow", "DictionaryNameRow", "DictionaryRow", "EventRow",
+    "FeatureLabelRow", "JobRow", "KeyRow", "PresetNameRow", "PresetRow", "StoredNameRow", "TenantRow",
+    "VectorNameRow", "VectorRow", "VersionRow",
 ]  # fmt: skip

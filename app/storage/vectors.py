@@ -25,6 +25,7 @@ _TABLE: Final = VersionTable(
     VectorNameRow,
     VectorRow,
     kind="vector",
+    plural="vectors",
     prefix="vec_",
     not_found=ErrorCode.VECTOR_NOT_FOUND,
     name_taken=ErrorCode.VECTOR_NAME_TAKEN,

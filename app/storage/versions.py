@@ -1,4 +1,4 @@
-"""Names with versions in the database, one kind of thing for each ``VersionTable``: vectors, presets.
+"""Names with versions in the database, one kind of thing for each ``VersionTable``.
 
 A tenant sees its own versions and shared ones. A version never changes, and its number is never reused. A
 name that a tenant has used stays its own even after its versions are removed, and a name that was shared
@@ -38,7 +38,8 @@ class VersionTable(Generic[NameT, RowT]):
     Args:
         names: The table of names.
         rows: The table of versions.
-        kind: The singular, for messages and routes: ``vector``.
+        kind: The singular, for messages: ``vector``.
+        plural: The plural, for messages and routes: ``vectors``.
         prefix: The first part of its ids: ``vec_``.
         not_found: The code of the error for an unknown id.
         name_taken: The code of the error for a name that another tenant has shared.
@@ -54,6 +55,7 @@ class VersionTable(Generic[NameT, RowT]):
         rows: type[RowT],
         *,
         kind: str,
+        plural: str,
         prefix: str,
         not_found: ErrorCode,
         name_taken: ErrorCode,
@@ -63,6 +65,7 @@ class VersionTable(Generic[NameT, RowT]):
         self.rows = rows
         self._counted: tuple[type[VersionRow], ...] = (rows, *beside)
         self._kind = kind
+        self._plural = plural
         self._prefix = prefix
         self._not_found = not_found
         self._name_taken = name_taken
@@ -138,7 +141,7 @@ class VersionTable(Generic[NameT, RowT]):
         row = self.get(session, id_, tenant)
         if row is None:
             kind = self._kind
-            message = f"There is no {kind} {clip(id_)!r}; GET /v1/{kind}s lists them."
+            message = f"There is no {kind} {clip(id_)!r}; GET /v1/{self._plural} lists them."
             raise ApiError(self._not_found, message, param)
         return row
 

@@ -61,6 +61,9 @@ def _rows(name: str, value: Any) -> Iterator[tuple[str, str, str, str]]:
         for layer, rows in value["layers"].items():
             tops = [row["top"][0]["token"] if row["top"] else "–" for row in rows]
             yield name, "logit_lens", f"layer {layer}, {_positions(value)}", _short(" ".join(map(repr, tops)))
+    elif kind in {"detect", "stop", "flag"}:
+        content = _content(value["scores"]) if kind == "detect" else ""
+        yield name, str(kind), _positions(value) if value["positions"] else "", content
     elif kind == "trace":
         for saved, content in value["saves"].items():
             yield f"{name}.{saved}", "trace", "", _content(content)

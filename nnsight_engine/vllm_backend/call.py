@@ -16,7 +16,8 @@ from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
 from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.interventions import Intervention, PromptOperations
+from api_schemas.interventions import FIELD, Intervention, PromptOperations
+from api_schemas.operations import Stop
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.plans.answer_parts import NO_MARKERS, AnswerMarkers
@@ -121,6 +122,13 @@ class InterventionCall:
         """Return the plan for the next prompt; raises ApiError if the operations do not fit it."""
         generates = isinstance(params, SamplingParams)
         declared = self._by_prompt.of(len(self.entries))
+        for index, op in () if generates else declared:
+            if isinstance(op, Stop):
+                raise ApiError(
+                    ErrorCode.UNSUPPORTED_COMBINATION,
+                    "`stop` ends an answer, and nothing is generated here; use `flag`.",
+                    f"{FIELD}.{index}",
+                )
         return compile_request(
             [op for _, op in declared],
             spec=self._spec,

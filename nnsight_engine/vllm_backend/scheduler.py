@@ -342,6 +342,8 @@ class InterventionScheduler(DraftScheduler):
         stopped = [request_id for request_id in dict.fromkeys(results.stopped) if request_id in self._outbox]
         for request_id in stopped:
             output.sampled_token_ids[output.req_id_to_index[request_id]] = []
+            # vLLM has an output for these only together with a token.
+            output.prompt_logprobs_dict.pop(request_id, None)
         return stopped
 
     def _note_blocks(self, results: StepResults, num_tokens: Mapping[str, int]) -> None:

@@ -185,6 +185,15 @@ def test_a_choice_ends_where_a_condition_holds(engine: Engine, over: str) -> Non
     assert result.positions[0] == (prompt_len + first if over == "generated" else 0)
 
 
+def test_a_stop_in_the_prompt_leaves_its_log_probabilities_out(engine: Engine) -> None:
+    stop = {"op": "stop", "when": _probe(1.0, -1e6), "name": "s"}
+    sampling = {"prompt_logprobs": 1}
+    ((reply,),) = engine.run([Ask(PROMPTS[0], [stop], max_tokens=4, sampling=sampling)])
+    assert reply.token_ids == []
+    ((again,),) = engine.run([Ask(PROMPTS[0], [], max_tokens=4, sampling=sampling)])
+    assert len(again.token_ids) == 4
+
+
 def test_stops_and_flags_leave_neighbours_alone(engine: Engine) -> None:
     plain = [one for (one,) in engine.run([Ask(prompt, [], max_tokens=12) for prompt in PROMPTS])]
     stop = {"op": "stop", "when": _probe(1.0, -1e6), "where": {"phase": "generated"}, "name": "s"}

@@ -17,8 +17,8 @@ from api_schemas.keys import Scope
 from app.context import Context
 from app.engine.traces import TraceEngine
 from app.main import create_app, new_store
-from app.services.jobs.service import folder_of
 from app.settings import Settings
+from app.storage.database_folders import job_folder
 from tests.fakes.engine import FakeBehaviour, FakeEngineClient
 from tests.integration.scripted_traces import ScriptedEngine
 from tests.integration.served_jobs import Jobs
@@ -79,7 +79,7 @@ def serve(tmp_path: Path, database_url: str) -> Serve:
 @pytest.fixture
 def jobs_folder(tmp_path: Path, database_url: str) -> Path:
     """Where the files of jobs lie, of servers made by ``serve``."""
-    return folder_of(Settings(data_dir=tmp_path / "data", database_url=database_url)) / "jobs"
+    return job_folder(Settings(data_dir=tmp_path / "data", database_url=database_url)) / "jobs"
 
 
 ErrorCheck = Callable[[httpx.Response, int, str], str]

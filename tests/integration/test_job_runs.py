@@ -22,10 +22,10 @@ from app.services.jobs.slots import JobSlots
 from app.services.traces.service import TraceService
 from app.storage.audit import AuditStore
 from app.storage.database import Database
+from app.storage.disk_quota import DiskQuota, sync_folder
 from app.storage.jobs import files
-from app.storage.jobs.files import JobFiles
+from app.storage.jobs.files import JOB_BYTES, JobFiles
 from app.storage.jobs.leases import JobEnd, JobLeases
-from app.storage.jobs.quota import JOB_BYTES, JobStorageQuota, sync_folder
 from app.storage.jobs.store import JobStore, NewJob
 from app.storage.tables import JobRow
 from nnsight_engine.remote_backend.frames import Frame
@@ -94,7 +94,7 @@ class Bench:
 
     def __init__(self, directory: Path) -> None:
         self.database = Database(directory)
-        self.files = JobFiles(directory, JobStorageQuota(Allowance.of("bytes", MAX_BYTES)))
+        self.files = JobFiles(directory, DiskQuota(Allowance.of("bytes", MAX_BYTES)))
         self.store = JobStore(self.database, waiting=Allowance.of("jobs", 100), ttl_s=60)
         self.leases = JobLeases(self.database, holder="here", ttl_s=60)
         self.engine = ScriptedEngine()

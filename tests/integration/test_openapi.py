@@ -38,6 +38,7 @@ from app.storage.keys import KeyStore
 from app.vllm_routes import EMBEDDINGS, MESSAGES, RESPONSES
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE
 from tests.fakes.engine import FakeEngineClient
+from tests.integration.dictionary_files import cfg, text_weights
 from tests.integration.scripted_traces import HEADERS, ScriptedEngine, trace
 
 pytestmark = pytest.mark.heavy
@@ -52,7 +53,10 @@ STORIES: Final = settings(
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-FAMILIES: Final = ["/v1/jobs", "/v1/admin", "/v1/vectors(?!/train)", "/v1/detectors(?!/train)", "/v1/presets"]
+FAMILIES: Final = [
+    "/v1/jobs", "/v1/admin", "/v1/vectors(?!/train)", "/v1/detectors(?!/train)", "/v1/dictionaries",
+    "/v1/presets",
+]  # fmt: skip
 SCRIPTS: Final = ["ok", "logs:2", "refused", "block-fails"]
 
 # The document says that a trace is bytes; which bytes, docs/remote.md does. Other tests send broken ones.
@@ -65,6 +69,8 @@ SWITCHED_OFF: Final[dict[str, list[CheckFunction]]] = {
     "/v1/detectors": [positive_data_acceptance],
     "/v1/detectors/train": [positive_data_acceptance],
     "/v1/presets": [positive_data_acceptance],
+    "/v1/dictionaries": [positive_data_acceptance],
+    "/v1/dictionaries/{dictionary_id}/labels": [positive_data_acceptance],
     # JSON Schema takes 1.0 for an integer, and no list of ids does.
     "/v1/tokenize": [positive_data_acceptance],
     # The document leaves OpenAI's fields to vLLM, which is not here, and points to the model.
@@ -205,6 +211,26 @@ def test_what_answers_lead_to_is_as_the_document_says(tmp_path: Path, database_u
             assert len(found) > len(linked) / 2, linked - found
 
 
+def give_fitting_body(case: schemathesis.Case[Any]) -> None:
+    """Replace bodies that must fit the model, or each other: the document does not know either."""
+    match case.operation.label:
+        case "POST /v1/vectors":
+            case.media_type = "application/json"
+            case.body = {"name": "joy", "vectors": {"1": [0.5] * 8}}
+        case "POST /v1/detectors":
+            part: dict[str, Any] = {"at": "layers.1.output", "form": "linear", "weights": [0.5] * 8}
+            case.media_type, case.body = "application/json", {"name": "refusal", "parts": [part]}
+        case "POST /v1/dictionaries":
+            case.media_type = "multipart/form-data"
+            case.body = {"name": "sae", "weights": text_weights(), "cfg": cfg().decode()}
+        case "PUT /v1/dictionaries/{dictionary_id}/labels":
+            case.media_type, case.body = "application/json", {"3": "cats"}
+        case "POST /v1/presets" | "PUT /v1/presets":
+            # Of two versions one is left behind a deletion.
+            name = f"calm-{secrets.token_hex(8)}"
+            case.body = {"name": name, "interventions": [{"op": "capture", "at": "layers.1.output"}]}
+
+
 def stories(url: str, key: dict[str, str], family: str) -> tuple[list[BaseException], dict[str, set[int]]]:
     """Follow links from request to request; returns what was wrong, and each operation's statuses."""
     failures: list[BaseException] = []
@@ -219,18 +245,8 @@ def stories(url: str, key: dict[str, str], family: str) -> tuple[list[BaseExcept
 
         def before_call(self, case: schemathesis.Case[Any]) -> None:
             is_made_wrong = case.meta is not None and case.meta.generation.mode.is_negative
-            if case.operation.label == "POST /v1/vectors" and not is_made_wrong:
-                # The document does not know the model, whose layers and width a vector must fit.
-                case.media_type = "application/json"
-                case.body = {"name": "joy", "vectors": {"1": [0.5] * 8}}
-            if case.operation.label == "POST /v1/detectors" and not is_made_wrong:
-                case.media_type = "application/json"
-                part: dict[str, Any] = {"at": "layers.1.output", "form": "linear", "weights": [0.5] * 8}
-                case.body = {"name": "refusal", "parts": [part]}
-            if case.path == "/v1/presets" and case.method in {"POST", "PUT"} and not is_made_wrong:
-                # Of two versions one is left behind a deletion.
-                name = f"calm-{secrets.token_hex(8)}"
-                case.body = {"name": name, "interventions": [{"op": "capture", "at": "layers.1.output"}]}
+            if not is_made_wrong:
+                give_fitting_body(case)
 
         def get_call_kwargs(self, case: schemathesis.Case[Any]) -> dict[str, Any]:
             return {"headers": {"Authorization": f"Bearer {self.key}"}, "timeout": 10}

@@ -18,6 +18,7 @@ import pytest
 from api_schemas.keys import Scope
 from app.auth.secrets import new_secret
 from tests.integration.conftest import ErrorCheck, Serve
+from tests.integration.dictionary_files import cfg, weights
 from tests.integration.scripted_traces import HEADERS, ScriptedEngine, trace
 from tests.integration.served_routes import ROUTES, SOCKET, Served
 from tests.integration.tenants import Tenants
@@ -90,6 +91,14 @@ ACCESS: Final = {
     "POST /v1/vectors/train": Access.MADE,
     "POST /v1/detectors": Access.MADE,
     "POST /v1/detectors/train": Access.MADE,
+    "POST /v1/dictionaries": Access.MADE,
+    "GET /v1/dictionaries": Access.LISTED,
+    "GET /v1/dictionaries/{dictionary_id}": Access.NAMED,
+    "GET /v1/dictionaries/{dictionary_id}/content": Access.NAMED,
+    "GET /v1/dictionaries/{dictionary_id}/config": Access.NAMED,
+    "GET /v1/dictionaries/{dictionary_id}/features": Access.NAMED,
+    "PUT /v1/dictionaries/{dictionary_id}/labels": Access.NAMED,
+    "DELETE /v1/dictionaries/{dictionary_id}": Access.NAMED,
     "POST /v1/presets": Access.MADE,
     "PUT /v1/presets": Access.MADE,
     "GET /v1/presets": Access.LISTED,
@@ -131,6 +140,7 @@ QUERIES: Final = {
     "GET /v1/jobs": {"after": "job_id"},
     "GET /v1/vectors": {"after": "vector_id"},
     "GET /v1/detectors": {"after": "detector_id"},
+    "GET /v1/dictionaries": {"after": "dictionary_id"},
     "GET /v1/presets": {"after": "preset_id"},
     "GET /v1/models": {IGNORED: "preset"},
 }
@@ -167,6 +177,13 @@ class Theirs:
         part = {"at": "layers.1.output", "form": "linear", "weights": [0.5] * 8}
         body = {"name": "refusal", "parts": [part]}
         return str((await self.tenants.send("POST", "/v1/detectors", self.headers, json=body)).json()["id"])
+
+    async def _dictionary_id(self) -> str:
+        files = {"weights": ("w", weights()), "cfg": ("cfg.json", cfg())}
+        answer = await self.tenants.send(
+            "POST", "/v1/dictionaries", self.headers, files=files, data={"name": "sae"}
+        )
+        return str(answer.json()["id"])
 
     async def _preset_made(self) -> dict[str, Any]:
         body = {

@@ -13,8 +13,8 @@ from typing import Final
 
 from api_schemas.errors import ApiError
 from api_schemas.jobs import JobEvent
+from app.storage.disk_quota import DiskQuota
 from app.storage.jobs.leases import LeaseLostError
-from app.storage.jobs.quota import JobStorageQuota
 from app.storage.jobs.states import size_of
 from app.storage.storage_usage import Holder
 
@@ -32,7 +32,7 @@ class JobPrints:
         holder: The tenant and key that own them.
     """
 
-    def __init__(self, space: JobStorageQuota, holder: Holder) -> None:
+    def __init__(self, space: DiskQuota, holder: Holder) -> None:
         self._space = space
         self._holder = holder
         self._num_lines = 0

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from pathlib import Path
 from typing import Final
 
 from api_schemas.errors import ApiError, ErrorCode
@@ -32,10 +30,10 @@ from app.services.traces.admission import check_still_allowed
 from app.services.traces.service import TraceService
 from app.settings import Settings
 from app.storage.database import Database
-from app.storage.engines import location_of
-from app.storage.jobs.files import JobFiles
+from app.storage.database_folders import job_folder
+from app.storage.disk_quota import DiskQuota
+from app.storage.jobs.files import JOB_BYTES, JobFiles
 from app.storage.jobs.leases import JobLeases
-from app.storage.jobs.quota import JOB_BYTES, JobStorageQuota
 from app.storage.jobs.removal import RemovedJobs
 from app.storage.jobs.store import Accepted, JobStore, NewJob
 from app.storage.open_files import OpenResult
@@ -105,8 +103,8 @@ class JobService:
         self._database = database
         self._callers = callers
         self._budget = TenantBudget.of(settings)
-        space = JobStorageQuota(self._budget.job_bytes, stored)
-        self._files = JobFiles(folder_of(settings), space)
+        space = DiskQuota(self._budget.job_bytes, stored)
+        self._files = JobFiles(job_folder(settings), space)
         self._store = JobStore(self._database, waiting=self._budget.waiting_jobs, ttl_s=settings.job_ttl_s)
         self._cleanup = JobCleanup(self._database, self._files, ttl_s=settings.job_ttl_s)
         self._feed = JobFeed(self._store)
@@ -351,15 +349,4 @@ class JobService:
             self._dispatcher.cancel(job_id)
 
 
-def folder_of(settings: Settings) -> Path:
-    """Return the folder of the jobs' files.
-
-    Each database has a folder of its own: the files of another database's jobs would look like orphans.
-    """
-    if not settings.database_url:
-        return settings.data_dir
-    digest = hashlib.sha256(location_of(settings.database_url).encode()).hexdigest()
-    return settings.data_dir / f"database-{digest[:16]}"
-
-
-__all__ = ["JobResult", "JobService", "SubmittedJob", "folder_of"]
+__all__ = ["JobResult", "JobService", "SubmittedJob"]

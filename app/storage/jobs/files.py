@@ -21,19 +21,22 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
-from app.storage.jobs.quota import JOB_BYTES, JobStorageQuota, on_disk, sync_folder
+from api_schemas.errors import ErrorCode
+from app.storage.disk_quota import DiskQuota, on_disk, sync_folder
 from app.storage.jobs.result_file import ResultFile
 from app.storage.open_files import OpenFiles, OpenResult
 from app.storage.process_folders import ProcessFolder, claim_folder
+from app.storage.received_pieces import append, in_pieces
 from app.storage.storage_usage import NO_HOLDER, Holder
 from nnsight_engine.remote_backend.messages import TraceRequest
 
 logger = logging.getLogger(__name__)
 
+JOB_BYTES: Final = 8 * 1024
+"""The space of a job beside its files and events: a folder, disk blocks, rows."""
 _REQUEST: Final = "request"
-_BUFFER_BYTES: Final = 1024 * 1024
 _A_REQUEST: Final = "The request"
 ORPHAN_S: Final = 3600.0
 """The age from which a folder without a job is removed; a younger one may belong to a server that is about to
@@ -68,7 +71,7 @@ class JobFiles:
         space: The quota of all jobs' files.
     """
 
-    def __init__(self, directory: Path, space: JobStorageQuota) -> None:
+    def __init__(self, directory: Path, space: DiskQuota) -> None:
         """The disk is not accessed before ``start``."""
         self.space = space
         self._directory = directory
@@ -104,15 +107,15 @@ class JobFiles:
         self.space.take(JOB_BYTES, holder)
         try:
             digest = hashlib.sha256()
-            with on_disk(_A_REQUEST):
+            with on_disk(_A_REQUEST, ErrorCode.JOB_STORE_FULL):
                 file = await asyncio.to_thread(path.open, "xb", buffering=0)
             with file:
-                async for piece in _joined(chunks):
+                async for piece in in_pieces(chunks):
                     self.space.take(len(piece), holder)
                     upload.num_bytes += len(piece)
-                    with on_disk(_A_REQUEST):
-                        await asyncio.to_thread(_append, file, piece, digest)
-                with on_disk(_A_REQUEST):
+                    with on_disk(_A_REQUEST, ErrorCode.JOB_STORE_FULL):
+                        await asyncio.to_thread(append, file, piece, digest)
+                with on_disk(_A_REQUEST, ErrorCode.JOB_STORE_FULL):
                     await asyncio.to_thread(os.fsync, file.fileno())
             upload.digest = digest.hexdigest()
             yield upload
@@ -138,7 +141,7 @@ class JobFiles:
         folder = self._folder(job_id)
         moving = asyncio.ensure_future(asyncio.to_thread(_move, upload.path, folder))
         try:
-            with on_disk(_A_REQUEST):
+            with on_disk(_A_REQUEST, ErrorCode.JOB_STORE_FULL):
                 await asyncio.shield(moving)
         except asyncio.CancelledError:
             # The thread cannot be cancelled, and no job will be inserted for the moved file.
@@ -225,26 +228,6 @@ class JobFiles:
                     shutil.rmtree(folder, ignore_errors=True)
 
 
-async def _joined(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield the same bytes in pieces of about 1 MiB, since each piece costs a dispatch to a thread."""
-    waiting: list[bytes] = []
-    num_bytes = 0
-    async for chunk in chunks:
-        waiting.append(chunk)
-        num_bytes += len(chunk)
-        if num_bytes >= _BUFFER_BYTES:
-            yield b"".join(waiting)
-            waiting, num_bytes = [], 0
-    yield b"".join(waiting)
-
-
-def _append(file: BinaryIO, piece: bytes, digest: hashlib._Hash) -> None:
-    digest.update(piece)
-    rest = memoryview(piece)
-    while rest:
-        rest = rest[file.write(rest) :]
-
-
 def _mapped(path: Path) -> TraceRequest:
     with path.open("rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
@@ -265,4 +248,4 @@ def _move(path: Path, folder: Path) -> None:
         raise
 
 
-__all__ = ["ORPHAN_S", "JobFiles", "JobUpload"]
+__all__ = ["JOB_BYTES", "ORPHAN_S", "JobFiles", "JobUpload"]

@@ -9,7 +9,7 @@ from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
 from app.storage.database import Database
-from app.storage.jobs.quota import JOB_BYTES
+from app.storage.jobs.files import JOB_BYTES
 from app.storage.jobs.states import FINAL
 from app.storage.storage_usage import Holder
 from app.storage.tables import JobRow

@@ -12,7 +12,8 @@ import threading
 from pathlib import Path
 from typing import BinaryIO
 
-from app.storage.jobs.quota import JobStorageQuota, on_disk, sync_folder
+from api_schemas.errors import ErrorCode
+from app.storage.disk_quota import DiskQuota, on_disk, sync_folder
 from app.storage.storage_usage import Holder
 from nnsight_engine.remote_backend.frames import Frame
 
@@ -30,7 +31,7 @@ class ResultFile:
         num_bytes: The bytes written so far; 0 after ``keep``, ``leave`` or ``discard``.
     """
 
-    def __init__(self, path: Path, space: JobStorageQuota, holder: Holder) -> None:
+    def __init__(self, path: Path, space: DiskQuota, holder: Holder) -> None:
         """The file is created with the first frame."""
         self._path = path
         self._space = space
@@ -50,7 +51,7 @@ class ResultFile:
         num_bytes = len(head) + len(frame.data)
         self._space.take(num_bytes, self._holder)
         self.num_bytes += num_bytes
-        with on_disk("The job's result"):
+        with on_disk("The job's result", ErrorCode.JOB_STORE_FULL):
             await asyncio.to_thread(self._write, head, frame.data)
 
     async def finish(self) -> None:
@@ -59,7 +60,7 @@ class ResultFile:
         Raises:
             ApiError: See ``write``.
         """
-        with on_disk("The job's result"):
+        with on_disk("The job's result", ErrorCode.JOB_STORE_FULL):
             await asyncio.to_thread(self._finish)
 
     def keep(self) -> None:

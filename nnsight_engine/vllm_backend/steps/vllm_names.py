@@ -180,7 +180,7 @@ _WORKER: Final = (
         called={"forward_native": "positions, query, key"},
         overridden={"forward_cpu": "positions, query, key=None"},
     ),
-    _used("vllm.v1.outputs:ModelRunnerOutput", read="req_id_to_index sampled_token_ids"),
+    _used("vllm.v1.outputs:ModelRunnerOutput", read="prompt_logprobs_dict req_id_to_index sampled_token_ids"),
     _used("vllm.v1.outputs:SamplerOutput", read="logprobs_tensors sampled_token_ids"),
     _used("vllm.v1.outputs:LogprobsTensors", read="logprob_token_ids logprobs selected_token_ranks"),
     _used(

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from api_schemas.completions import CompletionRequest, CompletionResponse
+from api_schemas.conditions import inner_tests
+from api_schemas.detectors import DetectorName
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import OPERATIONS, RequestLimits, parse_interventions
-from api_schemas.operations import Capture, LogitLens, Patch, Probe, Steer
+from api_schemas.operations import Capture, Detect, Flag, LogitLens, Patch, Probe, Steer, Stop
 from api_schemas.tensors import TensorObject
 
 STEER: dict[str, Any] = {"op": "steer", "at": "layers.3.output", "vector": [1.0, 2.0]}
@@ -53,10 +55,13 @@ def test_operations_keep_their_order_and_fields() -> None:
             {"op": "capture", "at": "layers.*.output", "reduce": "mean", "dtype": "float16", "name": "x"},
             {"op": "probe", "at": "logits", "weights": TENSOR, "bias": 1},
             {"op": "logit_lens", "layers": [0, -1], "targets": [" Paris", 7]},
+            {"op": "detect", "detector": "refusal@2"},
+            {"op": "stop", "when": {"not": {"detector": {"name": "refusal"}, "below": 0.5}}},
+            {"op": "flag", "when": {"probe": {"at": "layers.1.output", "weights": [1]}, "above": 0}},
         ]
     )
     assert [op.op for op in ops] == [name for name in OPERATIONS if name != "trace"]
-    steer, _, patch, capture, probe, lens = ops
+    steer, _, patch, capture, probe, lens, detect, stop, flag = ops
     assert isinstance(steer, Steer)
     assert (steer.scale, steer.mode, steer.where.phase) == (4.0, "clamp", "generated")
     assert isinstance(patch, Patch)
@@ -68,6 +73,13 @@ def test_operations_keep_their_order_and_fields() -> None:
     assert probe.weights.raw == b"\x00" * 8
     assert isinstance(lens, LogitLens)
     assert lens.targets == [" Paris", 7]
+    assert isinstance(detect, Detect)
+    assert detect.detector.name == "refusal@2"
+    assert isinstance(stop, Stop)
+    (low,) = inner_tests(stop.when).values()
+    assert (low.detector, low.below) == (DetectorName(name="refusal"), 0.5)
+    assert isinstance(flag, Flag)
+    assert list(inner_tests(flag.when)) == ["when"]
 
 
 @pytest.mark.parametrize(

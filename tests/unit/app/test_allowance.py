@@ -19,7 +19,7 @@ from app.admission.slot_pool import Slot, SlotPool
 from app.allowance import Allowance, part_of
 from app.received_bytes import ReceivedBytes
 from app.settings import Settings
-from app.storage.jobs.quota import JobStorageQuota
+from app.storage.disk_quota import DiskQuota
 from app.storage.storage_usage import Holder
 from app.tenant_budget import TenantBudget
 
@@ -88,7 +88,7 @@ def received(allowance: Allowance) -> StallCounter:
 
 
 def jobs(allowance: Allowance) -> StallCounter:
-    counts = JobStorageQuota(allowance)
+    counts = DiskQuota(allowance)
     return StallCounter(
         lambda who, num: counts.take(num, Holder(who)), lambda who, num: counts.give_up(num, Holder(who))
     )

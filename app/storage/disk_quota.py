@@ -1,7 +1,7 @@
-"""The disk quota of jobs, and errors for a disk that is full or fails.
+"""The disk quota of one kind of files, and errors for a disk that is full or fails.
 
-Files of jobs (``files``, ``result_file``) and their printed output are reserved here before they are written,
-and then released or kept exactly once.
+Bytes of files of jobs and dictionaries are reserved here before they are written, and then released or kept
+exactly once.
 """
 
 from __future__ import annotations
@@ -20,20 +20,17 @@ from app.storage.storage_usage import NO_HOLDER, Holder, StoredBytes
 
 logger = logging.getLogger(__name__)
 
-JOB_BYTES: Final = 8 * 1024
-"""The space of a job beside its files and events: a folder, disk blocks, rows."""
-
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
-class JobStorageQuota:
-    """The quota of bytes for all jobs' files together.
+class DiskQuota:
+    """The quota of bytes for all files of one kind together.
 
     Bytes being written are counted as they are written, stored bytes when the database records them. Writes
     of other processes are included at the next ``set_stored``.
 
     Args:
-        allowance: The bytes that all jobs, and those of one tenant, may have.
+        allowance: The bytes that all files, and those of one tenant, may have.
         limits: The limits of tenants and keys on storage over all stores.
     """
 
@@ -52,7 +49,7 @@ class JobStorageQuota:
         """Reserve bytes that are about to be written.
 
         Raises:
-            ApiError: ``job_store_full``, ``stored_bytes_full``.
+            ApiError: The allowance's, ``stored_bytes_full``.
         """
         self._allowance.check_total(self._total(None), num_bytes)
         self._allowance.check(holder.tenant, self._total(f"tenant:{holder.tenant}"), num_bytes)
@@ -90,14 +87,14 @@ class JobStorageQuota:
 
 
 @contextlib.contextmanager
-def on_disk(what: str) -> Iterator[None]:
-    """Convert OSError to ApiError, so that clients do not retry in vain."""
+def on_disk(what: str, full: ErrorCode) -> Iterator[None]:
+    """Convert OSError to ApiError, so that clients do not retry in vain; ``full``: a full disk's code."""
     try:
         yield
     except OSError as error:
-        logger.exception("a file of a job could not be written")
+        logger.exception("a file could not be written")
         if error.errno in _NO_ROOM:
-            code, advice = ErrorCode.JOB_STORE_FULL, "it has to be given room before this is tried again."
+            code, advice = full, "it has to be given room before this is tried again."
         else:
             code, advice = ErrorCode.INTERNAL, "the server has logged it, and its operator must see to it."
         raise ApiError(
@@ -115,4 +112,4 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-__all__ = ["JOB_BYTES", "JobStorageQuota", "on_disk", "sync_folder"]
+__all__ = ["DiskQuota", "on_disk", "sync_folder"]

@@ -1,0 +1,153 @@
+"""The schemas of stored dictionaries: sparse autoencoders and transcoders, their features and labels.
+
+A name has versions, which are numbered; their numbers are immutable, and only the labels of their features
+can be replaced. Operations refer to the newest version, ``gemma``, or to a specific one, ``gemma@2``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field
+
+from api_schemas.fields import Name, Strict
+from api_schemas.names import StoredName
+from api_schemas.pages import Listed, Page
+
+MAX_LABEL_CHARACTERS = 500
+"""The longest label of a feature."""
+
+
+class DictionaryName(Strict):
+    """A dictionary on the server: the newest version of a name, ``gemma``, or a specific one, ``gemma@2``.
+
+    With ``id`` it is the dictionary with this id, whichever tenant's dictionary has the name for the caller.
+    """
+
+    name: Name
+    id: Name | None = Field(
+        default=None, description="The dictionary's id; it must have this name and version."
+    )
+
+
+class DictionaryUsed(BaseModel):
+    """The dictionary that a name resolved to."""
+
+    name: str
+    version: int
+    id: str
+
+
+class DictionaryUpload(BaseModel):
+    """A dictionary in SAELens' layout, in the fields of a form: for documentation.
+
+    Attributes:
+        name: Its name in operations; an existing name gets a new version.
+        weights: The file of its tensors, ``sae_weights.safetensors``.
+        cfg: Its ``cfg.json``, as a file or as text.
+        labels: Labels of features, as JSON or CSV, as a file or as text.
+        at: The point that it reads; by default that of the cfg's ``hook_name``.
+        output_at: The point whose value a transcoder reconstructs; by default that of ``hook_name_out``.
+        shared: Whether every tenant may use it; for keys with the scope ``admin``.
+    """
+
+    name: StoredName
+    weights: str = Field(json_schema_extra={"format": "binary"})
+    cfg: str
+    labels: str | None = None
+    at: str | None = None
+    output_at: str | None = None
+    shared: Literal["true", "false"] = "false"
+
+
+class Dictionary(Listed):
+    """A stored dictionary.
+
+    Attributes:
+        id: Its id.
+        object: Always ``dictionary``.
+        name: Its name in operations.
+        version: Its version; ``name@version`` always refers to this dictionary.
+        model: The server's name of its model.
+        architecture: Its architecture, by SAELens' name.
+        at: The point that it reads.
+        output_at: The point whose value it reconstructs; null if it is ``at``.
+        input_width: The width of the values at ``at``.
+        output_width: The width of the values that it reconstructs.
+        num_features: The number of its features.
+        num_labels: The number of features with a label.
+        dtype: The dtype of its weights.
+        shared: Whether every tenant may use it.
+        own: Whether it belongs to the caller's tenant.
+        sha256: SHA-256 of the file of its weights, hexadecimal.
+        weights_bytes: The size of this file in bytes.
+        bytes: The bytes that it is counted with: weights, cfg and labels.
+        created_at: The time of its creation, in seconds since 1970.
+    """
+
+    object: Literal["dictionary"] = "dictionary"
+    name: str
+    version: int
+    model: str
+    architecture: str
+    at: str
+    output_at: str | None
+    input_width: int
+    output_width: int
+    num_features: int
+    num_labels: int
+    dtype: Literal["float32", "float16", "bfloat16"]
+    shared: bool
+    own: bool
+    sha256: str
+    weights_bytes: int
+    bytes: int
+    created_at: float
+
+
+class DictionaryList(Page[Dictionary]):
+    """A page of dictionaries, the newest first, in the format of OpenAI's lists."""
+
+
+FeatureId = Annotated[int, Field(ge=0)]
+
+
+class Feature(BaseModel):
+    """A feature of a dictionary.
+
+    Attributes:
+        id: Its number, counted from 0: its column of ``W_enc`` and its row of ``W_dec``.
+        label: Its label; null if it has none.
+    """
+
+    id: FeatureId
+    label: str | None = None
+
+
+class FeatureList(BaseModel):
+    """A page of features, by id.
+
+    Attributes:
+        object: Always ``list``.
+        data: The features.
+        last_id: The id of the last one; pass it as ``after`` for the next page.
+        has_more: Whether there is a next page.
+    """
+
+    object: Literal["list"] = "list"
+    data: list[Feature]
+    last_id: int | None = Field(default=None, description="Pass it as `after` for the next page.")
+    has_more: bool
+
+
+__all__ = [
+    "MAX_LABEL_CHARACTERS",
+    "Dictionary",
+    "DictionaryList",
+    "DictionaryName",
+    "DictionaryUpload",
+    "DictionaryUsed",
+    "Feature",
+    "FeatureId",
+    "FeatureList",
+]

@@ -1,0 +1,188 @@
+"""The form of ``POST /v1/dictionaries``, read while it arrives: the weights go to disk, the rest to memory.
+
+The body is parsed in pieces, each in a thread, and is never held as a whole. The size of each part is bounded
+while it arrives, and weights that are a pickle are refused at their first bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.requests import Request
+
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.excerpt import clip
+from app.body import BodyLimits, check_media_type, stream_bytes
+from app.forms import FORM_TYPE
+from app.request_context import context_of
+from app.storage.dictionary_files import WeightsUpload
+from app.storage.received_pieces import in_pieces
+from nnsight_engine.features.weights_file import refuse_pickle
+
+WEIGHTS: Final = "weights"
+MAX_CFG_BYTES: Final = 256 * 1024
+MAX_LABELS_BYTES: Final = 32 * 1024 * 1024
+_MAX_FIELD_BYTES: Final = 4096
+_SLACK_BYTES: Final = 64 * 1024
+_BEGINNING_BYTES: Final = 8
+_MOST: Final = {
+    "cfg": MAX_CFG_BYTES,
+    "labels": MAX_LABELS_BYTES,
+    "name": _MAX_FIELD_BYTES,
+    "at": _MAX_FIELD_BYTES,
+    "output_at": _MAX_FIELD_BYTES,
+    "shared": _MAX_FIELD_BYTES,
+}
+"""The largest size of each part beside the weights."""
+
+
+async def read_form(request: Request, upload: WeightsUpload, limits: BodyLimits) -> dict[str, bytes]:
+    """Read a form; return its parts beside the weights, which are written.
+
+    Args:
+        request: A request whose body has not been read.
+        upload: Where the weights go.
+        limits: ``max_bytes`` is that of the weights.
+
+    Raises:
+        ApiError: ``bad_request``, ``body_too_large``, ``upload_timed_out``, ``unsupported_dictionary``,
+            ``dictionary_store_full``, ``stored_bytes_full``, ``rate_limit_exceeded``.
+        ClientDisconnect: The client disconnected before the end of the body.
+    """
+    check_media_type(request, FORM_TYPE)
+    form = _Form(request.headers["content-type"], upload, limits.max_bytes)
+    intake, num_counted = context_of(request.scope).intake, 0
+    most = limits.max_bytes + sum(_MOST.values()) + _SLACK_BYTES
+    async for piece in in_pieces(stream_bytes(request, most, limits.idle_s)):
+        upload.reserve(len(piece))
+        await asyncio.to_thread(form.parse, piece)
+        if intake is not None and form.num_held > num_counted:
+            intake.add(form.num_held - num_counted)
+            num_counted = form.num_held
+    return await asyncio.to_thread(form.end)
+
+
+class _Form:
+    """A form being parsed; methods run in threads, one at a time."""
+
+    def __init__(self, content_type: str, upload: WeightsUpload, max_weights_bytes: int) -> None:
+        _, options = parse_options_header(content_type.encode("latin-1"))
+        try:
+            self._parser = MultipartParser(
+                options.get(b"boundary", b""),
+                {
+                    "on_part_begin": self._begin,
+                    "on_header_field": self._on_field,
+                    "on_header_value": self._on_value,
+                    "on_header_end": self._end_header,
+                    "on_headers_finished": self._end_headers,
+                    "on_part_data": self._on_data,
+                    "on_part_end": self._end,
+                    "on_end": self._finish,
+                },
+            )
+        except (FormParserError, ValueError) as error:
+            raise _wrong(f"The form is broken: {clip(str(error))}.") from error
+        if not options.get(b"boundary"):
+            raise _wrong("A form's content type needs a boundary.")
+        self._upload = upload
+        self._max_weights_bytes = max_weights_bytes
+        self._parts: dict[str, bytearray] = {}
+        self._header, self._value = bytearray(), bytearray()
+        self._name, self._file_name = "", ""
+        self._beginning = bytearray()
+        self._has_weights = self._has_ended = False
+        self.num_held = 0
+
+    def parse(self, piece: bytes) -> None:
+        """Parse the next bytes of the body."""
+        try:
+            self._parser.write(piece)
+        except FormParserError as error:
+            raise _wrong(f"The form is broken: {clip(str(error))}.") from error
+
+    def end(self) -> dict[str, bytes]:
+        """Return the parts beside the weights."""
+        try:
+            self._parser.finalize()
+        except FormParserError as error:
+            raise _wrong(f"The form is broken: {clip(str(error))}.") from error
+        if not self._has_ended:
+            raise _wrong("The form ends before its last boundary.")
+        if not self._has_weights or not self._upload.num_bytes:
+            raise _wrong("A dictionary's form needs a file, in the field `weights`; and `cfg` and `name`.")
+        self._upload.finish()
+        return {name: bytes(part) for name, part in self._parts.items()}
+
+    def _begin(self) -> None:
+        self._header, self._value = bytearray(), bytearray()
+        self._name, self._file_name = "", ""
+
+    def _on_field(self, data: bytes, start: int, end: int) -> None:
+        self._header += data[start:end]
+
+    def _on_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+
+    def _end_header(self) -> None:
+        if self._header.lower() == b"content-disposition":
+            _, options = parse_options_header(bytes(self._value))
+            self._name = options.get(b"name", b"").decode("utf-8", "replace")
+            self._file_name = options.get(b"filename", b"").decode("utf-8", "replace")
+        self._header, self._value = bytearray(), bytearray()
+
+    def _end_headers(self) -> None:
+        name = self._name
+        is_twice = self._has_weights if name == WEIGHTS else name in self._parts
+        if is_twice or (name != WEIGHTS and name not in _MOST):
+            fields = ", ".join((WEIGHTS, *_MOST))
+            raise _wrong(f"A dictionary's form has the fields {fields}, each once; got {clip(name)!r}.")
+        if name == WEIGHTS:
+            self._has_weights = True
+            refuse_pickle(self._file_name, b"")
+        else:
+            self._parts[name] = bytearray()
+
+    def _on_data(self, data: bytes, start: int, end: int) -> None:
+        if self._name == WEIGHTS:
+            self._on_weights(memoryview(data)[start:end])
+            return
+        part = self._parts[self._name]
+        most = _MOST[self._name]
+        if len(part) + end - start > most:
+            raise ApiError(
+                ErrorCode.BODY_TOO_LARGE,
+                f"The field `{self._name}` of a dictionary's form has at most {most} bytes.",
+                self._name,
+            )
+        part += data[start:end]
+        self.num_held += end - start
+
+    def _on_weights(self, data: memoryview) -> None:
+        if self._upload.num_bytes + len(data) > self._max_weights_bytes:
+            raise ApiError(
+                ErrorCode.BODY_TOO_LARGE,
+                f"The weights of a dictionary have at most {self._max_weights_bytes} bytes "
+                "(max_dictionary_bytes).",
+                WEIGHTS,
+            )
+        if len(self._beginning) < _BEGINNING_BYTES:
+            self._beginning += data[:_BEGINNING_BYTES]
+            refuse_pickle("", bytes(self._beginning))
+        self._upload.write(data)
+
+    def _end(self) -> None:
+        self._name = ""
+
+    def _finish(self) -> None:
+        self._has_ended = True
+
+
+def _wrong(message: str) -> ApiError:
+    return ApiError(ErrorCode.BAD_REQUEST, message)
+
+
+__all__ = ["MAX_LABELS_BYTES", "read_form"]

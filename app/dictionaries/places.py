@@ -1,0 +1,83 @@
+"""The points of a dictionary: by the hook that its cfg names, or as the upload gives them."""
+
+from __future__ import annotations
+
+from api_schemas.capabilities import Capabilities
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.excerpt import clip
+from app.storage.vector_rows import LAYER_PREFIX
+from app.vectors.rows import points_of
+from nnsight_engine.features.saelens import SaeLensConfig, point_of
+
+
+def places_of(
+    read: SaeLensConfig, at: str | None, output_at: str | None, capabilities: Capabilities
+) -> tuple[str, str | None]:
+    """Return the point that a dictionary reads, and the one that a transcoder writes, None for others.
+
+    Args:
+        read: Its cfg.
+        at: The point that the upload gives; None for that of the cfg's hook.
+        output_at: The same of the point that a transcoder reconstructs.
+        capabilities: The model's points.
+
+    Raises:
+        ApiError: ``invalid_dictionary``, ``unknown_point``, ``unknown_layer``, ``wrong_width``.
+    """
+    config = read.config
+    place = _place(at, read.hook, "hook_name", "at", config.input_width, capabilities)
+    if config.architecture.is_transcoder:
+        return place, _place(
+            output_at, read.output_hook, "hook_name_out", "output_at", config.output_width, capabilities
+        )
+    if output_at is not None:
+        raise ApiError(
+            ErrorCode.INVALID_DICTIONARY,
+            f"Only a transcoder has a second point, and this is of the architecture {config.architecture}; "
+            "leave `output_at` out.",
+            "output_at",
+        )
+    return place, None
+
+
+def _place(
+    given: str | None, hook: str, field: str, param: str, width: int, capabilities: Capabilities
+) -> str:
+    text = given if given is not None else point_of(hook, capabilities.architecture)
+    if text is None:
+        named = f"is {clip(hook)!r}, which is no point of this model" if hook else "is missing"
+        raise ApiError(
+            ErrorCode.INVALID_DICTIONARY,
+            f"The cfg's `{field}` {named}: give the point as `{param}`, such as layers.8.output.",
+            param,
+        )
+    points = points_of(text, capabilities.sizes.num_layers, param)
+    if len(points) != 1:
+        raise ApiError(
+            ErrorCode.INVALID_DICTIONARY,
+            f"A dictionary belongs to one point, and {clip(text)!r} are {len(points)}.",
+            param,
+        )
+    (point,) = points
+    fitting = [
+        one
+        for one in capabilities.points
+        if one.name == f"{LAYER_PREFIX}{point.leaf}" and (one.layers is None or point.layer in one.layers)
+    ]
+    if not fitting or "steer" not in fitting[0].operations:
+        raise ApiError(
+            ErrorCode.UNKNOWN_POINT,
+            f"This model has no point {point} that a dictionary could belong to; GET /v1/capabilities lists "
+            "its points.",
+            param,
+        )
+    if fitting[0].width != width:
+        raise ApiError(
+            ErrorCode.WRONG_WIDTH,
+            f"The values at {point} have {fitting[0].width} numbers, and those of the dictionary {width}.",
+            param,
+        )
+    return str(point)
+
+
+__all__ = ["places_of"]

@@ -1,0 +1,309 @@
+"""The dictionaries of one server: uploads, descriptions, labels, and resolution of names in requests.
+
+``create_app`` creates the one service; the routes below ``/v1/dictionaries`` use it, and requests whose
+operations name a dictionary will.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from starlette.requests import Request
+
+from api_schemas.dictionaries import Dictionary, DictionaryList, FeatureList
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.fields import Strict
+from api_schemas.names import StoredName
+from app.auth.principal import Principal
+from app.body import BodyLimits, check_media_type, read_bytes
+from app.body_json import check_depth, parse_object
+from app.dictionaries.form import MAX_LABELS_BYTES, read_form
+from app.dictionaries.labels import CSV_TYPE, is_json, labels_of_csv, labels_of_object
+from app.dictionaries.names import DictionaryResolver
+from app.dictionaries.places import places_of
+from app.engine.client import EngineClient
+from app.errors import validated
+from app.request_context import context_of
+from app.settings import Settings
+from app.storage.database import Database
+from app.storage.database_folders import dictionary_folder
+from app.storage.dictionaries import DictionaryStore, Labels, NewDictionary
+from app.storage.dictionary_files import DictionaryFiles, WeightsUpload
+from app.storage.disk_quota import DiskQuota
+from app.storage.feature_labels import num_label_bytes
+from app.storage.open_files import OpenResult
+from app.storage.storage_usage import Holder, StoredBytes
+from app.tenant_budget import TenantBudget
+from app.version_service import check_sharing
+from nnsight_engine.features.saelens import PARAM as CFG
+from nnsight_engine.features.saelens import read_config
+from nnsight_engine.features.weights_file import check_weights
+
+logger = logging.getLogger(__name__)
+
+LABELS: Final = "labels"
+_SMALL_BYTES: Final = 128 * 1024
+"""Larger JSON is parsed in a process of its own."""
+_MAX_WORDS: Final = 16
+_CHECKS_AT_ONCE: Final = 2
+"""Files that are read at once to check their numbers; others of the server's threads stay free."""
+
+
+class _Form(Strict):
+    """The fields of a form beside its files."""
+
+    name: StoredName
+    at: str | None = None
+    output_at: str | None = None
+    shared: Literal["true", "false"] = "false"
+
+
+class DictionaryService:
+    """The dictionaries of one server.
+
+    Args:
+        settings: The server's.
+        database: Stores the descriptions and labels; started before this is used.
+        engine: Serves the model that the dictionaries must fit.
+        stored: The bytes stored by tenants, here and elsewhere.
+    """
+
+    def __init__(
+        self, settings: Settings, database: Database, engine: EngineClient, stored: StoredBytes
+    ) -> None:
+        """Create the parts; nothing is read yet."""
+        allowance = TenantBudget.of(settings).dictionary_bytes
+        self._settings = settings
+        self._store = DictionaryStore(database, allowance)
+        self._space = DiskQuota(allowance, stored)
+        self._files = DictionaryFiles(dictionary_folder(settings), self._space)
+        self._adding = asyncio.Lock()
+        self._checking = asyncio.Semaphore(_CHECKS_AT_ONCE)
+        self._engine = engine
+
+    @property
+    def used_bytes(self) -> int:
+        """The bytes of all dictionaries, as far as this server knows."""
+        return self._space.used_bytes
+
+    async def start(self) -> None:
+        """Create the folder, count the stored bytes, and remove files that servers which died left behind."""
+        await self._files.start()
+        await self.count()
+        hashes, aside = await self._files.old_files()
+        for sha256 in hashes:
+            await self._remove_unused(sha256)
+        for path in aside:
+            await self._settle(path)
+
+    async def close(self) -> None:
+        """Remove what is being received."""
+        await self._files.close()
+
+    async def count(self) -> None:
+        """Update the stored bytes of each tenant from the database, where other servers write too."""
+        self._space.set_stored(await self._store.used_bytes())
+
+    async def create(self, request: Request, caller: Principal) -> Dictionary:
+        """Read the dictionary of a request and store it.
+
+        Raises:
+            ApiError: The dictionary is invalid or exceeds a limit; nothing is stored then.
+        """
+        settings = self._settings
+        limits = BodyLimits(
+            settings.max_dictionary_bytes, settings.max_json_depth, settings.upload_idle_timeout_s
+        )
+        async with self._files.receiving(Holder(caller.tenant)) as upload:
+            parts = await read_form(request, upload, limits)
+            texts = {name: part for name, part in parts.items() if name not in {CFG, LABELS}}
+            form = validated(_Form, {name: part.decode("utf-8", "replace") for name, part in texts.items()})
+            check_sharing(caller, shared=form.shared == "true")
+            new = await self._checked(request, form, parts, upload, caller.tenant)
+            keeping = asyncio.ensure_future(self._keep(new, upload))
+            try:
+                return await asyncio.shield(keeping)
+            except asyncio.CancelledError:
+                # The transaction cannot be cancelled, and it needs the file.
+                await asyncio.gather(keeping, return_exceptions=True)
+                raise
+
+    async def page(self, tenant: str, *, name: str | None, after: str | None, limit: int) -> DictionaryList:
+        """Return a page of a tenant's and shared dictionaries; raises ApiError ``dictionary_not_found``."""
+        data, has_more = await self._store.page(tenant, name=name, after=after, limit=limit)
+        return DictionaryList.of(data, has_more=has_more)
+
+    async def get(self, dictionary_id: str, tenant: str) -> Dictionary:
+        """Return a dictionary that is visible to a tenant; raises ApiError ``dictionary_not_found``."""
+        return await self._store.get(dictionary_id, tenant)
+
+    async def cfg(self, dictionary_id: str, tenant: str) -> bytes:
+        """Return a dictionary's ``cfg.json``; raises ApiError ``dictionary_not_found``."""
+        return (await self._store.content(dictionary_id, tenant))[1]
+
+    async def open(self, dictionary_id: str, tenant: str) -> tuple[Dictionary, OpenResult]:
+        """Open the file of a dictionary's weights.
+
+        Raises:
+            ApiError: ``dictionary_not_found``, ``rate_limit_exceeded``; ``internal_error``: the file is gone.
+        """
+        about = await self.get(dictionary_id, tenant)
+        try:
+            return about, await self._files.open(about.sha256, about.weights_bytes, Holder(tenant))
+        except FileNotFoundError as error:
+            await self.get(dictionary_id, tenant)  # it may have been removed meanwhile
+            logger.exception("the weights of the dictionary %s are missing", dictionary_id)
+            raise ApiError(
+                ErrorCode.INTERNAL,
+                "The weights of this dictionary are missing; servers that share a database need the same "
+                "dictionary_dir. The server has logged it.",
+            ) from error
+
+    async def remove(self, dictionary_id: str, caller: Principal) -> None:
+        """Delete a dictionary; deleting a shared one requires the scope ``admin``.
+
+        Raises:
+            ApiError: ``dictionary_not_found``, ``missing_scope``.
+        """
+        about = await self._changeable(dictionary_id, caller)
+        await self._store.remove(dictionary_id, caller.tenant)
+        await self._remove_unused(about.sha256)
+        await self.count()
+
+    async def set_labels(self, request: Request, dictionary_id: str, caller: Principal) -> Dictionary:
+        """Replace the labels of a dictionary by those of a request's body.
+
+        Raises:
+            ApiError: ``dictionary_not_found``, ``missing_scope``, ``invalid_labels``, ``bad_request``,
+                ``body_too_large``, ``stored_bytes_full``, ``dictionary_store_full``.
+        """
+        about = await self._changeable(dictionary_id, caller)
+        is_csv = request.headers.get("content-type", "").split(";", 1)[0].strip().lower() == CSV_TYPE
+        if not is_csv:
+            check_media_type(request, "application/json")
+        idle_s = self._settings.upload_idle_timeout_s
+        body = await read_bytes(request, min(MAX_LABELS_BYTES, self._settings.max_body_bytes), idle_s)
+        labels = await self._labels(request, bytes(body), about.num_features, None, is_csv=is_csv)
+        holder, num_bytes = Holder(caller.tenant), num_label_bytes(labels)
+        async with self._adding:
+            self._space.take(num_bytes, holder)
+            try:
+                changed = await self._store.set_labels(dictionary_id, caller.tenant, labels)
+            finally:
+                self._space.give_up(num_bytes, holder)
+            await self.count()
+        return changed
+
+    async def features(
+        self, dictionary_id: str, tenant: str, *, query: str, feature: int | None, after: int, limit: int
+    ) -> FeatureList:
+        """Return a page of features; see ``DictionaryStore.features``.
+
+        Raises:
+            ApiError: ``dictionary_not_found``; ``invalid_value``: too many words.
+        """
+        words = query.split()
+        if len(words) > _MAX_WORDS:
+            raise ApiError(
+                ErrorCode.INVALID_VALUE, f"A query has at most {_MAX_WORDS} words, got {len(words)}.", "query"
+            )
+        data, has_more = await self._store.features(
+            dictionary_id, tenant, words=words, feature=feature, after=after, limit=limit
+        )
+        return FeatureList(data=data, last_id=data[-1].id if data else None, has_more=has_more)
+
+    def resolver(self, tenant: str) -> DictionaryResolver:
+        """Return a resolver of the dictionaries and features that a request of a tenant names."""
+        engine = self._engine
+        return DictionaryResolver(
+            self._store, self._files, engine.capabilities(), engine.served().names, tenant
+        )
+
+    async def _checked(
+        self, request: Request, form: _Form, parts: dict[str, bytes], upload: WeightsUpload, tenant: str
+    ) -> NewDictionary:
+        """Check a received dictionary against the model and its own parts."""
+        cfg = parts.get(CFG)
+        if cfg is None:
+            raise ApiError(ErrorCode.BAD_REQUEST, "A dictionary's form needs its cfg.json as `cfg`.", CFG)
+        read = read_config(_parsed(cfg, self._settings.max_json_depth, CFG))
+        at, output_at = places_of(read, form.at, form.output_at, self._engine.capabilities())
+        labels: Labels = {}
+        if LABELS in parts:
+            content, num_features = parts[LABELS], read.config.num_features
+            labels = await self._labels(request, content, num_features, LABELS, is_csv=not is_json(content))
+        async with self._checking:
+            dtype = await asyncio.to_thread(check_weights, upload.path, read.config)
+        return NewDictionary(
+            tenant,
+            form.name,
+            self._engine.served().names[0],
+            form.shared == "true",
+            read.config,
+            cfg,
+            at,
+            output_at,
+            dtype,
+            upload.sha256,
+            upload.num_bytes,
+            labels,
+        )
+
+    async def _labels(
+        self, request: Request, content: bytes, num_features: int, param: str | None, *, is_csv: bool
+    ) -> Labels:
+        if is_csv:
+            return await asyncio.to_thread(labels_of_csv, content, num_features, param)
+        context = context_of(request.scope)
+        if context.bodies is not None and len(content) >= _SMALL_BYTES:
+            value = await context.bodies.read(content, context.tenant)
+        else:
+            value = _parsed(content, self._settings.max_json_depth, param)
+        return await asyncio.to_thread(labels_of_object, value, num_features, param)
+
+    async def _keep(self, new: NewDictionary, upload: WeightsUpload) -> Dictionary:
+        async with self._adding:  # or concurrent requests could each pass the check for the same free bytes
+            await self._files.add(upload)
+            try:
+                kept = await self._store.add(new)
+            except BaseException:
+                await self._remove_unused(new.sha256)
+                raise
+            # Another server may have removed the last other dictionary with these weights meanwhile.
+            await self._files.add(upload)
+            upload.release()
+            await self.count()
+        return kept
+
+    async def _changeable(self, dictionary_id: str, caller: Principal) -> Dictionary:
+        about = await self.get(dictionary_id, caller.tenant)
+        check_sharing(caller, shared=about.shared)
+        return about
+
+    async def _remove_unused(self, sha256: str) -> None:
+        """Remove a file, unless a dictionary has it."""
+        if not await self._store.num_uses(sha256):
+            aside = await self._files.set_aside(sha256)
+            if aside is not None:
+                await self._settle(aside)
+
+    async def _settle(self, aside: Path) -> None:
+        """Remove a file that was set aside; bring it back if a dictionary has come for it meanwhile."""
+        if await self._store.num_uses(aside.name.partition(".")[0]):
+            await self._files.bring_back(aside)
+        else:
+            await self._files.remove(aside)
+
+
+def _parsed(content: bytes, max_depth: int, param: str | None) -> dict[str, Any]:
+    try:
+        check_depth(content, max_depth)
+        return parse_object(content)
+    except ApiError as error:
+        raise ApiError(error.code, error.message, param) from error
+
+
+__all__ = ["DictionaryService"]

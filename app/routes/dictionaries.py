@@ -1,0 +1,152 @@
+"""``/v1/dictionaries``: sparse autoencoders and transcoders on the server, their features and labels."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final
+
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api_schemas.dictionaries import Dictionary, DictionaryList, DictionaryUpload, FeatureList
+from app.context import Intervener, Served
+from app.dictionaries.labels import CSV_TYPE
+from app.forms import FORM_TYPE
+from app.openapi import BINARY, SAFETENSORS_TYPE, error_responses, schema_of
+from app.routes.paging import AfterId, OfName, PageLimit
+from app.services.downloads import download
+
+router = APIRouter(prefix="/v1/dictionaries", tags=["dictionaries"])
+
+_UPLOAD: Final[dict[str, Any]] = {
+    "requestBody": {"required": True, "content": {FORM_TYPE: {"schema": schema_of(DictionaryUpload)}}}
+}
+_LABELS: Final[dict[str, Any]] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {
+                "schema": {
+                    "type": "object",
+                    "description": "Labels by the id of the feature.",
+                    "propertyNames": {"pattern": "^(0|[1-9][0-9]*)$"},
+                    "additionalProperties": {"type": "string"},
+                }
+            },
+            CSV_TYPE: {"schema": {"type": "string", "description": "Lines of an id and a label."}},
+        },
+    }
+}
+_FeatureQuery = Annotated[
+    int | None, Query(ge=0, lt=2**31, description="The one feature, with a label or not.")
+]
+_AfterFeature = Annotated[int, Query(ge=-1, lt=2**31, description="The last id of the previous page.")]
+_Words = Annotated[str, Query(max_length=256, description="Words that all occur in the label, without case.")]
+
+
+@router.post(
+    "",
+    status_code=201,
+    summary="Keep a dictionary",
+    openapi_extra=_UPLOAD,
+    responses=error_responses(400, 408, 409, 413, 415, 422, 503),
+)
+async def create_dictionary(request: Request, context: Served, caller: Intervener) -> Dictionary:
+    """A form with the files of SAELens: the tensors as safetensors, and `cfg.json`."""
+    return await context.dictionaries.create(request, caller)
+
+
+@router.get("", summary="List dictionaries, the newest first", responses=error_responses(404, 503))
+async def list_dictionaries(
+    context: Served,
+    caller: Intervener,
+    limit: PageLimit = 20,
+    after: AfterId = None,
+    name: OfName = None,
+) -> DictionaryList:
+    """The caller's own dictionaries and shared ones; pass a page's `last_id` as `after` for the next."""
+    return await context.dictionaries.page(caller.tenant, name=name, after=after, limit=limit)
+
+
+@router.get("/{dictionary_id}", summary="Describe a dictionary", responses=error_responses(404, 503))
+async def get_dictionary(dictionary_id: str, context: Served, caller: Intervener) -> Dictionary:
+    """Returns the dictionary's points, its architecture and its sizes."""
+    return await context.dictionaries.get(dictionary_id, caller.tenant)
+
+
+@router.get(
+    "/{dictionary_id}/content",
+    summary="Fetch a dictionary's weights as a safetensors file",
+    response_class=Response,
+    responses={
+        200: {"description": "A safetensors file.", "content": {SAFETENSORS_TYPE: {"schema": BINARY}}},
+        206: {"description": "The requested range of it.", "content": {SAFETENSORS_TYPE: {"schema": BINARY}}},
+        **error_responses(404, 416, 429, 500, 503),
+    },
+)
+async def get_dictionary_content(
+    request: Request, dictionary_id: str, context: Served, caller: Intervener
+) -> Response:
+    """The file that was uploaded; `Range` resumes a download."""
+    about, file = await context.dictionaries.open(dictionary_id, caller.tenant)
+    return await download(
+        request,
+        file,
+        media_type=SAFETENSORS_TYPE,
+        tag=f'"{about.sha256}"',
+        stall_s=context.settings.client_stall_timeout_s,
+    )
+
+
+@router.get(
+    "/{dictionary_id}/config",
+    summary="Fetch a dictionary's cfg.json",
+    response_class=Response,
+    responses={
+        200: {"description": "The cfg.", "content": {"application/json": {"schema": {"type": "object"}}}},
+        **error_responses(404, 503),
+    },
+)
+async def get_dictionary_config(dictionary_id: str, context: Served, caller: Intervener) -> Response:
+    """The `cfg.json` that was uploaded."""
+    cfg = await context.dictionaries.cfg(dictionary_id, caller.tenant)
+    return Response(cfg, media_type="application/json", headers={"Cache-Control": "private, no-store"})
+
+
+@router.get(
+    "/{dictionary_id}/features",
+    summary="List or search the features of a dictionary",
+    responses=error_responses(400, 404, 422, 503),
+)
+async def list_features(
+    dictionary_id: str,
+    context: Served,
+    caller: Intervener,
+    query: _Words = "",
+    id: _FeatureQuery = None,
+    after: _AfterFeature = -1,
+    limit: PageLimit = 20,
+) -> FeatureList:
+    """Features with a label, by id; pass a page's `last_id` as `after` for the next."""
+    return await context.dictionaries.features(
+        dictionary_id, caller.tenant, query=query, feature=id, after=after, limit=limit
+    )
+
+
+@router.put(
+    "/{dictionary_id}/labels",
+    summary="Replace the labels of a dictionary's features",
+    openapi_extra=_LABELS,
+    responses=error_responses(400, 404, 408, 413, 422, 503),
+)
+async def put_labels(request: Request, dictionary_id: str, context: Served, caller: Intervener) -> Dictionary:
+    """Labels by id, as JSON or CSV. Those of shared dictionaries need the scope `admin`."""
+    return await context.dictionaries.set_labels(request, dictionary_id, caller)
+
+
+@router.delete(
+    "/{dictionary_id}", status_code=204, summary="Remove a dictionary", responses=error_responses(404, 503)
+)
+async def delete_dictionary(dictionary_id: str, context: Served, caller: Intervener) -> None:
+    """Running requests go on; the version number is not reused. Shared ones need the scope `admin`."""
+    await context.dictionaries.remove(dictionary_id, caller)

@@ -1,0 +1,218 @@
+"""Dictionaries in the database: created, found by id or by name, removed; their weights are files.
+
+Names, versions and visibility are those of ``versions``, labels those of ``feature_labels``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from api_schemas.dictionaries import Dictionary, Feature
+from api_schemas.errors import ErrorCode
+from app.allowance import Allowance
+from app.storage.database import Database
+from app.storage.feature_labels import add_labels, find_features, ids_of, num_label_bytes, replace_labels
+from app.storage.tables import DictionaryNameRow, DictionaryRow
+from app.storage.version_store import VersionStore
+from app.storage.versions import VersionTable, write_version
+from nnsight_engine.features.config import DictionaryConfig
+
+Labels = Mapping[int, str]
+
+_TABLE: Final = VersionTable(
+    DictionaryNameRow,
+    DictionaryRow,
+    kind="dictionary",
+    plural="dictionaries",
+    prefix="dict_",
+    not_found=ErrorCode.DICTIONARY_NOT_FOUND,
+    name_taken=ErrorCode.DICTIONARY_NAME_TAKEN,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NewDictionary:
+    """A dictionary to be stored, checked against its weights and the model.
+
+    Attributes:
+        tenant: The tenant.
+        name: The name that operations refer to.
+        model: The server's name of the model.
+        shared: Whether every tenant may use it.
+        config: Its definition.
+        cfg: Its ``cfg.json``, as it was received.
+        at: The point that it reads.
+        output_at: The point whose value a transcoder reconstructs; None for ``at``.
+        dtype: The dtype of its weights.
+        sha256: The SHA-256 of the file of its weights.
+        weights_bytes: The size of this file.
+        labels: The labels of its features, by id.
+    """
+
+    tenant: str
+    name: str
+    model: str
+    shared: bool
+    config: DictionaryConfig
+    cfg: bytes
+    at: str
+    output_at: str | None
+    dtype: str
+    sha256: str
+    weights_bytes: int
+    labels: Labels
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that it is counted with."""
+        return self.weights_bytes + len(self.cfg) + num_label_bytes(self.labels)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FoundDictionary:
+    """A dictionary for operations.
+
+    Attributes:
+        number: The argument of ``DictionaryStore.ids_of``.
+        about: Its description.
+        cfg: Its ``cfg.json``.
+    """
+
+    number: int
+    about: Dictionary
+    cfg: bytes
+
+
+class DictionaryStore(VersionStore[DictionaryRow, Dictionary]):
+    """Dictionaries of all tenants; the content of a version is its ``cfg.json``.
+
+    Args:
+        database: The database with the tables, started before the store is used.
+        allowance: The bytes that all dictionaries, and those of one tenant, may have.
+    """
+
+    def __init__(self, database: Database, allowance: Allowance) -> None:
+        super().__init__(database, allowance, _TABLE, _described)
+
+    async def add(self, new: NewDictionary) -> Dictionary:
+        """Store a dictionary as the next version of its name; its file is there already.
+
+        Raises:
+            ApiError: ``dictionary_store_full``; ``dictionary_name_taken``: another tenant has shared one of
+                that name.
+        """
+
+        def write(session: Session) -> Dictionary:
+            _TABLE.check_room(session, self._allowance, new.num_bytes, new.tenant)
+            version = _TABLE.next_version(session, new.tenant, new.name, shared=new.shared)
+            config = new.config
+            row = DictionaryRow(
+                id=dictionary_id, tenant=new.tenant, name=new.name, version=version, model=new.model,
+                shared=new.shared, sha256=new.sha256, num_bytes=new.num_bytes, created_at=time.time(),
+                data=new.cfg, at=new.at, output_at=new.output_at, architecture=config.architecture.value,
+                input_width=config.input_width, output_width=config.output_width,
+                num_features=config.num_features, dtype=new.dtype, weights_bytes=new.weights_bytes,
+                num_labels=len(new.labels),
+            )  # fmt: skip
+            session.add(row)
+            session.flush()
+            add_labels(session, row.number, new.labels)
+            return _described(row, new.tenant)
+
+        dictionary_id = _TABLE.new_id()
+        return await write_version(self._database, write)
+
+    async def set_labels(self, dictionary_id: str, tenant: str, labels: Labels) -> Dictionary:
+        """Replace the labels of a dictionary visible to a tenant; the caller checks the permission.
+
+        Raises:
+            ApiError: ``dictionary_not_found``, ``dictionary_store_full``.
+        """
+
+        def write(session: Session) -> Dictionary:
+            seen = _TABLE.row(session, dictionary_id, tenant)
+            # Two requests that replace the labels at once do so one after the other.
+            row = session.get_one(DictionaryRow, seen.number, with_for_update=True)
+            num_bytes = row.weights_bytes + len(row.data) + num_label_bytes(labels)
+            _TABLE.check_room(session, self._allowance, max(0, num_bytes - row.num_bytes), row.tenant)
+            replace_labels(session, row.number, labels)
+            row.num_bytes, row.num_labels = num_bytes, len(labels)
+            return _described(row, tenant)
+
+        return await write_version(self._database, write)
+
+    async def features(
+        self,
+        dictionary_id: str,
+        tenant: str,
+        *,
+        words: Sequence[str],
+        feature: int | None,
+        after: int,
+        limit: int,
+    ) -> tuple[list[Feature], bool]:
+        """Return features of a dictionary visible to a tenant by id, and whether there are more.
+
+        Args:
+            dictionary_id: The dictionary's id.
+            tenant: The tenant.
+            words: Texts that all occur in a label, without case.
+            feature: The one feature, with a label or without; None for all that have one.
+            after: The id before the first one.
+            limit: Most features.
+
+        Raises:
+            ApiError: ``dictionary_not_found``.
+        """
+
+        def read(session: Session) -> list[Feature]:
+            row = _TABLE.row(session, dictionary_id, tenant)
+            found = find_features(
+                session, row.number, words=words, feature=feature, after=after, limit=limit + 1
+            )
+            is_there = feature is not None and after < feature < row.num_features
+            if not found and is_there and feature is not None and not words:
+                return [Feature(id=feature)]
+            return found
+
+        found = await self._database.read(read)
+        return found[:limit], len(found) > limit
+
+    async def ids_of(self, number: int, label: str, limit: int) -> list[int]:
+        """Return the features of a dictionary that have exactly this label, by id."""
+        return await self._database.read(lambda session: ids_of(session, number, label, limit))
+
+    async def find(
+        self, text: str, id_: str | None, tenant: str, models: Sequence[str]
+    ) -> FoundDictionary | None:
+        """Resolve a name for a tenant, see ``VersionTable.find``; with an id to the version with this one."""
+
+        def read(session: Session) -> FoundDictionary | None:
+            row = self._named(session, text, id_, tenant, models)
+            return (
+                None if row is None else FoundDictionary(row.number, _described(row, tenant), bytes(row.data))
+            )
+
+        return await self._database.read(read)
+
+    async def num_uses(self, sha256: str) -> int:
+        """Return the number of dictionaries whose weights have a hash."""
+        wanted = select(func.count()).select_from(DictionaryRow).where(DictionaryRow.sha256 == sha256)
+        return await self._database.read(lambda session: int(session.scalar(wanted) or 0))
+
+
+def _described(row: DictionaryRow, tenant: str) -> Dictionary:
+    """Return a dictionary's properties for a tenant."""
+    values: dict[str, Any] = {
+        name: getattr(row, name) for name in Dictionary.model_fields if name not in {"object", "own", "bytes"}
+    }
+    return Dictionary.model_validate({**values, "own": row.tenant == tenant, "bytes": row.num_bytes})
+
+
+__all__ = ["DictionaryStore", "FoundDictionary", "Labels", "NewDictionary"]

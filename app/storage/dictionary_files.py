@@ -1,0 +1,231 @@
+"""The weights of dictionaries: files of up to gigabytes, named by the SHA-256 of their content.
+
+A file is in the folder as long as the database has a dictionary of its hash. Several servers share database
+and folder without locks. A server adds a file *before* it commits a dictionary and once more after that; it
+moves a file aside before it looks whether the database has its hash, and moves it back if so. Whatever their
+order, a file with a dictionary is there in the end. Files left behind by servers that died are removed at the
+next start. All disk access runs in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from api_schemas.errors import ErrorCode
+from app.storage.disk_quota import DiskQuota, on_disk, sync_folder
+from app.storage.open_files import OpenFiles, OpenResult
+from app.storage.process_folders import ProcessFolder, claim_folder
+from app.storage.received_pieces import append
+from app.storage.storage_usage import Holder
+
+logger = logging.getLogger(__name__)
+
+ENDING: Final = ".safetensors"
+_UPLOADS: Final = "uploads"
+_ASIDE: Final = re.compile(r"(?P<hash>[0-9a-f]{64})\.removed-[0-9a-f]{16}")
+_HASH: Final = re.compile(rf"(?P<hash>[0-9a-f]{{64}}){re.escape(ENDING)}")
+_ORPHAN_S: Final = 3600.0
+"""The age from which a file without a dictionary is removed; a younger one may be about to get one."""
+_WEIGHTS: Final = "The weights"
+
+
+class WeightsUpload:
+    """Weights that are being received.
+
+    Attributes:
+        path: Where they are.
+        num_bytes: The bytes written so far.
+    """
+
+    def __init__(self, path: Path, space: DiskQuota, holder: Holder) -> None:
+        """The file is created with the first bytes."""
+        self.path = path
+        self.num_bytes = 0
+        self._space, self._holder = space, holder
+        self._reserved = 0
+        self._digest = hashlib.sha256()
+        self._file: BinaryIO | None = None
+        self._is_closed = False
+
+    @property
+    def sha256(self) -> str:
+        """The SHA-256 of what was written, hexadecimal."""
+        return self._digest.hexdigest()
+
+    def reserve(self, num_bytes: int) -> None:
+        """Count bytes that may be written next; on the event loop.
+
+        Raises:
+            ApiError: ``dictionary_store_full``, ``stored_bytes_full``.
+        """
+        self._space.take(num_bytes, self._holder)
+        self._reserved += num_bytes
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes; in a thread.
+
+        Raises:
+            ApiError: ``dictionary_store_full``: the disk is full; ``internal_error``: it has failed.
+        """
+        with on_disk(_WEIGHTS, ErrorCode.DICTIONARY_STORE_FULL):
+            if self._file is None and not self._is_closed:
+                self._file = self.path.open("xb", buffering=0)
+            if self._file is not None:
+                append(self._file, data, self._digest)
+                self.num_bytes += len(data)
+
+    def finish(self) -> None:
+        """Sync the file to disk; in a thread. Raises the errors of ``write``."""
+        with on_disk(_WEIGHTS, ErrorCode.DICTIONARY_STORE_FULL):
+            if self._file is not None:
+                os.fsync(self._file.fileno())
+
+    def release(self) -> None:
+        """Release the reserved bytes, which are counted as stored from now on, or removed."""
+        self._space.give_up(self._reserved, self._holder)
+        self._reserved = 0
+
+    async def discard(self) -> None:
+        """Remove the file; what was added to the folder stays there."""
+        self.release()
+        await asyncio.to_thread(self._remove)
+
+    def _remove(self) -> None:
+        self._is_closed = True
+        if self._file is not None:
+            self._file.close()
+        self.path.unlink(missing_ok=True)
+
+
+class DictionaryFiles:
+    """The folder of all dictionaries' weights.
+
+    Args:
+        directory: The folder, of one database.
+        space: The quota of all dictionaries.
+    """
+
+    def __init__(self, directory: Path, space: DiskQuota) -> None:
+        """The disk is not accessed before ``start``."""
+        self.space = space
+        self._directory = directory
+        self._own: ProcessFolder | None = None
+        self._open = OpenFiles()
+
+    async def start(self) -> None:
+        """Create the folder, and remove uploads of servers that died."""
+        if self._own is None:
+            await asyncio.to_thread(self._directory.mkdir, mode=0o700, parents=True, exist_ok=True)
+            self._own = await asyncio.to_thread(claim_folder, self._directory / _UPLOADS)
+
+    async def close(self) -> None:
+        """Remove uploads of this process; idempotent."""
+        own, self._own = self._own, None
+        if own is not None:
+            await asyncio.to_thread(own.release)
+
+    @contextlib.asynccontextmanager
+    async def receiving(self, holder: Holder) -> AsyncIterator[WeightsUpload]:
+        """Yield a place for received weights, which is removed at the end of the block."""
+        if self._own is None:
+            raise RuntimeError("the files must be started before they are used; call start()")
+        upload = WeightsUpload(self._own.path / secrets.token_hex(16), self.space, holder)
+        try:
+            yield upload
+        finally:
+            await upload.discard()
+
+    def path(self, sha256: str) -> Path:
+        """Return the path of the file with a hash."""
+        return self._directory / f"{sha256}{ENDING}"
+
+    async def add(self, upload: WeightsUpload) -> None:
+        """Add finished weights to the folder, unless they are there.
+
+        Raises:
+            ApiError: ``dictionary_store_full``, ``internal_error``: the disk is full or has failed.
+        """
+        with on_disk(_WEIGHTS, ErrorCode.DICTIONARY_STORE_FULL):
+            await asyncio.to_thread(self._link, upload.path, upload.sha256)
+
+    async def open(self, sha256: str, num_bytes: int, holder: Holder) -> OpenResult:
+        """Open a file.
+
+        Args:
+            sha256: Its hash.
+            num_bytes: Its size.
+            holder: Who reads it.
+
+        Raises:
+            ApiError: ``rate_limit_exceeded``: the tenant has too many open downloads.
+            FileNotFoundError: It was removed.
+        """
+        reading = self._open.begin((sha256, 0), holder, num_bytes)
+        try:
+            return OpenResult(await asyncio.to_thread(self.path(sha256).open, "rb"), reading)
+        except BaseException:
+            reading.close()
+            raise
+
+    async def set_aside(self, sha256: str) -> Path | None:
+        """Move a file aside; None if there is none."""
+        return await asyncio.to_thread(self._set_aside, sha256)
+
+    async def bring_back(self, aside: Path) -> None:
+        """Move a file back that was set aside, unless another of its hash has come meanwhile."""
+        await asyncio.to_thread(self._link, aside, aside.name.partition(".")[0])
+        await asyncio.to_thread(aside.unlink, missing_ok=True)
+
+    async def remove(self, aside: Path) -> None:
+        """Remove a file that was set aside; its bytes stay counted until its last reader has closed it."""
+        sha256 = aside.name.partition(".")[0]
+        for reading in self._open.all():
+            if reading.key[0] == sha256:
+                self.space.hold(reading.num_bytes, reading.holder)
+                let_go = functools.partial(self.space.hold, -reading.num_bytes, reading.holder)
+                self._open.when_closed(reading.key, let_go)
+        await asyncio.to_thread(aside.unlink, missing_ok=True)
+
+    async def old_files(self) -> tuple[list[str], list[Path]]:
+        """Return the hashes of files that have been there for long, and old files that are set aside."""
+        return await asyncio.to_thread(self._old_files)
+
+    def _link(self, source: Path, sha256: str) -> None:
+        with contextlib.suppress(FileExistsError):
+            self.path(sha256).hardlink_to(source)
+            sync_folder(self._directory)
+
+    def _set_aside(self, sha256: str) -> Path | None:
+        aside = self._directory / f"{sha256}.removed-{secrets.token_hex(8)}"
+        try:
+            self.path(sha256).rename(aside)
+        except FileNotFoundError:
+            return None
+        return aside
+
+    def _old_files(self) -> tuple[list[str], list[Path]]:
+        hashes, aside = [], []
+        for path in self._directory.iterdir():
+            is_file, is_aside = _HASH.fullmatch(path.name), _ASIDE.fullmatch(path.name)
+            with contextlib.suppress(FileNotFoundError):
+                if (is_file is None and is_aside is None) or path.stat().st_ctime > time.time() - _ORPHAN_S:
+                    continue
+                if is_file is not None:
+                    hashes.append(is_file["hash"])
+                else:
+                    aside.append(path)
+        return hashes, aside
+
+
+__all__ = ["ENDING", "DictionaryFiles", "WeightsUpload"]

@@ -1,0 +1,72 @@
+"""The labels of features in the database; functions take the session of their caller's transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from sqlalchemy import delete, insert, select
+from sqlalchemy.orm import Session
+
+from api_schemas.dictionaries import Feature
+from app.storage.tables import Base, FeatureLabelRow
+
+_TABLE: Final = Base.metadata.tables[FeatureLabelRow.__tablename__]
+_LABEL_BYTES: Final = 64
+"""The bytes that a label is counted with beside its text."""
+_AT_ONCE: Final = 2000
+
+
+def num_label_bytes(labels: Mapping[int, str]) -> int:
+    """Return the bytes that labels are counted with."""
+    return sum(_LABEL_BYTES + len(text.encode()) for text in labels.values())
+
+
+def add_labels(session: Session, dictionary: int, labels: Mapping[int, str]) -> None:
+    """Add the labels of a dictionary that has none."""
+    # As rows and not as objects of the ORM, which takes twice as long for a hundred thousand.
+    adding, given = insert(_TABLE), list(labels.items())
+    for start in range(0, len(given), _AT_ONCE):
+        rows = [
+            {"dictionary": dictionary, "feature": feature, "text": text, "folded": text.casefold()}
+            for feature, text in given[start : start + _AT_ONCE]
+        ]
+        session.connection().execute(adding, rows)
+
+
+def replace_labels(session: Session, dictionary: int, labels: Mapping[int, str]) -> None:
+    """Replace the labels of a dictionary."""
+    session.execute(delete(FeatureLabelRow).where(FeatureLabelRow.dictionary == dictionary))
+    add_labels(session, dictionary, labels)
+
+
+def find_features(
+    session: Session, dictionary: int, *, words: Sequence[str], feature: int | None, after: int, limit: int
+) -> list[Feature]:
+    """Return features with a label, by id.
+
+    Args:
+        session: The session.
+        dictionary: The dictionary's number.
+        words: Texts that all occur in a label, without case.
+        feature: The one feature; None for all.
+        after: The id before the first one.
+        limit: Most features.
+    """
+    row = FeatureLabelRow
+    wanted = [row.dictionary == dictionary, row.feature > after]
+    wanted += [row.folded.contains(word.casefold(), autoescape=True) for word in words]
+    if feature is not None:
+        wanted.append(row.feature == feature)
+    found = session.execute(select(row.feature, row.text).where(*wanted).order_by(row.feature).limit(limit))
+    return [Feature(id=one, label=text) for one, text in found]
+
+
+def ids_of(session: Session, dictionary: int, label: str, limit: int) -> list[int]:
+    """Return the features of a dictionary that have exactly this label, by id."""
+    row = FeatureLabelRow
+    wanted = select(row.feature).where(row.dictionary == dictionary, row.text == label)
+    return list(session.scalars(wanted.order_by(row.feature).limit(limit)))
+
+
+__all__ = ["add_labels", "find_features", "ids_of", "num_label_bytes", "replace_labels"]

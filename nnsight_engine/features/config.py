@@ -1,0 +1,103 @@
+"""What a dictionary computes: its architecture, its sizes, and how inputs are scaled; no tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from typing import Final
+
+MAX_FEATURES: Final = 2**21
+"""The largest number of features of a dictionary."""
+
+
+class Architecture(enum.StrEnum):
+    """The architectures of SAELens that are supported, by its names."""
+
+    STANDARD = "standard"
+    TOPK = "topk"
+    JUMPRELU = "jumprelu"
+    GATED = "gated"
+    TRANSCODER = "transcoder"
+    SKIP_TRANSCODER = "skip_transcoder"
+    JUMPRELU_TRANSCODER = "jumprelu_transcoder"
+    JUMPRELU_SKIP_TRANSCODER = "jumprelu_skip_transcoder"
+
+    @property
+    def is_transcoder(self) -> bool:
+        """Whether it reconstructs the value of another point than the one it reads."""
+        return self.endswith("transcoder")
+
+    @property
+    def has_threshold(self) -> bool:
+        """Whether a feature is zero up to a threshold of its own."""
+        return self.startswith("jumprelu")
+
+    @property
+    def has_skip(self) -> bool:
+        """Whether a linear map of the input is added to the output."""
+        return self.endswith("skip_transcoder")
+
+
+class Normalization(enum.StrEnum):
+    """How inputs are scaled before they are encoded; reconstructions are scaled back."""
+
+    NONE = "none"
+    EXPECTED_AVERAGE = "expected_average_only_in"
+    LAYER_NORM = "layer_norm"
+    CONSTANT_NORM = "constant_norm_rescale"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DictionaryConfig:
+    """The definition of a dictionary, without its numbers.
+
+    Attributes:
+        architecture: How activations are computed.
+        input_width: The width of the values that it reads.
+        num_features: The number of features.
+        output_width: The width of the values that it reconstructs.
+        normalization: How inputs are scaled.
+        input_factor: The factor of EXPECTED_AVERAGE.
+        subtracts_decoder_bias: Whether ``b_dec`` is subtracted from inputs.
+        k: The number of features that TOPK keeps.
+        rescales_by_decoder_norm: Whether TOPK chooses features by their activation times the norm of their
+            row of ``W_dec``; that product is then their activation.
+    """
+
+    architecture: Architecture
+    input_width: int
+    num_features: int
+    output_width: int
+    normalization: Normalization = Normalization.NONE
+    input_factor: float = 1.0
+    subtracts_decoder_bias: bool = False
+    k: int | None = None
+    rescales_by_decoder_norm: bool = False
+
+    @property
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of its tensors, by SAELens' names."""
+        inputs, features, outputs = self.input_width, self.num_features, self.output_width
+        shapes: dict[str, tuple[int, ...]] = {
+            "W_enc": (inputs, features),
+            "W_dec": (features, outputs),
+            "b_dec": (outputs,),
+        }
+        if self.architecture is Architecture.GATED:
+            shapes |= dict.fromkeys(("b_gate", "r_mag", "b_mag"), (features,))
+        else:
+            shapes["b_enc"] = (features,)
+        if self.architecture.has_threshold:
+            shapes["threshold"] = (features,)
+        if self.architecture.has_skip:
+            shapes["W_skip"] = (outputs, inputs)
+        return shapes
+
+    @property
+    def num_values(self) -> int:
+        """The number of elements of all its tensors."""
+        return sum(map(math.prod, self.tensor_shapes.values()))
+
+
+__all__ = ["MAX_FEATURES", "Architecture", "DictionaryConfig", "Normalization"]

@@ -1,0 +1,249 @@
+"""The maths of a dictionary: activations of its features, reconstructions, and changes of single features.
+
+Everything is computed in float32, whatever dtype the weights are stored in. Rows are independent of each
+other; methods that would need ``[rows, num_features]`` at once only to reduce it work in parts.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping
+from typing import Final, NamedTuple
+
+import torch
+
+from nnsight_engine.features.config import Architecture, DictionaryConfig, Normalization
+
+_PART_VALUES: Final = 2**24
+"""Most float32 values of intermediate results that are computed in parts."""
+_LAYER_NORM_EPSILON: Final = 1e-5
+_LEAST_NORM: Final = 1e-12
+
+
+class Change(enum.StrEnum):
+    """How the activation ``a`` of a feature becomes a new one, given a value ``v``."""
+
+    SET = "set"
+    ADD = "add"
+    SCALE = "scale"
+    ABLATE = "ablate"
+
+
+class _Scaled(NamedTuple):
+    """Scaled inputs, and the way back: a reconstruction ``y`` of the values is ``y * scale + shift``."""
+
+    values: torch.Tensor
+    scale: torch.Tensor | float
+    shift: torch.Tensor | float
+
+
+class Dictionary:
+    """A sparse autoencoder or a transcoder.
+
+    Args:
+        config: Its definition.
+        tensors: Its tensors, see ``DictionaryConfig.tensor_shapes``; float32, float16 or bfloat16, on one
+            device.
+
+    Raises:
+        ValueError: A tensor is missing, superfluous or of another shape.
+    """
+
+    def __init__(self, config: DictionaryConfig, tensors: Mapping[str, torch.Tensor]) -> None:
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if shapes != config.tensor_shapes:
+            raise ValueError(
+                f"a dictionary ({config.architecture}) has the tensors {config.tensor_shapes}, got {shapes}"
+            )
+        self.config = config
+        self.tensors = dict(tensors)
+        self._decoder_norms = (
+            tensors["W_dec"].float().norm(dim=-1) if config.rescales_by_decoder_norm else None
+        )
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the activations ``[rows, num_features]`` of values ``[rows, input_width]``."""
+        return self._activations(self._scaled(x).values)
+
+    def encode_selected(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Return the activations ``[rows, ids]`` of some features.
+
+        Args:
+            x: Values ``[rows, input_width]``.
+            ids: The features, ``[ids]``, int64. Others are not computed, unless they compete (TOPK).
+        """
+        if self.config.architecture is Architecture.TOPK:
+            parts = [self.encode(part).index_select(1, ids) for part in self._parts(x)]
+            return torch.cat(parts) if parts else x.new_zeros((0, len(ids)), dtype=torch.float32)
+        return self._activations(self._scaled(x).values, ids)
+
+    def top(self, x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the most active features of values ``[rows, input_width]``.
+
+        Returns:
+            Ids and activations, ``[rows, k]``, the largest first. Where fewer than ``k`` features are active
+            the rest have the activation zero, and no order.
+        """
+        if not 0 < k <= self.config.num_features:
+            raise ValueError(f"k must be from 1 to {self.config.num_features}, got {k}")
+        found = [self.encode(part).topk(k, dim=-1) for part in self._parts(x)]
+        if not found:
+            return x.new_zeros((0, k), dtype=torch.int64), x.new_zeros((0, k), dtype=torch.float32)
+        return torch.cat([one.indices for one in found]), torch.cat([one.values for one in found])
+
+    def decode(self, activations: torch.Tensor, x: torch.Tensor | None = None) -> torch.Tensor:
+        """Return what activations stand for, ``[rows, output_width]``.
+
+        Args:
+            activations: ``[rows, num_features]``.
+            x: The values that were encoded, by which the result is scaled back, or to which the skip
+                connection is applied.
+
+        Raises:
+            ValueError: ``x`` is needed and missing.
+        """
+        config, weights = self.config, activations.float()
+        if self._decoder_norms is not None:
+            weights = weights / self._decoder_norms.clamp(min=_LEAST_NORM)
+        decoded = weights @ self.tensors["W_dec"].float() + self.tensors["b_dec"].float()
+        if config.architecture.is_transcoder:
+            if not config.architecture.has_skip:
+                return decoded
+            return decoded + _needed(x).float() @ self.tensors["W_skip"].float().T
+        if config.normalization is Normalization.NONE:
+            return decoded
+        if config.normalization is Normalization.EXPECTED_AVERAGE:
+            return decoded / config.input_factor
+        scaled = self._scaled(_needed(x))
+        return decoded * scaled.scale + scaled.shift
+
+    def reconstruct(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the reconstructions ``[rows, output_width]`` of values ``[rows, input_width]``."""
+        parts = [self.decode(self.encode(part), part) for part in self._parts(x)]
+        return torch.cat(parts) if parts else x.new_zeros((0, self.config.output_width), dtype=torch.float32)
+
+    def error(self, x: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
+        """Return what a reconstruction lacks, ``target - reconstruct(x)``; ``target`` is ``x`` if None."""
+        return (x if target is None else target).float() - self.reconstruct(x)
+
+    def with_features(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        change: Change,
+        values: torch.Tensor | float = 0.0,
+        target: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return values in which features have other activations, with the reconstruction's error kept.
+
+        That is ``target + sum((new - old) * W_dec[id])``, scaled back as reconstructions are.
+
+        Args:
+            x: The values that the dictionary reads, ``[rows, input_width]``.
+            ids: Different features, ``[ids]``, int64.
+            change: SET ``v``, ADD ``a + v``, SCALE ``a * v``, ABLATE 0. Sums are not kept from below zero.
+            values: ``v``: a number, ``[ids]`` or ``[rows, ids]``.
+            target: The values at the output point of a transcoder, ``[rows, output_width]``; None for ``x``.
+
+        Returns:
+            New values with the shape and dtype of ``target``.
+
+        Raises:
+            ValueError: A transcoder lacks a ``target``.
+        """
+        if target is None:
+            if self.config.architecture.is_transcoder:
+                raise ValueError("a transcoder changes the values of its output point: give `target`")
+            target = x
+        old = self.encode_selected(x, ids)
+        directions = self.tensors["W_dec"].index_select(0, ids).float()
+        delta = _changed(old, change, values) - old
+        if self._decoder_norms is not None:
+            delta = delta / self._decoder_norms.index_select(0, ids).clamp(min=_LEAST_NORM)
+        moved = delta @ directions
+        if not self.config.architecture.is_transcoder:
+            moved = moved * self._scaled(x).scale
+        return (target.float() + moved).to(target.dtype)
+
+    def _scaled(self, x: torch.Tensor) -> _Scaled:
+        x = x.float()
+        match self.config.normalization:
+            case Normalization.NONE:
+                return _Scaled(x, 1.0, 0.0)
+            case Normalization.EXPECTED_AVERAGE:
+                factor = self.config.input_factor
+                return _Scaled(x * factor, 1.0 / factor, 0.0)
+            case Normalization.LAYER_NORM:
+                mean = x.mean(dim=-1, keepdim=True)
+                centred = x - mean
+                # torch's `std` warns where there are no rows.
+                num_others = max(1, self.config.input_width - 1)
+                deviation = (centred.square().sum(dim=-1, keepdim=True) / num_others).sqrt()
+                return _Scaled(centred / (deviation + _LAYER_NORM_EPSILON), deviation, mean)
+            case Normalization.CONSTANT_NORM:
+                norm = x.norm(dim=-1, keepdim=True).clamp(min=_LEAST_NORM)
+                scale = norm / self.config.input_width**0.5
+                return _Scaled(x / scale, scale, 0.0)
+
+    def _activations(self, inputs: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
+        """Return activations of scaled inputs, of all features or of some; TOPK needs all."""
+        config = self.config
+        if config.subtracts_decoder_bias:
+            inputs = inputs - self.tensors["b_dec"].float()
+        weights = self.tensors["W_enc"]
+        projected = _product(inputs, weights if ids is None else weights.index_select(1, ids))
+        if config.architecture is Architecture.GATED:
+            is_active = projected + self._bias("b_gate", ids) > 0
+            magnitude = projected * self._bias("r_mag", ids).exp() + self._bias("b_mag", ids)
+            return magnitude.relu() * is_active
+        projected = projected + self._bias("b_enc", ids)
+        if config.architecture.has_threshold:
+            return projected.relu() * (projected > self._bias("threshold", ids))
+        if config.k is None:
+            return projected.relu()
+        if self._decoder_norms is not None:
+            projected = projected * self._decoder_norms
+        kept = projected.topk(config.k, dim=-1, sorted=False)
+        return torch.zeros_like(projected).scatter_(-1, kept.indices, kept.values.relu())
+
+    def _bias(self, name: str, ids: torch.Tensor | None) -> torch.Tensor:
+        bias = self.tensors[name]
+        return (bias if ids is None else bias.index_select(0, ids)).float()
+
+    def _parts(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
+        num_rows = max(1, _PART_VALUES // self.config.num_features)
+        for start in range(0, len(x), num_rows):
+            yield x[start : start + num_rows]
+
+
+def _product(inputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return ``inputs @ weights`` in float32; weights of another dtype are converted in parts."""
+    if weights.dtype == torch.float32:
+        return inputs @ weights
+    width, num_columns = weights.shape
+    step = max(1, _PART_VALUES // width)
+    result = inputs.new_empty((len(inputs), num_columns))
+    for start in range(0, num_columns, step):
+        result[:, start : start + step] = inputs @ weights[:, start : start + step].float()
+    return result
+
+
+def _changed(old: torch.Tensor, change: Change, values: torch.Tensor | float) -> torch.Tensor:
+    match change:
+        case Change.SET:
+            return torch.zeros_like(old) + values
+        case Change.ADD:
+            return old + values
+        case Change.SCALE:
+            return old * values
+        case Change.ABLATE:
+            return torch.zeros_like(old)
+
+
+def _needed(x: torch.Tensor | None) -> torch.Tensor:
+    if x is None:
+        raise ValueError("this dictionary needs the values that were encoded: give `x`")
+    return x
+
+
+__all__ = ["Change", "Dictionary"]

@@ -1,0 +1,552 @@
+"""Stored dictionaries: uploads, versions, labels, searches, tenants; refusals leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+from starlette.requests import ClientDisconnect
+
+from api_schemas.dictionaries import DictionaryName
+from api_schemas.errors import ApiError
+from api_schemas.keys import Scope
+from app.settings import Settings
+from app.storage import dictionary_files
+from app.storage.database_folders import dictionary_folder
+from nnsight_engine.features.weights_file import load_dictionary
+from tests.integration.conftest import ErrorCheck, Serve, Server
+from tests.integration.dictionary_files import CFG, NUM_FEATURES, cfg, numbers, weights
+from tests.integration.tenants import Tenants
+
+ROUTE: Final = "/v1/dictionaries"
+LABELS: Final = {
+    "0": "Dogs and cats",
+    "3": "cats",
+    "7": "a cat's Großmutter",
+    "11": "100% wool_",
+    "12": "dogs",
+}
+
+
+@pytest.fixture
+async def server(serve: Serve) -> AsyncIterator[Server]:
+    async with serve() as server:
+        yield server
+
+
+@pytest.fixture
+def folder(tmp_path: Path, database_url: str) -> Path:
+    return dictionary_folder(Settings(data_dir=tmp_path / "data", database_url=database_url))
+
+
+def files_in(folder: Path) -> list[str]:
+    """Return the names of all files of dictionaries, uploads included."""
+    uploads = [path.name for path in folder.glob("uploads/*/*") if path.name != ".lock"]
+    return sorted(uploads + [path.name for path in folder.iterdir() if path.is_file()])
+
+
+async def upload(
+    server: Server,
+    content: bytes | None = None,
+    config: bytes | None = None,
+    *,
+    file_name: str = "sae_weights.safetensors",
+    labels: bytes | None = None,
+    headers: Any = None,
+    **fields: str,
+) -> httpx.Response:
+    files = {
+        "weights": (file_name, weights() if content is None else content, "application/octet-stream"),
+        "cfg": ("cfg.json", cfg() if config is None else config, "application/json"),
+    }
+    if labels is not None:
+        files["labels"] = ("labels", labels, "application/octet-stream")
+    form = {"name": "sae", **fields}
+    return await server.client.post(ROUTE, files=files, data=form, headers=headers)
+
+
+async def make(server: Server, *given: Any, **more: Any) -> dict[str, Any]:
+    answer = await upload(server, *given, **more)
+    assert answer.status_code == 201, answer.text
+    made: dict[str, Any] = answer.json()
+    return made
+
+
+async def features(server: Server, dictionary_id: str, **query: Any) -> list[tuple[int, str | None]]:
+    answer = await server.client.get(f"{ROUTE}/{dictionary_id}/features", params=query)
+    assert answer.status_code == 200, answer.text
+    return [(one["id"], one["label"]) for one in answer.json()["data"]]
+
+
+async def nothing_is_there(server: Server, folder: Path) -> None:
+    assert (await server.client.get(ROUTE)).json()["data"] == []
+    assert files_in(folder) == []
+    assert server.context.dictionaries.used_bytes == 0
+
+
+@pytest.mark.both_databases
+async def test_an_upload_comes_back_as_it_was(server: Server, folder: Path) -> None:
+    made = await make(server)
+    assert (made["name"], made["version"], made["own"], made["shared"]) == ("sae", 1, True, False)
+    assert (made["architecture"], made["at"], made["output_at"]) == ("jumprelu", "layers.2.output", None)
+    assert (made["input_width"], made["output_width"], made["num_features"]) == (8, 8, 16)
+    assert (made["dtype"], made["num_labels"]) == ("float32", 0)
+    assert made["sha256"] == hashlib.sha256(weights()).hexdigest()
+    assert (made["weights_bytes"], made["bytes"]) == (len(weights()), len(weights()) + len(cfg()))
+    assert made["id"].startswith("dict_")
+    assert (await server.client.get(f"{ROUTE}/{made['id']}")).json() == made
+    content = await server.client.get(f"{ROUTE}/{made['id']}/content")
+    assert content.content == weights()
+    part = await server.client.get(f"{ROUTE}/{made['id']}/content", headers={"Range": "bytes=8-15"})
+    assert (part.status_code, part.content) == (206, weights()[8:16])
+    config = await server.client.get(f"{ROUTE}/{made['id']}/config")
+    assert config.content == cfg()
+    assert files_in(folder) == [f"{made['sha256']}.safetensors"]
+    assert server.context.dictionaries.used_bytes == made["bytes"]
+
+
+async def test_fields_may_be_text_and_give_the_point(server: Server, error_of: ErrorCheck) -> None:
+    file = {"weights": ("x", weights(), "application/octet-stream")}
+    metadata = {**CFG["metadata"], "hook_name": "blocks.2.ln2.hook_normalized"}
+    form = {"name": "sae", "cfg": json.dumps({**CFG, "metadata": metadata}), "labels": "id,label\n3,cats\n"}
+    message = error_of(await server.client.post(ROUTE, files=file, data=form), 400, "invalid_dictionary")
+    assert "give the point as `at`" in message
+    answer = await server.client.post(ROUTE, files=file, data={**form, "at": "layers.-1.output"})
+    assert (answer.status_code, answer.json()["at"]) == (201, "layers.3.output")
+    assert await features(server, answer.json()["id"]) == [(3, "cats")]
+
+
+@pytest.mark.both_databases
+async def test_versions_are_counted_and_never_come_back(server: Server) -> None:
+    first, second = await make(server), await make(server, weights(1))
+    assert (first["version"], second["version"]) == (1, 2)
+    assert (await server.client.delete(f"{ROUTE}/{second['id']}")).status_code == 204
+    assert (await make(server))["version"] == 3
+    together = await asyncio.gather(*(make(server, name="other", labels=b"1,one") for _ in range(6)))
+    assert sorted(one["version"] for one in together) == list(range(1, 7))
+    listed = (await server.client.get(ROUTE, params={"limit": 2, "name": "other"})).json()
+    assert [one["version"] for one in listed["data"]] == [6, 5]
+    assert listed["has_more"]
+    rest = (await server.client.get(ROUTE, params={"after": listed["last_id"], "name": "other"})).json()
+    assert [one["version"] for one in rest["data"]] == [4, 3, 2, 1]
+
+
+@pytest.mark.both_databases
+async def test_a_file_goes_with_the_last_dictionary_that_has_it(
+    server: Server, folder: Path, error_of: ErrorCheck
+) -> None:
+    first, second, other = await make(server), await make(server, name="same"), await make(server, weights(1))
+    assert first["sha256"] == second["sha256"]
+    both = sorted(f"{one['sha256']}.safetensors" for one in (first, other))
+    assert files_in(folder) == both
+    assert (await server.client.delete(f"{ROUTE}/{first['id']}")).status_code == 204
+    assert files_in(folder) == both
+    assert (await server.client.get(f"{ROUTE}/{second['id']}/content")).content == weights()
+    for one in (second, other):
+        assert (await server.client.delete(f"{ROUTE}/{one['id']}")).status_code == 204
+    await nothing_is_there(server, folder)
+    for method, path in (
+        ("GET", ""), ("GET", "/content"), ("GET", "/config"), ("GET", "/features"), ("DELETE", ""),
+    ):  # fmt: skip
+        answer = await server.client.request(method, f"{ROUTE}/{first['id']}{path}")
+        error_of(answer, 404, "dictionary_not_found")
+    labels = await server.client.put(f"{ROUTE}/{first['id']}/labels", json={})
+    error_of(labels, 404, "dictionary_not_found")
+
+
+async def test_removals_and_uploads_of_one_file_at_once_leave_it_where_it_is_needed(
+    server: Server, folder: Path
+) -> None:
+    made = [await make(server) for _ in range(4)]
+    for _ in range(5):
+        removed = [server.client.delete(f"{ROUTE}/{one['id']}") for one in made]
+        answers = await asyncio.gather(*removed, *(upload(server) for _ in range(4)))
+        made = [answer.json() for answer in answers[len(made) :]]
+        assert files_in(folder) == [f"{made[0]['sha256']}.safetensors"]
+        content = await server.client.get(f"{ROUTE}/{made[-1]['id']}/content")
+        assert content.content == weights()
+
+
+@pytest.mark.both_databases
+async def test_they_outlive_the_server_and_orphans_do_not(
+    serve: Serve, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serve() as server:
+        made = await make(server, labels=json.dumps(LABELS).encode())
+    name = f"{made['sha256']}.safetensors"
+    for one in (f"{'ab' * 32}.safetensors", f"{'cd' * 32}.removed-{'0' * 16}", "note.txt"):
+        (folder / one).write_bytes(b"x")
+    (folder / name).rename(folder / f"{made['sha256']}.removed-{'1' * 16}")
+    async with serve():
+        assert len(files_in(folder)) == 4  # the young ones may belong to another server
+    monkeypatch.setattr(dictionary_files, "_ORPHAN_S", -1.0)
+    async with serve() as server:
+        assert files_in(folder) == sorted([name, "note.txt"])
+        assert (await server.client.get(f"{ROUTE}/{made['id']}")).json() == made
+        assert (await server.client.get(f"{ROUTE}/{made['id']}/content")).content == weights()
+        assert len(await features(server, made["id"])) == len(LABELS)
+
+
+def damaged(whole: bytes) -> Iterator[bytes]:
+    """Yield weights with random damage."""
+    chance = np.random.default_rng(0)
+    for _ in range(60):
+        content = bytearray(whole)
+        if chance.integers(2):
+            del content[int(chance.integers(len(content))) :]
+        else:
+            length = 8 + int.from_bytes(whole[:8], "little")
+            for _ in range(int(chance.integers(1, 5))):
+                content[int(chance.integers(length))] = int(chance.integers(256))
+        yield bytes(content)
+
+
+async def test_hostile_files_are_refused_and_leave_nothing(
+    server: Server, folder: Path, error_of: ErrorCheck
+) -> None:
+    not_a_number = np.full(NUM_FEATURES, np.nan, np.float32)
+    wide = np.zeros((9, NUM_FEATURES), np.float32)
+    huge = json.dumps(
+        {"W_enc": {"dtype": "F32", "shape": [2**40, 2**40], "data_offsets": [0, 2**62]}}
+    ).encode()
+    cases: list[tuple[int, str, str, dict[str, Any]]] = [
+        (415, "unsupported_dictionary", "pickle", {"file_name": "sae.pt"}),
+        (415, "unsupported_dictionary", "pickle", {"content": b"\x80\x04\x95abc" + weights()}),
+        (415, "unsupported_dictionary", "torch.save", {"content": b"PK\x03\x04" + weights()}),
+        (400, "invalid_dictionary", "header", {"content": b"not a file of weights"}),
+        (400, "invalid_dictionary", "header", {"content": (2**60).to_bytes(8, "little") + b"{}"}),
+        (400, "invalid_dictionary", "broken", {"content": len(huge).to_bytes(8, "little") + huge}),
+        (400, "invalid_dictionary", "missing", {"content": weights(threshold=None)}),
+        (400, "invalid_dictionary", "do not belong", {"content": weights(b_mag=not_a_number)}),
+        (400, "invalid_dictionary", "shape", {"content": weights(W_enc=wide)}),
+        (400, "not_finite", "b_enc", {"content": weights(b_enc=not_a_number)}),
+        (400, "wrong_dtype", "one dtype", {"content": weights(b_enc=np.zeros(NUM_FEATURES, np.int32))}),
+        (400, "bad_request", "needs a file", {"content": b""}),
+        (400, "invalid_json", "JSON", {"config": b"{"}),
+        (422, "invalid_shape", "object", {"config": b"[]"}),
+        (400, "json_too_deep", "deep", {"config": b'{"a":' + b"[" * 999 + b"]" * 999 + b"}"}),
+        (400, "not_finite", "NaN", {"config": b'{"d_in": NaN}'}),
+        (413, "body_too_large", "cfg", {"config": cfg(note="x" * 300_000)}),
+        (400, "invalid_dictionary", "d_sae", {"config": cfg(d_sae=10**30)}),
+        (415, "unsupported_dictionary", "batchtopk", {"config": cfg(architecture="batchtopk")}),
+        (400, "wrong_width", "8 numbers", {"config": cfg(d_in=9)}),
+        (400, "unknown_layer", "4", {"config": cfg(hook_name="blocks.4.hook_resid_post")}),
+        (400, "unknown_point", "layers.2.mlp.output", {"config": cfg(hook_name="blocks.2.hook_mlp_out")}),
+        (400, "invalid_dictionary", "one point", {"at": "layers.*.output"}),
+        (400, "unknown_point", "", {"at": "logits"}),
+        (400, "invalid_dictionary", "Only a transcoder", {"output_at": "layers.2.output"}),
+        (422, "invalid_shape", "name", {"name": "Not a name"}),
+        (422, "invalid_shape", "shared", {"shared": "perhaps"}),
+        (400, "bad_request", "fields", {"other": "field"}),
+        (400, "invalid_labels", "0 to 15", {"labels": b'{"16": "beyond"}'}),
+        (400, "invalid_labels", "cells", {"labels": b"1,one,two"}),
+        (400, "invalid_json", "", {"labels": b'{"1": '}),
+    ]
+    wrong = []
+    for status, code, message, given in cases:
+        answer = await upload(server, given.pop("content", None), given.pop("config", None), **given)
+        if answer.status_code != status or message not in error_of(answer, status, code):
+            wrong.append((status, code, message, answer.text))
+    assert wrong == []
+    await nothing_is_there(server, folder)
+    for content in damaged(weights()):
+        answer = await upload(server, content)
+        if answer.status_code == 201:  # the damage is in what nothing reads
+            await server.client.delete(f"{ROUTE}/{answer.json()['id']}")
+        else:
+            assert answer.status_code in {400, 415}, answer.text
+    await nothing_is_there(server, folder)
+    assert (await make(server))["version"] > 0
+
+
+async def test_broken_forms(server: Server, folder: Path, error_of: ErrorCheck) -> None:
+    boundary = b"--x\r\n"
+    part = boundary + b'Content-Disposition: form-data; name="weights"; filename="w"\r\n\r\n' + weights()
+    form = {"content-type": "multipart/form-data; boundary=x"}
+    for content in (b"", b"garbage", part[:-5], part, part + b"\r\n", boundary + b"\r\n\r\nx\r\n--x--"):
+        error_of(await server.client.post(ROUTE, content=content, headers=form), 400, "bad_request")
+    for content_type in (
+        "multipart/form-data",
+        "application/json",
+        f"multipart/form-data; boundary={'x' * 999}",
+    ):
+        answer = await server.client.post(ROUTE, content=part, headers={"content-type": content_type})
+        error_of(answer, 400, "bad_request")
+    twice = part + b"\r\n" + part + b"\r\n--x--\r\n"
+    assert "each once" in error_of(
+        await server.client.post(ROUTE, content=twice, headers=form), 400, "bad_request"
+    )
+    await nothing_is_there(server, folder)
+
+
+async def test_an_interrupted_upload_leaves_nothing(serve: Serve, folder: Path, error_of: ErrorCheck) -> None:
+    """Weights are on disk while they arrive, and nowhere after a client has stalled or gone."""
+    part = b'--x\r\nContent-Disposition: form-data; name="weights"; filename="w"\r\n\r\n'
+    seen: list[list[str]] = []
+
+    async def pieces(*, is_lost: bool) -> AsyncIterator[bytes]:
+        yield part + weights() + b"0" * 3 * 2**20
+        for _ in range(3):  # the receiver has written what came before
+            await asyncio.sleep(0.02)
+            yield b"0" * 2**20
+        seen.append(files_in(folder))
+        if is_lost:
+            raise ClientDisconnect
+        await asyncio.sleep(60)
+
+    headers = {"content-type": "multipart/form-data; boundary=x"}
+    async with serve(upload_idle_timeout_s=0.5) as server:
+        for is_lost in (False, True):
+            sending = server.client.post(ROUTE, content=pieces(is_lost=is_lost), headers=headers)
+            if is_lost:
+                with pytest.raises(AssertionError):  # no answer
+                    await sending
+            else:
+                error_of(await sending, 408, "upload_timed_out")
+            assert len(seen.pop()) == 1
+            await nothing_is_there(server, folder)
+
+
+async def test_limits(serve: Serve, folder: Path, error_of: ErrorCheck) -> None:
+    size = len(weights())
+    async with serve(max_dictionary_bytes=size - 1) as server:
+        assert "max_dictionary_bytes" in error_of(await upload(server), 413, "body_too_large")
+        await nothing_is_there(server, folder)
+    room = size + len(cfg())
+    async with serve(dictionary_store_bytes=room + 200, max_dictionary_bytes=size) as server:
+        error_of(await upload(server, labels=b"1," + b"x" * 300), 503, "dictionary_store_full")
+        await nothing_is_there(server, folder)
+    async with serve(dictionary_store_bytes=room + 2000) as server:
+        made = await make(server)
+        error_of(await upload(server), 503, "dictionary_store_full")
+        labels = {str(feature): "x" * 200 for feature in range(NUM_FEATURES)}
+        put = await server.client.put(f"{ROUTE}/{made['id']}/labels", json=labels)
+        error_of(put, 503, "dictionary_store_full")
+        assert (await server.client.get(f"{ROUTE}/{made['id']}")).json() == made
+        await server.client.delete(f"{ROUTE}/{made['id']}")
+        await make(server)
+
+
+@pytest.mark.both_databases
+async def test_labels_are_searched_by_words(server: Server, error_of: ErrorCheck) -> None:
+    made = await make(server, labels=json.dumps(LABELS).encode())
+    assert made["num_labels"] == len(LABELS)
+    assert made["bytes"] > made["weights_bytes"] + len(cfg())
+    dictionary_id = made["id"]
+    whole = [(int(key), text) for key, text in LABELS.items()]
+    assert await features(server, dictionary_id) == whole
+
+    def ids(found: list[tuple[int, str | None]]) -> list[int]:
+        return [one for one, _ in found]
+
+    for query, expected in {
+        "cat": [0, 3, 7], "CATS": [0, 3], "dogs CAT": [0], "dogs": [0, 12], "grossmutter": [7],
+        "GROSSMUTTER": [7],
+        "%": [11], "_": [11], "100%": [11], "\\": [], "bird": [], "  ": [0, 3, 7, 11, 12], "'": [7],
+    }.items():  # fmt: skip
+        assert ids(await features(server, dictionary_id, query=query)) == expected, query
+    assert await features(server, dictionary_id, id=3) == [(3, "cats")]
+    assert await features(server, dictionary_id, id=4) == [(4, None)]
+    assert await features(server, dictionary_id, id=15) == [(15, None)]
+    assert await features(server, dictionary_id, id=16) == []
+    assert await features(server, dictionary_id, id=3, query="dogs") == []
+    first = (await server.client.get(f"{ROUTE}/{dictionary_id}/features", params={"limit": 2})).json()
+    assert ([one["id"] for one in first["data"]], first["last_id"], first["has_more"]) == ([0, 3], 3, True)
+    assert ids(await features(server, dictionary_id, after=3, limit=2)) == [7, 11]
+    assert ids(await features(server, dictionary_id, after=11)) == [12]
+    many = await server.client.get(f"{ROUTE}/{dictionary_id}/features", params={"query": "x " * 17})
+    error_of(many, 400, "invalid_value")
+
+
+@pytest.mark.both_databases
+async def test_labels_are_replaced_as_a_whole(server: Server, error_of: ErrorCheck) -> None:
+    made = await make(server, labels=json.dumps(LABELS).encode())
+    route = f"{ROUTE}/{made['id']}/labels"
+    changed = (await server.client.put(route, json={"2": "  a \n b ", "4": ""})).json()
+    assert (changed["num_labels"], changed["version"], changed["sha256"]) == (1, 1, made["sha256"])
+    assert changed["bytes"] < made["bytes"]
+    assert server.context.dictionaries.used_bytes == changed["bytes"]
+    assert await features(server, made["id"]) == [(2, "a b")]
+    as_csv = {"content-type": "text/csv; charset=utf-8"}
+    content = '\ufeffID, Label\r\n5,"dogs, and ""cats"""\r\n\r\n0,Größe\r\n'.encode()
+    assert (await server.client.put(route, content=content, headers=as_csv)).status_code == 200
+    assert await features(server, made["id"]) == [(0, "Größe"), (5, 'dogs, and "cats"')]
+    wrong = {
+        b"16,beyond": "from 0 to 15", b"-1,x": "from 0 to 15", b"01,x": "from 0 to 15",
+        b"1.0,x": "from 0 to 15",
+        b"1,a\n1,b": "twice", b"1": "cells", b"1,a,b": "cells", b"1," + b"x" * 501: "500", b"1,\xff": "UTF-8",
+        b"1,a\0b": "NUL", b'1,"open': "CSV", "٣,x".encode(): "from 0 to 15", b"1," + b"x" * 200_000: "CSV",
+    }  # fmt: skip
+    for body, message in wrong.items():
+        answer = await server.client.put(route, content=body, headers=as_csv)
+        assert message in error_of(answer, 400, "invalid_labels"), body[:20]
+    for value in ({"1": 2}, {"1": None}, {"x": "y"}, {"1": ["y"]}, {str(10**30): "y"}):
+        error_of(await server.client.put(route, json=value), 400, "invalid_labels")
+    error_of(
+        await server.client.put(route, content=b"x", headers={"content-type": "text/plain"}),
+        400,
+        "bad_request",
+    )
+    error_of(await server.client.put(route, json=[1]), 422, "invalid_shape")
+    assert len(await features(server, made["id"])) == 2
+    together = [server.client.put(route, json={str(index): "one"}) for index in range(8)]
+    assert {answer.status_code for answer in await asyncio.gather(*together)} == {200}
+    assert len(await features(server, made["id"])) == 1
+
+
+async def test_many_labels_do_not_hold_up_others(server: Server) -> None:
+    """A file of labels that takes long to read is read beside other requests."""
+    made = await make(server)
+    body = json.dumps({str(key): "x" * 400 for key in range(60_000)}).encode()
+    longest, is_done = 0.0, False
+
+    async def look() -> None:
+        nonlocal longest
+        while not is_done:
+            begun = time.monotonic()
+            await asyncio.sleep(0.005)
+            longest = max(longest, time.monotonic() - begun)
+
+    looking = asyncio.create_task(look())
+    headers = {"content-type": "application/json"}
+    answer = await server.client.put(f"{ROUTE}/{made['id']}/labels", content=body, headers=headers)
+    is_done = True
+    await looking
+    assert answer.json()["error"]["code"] == "invalid_labels"
+    assert longest < 2.0
+
+
+async def test_tenants_have_their_own(tenants: Tenants, error_of: ErrorCheck) -> None:
+    server, client = tenants.server, tenants.server.client
+    acme = await tenants.headers("acme", Scope.INTERVENTIONS)
+    other = await tenants.headers("other", Scope.INTERVENTIONS)
+    operator = await tenants.headers("operator", *Scope)
+    made = await make(server, headers=acme, labels=b"1,one")
+    paths = (("GET", ""), ("GET", "/content"), ("GET", "/config"), ("GET", "/features"), ("DELETE", ""))
+    for method, path in paths:
+        answer = await client.request(method, f"{ROUTE}/{made['id']}{path}", headers=other)
+        error_of(answer, 404, "dictionary_not_found")
+    put = await client.put(f"{ROUTE}/{made['id']}/labels", json={}, headers=other)
+    error_of(put, 404, "dictionary_not_found")
+    error_of(await upload(server, headers=acme, shared="true"), 403, "missing_scope")
+    shared = await make(server, headers=operator, shared="true", name="public")
+    assert (shared["own"], shared["shared"]) == (True, True)
+    seen = (await client.get(f"{ROUTE}/{shared['id']}", headers=acme)).json()
+    assert (seen["own"], seen["id"]) == (False, shared["id"])
+    assert (await client.get(f"{ROUTE}/{shared['id']}/content", headers=acme)).content == weights()
+    error_of(await client.delete(f"{ROUTE}/{shared['id']}", headers=acme), 403, "missing_scope")
+    put = await client.put(f"{ROUTE}/{shared['id']}/labels", json={"1": "mine"}, headers=acme)
+    error_of(put, 403, "missing_scope")
+    second = await tenants.headers("second", *Scope)
+    error_of(await upload(server, headers=second, shared="true", name="public"), 409, "dictionary_name_taken")
+    assert (await client.delete(f"{ROUTE}/{made['id']}", headers=acme)).status_code == 204
+    assert (await client.get(f"{ROUTE}/{shared['id']}/content", headers=acme)).content == weights()
+    error_of(await upload(server), 401, "missing_api_key")
+
+
+async def test_a_tenant_has_a_share(serve: Serve, error_of: ErrorCheck) -> None:
+    room = len(weights()) + len(cfg())
+    async with serve(dictionary_store_bytes=4 * room) as server:
+        tenants = Tenants(server)
+        await tenants.headers("operator", Scope.ADMIN)
+        acme, other = await tenants.headers("acme"), await tenants.headers("other")
+        await make(server, headers=acme)
+        error_of(await upload(server, headers=acme), 503, "dictionary_store_full")
+        await make(server, headers=other)
+
+
+async def test_a_tenants_stored_bytes_include_them(tenants: Tenants, error_of: ErrorCheck) -> None:
+    room = len(weights()) + len(cfg())
+    acme = await tenants.headers("acme", Scope.INTERVENTIONS)
+    operator = await tenants.headers("operator", *Scope)
+    limits = {"stored_bytes": room + room // 2}
+    await tenants.send("PUT", "/v1/admin/tenants/acme/limits", operator, json=limits)
+    made = await make(tenants.server, headers=acme)
+    refused = await upload(tenants.server, headers=acme)
+    assert "/v1/dictionaries" in error_of(refused, 403, "stored_bytes_full")
+    labels = {str(feature): "x" * 200 for feature in range(NUM_FEATURES)}
+    put = await tenants.send("PUT", f"{ROUTE}/{made['id']}/labels", acme, json=labels)
+    error_of(put, 403, "stored_bytes_full")
+    await tenants.send("DELETE", f"{ROUTE}/{made['id']}", acme)
+    await make(tenants.server, headers=acme)
+
+
+@pytest.mark.both_databases
+async def test_names_in_requests(tenants: Tenants) -> None:
+    server, service = tenants.server, tenants.server.context.dictionaries
+    acme = await tenants.headers("acme", Scope.INTERVENTIONS)
+    operator = await tenants.headers("operator", *Scope)
+    shared = await make(server, headers=operator, shared="true")
+    resolver = service.resolver("acme")
+    assert (await resolver.dictionary(DictionaryName(name="sae"), "x")).used.id == shared["id"]
+    first = await make(server, headers=acme, labels=json.dumps({**LABELS, "13": "dogs"}).encode())
+    second = await make(server, weights(1), headers=acme)
+
+    async def used(name: str, id_: str | None = None, tenant: str = "acme") -> str:
+        found = await service.resolver(tenant).dictionary(DictionaryName(name=name, id=id_), "x")
+        return found.used.id
+
+    assert await used("sae") == second["id"]
+    assert await used("sae@1") == first["id"]
+    assert await used("sae", tenant="other") == shared["id"]
+    assert await used("sae@1", shared["id"]) == shared["id"]
+    for name, id_, tenant in (
+        ("sae@3", None, "acme"), ("none", None, "acme"), ("Sae", None, "acme"), ("sae", first["id"], "other"),
+        ("sae@2", first["id"], "acme"), ("sae", "dict_0", "acme"), ("sae@2", None, "other"),
+    ):  # fmt: skip
+        with pytest.raises(ApiError, match="There is no dictionary") as caught:
+            await used(name, id_, tenant)
+        assert (caught.value.code, caught.value.param) == ("unknown_dictionary", "x")
+
+    resolver = service.resolver("acme")
+    found = await resolver.dictionary(DictionaryName(name="sae@1"), "x")
+    assert (found.at, found.output_at, found.sha256) == (
+        "layers.2.output",
+        "layers.2.output",
+        first["sha256"],
+    )
+    loaded = load_dictionary(found.path, found.config)
+    x = torch.ones((1, 8))
+    own = {name: torch.from_numpy(one) for name, one in numbers().items()}
+    hidden = x @ own["W_enc"] + own["b_enc"]
+    torch.testing.assert_close(loaded.encode(x), hidden.relu() * (hidden > own["threshold"]))
+    assert await resolver.features(found, [7, "cats", 15, "Dogs and cats"], "f") == [7, 3, 15, 0]
+    refused: list[tuple[list[int | str], str]] = [
+        ([16], "features 0 to 15"),
+        ([-1], "features 0 to 15"),
+        (["CATS"], "No feature"),
+        (["dogs"], "Several features of 'sae' have the label 'dogs': 12, 13"),
+        ([3, "cats"], "named twice"),
+    ]
+    for given, message in refused:
+        with pytest.raises(ApiError, match=message):
+            await resolver.features(found, given, "f")
+
+
+async def test_a_download_outlives_the_removal(server: Server, folder: Path) -> None:
+    made = await make(server)
+    service = server.context.dictionaries
+    _, file = await service.open(made["id"], "")
+    assert (await server.client.delete(f"{ROUTE}/{made['id']}")).status_code == 204
+    assert files_in(folder) == []
+    assert service.used_bytes == made["weights_bytes"]  # the disk has the bytes until then
+    assert b"".join([chunk async for chunk in file.chunks()]) == weights()
+    assert service.used_bytes == 0
+
+
+async def test_half_precision_is_kept_as_it_is(server: Server) -> None:
+    halves = {name: one.astype(np.float16) for name, one in numbers().items()}
+    made = await make(server, safetensors.numpy.save(halves))
+    assert made["dtype"] == "float16"
+    content = (await server.client.get(f"{ROUTE}/{made['id']}/content")).content
+    assert safetensors.numpy.load(content)["W_enc"].dtype == np.float16
