@@ -93,8 +93,8 @@ test-fast: WORKERS = 3
 test-fast: install postgres ## Those of tests/unit and tests/integration, without vLLM, in some minutes
 	$(PYTEST) $(FAST)
 
-test-all: install postgres promtool chromium node clients ## Every test, the heavy ones included: two hours
-	$(PYTEST) $(TESTS)
+test-all: install postgres promtool chromium node clients ## Every test, also the heavy ones and those of all kinds of engines: many hours
+	KINDS=all $(PYTEST) $(TESTS)
 
 test-kinds: install ## The suites of tests on engines of all kinds, by runner, scheduling and drafts: hours
 	KINDS=all $(PYTEST) tests/e2e/test_suites_of_kinds.py tests/e2e/test_random_requests.py tests/e2e/test_engine_kinds.py

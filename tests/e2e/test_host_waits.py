@@ -42,6 +42,9 @@ CAPTURE: Final = {"op": "capture", "at": ["layers.*.output"], "name": "c"}
 BY_TOKEN: Final = {"where": {"tokens": list(range(0, 300, 2)), "phase": "generated"}}
 OF_PART: Final = {"where": {"scope": "reasoning"}}
 MARKERS: Final = AnswerMarkers({token: 1 + token % 3 for token in range(0, 300, 9)})
+PROBE: Final = {"at": "layers.0.output", "weights": random_vector(3, HIDDEN_SIZE)}
+TEST: Final[dict[str, Any]] = {"probe": PROBE, "above": 0.0}
+OVER_TIME: Final = TEST | {"over": "window", "of": 4, "reduce": "mean", "hysteresis": 0.5}
 REQUESTS: Final[dict[str, list[dict[str, Any]]]] = {
     "plain": [],
     "steered": [STEER],
@@ -69,6 +72,15 @@ REQUESTS: Final[dict[str, list[dict[str, Any]]]] = {
     "lens": [{"op": "logit_lens", "layers": "all", "top_k": 2, "name": "l"}],
     "by token": [STEER | BY_TOKEN, CAPTURE | BY_TOKEN],
     "in a part of the answer": [STEER | OF_PART, CAPTURE | OF_PART],
+    "under a condition": [STEER | {"when": TEST}],
+    "under conditions over time": [
+        STEER | {"when": {"any": [OVER_TIME, {"not": TEST | {"until": "end"}}]}},
+        {"op": "flag", "when": OVER_TIME, "name": "f"},
+        {"op": "stop", "when": TEST | {"above": 1e9}, "name": "s"},
+    ],
+    "for the next position": [
+        STEER | {"where": {"phase": "generated"}, "when": TEST | {"probe": PROBE | {"at": "layers.2.output"}}}
+    ],
     "inside a layer": [{"op": "capture", "at": ["layers.2.mlp.output"], "name": "c"}],
 }
 
