@@ -51,6 +51,11 @@ class CallResults:
         """Return the remaining results of a choice that has ended."""
         return await self._json(choice, self.call.take_final(choice, self.num_choices))
 
+    def stopped(self) -> set[int]:
+        """Return the choices that an operation has ended."""
+        call = self.call
+        return call.stopped(self.num_choices) if isinstance(call, InterventionCall) else set()
+
     async def _json(self, choice: int, collected: Any) -> JsonObject | None:
         if collected is None:
             return None

@@ -12,6 +12,7 @@ import asyncio
 import gc
 import json
 import logging
+import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
@@ -426,7 +427,7 @@ class VLLMEngineClient:
             if not hasattr(answer, "model_dump"):
                 frames = await started_stream(answer, refusals)
                 streams = True
-                return EngineReply(stream=_with_results(frames, engine, results))
+                return EngineReply(stream=_with_results(frames, engine, results, request))
             found = answer.model_dump()
             for choice in found["choices"]:
                 choice[FIELD] = await results.rest(choice["index"])
@@ -494,13 +495,26 @@ class VLLMEngineClient:
 
 
 async def _with_results(
-    frames: AsyncIterator[str], engine: InterventionAsyncLLM, results: CallResults
+    frames: AsyncIterator[str],
+    engine: InterventionAsyncLLM,
+    results: CallResults,
+    request: CompletionRequest | ChatCompletionRequest,
 ) -> AsyncIterator[str]:
     """Yield a stream's events with the results of its choices."""
     call = results.call
+    ended: set[int] = set()
+    chunk: JsonObject = {}
     try:
         async for frame in frames:
-            yield frame if frame == DONE_FRAME else await _frame(frame, results)
+            if frame == DONE_FRAME:
+                async for last in _unsent(ended, chunk, results, request):
+                    yield last
+                yield frame
+                continue
+            chunk = json.loads(frame.removeprefix("data: "))
+            yield await _frame(chunk, results)
+            choices = chunk.get("choices", ())
+            ended |= {one["index"] for one in choices if one.get("finish_reason") is not None}
     except ApiError as error:
         if call.failure is not None:
             raise call.failure from error
@@ -512,8 +526,34 @@ async def _with_results(
             engine.close_call(call)  # another one may serve by now
 
 
-async def _frame(frame: str, results: CallResults) -> str:
-    chunk = json.loads(frame.removeprefix("data: "))
+async def _unsent(
+    ended: set[int],
+    chunk: JsonObject,
+    results: CallResults,
+    request: CompletionRequest | ChatCompletionRequest,
+) -> AsyncIterator[str]:
+    """Yield the last events of choices that a `stop` has ended in the prompt: vLLM sends none without text.
+
+    Args:
+        ended: The choices whose last events were sent.
+        chunk: An event of the stream, if there was any.
+        results: The call.
+        request: Its request.
+    """
+    is_chat = isinstance(request, ChatCompletionRequest)
+    for index in sorted(results.stopped() - ended):
+        body = {"delta": {"role": "assistant", "content": ""}} if is_chat else {"text": "", "logprobs": None}
+        head = {
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "object": "chat.completion.chunk" if is_chat else "text_completion",
+            "created": int(time.time()),
+            "model": request.model,
+        }
+        head |= {key: chunk[key] for key in head if key in chunk}
+        yield await _frame({**head, "choices": [{"index": index, **body, "finish_reason": "stop"}]}, results)
+
+
+async def _frame(chunk: JsonObject, results: CallResults) -> str:
     for choice in chunk.get("choices", ()):
         has_ended = choice.get("finish_reason") is not None
         found = await (results.rest if has_ended else results.part)(choice["index"])

@@ -6,14 +6,18 @@ After that the request equals one that contained the numbers itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from api_schemas.conditions import InlineProbe, NamedDetector, Test, inner_tests, with_tests
 from api_schemas.detectors import DetectorName
+from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import FIELD, Intervention
 from api_schemas.operations import Ablate, Detect, Flag, Patch, Probe, Steer, Stop
 from api_schemas.tensors import VectorName
 from app.detectors.service import DetectorService
 from app.vectors.service import VectorService
+
+_MAX_BYTES: Final = 256 * 2**20
 
 
 def has_tests(op: Intervention) -> bool:
@@ -33,15 +37,17 @@ class ConditionNames:
     """
 
     def __init__(self, vectors: VectorService, detectors: DetectorService, tenant: str) -> None:
-        self._vectors = vectors
+        self._resolver = vectors.resolver(tenant)
         self._detectors = detectors
         self._tenant = tenant
+        self._sizes: dict[str, int] = {}
 
     async def resolved(self, operations: Sequence[Intervention]) -> tuple[Intervention, ...]:
         """Return a request's operations without names in their conditions.
 
         Raises:
-            ApiError: ``unknown_detector``, ``detector_mismatch``, ``unknown_vector`` or ``vector_mismatch``.
+            ApiError: ``unknown_detector``, ``detector_mismatch``, ``unknown_vector``, ``vector_mismatch`` or
+                ``tensor_too_large``.
         """
         return tuple([await self._operation(op, f"{FIELD}.{index}") for index, op in enumerate(operations)])
 
@@ -64,9 +70,18 @@ class ConditionNames:
     async def _probe(self, probe: InlineProbe, param: str) -> InlineProbe:
         """Return a probe whose weights are a vector's row of its own layer."""
         as_operation = Probe(at=probe.at, weights=probe.weights)
-        found = await self._vectors.resolver(self._tenant).resolved(as_operation, param)
+        found = await self._resolver.resolved(as_operation, param)
         return probe.model_copy(update={"weights": found.weights}) if isinstance(found, Probe) else probe
 
     async def _detector(self, name: DetectorName, param: str) -> NamedDetector:
         used, detector = await self._detectors.resolved(name, self._tenant, param)
+        self._sizes[used.id] = sum(
+            tensor.nbytes for part in detector.parts for tensor in part.tensors.values()
+        )
+        if sum(self._sizes.values()) > _MAX_BYTES:
+            raise ApiError(
+                ErrorCode.TENSOR_TOO_LARGE,
+                f"The detectors that a request names may have {_MAX_BYTES} bytes together.",
+                param,
+            )
         return NamedDetector.of(used, detector)

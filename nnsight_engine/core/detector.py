@@ -70,7 +70,7 @@ class DetectorPart:
         return np.asarray(found, np.float32)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Detector:
     """A sum of parts, a bias and a link.
 

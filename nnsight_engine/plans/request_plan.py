@@ -198,8 +198,9 @@ class RequestPlan(msgspec.Struct, frozen=True):
 
     @property
     def num_points(self) -> int:
-        """Number of points at which its operations act, counted per operation; at least one."""
-        return max(1, sum(len(op.sites) for op in self.ops))
+        """Number of points at which its operations and their tests act or read; at least one."""
+        tests = (test for op in self.ops if op.when is not None for test in op.when.tests)
+        return max(1, sum(len(op.sites) for op in self.ops) + sum(len(test.detector.parts) for test in tests))
 
     def encode(self) -> bytes:
         """Return the plan as msgpack, without its tensors."""

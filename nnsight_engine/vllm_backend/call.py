@@ -155,6 +155,15 @@ class InterventionCall:
         with _as_api_error():
             return entry.collectors[index].take_final(entry.token_ids[index])
 
+    def stopped(self, num_choices: int) -> set[int]:
+        """Return the choices of the answer that an operation has ended."""
+        return {
+            prompt * num_choices + index
+            for prompt, entry in enumerate(self.entries)
+            for index, collector in enumerate(entry.collectors)
+            if collector.is_stopped
+        }
+
     def images(self, choice: int, num_choices: int) -> tuple[Spans, ...]:
         """Return the positions of each image of the prompt to which a choice of the answer belongs."""
         entry, _ = self._locate(choice, num_choices)

@@ -395,12 +395,13 @@ class InterventionScheduler(DraftScheduler):
 
     def _end_failed(self, failures: dict[str, Failure], outputs: dict[int, EngineCoreOutputs]) -> None:
         for request_id in failures:
-            if request_id in self._outbox:
-                self._end_with_results(request_id, RequestStatus.FINISHED_ERROR, outputs)
+            self._end_with_results(request_id, RequestStatus.FINISHED_ERROR, outputs)
 
     def _end_with_results(
         self, request_id: str, status: RequestStatus, outputs: dict[int, EngineCoreOutputs]
     ) -> None:
+        if request_id not in self._outbox:
+            return  # it has ended otherwise
         payload = self._outbox.take(request_id, final=True)
         message = None if payload is None else self._message_of(request_id, payload.encode())
         self._end(request_id, status, message, outputs)

@@ -185,13 +185,25 @@ def test_a_choice_ends_where_a_condition_holds(engine: Engine, over: str) -> Non
     assert result.positions[0] == (prompt_len + first if over == "generated" else 0)
 
 
-def test_a_stop_in_the_prompt_leaves_its_log_probabilities_out(engine: Engine) -> None:
+def test_a_stop_in_the_first_chunk_of_a_prompt_ends_it(engine: Engine) -> None:
+    prompt = " ".join(PROMPTS) * 3
     stop = {"op": "stop", "when": _probe(1.0, -1e6), "name": "s"}
-    sampling = {"prompt_logprobs": 1}
-    ((reply,),) = engine.run([Ask(PROMPTS[0], [stop], max_tokens=4, sampling=sampling)])
+    ((reply,),) = engine.run([Ask(prompt, [stop], max_tokens=4)])
     assert reply.token_ids == []
-    ((again,),) = engine.run([Ask(PROMPTS[0], [], max_tokens=4, sampling=sampling)])
-    assert len(again.token_ids) == 4
+    marks: Any = reply.result("s")
+    assert marks.positions == [*range(32)]
+
+
+def test_a_request_that_fails_where_it_stops_ends_alone(engine: Engine) -> None:
+    """Its prompt is split, so its mean cannot be taken."""
+    stop = {"op": "stop", "when": _probe(1.0, -1e6), "name": "s"}
+    mean = {"op": "ablate", "at": "layers.1.output", "method": "mean"}
+    prompt = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
+    asks = [Ask(prompt, [mean, stop], max_tokens=4) for _ in range(4)]
+    replies = [one for (one,) in engine.run(asks)]
+    assert any(reply.failure is not None for reply in replies)
+    ((plain,),) = engine.run([Ask(PROMPTS[0], [], max_tokens=4)])
+    assert len(plain.token_ids) == 4
 
 
 def test_stops_and_flags_leave_neighbours_alone(engine: Engine) -> None:

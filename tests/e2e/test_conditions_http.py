@@ -102,6 +102,28 @@ def test_a_stream_ends_where_a_stop_holds(client: httpx.Client, scores: list[flo
     assert last["interventions"]["results"]["enough"]["positions"] == [prompt_len + first]
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_stream_that_stops_in_the_prompt_has_a_last_event(client: httpx.Client, path: str) -> None:
+    stop = {
+        "op": "stop",
+        "name": "s",
+        "when": {"probe": {"at": AT, "weights": first_number()}, "above": -1e6},
+    }
+    asked = (
+        {"prompt": PROMPT} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "Hi"}]}
+    )
+    body = {"max_tokens": 4, "stream": True, "interventions": [stop], **asked}
+    choices = []
+    with client.stream("POST", path, json=body) as stream:
+        for line in stream.iter_lines():
+            if line.startswith("data: {"):
+                choices += json.loads(line.removeprefix("data: "))["choices"]
+    assert choices[-1]["finish_reason"] == "stop"
+    assert choices[-1]["stop_reason"] == {"intervention": "s"}
+    assert choices[-1]["interventions"]["results"]["s"]["positions"][0] == 0
+    assert [one["finish_reason"] for one in choices[:-1]] == [None] * (len(choices) - 1)
+
+
 def test_a_condition_names_a_vector_of_the_server(client: httpx.Client) -> None:
     vectors = {"9": first_number()}
     assert client.post("/v1/vectors", json={"name": "axis", "vectors": vectors}).status_code == 201
@@ -162,6 +184,11 @@ def test_marked_choices_are_counted(client: httpx.Client, detector: dict[str, An
             "interventions.0.when",
         ),
         ({"op": "flag", "when": {"all": []}}, "invalid_value", "interventions.0.when.all"),
+        (
+            {"op": "flag", "when": {"any": [{"detector": "first"}] * 16}, "prompts": [0] * 5},
+            "invalid_value",
+            "interventions.0.prompts",
+        ),
         ({"op": "flag"}, "invalid_shape", "interventions.0.when"),
         ({"op": "capture", "at": AT, "when": {"detector": "first"}}, "invalid_shape", "interventions.0.when"),
     ],

@@ -33,7 +33,18 @@ LINKED_PAGES = [
 ]
 GENERATED_ROUTES = {"/docs", "/redoc", "/openapi.json"}
 
-SCHEMAS: tuple[type[BaseModel], ...] = (Steer, Ablate, Patch, Capture, Probe, LogitLens, Trace)
+SCHEMAS: tuple[type[BaseModel], ...] = (
+    Steer,
+    Ablate,
+    Patch,
+    Capture,
+    Probe,
+    LogitLens,
+    Detect,
+    Stop,
+    Flag,
+    Trace,
+)
 
 
 def page(name: str) -> str:

@@ -65,11 +65,12 @@ def _anywhere(operation: Operation, image: int) -> Operation:
     if isinstance(operation, Patch):
         positions = list(range(len(operation.where.positions or ())))
         where = Where(positions=positions) if operation.where.images is None else Where(images=[image])
-        return operation.model_copy(update={"where": where})
+        # Positions of the made-up prompt say nothing about what its condition may read.
+        return operation.model_copy(update={"where": where, "when": None})
     if isinstance(operation, LogitLens):
         return operation.model_copy(update={"where": Where(), "targets": None})
     # A condition may read too late for positions of a prompt.
-    is_generated = bool(condition_tests(operation)) and operation.where.phase == "generated"
+    is_generated = bool(condition_tests(operation)) and operation.where.phase != "prompt"
     return operation.model_copy(update={"where": Where(phase="generated") if is_generated else Where()})
 
 

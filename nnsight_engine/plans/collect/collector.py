@@ -17,7 +17,7 @@ from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.plans.collect.assembly import assemble, gated_positions
 from nnsight_engine.plans.collect.results import CollectedResults, CollectedSites
 from nnsight_engine.plans.records import Failure, Payload, StepInfo, StepRecord
-from nnsight_engine.plans.request_plan import PlannedOp, RequestPlan
+from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, RequestPlan
 from nnsight_engine.plans.sites import SAMPLES
 from nnsight_engine.plans.where import Positions, evaluate
 
@@ -36,6 +36,7 @@ class RequestCollector:
 
     Attributes:
         failure: Why the request failed in the worker, or None.
+        is_stopped: Whether an operation has ended it.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class RequestCollector:
         self._waiting: list[StepRecord] = []
         self._reduced: dict[int, StepRecord] = {}
         self._seen: set[int] = set()
+        self.is_stopped = False
         self._gates: dict[int, list[StepRecord]] = defaultdict(list)
         self._info: StepInfo | None = None
         self.failure: Failure | None = None
@@ -61,6 +63,8 @@ class RequestCollector:
         """Store the records of one payload."""
         for record in payload.records:
             self._seen.add(record.op)
+            op = self._plan.ops[record.op]
+            self.is_stopped |= op.kind is OperationKind.STOP and any(record.parts[0])
             if not self._plan.ops[record.op].reads:
                 self._gates[record.op].append(record)
             elif self._plan.ops[record.op].reduce == "none":
@@ -118,7 +122,8 @@ class RequestCollector:
         info = self._info
         # The last token is sampled and never fed back.
         num_fed = self._plan.prompt_len + max(num_generated - 1, 0)
-        if info is None or info.end_position < num_fed:
+        is_complete = info is not None and (self.is_stopped or info.end_position >= num_fed)
+        if info is None or not is_complete:
             seen = 0 if info is None else info.end_position
             raise InterventionError(
                 "intervention_failed",

@@ -6,8 +6,8 @@ operation. Otherwise it decides for the next position, which rows of a prompt ca
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -42,12 +42,12 @@ class ConditionCompiler:
 
     Args:
         spec: The model's description.
-        keep: Stores a tensor, and returns its key.
+        tensors: Receives the tensors by their keys.
     """
 
-    def __init__(self, spec: ModelSpec, keep: Callable[[TensorData], str]) -> None:
+    def __init__(self, spec: ModelSpec, tensors: dict[str, TensorData]) -> None:
         self._spec = spec
-        self._keep = keep
+        self._tensors = tensors
 
     def detector(self, name: DetectorName, param: str) -> PlannedDetector:
         """Return a named detector.
@@ -171,15 +171,19 @@ class ConditionCompiler:
                 f"`bias` must be finite in float32; got {probe.bias:g}.",
                 f"{param}.bias",
             )
-        part = PlannedPart(sites[0], Form.LINEAR, (("weights", self._keep(tensor)),))
+        key = tensor.key()
+        self._tensors[key] = tensor
+        part = PlannedPart(sites[0], Form.LINEAR, (("weights", key),))
         return PlannedDetector((part,), probe.bias)
 
     def _detector(self, detector: Detector, param: str) -> PlannedDetector:
         parts = []
-        for part in detector.parts:
+        for part, content in zip(detector.parts, _content_of(detector), strict=True):
             (site,) = resolve_sites(part.point, _PROBE, self._spec, param)
             self._check_readable(site, param)
-            tensors = tuple((name, self._keep(_tensor(own))) for name, own in part.tensors.items())
+            for key, tensor in content.values():
+                self._tensors[key] = tensor
+            tensors = tuple((name, key) for name, (key, _) in content.items())
             parts.append(PlannedPart(site, part.form, tensors))
         parts.sort(key=lambda part: forward_order(part.site, self._spec))
         return PlannedDetector(tuple(parts), detector.bias, detector.link)
@@ -191,6 +195,21 @@ class ConditionCompiler:
                 f"Conditions and detectors read points inside the model, at every position; not {site}.",
                 param,
             )
+
+
+_CONTENTS: Final[WeakKeyDictionary[Detector, tuple[dict[str, tuple[str, TensorData]], ...]]] = (
+    WeakKeyDictionary()
+)
+"""The keys and tensors of each part of a detector, by name: hashed once, however many tests and prompts."""
+
+
+def _content_of(detector: Detector) -> tuple[dict[str, tuple[str, TensorData]], ...]:
+    found = _CONTENTS.get(detector)
+    if found is None:
+        parts = ({name: _tensor(own) for name, own in part.tensors.items()} for part in detector.parts)
+        found = tuple({name: (own.key(), own) for name, own in part.items()} for part in parts)
+        _CONTENTS[detector] = found
+    return found
 
 
 def _content(name: DetectorName | None, param: str) -> Detector:

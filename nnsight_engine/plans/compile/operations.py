@@ -73,7 +73,7 @@ class OperationCompiler:
         self._scope = scope
         self._combined = combined
         self._spec: ModelSpec = scope.spec
-        self._conditions = ConditionCompiler(scope.spec, self._keep)
+        self._conditions = ConditionCompiler(scope.spec, self.tensors)
 
     def compile(self, op: Operation, name: str, param: str) -> tuple[PlannedOp, Named]:
         """Return the planned operation and the prompt positions that its rule matches.

@@ -36,6 +36,9 @@ from nnsight_engine.plans.sites import LOGITS
 from nnsight_engine.plans.where import last_position
 
 _READING_OPERATIONS: Final = frozenset({"capture", "probe", "logit_lens", "detect", "stop", "flag"})
+MAX_PROMPT_TESTS: Final = 64
+"""Maximum number of tests of all conditions of a prompt."""
+
 _PAIR_BYTES: Final = 8
 """Bytes of a token in a lens result: an id or a rank, and a log-probability, four bytes each."""
 
@@ -85,7 +88,7 @@ def compile_request(  # noqa: PLR0913 - keywords but the first
     compiler = OperationCompiler(scope, combined or CombinedVectors(spec))
     planned: list[PlannedOp] = []
     needs_prompt = False
-    num_bytes = 0
+    num_bytes = num_tests = 0
     for index, op in declared.items():
         param = f"{FIELD}.{index}"
         plan_op, named = compiler.compile(op, names[index], param)
@@ -96,7 +99,20 @@ def compile_request(  # noqa: PLR0913 - keywords but the first
                 "for one of the two.",
                 param,
             )
+        if prompt_logprobs and plan_op.kind is OperationKind.STOP and named.num_prompt:
+            raise ApiError(
+                ErrorCode.UNSUPPORTED_COMBINATION,
+                "A `stop` in the prompt leaves no log-probabilities of it; name `phase` generated.",
+                f"{param}.where",
+            )
         planned.append(plan_op)
+        num_tests += 0 if plan_op.when is None else len(plan_op.when.tests)
+        if num_tests > MAX_PROMPT_TESTS:
+            raise ApiError(
+                ErrorCode.TOO_MANY_OPERATIONS,
+                f"All conditions of a prompt together may have {MAX_PROMPT_TESTS} tests.",
+                f"{param}.when",
+            )
         # A mean is taken over prompt rows, which would not be computed on a prefix cache hit.
         needs_prompt |= named.num_prompt > 0 and (plan_op.reads or plan_op.kind is OperationKind.MEAN)
         if plan_op.when is not None:

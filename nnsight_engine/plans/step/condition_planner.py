@@ -24,11 +24,11 @@ from nnsight_engine.plans.step.kernel_factory import KernelFactory, KernelMember
 from nnsight_engine.plans.step.operation_rows import OperationRows
 from nnsight_engine.plans.step.plan import KernelGroup, ReadGroup, ReadSlice, Span, StepPlan
 from nnsight_engine.plans.step.scores import (
+    AnyParts,
     GateKernel,
     HeldBefore,
     HeldNow,
     LinearParts,
-    OtherParts,
     PlainTests,
     ScoreKernel,
     SlotTests,
@@ -395,18 +395,12 @@ def _part_kernel(
 ) -> Kernel:
     rows = factory.row_index(members)
     form = items[0].detector.planned.parts[place].form
-    if form is Form.LINEAR:
-        vectors = [item.detector.tensors[place]["weights"] for item in items]
-        if all(len(item.offsets) == 1 for item in items):
-            weights = torch.stack(vectors)
-        else:
-            weights = torch.cat(
-                [vector.expand(len(item.offsets), -1) for vector, item in zip(vectors, items, strict=True)]
-            )
+    if form is Form.LINEAR and all(len(item.offsets) == 1 for item in items):
+        weights = torch.stack([item.detector.tensors[place]["weights"] for item in items])
         return LinearParts(rows, weights, out)
     first = items[0].start
     pieces = [(item.start - first, item.stop - first, item.detector.tensors[place]) for item in items]
-    return OtherParts(rows, form, pieces, out)
+    return AnyParts(rows, form, pieces, out)
 
 
 def _test_key(item: DetectorRows) -> Any:

@@ -159,6 +159,7 @@ class StepDelivery:
                 records[request.request_id].append(StepRecord(active.index, positions, [data]))
         for request_id in failures:
             records.pop(request_id, None)
+        stopped = [request_id for request_id in stopped if request_id not in failures]
         self._share_time(time.monotonic() - begin)
         infos = {request_id: one.info for request_id, one in self.participants.items()}
         return StepResults(dict(records), infos, failures, stopped=stopped, drafted=drafted)

@@ -43,11 +43,12 @@ class SlotTable:
         if not self._free:
             used = len(self.held)
             new = max(4, used)
-            self._free.extend(reversed(range(used, used + new)))
-            self.scores, self.reduced, self.held = (
+            grown = [
                 torch.cat([table, table.new_zeros(new, self.size)])
                 for table in (self.scores, self.reduced, self.held)
-            )
+            ]
+            self.scores, self.reduced, self.held = grown
+            self._free.extend(reversed(range(used, used + new)))
         return self._free.pop()
 
     def release(self, row: int) -> None:

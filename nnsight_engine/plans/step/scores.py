@@ -23,7 +23,10 @@ PartTensors = dict[str, torch.Tensor]
 
 @dataclasses.dataclass(slots=True)
 class LinearParts(ReadKernel):
-    """``out = x[rows]·weights`` in float32; ``weights`` ``[rows, width]``, ``out`` ``[rows]``."""
+    """``out = x[rows]·weights`` in float32, where each part has one row.
+
+    ``weights`` is ``[rows, width]``, ``out`` ``[rows]``.
+    """
 
     rows: torch.Tensor
     weights: torch.Tensor
@@ -35,8 +38,8 @@ class LinearParts(ReadKernel):
 
 
 @dataclasses.dataclass(slots=True)
-class OtherParts(ReadKernel):
-    """Parts of other forms; ``pieces`` has each one's first row, the row after its last, and its tensors."""
+class AnyParts(ReadKernel):
+    """Parts of any form; ``pieces`` has each one's first row, the row after its last, and its tensors."""
 
     rows: torch.Tensor
     form: Form
@@ -47,7 +50,9 @@ class OtherParts(ReadKernel):
         """Compute one number per row."""
         x = value.sums(self.rows)
         for start, stop, own in self.pieces:
-            if self.form is Form.MLP:
+            if self.form is Form.LINEAR:
+                found = x[start:stop] @ own["weights"]
+            elif self.form is Form.MLP:
                 hidden = torch.addmm(own["hidden_bias"], x[start:stop], own["hidden_weights"].T).relu_()
                 found = hidden @ own["weights"]
             else:
