@@ -43,7 +43,6 @@ _GROWN: Final = "~grown"
 """The first part of a file's keys for items that lists grew by; no key of a saved value begins with it."""
 
 Decode = Callable[[int], str]
-_Result = CollectedResult
 
 
 async def choice_json(
@@ -126,7 +125,7 @@ def _applied_json(
     return plain
 
 
-def _number_bytes(result: _Result) -> int:
+def _number_bytes(result: CollectedResult) -> int:
     """Return the size of the numbers in a lens or probe result."""
     if isinstance(result, CollectedProbe):
         return _NUMBER_BYTES * len(result.points) * len(result.positions)
@@ -171,7 +170,7 @@ class _Stored(_Inline):
         }
 
 
-def _by_key(results: Sequence[_Result]) -> dict[str, TensorResult]:
+def _by_key(results: Sequence[CollectedResult]) -> dict[str, TensorResult]:
     """Return all tensors by their keys in a file.
 
     Raises:
@@ -195,7 +194,7 @@ def _file_key(name: str, place: str) -> str:
     return f"{_escaped(name)}/{place}"
 
 
-def _tensors_of(result: _Result) -> Iterator[tuple[str, TensorResult]]:
+def _tensors_of(result: CollectedResult) -> Iterator[tuple[str, TensorResult]]:
     """Yield a result's tensors with their paths in it."""
     if isinstance(result, CollectedCapture):
         for point, tensor in result.points.items():
@@ -229,7 +228,7 @@ def _items(value: Any) -> Iterable[tuple[Any, Any]]:
     return enumerate(value) if isinstance(value, list) else ()
 
 
-def _result_json(result: _Result, tensors: _Inline, decode: Decode) -> dict[str, Any]:
+def _result_json(result: CollectedResult, tensors: _Inline, decode: Decode) -> dict[str, Any]:
     if isinstance(result, CollectedCapture):
         return _capture_json(result, tensors)
     if isinstance(result, CollectedTrace):

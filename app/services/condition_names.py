@@ -11,7 +11,7 @@ from typing import Final
 from api_schemas.conditions import InlineProbe, NamedDetector, Test, inner_tests, with_tests
 from api_schemas.detectors import DetectorName
 from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.interventions import FIELD, Intervention
+from api_schemas.interventions import FIELD, Intervention, condition_tests
 from api_schemas.operations import Ablate, Detect, Flag, Patch, Probe, Steer, Stop
 from api_schemas.tensors import VectorName
 from app.detectors.service import DetectorService
@@ -22,9 +22,7 @@ _MAX_BYTES: Final = 256 * 2**20
 
 def has_tests(op: Intervention) -> bool:
     """Return whether an operation reads a detector, or has a condition."""
-    if isinstance(op, Steer | Ablate | Patch):
-        return op.when is not None
-    return isinstance(op, Detect | Stop | Flag)
+    return isinstance(op, Detect) or bool(condition_tests(op))
 
 
 class ConditionNames:

@@ -65,9 +65,9 @@ class RequestCollector:
             self._seen.add(record.op)
             op = self._plan.ops[record.op]
             self.is_stopped |= op.kind is OperationKind.STOP and any(record.parts[0])
-            if not self._plan.ops[record.op].reads:
+            if not op.reads:
                 self._gates[record.op].append(record)
-            elif self._plan.ops[record.op].reduce == "none":
+            elif op.reduce == "none":
                 self._waiting.append(record)
             else:
                 self._reduced[record.op] = record
