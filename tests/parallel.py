@@ -17,7 +17,17 @@ WORKER: Final = "PYTEST_XDIST_WORKER"
 _TOGETHER: Final = {
     "bundled_server": tuple(
         f"tests/e2e/test_{name}.py"
-        for name in ("remote", "example", "jobs", "vectors", "presets", "odd_requests", "clients")
+        for name in (
+            "remote",
+            "example",
+            "jobs",
+            "vectors",
+            "presets",
+            "odd_requests",
+            "clients",
+            "detectors",
+            "conditions_http",
+        )
     ),
     "keyed_server": tuple(
         f"tests/e2e/test_{name}.py"
