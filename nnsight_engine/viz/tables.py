@@ -65,14 +65,17 @@ def _rows(name: str, value: Any) -> Iterator[tuple[str, str, str, str]]:
         content = _content(value["scores"]) if kind == "detect" else ""
         yield name, str(kind), _positions(value) if value["positions"] else "", content
     elif kind == "features":
-        first = [row[0] for row in value["features"] if row]
-        named = [one["id"] if one["label"] is None else one["label"] for one in first]
-        yield name, "features", _positions(value) if value["positions"] else "", _short(repr(named)[1:-1])
+        strongest = ", ".join(_feature(row[0]) if row else "–" for row in value["features"])
+        yield name, "features", _positions(value) if value["positions"] else "", _short(strongest)
     elif kind == "trace":
         for saved, content in value["saves"].items():
             yield f"{name}.{saved}", "trace", "", _content(content)
     else:
         yield name, type(value).__name__, "", _content(value)
+
+
+def _feature(one: Mapping[str, Any]) -> str:
+    return str(one["id"]) if one["label"] is None else repr(one["label"])
 
 
 def _positions(result: Mapping[str, Any]) -> str:
