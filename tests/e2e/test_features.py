@@ -111,8 +111,8 @@ class RandomRequest:
             [
                 {"op": "capture", "at": sorted({*points}), "name": "before"},
                 {"op": "capture", "at": self.tested.at, "name": "tested"},
-                write,
                 *([flag] if HAS_CONDITIONS else []),
+                write,
                 {"op": "capture", "at": self.written.output_at, "name": "after"},
                 {"op": "capture", "at": self.read.at, "name": "read"},
                 {"op": "features", "dictionary": self.read.named, "features": self.given, "name": "given"},
@@ -146,7 +146,7 @@ class RandomRequest:
         # Layer 4 is not behind its own test.
         positions = [index for index, holds in enumerate(held) if holds or not self.is_conditional]
         assert reply.collected is not None
-        assert reply.collected.applied[2].positions == positions
+        assert reply.collected.applied[2 + HAS_CONDITIONS].positions == positions
         inputs = reply.tensor("before", self.written.at).double().numpy()
         before = reply.tensor("before", self.written.output_at)
         expected = before.double().numpy().copy()
