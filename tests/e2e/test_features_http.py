@@ -161,8 +161,7 @@ def test_a_preset_keeps_its_version_of_a_dictionary(
         files={"weights": ("sae_weights.safetensors", save(newer))},
     )
     assert reply.json()["version"] == 2
-    body = {"prompt": PROMPT, "max_tokens": 2, "presets": ["catty"]}
-    found = client.post("/v1/completions", json=body).json()["choices"][0]["interventions"]
+    found = answer(client, [], preset="catty")["interventions"]
     assert found["applied"][0]["dictionaries"] == [{"name": "ninth", "version": 1, "id": dictionary["id"]}]
     client.delete(f"/v1/dictionaries/{reply.json()['id']}")
 
