@@ -360,7 +360,7 @@ def test_the_steering_is_kept_as_a_preset_and_a_preset_steers(
 ) -> None:
     httpx.post(f"{playground.url}/v1/vectors", json=VECTOR).raise_for_status()
     page = open_page(link(playground.url, sampling={"maxTokens": 4}, **STEERED))
-    page.get_by_text("Keep these vectors as a preset").click()
+    page.get_by_text("Keep this steering as a preset").click()
     page.get_by_label("Name of the preset").fill("Calm")
     page.get_by_role("button", name="Save as preset").click()
     expect(page.locator(".given").get_by_role("alert")).to_contain_text("name")
@@ -370,7 +370,7 @@ def test_the_steering_is_kept_as_a_preset_and_a_preset_steers(
     kept = httpx.get(f"{playground.url}/v1/presets/calm").json()["interventions"]
     assert [(one["op"], one["at"], one["scale"]) for one in kept] == [("steer", "layers.1.output", 0.2)]
     page.get_by_role("button", name="Remove vector 1").click()
-    page.get_by_label("Preset, before the vectors").select_option("calm")
+    page.get_by_label("Preset, before the steering").select_option("calm")
     with page.expect_request(lambda request: "preset" in str(request.post_data)) as sent:
         press(page, "Run")
     body: dict[str, Any] = json.loads(str(sent.value.post_data))
@@ -379,7 +379,7 @@ def test_the_steering_is_kept_as_a_preset_and_a_preset_steers(
     program = copied(page, "Python")
     assert 'extra_body={"preset": "calm"}' in program
     restored = open_page(copied(page, "link"))
-    expect(restored.get_by_label("Preset, before the vectors")).to_have_value("calm")
+    expect(restored.get_by_label("Preset, before the steering")).to_have_value("calm")
 
 
 def test_moving_the_strength_runs_again_and_cancels_what_ran(playground: Playground, open_page: Open) -> None:
