@@ -1,4 +1,4 @@
-"""Detectors' scores, flags, stops and conditions of steering on the page, on a server with a made-up model."""
+"""Detectors' scores, flags, stops and conditions on the page, on a server with a made-up model."""
 
 from __future__ import annotations
 

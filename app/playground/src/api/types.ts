@@ -142,7 +142,8 @@ export interface MarkResult {
 }
 
 export interface ActiveFeature extends Feature {
-  activation: number;
+  /** Nothing where it is not finite. */
+  activation: number | null;
 }
 
 export interface FeaturesResult {

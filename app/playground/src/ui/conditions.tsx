@@ -139,7 +139,7 @@ function Test(props: {
           label="Threshold"
           value={test.bound}
           placeholder={own === undefined ? "a number" : String(own)}
-          hint={own === undefined ? "It has none of its own." : `Empty: ${own}.`}
+          hint={own === undefined ? "It has none of its own." : undefined}
           onChange={(bound) => onChange({ bound })}
         />
         <Choice
