@@ -63,7 +63,8 @@ def _collected(
         for index, op in enumerate(interventions)
         if isinstance(op, _READS)
     ]
-    applied = [_applied(op, list(range(positions[-1] + 1))) for op in interventions] if is_final else []
+    reached = list(range(positions[-1] + 1)) if positions else []
+    applied = [_applied(op, reached) for op in interventions] if is_final else []
     writes = any(not isinstance(op, _READS) for op in interventions)
     return CollectedResults(
         results, final=is_final, applied=applied, fingerprint="fa" * 32 if writes else "", tier="tap"

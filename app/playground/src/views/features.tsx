@@ -24,7 +24,7 @@ interface Read {
   feature: Feature | null;
   tokens: string[];
   /** By position. */
-  chosen: Map<number, number>;
+  chosen: Map<number, number | null>;
   top: Map<number, ActiveFeature[]>;
 }
 
@@ -122,12 +122,12 @@ export function FeaturesView() {
 
 function Coloured(props: { read: Read; active: number; onActive: (position: number) => void }) {
   const { tokens, feature, chosen } = props.read;
-  const most = Math.max(0, ...chosen.values());
+  const most = Math.max(0, ...[...chosen.values()].map(Number));
   const title = feature ? `Activation of ${called(feature)}` : "Tokens";
   const label = (position: number) => {
     const place = `${visible(tokens[position]!)}, position ${position}`;
     const value = chosen.get(position);
-    return value === undefined ? place : `${place}: ${short(value)}`;
+    return value === undefined ? place : `${place}: ${told(value)}`;
   };
   return (
     <section class="measure" aria-label={title}>
@@ -165,23 +165,27 @@ function Top(props: {
   const { features, actions } = props;
   if (!features) return <p class="hint">Of the last token nothing is computed.</p>;
   if (!features.length) return <p class="hint">No feature is active here.</p>;
-  const most = features[0]!.activation;
+  const most = features[0]!.activation ?? 1;
   return (
     <ol class="found">
       {features.map((feature) => (
         <li key={feature.id}>
-          <FeatureButtons feature={feature} activation={feature.activation} {...actions} />
+          <FeatureButtons feature={feature} activation={feature.activation ?? 0} {...actions} />
           <meter
             min={0}
             max={most}
-            value={feature.activation}
+            value={feature.activation ?? 0}
             aria-label={`activation of ${called(feature)}`}
           />
-          <span class="value">{short(feature.activation)}</span>
+          <span class="value">{told(feature.activation)}</span>
         </li>
       ))}
     </ol>
   );
+}
+
+function told(activation: number | null): string {
+  return activation === null ? "not a finite number" : short(activation);
 }
 
 function extended(read: Read, answer: Answer, tokens: string[]): Read {
