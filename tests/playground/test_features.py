@@ -65,6 +65,8 @@ def test_features_are_found_colour_the_text_and_get_sliders(playground: Playgrou
     tokens_of(page).nth(3).click()
     expect(top_of(page)).to_have_count(10)
     assert top_of(page).locator(".value").all_text_contents()[:3] == ["4.00", "2.00", "1.33"]
+    names = top_of(page).locator(".name").all_text_contents()
+    assert names[:3] == ["numbers in words (0)", "feature 1", "cats (2)"]
     page.keyboard.press("ArrowRight")
     expect(page.get_by_role("group", name="The token")).to_contain_text("“·t0”, position 4")
     page.keyboard.press("End")
