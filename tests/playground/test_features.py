@@ -87,6 +87,8 @@ def test_features_are_found_colour_the_text_and_get_sliders(playground: Playgrou
     top_of(page).nth(1).get_by_role("button", name="Slider").click()
     expect(view_of(page).get_by_text("is under Steering")).to_be_visible()
     search.get_by_role("button", name="Slider for cats that sleep").click()
+    search.get_by_role("button", name="Slider for cats that sleep").click()
+    expect(view_of(page).get_by_text("has a slider under Steering already")).to_be_visible()
     sliders = page.get_by_role("group", name="Feature:")
     expect(sliders).to_have_count(2)
     assert sliders.nth(0).get_by_label("Activation", exact=True).get_attribute("max") == "8"

@@ -492,7 +492,7 @@ def test_every_view_fits_and_is_accessible(
 ) -> None:
     httpx.post(f"{playground.url}/v1/vectors", json=VECTOR).raise_for_status()
     page = open_page(link(playground.url, **STEERED), size=(width, 900), color_scheme=scheme, bypass_csp=True)
-    for view in ("Compare", "Strengths", "Logit lens", "Activations", "Attention", "Patching"):
+    for view in ("Compare", "Strengths", "Logit lens", "Activations", "Features", "Attention", "Patching"):
         page.get_by_role("navigation", name="Views").get_by_role("button", name=view).click()
         expect(view_of(page).get_by_role("heading", name=view)).to_be_visible()
         if view == "Compare":

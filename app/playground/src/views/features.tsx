@@ -66,6 +66,9 @@ export function FeaturesView() {
     chosen: features.feature,
     onColour: ({ id, label }: Feature) => set({ dictionary: name, feature: id, label: label ?? "" }),
     onSlider: (taken: Feature, activation?: number) => {
+      if (state.sliders.some((each) => each.dictionary === name && each.feature === taken.id)) {
+        return setSaid(`${called(taken)} has a slider under Steering already.`);
+      }
       const slider = sliderOf(name, taken.id, taken.label ?? "", activation);
       change({ sliders: [...state.sliders, slider] });
       setSaid(`${called(taken)} is under Steering. The view Compare shows the answers with it and without.`);
@@ -122,7 +125,7 @@ export function FeaturesView() {
 
 function Coloured(props: { read: Read; active: number; onActive: (position: number) => void }) {
   const { tokens, feature, chosen } = props.read;
-  const most = Math.max(0, ...[...chosen.values()].map(Number));
+  const most = largest(chosen);
   const title = feature ? `Activation of ${called(feature)}` : "Tokens";
   const label = (position: number) => {
     const place = `${visible(tokens[position]!)}, position ${position}`;
@@ -140,7 +143,7 @@ function Coloured(props: { read: Read; active: number; onActive: (position: numb
           title: label(position),
           label: label(position),
           class: "above",
-          heat: most ? (chosen.get(position) ?? 0) / most : 0,
+          heat: most ? Math.min(1, (chosen.get(position) ?? 0) / most) : 0,
           content: tokens[position],
         })}
         active={props.active}
@@ -182,6 +185,12 @@ function Top(props: {
       ))}
     </ol>
   );
+}
+
+/** Returns the largest activation: of all tokens but the first, where models keep large numbers, if one is active. */
+function largest(chosen: Map<number, number | null>): number {
+  const others = [...chosen].filter(([position]) => position > 0).map(([, value]) => Number(value));
+  return Math.max(0, ...others) || Number(chosen.get(0) ?? 0);
 }
 
 function told(activation: number | null): string {
