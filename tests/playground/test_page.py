@@ -245,7 +245,13 @@ def test_a_position_without_a_number_moves_no_other(playground: Playground, open
     httpx.post(f"{playground.url}/v1/vectors", json=VECTOR).raise_for_status()
     chosen = {"layer": 1, "vector": "joy"}
     page = open_page(
-        link(playground.url, view="activations", prompt="one two three four", activations=chosen)
+        link(
+            playground.url,
+            view="activations",
+            prompt="one two three four",
+            sampling={"maxTokens": 1},
+            activations=chosen,
+        )
     )
 
     def leave_out(route: Route) -> None:
