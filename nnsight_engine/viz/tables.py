@@ -64,6 +64,10 @@ def _rows(name: str, value: Any) -> Iterator[tuple[str, str, str, str]]:
     elif kind in {"detect", "stop", "flag"}:
         content = _content(value["scores"]) if kind == "detect" else ""
         yield name, str(kind), _positions(value) if value["positions"] else "", content
+    elif kind == "features":
+        first = [row[0] for row in value["features"] if row]
+        named = [one["id"] if one["label"] is None else one["label"] for one in first]
+        yield name, "features", _positions(value) if value["positions"] else "", _short(repr(named)[1:-1])
     elif kind == "trace":
         for saved, content in value["saves"].items():
             yield f"{name}.{saved}", "trace", "", _content(content)
