@@ -68,8 +68,8 @@ def server() -> Iterator[Server]:
 
 
 def answered(server: Server, *operations: dict[str, Any]) -> Any:
-    body = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "interventions": list(operations)}
-    return asked(server, **body)["choices"][0]
+    found = asked(server, prompt=PROMPT, max_tokens=NUM_TOKENS, interventions=list(operations))
+    return found["choices"][0]
 
 
 def listbox(page: Page, name: str) -> Any:
