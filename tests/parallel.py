@@ -27,7 +27,6 @@ _TOGETHER: Final = {
             "clients",
             "detectors",
             "conditions_http",
-            "conditions_http",
             "features_http",
         )
     ),
