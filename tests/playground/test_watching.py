@@ -68,7 +68,7 @@ def server() -> Iterator[Server]:
 
 
 def answered(server: Server, *operations: dict[str, Any]) -> Any:
-    body = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "interventions": list(operations)}
+    body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "interventions": list(operations)}
     return asked(server, **body)["choices"][0]
 
 
