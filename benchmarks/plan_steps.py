@@ -123,7 +123,6 @@ class _StandIn:
             device,
             max_request_bytes=_MANY_BYTES,
             max_engine_bytes=_MANY_BYTES,
-            max_dictionary_bytes=_MANY_BYTES,
         )
         self._outbox = Outbox()
         self._request_ids = [str(index) for index in range(num_requests)]

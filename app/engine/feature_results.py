@@ -19,32 +19,50 @@ _SMALL: Final = 10_000
 """More activations are converted in a thread, off the event loop."""
 
 
+class LabelBudget:
+    """The bytes of labels that one answer may have; the engine's limits count activations only.
+
+    Args:
+        max_bytes: Their limit.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = self._left = max_bytes
+
+    def take(self, num_bytes: int, name: str) -> None:
+        """Count the labels of the result with a name; raises ApiError ``capture_too_large``."""
+        self._left -= num_bytes
+        if self._left < 0:
+            raise ApiError(
+                ErrorCode.CAPTURE_TOO_LARGE,
+                f"With the labels of the features in {clip(name)!r} the answer's labels exceed "
+                f"{self._max_bytes} bytes, the limit of captures; ask for fewer features or positions.",
+            )
+
+
 async def features_json(
-    result: CollectedFeatures, operations: Sequence[Intervention], max_label_bytes: int
+    result: CollectedFeatures, operations: Sequence[Intervention], budget: LabelBudget
 ) -> dict[str, Any]:
     """Return a result of ``features`` as JSON.
 
     Args:
         result: The result.
         operations: The operations of its prompt; the one of its name has the dictionary.
-        max_label_bytes: Maximum size of all labels; the engine's limits count activations only.
+        budget: The bytes of labels that its answer may still have.
 
     Raises:
         ApiError: ``capture_too_large``: the labels are too large.
     """
-    counts = Counter(feature for row in result.rows for feature, _ in row)
+    is_small = sum(map(len, result.rows)) <= _SMALL
+    counts = _counts(result) if is_small else await asyncio.to_thread(_counts, result)
     reader = _reader(result.name, operations)
     labels = {} if reader is None else await reader.of(sorted(counts))
-    num_bytes = sum(len(label.encode()) * counts[one] for one, label in labels.items())
-    if num_bytes > max_label_bytes:
-        raise ApiError(
-            ErrorCode.CAPTURE_TOO_LARGE,
-            f"The labels of the features in {clip(result.name)!r} have {num_bytes} bytes, and may have "
-            f"{max_label_bytes}, as captures may; ask for fewer features or positions.",
-        )
-    if counts.total() <= _SMALL:
-        return _json(result, labels)
-    return await asyncio.to_thread(_json, result, labels)
+    budget.take(sum(len(label.encode()) * counts[one] for one, label in labels.items()), result.name)
+    return _json(result, labels) if is_small else await asyncio.to_thread(_json, result, labels)
+
+
+def _counts(result: CollectedFeatures) -> Counter[int]:
+    return Counter(feature for row in result.rows for feature, _ in row)
 
 
 def _json(result: CollectedFeatures, labels: Mapping[int, str]) -> dict[str, Any]:
@@ -73,4 +91,4 @@ def _reader(name: str, operations: Sequence[Intervention]) -> LabelReader | None
     return None
 
 
-__all__ = ["features_json", "finite_or_none"]
+__all__ = ["LabelBudget", "features_json", "finite_or_none"]

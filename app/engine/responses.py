@@ -17,7 +17,7 @@ from api_schemas.excerpt import clip
 from api_schemas.interventions import Intervention
 from api_schemas.operation_names import detectors_used, dictionaries_used, vectors_used
 from api_schemas.operations import Steer
-from app.engine.feature_results import features_json, finite_or_none
+from app.engine.feature_results import LabelBudget, features_json, finite_or_none
 from app.settings import Settings
 from app.storage.results import ResultStore
 from nnsight_engine.core.work_context import WorkContext
@@ -88,9 +88,10 @@ async def choice_json(
         stored = await store.put(large, work.tenant, work.meter.key_id)
         # Rounded down: the file exists at least as long as the answer says.
         tensors = _Stored(f"{base_path}/v1/results/{stored.id}", math.floor(stored.expires_at))
+    labels = LabelBudget(settings.max_capture_bytes_per_request)
     answer: dict[str, Any] = {
         "results": {
-            result.name: await features_json(result, operations, settings.max_capture_bytes_per_request)
+            result.name: await features_json(result, operations, labels)
             if isinstance(result, CollectedFeatures)
             else _result_json(result, tensors, decode)
             for result in collected.results

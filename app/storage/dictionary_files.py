@@ -36,6 +36,9 @@ _UPLOADS: Final = "uploads"
 _ASIDE: Final = re.compile(r"(?P<hash>[0-9a-f]{64})\.removed-[0-9a-f]{16}")
 _HASH: Final = re.compile(rf"(?P<hash>[0-9a-f]{{64}}){re.escape(ENDING)}")
 _PART_BYTES: Final = 1 << 20
+_AHEAD_S: Final = 300.0
+_READS_AT_ONCE: Final = 2
+"""Files that are read ahead at once; others of the server's threads stay free."""
 _ORPHAN_S: Final = 3600.0
 """The age from which a file without a dictionary is removed; a younger one may be about to get one."""
 _WEIGHTS: Final = "The weights"
@@ -123,7 +126,8 @@ class DictionaryFiles:
         self._directory = directory
         self._own: ProcessFolder | None = None
         self._open = OpenFiles()
-        self._ahead: set[str] = set()
+        self._ahead: dict[str, tuple[float, asyncio.Task[None]]] = {}
+        self._reading = asyncio.Semaphore(_READS_AT_ONCE)
 
     async def start(self) -> None:
         """Create the folder, and remove uploads of servers that died."""
@@ -181,15 +185,21 @@ class DictionaryFiles:
             raise
 
     async def read_ahead(self, sha256: str) -> None:
-        """Read a file into the machine's memory, once: the engine loads it between two steps of all requests.
+        """Read a file into the machine's memory: the engine loads it between two steps of all requests.
 
-        A file that is missing is left to the engine, which reports it.
+        One that was read in the last minutes is not read again. A missing file is left to the engine, which
+        reports it.
         """
-        if sha256 in self._ahead:
-            return
-        self._ahead.add(sha256)
-        with contextlib.suppress(OSError):
-            await asyncio.to_thread(self._read_through, self.path(sha256))
+        begun_s, reading = self._ahead.get(sha256, (0.0, None))
+        if reading is None or (reading.done() and time.monotonic() - begun_s > _AHEAD_S):
+            reading = asyncio.create_task(self._read(self.path(sha256)))
+            self._ahead[sha256] = time.monotonic(), reading
+        await asyncio.shield(reading)
+
+    async def _read(self, path: Path) -> None:
+        async with self._reading:
+            with contextlib.suppress(OSError):
+                await asyncio.to_thread(self._read_through, path)
 
     async def set_aside(self, sha256: str) -> Path | None:
         """Move a file aside; None if there is none."""
@@ -227,7 +237,7 @@ class DictionaryFiles:
             sync_folder(self._directory)
 
     def _set_aside(self, sha256: str) -> Path | None:
-        self._ahead.discard(sha256)
+        self._ahead.pop(sha256, None)
         aside = self._directory / f"{sha256}.removed-{secrets.token_hex(8)}"
         try:
             self.path(sha256).rename(aside)

@@ -67,6 +67,7 @@ class ModelSpec:
     Attributes:
         leaves: The kinds of points. A leaf that has several shapes is listed with each, for its layers.
         num_stages: Number of pipeline stages.
+        max_dictionary_bytes: Limit on the weights of all loaded dictionaries.
         layout: Where the points lie in the model's modules, ``ModelLayout.to_plain``; empty if there are no
             traces.
     """
@@ -82,6 +83,7 @@ class ModelSpec:
     leaves: tuple[LeafSpec, ...]
     max_capture_bytes: int
     num_stages: int = 1
+    max_dictionary_bytes: int = 2 * 1024**3
     layout: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def leaf(self, name: str, layer: int | None = None) -> LeafSpec | None:

@@ -6,8 +6,8 @@ other; methods that would need ``[rows, num_features]`` at once only to reduce i
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 import torch
@@ -18,6 +18,8 @@ _PART_VALUES: Final = 2**24
 """Most float32 values of intermediate results that are computed in parts."""
 _LAYER_NORM_EPSILON: Final = 1e-5
 _LEAST_NORM: Final = 1e-12
+_OF_FEATURES: Final = frozenset({"b_enc", "b_gate", "r_mag", "b_mag", "threshold"})
+"""Tensors with a number for each feature."""
 
 
 class _Scaled(NamedTuple):
@@ -26,6 +28,53 @@ class _Scaled(NamedTuple):
     values: torch.Tensor
     scale: torch.Tensor | float
     shift: torch.Tensor | float
+
+
+class _Encoder:
+    """Computes activations: of all features of a dictionary, or of some that do not depend on others.
+
+    Args:
+        config: The dictionary's definition.
+        tensors: Its tensors, of which those of features are the features' own.
+        norms: Norms of the decoder's rows, if activations are scaled by them.
+    """
+
+    def __init__(
+        self, config: DictionaryConfig, tensors: Mapping[str, torch.Tensor], norms: torch.Tensor | None
+    ) -> None:
+        self._config = config
+        self._tensors = tensors
+        self._norms = norms
+
+    def activations(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the activations, ``[rows, features]``, of scaled inputs."""
+        config, own = self._config, self._tensors
+        if config.subtracts_decoder_bias:
+            inputs = inputs - own["b_dec"].float()
+        projected = _product(inputs, own["W_enc"])
+        if config.architecture is Architecture.GATED:
+            is_active = projected + own["b_gate"].float() > 0
+            magnitude = projected * own["r_mag"].float().exp() + own["b_mag"].float()
+            return magnitude.relu() * is_active
+        projected = projected + own["b_enc"].float()
+        if config.architecture.has_threshold:
+            return projected.relu() * (projected > own["threshold"].float())
+        if config.k is None:
+            return projected.relu()
+        if self._norms is not None:
+            projected = projected * self._norms
+        kept = projected.topk(config.k, dim=-1, sorted=False)
+        return torch.zeros_like(projected).scatter_(-1, kept.indices, kept.values.relu())
+
+    def subset(self, ids: torch.Tensor) -> _Encoder | None:
+        """Return the encoder of some features, in float32; None if a feature depends on others (TOPK)."""
+        if self._config.architecture is Architecture.TOPK:
+            return None
+        tensors = {"W_enc": self._tensors["W_enc"].index_select(1, ids).float()}
+        for name in _OF_FEATURES & self._tensors.keys():
+            tensors[name] = self._tensors[name].index_select(0, ids).float()
+        tensors["b_dec"] = self._tensors["b_dec"]
+        return _Encoder(self._config, tensors, None)
 
 
 class Dictionary:
@@ -51,10 +100,11 @@ class Dictionary:
         self._decoder_norms = (
             tensors["W_dec"].float().norm(dim=-1) if config.rescales_by_decoder_norm else None
         )
+        self._encoder = _Encoder(config, tensors, self._decoder_norms)
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         """Return the activations ``[rows, num_features]`` of values ``[rows, input_width]``."""
-        return self._activations(self._scaled(x).values)
+        return self._encoder.activations(self._scaled(x).values)
 
     def encode_selected(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Return the activations ``[rows, ids]`` of some features.
@@ -147,6 +197,18 @@ class Dictionary:
         gain, offset = given * change.gain[0] + change.gain[1], given * change.offset
         return (target.float() + Selection(self, ids).moves(x, gain, offset)).to(target.dtype)
 
+    def encoder_of(self, ids: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return the function from values ``[rows, input_width]`` to activations ``[rows, ids]``."""
+        own = self._encoder.subset(ids)
+        if own is not None:
+            return lambda x: own.activations(self._scaled(x).values)
+
+        def chosen(x: torch.Tensor) -> torch.Tensor:
+            parts = [self.encode(part).index_select(1, ids) for part in self.parts(x)]
+            return torch.cat(parts) if parts else x.new_zeros((0, len(ids)), dtype=torch.float32)
+
+        return chosen
+
     def scale_of(self, x: torch.Tensor) -> torch.Tensor | float:
         """Return the factor on changes of the reconstruction of ``x``, a number or ``[rows, 1]``."""
         return 1.0 if self.config.architecture.is_transcoder else self._scaled(x).scale
@@ -158,21 +220,6 @@ class Dictionary:
             norms = self._decoder_norms.index_select(0, ids).clamp(min=_LEAST_NORM)
             directions /= norms.unsqueeze(1)
         return directions
-
-    def subset(self, ids: torch.Tensor) -> Dictionary | None:
-        """Return a dictionary, in float32, of some features; None if a feature depends on others (TOPK)."""
-        if self.config.architecture is Architecture.TOPK:
-            return None
-        config = dataclasses.replace(self.config, num_features=len(ids))
-        tensors = {}
-        for name, tensor in self.tensors.items():
-            if name == "W_enc":
-                tensors[name] = tensor.index_select(1, ids).float()
-            elif name in {"b_dec", "W_skip"}:
-                tensors[name] = tensor.float()
-            else:
-                tensors[name] = tensor.index_select(0, ids).float()
-        return Dictionary(config, tensors)
 
     def _scaled(self, x: torch.Tensor) -> _Scaled:
         x = x.float()
@@ -194,26 +241,6 @@ class Dictionary:
                 scale = norm / self.config.input_width**0.5
                 return _Scaled(x / scale, scale, 0.0)
 
-    def _activations(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return activations of scaled inputs."""
-        config = self.config
-        if config.subtracts_decoder_bias:
-            inputs = inputs - self.tensors["b_dec"].float()
-        projected = _product(inputs, self.tensors["W_enc"])
-        if config.architecture is Architecture.GATED:
-            is_active = projected + self.tensors["b_gate"].float() > 0
-            magnitude = projected * self.tensors["r_mag"].float().exp() + self.tensors["b_mag"].float()
-            return magnitude.relu() * is_active
-        projected = projected + self.tensors["b_enc"].float()
-        if config.architecture.has_threshold:
-            return projected.relu() * (projected > self.tensors["threshold"].float())
-        if config.k is None:
-            return projected.relu()
-        if self._decoder_norms is not None:
-            projected = projected * self._decoder_norms
-        kept = projected.topk(config.k, dim=-1, sorted=False)
-        return torch.zeros_like(projected).scatter_(-1, kept.indices, kept.values.relu())
-
     def parts(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield the rows of ``x``, so many at once as activations of all features should be computed."""
         num_rows = max(1, _PART_VALUES // self.config.num_features)
@@ -227,22 +254,19 @@ class Selection:
     Args:
         dictionary: The dictionary.
         ids: Different features, ``[ids]``, int64.
+
+    Attributes:
+        activations: Returns the activations ``[rows, ids]`` of values ``[rows, input_width]``.
     """
 
     def __init__(self, dictionary: Dictionary, ids: torch.Tensor) -> None:
+        self.activations = dictionary.encoder_of(ids)
         self._dictionary = dictionary
         self._ids = ids
-        self._own = dictionary.subset(ids)
-        self._directions = dictionary.directions(ids)
 
-    def activations(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the activations ``[rows, ids]`` of values ``[rows, input_width]``."""
-        if self._own is not None:
-            return self._own.encode(x)
-        parts = [
-            self._dictionary.encode(part).index_select(1, self._ids) for part in self._dictionary.parts(x)
-        ]
-        return torch.cat(parts) if parts else x.new_zeros((0, len(self._ids)), dtype=torch.float32)
+    @functools.cached_property
+    def _directions(self) -> torch.Tensor:
+        return self._dictionary.directions(self._ids)
 
     def moves(self, x: torch.Tensor, gain: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
         """Return what new activations ``gain * a + offset`` add to the reconstructed values.
@@ -250,12 +274,13 @@ class Selection:
         Args:
             x: The values that the dictionary reads, ``[rows, input_width]``.
             gain: Of shape ``[rows, ids]``, or one that broadcasts to it.
-            offset: Likewise. A feature with the gain 1 and the offset 0 adds nothing.
+            offset: Likewise. A feature with the gain 1 and the offset 0 adds nothing, whatever it is.
 
         Returns:
             ``[rows, output_width]``, float32.
         """
-        change = (gain - 1) * self.activations(x) + offset
+        # A gain of 1 needs no activation: one that is infinite would make 0 * inf of it.
+        change = torch.where(gain == 1, 0.0, (gain - 1) * self.activations(x)) + offset
         return change @ self._directions * self._dictionary.scale_of(x)
 
 

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import msgspec
 
+from nnsight_engine.core.dtypes import ITEM_BYTES
 from nnsight_engine.features.config import DictionaryConfig
 from nnsight_engine.plans.sites import PlannedSite
 
 
 class PlannedDictionary(msgspec.Struct, frozen=True, array_like=True):
-    """A dictionary: the SHA-256 of the file of its weights, hexadecimal, and its definition."""
+    """A dictionary.
+
+    Attributes:
+        sha256: The SHA-256 of the file of its weights, hexadecimal.
+        config: Its definition.
+        dtype: The dtype of its weights, by torch's name.
+    """
 
     sha256: str
     config: DictionaryConfig
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of its weights."""
+        return self.config.num_values * ITEM_BYTES[self.dtype]
 
 
 class PlannedFeatures(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -14,7 +14,7 @@ from nnsight_engine.features.config import Change
 from nnsight_engine.features.stored import StoredDictionary
 from nnsight_engine.plans.compile.sites import leaf_of, resolve_sites
 from nnsight_engine.plans.features import PlannedDictionary, PlannedFeatures
-from nnsight_engine.plans.sites import PlannedSite
+from nnsight_engine.plans.sites import PlannedSite, forward_order
 
 TOP_K: Final = 10
 """Number of features that an operation returns by default."""
@@ -35,6 +35,7 @@ class FeatureCompiler:
     def __init__(self, spec: ModelSpec) -> None:
         self.paths: dict[str, str] = {}
         self._spec = spec
+        self._used: set[PlannedDictionary] = set()
 
     def reading(self, op: Features, param: str) -> tuple[PlannedSite, PlannedFeatures]:
         """Return the site that an operation reads, and its features.
@@ -46,15 +47,21 @@ class FeatureCompiler:
         site = self._site(stored.at, stored.config.input_width, _READS, f"{param}.dictionary")
         if op.features is not None:
             ids = tuple(_id(one, stored, f"{param}.features.{i}") for i, one in enumerate(op.features))
-            return site, PlannedFeatures(self._planned(stored), ids)
+            return site, PlannedFeatures(self._planned(stored, f"{param}.dictionary"), ids)
         top_k = min(TOP_K if op.top_k is None else op.top_k, stored.config.num_features)
-        return site, PlannedFeatures(self._planned(stored), top_k=top_k)
+        return site, PlannedFeatures(self._planned(stored, f"{param}.dictionary"), top_k=top_k)
 
     def changing(self, op: Feature, param: str) -> tuple[PlannedSite, PlannedFeatures]:
         """Return the site that an operation writes, and its features; as ``reading``, or ``not_finite``."""
         stored = self._stored(op.dictionary, f"{param}.dictionary")
         source = self._site(stored.at, stored.config.input_width, _READS, f"{param}.dictionary")
         site = self._site(stored.output_at, stored.config.output_width, _WRITES, f"{param}.dictionary")
+        if forward_order(source, self._spec) > forward_order(site, self._spec):
+            raise ApiError(
+                ErrorCode.UNSUPPORTED_COMBINATION,
+                f"The transcoder reads {source}, computed after {site}, whose value it reconstructs.",
+                f"{param}.dictionary",
+            )
         ids, gains, offsets = [], [], []
         for index, one in enumerate(op.changes):
             path = f"{param}.changes.{index}"
@@ -70,7 +77,7 @@ class FeatureCompiler:
             gains.append(change.gain[0] * value + change.gain[1])
             offsets.append(change.offset * value)
         return site, PlannedFeatures(
-            self._planned(stored),
+            self._planned(stored, f"{param}.dictionary"),
             tuple(ids),
             gains=tuple(gains),
             offsets=tuple(offsets),
@@ -83,11 +90,23 @@ class FeatureCompiler:
         """Return the site and the feature of a test; ``param`` is the test's path. As ``reading``."""
         stored = self._stored(name, f"{param}.dictionary")
         site = self._site(stored.at, stored.config.input_width, _READS, f"{param}.dictionary")
-        return site, PlannedFeatures(self._planned(stored), (_id(feature, stored, f"{param}.feature"),))
+        return site, PlannedFeatures(
+            self._planned(stored, f"{param}.dictionary"), (_id(feature, stored, f"{param}.feature"),)
+        )
 
-    def _planned(self, stored: StoredDictionary) -> PlannedDictionary:
+    def _planned(self, stored: StoredDictionary, param: str) -> PlannedDictionary:
+        planned = PlannedDictionary(stored.sha256, stored.config, stored.dtype)
         self.paths[stored.sha256] = stored.path
-        return PlannedDictionary(stored.sha256, stored.config)
+        self._used.add(planned)
+        num_bytes, limit = sum(one.num_bytes for one in self._used), self._spec.max_dictionary_bytes
+        if num_bytes > limit:
+            raise ApiError(
+                ErrorCode.TENSOR_TOO_LARGE,
+                f"The dictionaries of a request have {num_bytes} bytes together, and this server loads at "
+                f"most {limit} (loaded_dictionary_bytes).",
+                param,
+            )
+        return planned
 
     def _stored(self, name: DictionaryName, param: str) -> StoredDictionary:
         if isinstance(name, NamedDictionary) and isinstance(name.content, StoredDictionary):

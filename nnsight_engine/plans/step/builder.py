@@ -27,12 +27,14 @@ from nnsight_engine.plans.step.condition_planner import (
     detector_key,
 )
 from nnsight_engine.plans.step.context import StepContext
+from nnsight_engine.plans.step.feature_reads import plan_feature_reads
 from nnsight_engine.plans.step.host_arena import to_device
 from nnsight_engine.plans.step.kernel_factory import (
     GroupKey,
     KernelFactory,
     KernelMember,
     RowArray,
+    bounded_members,
     group_key,
 )
 from nnsight_engine.plans.step.ledger import StepBytes
@@ -288,6 +290,8 @@ class StepBuilder:
                 self._conditions.plan_scores(plan, items, staged)
             else:
                 self._plan_read(plan, items, staged)
+        if self._context.stage.is_last:
+            plan.computed = plan_feature_reads(plan.reads)
         for key, entries in staged.items():
             entries.sort(key=lambda entry: entry[0])
             plan.groups[key] = [group for _, group in entries]
@@ -306,9 +310,10 @@ class StepBuilder:
                         member.inputs = self._plan_source(plan, item, staged)
                     slots[key][item.stages[site_index], group_key(member)].append(member)
         for key, groups in slots.items():
+            rebuild = _write_rebuild(plan.factory)
             for (stage, _), members in groups.items():
-                rebuild = _write_rebuild(plan.factory)
-                staged[key].append((stage, KernelGroup(plan.factory.build(members), members, rebuild)))
+                for part in bounded_members(members):
+                    staged[key].append((stage, KernelGroup(plan.factory.build(part), part, rebuild)))
 
     def _plan_source(self, plan: StepPlan, item: OperationRows, staged: Staged) -> torch.Tensor:
         """Plan the read of the values on which a write elsewhere depends; return them, ``[rows, width]``."""

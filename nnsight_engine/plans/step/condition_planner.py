@@ -16,10 +16,11 @@ import numpy as np
 import torch
 
 from nnsight_engine.core.detector import Form
+from nnsight_engine.plans.features import PlannedFeatures
 from nnsight_engine.plans.sites import forward_order
 from nnsight_engine.plans.step.active import ActiveDetector, ActiveOp, ActiveTest
 from nnsight_engine.plans.step.context import StepContext
-from nnsight_engine.plans.step.feature_kernels import FeatureParts, union_of
+from nnsight_engine.plans.step.feature_kernels import FeatureParts, bounded, union_of
 from nnsight_engine.plans.step.host_arena import to_device
 from nnsight_engine.plans.step.kernel_factory import KernelFactory, KernelMember, RowArray
 from nnsight_engine.plans.step.operation_rows import OperationRows
@@ -402,15 +403,25 @@ def _part_kernel(
 
 
 def _feature_kernel(rows: torch.Tensor, items: list[DetectorRows], place: int, out: torch.Tensor) -> Kernel:
-    planned = [one for item in items if (one := item.detector.planned.parts[place].features) is not None]
-    loaded = items[0].detector.dictionaries[place]
-    if loaded is None or len(planned) < len(items):
-        raise RuntimeError("a part without a form has no feature")
-    ids = union_of(planned)
-    columns = np.searchsorted(np.asarray(ids), np.asarray([one.ids[0] for one in planned]))
-    of_rows = np.repeat(columns, [len(item.offsets) for item in items]).astype(np.int64)
-    column = to_device(of_rows, rows.device).unsqueeze(1)
-    return FeatureParts(rows, loaded.selection(ids), column, out)
+    def features_of(item: DetectorRows) -> PlannedFeatures:
+        features = item.detector.planned.parts[place].features
+        if features is None:
+            raise RuntimeError("a part without a form has no feature")
+        return features
+
+    pieces, start = [], 0
+    for some in bounded(items, features_of, lambda item: len(item.offsets)):
+        loaded = some[0].detector.dictionaries[place]
+        if loaded is None:
+            raise RuntimeError("a feature has no dictionary")
+        planned = list(map(features_of, some))
+        ids = union_of(planned)
+        columns = np.searchsorted(np.asarray(ids), np.asarray([one.ids[0] for one in planned]))
+        of_rows = np.repeat(columns, [len(item.offsets) for item in some]).astype(np.int64)
+        column = to_device(of_rows, rows.device).unsqueeze(1)
+        pieces.append((start, start + len(of_rows), loaded.selection(ids), column))
+        start += len(of_rows)
+    return FeatureParts(rows, pieces, out)
 
 
 def _test_key(item: DetectorRows) -> Any:

@@ -11,7 +11,7 @@ from nnsight_engine.core.tensor_bytes import DTYPES
 from nnsight_engine.plans.records import feature_row_bytes, leaf_width
 from nnsight_engine.plans.request_plan import OperationKind, PlannedOp
 from nnsight_engine.plans.sites import LOGITS
-from nnsight_engine.plans.step.dictionary_bank import DICTIONARY_BYTES
+from nnsight_engine.plans.step.dictionary_bank import FailsAnywhere, is_failure
 from nnsight_engine.plans.step.ledger import ByteLedger, StepBytes
 from nnsight_engine.plans.step.patterns import FormOf
 from nnsight_engine.plans.step.stage import WHOLE, Stage
@@ -29,7 +29,7 @@ class StepContext:
         form_of: Returns a layer's form of attention, for patterns.
         is_asynchronous: Whether a step is planned before the drafts of the step before are judged.
         stage: The worker's part of the model.
-        max_dictionary_bytes: Limit on the bytes of all loaded dictionaries.
+        fails_anywhere: Returns whether any rank of the same layers has a failure, given this rank's.
     """
 
     spec: ModelSpec
@@ -39,7 +39,7 @@ class StepContext:
     form_of: FormOf
     is_asynchronous: bool = False
     stage: Stage = WHOLE
-    max_dictionary_bytes: int = DICTIONARY_BYTES
+    fails_anywhere: FailsAnywhere = is_failure
 
     def row_bytes(self, op: PlannedOp) -> int:
         """Return the bytes of one row of a capture, at all its sites."""

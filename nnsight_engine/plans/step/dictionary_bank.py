@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -24,10 +24,17 @@ from nnsight_engine.plans.step.host_arena import to_device
 
 logger = logging.getLogger(__name__)
 
-_MAX_SELECTIONS: Final = 8
+_SELECTION_BYTES: Final = 64 * 1024 * 1024
+"""Most bytes of the selections that are kept of a dictionary while requests use it."""
 _FULL: Final = "dictionary_memory_full"
-DICTIONARY_BYTES: Final = 2 * 1024**3
-"""The default limit on the bytes of all loaded dictionaries."""
+
+
+FailsAnywhere = Callable[[Exception | None], bool]
+
+
+def is_failure(failure: Exception | None) -> bool:
+    """Return whether there is a failure, on the only rank."""
+    return failure is not None
 
 
 class LoadedDictionary:
@@ -35,26 +42,25 @@ class LoadedDictionary:
 
     Attributes:
         dictionary: The dictionary.
-        num_bytes: The bytes of its tensors.
         num_users: The number of its uses by live requests.
     """
 
     def __init__(self, dictionary: Dictionary, device: torch.device) -> None:
         self.dictionary = dictionary
-        self.num_bytes = sum(tensor.nbytes for tensor in dictionary.tensors.values())
         self.num_users = 0
         self._device = device
         self._selections: OrderedDict[tuple[int, ...], Selection] = OrderedDict()
+        config = dictionary.config
+        self._bytes_of_one = 4 * (config.input_width + config.output_width)
 
     def selection(self, ids: tuple[int, ...]) -> Selection:
         """Return some of its features, each once."""
-        found = self._selections.get(ids)
+        found = self._selections.pop(ids, None)
         if found is None:
-            index = to_device(np.asarray(ids, np.int64), self._device)
-            found = self._selections[ids] = Selection(self.dictionary, index)
-            if len(self._selections) > _MAX_SELECTIONS:
-                self._selections.popitem(last=False)
-        self._selections.move_to_end(ids)
+            found = Selection(self.dictionary, to_device(np.asarray(ids, np.int64), self._device))
+        self._selections[ids] = found
+        while self._bytes_of_one * sum(map(len, self._selections)) > _SELECTION_BYTES:
+            self._selections.popitem(last=False)
         return found
 
     def forget_selections(self) -> None:
@@ -67,18 +73,22 @@ class DictionaryBank:
 
     Args:
         device: The model's device.
-        max_bytes: Limit on the bytes of all loaded dictionaries.
+        max_bytes: Limit on the weights of all loaded dictionaries.
+        fails_anywhere: See ``StepContext``: a request runs on all ranks or on none.
     """
 
-    def __init__(self, device: torch.device, max_bytes: int) -> None:
+    def __init__(
+        self, device: torch.device, max_bytes: int, fails_anywhere: FailsAnywhere = is_failure
+    ) -> None:
         self._device = device
         self._max_bytes = max_bytes
+        self._fails_anywhere = fails_anywhere
         self._loaded: OrderedDict[PlannedDictionary, LoadedDictionary] = OrderedDict()
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all loaded dictionaries."""
-        return sum(one.num_bytes for one in self._loaded.values())
+        """The bytes of the weights of all loaded dictionaries."""
+        return sum(planned.num_bytes for planned in self._loaded)
 
     @property
     def num_used(self) -> int:
@@ -93,13 +103,12 @@ class DictionaryBank:
             paths: The file of its weights, by SHA-256.
 
         Raises:
-            InterventionError: ``dictionary_memory_full``, ``tensor_too_large``; ``intervention_failed``: the
-                file cannot be read.
+            InterventionError: ``dictionary_memory_full``; ``intervention_failed``: the file cannot be read.
         """
         found = self._loaded.get(planned)
         if found is None:
-            found = self._loaded[planned] = self._load(planned, Path(paths[planned.sha256]))
-        self._loaded.move_to_end(planned)
+            self._make_room(planned.num_bytes)
+            found = self._loaded[planned] = self._load_everywhere(planned, Path(paths[planned.sha256]))
         found.num_users += 1
         return found
 
@@ -109,11 +118,24 @@ class DictionaryBank:
         found.num_users -= 1
         if not found.num_users:
             found.forget_selections()
+            self._loaded.move_to_end(planned)
+
+    def _load_everywhere(self, planned: PlannedDictionary, path: Path) -> LoadedDictionary:
+        """Load a dictionary, unless another rank fails to: it would compute without the request."""
+        found: LoadedDictionary | None = None
+        failure: InterventionError | None = None
+        try:
+            found = self._load(planned, path)
+        except InterventionError as error:
+            failure = error
+        if self._fails_anywhere(failure) or found is None:
+            raise failure or InterventionError(
+                "intervention_failed", "another rank could not load the dictionary"
+            )
+        return found
 
     def _load(self, planned: PlannedDictionary, path: Path) -> LoadedDictionary:
         try:
-            num_bytes = path.stat().st_size
-            self._make_room(num_bytes)
             dictionary = load_dictionary(path, planned.config, device=str(self._device))
         except torch.OutOfMemoryError as error:
             raise InterventionError(
@@ -125,19 +147,15 @@ class DictionaryBank:
             logger.exception("a dictionary could not be loaded")
             raise InterventionError(
                 "intervention_failed",
-                "the weights of the dictionary could not be read; the machines of all engines need the "
-                "folder dictionary_dir",
+                "the weights of the dictionary could not be read: it was removed meanwhile, or the engine's "
+                "machine lacks the folder dictionary_dir",
             ) from error
-        logger.info("loaded a dictionary of %d features, %d bytes", planned.config.num_features, num_bytes)
+        logger.info(
+            "loaded a dictionary of %d features, %d bytes", planned.config.num_features, planned.num_bytes
+        )
         return LoadedDictionary(dictionary, self._device)
 
     def _make_room(self, num_bytes: int) -> None:
-        if num_bytes > self._max_bytes:
-            raise InterventionError(
-                "tensor_too_large",
-                f"the dictionary has {num_bytes} bytes, and all loaded dictionaries of this server may have "
-                f"{self._max_bytes} (loaded_dictionary_bytes)",
-            )
         unused = [key for key, one in self._loaded.items() if not one.num_users]
         while self.num_bytes + num_bytes > self._max_bytes:
             if not unused:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final, TypeVar
 
 import torch
 
@@ -11,6 +12,10 @@ from nnsight_engine.features.dictionary import Selection
 from nnsight_engine.plans.features import PlannedFeatures
 from nnsight_engine.plans.step.reads import ReadKernel, SiteValue
 from nnsight_engine.plans.step.writes import narrowed, value_at
+
+Item = TypeVar("Item")
+_MAX_NUMBERS: Final = 2**22
+"""Most numbers of a matrix of rows or weights by features, unless one item alone has more."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -41,19 +46,48 @@ class FeatureChanges:
 
 @dataclasses.dataclass(slots=True)
 class FeatureParts(ReadKernel):
-    """``out = activation of one feature`` for each row; ``column``, ``[rows, 1]``, is its place."""
+    """``out = activation of one feature`` for each row.
+
+    ``pieces`` have the first row and the row after the last, the features of some rows, and the place of each
+    row's own among them, ``[rows, 1]``.
+    """
 
     rows: torch.Tensor
-    selection: Selection
-    column: torch.Tensor
+    pieces: Sequence[tuple[int, int, Selection, torch.Tensor]]
     out: torch.Tensor
 
     def read(self, value: SiteValue) -> None:
         """Compute one number per row."""
-        found = self.selection.activations(value.sums(self.rows))
-        self.out.copy_(found.gather(1, self.column).squeeze(1))
+        x = value.sums(self.rows)
+        for start, stop, selection, column in self.pieces:
+            found = selection.activations(x[start:stop])
+            self.out[start:stop] = found.gather(1, column).squeeze(1)
 
 
-def union_of(several: Sequence[PlannedFeatures]) -> tuple[int, ...]:
+def union_of(several: Iterable[PlannedFeatures]) -> tuple[int, ...]:
     """Return all ids of features, ascending."""
     return tuple(sorted({feature for one in several for feature in one.ids}))
+
+
+def bounded(
+    items: Iterable[Item], features_of: Callable[[Item], PlannedFeatures], rows_of: Callable[[Item], int]
+) -> Iterator[list[Item]]:
+    """Divide items with features of one dictionary, so that no product over a part of them is large.
+
+    Each row of a part is computed with the features of all of its items.
+    """
+    part: list[Item] = []
+    ids: set[int] = set()
+    num_rows = 0
+    for item in items:
+        features = features_of(item)
+        width = features.dictionary.config.input_width
+        num_ids = len(ids) + sum(one not in ids for one in features.ids)
+        if part and num_ids * max(num_rows + rows_of(item), width) > _MAX_NUMBERS:
+            yield part
+            part, ids, num_rows = [], set(), 0
+        part.append(item)
+        ids.update(features.ids)
+        num_rows += rows_of(item)
+    if part:
+        yield part

@@ -1,58 +1,103 @@
-"""Features of the values that a step has read: one product with each dictionary for all requests."""
+"""Features of the values that a step has read: few products with a dictionary for all requests."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from nnsight_engine.features.dictionary import Dictionary, Selection
 from nnsight_engine.plans.features import PlannedDictionary
 from nnsight_engine.plans.request_plan import OperationKind
-from nnsight_engine.plans.step.feature_kernels import union_of
+from nnsight_engine.plans.step.feature_kernels import bounded, union_of
 from nnsight_engine.plans.step.host_arena import to_device
-from nnsight_engine.plans.step.plan import ReadGroup
+from nnsight_engine.plans.step.plan import GroupedReads, ReadGroup
+
+Parts = dict[int, list[torch.Tensor]]
+"""The parts of the records of groups of reads, by the ``id`` of the group."""
 
 
-def feature_groups(reads: Iterable[ReadGroup]) -> list[list[ReadGroup]]:
-    """Return the groups of reads that one application of a dictionary serves.
-
-    Those that ask for its most active features are together, and those that ask for given ones.
-    """
-    found: dict[tuple[PlannedDictionary, bool], list[ReadGroup]] = defaultdict(list)
+def plan_feature_reads(reads: Sequence[ReadGroup]) -> list[GroupedReads]:
+    """Return how the features of a step are computed, of those groups of reads that are of features."""
+    tops: dict[PlannedDictionary, list[ReadGroup]] = defaultdict(list)
+    given: dict[PlannedDictionary, list[ReadGroup]] = defaultdict(list)
     for group in reads:
         active = group.slices[0].active
         if active.op.kind is OperationKind.FEATURES:
-            found[active.features.dictionary, active.features.top_k > 0].append(group)
-    return list(found.values())
+            (tops if active.features.top_k else given)[active.features.dictionary].append(group)
+    found: list[GroupedReads] = [_top_features(groups) for groups in tops.values()]
+    for groups in given.values():
+        parts = bounded(groups, lambda one: one.slices[0].active.features, lambda one: one.slices[-1].stop)
+        found += map(_given_features, parts)
+    return found
 
 
-def read_features(groups: Sequence[ReadGroup]) -> dict[int, list[torch.Tensor]]:
-    """Return the parts of the records of such groups, by the ``id`` of the group."""
-    x = torch.cat([group.buffers[0].squeeze(1) for group in groups])
-    with torch.inference_mode():
-        if groups[0].slices[0].active.features.top_k:
-            return _most_active(groups, x)
-        return _given(groups, x)
+@dataclasses.dataclass(slots=True)
+class TopFeatures:
+    """The most active features of a dictionary, ``numbers`` of them for each group."""
+
+    groups: list[ReadGroup]
+    dictionary: Dictionary
+    numbers: list[int]
+
+    def read(self) -> Parts:
+        """Return ids, int32, and activations, ``[rows, number]``."""
+        with torch.inference_mode():
+            ids, activations = self.dictionary.top(_values(self.groups), max(self.numbers))
+        sizes = [len(group.buffers[0]) for group in self.groups]
+        pieces = zip(ids.to(torch.int32).split(sizes), activations.split(sizes), strict=True)
+        return {
+            id(group): [own[:, :k], values[:, :k]]
+            for group, k, (own, values) in zip(self.groups, self.numbers, pieces, strict=True)
+        }
+
+    def alone(self) -> list[GroupedReads]:
+        """Return the reads of each group."""
+        return [_top_features([group]) for group in self.groups]
 
 
-def _most_active(groups: Sequence[ReadGroup], x: torch.Tensor) -> dict[int, list[torch.Tensor]]:
+@dataclasses.dataclass(slots=True)
+class GivenFeatures:
+    """Features that are given by id: ``columns`` are their places in the selection, for each group."""
+
+    groups: list[ReadGroup]
+    selection: Selection
+    columns: list[torch.Tensor]
+
+    def read(self) -> Parts:
+        """Return the activations, ``[rows, features]``."""
+        with torch.inference_mode():
+            activations = self.selection.activations(_values(self.groups))
+        pieces = activations.split([len(group.buffers[0]) for group in self.groups])
+        return {
+            id(group): [values.index_select(1, columns)]
+            for group, columns, values in zip(self.groups, self.columns, pieces, strict=True)
+        }
+
+    def alone(self) -> list[GroupedReads]:
+        """Return the reads of each group."""
+        return [_given_features([group]) for group in self.groups]
+
+
+def _top_features(groups: list[ReadGroup]) -> GroupedReads:
     actives = [group.slices[0].active for group in groups]
     numbers = [active.features.top_k for active in actives]
-    ids, activations = actives[0].dictionary.dictionary.top(x, max(numbers))
-    sizes = [len(group.buffers[0]) for group in groups]
-    pieces = zip(groups, numbers, ids.to(torch.int32).split(sizes), activations.split(sizes), strict=True)
-    return {id(group): [own[:, :k], values[:, :k]] for group, k, own, values in pieces}
+    return TopFeatures(groups, actives[0].dictionary.dictionary, numbers)
 
 
-def _given(groups: Sequence[ReadGroup], x: torch.Tensor) -> dict[int, list[torch.Tensor]]:
+def _given_features(groups: list[ReadGroup]) -> GroupedReads:
     actives = [group.slices[0].active for group in groups]
-    ids = union_of([active.features for active in actives])
-    activations = actives[0].dictionary.selection(ids).activations(x)
-    found = {}
-    pieces = activations.split([len(group.buffers[0]) for group in groups])
-    for group, active, values in zip(groups, actives, pieces, strict=True):
-        columns = np.searchsorted(np.asarray(ids), np.asarray(active.features.ids)).astype(np.int64)
-        found[id(group)] = [values.index_select(1, to_device(columns, values.device))]
-    return found
+    ids = union_of(active.features for active in actives)
+    all_ids, device = np.asarray(ids), groups[0].buffers[0].device
+    columns = [
+        to_device(np.searchsorted(all_ids, np.asarray(active.features.ids)).astype(np.int64), device)
+        for active in actives
+    ]
+    return GivenFeatures(groups, actives[0].dictionary.selection(ids), columns)
+
+
+def _values(groups: Sequence[ReadGroup]) -> torch.Tensor:
+    return torch.cat([group.buffers[0].squeeze(1) for group in groups])

@@ -20,7 +20,7 @@ from nnsight_engine.plans.request_plan import OperationKind
 from nnsight_engine.plans.sites import PlannedSite
 from nnsight_engine.plans.step import reads, writes
 from nnsight_engine.plans.step.active import ActiveOp, ActiveRequest
-from nnsight_engine.plans.step.feature_kernels import FeatureChanges, union_of
+from nnsight_engine.plans.step.feature_kernels import FeatureChanges, bounded, union_of
 from nnsight_engine.plans.step.host_arena import to_device
 
 RowArray = npt.NDArray[np.int64]
@@ -70,6 +70,13 @@ class KernelMember:
 def group_key(member: KernelMember) -> GroupKey:
     """Return the key shared by writing members that one kernel can serve."""
     return (member.mask is not None, member.gate is not None, *_form(member))
+
+
+def bounded_members(members: list[KernelMember]) -> list[list[KernelMember]]:
+    """Return the members that one kernel serves, and if it would be too large, several parts of them."""
+    if members[0].active.op.kind is not OperationKind.FEATURE:
+        return [members]
+    return list(bounded(members, lambda one: one.active.features, lambda one: len(one.rows)))
 
 
 def _form(member: KernelMember) -> GroupKey:
@@ -239,9 +246,9 @@ class KernelFactory:
         ids = union_of(planned)
         num_rows = sum(len(member.rows) for member in members)
         gain, offset = np.ones((num_rows, len(ids)), np.float32), np.zeros((num_rows, len(ids)), np.float32)
-        start = 0
+        start, all_ids = 0, np.asarray(ids)
         for member, own in zip(members, planned, strict=True):
-            columns = np.searchsorted(np.asarray(ids), np.asarray(own.ids))
+            columns = np.searchsorted(all_ids, np.asarray(own.ids))
             rows = slice(start, start + len(member.rows))
             gain[rows, columns], offset[rows, columns] = own.gains, own.offsets
             start = rows.stop

@@ -157,6 +157,18 @@ class ReadGroup:
     num_parts: int = 0
 
 
+class GroupedReads(Protocol):
+    """Reads of which several groups are computed together, behind the forward pass."""
+
+    groups: list[ReadGroup]
+
+    def read(self) -> dict[int, list[torch.Tensor]]:
+        """Return the parts of the records of each group, by the ``id`` of the group."""
+
+    def alone(self) -> list[GroupedReads]:
+        """Return the reads of each group by itself."""
+
+
 @dataclasses.dataclass(slots=True)
 class PatternRead:
     """One capture's attention patterns, ``[sites, rows, heads, last position + 1]``; ``mask`` as above."""
@@ -190,6 +202,7 @@ class StepPlan:
         factory: Builds the kernels.
         groups: Kernels by site, in the order in which they run.
         reads: Buffers to collect.
+        computed: How the parts of some of their records are computed.
         patterns: Attention patterns to collect.
         samples: Captures of sampled ids.
         moving: Kernels that depend on positions.
@@ -211,6 +224,7 @@ class StepPlan:
     factory: KernelFactory
     groups: dict[SiteKey, list[KernelGroup]] = dataclasses.field(default_factory=dict)
     reads: list[ReadGroup] = dataclasses.field(default_factory=list)
+    computed: list[GroupedReads] = dataclasses.field(default_factory=list)
     patterns: list[PatternRead] = dataclasses.field(default_factory=list)
     samples: list[PlannedSample] = dataclasses.field(default_factory=list)
     masks: list[torch.Tensor] = dataclasses.field(default_factory=list)

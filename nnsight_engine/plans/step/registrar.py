@@ -93,7 +93,9 @@ class Registrar:
     def __init__(self, context: StepContext) -> None:
         self.bank = VectorBank()
         self.slots = ScoreSlots(context.device)
-        self.dictionaries = DictionaryBank(context.device, context.max_dictionary_bytes)
+        self.dictionaries = DictionaryBank(
+            context.device, context.spec.max_dictionary_bytes, context.fails_anywhere
+        )
         self.failed: set[str] = set()
         self._context = context
 

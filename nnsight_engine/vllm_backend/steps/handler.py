@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import nn
 from vllm.config import CUDAGraphMode, VllmConfig
-from vllm.distributed import get_pp_group
+from vllm.distributed import get_pp_group, get_tp_group
 from vllm.forward_context import get_forward_context
 from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -140,7 +140,7 @@ class StepHandler:
             device,
             max_request_bytes=limits.max_capture_bytes_per_request,
             max_engine_bytes=limits.max_capture_bytes_engine,
-            max_dictionary_bytes=limits.loaded_dictionary_bytes,
+            fails_anywhere=_fails_anywhere,
             is_asynchronous=bool(config.scheduler_config.async_scheduling),
         )
         self._running: RunningStep | None = None
@@ -475,3 +475,12 @@ def _arrived(scheduled: SchedulerOutput, key: str) -> list[tuple[str, Any]]:
         for request in scheduled.scheduled_new_reqs
         if brings(params_of(request), key)
     ]
+
+
+def _fails_anywhere(failure: Exception | None) -> bool:
+    """Return whether any tensor-parallel rank has a failure; all call it in the same order."""
+    group = get_tp_group()
+    found = torch.tensor(int(failure is not None))
+    if group.world_size > 1:
+        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=group.cpu_group)
+    return bool(found)

@@ -27,6 +27,7 @@ from nnsight_engine.plans.step.builder import StepBuilder
 from nnsight_engine.plans.step.collection import StepCollection, run_delivery, step_delivery
 from nnsight_engine.plans.step.context import StepContext
 from nnsight_engine.plans.step.delivery import Delivery, RefusedDelivery
+from nnsight_engine.plans.step.dictionary_bank import FailsAnywhere, is_failure
 from nnsight_engine.plans.step.host_arena import HostArena, HostCopy
 from nnsight_engine.plans.step.ledger import ByteLedger
 from nnsight_engine.plans.step.logits_rows import LogitsRows
@@ -58,8 +59,8 @@ class WorkerState:
         device: The model's device.
         max_request_bytes: Limit on the captures of one request.
         max_engine_bytes: Limit on the captures that all live requests hold together.
-        max_dictionary_bytes: Limit on the weights of all loaded dictionaries.
         is_asynchronous: Whether a step's results may be delivered while the next one runs.
+        fails_anywhere: See ``StepContext``.
     """
 
     def __init__(
@@ -70,8 +71,8 @@ class WorkerState:
         *,
         max_request_bytes: int,
         max_engine_bytes: int,
-        max_dictionary_bytes: int,
         is_asynchronous: bool = False,
+        fails_anywhere: FailsAnywhere = is_failure,
     ) -> None:
         self.points = points
         self.spec = spec
@@ -84,7 +85,7 @@ class WorkerState:
             form_of=functools.cache(lambda layer: attention_form(points.attention(layer))),
             is_asynchronous=is_asynchronous,
             stage=points.stage,
-            max_dictionary_bytes=max_dictionary_bytes,
+            fails_anywhere=fails_anywhere,
         )
         self._registrar = Registrar(context)
         self._builder = StepBuilder(context)
@@ -276,7 +277,9 @@ class WorkerState:
 
     def results_of_stage(self, plan: StepPlan) -> StageResults:
         """Return what this stage of a pipeline has read, for the last stage."""
-        return results_of_stage(plan, self.points.stage, self.spec)
+        results = results_of_stage(plan, self.points.stage, self.spec)
+        results.failures |= self._refused
+        return results
 
     def add_results(self, plan: StepPlan, of_stages: Sequence[StageResults]) -> None:
         """Add what the earlier stages have read to the step's plan."""

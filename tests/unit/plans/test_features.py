@@ -18,12 +18,13 @@ from api_schemas.interventions import parse_interventions
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.features.config import Architecture, Normalization
-from nnsight_engine.features.dictionary import Dictionary
+from nnsight_engine.features.dictionary import Dictionary, Selection
 from nnsight_engine.features.stored import StoredDictionary
 from nnsight_engine.plans.collect.results import CollectedFeatures, CollectedMarks
 from nnsight_engine.plans.compile.request import compile_request
-from nnsight_engine.plans.features import PlannedDictionary
+from nnsight_engine.plans.features import PlannedDictionary, PlannedFeatures
 from nnsight_engine.plans.request_plan import CompiledRequest
+from nnsight_engine.plans.step import dictionary_bank, feature_kernels, feature_reads
 from nnsight_engine.plans.step.dictionary_bank import DictionaryBank
 from tests.condition_reference import Array, weights
 from tests.unit.features.reference import Reference, some_config, some_tensors
@@ -278,13 +279,13 @@ def _check_features(op: dict[str, Any], result: CollectedFeatures, expected: dic
 
 
 def planned(known: Known) -> PlannedDictionary:
-    return PlannedDictionary(known.stored.sha256, known.stored.config)
+    return PlannedDictionary(known.stored.sha256, known.stored.config, known.stored.dtype)
 
 
 def test_unused_dictionaries_make_room(tmp_path: Path) -> None:
     known = [some_dictionary(seed, tmp_path, Architecture.STANDARD) for seed in range(3)]
     paths = {one.stored.sha256: one.stored.path for one in known}
-    size = Path(known[0].stored.path).stat().st_size
+    size = planned(known[0]).num_bytes
     bank = DictionaryBank(torch.device("cpu"), int(2.5 * size))
     first = bank.acquire(planned(known[0]), paths)
     assert bank.acquire(planned(known[0]), paths) is first
@@ -301,18 +302,95 @@ def test_unused_dictionaries_make_room(tmp_path: Path) -> None:
     assert bank.acquire(planned(known[1]), paths) is not first
 
 
-def test_a_dictionary_that_never_fits_and_one_that_is_gone(tmp_path: Path) -> None:
+def test_a_dictionary_that_cannot_be_read_is_on_no_rank(tmp_path: Path) -> None:
     known = some_dictionary(0, tmp_path, Architecture.STANDARD)
-    with pytest.raises(InterventionError) as large:
-        DictionaryBank(torch.device("cpu"), 10).acquire(
-            planned(known), {known.stored.sha256: known.stored.path}
-        )
-    assert large.value.code == "tensor_too_large"
     bank = DictionaryBank(torch.device("cpu"), 1 << 20)
     with pytest.raises(InterventionError) as gone:
         bank.acquire(planned(known), {known.stored.sha256: str(tmp_path / "gone")})
     assert gone.value.code == "intervention_failed"
     assert bank.num_bytes == 0
+    other = DictionaryBank(torch.device("cpu"), 1 << 20, lambda _: True)
+    with pytest.raises(InterventionError, match="another rank"):
+        other.acquire(planned(known), {known.stored.sha256: known.stored.path})
+    assert other.num_bytes == 0
+
+
+def test_selections_are_kept_as_long_as_they_are_small_and_used(tmp_path: Path) -> None:
+    known = some_dictionary(0, tmp_path, Architecture.STANDARD)
+    bank = DictionaryBank(torch.device("cpu"), 1 << 20)
+    paths = {known.stored.sha256: known.stored.path}
+    loaded = bank.acquire(planned(known), paths)
+    one = loaded.selection((1, 2))
+    assert loaded.selection((1, 2)) is one
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dictionary_bank, "_SELECTION_BYTES", 3 * 4 * 2 * WIDTH)
+        loaded.selection((3,))
+        assert loaded.selection((1, 2)) is one
+        loaded.selection((4,))
+        loaded.selection((5,))
+        assert loaded.selection((1, 2)) is not one
+        assert loaded.selection((1, 2, 3, 4)) is not loaded.selection((1, 2, 3, 4))
+    kept = loaded.selection((4,))
+    assert loaded.selection((4,)) is kept
+    bank.release(planned(known))
+    bank.acquire(planned(known), paths)
+    assert loaded.selection((4,)) is not kept
+
+
+def test_work_is_divided_where_it_would_be_large(tmp_path: Path) -> None:
+    """The same answers come from small parts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(feature_kernels, "_MAX_NUMBERS", 4 * WIDTH)
+        for seed in range(4):
+            folder = tmp_path / str(seed)
+            folder.mkdir()
+            test_features_are_those_of_a_reference(seed, folder)
+    members = [((0, 1, 2), 4), ((1, 2, 3), 4), ((9, 10, 11), 30), ((0, 1, 2), 400)]
+    stored = planned(some_dictionary(0, tmp_path, Architecture.STANDARD))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(feature_kernels, "_MAX_NUMBERS", 64)
+        parts = feature_kernels.bounded(
+            members, lambda one: PlannedFeatures(stored, one[0]), lambda one: one[1]
+        )
+        assert list(map(len, parts)) == [2, 1, 1]
+
+
+def test_an_infinite_feature_of_one_request_leaves_others_alone(tmp_path: Path) -> None:
+    known = some_dictionary(0, tmp_path, Architecture.GATED)
+    tensors = {name: torch.from_numpy(one).float() for name, one in known.plain.tensors.items()}
+    tensors["r_mag"][7] = 100.0
+    tensors["b_gate"][7] = 1e6
+    selection = Selection(Dictionary(known.stored.config, tensors), torch.tensor([3, 7]))
+    x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(0)) + 10 * tensors["W_enc"][:, 7]
+    assert selection.activations(x)[:, 1].isinf().all()
+    gain, offset = torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.tensor([[2.0, 0.0], [0.0, 1.0]])
+    moves = selection.moves(x, gain, offset)
+    assert moves[0].isfinite().all()
+    assert not moves[1].isfinite().all()
+
+
+def test_a_failing_product_fails_its_own_request(tmp_path: Path) -> None:
+    known = {"d": some_dictionary(0, tmp_path, Architecture.STANDARD)}
+    numbers = {"good": 1, "bad": 2}
+    cases = {name: RandomCase(random.Random(0), known) for name in numbers}
+    engine = PlayedEngine(random.Random(1))
+    active = {}
+    for name, case in cases.items():
+        op = {"op": "features", "dictionary": "d", "features": [numbers[name]], "name": "f"}
+        plan = compiled([case.resolved(op)], case.tokens[: case.prompt_len])
+        active[name] = engine.register(name, plan)
+    read = feature_reads.GivenFeatures.read
+
+    def failing(self: feature_reads.GivenFeatures) -> feature_reads.Parts:
+        if any(2 in group.slices[0].active.features.ids for group in self.groups):
+            raise RuntimeError("out of memory")
+        return read(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(feature_reads.GivenFeatures, "read", failing)
+        engine.run(cases, active)
+    assert active["good"].failure is None
+    assert active["bad"].failure is not None
 
 
 # Requests that are refused.
@@ -335,6 +413,28 @@ def test_features_that_cannot_be_compiled(op: dict[str, Any], code: str, tmp_pat
     with pytest.raises(ApiError) as refused:
         compiled([case.resolved(op)], [1, 2, 3])
     assert refused.value.code == code
+
+
+def test_a_transcoder_that_reads_behind_its_output_is_refused(tmp_path: Path) -> None:
+    known = some_dictionary(0, tmp_path, Architecture.TRANSCODER)
+    stored = dataclasses.replace(known.stored, at="layers.3.output", output_at="layers.0.output")
+    case = RandomCase(random.Random(0), {"d": Known(stored, known.plain)})
+    change = {"op": "feature", "dictionary": "d", "changes": [{"feature": 1, "mode": "ablate"}]}
+    with pytest.raises(ApiError, match=r"computed after layers\.0\.output") as refused:
+        compiled([case.resolved(change)], [1, 2, 3])
+    assert refused.value.param == "interventions.0.dictionary"
+
+
+def test_dictionaries_that_never_fit_together_are_refused(tmp_path: Path) -> None:
+    known = {f"d{seed}": some_dictionary(seed, tmp_path, Architecture.STANDARD) for seed in range(2)}
+    case = RandomCase(random.Random(0), known)
+    ops = [case.resolved({"op": "features", "dictionary": name}) for name in ("d0", "d0", "d1")]
+    size = planned(known["d0"]).num_bytes
+    spec = dataclasses.replace(SPEC, max_dictionary_bytes=size)
+    compiled(ops[:2], [1, 2, 3], spec)
+    with pytest.raises(ApiError, match=f"have {2 * size} bytes together") as refused:
+        compiled(ops, [1, 2, 3], spec)
+    assert (refused.value.code, refused.value.param) == ("tensor_too_large", "interventions.2.dictionary")
 
 
 def test_a_name_without_a_server_means_nothing() -> None:
