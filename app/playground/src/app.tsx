@@ -63,9 +63,10 @@ export function App() {
     try {
       const found = await get<Capabilities>("/v1/capabilities");
       if (mine !== attempt.current) return;
+      await reloadStored();
+      if (mine !== attempt.current) return;
       setCapabilities(found);
       setProblem(null);
-      await reloadStored();
     } catch (error) {
       if (mine !== attempt.current) return;
       const status = error instanceof ApiFailure ? error.status : 0;
