@@ -1,7 +1,6 @@
 """The files of the examples, which ``scripts/bundled_examples.py`` makes.
 
-``index.json`` describes them; the numbers of each are in a safetensors file of its name. Paths are read as
-package resources. Runs in a thread.
+``index.json`` describes them; the numbers of each are in a safetensors file of its name. Runs in threads.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class ExampleDictionary(BaseModel):
     labels: dict[int, str]
 
 
-class ExampleFiles(BaseModel):
+class ExampleIndex(BaseModel):
     """All examples."""
 
     model_config = ConfigDict(extra="forbid")
@@ -60,19 +59,24 @@ class ExampleFiles(BaseModel):
     detectors: list[ExampleDetector]
     dictionaries: list[ExampleDictionary]
 
-    @classmethod
-    def read(cls) -> ExampleFiles:
+
+class ExampleFiles:
+    """The files of all examples.
+
+    Args:
+        folder: Where they are; by default those of this package.
+    """
+
+    def __init__(self, folder: Traversable | None = None) -> None:
+        self._folder = folder or importlib.resources.files(__package__) / "data"
+
+    def index(self) -> ExampleIndex:
         """Return what ``index.json`` says."""
-        return cls.model_validate_json((_folder() / "index.json").read_bytes())
+        return ExampleIndex.model_validate_json((self._folder / "index.json").read_bytes())
 
-    @staticmethod
-    def content(name: str) -> bytes:
+    def content(self, name: str) -> bytes:
         """Return the safetensors file of an example."""
-        return (_folder() / f"{name}.safetensors").read_bytes()
+        return (self._folder / f"{name}.safetensors").read_bytes()
 
 
-def _folder() -> Traversable:
-    return importlib.resources.files(__package__) / "data"
-
-
-__all__ = ["ExampleDetector", "ExampleDictionary", "ExampleFiles", "ExampleVector"]
+__all__ = ["ExampleDetector", "ExampleDictionary", "ExampleFiles", "ExampleIndex", "ExampleVector"]

@@ -22,7 +22,7 @@ from app.detectors.files import read_file as read_detector
 from app.detectors.service import DetectorService
 from app.dictionaries.service import DictionaryService
 from app.engine.client import EngineClient
-from app.examples.files import ExampleDetector, ExampleDictionary, ExampleFiles, ExampleVector
+from app.examples.files import ExampleDetector, ExampleFiles, ExampleVector
 from app.forms import FILE
 from app.settings import Settings
 from app.storage.versions import NameUsedError
@@ -45,24 +45,42 @@ class ExampleStores:
     dictionaries: DictionaryService
 
 
-async def store_examples(settings: Settings, engine: EngineClient, stores: ExampleStores) -> None:
-    """Store the examples if the engine serves the bundled model; errors are only logged."""
+async def store_examples(
+    settings: Settings, engine: EngineClient, stores: ExampleStores, files: ExampleFiles | None = None
+) -> None:
+    """Store the examples if the engine serves the bundled model; errors are only logged.
+
+    Args:
+        settings: The server's.
+        engine: The engine, ready.
+        stores: Where the examples go.
+        files: The examples; by default those of this package.
+    """
     cache_dir = settings.bundled_model_dir
     if not settings.examples or not is_bundled_model(engine.served().source, cache_dir=cache_dir):
         return
     try:
-        files = await asyncio.to_thread(ExampleFiles.read)
-        for vector in files.vectors:
-            await _once(vector.name, _add_vector(stores.vectors, vector))
-        for detector in files.detectors:
-            await _once(detector.name, _add_detector(stores.detectors, detector))
-        for dictionary in files.dictionaries:
-            await _once(dictionary.name, _add_dictionary(stores.dictionaries, dictionary))
+        await _store(stores, files or ExampleFiles())
     except Exception:
         logger.exception("the examples could not be stored")
 
 
-async def _once(name: str, adding: Awaitable[None]) -> None:
+async def _store(stores: ExampleStores, files: ExampleFiles) -> None:
+    index = await asyncio.to_thread(files.index)
+    for vector in index.vectors:
+        content = await asyncio.to_thread(files.content, vector.name)
+        await _once(vector.name, _add_vector(stores.vectors, vector, content))
+    for detector in index.detectors:
+        content = await asyncio.to_thread(files.content, detector.name)
+        await _once(detector.name, _add_detector(stores.detectors, detector, content))
+    for dictionary in index.dictionaries:
+        content = await asyncio.to_thread(files.content, dictionary.name)
+        cfg = json.dumps(dictionary.cfg, indent=2).encode()
+        adding = stores.dictionaries.add_first(dictionary.name, content, cfg, dictionary.labels, _OWNER)
+        await _once(dictionary.name, adding)
+
+
+async def _once(name: str, adding: Awaitable[object]) -> None:
     try:
         await adding
     except NameUsedError:
@@ -73,25 +91,16 @@ async def _once(name: str, adding: Awaitable[None]) -> None:
         logger.info("the example %s is stored", name)
 
 
-async def _add_vector(vectors: VectorService, example: ExampleVector) -> None:
-    data = await asyncio.to_thread(ExampleFiles.content, example.name)
-    _, tensors = await asyncio.to_thread(read_vector, data, "")
+async def _add_vector(vectors: VectorService, example: ExampleVector, content: bytes) -> None:
+    _, tensors = await asyncio.to_thread(read_vector, content, "")
     rows = rows_of(tensors, None, vectors.shape, FILE)
     await vectors.add_first(example.name, rows, example.training, _OWNER)
 
 
-async def _add_detector(detectors: DetectorService, example: ExampleDetector) -> None:
-    data = await asyncio.to_thread(ExampleFiles.content, example.name)
-    detector, calibration = await asyncio.to_thread(
-        read_detector, data, "", None, detectors.spec, detectors.max_bytes
-    )
+async def _add_detector(detectors: DetectorService, example: ExampleDetector, content: bytes) -> None:
+    spec, max_bytes = detectors.spec, detectors.max_bytes
+    detector, calibration = await asyncio.to_thread(read_detector, content, "", None, spec, max_bytes)
     await detectors.add_first(example.name, detector, calibration, example.training, _OWNER)
-
-
-async def _add_dictionary(dictionaries: DictionaryService, example: ExampleDictionary) -> None:
-    weights = await asyncio.to_thread(ExampleFiles.content, example.name)
-    cfg = json.dumps(example.cfg, indent=2).encode()
-    await dictionaries.add_first(example.name, weights, cfg, example.labels, _OWNER)
 
 
 __all__ = ["ExampleStores", "store_examples"]

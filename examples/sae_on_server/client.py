@@ -20,10 +20,14 @@ class Server:
     Args:
         base_url: Where the server listens, without ``/v1``.
         key: What it knows us by; empty where it has no keys.
+
+    Attributes:
+        base_url: Where it listens.
     """
 
     def __init__(self, base_url: str, key: str = "") -> None:
         """Connect on the first request."""
+        self.base_url = base_url
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._client = httpx.Client(base_url=base_url, headers=headers, timeout=TIMEOUT_S)
 
@@ -42,7 +46,7 @@ class Server:
             answer: dict[str, Any] = response.json()
         except (httpx.TransportError, ValueError) as error:
             raise ExampleError(
-                f"no server answers at {self._client.base_url} ({error!r}); start one with `make serve`, or "
+                f"no server answers at {self.base_url} ({error!r}); start one with `make serve`, or "
                 "name another with --base-url"
             ) from error
         if response.is_error:
