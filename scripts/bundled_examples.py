@@ -39,7 +39,7 @@ NUM_TEXTS: Final = 1152
 TEXT_TOKENS: Final = 80
 NUM_FEATURES: Final = 1152
 ACTIVE: Final = 24
-STEPS: Final = 4000
+STEPS: Final = 2500
 STEER_AT: Final = "layers.12.output"
 
 
@@ -75,7 +75,7 @@ def make_dictionary(server: Server, folder: Path) -> tuple[dict[str, Any], dict[
     active = activations(sae, corpus.states)
     labels = label_features(corpus, active)
     for topic in TOPICS:
-        labels.setdefault(topic_feature(corpus, active, topic), f"{topic}, as a whole")
+        labels.setdefault(topic_feature(corpus, active, topic, labels), f"{topic}, as a whole")
     (DATA / f"{DICTIONARY}.safetensors").write_bytes((folder / "sae_weights.safetensors").read_bytes())
     return json.loads((folder / "cfg.json").read_text(encoding="utf-8")), dict(sorted(labels.items()))
 

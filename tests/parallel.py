@@ -27,6 +27,7 @@ _TOGETHER: Final = {
             "clients",
             "detectors",
             "conditions_http",
+            "sae_example",
         )
     ),
     "keyed_server": tuple(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
@@ -64,10 +64,15 @@ def label_features(corpus: Corpus, active: torch.Tensor) -> dict[int, str]:
     return labels
 
 
-def topic_feature(corpus: Corpus, active: torch.Tensor, topic: str) -> int:
-    """Return the feature whose mean activation in a topic's texts exceeds that in the others most."""
+def topic_feature(corpus: Corpus, active: torch.Tensor, topic: str, labels: Mapping[int, str]) -> int:
+    """Return the feature whose mean activation in a topic's texts exceeds that in the others most.
+
+    It is one of those with a label of the topic, rather than of a word, if there are any.
+    """
     of_topic = torch.tensor([corpus.topics[text] == topic for text in corpus.texts])
-    return int((active[of_topic].mean(0) - active[~of_topic].mean(0)).argmax())
+    excess = active[of_topic].mean(0) - active[~of_topic].mean(0)
+    named = [feature for feature, text in labels.items() if text.startswith(f"{topic}: ")]
+    return max(named or range(len(excess)), key=lambda feature: float(excess[feature]))
 
 
 def vocabulary(corpus: Corpus, topic: str, num_words: int = 40) -> set[str]:
