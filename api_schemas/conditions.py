@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag, mo
 from pydantic_core import PydanticCustomError
 
 from api_schemas.detectors import DetectorName, DetectorUsed
+from api_schemas.dictionaries import DictionaryName, FeatureName, NamedDictionary
 from api_schemas.errors import ErrorCode
 from api_schemas.fields import Integer, Items, Number, PointText, Strict
 from api_schemas.tensors import TensorInput
@@ -55,7 +56,7 @@ class InlineProbe(Strict):
 
 
 class Test(Strict):
-    """A test of a detector's scores, or of a probe's.
+    """A test of the scores of a detector or a probe, or of a feature's activations, called scores here.
 
     It begins to hold where the reduced score is above ``above`` (or below ``below``), and holds until it no
     longer is, by a margin of ``hysteresis``.
@@ -67,8 +68,15 @@ class Test(Strict):
         default=None, description="A stored detector's name, such as refusal@2."
     )
     probe: InlineProbe | None = Field(default=None, description="Instead of a detector: weights and a bias.")
+    dictionary: DictionaryName | NamedDictionary | None = Field(
+        default=None, description="Instead of a detector: a stored dictionary's name, such as layer12@2."
+    )
+    feature: FeatureName | None = Field(
+        default=None, description="Of the dictionary: the feature, by its id or its exact label."
+    )
     above: Number | None = Field(
-        default=None, description="It holds for scores above it; by default the detector's threshold."
+        default=None,
+        description="It holds for scores above it; by default the detector's threshold, and 0 for a feature.",
     )
     below: Number | None = Field(
         default=None, description="Instead of `above`: it holds for scores below it."
@@ -92,8 +100,11 @@ class Test(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if (self.detector is None) == (self.probe is None):
-            raise _error("a test has either `detector` or `probe`", "detector")
+        if [self.detector, self.probe, self.dictionary].count(None) != 2:
+            raise _error("a test has one of `detector`, `probe` and `dictionary`", "detector")
+        if (self.dictionary is None) != (self.feature is None):
+            missing = "feature" if self.feature is None else "dictionary"
+            raise _error("`dictionary` and `feature` belong together", missing)
         if self.above is not None and self.below is not None:
             raise _error("a test has either `above` or `below`", "above")
         if self.probe is not None and self.above is None and self.below is None:
@@ -195,9 +206,14 @@ def with_tests(when: When, tests: Iterator[Test]) -> When:
     return next(tests)
 
 
-def points_of(name: DetectorName | None) -> list[str]:
-    """Return the points that a detector reads, once its name is resolved."""
-    return [part.point for part in name.content.parts] if isinstance(name, NamedDetector) else []
+def points_of(name: DetectorName | DictionaryName | None) -> list[str]:
+    """Return the points that a detector or a dictionary reads, once its name is resolved."""
+    match name:
+        case NamedDetector():
+            return [part.point for part in name.content.parts]
+        case NamedDictionary():
+            return [name.content.at]
+    return []
 
 
 def _error(message: str, field: str) -> PydanticCustomError:

@@ -7,14 +7,12 @@ A detector computes a number for each position from the values at one or more po
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
-from pydantic import BaseModel, Field, GetJsonSchemaHandler, model_validator
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic import BaseModel, Field
 
-from api_schemas.fields import Items, Name, Number, PointText, Strict
-from api_schemas.names import StoredName
+from api_schemas.fields import Items, Number, PointText, Strict
+from api_schemas.names import NameOrText, StoredName
 from api_schemas.pages import Listed, Page
 from api_schemas.tensors import TensorInput
 
@@ -27,31 +25,12 @@ Form = Literal["linear", "mlp", "distance"]
 Link = Literal["identity", "sigmoid"]
 
 
-class DetectorName(Strict):
+class DetectorName(NameOrText):
     """A detector stored on the server: the newest version of a name, ``refusal``, or one, ``refusal@2``.
 
     Also written as a plain string. With ``id`` it is the detector with this id, whichever tenant's detector
     has the name for the caller.
     """
-
-    name: Name
-    id: Name | None = Field(
-        default=None, description="The detector's id; it must have this name and version."
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_text(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
-
-    @classmethod
-    def __get_pydantic_json_schema__(
-        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
-        """Return the schema of both forms."""
-        whole = handler.resolve_ref_schema(handler(core_schema))
-        described: JsonSchemaValue = {key: whole.pop(key) for key in ("title", "description")}
-        return {**described, "anyOf": [{"type": "string", "minLength": 1, "maxLength": 128}, whole]}
 
 
 class DetectorUsed(BaseModel):

@@ -6,28 +6,25 @@ can be replaced. Operations refer to the newest version, ``gemma``, or to a spec
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Discriminator, Field, PrivateAttr, Tag
 
-from api_schemas.fields import Name, Strict
-from api_schemas.names import StoredName
+from api_schemas.fields import Integer, text_or_number
+from api_schemas.names import NameOrText, StoredName
 from api_schemas.pages import Listed, Page
 
 MAX_LABEL_CHARACTERS = 500
 """The longest label of a feature."""
 
 
-class DictionaryName(Strict):
+class DictionaryName(NameOrText):
     """A dictionary on the server: the newest version of a name, ``gemma``, or a specific one, ``gemma@2``.
 
-    With ``id`` it is the dictionary with this id, whichever tenant's dictionary has the name for the caller.
+    Also written as a plain string. With ``id`` it is the dictionary with this id, whichever tenant's
+    dictionary has the name for the caller.
     """
-
-    name: Name
-    id: Name | None = Field(
-        default=None, description="The dictionary's id; it must have this name and version."
-    )
 
 
 class DictionaryUsed(BaseModel):
@@ -36,6 +33,44 @@ class DictionaryUsed(BaseModel):
     name: str
     version: int
     id: str
+
+
+class LabelReader(Protocol):
+    """Reads the labels of a dictionary's features."""
+
+    async def of(self, ids: Sequence[int]) -> dict[int, str]:
+        """Return the labels of those features that have one."""
+        ...
+
+
+class NamedDictionary(DictionaryName):
+    """A stored dictionary that a name resolved to; made by the server only."""
+
+    _used: DictionaryUsed | None = PrivateAttr(default=None)
+    _content: Any = PrivateAttr(default=None)
+    _labels: LabelReader | None = PrivateAttr(default=None)
+
+    @classmethod
+    def of(cls, used: DictionaryUsed, content: object, labels: LabelReader | None = None) -> NamedDictionary:
+        """Wrap a ``features.stored.StoredDictionary``, without checks."""
+        found = cls.model_construct(name=used.name, id=used.id)
+        found._used, found._content, found._labels = used, content, labels  # noqa: SLF001 - our own
+        return found
+
+    @property
+    def used(self) -> DictionaryUsed | None:
+        """The dictionary that the name was resolved to."""
+        return self._used
+
+    @property
+    def content(self) -> Any:
+        """The ``features.stored.StoredDictionary``."""
+        return self._content
+
+    @property
+    def labels(self) -> LabelReader | None:
+        """The labels of its features; None if it has none."""
+        return self._labels
 
 
 class DictionaryUpload(BaseModel):
@@ -111,8 +146,15 @@ class DictionaryList(Page[Dictionary]):
 
 FeatureId = Annotated[int, Field(ge=0)]
 
+FeatureName = Annotated[
+    Annotated[str, Field(strict=True, min_length=1, max_length=MAX_LABEL_CHARACTERS), Tag("text")]
+    | Annotated[Integer, Field(ge=0), Tag("number")],
+    Discriminator(text_or_number),
+]
+"""A feature: its id, or its exact label."""
 
-class Feature(BaseModel):
+
+class DictionaryFeature(BaseModel):
     """A feature of a dictionary.
 
     Attributes:
@@ -135,7 +177,7 @@ class FeatureList(BaseModel):
     """
 
     object: Literal["list"] = "list"
-    data: list[Feature]
+    data: list[DictionaryFeature]
     last_id: int | None = Field(default=None, description="Pass it as `after` for the next page.")
     has_more: bool
 
@@ -143,11 +185,14 @@ class FeatureList(BaseModel):
 __all__ = [
     "MAX_LABEL_CHARACTERS",
     "Dictionary",
+    "DictionaryFeature",
     "DictionaryList",
     "DictionaryName",
     "DictionaryUpload",
     "DictionaryUsed",
-    "Feature",
     "FeatureId",
     "FeatureList",
+    "FeatureName",
+    "LabelReader",
+    "NamedDictionary",
 ]

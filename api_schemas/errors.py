@@ -96,6 +96,7 @@ class ErrorCode(enum.StrEnum):
     INVALID_DICTIONARY = "invalid_dictionary"
     INVALID_LABELS = "invalid_labels"
     UNSUPPORTED_DICTIONARY = "unsupported_dictionary"
+    DICTIONARY_MEMORY_FULL = "dictionary_memory_full"
     TRAINING_FAILED = "training_failed"
     MODEL_NOT_FOUND = "model_not_found"
     NOT_FOUND = "not_found"
@@ -170,6 +171,7 @@ STATUS: Final[dict[ErrorCode, int]] = {
     ErrorCode.REQUEST_TIMED_OUT: 504,
     ErrorCode.DATABASE_UNAVAILABLE: 503,
     ErrorCode.ENGINE_CAPTURE_FULL: 503,
+    ErrorCode.DICTIONARY_MEMORY_FULL: 503,
     ErrorCode.PROMPT_WAS_CHUNKED: 503,
     ErrorCode.INTERVENTION_FAILED: 500,
     ErrorCode.INTERNAL: 500,

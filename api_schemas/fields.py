@@ -36,7 +36,8 @@ def _is_list(value: Any) -> str:
     return "several" if isinstance(value, list | tuple) else "one"
 
 
-def _is_text(value: Any) -> str:
+def text_or_number(value: Any) -> str:
+    """Return the tag of a value that is text or a number."""
     return "text" if isinstance(value, str) else "number"
 
 
@@ -55,7 +56,7 @@ Layers = Annotated[
 
 Token = Annotated[
     Annotated[ShortText, Tag("text")] | Annotated[Integer, Tag("number")],
-    Discriminator(_is_text),
+    Discriminator(text_or_number),
 ]
 """A token: its id, or a string that is exactly one token, as ``/v1/tokenize`` returns it."""
 

@@ -13,8 +13,9 @@ from typing import Annotated, Any, Final
 
 from pydantic import Field, ValidationError
 
-from api_schemas.conditions import NamedDetector, Test, inner_tests, points_of
+from api_schemas.conditions import NamedDetector, Test, When, inner_tests, points_of
 from api_schemas.detectors import DetectorName, DetectorUsed
+from api_schemas.dictionaries import DictionaryName, DictionaryUsed, NamedDictionary
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip, excerpt
 from api_schemas.limits import DEFAULT_LIMITS, RequestLimits
@@ -22,6 +23,8 @@ from api_schemas.operations import (
     Ablate,
     Capture,
     Detect,
+    Feature,
+    Features,
     Flag,
     LogitLens,
     Patch,
@@ -33,13 +36,13 @@ from api_schemas.request_traces import Trace
 from api_schemas.tensors import NamedTensor, TensorInput, VectorUsed
 
 Operation = Annotated[
-    Steer | Ablate | Patch | Capture | Probe | LogitLens | Detect | Stop | Flag,
+    Steer | Ablate | Patch | Capture | Probe | LogitLens | Detect | Features | Feature | Stop | Flag,
     Field(discriminator="op"),
 ]
 """One declarative operation, identified by ``op``."""
 
 Intervention = Annotated[
-    Steer | Ablate | Patch | Capture | Probe | LogitLens | Detect | Stop | Flag | Trace,
+    Steer | Ablate | Patch | Capture | Probe | LogitLens | Detect | Features | Feature | Stop | Flag | Trace,
     Field(discriminator="op"),
 ]
 """One operation, identified by ``op``."""
@@ -52,6 +55,8 @@ OPERATIONS: Final = (
     "probe",
     "logit_lens",
     "detect",
+    "features",
+    "feature",
     "stop",
     "flag",
     "trace",
@@ -67,11 +72,13 @@ __all__ = [
     "Operation",
     "PromptOperations",
     "RequestLimits",
+    "condition_of",
     "condition_tests",
     "detectors_used",
+    "dictionaries_used",
     "parse_interventions",
     "path_in",
-    "points_read",
+    "points_of_names",
     "tensors_of",
     "vectors_used",
     "with_tensors",
@@ -85,6 +92,8 @@ _Schema = (
     | type[Probe]
     | type[LogitLens]
     | type[Detect]
+    | type[Features]
+    | type[Feature]
     | type[Stop]
     | type[Flag]
     | type[Trace]
@@ -92,13 +101,26 @@ _Schema = (
 _SCHEMAS: Final[dict[str, _Schema]] = dict(
     zip(
         OPERATIONS,
-        (Steer, Ablate, Patch, Capture, Probe, LogitLens, Detect, Stop, Flag, Trace),
+        (
+            Steer,
+            Ablate,
+            Patch,
+            Capture,
+            Probe,
+            LogitLens,
+            Detect,
+            Features,
+            Feature,
+            Stop,
+            Flag,
+            Trace,
+        ),
         strict=True,
     )
 )
 _OUR_CODES: Final = frozenset(code.value for code in ErrorCode)
 _MAX_FIELDS: Final = 32
-_LISTS_WITH_LIMITS: Final = ("units", "layers", "targets", "prompts")
+_LISTS_WITH_LIMITS: Final = ("units", "layers", "targets", "prompts", "features", "changes")
 _WHERE_LISTS: Final = ("positions", "tokens")
 
 _CODES: Final = {
@@ -115,6 +137,8 @@ _CODES: Final = {
 
 _FORMS: Final = {
     "at": 'Name a point such as "layers.3.output", or a list of them.',
+    "changes": 'Give a list of changes such as [{"feature": 123, "mode": "set", "value": 8.0}].',
+    "features": 'Give a list of features, by id or label, such as [123, "cats"].',
     "layers": 'Give "all", a selection such as "3:9", or a list of layers such as [5].',
     "positions": "Give a list of positions such as [0, -1].",
     "prompts": "Give a list of the prompts' numbers such as [0].",
@@ -185,14 +209,22 @@ class PromptOperations:
         return sorted([*self._shared, *own], key=itemgetter(0)) if own else self._shared
 
 
-def points_read(op: Detect | Stop | Flag) -> list[str]:
-    """Return the points that an operation without `at` reads."""
-    if isinstance(op, Detect):
-        return points_of(op.detector)
+def points_of_names(op: Detect | Features | Feature | Stop | Flag) -> list[str]:
+    """Return the points of an operation without `at`: those of its names, once they are resolved."""
+    match op:
+        case Detect():
+            return points_of(op.detector)
+        case Features():
+            return points_of(op.dictionary)
+        case Feature():
+            content = op.dictionary.content if isinstance(op.dictionary, NamedDictionary) else None
+            return [] if content is None else list(dict.fromkeys((content.at, content.output_at)))
     return [
         point
         for test in inner_tests(op.when).values()
-        for point in ([test.probe.at] if test.probe is not None else points_of(test.detector))
+        for point in (
+            [test.probe.at] if test.probe is not None else points_of(test.detector or test.dictionary)
+        )
     ]
 
 
@@ -235,9 +267,14 @@ def vectors_used(op: Intervention) -> dict[str, VectorUsed]:
     }
 
 
+def condition_of(op: Intervention) -> When | None:
+    """Return the condition of an operation."""
+    return op.when if isinstance(op, Steer | Ablate | Patch | Feature | Stop | Flag) else None
+
+
 def condition_tests(op: Intervention) -> dict[str, Test]:
     """Return the tests of an operation's condition by their paths in it; none without a condition."""
-    when = op.when if isinstance(op, Steer | Ablate | Patch | Stop | Flag) else None
+    when = condition_of(op)
     return {} if when is None else inner_tests(when)
 
 
@@ -252,6 +289,20 @@ def detectors_used(op: Intervention) -> dict[str, DetectorUsed]:
         path: name.used
         for path, name in names.items()
         if isinstance(name, NamedDetector) and name.used is not None
+    }
+
+
+def dictionaries_used(op: Intervention) -> dict[str, DictionaryUsed]:
+    """Return the dictionaries that names in an operation were resolved to, by their paths in it."""
+    names: dict[str, DictionaryName | None] = {
+        f"{path}.dictionary": test.dictionary for path, test in condition_tests(op).items()
+    }
+    if isinstance(op, Features | Feature):
+        names["dictionary"] = op.dictionary
+    return {
+        path: name.used
+        for path, name in names.items()
+        if isinstance(name, NamedDictionary) and name.used is not None
     }
 
 

@@ -1,11 +1,15 @@
-"""Names of vectors and presets: ``joy`` is the newest version, ``joy@2`` a specific one."""
+"""Names of stored things, such as presets: ``joy`` is the newest version, ``joy@2`` a specific one."""
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+from api_schemas.fields import Name, Strict
 
 NAME_PATTERN: Final = r"[a-z0-9][a-z0-9._-]{0,63}"
 """The allowed names."""
@@ -48,4 +52,25 @@ class Reference(NamedTuple):
         return cls(match["name"], None if match["version"] is None else int(match["version"]))
 
 
-__all__ = ["NAME_PATTERN", "REFERENCE_PATTERN", "Reference", "StoredName"]
+class NameOrText(Strict):
+    """A name with or without a version, as an object or as a plain string."""
+
+    name: Name
+    id: Name | None = Field(default=None, description="Its id; it must have this name and version.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """Return the schema of both forms."""
+        whole = handler.resolve_ref_schema(handler(core_schema))
+        described: JsonSchemaValue = {key: whole.pop(key) for key in ("title", "description")}
+        return {**described, "anyOf": [{"type": "string", "minLength": 1, "maxLength": 128}, whole]}
+
+
+__all__ = ["NAME_PATTERN", "REFERENCE_PATTERN", "NameOrText", "Reference", "StoredName"]

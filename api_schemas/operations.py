@@ -7,13 +7,14 @@ position, later ones see the effect of earlier ones.
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from api_schemas.conditions import Condition, NamedDetector
 from api_schemas.detectors import DetectorName
+from api_schemas.dictionaries import DictionaryName, FeatureName, NamedDictionary
 from api_schemas.errors import ErrorCode
 from api_schemas.fields import At, Integer, Items, Layers, Name, Number, Strict, Token
 from api_schemas.tensors import TensorInput
@@ -24,12 +25,26 @@ InputDtype = Literal["float32", "float16", "bfloat16"]
 
 MAX_VECTORS: Final = 64
 """Vectors of one operation."""
+MAX_FEATURES_READ: Final = 100
+"""Features that `features` returns at one position."""
+MAX_FEATURES_CHANGED: Final = 64
+"""Features that `feature` changes."""
+_DEFAULT_TOP_K: Final = 10
 
 _NUMBERS_OF_MODES: Final = {"gain": "affine", "offset": "affine", "low": "clamp", "high": "clamp"}
 
 
 def _invalid(message: str, field: str, code: ErrorCode = ErrorCode.INVALID_SHAPE) -> PydanticCustomError:
     return PydanticCustomError(code.value, "{message}", {"message": message, "field": field})
+
+
+def _check_once(features: list[tuple[str, int | str]]) -> None:
+    """Reject a feature that is named twice; labels and ids are compared once they are resolved."""
+    seen: set[int | str] = set()
+    for field, feature in features:
+        if feature in seen:
+            raise _invalid("a feature may be named once", field, ErrorCode.INVALID_VALUE)
+        seen.add(feature)
 
 
 class _Operation(Strict):
@@ -46,13 +61,13 @@ class _Operation(Strict):
     )
 
 
-class _PointOperation(_Operation):
+class PointOperation(_Operation):
     """An operation that names its points by their string form."""
 
     at: At = Field(description="A point such as layers.3.output, a pattern, or a list of them.")
 
 
-class _Write(_PointOperation):
+class _Write(PointOperation):
     """An operation that changes the value, always or under a condition."""
 
     when: Condition | None = Field(
@@ -165,7 +180,7 @@ class Patch(_Write):
         return self
 
 
-class Capture(_PointOperation):
+class Capture(PointOperation):
     """Return the values."""
 
     op: Literal["capture"] = "capture"
@@ -175,7 +190,7 @@ class Capture(_PointOperation):
     dtype: InputDtype | None = Field(default=None, description="Dtype of the result; null for the model's.")
 
 
-class Probe(_PointOperation):
+class Probe(PointOperation):
     """Return one number per position: the value's dot product with the weights, plus a bias."""
 
     op: Literal["probe"] = "probe"
@@ -213,6 +228,85 @@ class Detect(_Operation):
 
     op: Literal["detect"] = "detect"
     detector: DetectorName | NamedDetector = Field(description="A detector's name, such as refusal@2.")
+
+
+class Features(_Operation):
+    """Return the activations of a stored dictionary's features at each position.
+
+    Those of the most active features, the strongest first, or those of given ones.
+    """
+
+    op: Literal["features"] = "features"
+    dictionary: DictionaryName | NamedDictionary = Field(
+        description="A dictionary's name, such as layer12@2."
+    )
+    top_k: Annotated[Integer, Field(ge=1, le=MAX_FEATURES_READ)] | None = Field(
+        default=None, description="Most features per position; by default 10. Not with `features`."
+    )
+    features: Items[FeatureName] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=MAX_FEATURES_READ,
+        description="The features, by id or exact label, each once; instead of `top_k`.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _set_default(cls, value: Any) -> Any:
+        is_bare = isinstance(value, dict) and value.get("top_k") is None and value.get("features") is None
+        return {**value, "top_k": _DEFAULT_TOP_K} if is_bare else value
+
+    @model_validator(mode="after")
+    def _check_features(self) -> Self:
+        if self.features is None:
+            return self
+        if self.top_k is not None:
+            raise _invalid("`features` has either `top_k` or `features`", "top_k", ErrorCode.INVALID_VALUE)
+        _check_once([(f"features.{index}", feature) for index, feature in enumerate(self.features)])
+        return self
+
+
+class FeatureChange(Strict):
+    """A new activation of a feature, in place of ``a``.
+
+    ``set`` value; ``add`` a + value; ``scale`` a * value; ``ablate`` 0.
+    """
+
+    feature: FeatureName = Field(description="Its id or its exact label.")
+    mode: Literal["set", "add", "scale", "ablate"] = "set"
+    value: Number | None = Field(default=None, description="Required; not with `ablate`.")
+
+    @model_validator(mode="after")
+    def _check_value(self) -> Self:
+        if (self.value is None) != (self.mode == "ablate"):
+            message = (
+                "`ablate` has no `value`" if self.value is not None else f"`{self.mode}` needs a `value`"
+            )
+            raise _invalid(message, "value")
+        return self
+
+
+class Feature(_Operation):
+    """Change activations of a stored dictionary's features, and nothing else of the value.
+
+    The value is the one that the dictionary reconstructs; the error of the reconstruction stays in it.
+    """
+
+    op: Literal["feature"] = "feature"
+    dictionary: DictionaryName | NamedDictionary = Field(
+        description="A dictionary's name, such as layer12@2."
+    )
+    changes: Items[FeatureChange] = Field(
+        min_length=1, max_length=MAX_FEATURES_CHANGED, description="Each of another feature."
+    )
+    when: Condition | None = Field(
+        default=None, description="The condition under which it acts at a position; always by default."
+    )
+
+    @model_validator(mode="after")
+    def _check_changes(self) -> Self:
+        _check_once([(f"changes.{index}.feature", one.feature) for index, one in enumerate(self.changes)])
+        return self
 
 
 class _Mark(_Operation):

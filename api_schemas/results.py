@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from api_schemas.detectors import DetectorUsed
+from api_schemas.dictionaries import DictionaryFeature, DictionaryUsed
 from api_schemas.tensors import Dtype, TensorObject, VectorUsed
 
 
@@ -99,6 +100,23 @@ class DetectResult(BaseModel):
     scores: list[float | None]
 
 
+class FeatureActivation(DictionaryFeature):
+    """A feature and its activation at a position; null if it is not finite."""
+
+    activation: float | None
+
+
+class FeaturesResult(BaseModel):
+    """Activations of a dictionary's features, a list for each position.
+
+    Of the most active ones, the strongest first; or of those that the request names, in its order.
+    """
+
+    type: Literal["features"] = "features"
+    positions: list[int]
+    features: list[list[FeatureActivation]]
+
+
 class StopResult(BaseModel):
     """The positions where the condition held; at the first the choice ended."""
 
@@ -114,7 +132,14 @@ class FlagResult(BaseModel):
 
 
 Result = Annotated[
-    CaptureResult | ProbeResult | LogitLensResult | DetectResult | StopResult | FlagResult | TraceResult,
+    CaptureResult
+    | ProbeResult
+    | LogitLensResult
+    | DetectResult
+    | FeaturesResult
+    | StopResult
+    | FlagResult
+    | TraceResult,
     Field(discriminator="type"),
 ]
 
@@ -134,6 +159,9 @@ class Applied(BaseModel):
     )
     detectors: list[DetectorUsed] | None = Field(
         default=None, description="The detectors that names in it resolved to; absent if there are none."
+    )
+    dictionaries: list[DictionaryUsed] | None = Field(
+        default=None, description="The dictionaries that names in it resolved to; absent if there are none."
     )
     vector: VectorUsed | None = Field(
         default=None, description="The vector that the operation's vector name resolved to."

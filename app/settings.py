@@ -196,6 +196,12 @@ class Settings(BaseSettings):
         ge=0,
         description="Most captured bytes that all requests together may hold in the engine.",
     )
+    loaded_dictionary_bytes: int = Field(
+        default=2 * GIB,
+        ge=0,
+        description="Most bytes of the weights of dictionaries that an engine holds on its device at a time. "
+        "They are outside of the memory that vLLM plans (`gpu_memory_utilization`).",
+    )
     max_engine_restarts: int = Field(
         default=5,
         ge=0,

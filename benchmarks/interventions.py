@@ -11,6 +11,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from benchmarks.dictionaries import random_dictionary
+
 JsonObject = dict[str, Any]
 
 _VECTOR_SCALE: Final = 0.1
@@ -99,6 +101,27 @@ def conditional(layers: Layers, *, window: int = 0) -> ContentOf:
                 "when": {"probe": probe, "above": 0.0, **over},
             }
         ]
+
+    return content_of
+
+
+def top_features(layers: Layers) -> ContentOf:
+    """Read the ten most active of 16 times as many features as the width, at each generated token."""
+
+    def content_of(_index: int, shape: LayerSizes) -> Content:
+        dictionary = random_dictionary(layers(shape).start, shape.hidden_size)
+        return [{"op": "features", "dictionary": dictionary, "where": {"phase": "generated"}}]
+
+    return content_of
+
+
+def changed_features(layers: Layers) -> ContentOf:
+    """Change three features of each request's own."""
+
+    def content_of(index: int, shape: LayerSizes) -> Content:
+        dictionary = random_dictionary(layers(shape).start, shape.hidden_size)
+        changes = [{"feature": 3 * index + i, "mode": "add", "value": _VECTOR_SCALE} for i in range(3)]
+        return [{"op": "feature", "dictionary": dictionary, "changes": changes}]
 
     return content_of
 

@@ -118,7 +118,12 @@ class _StandIn:
         self._weights = weights.to(device, torch.bfloat16)
         self._start = torch.randn(num_requests, width, generator=generator).to(device, torch.bfloat16)
         self._state = WorkerState(
-            _POINTS, _SPEC, device, max_request_bytes=_MANY_BYTES, max_engine_bytes=_MANY_BYTES
+            _POINTS,
+            _SPEC,
+            device,
+            max_request_bytes=_MANY_BYTES,
+            max_engine_bytes=_MANY_BYTES,
+            max_dictionary_bytes=_MANY_BYTES,
         )
         self._outbox = Outbox()
         self._request_ids = [str(index) for index in range(num_requests)]

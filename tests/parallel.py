@@ -35,6 +35,7 @@ _TOGETHER: Final = {
         for name in ("keys", "sandbox", "sandbox_corpus", "tenants", "hostile_requests")
     ),
     "float32_engine": tuple(f"tests/e2e/test_{name}.py" for name in ("cache", "numerics", "sixteen_vectors")),
+    "chunked_engine": tuple(f"tests/e2e/test_{name}.py" for name in ("conditions", "features")),
     "renamed_model": tuple(
         f"tests/e2e/test_traces_{name}.py" for name in ("caches", "edits", "names", "scans")
     ),

@@ -14,13 +14,15 @@ from typing import Any, Final
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
-from api_schemas.interventions import Intervention, detectors_used, vectors_used
+from api_schemas.interventions import Intervention, detectors_used, dictionaries_used, vectors_used
 from api_schemas.operations import Steer
+from app.engine.feature_results import features_json, finite_or_none
 from app.settings import Settings
 from app.storage.results import ResultStore
 from nnsight_engine.core.work_context import WorkContext
 from nnsight_engine.plans.collect.results import (
     CollectedCapture,
+    CollectedFeatures,
     CollectedLens,
     CollectedMarks,
     CollectedProbe,
@@ -44,6 +46,8 @@ _GROWN: Final = "~grown"
 
 Decode = Callable[[int], str]
 
+_Plain = CollectedCapture | CollectedProbe | CollectedLens | CollectedScores | CollectedMarks | CollectedTrace
+
 
 async def choice_json(
     collected: CollectedResults,
@@ -64,8 +68,8 @@ async def choice_json(
         work: The request's: its tenant owns the tensors, its meter counts them.
         settings: The limit on inline tensors.
         decode: Returns the text of a token id.
-        operations: The request's operations, in its order; for those with named vectors, the answer says
-            which version was used.
+        operations: The operations of the choice's prompt, in its order; for stored things that they name the
+            answer says which version was used, and for features their labels.
         inline: Whether tensors stay in the answer, however large.
         base_path: The prefix of ``/v1`` in the server's URLs (ASGI's ``root_path``).
 
@@ -84,7 +88,12 @@ async def choice_json(
         # Rounded down: the file exists at least as long as the answer says.
         tensors = _Stored(f"{base_path}/v1/results/{stored.id}", math.floor(stored.expires_at))
     answer: dict[str, Any] = {
-        "results": {result.name: _result_json(result, tensors, decode) for result in collected.results}
+        "results": {
+            result.name: await features_json(result, operations)
+            if isinstance(result, CollectedFeatures)
+            else _result_json(result, tensors, decode)
+            for result in collected.results
+        }
     }
     if collected.final:
         work.note_tier(collected.tier)
@@ -115,6 +124,9 @@ def _applied_json(
         detectors = [own.model_dump() for own in detectors_used(operation).values()]
         if detectors:
             one["detectors"] = detectors
+        dictionaries = [own.model_dump() for own in dictionaries_used(operation).values()]
+        if dictionaries:
+            one["dictionaries"] = dictionaries
         used = [
             own.model_dump() for path, own in vectors_used(operation).items() if not path.startswith("when.")
         ]
@@ -126,11 +138,13 @@ def _applied_json(
 
 
 def _number_bytes(result: CollectedResult) -> int:
-    """Return the size of the numbers in a lens or probe result."""
+    """Return the size of the numbers in a result without tensors."""
     if isinstance(result, CollectedProbe):
         return _NUMBER_BYTES * len(result.points) * len(result.positions)
     if isinstance(result, CollectedScores):
         return _NUMBER_BYTES * len(result.positions)
+    if isinstance(result, CollectedFeatures):
+        return 2 * _NUMBER_BYTES * sum(map(len, result.rows))
     if isinstance(result, CollectedLens):
         rows = (row for layer in result.layers.values() for row in layer)
         return 2 * _NUMBER_BYTES * sum(len(top) + len(targets) for top, targets in rows)
@@ -228,7 +242,7 @@ def _items(value: Any) -> Iterable[tuple[Any, Any]]:
     return enumerate(value) if isinstance(value, list) else ()
 
 
-def _result_json(result: CollectedResult, tensors: _Inline, decode: Decode) -> dict[str, Any]:
+def _result_json(result: _Plain, tensors: _Inline, decode: Decode) -> dict[str, Any]:
     if isinstance(result, CollectedCapture):
         return _capture_json(result, tensors)
     if isinstance(result, CollectedTrace):
@@ -238,11 +252,11 @@ def _result_json(result: CollectedResult, tensors: _Inline, decode: Decode) -> d
             "type": "probe",
             "positions": result.positions,
             "points": {
-                point: [_finite_or_none(value) for value in values] for point, values in result.points.items()
+                point: [finite_or_none(value) for value in values] for point, values in result.points.items()
             },
         }
     if isinstance(result, CollectedScores):
-        scores = [_finite_or_none(score) for score in result.scores]
+        scores = [finite_or_none(score) for score in result.scores]
         return {"type": "detect", "positions": result.positions, "scores": scores}
     if isinstance(result, CollectedMarks):
         return {"type": result.kind, "positions": result.positions}
@@ -306,8 +320,3 @@ def _token_json(token: CollectedToken, decode: Decode) -> dict[str, Any]:
     if token.rank is not None:
         answer["rank"] = token.rank
     return answer
-
-
-def _finite_or_none(value: float) -> float | None:
-    # JSON has no infinity: null means that the number overflowed; 0 would be a wrong value.
-    return value if math.isfinite(value) else None

@@ -66,6 +66,7 @@ def engine_arguments(args: argparse.Namespace, settings: Settings) -> AsyncEngin
     limits = EngineLimits(
         settings.max_capture_bytes_per_request,
         settings.max_capture_bytes_engine,
+        loaded_dictionary_bytes=settings.loaded_dictionary_bytes,
         trace_step_s=settings.trace_step_s,
         max_trace_bytes=settings.max_trace_bytes,
         sandbox=settings.sandbox,

@@ -13,7 +13,7 @@ from typing import Any, Final
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from api_schemas.dictionaries import Dictionary, Feature
+from api_schemas.dictionaries import Dictionary, DictionaryFeature
 from api_schemas.errors import ErrorCode
 from app.allowance import Allowance
 from app.storage.database import Database
@@ -161,7 +161,7 @@ class DictionaryStore(VersionStore[DictionaryRow, Dictionary]):
         feature: int | None,
         after: int,
         limit: int,
-    ) -> tuple[list[Feature], bool]:
+    ) -> tuple[list[DictionaryFeature], bool]:
         """Return features of a dictionary visible to a tenant by id, and whether there are more.
 
         Args:
@@ -176,14 +176,14 @@ class DictionaryStore(VersionStore[DictionaryRow, Dictionary]):
             ApiError: ``dictionary_not_found``.
         """
 
-        def read(session: Session) -> list[Feature]:
+        def read(session: Session) -> list[DictionaryFeature]:
             row = _TABLE.row(session, dictionary_id, tenant)
             found = find_features(
                 session, row.number, words=words, feature=feature, after=after, limit=limit + 1
             )
             is_there = feature is not None and after < feature < row.num_features
             if not found and is_there and feature is not None and not words:
-                return [Feature(id=feature)]
+                return [DictionaryFeature(id=feature)]
             return found
 
         found = await self._database.read(read)

@@ -8,7 +8,7 @@ from typing import Final
 from sqlalchemy import delete, insert, select
 from sqlalchemy.orm import Session
 
-from api_schemas.dictionaries import Feature
+from api_schemas.dictionaries import DictionaryFeature
 from app.storage.tables import Base, FeatureLabelRow
 
 _TABLE: Final = Base.metadata.tables[FeatureLabelRow.__tablename__]
@@ -42,7 +42,7 @@ def replace_labels(session: Session, dictionary: int, labels: Mapping[int, str])
 
 def find_features(
     session: Session, dictionary: int, *, words: Sequence[str], feature: int | None, after: int, limit: int
-) -> list[Feature]:
+) -> list[DictionaryFeature]:
     """Return features with a label, by id.
 
     Args:
@@ -59,7 +59,7 @@ def find_features(
     if feature is not None:
         wanted.append(row.feature == feature)
     found = session.execute(select(row.feature, row.text).where(*wanted).order_by(row.feature).limit(limit))
-    return [Feature(id=one, label=text) for one, text in found]
+    return [DictionaryFeature(id=one, label=text) for one, text in found]
 
 
 def ids_of(session: Session, dictionary: int, label: str, limit: int) -> list[int]:

@@ -21,6 +21,7 @@ from benchmarks.engine import StepwiseEngine
 from benchmarks.interventions import (
     ContentOf,
     captured,
+    changed_features,
     conditional,
     every,
     first_only,
@@ -28,6 +29,7 @@ from benchmarks.interventions import (
     middle,
     nothing,
     steered,
+    top_features,
     traced,
 )
 
@@ -203,6 +205,8 @@ VARIANTS: Final = (
     Variant("every request its own vector, all layers", steered(every), {64: 0.93}),
     Variant("every request its own condition, one layer", conditional(middle), {64: 0.95}),
     Variant("every request its own condition over 8 tokens, one layer", conditional(middle, window=8)),
+    Variant("ten top features of every request, one layer", top_features(middle), {32: 0.90}),
+    Variant("every request its own features changed, one layer", changed_features(middle)),
     Variant("last token captured, all layers", _CAPTURE, {ANY_SIZE: 0.92}, bound=_CAPTURE_BOUND),
     Variant("every token captured, all layers", captured(every, "generated")),
     _lens_variant("lens of one request, all layers", first_only(_LENS)),

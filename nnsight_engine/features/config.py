@@ -1,4 +1,4 @@
-"""What a dictionary computes: its architecture, its sizes, and how inputs are scaled; no tensors."""
+"""A dictionary's definition: architecture, sizes, scaling of inputs, changes of activations; no tensors."""
 
 from __future__ import annotations
 
@@ -46,6 +46,25 @@ class Normalization(enum.StrEnum):
     EXPECTED_AVERAGE = "expected_average_only_in"
     LAYER_NORM = "layer_norm"
     CONSTANT_NORM = "constant_norm_rescale"
+
+
+class Change(enum.StrEnum):
+    """How the activation ``a`` of a feature becomes a new one, given a value ``v``."""
+
+    SET = "set"
+    ADD = "add"
+    SCALE = "scale"
+    ABLATE = "ablate"
+
+    @property
+    def gain(self) -> tuple[float, float]:
+        """The factor on ``a``, as a factor on ``v`` and a constant."""
+        return {"set": (0.0, 0.0), "add": (0.0, 1.0), "scale": (1.0, 0.0), "ablate": (0.0, 0.0)}[self]
+
+    @property
+    def offset(self) -> float:
+        """The factor on ``v`` of what is added."""
+        return 1.0 if self in {Change.SET, Change.ADD} else 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,4 +119,4 @@ class DictionaryConfig:
         return sum(map(math.prod, self.tensor_shapes.values()))
 
 
-__all__ = ["MAX_FEATURES", "Architecture", "DictionaryConfig", "Normalization"]
+__all__ = ["MAX_FEATURES", "Architecture", "Change", "DictionaryConfig", "Normalization"]

@@ -6,27 +6,18 @@ other; methods that would need ``[rows, num_features]`` at once only to reduce i
 
 from __future__ import annotations
 
-import enum
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
 import torch
 
-from nnsight_engine.features.config import Architecture, DictionaryConfig, Normalization
+from nnsight_engine.features.config import Architecture, Change, DictionaryConfig, Normalization
 
 _PART_VALUES: Final = 2**24
 """Most float32 values of intermediate results that are computed in parts."""
 _LAYER_NORM_EPSILON: Final = 1e-5
 _LEAST_NORM: Final = 1e-12
-
-
-class Change(enum.StrEnum):
-    """How the activation ``a`` of a feature becomes a new one, given a value ``v``."""
-
-    SET = "set"
-    ADD = "add"
-    SCALE = "scale"
-    ABLATE = "ablate"
 
 
 class _Scaled(NamedTuple):
@@ -72,10 +63,7 @@ class Dictionary:
             x: Values ``[rows, input_width]``.
             ids: The features, ``[ids]``, int64. Others are not computed, unless they compete (TOPK).
         """
-        if self.config.architecture is Architecture.TOPK:
-            parts = [self.encode(part).index_select(1, ids) for part in self._parts(x)]
-            return torch.cat(parts) if parts else x.new_zeros((0, len(ids)), dtype=torch.float32)
-        return self._activations(self._scaled(x).values, ids)
+        return Selection(self, ids).activations(x)
 
     def top(self, x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the most active features of values ``[rows, input_width]``.
@@ -86,7 +74,7 @@ class Dictionary:
         """
         if not 0 < k <= self.config.num_features:
             raise ValueError(f"k must be from 1 to {self.config.num_features}, got {k}")
-        found = [self.encode(part).topk(k, dim=-1) for part in self._parts(x)]
+        found = [self.encode(part).topk(k, dim=-1) for part in self.parts(x)]
         if not found:
             return x.new_zeros((0, k), dtype=torch.int64), x.new_zeros((0, k), dtype=torch.float32)
         return torch.cat([one.indices for one in found]), torch.cat([one.values for one in found])
@@ -119,7 +107,7 @@ class Dictionary:
 
     def reconstruct(self, x: torch.Tensor) -> torch.Tensor:
         """Return the reconstructions ``[rows, output_width]`` of values ``[rows, input_width]``."""
-        parts = [self.decode(self.encode(part), part) for part in self._parts(x)]
+        parts = [self.decode(self.encode(part), part) for part in self.parts(x)]
         return torch.cat(parts) if parts else x.new_zeros((0, self.config.output_width), dtype=torch.float32)
 
     def error(self, x: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
@@ -155,15 +143,36 @@ class Dictionary:
             if self.config.architecture.is_transcoder:
                 raise ValueError("a transcoder changes the values of its output point: give `target`")
             target = x
-        old = self.encode_selected(x, ids)
-        directions = self.tensors["W_dec"].index_select(0, ids).float()
-        delta = _changed(old, change, values) - old
+        given = torch.as_tensor(values, dtype=torch.float32, device=x.device)
+        gain, offset = given * change.gain[0] + change.gain[1], given * change.offset
+        return (target.float() + Selection(self, ids).moves(x, gain, offset)).to(target.dtype)
+
+    def scale_of(self, x: torch.Tensor) -> torch.Tensor | float:
+        """Return the factor on changes of the reconstruction of ``x``, a number or ``[rows, 1]``."""
+        return 1.0 if self.config.architecture.is_transcoder else self._scaled(x).scale
+
+    def directions(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return what one unit of the activation of features adds to a reconstruction, ``[ids, width]``."""
+        directions: torch.Tensor = self.tensors["W_dec"].index_select(0, ids).float()
         if self._decoder_norms is not None:
-            delta = delta / self._decoder_norms.index_select(0, ids).clamp(min=_LEAST_NORM)
-        moved = delta @ directions
-        if not self.config.architecture.is_transcoder:
-            moved = moved * self._scaled(x).scale
-        return (target.float() + moved).to(target.dtype)
+            norms = self._decoder_norms.index_select(0, ids).clamp(min=_LEAST_NORM)
+            directions /= norms.unsqueeze(1)
+        return directions
+
+    def subset(self, ids: torch.Tensor) -> Dictionary | None:
+        """Return a dictionary, in float32, of some features; None if a feature depends on others (TOPK)."""
+        if self.config.architecture is Architecture.TOPK:
+            return None
+        config = dataclasses.replace(self.config, num_features=len(ids))
+        tensors = {}
+        for name, tensor in self.tensors.items():
+            if name == "W_enc":
+                tensors[name] = tensor.index_select(1, ids).float()
+            elif name in {"b_dec", "W_skip"}:
+                tensors[name] = tensor.float()
+            else:
+                tensors[name] = tensor.index_select(0, ids).float()
+        return Dictionary(config, tensors)
 
     def _scaled(self, x: torch.Tensor) -> _Scaled:
         x = x.float()
@@ -185,20 +194,19 @@ class Dictionary:
                 scale = norm / self.config.input_width**0.5
                 return _Scaled(x / scale, scale, 0.0)
 
-    def _activations(self, inputs: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
-        """Return activations of scaled inputs, of all features or of some; TOPK needs all."""
+    def _activations(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return activations of scaled inputs."""
         config = self.config
         if config.subtracts_decoder_bias:
             inputs = inputs - self.tensors["b_dec"].float()
-        weights = self.tensors["W_enc"]
-        projected = _product(inputs, weights if ids is None else weights.index_select(1, ids))
+        projected = _product(inputs, self.tensors["W_enc"])
         if config.architecture is Architecture.GATED:
-            is_active = projected + self._bias("b_gate", ids) > 0
-            magnitude = projected * self._bias("r_mag", ids).exp() + self._bias("b_mag", ids)
+            is_active = projected + self.tensors["b_gate"].float() > 0
+            magnitude = projected * self.tensors["r_mag"].float().exp() + self.tensors["b_mag"].float()
             return magnitude.relu() * is_active
-        projected = projected + self._bias("b_enc", ids)
+        projected = projected + self.tensors["b_enc"].float()
         if config.architecture.has_threshold:
-            return projected.relu() * (projected > self._bias("threshold", ids))
+            return projected.relu() * (projected > self.tensors["threshold"].float())
         if config.k is None:
             return projected.relu()
         if self._decoder_norms is not None:
@@ -206,14 +214,49 @@ class Dictionary:
         kept = projected.topk(config.k, dim=-1, sorted=False)
         return torch.zeros_like(projected).scatter_(-1, kept.indices, kept.values.relu())
 
-    def _bias(self, name: str, ids: torch.Tensor | None) -> torch.Tensor:
-        bias = self.tensors[name]
-        return (bias if ids is None else bias.index_select(0, ids)).float()
-
-    def _parts(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
+    def parts(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield the rows of ``x``, so many at once as activations of all features should be computed."""
         num_rows = max(1, _PART_VALUES // self.config.num_features)
         for start in range(0, len(x), num_rows):
             yield x[start : start + num_rows]
+
+
+class Selection:
+    """Some features of a dictionary, whose weights are gathered once.
+
+    Args:
+        dictionary: The dictionary.
+        ids: Different features, ``[ids]``, int64.
+    """
+
+    def __init__(self, dictionary: Dictionary, ids: torch.Tensor) -> None:
+        self._dictionary = dictionary
+        self._ids = ids
+        self._own = dictionary.subset(ids)
+        self._directions = dictionary.directions(ids)
+
+    def activations(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the activations ``[rows, ids]`` of values ``[rows, input_width]``."""
+        if self._own is not None:
+            return self._own.encode(x)
+        parts = [
+            self._dictionary.encode(part).index_select(1, self._ids) for part in self._dictionary.parts(x)
+        ]
+        return torch.cat(parts) if parts else x.new_zeros((0, len(self._ids)), dtype=torch.float32)
+
+    def moves(self, x: torch.Tensor, gain: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+        """Return what new activations ``gain * a + offset`` add to the reconstructed values.
+
+        Args:
+            x: The values that the dictionary reads, ``[rows, input_width]``.
+            gain: Of shape ``[rows, ids]``, or one that broadcasts to it.
+            offset: Likewise. A feature with the gain 1 and the offset 0 adds nothing.
+
+        Returns:
+            ``[rows, output_width]``, float32.
+        """
+        change = (gain - 1) * self.activations(x) + offset
+        return change @ self._directions * self._dictionary.scale_of(x)
 
 
 def _product(inputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -228,22 +271,10 @@ def _product(inputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def _changed(old: torch.Tensor, change: Change, values: torch.Tensor | float) -> torch.Tensor:
-    match change:
-        case Change.SET:
-            return torch.zeros_like(old) + values
-        case Change.ADD:
-            return old + values
-        case Change.SCALE:
-            return old * values
-        case Change.ABLATE:
-            return torch.zeros_like(old)
-
-
 def _needed(x: torch.Tensor | None) -> torch.Tensor:
     if x is None:
         raise ValueError("this dictionary needs the values that were encoded: give `x`")
     return x
 
 
-__all__ = ["Change", "Dictionary"]
+__all__ = ["Dictionary", "Selection"]

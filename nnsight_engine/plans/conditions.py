@@ -13,6 +13,7 @@ import msgspec
 
 from nnsight_engine.core.detector import Form, Link
 from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.plans.features import PlannedFeatures
 from nnsight_engine.plans.sites import PlannedSite, forward_order
 
 AND: Final = "and"
@@ -23,11 +24,19 @@ Truth = TypeVar("Truth", bound=Any)
 
 
 class PlannedPart(msgspec.Struct, frozen=True, array_like=True):
-    """A part of a detector: its site, its form, and the name and the key of each of its tensors."""
+    """A part of a detector.
+
+    Attributes:
+        site: The site that it reads.
+        form: Its form; None for the activation of a feature.
+        tensors: Name and key of each of its tensors.
+        features: The feature.
+    """
 
     site: PlannedSite
-    form: Form
-    tensors: tuple[tuple[str, str], ...]
+    form: Form | None
+    tensors: tuple[tuple[str, str], ...] = ()
+    features: PlannedFeatures | None = None
 
 
 class PlannedDetector(msgspec.Struct, frozen=True, omit_defaults=True):

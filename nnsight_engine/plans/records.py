@@ -37,6 +37,7 @@ class StepRecord(msgspec.Struct, array_like=True):
             sites, top_k]``, then log-probabilities float32 and ranks int32 of the targets
             ``[rows, sites, targets]``. Patterns: one part ``[sites, rows, heads,
             keys]``, reduced ``[sites, heads, keys]``, whose keys are those of the last position.
+            Features: activations float32 ``[rows, features]``, of the most active ids int32 before them.
     """
 
     op: int
@@ -89,6 +90,14 @@ def leaf_width(site: PlannedSite, spec: ModelSpec) -> int:
     if leaf is None:
         raise InterventionError("unknown_point", f"the model has no point {site}")
     return leaf.width
+
+
+def feature_row_bytes(op: PlannedOp) -> int:
+    """Return the bytes of what an operation of kind FEATURES returns for a position."""
+    if op.features is None:
+        return 0
+    # An activation is a float32, beside it the most active ones have their ids, int32.
+    return 8 * op.features.top_k if op.features.top_k else 4 * len(op.features.ids)
 
 
 class StepInfo(msgspec.Struct, array_like=True):

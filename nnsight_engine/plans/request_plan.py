@@ -16,6 +16,7 @@ import msgspec
 from nnsight_engine.core.leaves import PATTERN, STATE
 from nnsight_engine.plans.answer_parts import PlannedAnswer
 from nnsight_engine.plans.conditions import PlannedCondition, PlannedDetector
+from nnsight_engine.plans.features import PlannedFeatures
 from nnsight_engine.plans.sites import PlannedSite
 
 PLAN_KEY: Final = "nnsight_engine"
@@ -23,7 +24,7 @@ PLAN_KEY: Final = "nnsight_engine"
 
 
 class OperationKind(enum.StrEnum):
-    """Effect of an operation at its sites; the first eight write, the others read.
+    """Effect of an operation at its sites; the first nine write, the others read.
 
     STOP and FLAG read whether their condition holds.
     """
@@ -36,10 +37,12 @@ class OperationKind(enum.StrEnum):
     ZERO = "zero"
     MEAN = "mean"
     PATCH = "patch"
+    FEATURE = "feature"
     CAPTURE = "capture"
     PROBE = "probe"
     LENS = "logit_lens"
     DETECT = "detect"
+    FEATURES = "features"
     STOP = "stop"
     FLAG = "flag"
 
@@ -52,6 +55,7 @@ READS: Final = MARKS | {
     OperationKind.PROBE,
     OperationKind.LENS,
     OperationKind.DETECT,
+    OperationKind.FEATURES,
 }
 
 
@@ -119,6 +123,7 @@ class PlannedOp(msgspec.Struct, frozen=True, omit_defaults=True):
         top_k: LENS: tokens per position.
         targets: LENS: token ids whose log-probability and rank are reported.
         detector: DETECT: the detector, which reads at the sites.
+        features: FEATURES, FEATURE: the features of a dictionary.
         when: The condition under which it acts at a position; None for always. STOP and FLAG have one, and as
             site the last that it reads.
     """
@@ -139,6 +144,7 @@ class PlannedOp(msgspec.Struct, frozen=True, omit_defaults=True):
     top_k: int = 0
     targets: tuple[int, ...] = ()
     detector: PlannedDetector | None = None
+    features: PlannedFeatures | None = None
     when: PlannedCondition | None = None
 
     @property
@@ -186,6 +192,7 @@ class RequestPlan(msgspec.Struct, frozen=True):
         answer: How the parts of the answer are told apart; None if no operation names one.
         images: The prompt's images; empty if no operation acts in the vision encoder.
         num_positions: Number of positions that are computed at most.
+        dictionaries: The files of the dictionaries that the operations use, by SHA-256.
     """
 
     prompt_len: int
@@ -195,6 +202,7 @@ class RequestPlan(msgspec.Struct, frozen=True):
     answer: PlannedAnswer | None = None
     images: tuple[PlannedImage, ...] = ()
     num_positions: int = 0
+    dictionaries: dict[str, str] = {}
 
     @property
     def num_points(self) -> int:

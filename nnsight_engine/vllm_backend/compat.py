@@ -52,6 +52,7 @@ class EngineLimits:
     Attributes:
         max_capture_bytes_per_request: Limit on the captures of one declarative request.
         max_capture_bytes_engine: Limit on the captures that all declarative requests hold together.
+        loaded_dictionary_bytes: Limit on the weights of all dictionaries that are loaded on the device.
         max_edits: Number of named edits that the engine keeps.
         max_edit_bytes: Limit on the encoded size of all named edits together.
         trace_step_s: Seconds that one block may compute within one step.
@@ -77,6 +78,7 @@ class EngineLimits:
 
     max_capture_bytes_per_request: int = 256 * 1024 * 1024
     max_capture_bytes_engine: int = 1024 * 1024 * 1024
+    loaded_dictionary_bytes: int = 2 * 1024 * 1024 * 1024
     max_edits: int = 64
     max_edit_bytes: int = 256 * 1024 * 1024
     trace_step_s: float = 10.0

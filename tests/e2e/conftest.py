@@ -29,7 +29,13 @@ from tests.e2e.watching import Watch, watched_reads
 from tests.families.checkpoints import write_checkpoint
 from tests.sharing import SHARED, bring_together, is_last, uses
 
-SHARED_FIXTURES: Final = ("bundled_server", "keyed_server", "float32_engine", "renamed_model")
+SHARED_FIXTURES: Final = (
+    "bundled_server",
+    "keyed_server",
+    "float32_engine",
+    "chunked_engine",
+    "renamed_model",
+)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -82,6 +88,22 @@ def float32_engine(request: pytest.FixtureRequest, bundled: Path) -> Engine:
     """Run the bundled model in this process, for declarative requests; modules share it."""
     engine = Engine(bundled, dtype="float32", block_size=32, max_num_batched_tokens=1024)
     request.session.stash.setdefault(SHARED, {})["float32_engine"] = engine.close
+    return engine
+
+
+@pytest.fixture(scope="session")
+def chunked_engine(request: pytest.FixtureRequest, bundled: Path) -> Engine:
+    """Run it in float32 with so little memory that requests are chunked and preempted; modules share it."""
+    engine = Engine(
+        bundled,
+        dtype="float32",
+        max_num_batched_tokens=32,
+        max_num_seqs=8,
+        max_model_len=256,
+        block_size=32,
+        num_gpu_blocks_override=9,
+    )
+    request.session.stash.setdefault(SHARED, {})["chunked_engine"] = engine.close
     return engine
 
 

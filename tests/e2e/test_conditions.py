@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -30,20 +28,9 @@ PROMPTS: Final = (
 )
 
 
-@pytest.fixture(scope="module")
-def engine(bundled: Path) -> Iterator[Engine]:
-    """Serve the bundled model in float32, with so little memory that requests are chunked and preempted."""
-    engine = Engine(
-        bundled,
-        dtype="float32",
-        max_num_batched_tokens=32,
-        max_num_seqs=8,
-        max_model_len=256,
-        block_size=32,
-        num_gpu_blocks_override=9,
-    )
-    yield engine
-    engine.close()
+@pytest.fixture
+def engine(chunked_engine: Engine) -> Engine:
+    return chunked_engine
 
 
 class RandomRequest:

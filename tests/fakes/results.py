@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from typing import Final
 
 from api_schemas.capabilities import Capabilities
-from api_schemas.interventions import Intervention, Operation
-from api_schemas.operations import Capture, Detect, Flag, LogitLens, Probe, Stop
+from api_schemas.interventions import Intervention, Operation, points_of_names
+from api_schemas.operations import Capture, Detect, Features, Flag, LogitLens, PointOperation, Probe, Stop
 from api_schemas.request_traces import Trace
-from nnsight_engine.plans.collect.assembly import OperationResult
 from nnsight_engine.plans.collect.results import (
     CollectedCapture,
+    CollectedFeatures,
     CollectedLens,
     CollectedMarks,
     CollectedProbe,
+    CollectedResult,
     CollectedResults,
     CollectedScores,
     CollectedSites,
@@ -30,7 +31,7 @@ FINGERPRINT: Final = "of-the-fake-model"
 WIDTH: Final = 8
 _NUM_LAYERS: Final = 4
 _VOCAB_SIZE: Final = 1000
-_READS: Final = (Capture, Probe, LogitLens, Detect, Stop, Flag)
+_READS: Final = (Capture, Probe, LogitLens, Detect, Features, Stop, Flag)
 
 
 def collected(
@@ -76,8 +77,8 @@ def _name(op: Operation, index: int) -> str:
 def _points(op: Operation) -> list[str]:
     if isinstance(op, LogitLens):
         return [f"layers.{layer}.output" for layer in _layers(op)]
-    if isinstance(op, Detect | Stop | Flag):
-        return ["layers.0.output"]
+    if not isinstance(op, PointOperation):
+        return points_of_names(op) or ["layers.0.output"]
     return [op.at] if isinstance(op.at, str) else list(op.at)
 
 
@@ -86,11 +87,11 @@ def _layers(op: LogitLens) -> list[int]:
 
 
 def _result(
-    op: Capture | Probe | LogitLens | Detect | Stop | Flag,
+    op: Capture | Probe | LogitLens | Detect | Features | Stop | Flag,
     name: str,
     positions: list[int],
     pull: Sequence[float],
-) -> OperationResult:
+) -> CollectedResult:
     if isinstance(op, Capture):
         is_reduced = op.reduce != "none"
         points = {point: _tensor(positions, _at(point, pull), is_reduced=is_reduced) for point in _points(op)}
@@ -99,11 +100,18 @@ def _result(
         return CollectedProbe(name, positions, {point: [p / 10 for p in positions] for point in _points(op)})
     if isinstance(op, Detect):
         return CollectedScores(name, positions, [p / 10 for p in positions])
+    if isinstance(op, Features):
+        ids = [one for one in op.features or range(op.top_k or 0) if isinstance(one, int)]
+        return CollectedFeatures(name, positions, [_activations(ids, position) for position in positions])
     if isinstance(op, Stop | Flag):
         return CollectedMarks(name, op.op, [])
     num_targets = len(op.targets or ())
     rows = [_row(position, op.top_k, num_targets) for position in positions]
     return CollectedLens(name, positions, dict.fromkeys(_layers(op), rows))
+
+
+def _activations(ids: Sequence[int], position: int) -> list[tuple[int, float]]:
+    return [(one, (position + 1) / (rank + 1)) for rank, one in enumerate(ids)]
 
 
 def _at(point: str, pull: Sequence[float]) -> float:

@@ -12,7 +12,21 @@ from pydantic import BaseModel
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import OPERATIONS, parse_interventions
-from api_schemas.operations import Ablate, Capture, Detect, Flag, LogitLens, Patch, Probe, Steer, Stop
+from api_schemas.operations import (
+    Ablate,
+    Capture,
+    Detect,
+    Feature,
+    FeatureChange,
+    Features,
+    Flag,
+    LogitLens,
+    Patch,
+    PointOperation,
+    Probe,
+    Steer,
+    Stop,
+)
 from api_schemas.points import ENCODER_BLOCK, MODEL_POINTS, PointPattern, point_name
 from api_schemas.request_traces import Trace
 from api_schemas.results import ChoiceInterventions
@@ -41,6 +55,9 @@ SCHEMAS: tuple[type[BaseModel], ...] = (
     Probe,
     LogitLens,
     Detect,
+    Features,
+    Feature,
+    FeatureChange,
     Stop,
     Flag,
     Trace,
@@ -176,7 +193,7 @@ def test_examples_of_interventions_parse(block: Any) -> None:
     raw = block if isinstance(block, list) else [block]
     operations = parse_interventions(raw)
     for operation in operations:
-        points = [] if isinstance(operation, LogitLens | Trace | Detect | Stop | Flag) else operation.at
+        points = operation.at if isinstance(operation, PointOperation) else []
         for text in [points] if isinstance(points, str) else points:
             PointPattern.parse(text).resolve(30)
 

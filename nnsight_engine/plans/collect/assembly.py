@@ -18,6 +18,7 @@ from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.tensor_bytes import DTYPES, tensor_to_bytes
 from nnsight_engine.plans.collect.results import (
     CollectedCapture,
+    CollectedFeatures,
     CollectedLens,
     CollectedMarks,
     CollectedProbe,
@@ -39,7 +40,9 @@ _ITEM_DTYPES: dict[str, type[np.generic]] = {
 """Unsigned integer type of each dtype's size: values are moved with it, never computed with."""
 
 Values = npt.NDArray[np.generic]
-OperationResult = CollectedCapture | CollectedProbe | CollectedLens | CollectedScores | CollectedMarks
+OperationResult = (
+    CollectedCapture | CollectedProbe | CollectedLens | CollectedScores | CollectedFeatures | CollectedMarks
+)
 
 
 def assemble(plan: RequestPlan, spec: ModelSpec, records: Sequence[StepRecord]) -> list[OperationResult]:
@@ -70,6 +73,8 @@ def _result(op: PlannedOp, spec: ModelSpec, records: list[StepRecord]) -> Operat
             return CollectedLens(op.name, positions, _lens_layers(op, records))
         case OperationKind.DETECT:
             return CollectedScores(op.name, positions, _join(records, 0, (-1,), np.float32).tolist())
+        case OperationKind.FEATURES:
+            return CollectedFeatures(op.name, positions, _feature_rows(op, records))
         case OperationKind.STOP | OperationKind.FLAG:
             return CollectedMarks(op.name, op.kind, gated_positions(records))
         case _:
@@ -198,6 +203,22 @@ def _lens_layers(op: PlannedOp, records: list[StepRecord]) -> dict[int, list[Len
                 ]
                 layers[site.layer].append((top, targets))
     return layers
+
+
+def _feature_rows(op: PlannedOp, records: list[StepRecord]) -> list[list[tuple[int, float]]]:
+    """Return ids and activations of each position; of the most active features those that are active."""
+    features = op.features
+    if features is None:
+        raise RuntimeError("the operation has no features")
+    if not features.top_k:
+        values = _join(records, 0, (-1, len(features.ids)), np.float32).tolist()
+        return [list(zip(features.ids, row, strict=True)) for row in values]
+    ids = _join(records, 0, (-1, features.top_k), np.int32).tolist()
+    values = _join(records, 1, (-1, features.top_k), np.float32).tolist()
+    return [
+        [(feature, value) for feature, value in zip(own, row, strict=True) if value != 0.0]
+        for own, row in zip(ids, values, strict=True)
+    ]
 
 
 def captured_patterns(

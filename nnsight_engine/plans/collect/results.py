@@ -57,6 +57,22 @@ class CollectedScores:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class CollectedFeatures:
+    """Activations of a dictionary's features at each position.
+
+    Attributes:
+        name: Key of the result.
+        positions: The positions.
+        rows: For each position pairs of a feature's id and its activation: the active features, the strongest
+            first, or those that the operation names, in its order.
+    """
+
+    name: str
+    positions: list[int]
+    rows: list[list[tuple[int, float]]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class CollectedMarks:
     """The positions where the condition of an operation of kind ``stop`` or ``flag`` holds."""
 
@@ -107,7 +123,13 @@ class CollectedTrace:
 
 
 CollectedResult = (
-    CollectedCapture | CollectedProbe | CollectedLens | CollectedScores | CollectedMarks | CollectedTrace
+    CollectedCapture
+    | CollectedProbe
+    | CollectedLens
+    | CollectedScores
+    | CollectedFeatures
+    | CollectedMarks
+    | CollectedTrace
 )
 
 

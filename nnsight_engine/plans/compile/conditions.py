@@ -19,6 +19,7 @@ from api_schemas.points import VISION
 from nnsight_engine.core.detector import Detector, Form
 from nnsight_engine.core.dtypes import LARGEST
 from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.plans.compile.features import FeatureCompiler
 from nnsight_engine.plans.compile.sites import leaf_of, resolve_sites
 from nnsight_engine.plans.compile.tensors import check_rows, read_tensor
 from nnsight_engine.plans.compile.where_clause import Named
@@ -43,10 +44,12 @@ class ConditionCompiler:
     Args:
         spec: The model's description.
         tensors: Receives the tensors by their keys.
+        features: Compiles features.
     """
 
-    def __init__(self, spec: ModelSpec, tensors: dict[str, TensorData]) -> None:
+    def __init__(self, spec: ModelSpec, tensors: dict[str, TensorData], features: FeatureCompiler) -> None:
         self._spec = spec
+        self._features = features
         self._tensors = tensors
 
     def detector(self, name: DetectorName, param: str) -> PlannedDetector:
@@ -101,6 +104,10 @@ class ConditionCompiler:
         threshold = test.above if test.below is None else test.below
         if test.probe is not None:
             detector = self._probe(test.probe, f"{param}.{_PROBE}")
+        elif test.dictionary is not None and test.feature is not None:
+            site, features = self._features.activation(test.dictionary, test.feature, param)
+            detector = PlannedDetector((PlannedPart(site, None, features=features),))
+            threshold = 0.0 if threshold is None else threshold
         else:
             content = _content(test.detector, f"{param}.detector")
             detector = self._detector(content, f"{param}.detector")

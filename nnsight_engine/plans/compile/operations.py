@@ -19,6 +19,8 @@ from api_schemas.operations import (
     Ablate,
     Capture,
     Detect,
+    Feature,
+    Features,
     Flag,
     LogitLens,
     Patch,
@@ -31,6 +33,7 @@ from nnsight_engine.core.leaves import EXPERTS, PATTERN, ROUTER, STATE
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.plans.compile.combined_vectors import CombinedVectors
 from nnsight_engine.plans.compile.conditions import ConditionCompiler
+from nnsight_engine.plans.compile.features import FeatureCompiler
 from nnsight_engine.plans.compile.scope import CompileScope
 from nnsight_engine.plans.compile.sites import leaf_of, resolve_lens_sites, resolve_sites
 from nnsight_engine.plans.compile.steering import with_effect
@@ -66,6 +69,7 @@ class OperationCompiler:
 
     Attributes:
         tensors: The tensors of the operations compiled so far, by hash of their content.
+        features: Compiles their features.
     """
 
     def __init__(self, scope: CompileScope, combined: CombinedVectors) -> None:
@@ -73,7 +77,8 @@ class OperationCompiler:
         self._scope = scope
         self._combined = combined
         self._spec: ModelSpec = scope.spec
-        self._conditions = ConditionCompiler(scope.spec, self.tensors)
+        self.features = FeatureCompiler(scope.spec)
+        self._conditions = ConditionCompiler(scope.spec, self.tensors, self.features)
 
     def compile(self, op: Operation, name: str, param: str) -> tuple[PlannedOp, Named]:
         """Return the planned operation and the prompt positions that its rule matches.
@@ -92,7 +97,7 @@ class OperationCompiler:
             op = self._on_images(op, param)
             named = compile_where(op.where, self._scope, f"{param}.where")
         planned = self._planned(op, named, name, param)
-        if isinstance(op, Steer | Ablate | Patch) and op.when is not None:
+        if isinstance(op, Steer | Ablate | Patch | Feature) and op.when is not None:
             planned = self._conditional(planned, op.when, named, f"{param}.when")
         return planned, named
 
@@ -113,11 +118,20 @@ class OperationCompiler:
             case Detect():
                 own = self._conditions.detector(op.detector, f"{param}.detector")
                 planned = PlannedOp(OperationKind.DETECT, own.sites, named.rule, name, detector=own)
+            case Features() | Feature():
+                planned = self._on_features(op, named, name, param)
             case Stop() | Flag():
                 when = self._conditions.condition(op.when, (), named, f"{param}.when")
                 sites = (when.last_site(self._spec),)
                 planned = PlannedOp(OperationKind(op.op), sites, named.rule, name, when=when)
         return planned
+
+    def _on_features(self, op: Features | Feature, named: Named, name: str, param: str) -> PlannedOp:
+        if isinstance(op, Features):
+            site, features = self.features.reading(op, param)
+            return PlannedOp(OperationKind.FEATURES, (site,), named.rule, name, features=features)
+        site, features = self.features.changing(op, param)
+        return PlannedOp(OperationKind.FEATURE, (site,), named.rule, features=features)
 
     def _conditional(self, planned: PlannedOp, when: When, named: Named, param: str) -> PlannedOp:
         """Return an operation that acts under a condition."""
@@ -396,7 +410,7 @@ class OperationCompiler:
 
 
 def _points(op: Operation) -> list[str]:
-    if isinstance(op, LogitLens | Detect | Stop | Flag):
+    if isinstance(op, LogitLens | Detect | Features | Feature | Stop | Flag):
         return []
     return [op.at] if isinstance(op.at, str) else op.at
 

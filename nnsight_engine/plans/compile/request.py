@@ -25,6 +25,7 @@ from nnsight_engine.plans.compile.scope import CompileScope, TokenOf
 from nnsight_engine.plans.compile.sites import leaf_of
 from nnsight_engine.plans.compile.where_clause import Named
 from nnsight_engine.plans.prompt_media import NO_MEDIA, PromptMedia
+from nnsight_engine.plans.records import feature_row_bytes
 from nnsight_engine.plans.request_plan import (
     CompiledRequest,
     OperationKind,
@@ -35,7 +36,9 @@ from nnsight_engine.plans.request_plan import (
 from nnsight_engine.plans.sites import LOGITS
 from nnsight_engine.plans.where import last_position
 
-_READING_OPERATIONS: Final = frozenset({"capture", "probe", "logit_lens", "detect", "stop", "flag"})
+_READING_OPERATIONS: Final = frozenset(
+    {"capture", "probe", "logit_lens", "detect", "features", "stop", "flag"}
+)
 MAX_PROMPT_TESTS: Final = 64
 """Maximum number of tests of all conditions of a prompt."""
 
@@ -137,6 +140,7 @@ def compile_request(  # noqa: PLR0913 - keywords but the first
         answer=scope.answer if any(op.where.names_part for op in planned) else None,
         images=scope.images_in_encoder() if any(op.is_in_encoder for op in planned) else (),
         num_positions=scope.num_positions if any(_has_slots(op) for op in planned) else 0,
+        dictionaries=compiler.features.paths,
     )
     return CompiledRequest(plan, compiler.tensors, needs_prompt)
 
@@ -189,6 +193,8 @@ def _prompt_bytes(op: PlannedOp, named: Named, spec: ModelSpec) -> int:
             return num_prompt * len(op.sites) * (op.top_k + len(op.targets)) * _PAIR_BYTES
         case OperationKind.DETECT:
             return num_prompt * ITEM_BYTES["float32"]
+        case OperationKind.FEATURES:
+            return num_prompt * feature_row_bytes(op)
         case _:
             return num_prompt if op.when is not None else 0
 

@@ -8,42 +8,22 @@ the rebuilt KV cache gets the request's writes again, and each read is delivered
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Final
 
-import numpy as np
 import torch
 
-from nnsight_engine.core.detector import Form
 from nnsight_engine.core.errors import InterventionError
-from nnsight_engine.core.leaves import EXPERTS
-from nnsight_engine.core.tensor_bytes import tensor_from_bytes
 from nnsight_engine.plans.conditions import PlannedDetector, PlannedTest
+from nnsight_engine.plans.features import PlannedDictionary, PlannedFeatures
 from nnsight_engine.plans.records import Failure, StepInfo
-from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, RequestPlan, TensorData
-from nnsight_engine.plans.sites import PlannedSite
+from nnsight_engine.plans.request_plan import PlannedOp, RequestPlan
 from nnsight_engine.plans.step.answer_tracker import AnswerTracker
-from nnsight_engine.plans.step.context import StepContext
-from nnsight_engine.plans.step.host_arena import to_device
+from nnsight_engine.plans.step.dictionary_bank import LoadedDictionary
 from nnsight_engine.plans.step.patterns import PatternState
-from nnsight_engine.plans.step.score_slots import SLOT_BYTES, ScoreSlots, Slot, slot_size
+from nnsight_engine.plans.step.score_slots import Slot
 from nnsight_engine.plans.step.scores import PartTensors
-from nnsight_engine.plans.step.stage import WHOLE, SiteKey, site_key
-from nnsight_engine.plans.where import generated_is_constant, last_position
+from nnsight_engine.plans.step.stage import SiteKey
 
 BankKey = tuple[str, str, float]
-
-_AS_WIDE: Final = {
-    Form.LINEAR: ("weights",),
-    Form.MLP: ("hidden_weights",),
-    Form.DISTANCE: ("mean", "scale"),
-}
-"""The tensors of each form of detector that are as wide as the value."""
-
-_ALONG_VECTOR = frozenset({OperationKind.NORM_MATCH, OperationKind.PROJECT})
-_IN_FLOAT32 = _ALONG_VECTOR | {OperationKind.SUBSPACE, OperationKind.PROBE}
-_STACKS = frozenset({OperationKind.PATCH, OperationKind.SUBSPACE})
-"""Kinds whose tensor has several rows for one site."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -53,12 +33,14 @@ class ActiveDetector:
     Attributes:
         planned: The detector.
         keys: Canonical key of the site of each part.
-        tensors: The tensors of each part on the device, float32.
+        tensors: The tensors of each part on the device, float32; of the activation of a feature none.
+        dictionaries: The dictionary of each part; None for other parts.
     """
 
     planned: PlannedDetector
     keys: tuple[SiteKey, ...]
     tensors: tuple[PartTensors, ...]
+    dictionaries: tuple[LoadedDictionary | None, ...]
 
 
 @dataclasses.dataclass(slots=True)
@@ -94,6 +76,8 @@ class ActiveOp:
         widths: Width of each site's value.
         detector: DETECT: its detector.
         tests: The tests of its condition.
+        loaded: FEATURES, FEATURE: its dictionary.
+        source: FEATURE: key of the site that the dictionary reads; None if it is that of the operation.
     """
 
     op: PlannedOp
@@ -105,6 +89,22 @@ class ActiveOp:
     widths: tuple[int, ...]
     detector: ActiveDetector | None = None
     tests: tuple[ActiveTest, ...] = ()
+    loaded: LoadedDictionary | None = None
+    source: SiteKey | None = None
+
+    @property
+    def features(self) -> PlannedFeatures:
+        """Its features."""
+        if self.op.features is None:
+            raise RuntimeError(f"{self.op.kind} has no features")
+        return self.op.features
+
+    @property
+    def dictionary(self) -> LoadedDictionary:
+        """Its dictionary."""
+        if self.loaded is None:
+            raise RuntimeError(f"{self.op.kind} has no dictionary")
+        return self.loaded
 
     def tensor_at(self, site_index: int) -> torch.Tensor:
         """Return the tensor for the op's ``site_index``-th site."""
@@ -112,6 +112,15 @@ class ActiveOp:
             raise InterventionError("intervention_failed", f"{self.op.kind} carries no tensor")
         own = self.tensor[site_index if len(self.tensor) > 1 else 0]
         return own[..., : self.widths[site_index]]
+
+
+@dataclasses.dataclass(slots=True)
+class Acquired:
+    """What a request holds until its end: keys of vectors, slots of its tests, dictionaries."""
+
+    vectors: list[BankKey] = dataclasses.field(default_factory=list)
+    slots: list[Slot] = dataclasses.field(default_factory=list)
+    dictionaries: list[PlannedDictionary] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(slots=True)
@@ -132,7 +141,7 @@ class ActiveRequest:
     request_id: str
     plan: RequestPlan
     ops: list[ActiveOp]
-    bank_keys: list[BankKey]
+    acquired: Acquired
     steady: bool
     has_drafts: bool = False
     charged_position: int = 0
@@ -150,7 +159,6 @@ class ActiveRequest:
     failed: set[str] = dataclasses.field(default_factory=set)
     answer: AnswerTracker | None = None
     encoded: set[int] = dataclasses.field(default_factory=set)
-    slots: list[Slot] = dataclasses.field(default_factory=list)
 
     def info(self) -> StepInfo:
         """Return the progress so far, for the response's provenance."""
@@ -176,214 +184,3 @@ class ActiveRequest:
         if self.failure is None:
             self.failure = Failure(code, message)
             self.failed.add(self.request_id)
-
-
-class VectorBank:
-    """Vectors of live requests, each held once for all requests that use it.
-
-    A key has the hash of the content, the derivation and the scale: the form that a kernel needs (scaled,
-    normalized) is derived once. Requests acquire at registration and release at their end; a vector without
-    users is freed at once.
-    """
-
-    def __init__(self) -> None:
-        self._tensors: dict[BankKey, torch.Tensor] = {}
-        self._num_users: dict[BankKey, int] = {}
-
-    def __len__(self) -> int:
-        """Return the number of tensors held."""
-        return len(self._tensors)
-
-    def acquire(self, key: BankKey, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return the tensor for ``key``, created by ``make`` on first use, and add a user."""
-        tensor = self._tensors.get(key)
-        if tensor is None:
-            tensor = self._tensors[key] = make()
-        self._num_users[key] = self._num_users.get(key, 0) + 1
-        return tensor
-
-    def release(self, keys: list[BankKey]) -> None:
-        """Remove one user of each key; without users the tensor is freed."""
-        for key in keys:
-            self._num_users[key] -= 1
-            if not self._num_users[key]:
-                del self._num_users[key], self._tensors[key]
-
-
-class Registrar:
-    """Creates active requests from plans.
-
-    Args:
-        context: The model.
-
-    Attributes:
-        bank: The requests' vectors.
-        slots: Scores and states of their tests.
-        failed: Ids of the live requests that have failed.
-    """
-
-    def __init__(self, context: StepContext) -> None:
-        self.bank = VectorBank()
-        self.slots = ScoreSlots(context.device)
-        self.failed: set[str] = set()
-        self._context = context
-
-    def register(
-        self, request_id: str, plan: RequestPlan, tensors: dict[str, tuple[str, list[int], bytes]]
-    ) -> ActiveRequest:
-        """Move a plan's tensors to the device and return the active request.
-
-        Raises:
-            InterventionError: ``unknown_point``, ``wrong_width``, ``unsupported_combination`` or a limit on
-                bytes; no tensor stays acquired.
-        """
-        contents = {
-            key: TensorData(dtype, tuple(shape), data) for key, (dtype, shape, data) in tensors.items()
-        }
-        bank_keys: list[BankKey] = []
-        slots: list[Slot] = []
-        num_slots = sum(test.has_slot for op in plan.ops if op.when is not None for test in op.when.tests)
-        try:
-            self._context.ledger.reserve(
-                request_id, num_slots * SLOT_BYTES * slot_size(max(1, plan.num_positions))
-            )
-            ops = [
-                self._activate(op, index, plan, contents, bank_keys, slots)
-                for index, op in enumerate(plan.ops)
-            ]
-        except BaseException:
-            self.bank.release(bank_keys)
-            self._release_slots(slots)
-            self._context.ledger.release(request_id)
-            raise
-        steady = all(_is_steady(op, plan.prompt_len) for op in ops)
-        return ActiveRequest(
-            request_id,
-            plan,
-            ops,
-            bank_keys,
-            steady,
-            charged_position=plan.prompt_len,
-            failed=self.failed,
-            answer=None if plan.answer is None else AnswerTracker(plan.answer, plan.prompt_len),
-            slots=slots,
-        )
-
-    def forget(self, request: ActiveRequest) -> None:
-        """Release the request's vectors."""
-        self.failed.discard(request.request_id)
-        self.bank.release(request.bank_keys)
-        self._release_slots(request.slots)
-        request.bank_keys, request.slots = [], []
-
-    def _release_slots(self, slots: list[Slot]) -> None:
-        for slot in slots:
-            self.slots.release(slot)
-
-    def _activate(
-        self,
-        op: PlannedOp,
-        index: int,
-        plan: RequestPlan,
-        contents: dict[str, TensorData],
-        bank_keys: list[BankKey],
-        slots: list[Slot],
-    ) -> ActiveOp:
-        def detector(planned: PlannedDetector) -> ActiveDetector:
-            if self._context.stage != WHOLE:
-                raise InterventionError(
-                    "unsupported_combination",
-                    "detectors and conditions need a model in one pipeline stage; this server has several",
-                )
-            return self._detector(planned, contents, bank_keys)
-
-        def active_test(test: PlannedTest) -> ActiveTest:
-            slot = None
-            if test.has_slot:
-                slot = self.slots.acquire(plan.num_positions)
-                slots.append(slot)
-            return ActiveTest(test, detector(test.detector), slot)
-
-        tensor = None
-        widths = tuple(self._width(site) for site in op.sites)
-        if op.kind is OperationKind.ZERO:
-            tensor = torch.zeros(1, max(widths), dtype=self._context.dtype, device=self._context.device)
-        elif op.tensor:
-            scale = (
-                op.scale
-                if op.kind in {OperationKind.ADD, OperationKind.NORM_MATCH, OperationKind.REPLACE}
-                else 1.0
-            )
-            # A vector for all layers and a stack of one per layer differ in shape only: one key fits both.
-            dtype = self._operand_dtype(op)
-            key = (op.tensor, f"{op.kind} {dtype}", scale)
-            tensor = self.bank.acquire(key, lambda: self._prepare(op, contents[op.tensor], scale).to(dtype))
-            bank_keys.append(key)
-            _check_width(op, tensor, widths)
-        units = None if op.units is None else to_device(np.array(op.units, np.int64), self._context.device)
-        keys = tuple(site_key(site) for site in op.sites)
-        constant = generated_is_constant(op.where, plan.prompt_len, plan.prompt_len)
-        own = None if op.detector is None else detector(op.detector)
-        tests = () if op.when is None else tuple(active_test(test) for test in op.when.tests)
-        return ActiveOp(op, index, keys, tensor, units, constant, widths, own, tests)
-
-    def _detector(
-        self, planned: PlannedDetector, contents: dict[str, TensorData], bank_keys: list[BankKey]
-    ) -> ActiveDetector:
-        def on_device(name: str) -> torch.Tensor:
-            content = contents[name]
-            host = tensor_from_bytes(content.dtype, content.shape, content.data)
-            key = (name, "detector", 1.0)
-            tensor = self.bank.acquire(key, lambda: to_device(host, self._context.device).to(torch.float32))
-            bank_keys.append(key)
-            return tensor
-
-        tensors = []
-        for part in planned.parts:
-            own = {name: on_device(key) for name, key in part.tensors}
-            width = self._width(part.site)
-            if any(tensor.shape[-1] != width for name, tensor in own.items() if name in _AS_WIDE[part.form]):
-                raise InterventionError("wrong_width", f"{part.site} has width {width}, the detector has not")
-            tensors.append(own)
-        keys = tuple(site_key(site) for site in planned.sites)
-        return ActiveDetector(planned, keys, tuple(tensors))
-
-    def _prepare(self, op: PlannedOp, content: TensorData, scale: float) -> torch.Tensor:
-        host = tensor_from_bytes(content.dtype, content.shape, content.data)
-        tensor = to_device(host, self._context.device).to(torch.float32)
-        if op.kind not in _STACKS:
-            tensor = tensor.reshape(-1, tensor.shape[-1])
-        elif tensor.ndim == len(("rows", "width")):
-            tensor = tensor.unsqueeze(0)
-        if op.kind in _ALONG_VECTOR:
-            tensor = tensor / tensor.norm(dim=-1, keepdim=True)
-        return tensor * scale
-
-    def _operand_dtype(self, op: PlannedOp) -> torch.dtype:
-        """Return the dtype of an operation's tensor; ids of experts are exact in float32."""
-        is_ids = op.sites[0].leaf == EXPERTS
-        return torch.float32 if op.kind in _IN_FLOAT32 or is_ids else self._context.dtype
-
-    def _width(self, site: PlannedSite) -> int:
-        leaf = self._context.spec.leaf(site.leaf, site.layer)
-        if leaf is None or site.layer >= self._context.spec.num_layers_of(site.leaf):
-            raise InterventionError("unknown_point", f"the model has no point {site}")
-        return leaf.width
-
-
-def _is_steady(active: ActiveOp, prompt_len: int) -> bool:
-    """Return whether the operation does the same in every decode step."""
-    if active.op.captures_patterns:
-        # An open pattern capture stores the keys of each step, so no step equals the one before.
-        last = last_position(active.op.where, prompt_len)
-        return last is not None and last < prompt_len
-    is_mean = active.op.kind is OperationKind.MEAN and not active.op.is_in_encoder
-    return active.constant is not None and not is_mean
-
-
-def _check_width(op: PlannedOp, tensor: torch.Tensor, widths: tuple[int, ...]) -> None:
-    for site, width in zip(op.sites, widths, strict=True):
-        if tensor.shape[-1] != width:
-            raise InterventionError(
-                "wrong_width", f"{site} has width {width}, the tensor has {tensor.shape[-1]}"
-            )

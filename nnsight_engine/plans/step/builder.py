@@ -184,14 +184,20 @@ class StepBuilder:
         rows = _rows_in_step(span, active, offsets) if len(offsets) else None
         if rows is None:
             return []
-        gate_stage = 0
+        gate_stage = source_stage = 0
+        if active.source is not None:
+            source_stage, stages[active.source] = stages[active.source], stages[active.source] + 1
         if active.tests:
             first = self._conditions.gate_key(active)
             gate_stage, stages[first] = stages[first], stages[first] + 1
         numbers = tuple(stages[key] for key in active.keys)
         for key in active.keys:
             stages[key] += 1
-        return [OperationRows(span, active, offsets, numbers, rows, mask, gate_stage=gate_stage)]
+        return [
+            OperationRows(
+                span, active, offsets, numbers, rows, mask, gate_stage=gate_stage, source_stage=source_stage
+            )
+        ]
 
     def _charge_accepted(self, span: Span) -> int:
         """Charge for rows that were drafts when they were computed; return the bytes to reserve for them.
@@ -296,11 +302,28 @@ class StepBuilder:
                     continue
                 member = _write_member(item, site_index, key)
                 if len(member.rows):
+                    if item.active.source is not None:
+                        member.inputs = self._plan_source(plan, item, staged)
                     slots[key][item.stages[site_index], group_key(member)].append(member)
         for key, groups in slots.items():
             for (stage, _), members in groups.items():
                 rebuild = _write_rebuild(plan.factory)
                 staged[key].append((stage, KernelGroup(plan.factory.build(members), members, rebuild)))
+
+    def _plan_source(self, plan: StepPlan, item: OperationRows, staged: Staged) -> torch.Tensor:
+        """Plan the read of the values on which a write elsewhere depends; return them, ``[rows, width]``."""
+        source, key = item.active.features.source, item.active.source
+        if source is None or key is None:
+            raise RuntimeError("the operation reads where it writes")
+        width = leaf_width(source, self._context.spec)
+        values = torch.empty(len(item.rows), width, device=self._context.device)
+        member = KernelMember(item.span.request, item.active, 0, item.rows, read_site=source)
+
+        def kernel(one: KernelMember) -> Kernel:
+            return plan.factory.read([one], values)
+
+        staged[key].append((item.source_stage, KernelGroup(kernel(member), [member], kernel)))
+        return values
 
     def _plan_read(self, plan: StepPlan, items: list[OperationRows], staged: Staged) -> None:
         op, stage = items[0].active.op, self._context.stage
@@ -411,6 +434,8 @@ def _signature(spans: list[Span]) -> tuple[object, ...] | None:
 def _read_key(item: OperationRows) -> GroupKey:
     op = item.active.op
     form = (op.kind, item.mask is not None, item.active.keys, item.stages)
+    if op.kind is OperationKind.FEATURES:
+        return (*form, op.features)
     if op.kind is OperationKind.LENS:
         return (*form, op.top_k, op.targets)
     if op.kind is OperationKind.PROBE:

@@ -16,6 +16,7 @@ import torch
 from nnsight_engine.plans.records import RunGroup, RunOpening
 from nnsight_engine.plans.request_plan import OperationKind
 from nnsight_engine.plans.step.delivery import Participant, ReadRows, RunDelivery, StepDelivery
+from nnsight_engine.plans.step.feature_reads import feature_groups, read_features
 from nnsight_engine.plans.step.host_arena import HostArena, HostCopy
 from nnsight_engine.plans.step.lens import LensReader
 from nnsight_engine.plans.step.plan import PlannedSample, ReadGroup, StepPlan
@@ -48,9 +49,10 @@ class StepCollection:
         """Start copying the values that an executed plan has read to the host; does not wait for them."""
         begin = time.monotonic()
         sources: list[torch.Tensor] = []
+        features = self._features(plan)
         for group in plan.reads:
             try:
-                parts = self._parts(group)
+                parts = features[id(group)] if id(group) in features else self._parts(group)
             except Exception as error:
                 logger.exception("a group of reads could not be collected")
                 for piece in group.slices:
@@ -69,6 +71,19 @@ class StepCollection:
         if op.kind is OperationKind.LENS:
             return self._lens(group.buffers[0], op.top_k, op.targets)
         return group.buffers
+
+    def _features(self, plan: StepPlan) -> dict[int, list[torch.Tensor]]:
+        """Return the parts of groups that read features, by the ``id`` of the group."""
+        found: dict[int, list[torch.Tensor]] = {}
+        for groups in feature_groups(plan.reads):
+            try:
+                found |= read_features(groups)
+            except Exception as error:
+                logger.exception("features could not be computed")
+                for piece in (piece for group in groups for piece in group.slices):
+                    piece.request.fail("intervention_failed", f"features could not be computed: {error}")
+                found |= {id(group): [] for group in groups}
+        return found
 
     def _lens(self, residual: torch.Tensor, top_k: int, targets: tuple[int, ...]) -> list[torch.Tensor]:
         """Return the tensors of ``LensReader.read``, each ``[rows, sites, …]``; empty without logits."""

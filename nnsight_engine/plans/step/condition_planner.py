@@ -19,6 +19,7 @@ from nnsight_engine.core.detector import Form
 from nnsight_engine.plans.sites import forward_order
 from nnsight_engine.plans.step.active import ActiveDetector, ActiveOp, ActiveTest
 from nnsight_engine.plans.step.context import StepContext
+from nnsight_engine.plans.step.feature_kernels import FeatureParts, union_of
 from nnsight_engine.plans.step.host_arena import to_device
 from nnsight_engine.plans.step.kernel_factory import KernelFactory, KernelMember, RowArray
 from nnsight_engine.plans.step.operation_rows import OperationRows
@@ -73,11 +74,6 @@ class DetectorRows:
     def stop(self) -> int:
         """One past the last of its rows, see ``start``."""
         return self.start + len(self.offsets)
-
-    def member(self, place: int) -> KernelMember:
-        """Return it as a member of a kernel at the site of one of the detector's parts."""
-        rows = self.offsets + self.span.row
-        return KernelMember(self.span.request, self.active, place, rows, detector=self.detector)
 
 
 class ConditionPlanner:
@@ -299,7 +295,7 @@ class ConditionPlanner:
                     item.active,
                     place,
                     item.offsets + item.span.row,
-                    detector=item.detector,
+                    read_site=item.detector.planned.sites[place],
                 )
                 for item in items
             ]
@@ -395,12 +391,26 @@ def _part_kernel(
 ) -> Kernel:
     rows = factory.row_index(members)
     form = items[0].detector.planned.parts[place].form
+    if form is None:
+        return _feature_kernel(rows, items, place, out)
     if form is Form.LINEAR and all(len(item.offsets) == 1 for item in items):
         weights = torch.stack([item.detector.tensors[place]["weights"] for item in items])
         return LinearParts(rows, weights, out)
     first = items[0].start
     pieces = [(item.start - first, item.stop - first, item.detector.tensors[place]) for item in items]
     return AnyParts(rows, form, pieces, out)
+
+
+def _feature_kernel(rows: torch.Tensor, items: list[DetectorRows], place: int, out: torch.Tensor) -> Kernel:
+    planned = [one for item in items if (one := item.detector.planned.parts[place].features) is not None]
+    loaded = items[0].detector.dictionaries[place]
+    if loaded is None or len(planned) < len(items):
+        raise RuntimeError("a part without a form has no feature")
+    ids = union_of(planned)
+    columns = np.searchsorted(np.asarray(ids), np.asarray([one.ids[0] for one in planned]))
+    of_rows = np.repeat(columns, [len(item.offsets) for item in items]).astype(np.int64)
+    column = to_device(of_rows, rows.device).unsqueeze(1)
+    return FeatureParts(rows, loaded.selection(ids), column, out)
 
 
 def _test_key(item: DetectorRows) -> Any:
@@ -413,7 +423,8 @@ def _test_key(item: DetectorRows) -> Any:
 def detector_key(detector: ActiveDetector) -> tuple[Any, ...]:
     """Return the key shared by detectors that one group of kernels can serve."""
     planned = detector.planned
-    return (detector.keys, tuple(part.form for part in planned.parts), planned.link)
+    forms = tuple(part.form for part in planned.parts)
+    return (detector.keys, forms, tuple(map(id, detector.dictionaries)), planned.link)
 
 
 def _gate_key(item: OperationRows, first: SiteKey) -> Any:

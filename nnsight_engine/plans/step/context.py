@@ -8,9 +8,10 @@ import torch
 
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.tensor_bytes import DTYPES
-from nnsight_engine.plans.records import leaf_width
+from nnsight_engine.plans.records import feature_row_bytes, leaf_width
 from nnsight_engine.plans.request_plan import OperationKind, PlannedOp
 from nnsight_engine.plans.sites import LOGITS
+from nnsight_engine.plans.step.dictionary_bank import DICTIONARY_BYTES
 from nnsight_engine.plans.step.ledger import ByteLedger, StepBytes
 from nnsight_engine.plans.step.patterns import FormOf
 from nnsight_engine.plans.step.stage import WHOLE, Stage
@@ -28,6 +29,7 @@ class StepContext:
         form_of: Returns a layer's form of attention, for patterns.
         is_asynchronous: Whether a step is planned before the drafts of the step before are judged.
         stage: The worker's part of the model.
+        max_dictionary_bytes: Limit on the bytes of all loaded dictionaries.
     """
 
     spec: ModelSpec
@@ -37,6 +39,7 @@ class StepContext:
     form_of: FormOf
     is_asynchronous: bool = False
     stage: Stage = WHOLE
+    max_dictionary_bytes: int = DICTIONARY_BYTES
 
     def row_bytes(self, op: PlannedOp) -> int:
         """Return the bytes of one row of a capture, at all its sites."""
@@ -52,7 +55,7 @@ class StepContext:
 
     def buffer_dtype(self, op: PlannedOp) -> torch.dtype:
         """Return the dtype of the buffer that a read's kernels write into."""
-        if op.kind is OperationKind.PROBE:
+        if op.kind in {OperationKind.PROBE, OperationKind.FEATURES}:
             return torch.float32
         return self.capture_dtype(op) if op.kind is OperationKind.CAPTURE else self.dtype
 
@@ -75,5 +78,8 @@ class StepContext:
                 reserved.kept += rows * 8 * (op.top_k + len(op.targets))
             case OperationKind.DETECT:
                 reserved.kept += num_rows * torch.float32.itemsize
+            case OperationKind.FEATURES:
+                reserved.scratch += num_rows * leaf_width(op.sites[0], self.spec) * torch.float32.itemsize
+                reserved.kept += num_rows * feature_row_bytes(op)
             case _:
                 reserved.kept += num_rows * (op.when is not None)

@@ -19,7 +19,8 @@ import torch
 from nnsight_engine.plans.request_plan import OperationKind
 from nnsight_engine.plans.sites import PlannedSite
 from nnsight_engine.plans.step import reads, writes
-from nnsight_engine.plans.step.active import ActiveDetector, ActiveOp, ActiveRequest
+from nnsight_engine.plans.step.active import ActiveOp, ActiveRequest
+from nnsight_engine.plans.step.feature_kernels import FeatureChanges, union_of
 from nnsight_engine.plans.step.host_arena import to_device
 
 RowArray = npt.NDArray[np.int64]
@@ -40,7 +41,8 @@ class KernelMember:
         mask: Which of the rows are written, on the device; None for all.
         gate: The same where a condition decides, once it has been evaluated: a buffer of the step, and the
             rows' places in it. It includes the mask.
-        detector: The detector that is read at the site, if it is not the operation itself that acts there.
+        read_site: The site, where it is not the operation itself that acts, but what it depends on is read.
+        inputs: FEATURE: the values that its dictionary reads, ``[rows, width]``; None for those at the site.
     """
 
     request: ActiveRequest
@@ -51,18 +53,18 @@ class KernelMember:
     source_rows: RowArray | None = None
     mask: torch.Tensor | None = None
     gate: tuple[torch.Tensor, RowArray] | None = None
-    detector: ActiveDetector | None = None
+    read_site: PlannedSite | None = None
+    inputs: torch.Tensor | None = None
 
     @property
     def site(self) -> PlannedSite:
         """The site."""
-        sites = self.active.op.sites if self.detector is None else self.detector.planned.sites
-        return sites[self.site_index]
+        return self.active.op.sites[self.site_index] if self.read_site is None else self.read_site
 
     @property
     def writes(self) -> bool:
         """Whether the value at the site may change."""
-        return self.detector is None and not self.active.op.reads
+        return self.read_site is None and not self.active.op.reads
 
 
 def group_key(member: KernelMember) -> GroupKey:
@@ -79,6 +81,9 @@ def _form(member: KernelMember) -> GroupKey:
             return (op.kind, len(member.active.tensor_at(member.site_index)))
         case OperationKind.REPLACE | OperationKind.ZERO | OperationKind.PATCH:
             return (OperationKind.REPLACE, op.units)
+        case OperationKind.FEATURE:
+            features = member.active.features
+            return (op.kind, features.dictionary, features.source)
         case _:
             return (op.kind, id(member.request), member.active.index)
 
@@ -104,6 +109,7 @@ class KernelFactory:
             OperationKind.ZERO: self._set,
             OperationKind.PATCH: self._set,
             OperationKind.MEAN: self._set_mean,
+            OperationKind.FEATURE: self._features,
         }
 
     def build(self, members: list[KernelMember]) -> writes.Kernel:
@@ -226,6 +232,26 @@ class KernelFactory:
             None if source is None else to_device(source, self._device),
             member.request.means,
             (member.active.index, member.site_index),
+        )
+
+    def _features(self, members: list[KernelMember]) -> writes.Kernel:
+        planned = [member.active.features for member in members]
+        ids = union_of(planned)
+        num_rows = sum(len(member.rows) for member in members)
+        gain, offset = np.ones((num_rows, len(ids)), np.float32), np.zeros((num_rows, len(ids)), np.float32)
+        start = 0
+        for member, own in zip(members, planned, strict=True):
+            columns = np.searchsorted(np.asarray(ids), np.asarray(own.ids))
+            rows = slice(start, start + len(member.rows))
+            gain[rows, columns], offset[rows, columns] = own.gains, own.offsets
+            start = rows.stop
+        inputs = [member.inputs for member in members if member.inputs is not None]
+        return FeatureChanges(
+            self.row_index(members),
+            members[0].active.dictionary.selection(ids),
+            to_device(gain, self._device),
+            to_device(offset, self._device),
+            inputs,
         )
 
     def _column(self, values: list[float]) -> torch.Tensor:

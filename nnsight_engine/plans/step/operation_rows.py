@@ -35,6 +35,7 @@ class OperationRows:
         logits_offsets: Offsets in the span of ``logits_rows``.
         logits_mask: Their mask.
         gate_stage: Stage of the evaluation of its condition at its first site.
+        source_stage: Stage of the read of the values on which it depends, if that is elsewhere.
         gate: The gates of the step, of which it has one for each of ``rows``; None without a condition.
         gate_start: Its first one.
     """
@@ -49,6 +50,7 @@ class OperationRows:
     logits_offsets: RowArray = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
     logits_mask: torch.Tensor | None = None
     gate_stage: int = 0
+    source_stage: int = 0
     gate: torch.Tensor | None = None
     gate_start: int = 0
 

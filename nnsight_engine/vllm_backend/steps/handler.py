@@ -140,6 +140,7 @@ class StepHandler:
             device,
             max_request_bytes=limits.max_capture_bytes_per_request,
             max_engine_bytes=limits.max_capture_bytes_engine,
+            max_dictionary_bytes=limits.loaded_dictionary_bytes,
             is_asynchronous=bool(config.scheduler_config.async_scheduling),
         )
         self._running: RunningStep | None = None

@@ -22,7 +22,7 @@ from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.tensor_bytes import DTYPES
 from nnsight_engine.plans.records import Failure
 from nnsight_engine.plans.sites import LOGITS, PlannedSite
-from nnsight_engine.plans.step.active import ActiveRequest, Registrar
+from nnsight_engine.plans.step.active import ActiveRequest
 from nnsight_engine.plans.step.builder import StepBuilder
 from nnsight_engine.plans.step.collection import StepCollection, run_delivery, step_delivery
 from nnsight_engine.plans.step.context import StepContext
@@ -31,6 +31,7 @@ from nnsight_engine.plans.step.host_arena import HostArena, HostCopy
 from nnsight_engine.plans.step.ledger import ByteLedger
 from nnsight_engine.plans.step.logits_rows import LogitsRows
 from nnsight_engine.plans.step.plan import Span, StepPlan
+from nnsight_engine.plans.step.registrar import Registrar
 from nnsight_engine.plans.step.stage_results import (
     StageResults,
     add_results,
@@ -57,6 +58,7 @@ class WorkerState:
         device: The model's device.
         max_request_bytes: Limit on the captures of one request.
         max_engine_bytes: Limit on the captures that all live requests hold together.
+        max_dictionary_bytes: Limit on the weights of all loaded dictionaries.
         is_asynchronous: Whether a step's results may be delivered while the next one runs.
     """
 
@@ -68,6 +70,7 @@ class WorkerState:
         *,
         max_request_bytes: int,
         max_engine_bytes: int,
+        max_dictionary_bytes: int,
         is_asynchronous: bool = False,
     ) -> None:
         self.points = points
@@ -81,6 +84,7 @@ class WorkerState:
             form_of=functools.cache(lambda layer: attention_form(points.attention(layer))),
             is_asynchronous=is_asynchronous,
             stage=points.stage,
+            max_dictionary_bytes=max_dictionary_bytes,
         )
         self._registrar = Registrar(context)
         self._builder = StepBuilder(context)
@@ -156,6 +160,7 @@ class WorkerState:
         return {
             "requests": len(self._active) + len(self._refused),
             "vectors": len(self._registrar.bank),
+            "dictionaries": self._registrar.dictionaries.num_used,
             "captured_bytes": self._ledger.total_bytes,
         }
 

@@ -18,6 +18,7 @@ from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.plans.collect.assembly import OperationResult
 from nnsight_engine.plans.collect.results import (
     CollectedCapture,
+    CollectedFeatures,
     CollectedLens,
     CollectedMarks,
     CollectedProbe,
@@ -197,7 +198,7 @@ class _Comparison:
         token_ids: list[int],
     ) -> list[str]:
         wanted = self._positions(index, op, prompt_len)
-        if isinstance(result, CollectedTrace | CollectedScores | CollectedMarks):
+        if isinstance(result, CollectedTrace | CollectedScores | CollectedFeatures | CollectedMarks):
             return ["it is a trace's"]
         if not wanted:
             return (

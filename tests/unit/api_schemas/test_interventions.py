@@ -16,7 +16,18 @@ from api_schemas.conditions import inner_tests
 from api_schemas.detectors import DetectorName
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import OPERATIONS, RequestLimits, parse_interventions
-from api_schemas.operations import Capture, Detect, Flag, LogitLens, Patch, Probe, Steer, Stop
+from api_schemas.operations import (
+    Capture,
+    Detect,
+    Feature,
+    Features,
+    Flag,
+    LogitLens,
+    Patch,
+    Probe,
+    Steer,
+    Stop,
+)
 from api_schemas.tensors import TensorObject
 
 STEER: dict[str, Any] = {"op": "steer", "at": "layers.3.output", "vector": [1.0, 2.0]}
@@ -56,12 +67,14 @@ def test_operations_keep_their_order_and_fields() -> None:
             {"op": "probe", "at": "logits", "weights": TENSOR, "bias": 1},
             {"op": "logit_lens", "layers": [0, -1], "targets": [" Paris", 7]},
             {"op": "detect", "detector": "refusal@2"},
+            {"op": "features", "dictionary": {"name": "sae", "id": "dict_1"}, "features": [7, "cats"]},
+            {"op": "feature", "dictionary": "sae@2", "changes": [{"feature": 7, "mode": "ablate"}]},
             {"op": "stop", "when": {"not": {"detector": {"name": "refusal"}, "below": 0.5}}},
             {"op": "flag", "when": {"probe": {"at": "layers.1.output", "weights": [1]}, "above": 0}},
         ]
     )
     assert [op.op for op in ops] == [name for name in OPERATIONS if name != "trace"]
-    steer, _, patch, capture, probe, lens, detect, stop, flag = ops
+    steer, _, patch, capture, probe, lens, detect, features, feature, stop, flag = ops
     assert isinstance(steer, Steer)
     assert (steer.scale, steer.mode, steer.where.phase) == (4.0, "clamp", "generated")
     assert isinstance(patch, Patch)
@@ -75,6 +88,10 @@ def test_operations_keep_their_order_and_fields() -> None:
     assert lens.targets == [" Paris", 7]
     assert isinstance(detect, Detect)
     assert detect.detector.name == "refusal@2"
+    assert isinstance(features, Features)
+    assert (features.dictionary.id, features.features, features.top_k) == ("dict_1", [7, "cats"], None)
+    assert isinstance(feature, Feature)
+    assert (feature.dictionary.name, feature.changes[0].mode, feature.when) == ("sae@2", "ablate", None)
     assert isinstance(stop, Stop)
     (low,) = inner_tests(stop.when).values()
     assert (low.detector, low.below) == (DetectorName(name="refusal"), 0.5)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from nnsight_engine.features import dictionary as module
-from nnsight_engine.features.config import Architecture, DictionaryConfig, Normalization
-from nnsight_engine.features.dictionary import Change, Dictionary
+from nnsight_engine.features.config import Architecture, Change, DictionaryConfig, Normalization
+from nnsight_engine.features.dictionary import Dictionary
 from tests.unit.features.reference import Reference, some_config, some_tensors
 
 NUM_TRIES: Final = 20

@@ -17,11 +17,12 @@ from api_schemas.interventions import parse_interventions
 from nnsight_engine.core.dtypes import floats_from_bytes
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.plans.compile.request import compile_request
-from nnsight_engine.plans.step.active import ActiveRequest, Registrar
+from nnsight_engine.plans.step.active import ActiveRequest
 from nnsight_engine.plans.step.context import StepContext
 from nnsight_engine.plans.step.kernel_factory import KernelFactory, KernelMember, group_key
 from nnsight_engine.plans.step.ledger import ByteLedger
 from nnsight_engine.plans.step.patterns import AttentionForm
+from nnsight_engine.plans.step.registrar import Registrar
 
 WIDTH, NUM_LAYERS, PROMPT = 12, 3, [7, 8, 9]
 CPU = torch.device("cpu")

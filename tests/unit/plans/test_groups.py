@@ -10,7 +10,7 @@ import torch
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, RequestPlan
 from nnsight_engine.plans.sites import PlannedSite
-from nnsight_engine.plans.step.active import ActiveOp, ActiveRequest
+from nnsight_engine.plans.step.active import Acquired, ActiveOp, ActiveRequest
 from nnsight_engine.plans.step.kernel_factory import KernelFactory, KernelMember
 from nnsight_engine.plans.step.plan import KernelGroup, StepPlan
 
@@ -31,7 +31,7 @@ class Adding:
 def member(row: int) -> KernelMember:
     op = PlannedOp(OperationKind.ADD, (PlannedSite("output", 0),))
     active = ActiveOp(op, 0, (1,), None, None, True, (4,))
-    request = ActiveRequest(str(row), RequestPlan(1, (op,)), [active], [], True)
+    request = ActiveRequest(str(row), RequestPlan(1, (op,)), [active], Acquired(), True)
     return KernelMember(request, active, 0, np.array([row], np.int64))
 
 

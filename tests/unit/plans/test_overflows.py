@@ -20,13 +20,13 @@ from nnsight_engine.plans.collect.outbox import PendingResults
 from nnsight_engine.plans.collect.results import CollectedCapture
 from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.records import Payload
-from nnsight_engine.plans.step.active import Registrar
 from nnsight_engine.plans.step.builder import StepBuilder
 from nnsight_engine.plans.step.collection import StepCollection, step_delivery
 from nnsight_engine.plans.step.context import StepContext
 from nnsight_engine.plans.step.ledger import ByteLedger
 from nnsight_engine.plans.step.patterns import AttentionForm
 from nnsight_engine.plans.step.plan import Span
+from nnsight_engine.plans.step.registrar import Registrar
 from nnsight_engine.plans.step.writes import NormMatch, Project
 
 WIDTH, PROMPT = 4, [7, 8, 9]

@@ -19,7 +19,7 @@ from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.records import Payload
 from nnsight_engine.plans.request_plan import CompiledRequest
 from nnsight_engine.plans.sites import PlannedSite
-from nnsight_engine.plans.step.active import ActiveRequest, Registrar
+from nnsight_engine.plans.step.active import ActiveRequest
 from nnsight_engine.plans.step.builder import StepBuilder
 from nnsight_engine.plans.step.collection import StepCollection, step_delivery
 from nnsight_engine.plans.step.context import StepContext
@@ -27,6 +27,7 @@ from nnsight_engine.plans.step.host_arena import HostArena
 from nnsight_engine.plans.step.ledger import ByteLedger
 from nnsight_engine.plans.step.patterns import AttentionForm, AttentionKeyStore, ComputePattern
 from nnsight_engine.plans.step.plan import Span
+from nnsight_engine.plans.step.registrar import Registrar
 from tests.unit.plans.captured_bytes import captured_bytes
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 3

@@ -21,13 +21,13 @@ from nnsight_engine.plans.drafts import takes_drafts
 from nnsight_engine.plans.records import Payload
 from nnsight_engine.plans.request_plan import CompiledRequest
 from nnsight_engine.plans.sites import PlannedSite
-from nnsight_engine.plans.step.active import Registrar
 from nnsight_engine.plans.step.builder import StepBuilder
 from nnsight_engine.plans.step.collection import StepCollection, step_delivery
 from nnsight_engine.plans.step.context import StepContext
 from nnsight_engine.plans.step.ledger import ByteLedger
 from nnsight_engine.plans.step.patterns import AttentionForm
 from nnsight_engine.plans.step.plan import Span
+from nnsight_engine.plans.step.registrar import Registrar
 from nnsight_engine.vllm_backend.mixer_states import mixer_state_shape
 
 SHAPE = (2, 3, 4)

@@ -168,6 +168,7 @@ class Worker:
             torch.device("cpu"),
             max_request_bytes=max_request_bytes,
             max_engine_bytes=max_bytes,
+            max_dictionary_bytes=1 << 30,
             is_asynchronous=is_asynchronous,
         )
         self.outbox = Outbox()

@@ -132,7 +132,12 @@ class Engine:
             is_due = len(self._under_way) > self._num_late or len(self._under_way) == num_before
             finished = self._deliver() if is_due else set()
         self.worker.begin({}, finished)
-        assert self.worker.state.num_live() == {"requests": 0, "vectors": 0, "captured_bytes": 0}
+        assert self.worker.state.num_live() == {
+            "requests": 0,
+            "vectors": 0,
+            "dictionaries": 0,
+            "captured_bytes": 0,
+        }
         return self.found
 
     def _rows(self, name: str, life: Life) -> Rows | None:

@@ -352,7 +352,12 @@ def test_a_limit_met_in_the_middle_of_a_run_fails_its_request_alone() -> None:
     assert {name: failure.code for name, failure in results.failures.items()} == {"r0": "capture_too_large"}
     assert f"{3 * row_bytes} bytes, this one asked for {4 * row_bytes}" in results.failures["r0"].message
     decoding.step(finished=frozenset({"r0"}))
-    assert decoding.worker.state.num_live() == {"requests": 1, "vectors": 1, "captured_bytes": 0}
+    assert decoding.worker.state.num_live() == {
+        "requests": 1,
+        "vectors": 1,
+        "dictionaries": 0,
+        "captured_bytes": 0,
+    }
 
 
 def test_reads_that_cannot_be_collected_fail_their_requests_and_no_others() -> None:

@@ -14,13 +14,14 @@ from api_schemas.interventions import parse_interventions
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.records import StepResults
-from nnsight_engine.plans.step.active import ActiveRequest, Registrar
+from nnsight_engine.plans.step.active import ActiveRequest
 from nnsight_engine.plans.step.builder import StepBuilder
 from nnsight_engine.plans.step.collection import StepCollection, step_delivery
 from nnsight_engine.plans.step.context import StepContext
 from nnsight_engine.plans.step.ledger import ByteLedger
 from nnsight_engine.plans.step.patterns import AttentionForm
 from nnsight_engine.plans.step.plan import Span, StepPlan
+from nnsight_engine.plans.step.registrar import Registrar
 from nnsight_engine.plans.step.stage import WHOLE, Stage
 from nnsight_engine.plans.step.stage_results import (
     StageResults,

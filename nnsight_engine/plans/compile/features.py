@@ -1,0 +1,119 @@
+"""Compiles the features that operations and conditions name, once their dictionaries are resolved."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from api_schemas.dictionaries import DictionaryName, NamedDictionary
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.excerpt import clip
+from api_schemas.operations import Feature, Features
+from nnsight_engine.core.dtypes import LARGEST
+from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.features.config import Change
+from nnsight_engine.features.stored import StoredDictionary
+from nnsight_engine.plans.compile.sites import leaf_of, resolve_sites
+from nnsight_engine.plans.features import PlannedDictionary, PlannedFeatures
+from nnsight_engine.plans.sites import PlannedSite
+
+TOP_K: Final = 10
+"""Number of features that an operation returns by default."""
+_READS: Final = "capture"
+_WRITES: Final = "steer"
+
+
+class FeatureCompiler:
+    """Compiles the features of one request.
+
+    Args:
+        spec: The model's description.
+
+    Attributes:
+        paths: The files of the dictionaries used so far, by SHA-256.
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.paths: dict[str, str] = {}
+        self._spec = spec
+
+    def reading(self, op: Features, param: str) -> tuple[PlannedSite, PlannedFeatures]:
+        """Return the site that an operation reads, and its features.
+
+        Raises:
+            ApiError: ``unknown_point``, ``wrong_width``, ``unknown_feature`` or ``invalid_value``.
+        """
+        stored = self._stored(op.dictionary, f"{param}.dictionary")
+        site = self._site(stored.at, stored.config.input_width, _READS, f"{param}.dictionary")
+        if op.features is not None:
+            ids = tuple(_id(one, stored, f"{param}.features.{i}") for i, one in enumerate(op.features))
+            return site, PlannedFeatures(self._planned(stored), ids)
+        top_k = min(TOP_K if op.top_k is None else op.top_k, stored.config.num_features)
+        return site, PlannedFeatures(self._planned(stored), top_k=top_k)
+
+    def changing(self, op: Feature, param: str) -> tuple[PlannedSite, PlannedFeatures]:
+        """Return the site that an operation writes, and its features; as ``reading``, or ``not_finite``."""
+        stored = self._stored(op.dictionary, f"{param}.dictionary")
+        source = self._site(stored.at, stored.config.input_width, _READS, f"{param}.dictionary")
+        site = self._site(stored.output_at, stored.config.output_width, _WRITES, f"{param}.dictionary")
+        ids, gains, offsets = [], [], []
+        for index, one in enumerate(op.changes):
+            path = f"{param}.changes.{index}"
+            value = one.value or 0.0
+            if abs(value) > LARGEST["float32"]:
+                raise ApiError(
+                    ErrorCode.NOT_FINITE,
+                    f"A number must be finite in float32; got {value:g}.",
+                    f"{path}.value",
+                )
+            change = Change(one.mode)
+            ids.append(_id(one.feature, stored, f"{path}.feature"))
+            gains.append(change.gain[0] * value + change.gain[1])
+            offsets.append(change.offset * value)
+        return site, PlannedFeatures(
+            self._planned(stored),
+            tuple(ids),
+            gains=tuple(gains),
+            offsets=tuple(offsets),
+            source=None if stored.at == stored.output_at else source,
+        )
+
+    def activation(
+        self, name: DictionaryName, feature: int | str, param: str
+    ) -> tuple[PlannedSite, PlannedFeatures]:
+        """Return the site and the feature of a test; ``param`` is the test's path. As ``reading``."""
+        stored = self._stored(name, f"{param}.dictionary")
+        site = self._site(stored.at, stored.config.input_width, _READS, f"{param}.dictionary")
+        return site, PlannedFeatures(self._planned(stored), (_id(feature, stored, f"{param}.feature"),))
+
+    def _planned(self, stored: StoredDictionary) -> PlannedDictionary:
+        self.paths[stored.sha256] = stored.path
+        return PlannedDictionary(stored.sha256, stored.config)
+
+    def _stored(self, name: DictionaryName, param: str) -> StoredDictionary:
+        if isinstance(name, NamedDictionary) and isinstance(name.content, StoredDictionary):
+            return name.content
+        raise ApiError(
+            ErrorCode.INVALID_VALUE,
+            f"A dictionary's name means nothing without the server that keeps it, got {clip(name.name)!r}.",
+            param,
+        )
+
+    def _site(self, point: str, width: int, operation: str, param: str) -> PlannedSite:
+        (site,) = resolve_sites(point, operation, self._spec, param)
+        own = leaf_of(site, self._spec).width
+        if own != width:
+            raise ApiError(
+                ErrorCode.WRONG_WIDTH, f"{site} has width {own}, the dictionary has {width}.", param
+            )
+        return site
+
+
+def _id(given: int | str, stored: StoredDictionary, param: str) -> int:
+    num_features = stored.config.num_features
+    if isinstance(given, int) and 0 <= given < num_features:
+        return given
+    raise ApiError(
+        ErrorCode.UNKNOWN_FEATURE,
+        f"The dictionary has the features 0 to {num_features - 1}, got {clip(str(given))}.",
+        param,
+    )

@@ -1,0 +1,285 @@
+"""Creates the worker's state of requests from their plans, and holds their vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+import torch
+
+from nnsight_engine.core.detector import Form
+from nnsight_engine.core.errors import InterventionError
+from nnsight_engine.core.leaves import EXPERTS
+from nnsight_engine.core.tensor_bytes import tensor_from_bytes
+from nnsight_engine.plans.conditions import PlannedDetector, PlannedTest
+from nnsight_engine.plans.features import PlannedFeatures
+from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, RequestPlan, TensorData
+from nnsight_engine.plans.sites import PlannedSite
+from nnsight_engine.plans.step.active import (
+    Acquired,
+    ActiveDetector,
+    ActiveOp,
+    ActiveRequest,
+    ActiveTest,
+    BankKey,
+)
+from nnsight_engine.plans.step.answer_tracker import AnswerTracker
+from nnsight_engine.plans.step.context import StepContext
+from nnsight_engine.plans.step.dictionary_bank import DictionaryBank, LoadedDictionary
+from nnsight_engine.plans.step.host_arena import to_device
+from nnsight_engine.plans.step.score_slots import SLOT_BYTES, ScoreSlots, slot_size
+from nnsight_engine.plans.step.stage import WHOLE, site_key
+from nnsight_engine.plans.where import generated_is_constant, last_position
+
+_AS_WIDE: Final = {
+    Form.LINEAR: ("weights",),
+    Form.MLP: ("hidden_weights",),
+    Form.DISTANCE: ("mean", "scale"),
+}
+"""The tensors of each form of detector that are as wide as the value."""
+
+_ALONG_VECTOR = frozenset({OperationKind.NORM_MATCH, OperationKind.PROJECT})
+_IN_FLOAT32 = _ALONG_VECTOR | {OperationKind.SUBSPACE, OperationKind.PROBE}
+_STACKS = frozenset({OperationKind.PATCH, OperationKind.SUBSPACE})
+"""Kinds whose tensor has several rows for one site."""
+
+
+class VectorBank:
+    """Vectors of live requests, each held once for all requests that use it.
+
+    A key has the hash of the content, the derivation and the scale: the form that a kernel needs (scaled,
+    normalized) is derived once. Requests acquire at registration and release at their end; a vector without
+    users is freed at once.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[BankKey, torch.Tensor] = {}
+        self._num_users: dict[BankKey, int] = {}
+
+    def __len__(self) -> int:
+        """Return the number of tensors held."""
+        return len(self._tensors)
+
+    def acquire(self, key: BankKey, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return the tensor for ``key``, created by ``make`` on first use, and add a user."""
+        tensor = self._tensors.get(key)
+        if tensor is None:
+            tensor = self._tensors[key] = make()
+        self._num_users[key] = self._num_users.get(key, 0) + 1
+        return tensor
+
+    def release(self, keys: list[BankKey]) -> None:
+        """Remove one user of each key; without users the tensor is freed."""
+        for key in keys:
+            self._num_users[key] -= 1
+            if not self._num_users[key]:
+                del self._num_users[key], self._tensors[key]
+
+
+class Registrar:
+    """Creates active requests from plans.
+
+    Args:
+        context: The model.
+
+    Attributes:
+        bank: The requests' vectors.
+        slots: Scores and states of their tests.
+        dictionaries: Their dictionaries.
+        failed: Ids of the live requests that have failed.
+    """
+
+    def __init__(self, context: StepContext) -> None:
+        self.bank = VectorBank()
+        self.slots = ScoreSlots(context.device)
+        self.dictionaries = DictionaryBank(context.device, context.max_dictionary_bytes)
+        self.failed: set[str] = set()
+        self._context = context
+
+    def register(
+        self, request_id: str, plan: RequestPlan, tensors: dict[str, tuple[str, list[int], bytes]]
+    ) -> ActiveRequest:
+        """Move a plan's tensors to the device and return the active request.
+
+        Raises:
+            InterventionError: ``unknown_point``, ``wrong_width``, ``unsupported_combination`` or a limit on
+                bytes; no tensor stays acquired.
+        """
+        contents = {
+            key: TensorData(dtype, tuple(shape), data) for key, (dtype, shape, data) in tensors.items()
+        }
+        acquired = Acquired()
+        num_slots = sum(test.has_slot for op in plan.ops if op.when is not None for test in op.when.tests)
+        try:
+            self._context.ledger.reserve(
+                request_id, num_slots * SLOT_BYTES * slot_size(max(1, plan.num_positions))
+            )
+            ops = [self._activate(op, index, plan, contents, acquired) for index, op in enumerate(plan.ops)]
+        except BaseException:
+            self._release(acquired)
+            self._context.ledger.release(request_id)
+            raise
+        steady = all(_is_steady(op, plan.prompt_len) for op in ops)
+        return ActiveRequest(
+            request_id,
+            plan,
+            ops,
+            acquired,
+            steady,
+            charged_position=plan.prompt_len,
+            failed=self.failed,
+            answer=None if plan.answer is None else AnswerTracker(plan.answer, plan.prompt_len),
+        )
+
+    def forget(self, request: ActiveRequest) -> None:
+        """Release what the request holds."""
+        self.failed.discard(request.request_id)
+        self._release(request.acquired)
+        request.acquired = Acquired()
+
+    def _release(self, acquired: Acquired) -> None:
+        self.bank.release(acquired.vectors)
+        for slot in acquired.slots:
+            self.slots.release(slot)
+        for dictionary in acquired.dictionaries:
+            self.dictionaries.release(dictionary)
+
+    def _activate(
+        self,
+        op: PlannedOp,
+        index: int,
+        plan: RequestPlan,
+        contents: dict[str, TensorData],
+        acquired: Acquired,
+    ) -> ActiveOp:
+        def load(features: PlannedFeatures | None) -> LoadedDictionary | None:
+            if features is None:
+                return None
+            loaded = self.dictionaries.acquire(features.dictionary, plan.dictionaries)
+            acquired.dictionaries.append(features.dictionary)
+            return loaded
+
+        def detector(planned: PlannedDetector) -> ActiveDetector:
+            if self._context.stage != WHOLE:
+                raise InterventionError(
+                    "unsupported_combination",
+                    "detectors and conditions need a model in one pipeline stage; this server has several",
+                )
+            loaded = tuple(load(part.features) for part in planned.parts)
+            return self._detector(planned, contents, acquired, loaded)
+
+        def active_test(test: PlannedTest) -> ActiveTest:
+            slot = None
+            if test.has_slot:
+                slot = self.slots.acquire(plan.num_positions)
+                acquired.slots.append(slot)
+            return ActiveTest(test, detector(test.detector), slot)
+
+        widths = tuple(self._width(site) for site in op.sites)
+        tensor = self._operand(op, contents, widths, acquired)
+        units = None if op.units is None else to_device(np.array(op.units, np.int64), self._context.device)
+        keys = tuple(site_key(site) for site in op.sites)
+        constant = generated_is_constant(op.where, plan.prompt_len, plan.prompt_len)
+        own = None if op.detector is None else detector(op.detector)
+        tests = () if op.when is None else tuple(active_test(test) for test in op.when.tests)
+        loaded, source = load(op.features), None
+        if op.features is not None and op.features.source is not None:
+            source = site_key(op.features.source)
+            if self._context.stage.has(source) != self._context.stage.has(keys[0]):
+                raise InterventionError(
+                    "unsupported_combination",
+                    f"the transcoder reads {op.features.source} and writes {op.sites[0]}, which are on "
+                    "different pipeline stages of this server",
+                )
+        return ActiveOp(op, index, keys, tensor, units, constant, widths, own, tests, loaded, source)
+
+    def _operand(
+        self,
+        op: PlannedOp,
+        contents: dict[str, TensorData],
+        widths: tuple[int, ...],
+        acquired: Acquired,
+    ) -> torch.Tensor | None:
+        if op.kind is OperationKind.ZERO:
+            return torch.zeros(1, max(widths), dtype=self._context.dtype, device=self._context.device)
+        if not op.tensor:
+            return None
+        scale = (
+            op.scale
+            if op.kind in {OperationKind.ADD, OperationKind.NORM_MATCH, OperationKind.REPLACE}
+            else 1.0
+        )
+        # A vector for all layers and a stack of one per layer differ in shape only: one key fits both.
+        dtype = self._operand_dtype(op)
+        key = (op.tensor, f"{op.kind} {dtype}", scale)
+        tensor = self.bank.acquire(key, lambda: self._prepare(op, contents[op.tensor], scale).to(dtype))
+        acquired.vectors.append(key)
+        _check_width(op, tensor, widths)
+        return tensor
+
+    def _detector(
+        self,
+        planned: PlannedDetector,
+        contents: dict[str, TensorData],
+        acquired: Acquired,
+        loaded: tuple[LoadedDictionary | None, ...],
+    ) -> ActiveDetector:
+        def on_device(name: str) -> torch.Tensor:
+            content = contents[name]
+            host = tensor_from_bytes(content.dtype, content.shape, content.data)
+            key = (name, "detector", 1.0)
+            tensor = self.bank.acquire(key, lambda: to_device(host, self._context.device).to(torch.float32))
+            acquired.vectors.append(key)
+            return tensor
+
+        tensors = []
+        for part in planned.parts:
+            own = {name: on_device(key) for name, key in part.tensors}
+            width = self._width(part.site)
+            as_wide = _AS_WIDE[part.form] if part.form is not None else ()
+            if any(tensor.shape[-1] != width for name, tensor in own.items() if name in as_wide):
+                raise InterventionError("wrong_width", f"{part.site} has width {width}, the detector has not")
+            tensors.append(own)
+        keys = tuple(site_key(site) for site in planned.sites)
+        return ActiveDetector(planned, keys, tuple(tensors), loaded)
+
+    def _prepare(self, op: PlannedOp, content: TensorData, scale: float) -> torch.Tensor:
+        host = tensor_from_bytes(content.dtype, content.shape, content.data)
+        tensor = to_device(host, self._context.device).to(torch.float32)
+        if op.kind not in _STACKS:
+            tensor = tensor.reshape(-1, tensor.shape[-1])
+        elif tensor.ndim == len(("rows", "width")):
+            tensor = tensor.unsqueeze(0)
+        if op.kind in _ALONG_VECTOR:
+            tensor = tensor / tensor.norm(dim=-1, keepdim=True)
+        return tensor * scale
+
+    def _operand_dtype(self, op: PlannedOp) -> torch.dtype:
+        """Return the dtype of an operation's tensor; ids of experts are exact in float32."""
+        is_ids = op.sites[0].leaf == EXPERTS
+        return torch.float32 if op.kind in _IN_FLOAT32 or is_ids else self._context.dtype
+
+    def _width(self, site: PlannedSite) -> int:
+        leaf = self._context.spec.leaf(site.leaf, site.layer)
+        if leaf is None or site.layer >= self._context.spec.num_layers_of(site.leaf):
+            raise InterventionError("unknown_point", f"the model has no point {site}")
+        return leaf.width
+
+
+def _is_steady(active: ActiveOp, prompt_len: int) -> bool:
+    """Return whether the operation does the same in every decode step."""
+    if active.op.captures_patterns:
+        # An open pattern capture stores the keys of each step, so no step equals the one before.
+        last = last_position(active.op.where, prompt_len)
+        return last is not None and last < prompt_len
+    is_mean = active.op.kind is OperationKind.MEAN and not active.op.is_in_encoder
+    return active.constant is not None and not is_mean
+
+
+def _check_width(op: PlannedOp, tensor: torch.Tensor, widths: tuple[int, ...]) -> None:
+    for site, width in zip(op.sites, widths, strict=True):
+        if tensor.shape[-1] != width:
+            raise InterventionError(
+                "wrong_width", f"{site} has width {width}, the tensor has {tensor.shape[-1]}"
+            )
