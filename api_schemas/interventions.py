@@ -7,15 +7,12 @@ field. It does not depend on a model; sizes are bounded before anything is alloc
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from operator import itemgetter
 from typing import Annotated, Any, Final
 
 from pydantic import Field, ValidationError
 
-from api_schemas.conditions import NamedDetector, Test, When, inner_tests, points_of
-from api_schemas.detectors import DetectorName, DetectorUsed
-from api_schemas.dictionaries import DictionaryName, DictionaryUsed, NamedDictionary
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip, excerpt
 from api_schemas.limits import DEFAULT_LIMITS, RequestLimits
@@ -33,7 +30,6 @@ from api_schemas.operations import (
     Stop,
 )
 from api_schemas.request_traces import Trace
-from api_schemas.tensors import NamedTensor, TensorInput, VectorUsed
 
 Operation = Annotated[
     Steer | Ablate | Patch | Capture | Probe | LogitLens | Detect | Features | Feature | Stop | Flag,
@@ -72,16 +68,8 @@ __all__ = [
     "Operation",
     "PromptOperations",
     "RequestLimits",
-    "condition_of",
-    "condition_tests",
-    "detectors_used",
-    "dictionaries_used",
     "parse_interventions",
     "path_in",
-    "points_of_names",
-    "tensors_of",
-    "vectors_used",
-    "with_tensors",
 ]
 
 _Schema = (
@@ -207,103 +195,6 @@ class PromptOperations:
         """Return the operations of one prompt in order, each with its index in the request."""
         own = self._own.get(prompt)
         return sorted([*self._shared, *own], key=itemgetter(0)) if own else self._shared
-
-
-def points_of_names(op: Detect | Features | Feature | Stop | Flag) -> list[str]:
-    """Return the points of an operation without `at`: those of its names, once they are resolved."""
-    match op:
-        case Detect():
-            return points_of(op.detector)
-        case Features():
-            return points_of(op.dictionary)
-        case Feature():
-            content = op.dictionary.content if isinstance(op.dictionary, NamedDictionary) else None
-            return [] if content is None else list(dict.fromkeys((content.at, content.output_at)))
-    return [
-        point
-        for test in inner_tests(op.when).values()
-        for point in (
-            [test.probe.at] if test.probe is not None else points_of(test.detector or test.dictionary)
-        )
-    ]
-
-
-def tensors_of(op: Intervention) -> dict[str, TensorInput]:
-    """Return the tensors of an operation by their paths in it, such as ``vectors.1.vector``, in order."""
-    match op:
-        case Steer(vectors=[*several]):
-            return {f"vectors.{index}.vector": one.vector for index, one in enumerate(several)}
-        case Steer(vector=vector) | Ablate(vector=vector):
-            return {} if vector is None else {"vector": vector}
-        case Probe():
-            return {"weights": op.weights}
-        case Patch():
-            return {"values": op.values}
-        case _:
-            return {}
-
-
-def with_tensors(op: Intervention, tensors: Mapping[str, TensorInput]) -> Intervention:
-    """Return an operation with other tensors at some of the paths that ``tensors_of`` returns."""
-    if not isinstance(op, Steer) or op.vectors is None:
-        return op.model_copy(update=dict(tensors))
-    vectors = [
-        one.model_copy(update={"vector": tensors.get(f"vectors.{index}.vector", one.vector)})
-        for index, one in enumerate(op.vectors)
-    ]
-    return op.model_copy(update={"vectors": vectors})
-
-
-def vectors_used(op: Intervention) -> dict[str, VectorUsed]:
-    """Return the vectors that names in an operation were resolved to, by their paths in it."""
-    tensors = tensors_of(op)
-    for path, test in condition_tests(op).items():
-        if test.probe is not None:
-            tensors[f"{path}.probe.weights"] = test.probe.weights
-    return {
-        path: tensor.used
-        for path, tensor in tensors.items()
-        if isinstance(tensor, NamedTensor) and tensor.used is not None
-    }
-
-
-def condition_of(op: Intervention) -> When | None:
-    """Return the condition of an operation."""
-    return op.when if isinstance(op, Steer | Ablate | Patch | Feature | Stop | Flag) else None
-
-
-def condition_tests(op: Intervention) -> dict[str, Test]:
-    """Return the tests of an operation's condition by their paths in it; none without a condition."""
-    when = condition_of(op)
-    return {} if when is None else inner_tests(when)
-
-
-def detectors_used(op: Intervention) -> dict[str, DetectorUsed]:
-    """Return the detectors that names in an operation were resolved to, by their paths in it."""
-    names: dict[str, DetectorName | None] = {
-        f"{path}.detector": test.detector for path, test in condition_tests(op).items()
-    }
-    if isinstance(op, Detect):
-        names["detector"] = op.detector
-    return {
-        path: name.used
-        for path, name in names.items()
-        if isinstance(name, NamedDetector) and name.used is not None
-    }
-
-
-def dictionaries_used(op: Intervention) -> dict[str, DictionaryUsed]:
-    """Return the dictionaries that names in an operation were resolved to, by their paths in it."""
-    names: dict[str, DictionaryName | None] = {
-        f"{path}.dictionary": test.dictionary for path, test in condition_tests(op).items()
-    }
-    if isinstance(op, Features | Feature):
-        names["dictionary"] = op.dictionary
-    return {
-        path: name.used
-        for path, name in names.items()
-        if isinstance(name, NamedDictionary) and name.used is not None
-    }
 
 
 def _check_number(raw: list[object], limits: RequestLimits, num_prompts: int | None) -> None:

@@ -155,7 +155,9 @@ def create_app(
     vector_service = VectorService(settings, database, engine, store.stored)
     dictionary_service = DictionaryService(settings, database, engine, store.stored)
     detector_service = DetectorService(settings, database, engine, store.stored, vector_service.cache)
-    preset_service = PresetService(settings, database, engine, store.stored, vector_service, detector_service)
+    preset_service = PresetService(
+        settings, database, engine, store.stored, vector_service, detector_service, dictionary_service
+    )
     trainings = TrainingQueue(settings, engine)
 
     def waiting() -> dict[str, int]:

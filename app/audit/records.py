@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from starlette.requests import HTTPConnection
 
-from api_schemas.interventions import Intervention, condition_tests, points_of_names
+from api_schemas.interventions import Intervention
+from api_schemas.operation_names import condition_tests, points_of_names
 from api_schemas.operations import Feature, Features, LogitLens, PointOperation
 from api_schemas.request_traces import Trace
 from app.auth.principal import Principal

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from api_schemas.capabilities import Capabilities
@@ -16,8 +15,8 @@ from api_schemas.points import PointPattern
 from app.storage.dictionaries import DictionaryStore, FoundDictionary
 from app.storage.dictionary_files import DictionaryFiles
 from app.storage.vector_rows import LAYER_PREFIX
-from nnsight_engine.features.config import DictionaryConfig
 from nnsight_engine.features.saelens import read_config
+from nnsight_engine.features.stored import StoredDictionary
 
 _NUM_CANDIDATES: Final = 8
 
@@ -28,21 +27,38 @@ class ResolvedDictionary:
 
     Attributes:
         used: Its name, version and id, for the answer.
-        config: Its definition.
-        at: The point that it reads.
-        output_at: The point whose value it changes: that of a transcoder's output, otherwise ``at``.
-        sha256: The SHA-256 of the file of its weights, which is the same as long as the numbers are.
-        path: The file of its weights, for ``nnsight_engine.features.weights_file.load_dictionary``.
-        number: The argument of ``DictionaryStore.ids_of``.
+        content: Its definition and its file.
+        number: Its number in the database.
+        labels: The labels of its features.
     """
 
     used: DictionaryUsed
-    config: DictionaryConfig
-    at: str
-    output_at: str
-    sha256: str
-    path: Path
+    content: StoredDictionary
     number: int
+    labels: FeatureLabels
+
+
+class FeatureLabels:
+    """The labels of a dictionary's features, read as they are needed and remembered for one request.
+
+    Args:
+        store: Has the labels.
+        number: The dictionary, see ``FoundDictionary``.
+        num_labels: The number of its features with a label.
+    """
+
+    def __init__(self, store: DictionaryStore, number: int, num_labels: int) -> None:
+        self._store = store
+        self._number = number
+        self._num_labels = num_labels
+        self._known: dict[int, str | None] = {}
+
+    async def of(self, ids: Sequence[int]) -> dict[int, str]:
+        """Return the labels of those features that have one."""
+        new = [one for one in ids if one not in self._known] if self._num_labels else []
+        if new:
+            self._known |= dict.fromkeys(new) | await self._store.labels_of(self._number, new)
+        return {one: label for one in ids if (label := self._known.get(one)) is not None}
 
 
 class DictionaryResolver:
@@ -70,6 +86,7 @@ class DictionaryResolver:
         self._models = models
         self._tenant = tenant
         self._resolved: dict[tuple[str, str | None], ResolvedDictionary] = {}
+        self._ids: dict[tuple[int, str], int] = {}
 
     async def dictionary(self, given: DictionaryName, param: str) -> ResolvedDictionary:
         """Return what a name stands for; ``param`` is the field of the request that has it.
@@ -93,30 +110,32 @@ class DictionaryResolver:
             self._resolved[key] = self._checked(found, param)
         return self._resolved[key]
 
-    async def features(
-        self, dictionary: ResolvedDictionary, given: Sequence[int | str], param: str
-    ) -> list[int]:
+    async def features(self, dictionary: ResolvedDictionary, given: Mapping[str, int | str]) -> list[int]:
         """Return the ids of features that are given by id or by their exact label, in order.
 
         Args:
             dictionary: The dictionary.
-            given: Ids and labels.
-            param: The field of the request that has them, for messages.
+            given: Ids and labels, by the fields of the request that have them.
 
         Raises:
             ApiError: ``unknown_feature``; ``invalid_value``: a feature is named twice.
         """
-        ids: list[int] = []
-        for index, feature in enumerate(given):
-            place = f"{param}.{index}"
-            if isinstance(feature, str):
-                found = await self._id_of(dictionary, feature, place)
+        labels = {one for one in given.values() if isinstance(one, str)}
+        new = [label for label in labels if (dictionary.number, label) not in self._ids]
+        found = await self._store.ids_of(dictionary.number, new, _NUM_CANDIDATES + 1) if new else {}
+        ids: dict[int, None] = {}
+        for param, feature in given.items():
+            if isinstance(feature, int):
+                own = _checked_id(dictionary, feature, param)
             else:
-                found = _checked_id(dictionary, feature, place)
-            if found in ids:
-                raise ApiError(ErrorCode.INVALID_VALUE, f"The feature {found} is named twice.", place)
-            ids.append(found)
-        return ids
+                key = dictionary.number, feature
+                if key not in self._ids:
+                    self._ids[key] = _only_id(dictionary, feature, found[feature], param)
+                own = self._ids[key]
+            if own in ids:
+                raise ApiError(ErrorCode.INVALID_VALUE, f"The feature {own} is named twice.", param)
+            ids[own] = None
+        return list(ids)
 
     def _checked(self, found: FoundDictionary, param: str) -> ResolvedDictionary:
         about = found.about
@@ -137,12 +156,16 @@ class DictionaryResolver:
                 )
         return ResolvedDictionary(
             DictionaryUsed(name=about.name, version=about.version, id=about.id),
-            read_config(json.loads(found.cfg.decode("utf-8-sig"))).config,
-            about.at,
-            about.output_at or about.at,
-            about.sha256,
-            self._files.path(about.sha256),
+            StoredDictionary(
+                read_config(json.loads(found.cfg.decode("utf-8-sig"))).config,
+                about.at,
+                about.output_at or about.at,
+                about.sha256,
+                str(self._files.path(about.sha256)),
+                about.dtype,
+            ),
             found.number,
+            FeatureLabels(self._store, found.number, about.num_labels),
         )
 
     def _width(self, place: str) -> int | None:
@@ -157,25 +180,24 @@ class DictionaryResolver:
                 return one.width
         return None
 
-    async def _id_of(self, dictionary: ResolvedDictionary, label: str, param: str) -> int:
-        ids = await self._store.ids_of(dictionary.number, label, _NUM_CANDIDATES + 1)
-        if len(ids) == 1:
-            return ids[0]
-        name, search = dictionary.used.name, f"GET /v1/dictionaries/{dictionary.used.id}/features?query="
-        if not ids:
-            message = f"No feature of {name!r} has the label {clip(label)!r}; {search} searches for words."
-        else:
-            several = ", ".join(map(str, ids[:_NUM_CANDIDATES])) + (
-                ", …" if len(ids) > _NUM_CANDIDATES else ""
-            )
-            message = (
-                f"Several features of {name!r} have the label {clip(label)!r}: {several}. Name one by its id."
-            )
-        raise ApiError(ErrorCode.UNKNOWN_FEATURE, message, param)
+
+def _only_id(dictionary: ResolvedDictionary, label: str, ids: Sequence[int], param: str) -> int:
+    """Return the one feature with a label."""
+    if len(ids) == 1:
+        return ids[0]
+    name, search = dictionary.used.name, f"GET /v1/dictionaries/{dictionary.used.id}/features?query="
+    if not ids:
+        message = f"No feature of {name!r} has the label {clip(label)!r}; {search} searches for words."
+    else:
+        several = ", ".join(map(str, ids[:_NUM_CANDIDATES])) + (", …" if len(ids) > _NUM_CANDIDATES else "")
+        message = (
+            f"Several features of {name!r} have the label {clip(label)!r}: {several}. Name one by its id."
+        )
+    raise ApiError(ErrorCode.UNKNOWN_FEATURE, message, param)
 
 
 def _checked_id(dictionary: ResolvedDictionary, feature: int, param: str) -> int:
-    num_features = dictionary.config.num_features
+    num_features = dictionary.content.config.num_features
     if not 0 <= feature < num_features:
         raise ApiError(
             ErrorCode.UNKNOWN_FEATURE,
@@ -185,4 +207,4 @@ def _checked_id(dictionary: ResolvedDictionary, feature: int, param: str) -> int
     return feature
 
 
-__all__ = ["DictionaryResolver", "ResolvedDictionary"]
+__all__ = ["DictionaryResolver", "FeatureLabels", "ResolvedDictionary"]

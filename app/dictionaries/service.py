@@ -1,7 +1,7 @@
 """The dictionaries of one server: uploads, descriptions, labels, and resolution of names in requests.
 
-``create_app`` creates the one service; the routes below ``/v1/dictionaries`` use it, and requests whose
-operations name a dictionary will.
+``create_app`` creates the one service; the routes below ``/v1/dictionaries`` use it, and requests and presets
+whose operations name a dictionary.
 """
 
 from __future__ import annotations

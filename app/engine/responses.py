@@ -14,7 +14,8 @@ from typing import Any, Final
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
-from api_schemas.interventions import Intervention, detectors_used, dictionaries_used, vectors_used
+from api_schemas.interventions import Intervention
+from api_schemas.operation_names import detectors_used, dictionaries_used, vectors_used
 from api_schemas.operations import Steer
 from app.engine.feature_results import features_json, finite_or_none
 from app.settings import Settings
@@ -89,7 +90,7 @@ async def choice_json(
         tensors = _Stored(f"{base_path}/v1/results/{stored.id}", math.floor(stored.expires_at))
     answer: dict[str, Any] = {
         "results": {
-            result.name: await features_json(result, operations)
+            result.name: await features_json(result, operations, settings.max_capture_bytes_per_request)
             if isinstance(result, CollectedFeatures)
             else _result_json(result, tensors, decode)
             for result in collected.results

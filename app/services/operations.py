@@ -10,7 +10,7 @@ from starlette.requests import Request
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import FIELD, Intervention, RequestLimits, parse_interventions
 from api_schemas.keys import Scope
-from api_schemas.operations import Ablate, Patch, Steer
+from api_schemas.operations import Ablate, Feature, Patch, Steer
 from api_schemas.request_traces import Trace
 from app.admission.quotas import INTERVENING
 from app.auth.code_policy import check_code_allowed
@@ -19,13 +19,12 @@ from app.body import THREAD_BYTES
 from app.engine.cache_salts import isolate_cache, salt_of
 from app.engine.client import JsonObject
 from app.request_context import context_of
-from app.services.condition_names import ConditionNames, has_tests
-from app.vectors.names import names_vectors
+from app.services.stored_names import StoredNames
 
 if TYPE_CHECKING:
     from app.context import Context
 
-_WRITES: Final = (Steer, Ablate, Patch, Trace)
+_WRITES: Final = (Steer, Ablate, Patch, Feature, Trace)
 _LEAVES_CHOICE: Final = (None, "auto", "none")
 """Kinds of ``tool_choice`` that force no call."""
 
@@ -63,13 +62,9 @@ async def take_operations(
 async def with_values(
     operations: tuple[Intervention, ...], context: Context, caller: Principal
 ) -> tuple[Intervention, ...]:
-    """Replace names of vectors and detectors; raises ApiError if there is none of a name."""
-    if names_vectors(operations):
-        operations = await context.vectors.resolved(operations, caller.tenant)
-    if any(map(has_tests, operations)):
-        names = ConditionNames(context.vectors, context.detectors, caller.tenant)
-        operations = await names.resolved(operations)
-    return operations
+    """Replace names by what they stand for; raises ApiError if there is nothing of a name."""
+    names = StoredNames(context.vectors, context.detectors, context.dictionaries, caller.tenant)
+    return await names.resolved(operations)
 
 
 def isolate(

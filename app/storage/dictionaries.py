@@ -17,7 +17,14 @@ from api_schemas.dictionaries import Dictionary, DictionaryFeature
 from api_schemas.errors import ErrorCode
 from app.allowance import Allowance
 from app.storage.database import Database
-from app.storage.feature_labels import add_labels, find_features, ids_of, num_label_bytes, replace_labels
+from app.storage.feature_labels import (
+    add_labels,
+    find_features,
+    ids_of,
+    labels_of,
+    num_label_bytes,
+    replace_labels,
+)
 from app.storage.tables import DictionaryNameRow, DictionaryRow
 from app.storage.version_store import VersionStore
 from app.storage.versions import VersionTable, write_version
@@ -81,7 +88,7 @@ class FoundDictionary:
     """A dictionary for operations.
 
     Attributes:
-        number: The argument of ``DictionaryStore.ids_of``.
+        number: The argument of ``DictionaryStore.ids_of`` and ``labels_of``.
         about: Its description.
         cfg: Its ``cfg.json``.
     """
@@ -189,9 +196,13 @@ class DictionaryStore(VersionStore[DictionaryRow, Dictionary]):
         found = await self._database.read(read)
         return found[:limit], len(found) > limit
 
-    async def ids_of(self, number: int, label: str, limit: int) -> list[int]:
-        """Return the features of a dictionary that have exactly this label, by id."""
-        return await self._database.read(lambda session: ids_of(session, number, label, limit))
+    async def ids_of(self, number: int, labels: Sequence[str], limit: int) -> dict[str, list[int]]:
+        """Return the features of a dictionary that have exactly one of some labels, by label."""
+        return await self._database.read(lambda session: ids_of(session, number, labels, limit))
+
+    async def labels_of(self, number: int, ids: Sequence[int]) -> dict[int, str]:
+        """Return the labels of those features of a dictionary that have one, by id."""
+        return await self._database.read(lambda session: labels_of(session, number, ids))
 
     async def find(
         self, text: str, id_: str | None, tenant: str, models: Sequence[str]

@@ -62,11 +62,30 @@ def find_features(
     return [DictionaryFeature(id=one, label=text) for one, text in found]
 
 
-def ids_of(session: Session, dictionary: int, label: str, limit: int) -> list[int]:
-    """Return the features of a dictionary that have exactly this label, by id."""
-    row = FeatureLabelRow
-    wanted = select(row.feature).where(row.dictionary == dictionary, row.text == label)
-    return list(session.scalars(wanted.order_by(row.feature).limit(limit)))
+def ids_of(session: Session, dictionary: int, labels: Sequence[str], limit: int) -> dict[str, list[int]]:
+    """Return the features of a dictionary, by id, that have exactly one of some labels, by label.
+
+    Args:
+        session: The session.
+        dictionary: The dictionary's number.
+        labels: The labels.
+        limit: Most features of each.
+    """
+    row, found = FeatureLabelRow, dict[str, list[int]]()
+    for label in labels:
+        wanted = select(row.feature).where(row.dictionary == dictionary, row.text == label)
+        found[label] = list(session.scalars(wanted.order_by(row.feature).limit(limit)))
+    return found
 
 
-__all__ = ["add_labels", "find_features", "ids_of", "num_label_bytes", "replace_labels"]
+def labels_of(session: Session, dictionary: int, ids: Sequence[int]) -> dict[int, str]:
+    """Return the labels of those features of a dictionary that have one, by id."""
+    table, found = FeatureLabelRow, dict[int, str]()
+    for start in range(0, len(ids), _AT_ONCE):
+        some = table.feature.in_(ids[start : start + _AT_ONCE])
+        wanted = select(table.feature, table.text).where(table.dictionary == dictionary, some)
+        found |= {row[0]: row[1] for row in session.execute(wanted)}
+    return found
+
+
+__all__ = ["add_labels", "find_features", "ids_of", "labels_of", "num_label_bytes", "replace_labels"]

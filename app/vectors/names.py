@@ -14,7 +14,8 @@ import numpy as np
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
-from api_schemas.interventions import Intervention, tensors_of, with_tensors
+from api_schemas.interventions import Intervention
+from api_schemas.operation_names import tensors_of, with_tensors
 from api_schemas.operations import Ablate, Patch, Probe, Steer
 from api_schemas.points import Point, resolve_layer
 from api_schemas.tensors import NamedTensor, TensorInput, VectorName, VectorUsed
@@ -26,11 +27,6 @@ from app.version_cache import VersionCache
 _KIND: Final = "vector"
 _MAX_ROWS_BYTES: Final = 256 * 2**20
 """Maximum bytes of the values that one request's names resolve to."""
-
-
-def names_vectors(interventions: Sequence[Intervention]) -> bool:
-    """Return whether an operation names a vector."""
-    return any(isinstance(tensor, VectorName) for op in interventions for tensor in tensors_of(op).values())
 
 
 class NameResolver:
@@ -154,4 +150,4 @@ def _mismatch(vector: FoundVector, why: str, param: str) -> ApiError:
     return ApiError(ErrorCode.VECTOR_MISMATCH, f"The vector {vector.name}@{vector.version} {why}.", param)
 
 
-__all__ = ["NameResolver", "names_vectors"]
+__all__ = ["NameResolver"]

@@ -6,13 +6,10 @@ name a vector use it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import safetensors.numpy
 from starlette.requests import Request
 
-from api_schemas.interventions import FIELD, Intervention
 from api_schemas.vectors import Training, Vector, VectorList
 from app.auth.principal import Principal
 from app.body import BodyLimits
@@ -141,17 +138,6 @@ class VectorService(VersionService[VectorStore]):
         """Return the resolver of a tenant's names, for one request."""
         models = self._engine.served().names
         return NameResolver(self._store, self.cache, self.shape, models, tenant)
-
-    async def resolved(self, interventions: Sequence[Intervention], tenant: str) -> tuple[Intervention, ...]:
-        """Return a request's operations with the vectors' values in place of their names.
-
-        Raises:
-            ApiError: ``unknown_vector``, ``vector_mismatch``, or an error in ``at``.
-        """
-        resolver = self.resolver(tenant)
-        return tuple(
-            [await resolver.resolved(op, f"{FIELD}.{index}") for index, op in enumerate(interventions)]
-        )
 
 
 __all__ = ["VectorService"]

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from api_schemas.capabilities import Capabilities
-from api_schemas.interventions import Intervention, Operation, points_of_names
+from api_schemas.interventions import Intervention, Operation
+from api_schemas.operation_names import points_of_names
 from api_schemas.operations import Capture, Detect, Features, Flag, LogitLens, PointOperation, Probe, Stop
 from api_schemas.request_traces import Trace
 from nnsight_engine.plans.collect.results import (

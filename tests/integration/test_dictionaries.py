@@ -510,17 +510,20 @@ async def test_names_in_requests(tenants: Tenants) -> None:
 
     resolver = service.resolver("acme")
     found = await resolver.dictionary(DictionaryName(name="sae@1"), "x")
-    assert (found.at, found.output_at, found.sha256) == (
-        "layers.2.output",
-        "layers.2.output",
-        first["sha256"],
-    )
-    loaded = load_dictionary(found.path, found.config)
+    content = found.content
+    assert (content.at, content.output_at) == ("layers.2.output", "layers.2.output")
+    assert (content.sha256, content.dtype) == (first["sha256"], "float32")
+    loaded = load_dictionary(Path(content.path), content.config)
     x = torch.ones((1, 8))
     own = {name: torch.from_numpy(one) for name, one in numbers().items()}
     hidden = x @ own["W_enc"] + own["b_enc"]
     torch.testing.assert_close(loaded.encode(x), hidden.relu() * (hidden > own["threshold"]))
-    assert await resolver.features(found, [7, "cats", 15, "Dogs and cats"], "f") == [7, 3, 15, 0]
+
+    def fields(given: list[int | str]) -> dict[str, int | str]:
+        return {f"f.{index}": one for index, one in enumerate(given)}
+
+    assert await resolver.features(found, fields([7, "cats", 15, "Dogs and cats"])) == [7, 3, 15, 0]
+    assert await found.labels.of([7, 3, 0]) == {3: "cats", 0: "Dogs and cats"}
     refused: list[tuple[list[int | str], str]] = [
         ([16], "features 0 to 15"),
         ([-1], "features 0 to 15"),
@@ -529,8 +532,9 @@ async def test_names_in_requests(tenants: Tenants) -> None:
         ([3, "cats"], "named twice"),
     ]
     for given, message in refused:
-        with pytest.raises(ApiError, match=message):
-            await resolver.features(found, given, "f")
+        with pytest.raises(ApiError, match=message) as caught:
+            await resolver.features(found, fields(given))
+        assert caught.value.param == f"f.{len(given) - 1}"
 
 
 async def test_a_download_outlives_the_removal(server: Server, folder: Path) -> None:

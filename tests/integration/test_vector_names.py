@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from api_schemas.interventions import parse_interventions, tensors_of
+from api_schemas.interventions import parse_interventions
 from api_schemas.keys import Scope
+from api_schemas.operation_names import tensors_of
 from app.storage.vectors import VectorStore
 from nnsight_engine.plans.compile.tensors import read_tensor
 from tests.integration.conftest import ErrorCheck, Serve, Server
@@ -34,7 +35,8 @@ async def server(serve: Serve) -> AsyncIterator[Server]:
 async def keys_of(server: Server, operation: dict[str, Any], tenant: str = "") -> str:
     """Return the hashes of an operation's tensors, by which plans know them."""
     operations = parse_interventions([operation])
-    (resolved,) = await server.context.vectors.resolved(operations, tenant)
+    resolver = server.context.vectors.resolver(tenant)
+    resolved = await resolver.resolved(operations[0], "interventions.0")
     return " ".join(read_tensor(tensor, "x").key() for tensor in tensors_of(resolved).values())
 
 

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from api_schemas.detectors import DetectorUsed
-from api_schemas.interventions import (
-    Intervention,
-    Operation,
+from api_schemas.dictionaries import DictionaryUsed
+from api_schemas.interventions import Intervention, Operation
+from api_schemas.operation_names import (
     condition_tests,
     detectors_used,
+    dictionaries_used,
+    features_named,
     vectors_used,
 )
 from api_schemas.operations import LogitLens, Patch
@@ -84,8 +86,16 @@ def used_detectors(operations: Sequence[Intervention]) -> list[DetectorUsed]:
     return [used for operation in operations for used in detectors_used(operation).values()]
 
 
+def used_dictionaries(operations: Sequence[Intervention]) -> list[DictionaryUsed]:
+    """Return the dictionaries that names of operations were resolved to."""
+    return [used for operation in operations for used in dictionaries_used(operation).values()]
+
+
 def pinned(raw: Sequence[dict[str, Any]], operations: Sequence[Intervention]) -> list[dict[str, Any]]:
-    """Return operations as sent, with names of vectors and detectors that mean the same for everybody.
+    """Return operations as sent, with names that mean the same for everybody, at any time.
+
+    Those of vectors, detectors and dictionaries have a version and an id, and features are ids, since labels
+    can be replaced.
 
     Args:
         raw: The operations as sent.
@@ -94,26 +104,32 @@ def pinned(raw: Sequence[dict[str, Any]], operations: Sequence[Intervention]) ->
     found = []
     for sent, operation in zip(raw, operations, strict=True):
         changed: Any = sent
-        named: dict[str, VectorUsed | DetectorUsed] = {
+        named: dict[str, VectorUsed | DetectorUsed | DictionaryUsed] = {
             **vectors_used(operation),
             **detectors_used(operation),
+            **dictionaries_used(operation),
         }
         for path, used in named.items():
             name = {"name": f"{used.name}@{used.version}", "id": used.id}
             changed = _updated(changed, path.split("."), name)
+        for path, feature in features_named(operation).items():
+            changed = _updated(changed, path.split("."), feature)
         found.append(changed)
     return found
 
 
-def _updated(value: Any, path: Sequence[str], fields: dict[str, Any]) -> Any:
-    """Return a JSON value with the object at a path in it updated; it shares what does not change."""
+def _updated(value: Any, path: Sequence[str], new: Any) -> Any:
+    """Return a JSON value with another one at a path in it; it shares what does not change.
+
+    The fields of an object are updated by those of a new one, and stay otherwise.
+    """
     if not path:
-        return {**(value if isinstance(value, dict) else {}), **fields}
+        return {**value, **new} if isinstance(value, dict) and isinstance(new, dict) else new
     key, *rest = path
     if isinstance(value, list):
         place = int(key)
-        return [*value[:place], _updated(value[place], rest, fields), *value[place + 1 :]]
-    return {**value, key: _updated(value[key], rest, fields)}
+        return [*value[:place], _updated(value[place], rest, new), *value[place + 1 :]]
+    return {**value, key: _updated(value[key], rest, new)}
 
 
-__all__ = ["check_fit", "pinned", "used_detectors", "used_vectors"]
+__all__ = ["check_fit", "pinned", "used_detectors", "used_dictionaries", "used_vectors"]

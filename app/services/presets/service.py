@@ -7,11 +7,13 @@ is checked, counted and cached afterwards is that of a request with the operatio
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 from starlette.requests import Request
 
+from api_schemas.detectors import Detector, DetectorUsed
+from api_schemas.dictionaries import Dictionary, DictionaryUsed
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
 from api_schemas.interventions import FIELD as INTERVENTIONS
@@ -28,25 +30,30 @@ from api_schemas.presets import (
     split_model,
 )
 from api_schemas.request_traces import Trace
+from api_schemas.tensors import VectorUsed
+from api_schemas.vectors import Vector
 from app.auth.code_policy import check_code_allowed
 from app.auth.principal import Principal
 from app.body import BodyLimits, read_object
 from app.detectors.service import DetectorService
+from app.dictionaries.service import DictionaryService
 from app.engine.capabilities import spec_of
 from app.engine.client import EngineClient, JsonObject
 from app.errors import validated
 from app.request_context import context_of
-from app.services.condition_names import ConditionNames, has_tests
-from app.services.presets.checks import check_fit, pinned, used_detectors, used_vectors
+from app.services.presets.checks import check_fit, pinned, used_detectors, used_dictionaries, used_vectors
 from app.services.presets.naming import NamedPreset, check_names, named_presets
+from app.services.stored_names import StoredNames
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.presets import OVERHEAD_BYTES, NewRow, PresetStore
 from app.storage.storage_usage import StoredBytes
 from app.tenant_budget import TenantBudget
-from app.vectors.names import names_vectors
 from app.vectors.service import VectorService
 from app.version_service import VersionService, check_sharing
+
+_Used = VectorUsed | DetectorUsed | DictionaryUsed
+_Get = Callable[[str, str], Awaitable[Vector | Detector | Dictionary]]
 
 _MAX_LISTED: Final = 1000
 """Versions that the list of models looks at."""
@@ -61,6 +68,8 @@ class PresetService(VersionService[PresetStore]):
         engine: Serves the model that the presets must fit.
         stored: The bytes stored by tenants, here and elsewhere.
         vectors: The vectors that operations name.
+        detectors: The detectors that they name.
+        dictionaries: The dictionaries that they name.
     """
 
     def __init__(
@@ -71,6 +80,7 @@ class PresetService(VersionService[PresetStore]):
         stored: StoredBytes,
         vectors: VectorService,
         detectors: DetectorService,
+        dictionaries: DictionaryService,
     ) -> None:
         """Create the parts; nothing is read yet."""
         super().__init__(PresetStore(database, TenantBudget.of(settings).preset_bytes), stored)
@@ -79,6 +89,7 @@ class PresetService(VersionService[PresetStore]):
         self._engine = engine
         self._vectors = vectors
         self._detectors = detectors
+        self._dictionaries = dictionaries
 
     async def create(
         self, request: Request, caller: Principal, *, unless_same: bool = False
@@ -119,27 +130,31 @@ class PresetService(VersionService[PresetStore]):
         operations: Sequence[Intervention] = new.interventions
         if any(isinstance(one, Trace) for one in operations):
             check_code_allowed(self._settings, caller)
-        if names_vectors(operations):
-            operations = await self._vectors.resolved(operations, caller.tenant)
-        if any(map(has_tests, operations)):
-            names = ConditionNames(self._vectors, self._detectors, caller.tenant)
-            operations = await names.resolved(operations)
+        names = StoredNames(self._vectors, self._detectors, self._dictionaries, caller.tenant)
+        operations = await names.resolved(operations)
         await asyncio.to_thread(check_fit, operations, spec_of(self._engine.capabilities()))
-        for used in used_vectors(operations) if new.shared else ():
-            if not (await self._vectors.get(used.id, caller.tenant)).shared:
-                raise ApiError(
-                    ErrorCode.UNKNOWN_VECTOR,
-                    f"A shared preset uses shared vectors only, and {used.name}@{used.version} is not one.",
-                    INTERVENTIONS,
-                )
-        for own in used_detectors(operations) if new.shared else ():
-            if not (await self._detectors.get(own.id, caller.tenant)).shared:
-                raise ApiError(
-                    ErrorCode.UNKNOWN_DETECTOR,
-                    f"A shared preset uses shared detectors only, and {own.name}@{own.version} is not one.",
-                    INTERVENTIONS,
-                )
+        if new.shared:
+            await self._check_shared(operations, caller.tenant)
         return operations
+
+    async def _check_shared(self, operations: Sequence[Intervention], tenant: str) -> None:
+        """Raise ApiError if operations name something that is not shared."""
+        used: list[tuple[str, ErrorCode, _Get, Sequence[_Used]]] = [
+            ("vectors", ErrorCode.UNKNOWN_VECTOR, self._vectors.get, used_vectors(operations)),
+            ("detectors", ErrorCode.UNKNOWN_DETECTOR, self._detectors.get, used_detectors(operations)),
+            (
+                "dictionaries",
+                ErrorCode.UNKNOWN_DICTIONARY,
+                self._dictionaries.get,
+                used_dictionaries(operations),
+            ),
+        ]
+        for kind, code, get, several in used:
+            for one in several:
+                if not (await get(one.id, tenant)).shared:
+                    name = f"{one.name}@{one.version}"
+                    message = f"A shared preset uses shared {kind} only, and {name} is not one."
+                    raise ApiError(code, message, INTERVENTIONS)
 
     async def page(self, tenant: str, *, name: str | None, after: str | None, limit: int) -> PresetList:
         """Return a page of a tenant's and shared presets; raises ApiError ``preset_not_found``."""
