@@ -26,7 +26,7 @@ from examples.sae_on_server.autoencoder import activations, quality, train, writ
 from examples.sae_on_server.client import Server
 from examples.sae_on_server.corpus import TOPICS, Corpus, collect
 from examples.sae_on_server.labels import label_features, topic_feature
-from examples.sae_on_server.use import share
+from examples.sae_on_server.use import continuations, share
 from scripts import example_prompts as prompts
 
 DATA: Final = Path(__file__).resolve().parents[1] / "app/examples/data"
@@ -41,6 +41,7 @@ NUM_FEATURES: Final = 1152
 ACTIVE: Final = 24
 STEPS: Final = 2500
 STEER_AT: Final = "layers.12.output"
+SET_TO: Final = (15.0, 30.0)
 
 
 def make(server: Server, folder: Path) -> None:
@@ -88,6 +89,23 @@ def measure(server: Server) -> None:
     for name in VECTORS:
         for scale in (0.3, -0.3):
             print(f"{name} {scale:+}: {_style(_written(server, name, scale))}")
+    print("share of a topic's words: not changed; with its feature set to values")
+    plain = continuations(server, DICTIONARY, 0, None, samples=8, max_tokens=32)
+    for topic, listed in prompts.TOPIC_WORDS.items():
+        words, feature = set(listed.split()), _feature(server, topic)
+        shares = [
+            share(continuations(server, DICTIONARY, feature, value, samples=8, max_tokens=32), words)
+            for value in SET_TO
+        ]
+        print(f"{feature!r}: {share(plain, words):.1%}; {', '.join(f'{one:.1%}' for one in shares)}")
+
+
+def _feature(server: Server, topic: str) -> str:
+    """Return the label of the first feature of a topic."""
+    stored = server.send("GET", "/v1/dictionaries", params={"name": DICTIONARY})["data"][0]
+    query = {"query": topic, "limit": 100}
+    found = server.send("GET", f"/v1/dictionaries/{stored['id']}/features", params=query)["data"]
+    return next(str(one["label"]) for one in found if one["label"].startswith((f"{topic}: ", f"{topic}, ")))
 
 
 def _sides(name: str, pairs: Sequence[tuple[str, str]]) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def label(corpus: Corpus, best: Sequence[int]) -> str | None:
     texts = [corpus.tokens[one] for one in best]
     words = [text.strip(" ").lower() for text in texts]
     needed = MOST * len(best)
-    common = ", ".join(word for word, _ in collections.Counter(words).most_common(3))
+    common = ", ".join(word for word, _ in collections.Counter(filter(None, words)).most_common(3))
     for kind, pattern in KINDS.items():
         if sum(re.fullmatch(pattern, word, re.DOTALL) is not None for word in words) >= needed:
             return f"{kind}: {common!r}" if kind == "line breaks" else f"{kind}: {common}"

@@ -19,25 +19,22 @@ def draw(
     losses: Sequence[float], reading: Reading, effect: Mapping[float, float], topic: str, file: Path
 ) -> None:
     """Draw the loss, a text's features, and the effect of the topic's feature by its value."""
-    figure = Figure(figsize=(13, 7), layout="constrained")
-    left, right = figure.add_gridspec(2, 2)[0, 0], figure.add_gridspec(2, 2)[0, 1]
-    loss = figure.add_subplot(left)
-    loss.plot(losses, linewidth=0.8)
-    loss.set(xlabel="step", ylabel="unexplained variance", ylim=(0, 0.6), title="Training")
-    steering = figure.add_subplot(right)
-    steering.plot(list(effect), [100 * part for part in effect.values()], marker="o")
-    steering.set(
+    figure = Figure(figsize=(13, 8), layout="constrained")
+    axes = figure.subplot_mosaic([["loss", "steering"], ["text", "text"]])
+    axes["loss"].plot(losses, linewidth=0.8)
+    axes["loss"].set(xlabel="step", ylabel="unexplained variance", ylim=(0, None), title="Training")
+    axes["steering"].plot(list(effect), [100 * part for part in effect.values()], marker="o")
+    axes["steering"].set(
         xlabel="activation that the feature is set to, 0: not changed",
         ylabel=f"words of {topic} (%)",
         ylim=(0, None),
         title="Steering",
     )
     names, values = reading.rows(12)
-    text = figure.add_subplot(figure.add_gridspec(2, 1)[1, 0])
+    text = axes["text"]
     image = text.imshow(values, aspect="auto", cmap="viridis", interpolation="nearest")
-    text.set_xticks(
-        range(len(reading.tokens)), [one.strip() for one in reading.tokens], rotation=60, ha="right"
-    )
+    tokens = [one.strip() for one in reading.tokens]
+    text.set_xticks(range(len(tokens)), tokens, rotation=60, ha="right", rotation_mode="anchor")
     text.set_yticks(range(len(names)), names)
     text.set_title("Features of a text")
     figure.colorbar(image, ax=text, label="activation")
