@@ -76,7 +76,7 @@ def make_dictionary(server: Server, folder: Path) -> tuple[dict[str, Any], dict[
     active = activations(sae, corpus.states)
     labels = label_features(corpus, active)
     for topic in TOPICS:
-        labels.setdefault(topic_feature(corpus, active, topic, labels), f"{topic}, as a whole")
+        labels[topic_feature(corpus, active, topic, labels)] = topic
     (DATA / f"{DICTIONARY}.safetensors").write_bytes((folder / "sae_weights.safetensors").read_bytes())
     return json.loads((folder / "cfg.json").read_text(encoding="utf-8")), dict(sorted(labels.items()))
 
@@ -92,20 +92,12 @@ def measure(server: Server) -> None:
     print("share of a topic's words: not changed; with its feature set to values")
     plain = continuations(server, DICTIONARY, 0, None, samples=8, max_tokens=32)
     for topic, listed in prompts.TOPIC_WORDS.items():
-        words, feature = set(listed.split()), _feature(server, topic)
+        words = set(listed.split())
         shares = [
-            share(continuations(server, DICTIONARY, feature, value, samples=8, max_tokens=32), words)
+            share(continuations(server, DICTIONARY, topic, value, samples=8, max_tokens=32), words)
             for value in SET_TO
         ]
-        print(f"{feature!r}: {share(plain, words):.1%}; {', '.join(f'{one:.1%}' for one in shares)}")
-
-
-def _feature(server: Server, topic: str) -> str:
-    """Return the label of the first feature of a topic."""
-    stored = server.send("GET", "/v1/dictionaries", params={"name": DICTIONARY})["data"][0]
-    query = {"query": topic, "limit": 100}
-    found = server.send("GET", f"/v1/dictionaries/{stored['id']}/features", params=query)["data"]
-    return next(str(one["label"]) for one in found if one["label"].startswith((f"{topic}: ", f"{topic}, ")))
+        print(f"{topic}: {share(plain, words):.1%}; {', '.join(f'{one:.1%}' for one in shares)}")
 
 
 def _sides(name: str, pairs: Sequence[tuple[str, str]]) -> dict[str, Any]:

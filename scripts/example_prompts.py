@@ -180,17 +180,17 @@ CASUAL_WORDS: Final = (
     "u wanna yeah yep"
 )
 TOPIC_WORDS: Final = {
-    "sea": "sea ocean ship ships boat boats sail sailed sailing sailor sailors captain crew wave waves harbour harbor "
-    "port island coast whale fish water deck voyage navy",
-    "kitchen": "kitchen cook cooked cooking bake baked baking oven soup bread recipe recipes food dish cup cups butter "
-    "flour sugar salt vanilla eggs cream cheese meal delicious ingredients",
-    "health": "health doctor doctors hospital medicine medical nurse patient patients disease illness sick fever "
-    "treatment pain surgery cancer healthcare care symptoms",
-    "sport": "football goal goals team teams player players game games match race win won coach league goalkeeper "
-    "penalty season championship ball",
-    "law": "law laws court courts judge judges lawyer lawyers legal trial case police thief crime guilty justice jury "
-    "ruled rights",
-    "weather": "weather snow snowy rain rainy wind winds storm storms thunder lightning cold winter cloud clouds sky "
-    "temperature sun ice",
+    "sea": "sea ocean ship ships boat boats sail sailed sailing sailor sailors captain crew wave waves "
+    "harbour harbor port island coast whale fish water deck voyage navy",
+    "kitchen": "kitchen cook cooked cooking bake baked baking oven soup bread recipe recipes food dish "
+    "cup cups butter flour sugar salt vanilla eggs cream cheese meal delicious ingredients",
+    "health": "health doctor doctors hospital medicine medical nurse patient patients disease illness sick "
+    "fever treatment pain surgery cancer healthcare care symptoms",
+    "sport": "football goal goals team teams player players game games match race win won coach league "
+    "goalkeeper penalty season championship ball",
+    "law": "law laws court courts judge judges lawyer lawyers legal trial case police thief crime guilty "
+    "justice jury ruled rights",
+    "weather": "weather snow snowy rain rainy wind winds storm storms thunder lightning cold winter cloud "
+    "clouds sky temperature sun ice",
 }
 """Words by which features of these topics are measured."""

@@ -121,7 +121,7 @@ def run(server: Server, options: argparse.Namespace, console: Console) -> None:
     active = activations(sae, corpus.states)
     labels = label_features(corpus, active)
     feature = topic_feature(corpus, active, options.topic, labels)
-    labels.setdefault(feature, f"{options.topic}, as a whole")
+    labels[feature] = options.topic
     (folder / "labels.json").write_text(json.dumps(labels, ensure_ascii=False, indent=1), encoding="utf-8")
     console.print(contexts_table(corpus, active, labels))
 

@@ -38,7 +38,7 @@ def test_it_trains_stores_labels_reads_and_steers(bundled_server: Server, tmp_pa
         "of the variance is explained",
         "Stored as small@1",
         "A text by its features",
-        "“sea, as a whole” not changed",
+        "“sea” not changed",
         "sae.png",
     ):
         assert text in result.stdout, result.stdout
@@ -47,8 +47,11 @@ def test_it_trains_stores_labels_reads_and_steers(bundled_server: Server, tmp_pa
         (stored,) = client.get("/v1/dictionaries", params={"name": "small"}).json()["data"]
         assert (stored["at"], stored["architecture"]) == ("layers.15.output", "topk")
         assert stored["num_labels"] == len(labels)
-        found = client.get(f"/v1/dictionaries/{stored['id']}/features", params={"query": "sea, as"}).json()
-        assert [labels[str(one["id"])] for one in found["data"]] == ["sea, as a whole"]
+        found = client.get(
+            f"/v1/dictionaries/{stored['id']}/features", params={"query": "sea", "limit": 100}
+        ).json()
+        assert "sea" in [one["label"] for one in found["data"]]
+        assert all(labels[str(one["id"])] == one["label"] for one in found["data"])
     states = load_file(tmp_path / "states.safetensors")["states"]
     corpus = json.loads((tmp_path / "texts.json").read_text(encoding="utf-8"))
     assert states.shape == (len(corpus["tokens"]), WIDTH)
