@@ -7,7 +7,7 @@ position, later ones see the effect of earlier ones.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -29,7 +29,6 @@ MAX_FEATURES_READ: Final = 100
 """Features that `features` returns at one position."""
 MAX_FEATURES_CHANGED: Final = 64
 """Features that `feature` changes."""
-_DEFAULT_TOP_K: Final = 10
 
 _NUMBERS_OF_MODES: Final = {"gain": "affine", "offset": "affine", "low": "clamp", "high": "clamp"}
 
@@ -241,7 +240,7 @@ class Features(_Operation):
         description="A dictionary's name, such as layer12@2."
     )
     top_k: Annotated[Integer, Field(ge=1, le=MAX_FEATURES_READ)] | None = Field(
-        default=None, description="Most features per position; by default 10. Not with `features`."
+        default=None, description="Most features per position; null for 10. Not with `features`."
     )
     features: Items[FeatureName] | None = Field(
         default=None,
@@ -249,12 +248,6 @@ class Features(_Operation):
         max_length=MAX_FEATURES_READ,
         description="The features, by id or exact label, each once; instead of `top_k`.",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _set_default(cls, value: Any) -> Any:
-        is_bare = isinstance(value, dict) and value.get("top_k") is None and value.get("features") is None
-        return {**value, "top_k": _DEFAULT_TOP_K} if is_bare else value
 
     @model_validator(mode="after")
     def _check_features(self) -> Self:

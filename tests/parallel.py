@@ -27,6 +27,7 @@ _TOGETHER: Final = {
             "clients",
             "detectors",
             "conditions_http",
+            "features_http",
             "sae_example",
         )
     ),

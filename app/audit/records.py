@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Final
 from starlette.requests import HTTPConnection
 
 from api_schemas.interventions import Intervention
-from api_schemas.operation_names import condition_tests, points_of_names
-from api_schemas.operations import Feature, Features, LogitLens, PointOperation
+from api_schemas.operation_names import points_of_names
+from api_schemas.operations import LogitLens, PointOperation
 from api_schemas.request_traces import Trace
 from app.auth.principal import Principal
 from nnsight_engine.core.metering import UsageMeter
@@ -36,8 +36,7 @@ _MAX_OPERATIONS: Final = 64
 _SLOW_BYTES: Final = 2**20
 _LAYER: Final = re.compile(r"^(vision\.)?layers\.[^.]*\.")
 _ANY_LAYER: Final = r"\1layers.*."
-_DETECTOR: Final = "detector"
-_DICTIONARY: Final = "dictionary"
+_NAMED: Final = "named"
 _LENS_POINT: Final = "layers.*.output"
 _UNWRITTEN: Final = {"kept": False}
 """Marks fields without a column in the audit log."""
@@ -138,15 +137,9 @@ def _points(operation: Intervention) -> set[str]:
     if isinstance(operation, PointOperation):
         patterns = [operation.at] if isinstance(operation.at, str) else operation.at
     else:
-        patterns = points_of_names(operation) or [_unresolved(operation)]
+        # The points of detectors and dictionaries are known once their names are resolved.
+        patterns = points_of_names(operation) or [_NAMED]
     return {_LAYER.sub(_ANY_LAYER, pattern) for pattern in patterns}
-
-
-def _unresolved(operation: Intervention) -> str:
-    """Return the kind of an operation whose points are known once its names are resolved."""
-    tests = condition_tests(operation).values()
-    is_of_features = isinstance(operation, Features | Feature) or any(test.dictionary for test in tests)
-    return _DICTIONARY if is_of_features else _DETECTOR
 
 
 def _storable(text: str) -> str:

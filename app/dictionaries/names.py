@@ -108,6 +108,7 @@ class DictionaryResolver:
                     param,
                 )
             self._resolved[key] = self._checked(found, param)
+            await self._files.read_ahead(found.about.sha256)
         return self._resolved[key]
 
     async def features(self, dictionary: ResolvedDictionary, given: Mapping[str, int | str]) -> list[int]:

@@ -35,6 +35,7 @@ ENDING: Final = ".safetensors"
 _UPLOADS: Final = "uploads"
 _ASIDE: Final = re.compile(r"(?P<hash>[0-9a-f]{64})\.removed-[0-9a-f]{16}")
 _HASH: Final = re.compile(rf"(?P<hash>[0-9a-f]{{64}}){re.escape(ENDING)}")
+_PART_BYTES: Final = 1 << 20
 _ORPHAN_S: Final = 3600.0
 """The age from which a file without a dictionary is removed; a younger one may be about to get one."""
 _WEIGHTS: Final = "The weights"
@@ -122,6 +123,7 @@ class DictionaryFiles:
         self._directory = directory
         self._own: ProcessFolder | None = None
         self._open = OpenFiles()
+        self._ahead: set[str] = set()
 
     async def start(self) -> None:
         """Create the folder, and remove uploads of servers that died."""
@@ -178,6 +180,17 @@ class DictionaryFiles:
             reading.close()
             raise
 
+    async def read_ahead(self, sha256: str) -> None:
+        """Read a file into the machine's memory, once: the engine loads it between two steps of all requests.
+
+        A file that is missing is left to the engine, which reports it.
+        """
+        if sha256 in self._ahead:
+            return
+        self._ahead.add(sha256)
+        with contextlib.suppress(OSError):
+            await asyncio.to_thread(self._read_through, self.path(sha256))
+
     async def set_aside(self, sha256: str) -> Path | None:
         """Move a file aside; None if there is none."""
         return await asyncio.to_thread(self._set_aside, sha256)
@@ -201,12 +214,20 @@ class DictionaryFiles:
         """Return the hashes of files that have been there for long, and old files that are set aside."""
         return await asyncio.to_thread(self._old_files)
 
+    @staticmethod
+    def _read_through(path: Path) -> None:
+        part = bytearray(_PART_BYTES)
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(part):
+                pass
+
     def _link(self, source: Path, sha256: str) -> None:
         with contextlib.suppress(FileExistsError):
             self.path(sha256).hardlink_to(source)
             sync_folder(self._directory)
 
     def _set_aside(self, sha256: str) -> Path | None:
+        self._ahead.discard(sha256)
         aside = self._directory / f"{sha256}.removed-{secrets.token_hex(8)}"
         try:
             self.path(sha256).rename(aside)

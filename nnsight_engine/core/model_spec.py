@@ -66,6 +66,7 @@ class ModelSpec:
 
     Attributes:
         leaves: The kinds of points. A leaf that has several shapes is listed with each, for its layers.
+        num_stages: Number of pipeline stages.
         layout: Where the points lie in the model's modules, ``ModelLayout.to_plain``; empty if there are no
             traces.
     """
@@ -80,6 +81,7 @@ class ModelSpec:
     max_num_batched_tokens: int
     leaves: tuple[LeafSpec, ...]
     max_capture_bytes: int
+    num_stages: int = 1
     layout: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def leaf(self, name: str, layer: int | None = None) -> LeafSpec | None:

@@ -64,11 +64,18 @@ def _rows(name: str, value: Any) -> Iterator[tuple[str, str, str, str]]:
     elif kind in {"detect", "stop", "flag"}:
         content = _content(value["scores"]) if kind == "detect" else ""
         yield name, str(kind), _positions(value) if value["positions"] else "", content
+    elif kind == "features":
+        strongest = ", ".join(_feature(row[0]) if row else "–" for row in value["features"])
+        yield name, "features", _positions(value) if value["positions"] else "", _short(strongest)
     elif kind == "trace":
         for saved, content in value["saves"].items():
             yield f"{name}.{saved}", "trace", "", _content(content)
     else:
         yield name, type(value).__name__, "", _content(value)
+
+
+def _feature(one: Mapping[str, Any]) -> str:
+    return str(one["id"]) if one["label"] is None else repr(one["label"])
 
 
 def _positions(result: Mapping[str, Any]) -> str:

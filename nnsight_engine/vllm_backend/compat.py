@@ -369,6 +369,7 @@ def describe_model(points: ModelPoints, config: VllmConfig, limits: EngineLimits
         max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
         leaves=_with_tiers([*points.leaf_specs(), *_vision(points, config)], limits, len(points.layers)),
         max_capture_bytes=limits.max_capture_bytes_per_request,
+        num_stages=config.parallel_config.pipeline_parallel_size,
     )
 
 

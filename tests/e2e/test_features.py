@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 from typing import Any, Final
@@ -16,13 +17,16 @@ from nnsight_engine.features.config import Architecture, DictionaryConfig, Norma
 from nnsight_engine.features.dictionary import Dictionary
 from nnsight_engine.features.stored import StoredDictionary
 from nnsight_engine.plans.collect.results import CollectedFeatures, CollectedMarks
+from tests.e2e.engine_kinds import V1_SYNC, EngineKind
 from tests.e2e.harness import Ask, Engine, Reply
+from tests.e2e.kind_platform import KIND
 from tests.unit.features.reference import Reference, some_tensors
 
 pytestmark = pytest.mark.e2e
 
 WIDTH: Final = 576
 NUM_FEATURES: Final = 96
+HAS_CONDITIONS: Final = EngineKind.named(os.environ.get(KIND, str(V1_SYNC))).num_stages == 1
 PROMPTS: Final = (
     "The Eiffel Tower is in the city of",
     "I think this movie is wonderful, and",
@@ -88,7 +92,7 @@ class RandomRequest:
         self.changes = [self._change(rng, one) for one in rng.sample(range(NUM_FEATURES), rng.randint(1, 4))]
         self.tested = known["standard"]
         self.feature = rng.randrange(NUM_FEATURES)
-        self.is_conditional = rng.random() < 0.5
+        self.is_conditional = HAS_CONDITIONS and rng.random() < 0.5
 
     def _change(self, rng: random.Random, feature: int) -> dict[str, Any]:
         mode = rng.choice(["set", "add", "scale", "ablate"])
@@ -97,6 +101,7 @@ class RandomRequest:
 
     def ask(self) -> Ask:
         when = {"dictionary": self.tested.named, "feature": self.feature}
+        flag = {"op": "flag", "when": when, "name": "flag"}
         write = {"op": "feature", "dictionary": self.written.named, "changes": self.changes}
         if self.is_conditional:
             write["when"] = when
@@ -106,7 +111,7 @@ class RandomRequest:
             [
                 {"op": "capture", "at": sorted({*points}), "name": "before"},
                 {"op": "capture", "at": self.tested.at, "name": "tested"},
-                {"op": "flag", "when": when, "name": "flag"},
+                *([flag] if HAS_CONDITIONS else []),
                 write,
                 {"op": "capture", "at": self.written.output_at, "name": "after"},
                 {"op": "capture", "at": self.read.at, "name": "read"},
@@ -120,10 +125,9 @@ class RandomRequest:
     def check(self, reply: Reply) -> None:
         assert reply.collected is not None, reply.failure
         read = reply.tensor("read", self.read.at).double().numpy()
-        given, top, flag = reply.result("given"), reply.result("top"), reply.result("flag")
+        given, top = reply.result("given"), reply.result("top")
         assert isinstance(given, CollectedFeatures)
         assert isinstance(top, CollectedFeatures)
-        assert isinstance(flag, CollectedMarks)
         for x, some, best in zip(read, given.rows, top.rows, strict=True):
             activations = self.read.plain.encode(x)
             assert [feature for feature, _ in some] == self.given
@@ -132,14 +136,17 @@ class RandomRequest:
             _assert_close([value for _, value in (*some, *best)], [activations[i] for i, _ in (*some, *best)])
         tested = reply.tensor("tested", self.tested.at).double().numpy()
         held = [self.tested.plain.encode(x)[self.feature] > 0 for x in tested]
-        assert flag.positions == [position for position, holds in enumerate(held) if holds]
+        if HAS_CONDITIONS:
+            flag = reply.result("flag")
+            assert isinstance(flag, CollectedMarks)
+            assert flag.positions == [position for position, holds in enumerate(held) if holds]
         self._check_write(reply, held)
 
     def _check_write(self, reply: Reply, held: list[bool]) -> None:
         # Layer 4 is not behind its own test.
         positions = [index for index, holds in enumerate(held) if holds or not self.is_conditional]
         assert reply.collected is not None
-        assert reply.collected.applied[3].positions == positions
+        assert reply.collected.applied[2 + HAS_CONDITIONS].positions == positions
         inputs = reply.tensor("before", self.written.at).double().numpy()
         before = reply.tensor("before", self.written.output_at)
         expected = before.double().numpy().copy()

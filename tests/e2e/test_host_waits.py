@@ -17,6 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.dictionaries import random_dictionary
 from nnsight_engine.plans.answer_parts import AnswerMarkers
 from nnsight_engine.plans.step.plan import StepPlan
 from nnsight_engine.vllm_backend.steps.worker_state import WorkerState
@@ -45,6 +46,7 @@ MARKERS: Final = AnswerMarkers({token: 1 + token % 3 for token in range(0, 300, 
 PROBE: Final = {"at": "layers.0.output", "weights": random_vector(3, HIDDEN_SIZE)}
 TEST: Final[dict[str, Any]] = {"probe": PROBE, "above": 0.0}
 OVER_TIME: Final = TEST | {"over": "window", "of": 4, "reduce": "mean", "hysteresis": 0.5}
+DICTIONARY: Final = random_dictionary(1, HIDDEN_SIZE)
 REQUESTS: Final[dict[str, list[dict[str, Any]]]] = {
     "plain": [],
     "steered": [STEER],
@@ -81,6 +83,12 @@ REQUESTS: Final[dict[str, list[dict[str, Any]]]] = {
     "for the next position": [
         STEER | {"where": {"phase": "generated"}, "when": TEST | {"probe": PROBE | {"at": "layers.2.output"}}}
     ],
+    "features": [
+        {"op": "features", "dictionary": DICTIONARY, "top_k": 3, "name": "top"},
+        {"op": "features", "dictionary": DICTIONARY, "features": [5, 1], "name": "given"},
+        {"op": "feature", "dictionary": DICTIONARY, "changes": [{"feature": 7, "mode": "add", "value": 1.0}]},
+    ],
+    "under a condition on a feature": [STEER | {"when": {"dictionary": DICTIONARY, "feature": 3}}],
     "inside a layer": [{"op": "capture", "at": ["layers.2.mlp.output"], "name": "c"}],
 }
 

@@ -25,6 +25,8 @@ SUITES: Final = (
     "chunked_prefill",
     "preemption",
     "failures",
+    "conditions",
+    "features",
     "patterns",
     "traces",
     "traces_scheduling",
@@ -35,7 +37,9 @@ Pair = tuple[str, EngineKind]
 
 
 def is_possible(suite: str, kind: EngineKind) -> bool:
-    """Return whether the suite's models have drafts of that kind: EAGLE's are those of Llama."""
+    """Return whether a suite can be played: EAGLE's drafts are those of Llama, conditions need one stage."""
+    if suite == "conditions" and kind.num_stages > 1:
+        return False
     return suite != "patterns" or kind.speculation not in {"eagle", "eagle3"}
 
 

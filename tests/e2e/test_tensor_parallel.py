@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.dictionaries import random_dictionary
 from tests.e2e.harness import Engine, Reply, random_vector
 from tests.families.checkpoints import write_checkpoint
 
@@ -77,8 +78,15 @@ def run(model: Path, size: int) -> tuple[Engine, Reply]:
     engine = Engine(model, dtype="float32", tensor_parallel_size=size, **options)
     try:
         width = engine.spec.hidden_size
+        dictionary = random_dictionary(0, width)
+        changes = [{"feature": 3, "mode": "add", "value": 2.0}, {"feature": 9, "mode": "ablate"}]
+        active = {"dictionary": dictionary, "feature": 5}
+        vector = random_vector(0, width)
         interventions: list[dict[str, Any]] = [
-            {"op": "steer", "at": "layers.1.output", "vector": random_vector(0, width)},
+            {"op": "feature", "dictionary": dictionary, "changes": changes},
+            {"op": "features", "dictionary": dictionary, "top_k": 3, "name": "features"},
+            {"op": "flag", "when": active, "name": "flag"},
+            {"op": "steer", "at": "layers.1.output", "vector": vector, "when": {"not": active}},
             {"op": "capture", "at": ["layers.*.output", "layers.2.attn.output"], "name": "c"},
             {"op": "logit_lens", "layers": "all", "top_k": 3, "name": "lens"},
             {"op": "capture", "at": "logits", "name": "logits", "where": {"positions": [0, -1]}},
@@ -103,6 +111,18 @@ def test_two_ranks_answer_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     torch.testing.assert_close(
         reply.tensor("logits", "logits"), expected.tensor("logits", "logits"), rtol=1e-3, atol=1e-4
     )
+    found: list[Any] = [one.result("features") for one in (reply, expected)]
+    ids, activations = (
+        [[[pair[part] for pair in row] for row in one.rows] for one in found] for part in (0, 1)
+    )
+    assert ids[0] == ids[1]
+    torch.testing.assert_close(
+        torch.tensor(activations[0]), torch.tensor(activations[1]), rtol=1e-3, atol=1e-4
+    )
+    assert found[0].positions == found[1].positions
+    flagged = reply.result("flag").positions
+    assert flagged == expected.result("flag").positions
+    assert 0 < len(flagged) < len(found[0].positions)
     assert reply.result("lens").positions == expected.result("lens").positions
     # What each rank holds a part of is not offered, rather than offered wrong.
     assert engine.spec.leaf("attn.q") is None

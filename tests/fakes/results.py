@@ -102,7 +102,7 @@ def _result(
     if isinstance(op, Detect):
         return CollectedScores(name, positions, [p / 10 for p in positions])
     if isinstance(op, Features):
-        ids = [one for one in op.features or range(op.top_k or 0) if isinstance(one, int)]
+        ids = [one for one in op.features or range(op.top_k or 10) if isinstance(one, int)]
         return CollectedFeatures(name, positions, [_activations(ids, position) for position in positions])
     if isinstance(op, Stop | Flag):
         return CollectedMarks(name, op.op, [])

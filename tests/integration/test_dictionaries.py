@@ -523,7 +523,7 @@ async def test_names_in_requests(tenants: Tenants) -> None:
         return {f"f.{index}": one for index, one in enumerate(given)}
 
     assert await resolver.features(found, fields([7, "cats", 15, "Dogs and cats"])) == [7, 3, 15, 0]
-    assert await found.labels.of([7, 3, 0]) == {3: "cats", 0: "Dogs and cats"}
+    assert await found.labels.of([2, 3, 0]) == {3: "cats", 0: "Dogs and cats"}
     refused: list[tuple[list[int | str], str]] = [
         ([16], "features 0 to 15"),
         ([-1], "features 0 to 15"),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from api_schemas.conditions import Test
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import OPERATIONS, parse_interventions
 from api_schemas.operations import (
@@ -57,7 +58,6 @@ SCHEMAS: tuple[type[BaseModel], ...] = (
     Detect,
     Features,
     Feature,
-    FeatureChange,
     Stop,
     Flag,
     Trace,
@@ -152,10 +152,13 @@ def test_every_operation_has_a_section_with_all_its_fields() -> None:
             assert f"| `{field}` |" in section[1], f"{operation}.{field}"
 
 
-def test_every_field_of_where_is_documented() -> None:
-    section = page("interventions.md").split("\n## Where\n")[1]
-    for field in Where.model_fields:
-        assert f"| `{field}` |" in section
+@pytest.mark.parametrize(
+    ("title", "schema"), [("Where", Where), ("Conditions", Test), ("feature", FeatureChange)]
+)
+def test_every_field_of_a_part_is_documented(title: str, schema: type[BaseModel]) -> None:
+    section = page("interventions.md").split(f"\n## {title}\n")[1].split("\n## ")[0]
+    for field in schema.model_fields:
+        assert f"| `{field}` |" in section, field
 
 
 def test_every_mode_and_method_is_documented() -> None:

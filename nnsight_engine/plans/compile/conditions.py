@@ -56,8 +56,10 @@ class ConditionCompiler:
         """Return a named detector.
 
         Raises:
-            ApiError: ``unknown_detector``, ``unknown_point`` or ``unsupported_at_point``.
+            ApiError: ``unknown_detector``, ``unknown_point``, ``unsupported_at_point`` or
+                ``unsupported_combination``.
         """
+        self._check_stages(param)
         return self._detector(_content(name, param), param)
 
     def condition(
@@ -75,6 +77,7 @@ class ConditionCompiler:
             ApiError: ``unsupported_combination``: a test reads too late for rows of a prompt. As
                 ``detector``; ``wrong_width``, ``not_finite`` or ``invalid_value``.
         """
+        self._check_stages(param)
         tests: list[PlannedTest] = []
         program: list[int | str] = []
 
@@ -194,6 +197,15 @@ class ConditionCompiler:
             parts.append(PlannedPart(site, part.form, tensors))
         parts.sort(key=lambda part: forward_order(part.site, self._spec))
         return PlannedDetector(tuple(parts), detector.bias, detector.link)
+
+    def _check_stages(self, param: str) -> None:
+        if self._spec.num_stages > 1:
+            raise ApiError(
+                ErrorCode.UNSUPPORTED_COMBINATION,
+                f"Detectors and conditions need a model in one pipeline stage; this server's has "
+                f"{self._spec.num_stages}.",
+                param,
+            )
 
     def _check_readable(self, site: PlannedSite, param: str) -> None:
         if site == LOGITS or site.is_in_encoder or site.leaf == VISION:

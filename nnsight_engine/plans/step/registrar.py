@@ -29,7 +29,7 @@ from nnsight_engine.plans.step.context import StepContext
 from nnsight_engine.plans.step.dictionary_bank import DictionaryBank, LoadedDictionary
 from nnsight_engine.plans.step.host_arena import to_device
 from nnsight_engine.plans.step.score_slots import SLOT_BYTES, ScoreSlots, slot_size
-from nnsight_engine.plans.step.stage import WHOLE, site_key
+from nnsight_engine.plans.step.stage import site_key
 from nnsight_engine.plans.where import generated_is_constant, last_position
 
 _AS_WIDE: Final = {
@@ -161,11 +161,6 @@ class Registrar:
             return loaded
 
         def detector(planned: PlannedDetector) -> ActiveDetector:
-            if self._context.stage != WHOLE:
-                raise InterventionError(
-                    "unsupported_combination",
-                    "detectors and conditions need a model in one pipeline stage; this server has several",
-                )
             loaded = tuple(load(part.features) for part in planned.parts)
             return self._detector(planned, contents, acquired, loaded)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import math
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ import pytest
 import pytest_asyncio
 from safetensors.numpy import load
 
+from api_schemas.dictionaries import DictionaryUsed, NamedDictionary
 from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.operations import Features
+from api_schemas.results import ChoiceInterventions
 from app.allowance import Allowance
 from app.engine.responses import choice_json
 from app.settings import Settings
@@ -23,6 +27,7 @@ from app.storage.results import ResultStore
 from nnsight_engine.core.work_context import WorkContext
 from nnsight_engine.plans.collect.results import (
     CollectedCapture,
+    CollectedFeatures,
     CollectedLens,
     CollectedProbe,
     CollectedResults,
@@ -156,6 +161,70 @@ async def test_probe_and_lens(store: ResultStore):
         }
     ]
     json.dumps(answer, allow_nan=False)
+
+
+class Labels:
+    """Labels that count what is asked of them."""
+
+    def __init__(self, labels: dict[int, str]) -> None:
+        self.labels = labels
+        self.asked: list[int] = []
+
+    async def of(self, ids: Sequence[int]) -> dict[int, str]:
+        self.asked += ids
+        return {one: self.labels[one] for one in ids if one in self.labels}
+
+
+async def test_features_have_labels_and_null_for_what_overflowed(store: ResultStore):
+    labels = Labels({7: "cats", 2: "dogs"})
+    used = DictionaryUsed(name="sae", version=3, id="dict_1")
+    read = Features(dictionary=NamedDictionary.of(used, None, labels), name="f")
+    other = Features(dictionary=NamedDictionary.of(used, None), name="g")
+    rows = [[(7, 3.5), (1, float("inf"))], [], [(7, float("nan")), (2, 0.0)]]
+    collected = CollectedResults(
+        [CollectedFeatures("f", [4, 5, 6], rows), CollectedFeatures("g", [4], [[(7, 1.0)]])],
+        applied=[CollectedSites("features", ["layers.3.output"], [4, 5, 6])] * 2,
+    )
+    work = WorkContext(tenant="acme")
+    answer = await choice_json(
+        collected, store=store, work=work, settings=settings(), decode=word, operations=[read, other]
+    )
+    assert answer["results"]["f"] == {
+        "type": "features",
+        "positions": [4, 5, 6],
+        "features": [
+            [
+                {"id": 7, "label": "cats", "activation": 3.5},
+                {"id": 1, "label": None, "activation": None},
+            ],
+            [],
+            [
+                {"id": 7, "label": "cats", "activation": None},
+                {"id": 2, "label": "dogs", "activation": 0.0},
+            ],
+        ],
+    }
+    assert answer["results"]["g"]["features"] == [[{"id": 7, "label": None, "activation": 1.0}]]
+    assert [one["dictionaries"] for one in answer["applied"]] == [[used.model_dump()]] * 2
+    assert labels.asked == [1, 2, 7]
+    assert work.meter.captured_bytes == 5 * 8
+    ChoiceInterventions.model_validate(answer)
+    json.dumps(answer, allow_nan=False)
+
+
+async def test_a_million_activations_do_not_hold_up_the_event_loop(store: ResultStore):
+    rows = [[(feature, 1.0) for feature in range(100)]] * 10_000
+    collected = CollectedResults([CollectedFeatures("f", list(range(10_000)), rows)], final=False)
+    work = WorkContext(tenant="acme")
+    task = asyncio.create_task(
+        choice_json(collected, store=store, work=work, settings=settings(), decode=word)
+    )
+    num_turns = 0
+    while not task.done():
+        await asyncio.sleep(0.01)
+        num_turns += 1
+    assert num_turns > 5
+    assert len((await task)["results"]["f"]["features"]) == 10_000
 
 
 async def test_a_part_of_a_stream_has_results_alone(store: ResultStore):

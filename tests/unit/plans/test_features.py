@@ -16,6 +16,7 @@ from api_schemas.dictionaries import DictionaryUsed, NamedDictionary
 from api_schemas.errors import ApiError
 from api_schemas.interventions import parse_interventions
 from nnsight_engine.core.errors import InterventionError
+from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.features.config import Architecture, Normalization
 from nnsight_engine.features.dictionary import Dictionary
 from nnsight_engine.features.stored import StoredDictionary
@@ -132,10 +133,10 @@ class RandomCase:
         return "tokens" not in where or self.tokens[position] in where["tokens"]
 
 
-def compiled(raw: list[dict[str, Any]], prompt: list[int]) -> CompiledRequest:
+def compiled(raw: list[dict[str, Any]], prompt: list[int], spec: ModelSpec = SPEC) -> CompiledRequest:
     return compile_request(
         parse_interventions(raw),
-        spec=SPEC,
+        spec=spec,
         prompt_token_ids=prompt,
         max_tokens=32,
         token_of=lambda _: 0,
@@ -349,3 +350,11 @@ def test_a_dictionary_of_another_width_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ApiError) as refused:
         compiled([case.resolved({"op": "features", "dictionary": "d"})], [1, 2, 3])
     assert refused.value.code == "wrong_width"
+
+
+def test_conditions_over_pipeline_stages_are_refused(tmp_path: Path) -> None:
+    case = RandomCase(random.Random(0), {"d": some_dictionary(0, tmp_path, Architecture.STANDARD)})
+    flag = case.resolved({"op": "flag", "when": {"dictionary": "d", "feature": 1}})
+    with pytest.raises(ApiError, match="one pipeline stage") as refused:
+        compiled([flag], [1, 2, 3], dataclasses.replace(SPEC, num_stages=2))
+    assert refused.value.param == "interventions.0.when"

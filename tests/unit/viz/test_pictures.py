@@ -208,6 +208,9 @@ def test_results_are_a_table_whose_texts_are_no_html() -> None:
     assert "&lt;script&gt;alert(1)" in html
     assert "float32 [2, 2, 2]" in html
     assert "layers.3.attn.pattern, positions 0–1" in repr(table)
+    row = [{"id": 7, "label": "cats", "activation": 3.5}, {"id": 1, "label": None, "activation": 1.0}]
+    seen = {"type": "features", "positions": [4, 5, 6], "features": [row, [], row[1:]]}
+    assert results_table({"seen": seen}).rows == [("seen", "features", "positions 4–6", "'cats', –, 1")]
     assert ("hidden", "Tensor", "", "bfloat16 [2, 3]") in results_table(
         {"hidden": torch.zeros(2, 3, dtype=torch.bfloat16)}
     ).rows

@@ -1,0 +1,186 @@
+"""Features over HTTP: an uploaded dictionary read and changed by label, in answers, streams and presets."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import numpy.typing as npt
+import pytest
+from safetensors.numpy import save
+
+from tests.e2e.server import Server
+
+pytestmark = pytest.mark.e2e
+
+WIDTH, NUM_FEATURES = 576, 64
+AT = "layers.9.output"
+PROMPT = "The Eiffel Tower is in the city of"
+LABELS = {"3": "cats", "9": "rain"}
+
+Array = npt.NDArray[np.float32]
+
+
+@pytest.fixture(scope="module")
+def client(bundled_server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=bundled_server.base_url, timeout=120) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def numbers() -> dict[str, Array]:
+    chance = np.random.default_rng(0)
+    shapes = {
+        "W_enc": (WIDTH, NUM_FEATURES),
+        "b_enc": (NUM_FEATURES,),
+        "W_dec": (NUM_FEATURES, WIDTH),
+        "b_dec": (WIDTH,),
+    }
+    return {name: (chance.normal(size=shape) / 24).astype(np.float32) for name, shape in shapes.items()}
+
+
+@pytest.fixture(scope="module")
+def dictionary(client: httpx.Client, numbers: dict[str, Array]) -> dict[str, Any]:
+    cfg = {
+        "architecture": "standard",
+        "d_in": WIDTH,
+        "d_sae": NUM_FEATURES,
+        "apply_b_dec_to_input": False,
+        "metadata": {"hook_name": "blocks.9.hook_resid_post"},
+    }
+    reply = client.post(
+        "/v1/dictionaries",
+        data={"name": "ninth", "cfg": json.dumps(cfg), "labels": json.dumps(LABELS)},
+        files={"weights": ("sae_weights.safetensors", save(numbers))},
+    )
+    assert reply.status_code == 201, reply.text
+    made: dict[str, Any] = reply.json()
+    return made
+
+
+def answer(client: httpx.Client, operations: list[dict[str, Any]], **more: object) -> dict[str, Any]:
+    body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True, **more}
+    reply = client.post("/v1/completions", json={**body, "interventions": operations})
+    assert reply.status_code == 200, reply.text
+    choice: dict[str, Any] = reply.json()["choices"][0]
+    return choice
+
+
+def captured(result: dict[str, Any]) -> Array:
+    tensor = result["points"][AT]
+    return np.frombuffer(base64.b64decode(tensor["data"]), tensor["dtype"]).reshape(tensor["shape"])
+
+
+def encoded(numbers: dict[str, Array], x: Array) -> Array:
+    return np.maximum(x @ numbers["W_enc"] + numbers["b_enc"], 0)
+
+
+def test_features_are_read_by_label_and_by_rank(
+    client: httpx.Client, dictionary: dict[str, Any], numbers: dict[str, Array]
+) -> None:
+    found = answer(
+        client,
+        [
+            {"op": "features", "dictionary": "ninth", "features": ["rain", 5], "name": "given"},
+            {"op": "features", "dictionary": "ninth@1", "top_k": 4, "name": "top"},
+            {"op": "capture", "at": AT, "dtype": "float32", "name": "x"},
+            {"op": "flag", "when": {"dictionary": "ninth", "feature": "cats", "above": 0.5}, "name": "cats"},
+        ],
+    )["interventions"]
+    results = found["results"]
+    activations = encoded(numbers, captured(results["x"]))
+    assert results["given"]["positions"] == [*range(len(activations))]
+    for own, given, top in zip(
+        activations, results["given"]["features"], results["top"]["features"], strict=True
+    ):
+        assert [(one["id"], one["label"]) for one in given] == [(9, "rain"), (5, None)]
+        np.testing.assert_allclose([one["activation"] for one in given], own[[9, 5]], rtol=1e-2, atol=1e-2)
+        strongest = np.sort(own)[::-1][:4]
+        np.testing.assert_allclose([one["activation"] for one in top], strongest, rtol=1e-2, atol=1e-2)
+        assert all(one["label"] == LABELS.get(str(one["id"])) for one in top)
+    near = {index for index, own in enumerate(activations) if abs(own[3] - 0.5) < 1e-2}
+    wanted = {index for index, own in enumerate(activations) if own[3] > 0.5}
+    assert set(results["cats"]["positions"]) ^ wanted <= near
+    used = [{"name": "ninth", "version": 1, "id": dictionary["id"]}]
+    assert [one.get("dictionaries") for one in found["applied"]] == [used, used, None, used]
+
+
+def test_a_change_moves_the_value_along_the_feature(
+    client: httpx.Client, dictionary: dict[str, Any], numbers: dict[str, Array]
+) -> None:
+    change = {
+        "op": "feature",
+        "dictionary": {"name": "ninth", "id": dictionary["id"]},
+        "changes": [{"feature": "cats", "value": 40.0}, {"feature": 7, "mode": "ablate"}],
+    }
+    read = {"op": "capture", "at": AT, "dtype": "float32"}
+    results = answer(client, [{**read, "name": "before"}, change, {**read, "name": "after"}])[
+        "interventions"
+    ]["results"]
+    before, after = captured(results["before"]), captured(results["after"])
+    old = encoded(numbers, before)
+    expected = (40 - old[:, 3:4]) * numbers["W_dec"][3] - old[:, 7:8] * numbers["W_dec"][7]
+    # The model computes in its own dtype: what is added is rounded at the size of the values.
+    rounding = np.abs(before).max(axis=1, keepdims=True) / 100 + 0.05
+    assert (np.abs(after - before - expected) < rounding).all()
+
+
+def test_a_stream_has_the_features_of_each_token(client: httpx.Client, dictionary: dict[str, Any]) -> None:
+    del dictionary
+    read = {"op": "features", "dictionary": "ninth", "top_k": 2, "where": {"phase": "generated"}, "name": "f"}
+    whole = answer(client, [read])["interventions"]["results"]["f"]
+    body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "stream": True}
+    positions, rows = [], []
+    with client.stream("POST", "/v1/completions", json={**body, "interventions": [read]}) as stream:
+        for line in stream.iter_lines():
+            if line.startswith("data: {"):
+                choice = json.loads(line.removeprefix("data: "))["choices"][0]
+                part = choice.get("interventions", {}).get("results", {}).get("f")
+                if part is not None:
+                    assert len(part["positions"]) <= 1
+                    positions += part["positions"]
+                    rows += part["features"]
+    assert (positions, rows) == (whole["positions"], whole["features"])
+
+
+def test_a_preset_keeps_its_version_of_a_dictionary(
+    client: httpx.Client, dictionary: dict[str, Any], numbers: dict[str, Array]
+) -> None:
+    change = {"op": "feature", "dictionary": "ninth", "changes": [{"feature": "cats", "value": 30.0}]}
+    made = client.post("/v1/presets", json={"name": "catty", "interventions": [change]})
+    assert made.status_code == 201, made.text
+    newer = {name: -one for name, one in numbers.items()}
+    cfg = client.get(f"/v1/dictionaries/{dictionary['id']}/config").text
+    reply = client.post(
+        "/v1/dictionaries",
+        data={"name": "ninth", "cfg": cfg, "labels": json.dumps({"5": "cats"})},
+        files={"weights": ("sae_weights.safetensors", save(newer))},
+    )
+    assert reply.json()["version"] == 2
+    found = answer(client, [], preset="catty")["interventions"]
+    assert found["applied"][0]["dictionaries"] == [{"name": "ninth", "version": 1, "id": dictionary["id"]}]
+    client.delete(f"/v1/dictionaries/{reply.json()['id']}")
+
+
+def test_names_that_mean_nothing_are_refused(client: httpx.Client, dictionary: dict[str, Any]) -> None:
+    del dictionary
+    for op, code, param in (
+        ({"op": "features", "dictionary": "none"}, "unknown_dictionary", "interventions.0.dictionary"),
+        (
+            {"op": "features", "dictionary": "ninth", "features": ["dogs"]},
+            "unknown_feature",
+            "interventions.0.features.0",
+        ),
+        (
+            {"op": "flag", "when": {"dictionary": "ninth", "feature": 64}},
+            "unknown_feature",
+            "interventions.0.when.feature",
+        ),
+    ):
+        reply = client.post("/v1/completions", json={"prompt": PROMPT, "interventions": [op]})
+        error = reply.json()["error"]
+        assert (reply.status_code, error["code"], error["param"]) == (400, code, param), reply.text
