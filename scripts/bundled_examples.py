@@ -41,7 +41,7 @@ NUM_FEATURES: Final = 1152
 ACTIVE: Final = 24
 STEPS: Final = 2500
 STEER_AT: Final = "layers.12.output"
-SET_TO: Final = (15.0, 30.0)
+SET_TO: Final = (30.0, 60.0)
 
 
 def make(server: Server, folder: Path) -> None:

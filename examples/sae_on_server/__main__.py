@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--features", type=positive, default=1152, help="default: %(default)s")
     made.add_argument("--active", type=positive, default=24, help="features of a token; default: %(default)s")
     made.add_argument("--steps", type=positive, default=1000, help="of training; default: %(default)s")
-    made.add_argument("--topic", choices=TOPICS, default="sea", help="to steer to; default: %(default)s")
+    made.add_argument("--topic", choices=TOPICS, default="law", help="to steer to; default: %(default)s")
     made.add_argument(
         "--strength", type=float, default=1.0, help="of its largest activation; default: %(default)s"
     )

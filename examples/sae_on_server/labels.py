@@ -16,6 +16,7 @@ TOP: Final = 20
 MOST: Final = 0.8
 """The part of them that a rule must hold for."""
 KINDS: Final = {
+    "blanks": r"",
     "numbers": r".*[0-9].*",
     "line breaks": r".*\n.*",
     "ends of sentences": r"[.!?]+",
@@ -23,7 +24,7 @@ KINDS: Final = {
     "quotation marks": r"[.,!?]?\"[.,!?]?",
     "apostrophes": r"'(s|t|m|re|ve|d|ll)?",
 }
-"""Rules about a token's text, white space around it aside unless it is all."""
+"""Rules about a token's text without the blanks around it."""
 
 
 def top_contexts(active: torch.Tensor, feature: int) -> list[int]:
@@ -46,7 +47,7 @@ def label(corpus: Corpus, best: Sequence[int]) -> str | None:
     common = ", ".join(word for word, _ in collections.Counter(filter(None, words)).most_common(3))
     for kind, pattern in KINDS.items():
         if sum(re.fullmatch(pattern, word, re.DOTALL) is not None for word in words) >= needed:
-            return f"{kind}: {common!r}" if kind == "line breaks" else f"{kind}: {common}"
+            return ": ".join(filter(None, (kind, repr(common) if kind == "line breaks" else common)))
     word, count = collections.Counter(words).most_common(1)[0]
     if count >= needed:
         return f"the word “{word}”"
@@ -75,7 +76,7 @@ def topic_feature(corpus: Corpus, active: torch.Tensor, topic: str, labels: Mapp
     return max(named or range(len(excess)), key=lambda feature: float(excess[feature]))
 
 
-def vocabulary(corpus: Corpus, topic: str, num_words: int = 40) -> set[str]:
+def vocabulary(corpus: Corpus, topic: str, num_words: int = 15) -> set[str]:
     """Return the words that are most characteristic of a topic's texts, whatever the features are."""
     counts = {True: collections.Counter[str](), False: collections.Counter[str]()}
     for word, text in zip(corpus.tokens, corpus.texts, strict=True):

@@ -33,10 +33,13 @@ def states() -> torch.Tensor:
 
 def corpus_of(texts: dict[str, list[str]]) -> Corpus:
     """Return a corpus of texts by topic, each a list of words."""
-    tokens, numbers, topics = [], [], []
+    tokens: list[str] = []
+    numbers: list[int] = []
+    topics: list[str] = []
     for topic, listed in texts.items():
         for text in listed:
             words = [f" {word}" if word[0].isalnum() else word for word in text.split(" ")]
+            words = [" " if word == "_" else word for word in words]
             tokens += words
             numbers += [len(topics)] * len(words)
             topics.append(topic)
@@ -107,6 +110,8 @@ WORDS: Final = ("alpha", "beta", "gamma", "delta")
     [
         ([str(number) for number in range(TOP)], "numbers: 0, 1, 2"),
         ([","] * TOP, "commas: ,"),
+        (["\n", "\n\n"] * (TOP // 2), "line breaks: '\\n, \\n\\n'"),
+        (["_"] * TOP, "blanks"),
         (["."] * (TOP - 2) + ["!", "so"], "ends of sentences: ., !, so"),
         (["And"] * TOP, "the word “and”"),
         (["ship", "sail"] * (TOP // 2), "sea: ship, sail"),
