@@ -46,6 +46,14 @@ _TOGETHER: Final = {
     "modeling": ("tests/unit/modeling/",),
 }
 """Beginnings of paths; the first that fits counts."""
+SHARED_FIXTURES: Final = (
+    "bundled_server",
+    "keyed_server",
+    "float32_engine",
+    "chunked_engine",
+    "renamed_model",
+)
+"""Servers and engines that all modules which use them share, as a group of their name."""
 _PORTIONS: Final = {"tests/e2e/test_families.py": 5, "tests/e2e/test_families_on_v2.py": 5}
 """Modules whose tests have a model family as their first parameter, each family in one of so many groups."""
 
@@ -81,4 +89,4 @@ def take_one_core(environment: MutableMapping[str, str]) -> None:
     environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
-__all__ = ["WORKER", "group_of", "make_scheduler", "take_one_core"]
+__all__ = ["SHARED_FIXTURES", "WORKER", "group_of", "make_scheduler", "take_one_core"]

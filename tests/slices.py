@@ -20,7 +20,7 @@ SECONDS: Final = {
     "bundled_server": 70,
     "guide": 120,
     "keyed_server": 300,
-    "playground": 150,
+    "playground": 270,
     "ray": 300,
     "tests/deploy/test_read_only.py": 85,
     "tests/docs/test_engine_pages.py": 220,

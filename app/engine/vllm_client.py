@@ -10,11 +10,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import json
 import logging
-import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -48,6 +46,7 @@ from app.engine.grammar_requests import read_accepted, setup_of
 from app.engine.grammars import Grammars
 from app.engine.intervening_app import InterveningApp
 from app.engine.media import register_connector
+from app.engine.result_streams import note_stop, with_results
 from app.engine.served_model import ServedModel
 from app.engine.server_load import counted
 from app.engine.tokenizing import ids_of, texts_of, tokenize_request
@@ -58,8 +57,6 @@ from app.engine.vllm_errors import raised, translating_engine_death
 from app.engine.vllm_refusals import Refusals, RefusedError
 from app.engine.vllm_requests import started_stream
 from app.engine.vllm_traces import VLLMTraceEngine
-from app.errors import DONE_FRAME
-from app.json_text import json_text
 from app.process_environment import (
     environment_for_traces,
     is_socket_folder_set,
@@ -427,11 +424,11 @@ class VLLMEngineClient:
             if not hasattr(answer, "model_dump"):
                 frames = await started_stream(answer, refusals)
                 streams = True
-                return EngineReply(stream=_with_results(frames, engine, results, request))
+                return EngineReply(stream=with_results(frames, engine, results, request))
             found = answer.model_dump()
             for choice in found["choices"]:
                 choice[FIELD] = await results.rest(choice["index"])
-                _note_stop(choice)
+                note_stop(choice)
             return EngineReply(body=found)
         except ApiError as refusal:
             if call.failure is not None:
@@ -492,81 +489,3 @@ class VLLMEngineClient:
 
     def _as_vllm(self, http: Request) -> Request:
         return Request({**http.scope, "app": self._vllm_app}, http.receive)
-
-
-async def _with_results(
-    frames: AsyncIterator[str],
-    engine: InterventionAsyncLLM,
-    results: CallResults,
-    request: CompletionRequest | ChatCompletionRequest,
-) -> AsyncIterator[str]:
-    """Yield a stream's events with the results of its choices."""
-    call = results.call
-    ended: set[int] = set()
-    chunk: JsonObject = {}
-    try:
-        async for frame in frames:
-            if frame == DONE_FRAME:
-                async for last in _unsent(ended, chunk, results, request):
-                    yield last
-                yield frame
-                continue
-            chunk = json.loads(frame.removeprefix("data: "))
-            yield await _frame(chunk, results)
-            choices = chunk.get("choices", ())
-            ended |= {one["index"] for one in choices if one.get("finish_reason") is not None}
-    except ApiError as error:
-        if call.failure is not None:
-            raise call.failure from error
-        raise
-    finally:
-        try:
-            await frames.aclose()  # type: ignore[attr-defined]  # vLLM's streams are generators
-        finally:
-            engine.close_call(call)  # another one may serve by now
-
-
-async def _unsent(
-    ended: set[int],
-    chunk: JsonObject,
-    results: CallResults,
-    request: CompletionRequest | ChatCompletionRequest,
-) -> AsyncIterator[str]:
-    """Yield the last events of choices that a `stop` has ended in the prompt: vLLM sends none without text.
-
-    Args:
-        ended: The choices whose last events were sent.
-        chunk: An event of the stream, if there was any.
-        results: The call.
-        request: Its request.
-    """
-    is_chat = isinstance(request, ChatCompletionRequest)
-    for index in sorted(results.stopped() - ended):
-        body = {"delta": {"role": "assistant", "content": ""}} if is_chat else {"text": "", "logprobs": None}
-        head = {
-            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
-            "object": "chat.completion.chunk" if is_chat else "text_completion",
-            "created": int(time.time()),
-            "model": request.model,
-        }
-        head |= {key: chunk[key] for key in head if key in chunk}
-        yield await _frame({**head, "choices": [{"index": index, **body, "finish_reason": "stop"}]}, results)
-
-
-async def _frame(chunk: JsonObject, results: CallResults) -> str:
-    for choice in chunk.get("choices", ()):
-        has_ended = choice.get("finish_reason") is not None
-        found = await (results.rest if has_ended else results.part)(choice["index"])
-        if found is not None:
-            choice[FIELD] = found
-            _note_stop(choice)
-    return f"data: {json_text(chunk)}\n\n"
-
-
-def _note_stop(choice: JsonObject) -> None:
-    """Tell in a choice that an operation has ended it."""
-    found = choice[FIELD]["results"].items()
-    stops = (name for name, result in found if result["type"] == "stop" and result["positions"])
-    name = next(stops, None)
-    if name is not None and choice.get("finish_reason") is not None:
-        choice["stop_reason"] = {"intervention": name}

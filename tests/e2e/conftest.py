@@ -6,7 +6,6 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
 
 # Before vLLM is imported: one process, so that a test can look inside, and little memory.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -27,15 +26,8 @@ from tests.e2e.renamed_model import renamed_engine
 from tests.e2e.server import Server
 from tests.e2e.watching import Watch, watched_reads
 from tests.families.checkpoints import write_checkpoint
+from tests.parallel import SHARED_FIXTURES
 from tests.sharing import SHARED, bring_together, is_last, uses
-
-SHARED_FIXTURES: Final = (
-    "bundled_server",
-    "keyed_server",
-    "float32_engine",
-    "chunked_engine",
-    "renamed_model",
-)
 
 
 @pytest.fixture(scope="session", autouse=True)

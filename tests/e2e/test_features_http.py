@@ -76,7 +76,8 @@ def captured(result: dict[str, Any]) -> Array:
 
 
 def encoded(numbers: dict[str, Array], x: Array) -> Array:
-    return np.maximum(x @ numbers["W_enc"] + numbers["b_enc"], 0)
+    found: Array = np.maximum(x @ numbers["W_enc"] + numbers["b_enc"], 0)
+    return found
 
 
 def test_features_are_read_by_label_and_by_rank(

@@ -93,6 +93,7 @@ class _Job:
     base_path: str
     work: WorkContext
     inline: bool
+    has_ids: bool
 
     @property
     def is_chat(self) -> bool:
@@ -256,9 +257,12 @@ class FakeEngineClient:
         """Accept every body."""
 
     async def tokenize(self, wanted: TokenizeRequest, http: Request) -> EngineReply:
-        """Return a token for each word."""
+        """Return a token for each word, or the texts of ids."""
         del http
         asked = wanted.root
+        if isinstance(asked, TokenizePrompt) and not isinstance(asked.prompt, str):
+            tokens = [{"id": token_id, "text": f" t{token_id}"} for token_id in asked.prompt]
+            return EngineReply(body={"model": MODEL, "tokens": tokens})
         last = asked.prompt if isinstance(asked, TokenizePrompt) else asked.messages[-1].content
         words = last.split() if isinstance(last, str) else []
         tokens = [{"id": index, "text": f" {word}"} for index, word in enumerate(words)]
@@ -286,7 +290,8 @@ class FakeEngineClient:
             )
         choices = _choices(prompts, _number(body, "n") or 1, _max_tokens(body))
         path = str(http.scope.get("root_path", ""))
-        job = _Job(kind, model, choices, interventions, path, context_of(http.scope), inline)
+        has_ids = bool(body.get("return_token_ids"))
+        job = _Job(kind, model, choices, interventions, path, context_of(http.scope), inline, has_ids)
         self._note(job)
         if body.get("stream"):
             with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
@@ -325,6 +330,8 @@ class FakeEngineClient:
             "index": choice.index,
             "finish_reason": "length" if is_final else None,
         }
+        if job.has_ids:
+            part["token_ids"] = [step % len(choice.prompt)]
         # The first step computes the whole prompt; each later step computes the token before the sampled one.
         stop = len(choice.prompt) + step
         start = 0 if step == 0 else stop - 1

@@ -8,7 +8,7 @@ from typing import Final
 
 from api_schemas.capabilities import Capabilities
 from api_schemas.interventions import Intervention, Operation
-from api_schemas.operation_names import points_of_names
+from api_schemas.operation_names import condition_tests, points_of_names
 from api_schemas.operations import Capture, Detect, Features, Flag, LogitLens, PointOperation, Probe, Stop
 from api_schemas.request_traces import Trace
 from nnsight_engine.plans.collect.results import (
@@ -64,11 +64,24 @@ def _collected(
         for index, op in enumerate(interventions)
         if isinstance(op, _READS)
     ]
-    applied = [CollectedSites(op.op, _points(op), positions) for op in interventions] if is_final else []
+    reached = list(range(positions[-1] + 1)) if positions else []
+    applied = [_applied(op, reached) for op in interventions] if is_final else []
     writes = any(not isinstance(op, _READS) for op in interventions)
     return CollectedResults(
         results, final=is_final, applied=applied, fingerprint="fa" * 32 if writes else "", tier="tap"
     )
+
+
+def _applied(op: Operation, positions: list[int]) -> CollectedSites:
+    tests = condition_tests(op)
+    if not tests:
+        return CollectedSites(op.op, _points(op), positions)
+    return CollectedSites(op.op, _points(op), _held(positions), ["same"] * len(tests))
+
+
+def _held(positions: list[int]) -> list[int]:
+    """Return where made-up conditions hold: at every third position."""
+    return [position for position in positions if position % 3 == 2]
 
 
 def _name(op: Operation, index: int) -> str:
@@ -105,7 +118,7 @@ def _result(
         ids = [one for one in op.features or range(op.top_k or 10) if isinstance(one, int)]
         return CollectedFeatures(name, positions, [_activations(ids, position) for position in positions])
     if isinstance(op, Stop | Flag):
-        return CollectedMarks(name, op.op, [])
+        return CollectedMarks(name, op.op, _held(positions) if isinstance(op, Flag) else [])
     num_targets = len(op.targets or ())
     rows = [_row(position, op.top_k, num_targets) for position in positions]
     return CollectedLens(name, positions, dict.fromkeys(_layers(op), rows))

@@ -245,7 +245,13 @@ def test_a_position_without_a_number_moves_no_other(playground: Playground, open
     httpx.post(f"{playground.url}/v1/vectors", json=VECTOR).raise_for_status()
     chosen = {"layer": 1, "vector": "joy"}
     page = open_page(
-        link(playground.url, view="activations", prompt="one two three four", activations=chosen)
+        link(
+            playground.url,
+            view="activations",
+            prompt="one two three four",
+            sampling={"maxTokens": 1},
+            activations=chosen,
+        )
     )
 
     def leave_out(route: Route) -> None:
@@ -360,7 +366,7 @@ def test_the_steering_is_kept_as_a_preset_and_a_preset_steers(
 ) -> None:
     httpx.post(f"{playground.url}/v1/vectors", json=VECTOR).raise_for_status()
     page = open_page(link(playground.url, sampling={"maxTokens": 4}, **STEERED))
-    page.get_by_text("Keep these vectors as a preset").click()
+    page.get_by_text("Keep this steering as a preset").click()
     page.get_by_label("Name of the preset").fill("Calm")
     page.get_by_role("button", name="Save as preset").click()
     expect(page.locator(".given").get_by_role("alert")).to_contain_text("name")
@@ -370,7 +376,7 @@ def test_the_steering_is_kept_as_a_preset_and_a_preset_steers(
     kept = httpx.get(f"{playground.url}/v1/presets/calm").json()["interventions"]
     assert [(one["op"], one["at"], one["scale"]) for one in kept] == [("steer", "layers.1.output", 0.2)]
     page.get_by_role("button", name="Remove vector 1").click()
-    page.get_by_label("Preset, before the vectors").select_option("calm")
+    page.get_by_label("Preset, before the steering").select_option("calm")
     with page.expect_request(lambda request: "preset" in str(request.post_data)) as sent:
         press(page, "Run")
     body: dict[str, Any] = json.loads(str(sent.value.post_data))
@@ -379,7 +385,7 @@ def test_the_steering_is_kept_as_a_preset_and_a_preset_steers(
     program = copied(page, "Python")
     assert 'extra_body={"preset": "calm"}' in program
     restored = open_page(copied(page, "link"))
-    expect(restored.get_by_label("Preset, before the vectors")).to_have_value("calm")
+    expect(restored.get_by_label("Preset, before the steering")).to_have_value("calm")
 
 
 def test_moving_the_strength_runs_again_and_cancels_what_ran(playground: Playground, open_page: Open) -> None:
@@ -492,7 +498,7 @@ def test_every_view_fits_and_is_accessible(
 ) -> None:
     httpx.post(f"{playground.url}/v1/vectors", json=VECTOR).raise_for_status()
     page = open_page(link(playground.url, **STEERED), size=(width, 900), color_scheme=scheme, bypass_csp=True)
-    for view in ("Compare", "Strengths", "Logit lens", "Activations", "Attention", "Patching"):
+    for view in ("Compare", "Strengths", "Logit lens", "Activations", "Features", "Attention", "Patching"):
         page.get_by_role("navigation", name="Views").get_by_role("button", name=view).click()
         expect(view_of(page).get_by_role("heading", name=view)).to_be_visible()
         if view == "Compare":

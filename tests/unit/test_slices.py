@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.parallel import group_of
+from tests.parallel import SHARED_FIXTURES, group_of
 from tests.slices import HEAVY_GROUPS, SECONDS, Slice, heavy_groups, is_heavy, keep_slice, slices_of
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -138,3 +138,12 @@ def test_every_file_with_tests_is_collected() -> None:
         if re.search(r"^(async )?def test_", path.read_text(encoding="utf-8"), re.MULTILINE)
     }
     assert {name for name in with_tests if not Path(name).name.startswith("test_")} == set()
+
+
+def test_modules_that_share_a_server_are_one_group() -> None:
+    """A module that is in none ends a whole run, once all tests are collected."""
+    for path in (PROJECT / "tests").rglob("test_*.py"):
+        content = path.read_text(encoding="utf-8")
+        for fixture in SHARED_FIXTURES:
+            if re.search(rf"\b{fixture}: ", content):
+                assert group_of(path.relative_to(PROJECT).as_posix()) == fixture

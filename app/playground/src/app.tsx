@@ -2,28 +2,39 @@
 
 import { useCallback, useEffect, useErrorBoundary, useRef, useState } from "preact/hooks";
 
-import { ApiFailure, get, sentence, setKey } from "./api/client";
-import type { Capabilities, Vector, VectorPage } from "./api/types";
+import { ApiFailure, get, listed, sentence, setKey } from "./api/client";
+import type { Capabilities, Detector, Dictionary, Vector } from "./api/types";
+import { steeringBy } from "./lib/steering";
 import { PageContext, useLinkedState, type Change } from "./state/hooks";
 import { TITLES, VIEWS, type PageState, type View } from "./state/page";
 import { Problem } from "./ui/parts";
+import { MarksPanel } from "./ui/marks";
 import { PromptPanel } from "./ui/prompt";
 import { SteeringPanel } from "./ui/steering";
 import { ActivationsView } from "./views/activations";
 import { AttentionView } from "./views/attention";
+import { FeaturesView } from "./views/features";
 import { GenerateView } from "./views/generate";
 import { LensView } from "./views/lens";
 import { PatchingView } from "./views/patching";
 import { SweepView } from "./views/sweep";
 
 const AGAIN_MS = 2000;
-const MAX_PAGES = 10;
+
+interface AllStored {
+  vectors: Vector[];
+  detectors: Detector[];
+  dictionaries: Dictionary[];
+}
+
+const NOTHING: AllStored = { vectors: [], detectors: [], dictionaries: [] };
 
 const SHOWN: Record<View, () => preact.JSX.Element> = {
   generate: GenerateView,
   sweep: SweepView,
   lens: LensView,
   activations: ActivationsView,
+  features: FeaturesView,
   attention: AttentionView,
   patching: PatchingView,
 };
@@ -31,16 +42,16 @@ const SHOWN: Record<View, () => preact.JSX.Element> = {
 export function App() {
   const [state, change] = useLinkedState();
   const [capabilities, setCapabilities] = useState<Capabilities | null>(null);
-  const [vectors, setVectors] = useState<Vector[]>([]);
+  const [stored, setStored] = useState(NOTHING);
   const [problem, setProblem] = useState<{ text: string; asksForKey: boolean } | null>(null);
-  const [vectorProblem, setVectorProblem] = useState("");
-  const reloadVectors = useCallback(async () => {
+  const [storedProblem, setStoredProblem] = useState("");
+  const reloadStored = useCallback(async () => {
     try {
-      setVectors(await allVectors());
-      setVectorProblem("");
+      setStored(await allStored());
+      setStoredProblem("");
     } catch (error) {
-      setVectors([]);
-      setVectorProblem(sentence(error));
+      setStored(NOTHING);
+      setStoredProblem(sentence(error));
     }
   }, []);
   const again = useRef(0);
@@ -54,7 +65,7 @@ export function App() {
       if (mine !== attempt.current) return;
       setCapabilities(found);
       setProblem(null);
-      await reloadVectors();
+      await reloadStored();
     } catch (error) {
       if (mine !== attempt.current) return;
       const status = error instanceof ApiFailure ? error.status : 0;
@@ -62,21 +73,35 @@ export function App() {
       setProblem({ text: sentence(error), asksForKey: status === 401 });
       if (status === 503 || status === 0) again.current = window.setTimeout(() => void connect(), AGAIN_MS);
     }
-  }, [reloadVectors]);
+  }, [reloadStored]);
   useEffect(() => void connect(), [connect]);
+  const model = capabilities?.model;
+  const isFirstVisit = useRef(location.hash === "");
+  useEffect(() => {
+    const example = exampleOf(stored.vectors, model);
+    if (!isFirstVisit.current || !example) return;
+    isFirstVisit.current = false;
+    if (!state.steering.length) change({ steering: [steeringBy(example)] });
+  }, [stored, model]);
+  const ours = {
+    vectors: stored.vectors,
+    detectors: stored.detectors.filter((each) => each.model === model),
+    dictionaries: stored.dictionaries.filter((each) => each.model === model),
+  };
   return (
     <>
-      <Header model={capabilities?.model} asksForKey={problem?.asksForKey ?? false} onKey={connect} />
+      <Header model={model} asksForKey={problem?.asksForKey ?? false} onKey={connect} />
       {problem && <Problem text={problem.text} />}
       {capabilities && (
-        <PageContext.Provider value={{ state, change, capabilities, vectors, reloadVectors }}>
+        <PageContext.Provider value={{ state, change, capabilities, ...ours, reloadStored }}>
           <Tabs state={state} change={change} />
           <main class={state.view === "patching" ? "alone" : ""}>
             {state.view !== "patching" && (
               <div class="given">
                 <PromptPanel />
                 {state.view !== "attention" && <SteeringPanel />}
-                {state.view !== "attention" && <Problem text={vectorProblem} />}
+                {state.view === "generate" && <MarksPanel />}
+                {state.view !== "attention" && <Problem text={storedProblem} />}
               </div>
             )}
             <Shown key={state.view} view={state.view} />
@@ -162,14 +187,17 @@ function Tabs(props: { state: PageState; change: Change }) {
   );
 }
 
-async function allVectors(): Promise<Vector[]> {
-  const found: Vector[] = [];
-  let after = "";
-  for (let number = 0; number < MAX_PAGES; number += 1) {
-    const page = await get<VectorPage>(`/v1/vectors?limit=100${after}`);
-    found.push(...page.data);
-    if (!page.has_more || !page.last_id) break;
-    after = `&after=${encodeURIComponent(page.last_id)}`;
-  }
-  return found.filter((vector) => vector.at === "layers.*.output");
+/** Returns what a first visit steers with: a vector for everyone, “joy” if there is one. */
+function exampleOf(vectors: Vector[], model: string | undefined): Vector | undefined {
+  const shared = vectors.filter((vector) => vector.shared && vector.model === model);
+  return shared.find((vector) => vector.name === "joy") ?? shared[0];
+}
+
+async function allStored(): Promise<AllStored> {
+  const [vectors, detectors, dictionaries] = await Promise.all([
+    listed<Vector>("/v1/vectors"),
+    listed<Detector>("/v1/detectors"),
+    listed<Dictionary>("/v1/dictionaries"),
+  ]);
+  return { vectors: vectors.filter((vector) => vector.at === "layers.*.output"), detectors, dictionaries };
 }

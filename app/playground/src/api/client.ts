@@ -2,7 +2,10 @@
 
 import { createParser } from "eventsource-parser";
 
-import type { Answer, ApiRequest, Json, Token } from "./types";
+import type { Answer, ApiRequest, Json, ListPage, Token } from "./types";
+
+/** Pages of a list that are asked for, of 100 each. */
+const MAX_PAGES = 10;
 
 let key = "";
 
@@ -48,6 +51,19 @@ export async function post<T>({ path, body }: ApiRequest, signal?: AbortSignal):
 
 export async function bytes(path: string, signal?: AbortSignal): Promise<ArrayBuffer> {
   return (await send("GET", path, undefined, signal)).arrayBuffer();
+}
+
+/** Returns the items of a list with pages. */
+export async function listed<T>(path: string): Promise<T[]> {
+  const found: T[] = [];
+  let after = "";
+  for (let number = 0; number < MAX_PAGES; number += 1) {
+    const page = await get<ListPage<T>>(`${path}?limit=100${after}`);
+    found.push(...page.data);
+    if (!page.has_more || !page.last_id) break;
+    after = `&after=${encodeURIComponent(page.last_id)}`;
+  }
+  return found;
 }
 
 export async function tokenize(prompt: Json, signal?: AbortSignal): Promise<Token[]> {

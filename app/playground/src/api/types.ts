@@ -18,23 +18,44 @@ export interface LayerScore {
   norm: number;
 }
 
-export interface Vector {
+/** What is stored under a name with versions. */
+export interface Stored {
   id: string;
   name: string;
   version: number;
   model: string;
-  at: string;
-  layers: number[];
-  width: number;
   shared: boolean;
   /** Whether it is of the tenant who asks. */
   own: boolean;
+}
+
+export interface Vector extends Stored {
+  at: string;
+  layers: number[];
+  width: number;
   format: string;
   training?: { method: string; best_layer: number; num_held_out: number; layers: LayerScore[] } | null;
 }
 
-export interface VectorPage {
-  data: Vector[];
+export interface Detector extends Stored {
+  threshold: number | null;
+}
+
+export interface Dictionary extends Stored {
+  at: string;
+  output_at: string | null;
+  architecture: string;
+  num_features: number;
+  num_labels: number;
+}
+
+export interface Feature {
+  id: number;
+  label: string | null;
+}
+
+export interface ListPage<T> {
+  data: T[];
   last_id: string | null;
   has_more: boolean;
 }
@@ -108,11 +129,35 @@ export interface ProbeResult {
   points: Record<string, (number | null)[]>;
 }
 
-export type Result = LensResult | CaptureResult | ProbeResult;
+export interface DetectResult {
+  type: "detect";
+  positions: number[];
+  scores: (number | null)[];
+}
+
+/** The positions where a condition held. */
+export interface MarkResult {
+  type: "stop" | "flag";
+  positions: number[];
+}
+
+export interface ActiveFeature extends Feature {
+  /** Nothing where it is not finite. */
+  activation: number | null;
+}
+
+export interface FeaturesResult {
+  type: "features";
+  positions: number[];
+  features: ActiveFeature[][];
+}
+
+export type Result = LensResult | CaptureResult | ProbeResult | DetectResult | MarkResult | FeaturesResult;
 
 export interface ChoiceInterventions {
   results: Record<string, Result>;
-  applied?: { op: string; at: string[]; positions: number[] }[];
+  /** One for each operation; those with a condition say of which position each of its tests decides. */
+  applied?: { op: string; at: string[]; positions: number[]; decides?: string[] }[];
   provenance?: {
     fingerprint: string;
     cached_tokens: number;
@@ -129,6 +174,7 @@ export interface Choice {
   delta?: { content?: string | null };
   message?: { content?: string | null };
   finish_reason?: string | null;
+  stop_reason?: number | string | { intervention: string } | null;
   token_ids?: number[] | null;
   interventions?: ChoiceInterventions;
 }

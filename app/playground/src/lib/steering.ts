@@ -1,30 +1,20 @@
 /** From what the page says of steering to operations of the API. */
 
-import type { Json, JsonObject, Operation } from "../api/types";
-import type { SteerState, WhereState } from "../state/page";
-import { typed } from "./text";
+import type { Detector, Json, Operation, Vector } from "../api/types";
+import { SLIDER, STEER, type PageState, type SliderState, type SteerState } from "../state/page";
+import { whenOf } from "./conditions";
+import { FieldError, given, whereOf } from "./where";
 
-/** Something in a field that cannot be sent; the message is a sentence. */
-export class FieldError extends Error {}
+/** What steers: vectors and sliders of features. */
+export type Steering = Pick<PageState, "steering" | "sliders">;
 
-/** Returns the where-clause, or nothing where it names every position. */
-export function whereOf(where: WhereState): JsonObject | undefined {
-  const clause: JsonObject = {
-    phase: where.phase === "all" ? undefined : where.phase,
-    positions: integers(where.positions, "Positions"),
-    range: rangeOf(where.range),
-    tokens: tokensOf(where.tokens),
-    exclude: given({
-      positions: integers(where.exceptPositions, "Except positions"),
-      tokens: tokensOf(where.exceptTokens),
-    }),
-  };
-  return given(clause);
-}
-
-/** Returns the operations of the steering that is switched on, each with a strength. */
-export function steerOps(steering: SteerState[], strengths?: Map<number, Json>): Operation[] {
-  return steering.flatMap((steer, index) => {
+/** Returns the operations of the steering that is switched on, each vector with a strength. */
+export function steerOps(
+  { steering, sliders }: Steering,
+  detectors: Detector[],
+  strengths?: Map<number, Json>,
+): Operation[] {
+  const vectors = steering.flatMap((steer, index) => {
     if (!steer.on || !steer.vector) return [];
     const row = steer.row.trim();
     if (row && !/^-?\d+$/.test(row))
@@ -36,10 +26,55 @@ export function steerOps(steering: SteerState[], strengths?: Map<number, Json>):
         vector: { name: steer.vector, ...(row ? { layer: Number(row) } : {}) },
         mode: steer.mode,
         scale: strengths?.get(index) ?? steer.scale,
-        ...given({ where: whereOf(steer.where) }),
+        ...scopeOf(steer, detectors),
       },
     ];
   });
+  return [...vectors, ...featureOps(sliders, detectors)];
+}
+
+/** Returns whether something steers. */
+export function isSteering({ steering, sliders }: Steering): boolean {
+  return steering.some((steer) => steer.on && steer.vector) || sliders.some((slider) => slider.on);
+}
+
+/** Returns a vector's steering as it is added: at its best layer, or one in the middle of those that it has. */
+export function steeringBy(vector: Vector): SteerState {
+  const layer = vector.training?.best_layer ?? vector.layers[Math.floor(vector.layers.length / 2)]!;
+  return { ...STEER, vector: vector.name, layers: String(layer) };
+}
+
+/** Returns a slider of a feature, which goes beyond the activation that it was seen with. */
+export function sliderOf(dictionary: string, feature: number, label: string, activation = 0): SliderState {
+  const reach = activation > 0 ? Number((4 * activation).toPrecision(2)) : SLIDER.reach;
+  return { ...SLIDER, dictionary, feature, label, reach, value: reach / 2 };
+}
+
+/** Returns one operation for the sliders of a dictionary that act at the same positions. */
+function featureOps(sliders: SliderState[], detectors: Detector[]): Operation[] {
+  const found = new Map<string, Operation & { changes: Json[] }>();
+  for (const slider of sliders.filter(({ on }) => on)) {
+    const scope = scopeOf(slider, detectors);
+    const key = JSON.stringify([slider.dictionary, scope]);
+    const operation = found.get(key) ?? {
+      op: "feature",
+      dictionary: slider.dictionary,
+      changes: [],
+      ...scope,
+    };
+    const value = slider.change === "ablate" ? {} : { value: slider.value };
+    operation.changes.push({ feature: slider.feature, mode: slider.change, ...value });
+    found.set(key, operation);
+  }
+  return [...found.values()];
+}
+
+/** Returns where and when an operation acts. */
+export function scopeOf(
+  { where, when }: Pick<SteerState, "where" | "when">,
+  detectors: Detector[],
+): Partial<Operation> {
+  return given({ where: whereOf(where), when: whenOf(when, detectors) }) ?? {};
 }
 
 /** Returns the places in the model: `12`, `8:20`, `*`, or several with commas. */
@@ -54,32 +89,4 @@ export function pointsOf(layers: string): string | string[] {
   }
   const points = parts.map((part) => `layers.${part}.output`);
   return points.length === 1 ? points[0]! : points;
-}
-
-function integers(text: string, field: string): number[] | undefined {
-  if (!text.trim()) return undefined;
-  return text.split(",").map((part) => {
-    if (!/^\s*-?\d+\s*$/.test(part)) {
-      throw new FieldError(`${field}: whole numbers with commas between them, got “${part.trim()}”.`);
-    }
-    return Number(part);
-  });
-}
-
-function rangeOf(text: string): Json[] | undefined {
-  if (!text.trim()) return undefined;
-  const found = /^\s*(-?\d*)\s*:\s*(-?\d*)\s*$/.exec(text);
-  if (!found) throw new FieldError(`A range is start:stop, such as 3:9 or -4:, got “${text.trim()}”.`);
-  return [found[1] ? Number(found[1]) : 0, found[2] ? Number(found[2]) : null];
-}
-
-/** Returns tokens: texts with commas between them, as they are shown or with blanks, or ids as `#7042`. */
-function tokensOf(text: string): (string | number)[] | undefined {
-  if (!text) return undefined;
-  return text.split(",").map(typed);
-}
-
-function given(fields: JsonObject): JsonObject | undefined {
-  const found = Object.entries(fields).filter(([, value]) => value !== undefined);
-  return found.length ? Object.fromEntries(found) : undefined;
 }

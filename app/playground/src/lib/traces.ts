@@ -3,9 +3,12 @@
 import { SERVER, hasKey } from "../api/client";
 import type { ApiRequest, Capabilities, Json, JsonObject, Operation, Vector } from "../api/types";
 import { literal } from "./snippets";
-import { vectorNamed } from "./vectors";
+import { named } from "./names";
 
 export type Trace = string | { missing: string };
+
+/** Operations that a block has no counterpart of. */
+const WITHOUT_WORDS = new Set(["feature", "features", "detect", "flag", "stop"]);
 
 /** What a block reads, as lines of Python. */
 export interface Reading {
@@ -39,12 +42,15 @@ export function trace(
   reading: Reading = {},
 ): Trace {
   const operations = (request.body["interventions"] ?? []) as Operation[];
+  if (operations.some((operation) => WITHOUT_WORDS.has(operation.op) || operation["when"] !== undefined)) {
+    return { missing: "A block has no words for features, detectors and conditions: copy curl or Python." };
+  }
   const steers = operations.filter((operation) => operation.op === "steer");
   if (steers.some((steer) => JSON.stringify(steer["where"] ?? "").includes('"tokens"'))) {
     return { missing: "A block has no word for “where the token is …”: name positions instead." };
   }
   const used = steers.map((steer) =>
-    vectorNamed(String((steer["vector"] as JsonObject)["name"]), vectors, capabilities.model),
+    named(String((steer["vector"] as JsonObject)["name"]), vectors, capabilities.model),
   );
   if (used.some((vector) => vector === undefined))
     return { missing: "The vector is not on this server any more." };

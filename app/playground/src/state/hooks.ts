@@ -4,7 +4,7 @@ import { createContext } from "preact";
 import { useCallback, useContext, useEffect, useRef, useState } from "preact/hooks";
 
 import { isCancelled, sentence } from "../api/client";
-import type { Capabilities, Vector } from "../api/types";
+import type { Capabilities, Detector, Dictionary, Vector } from "../api/types";
 import { decode, encode } from "./link";
 import type { PageState } from "./page";
 
@@ -19,7 +19,11 @@ export interface Page {
   change: Change;
   capabilities: Capabilities;
   vectors: Vector[];
-  reloadVectors: () => Promise<void>;
+  /** Of this model. */
+  detectors: Detector[];
+  /** Of this model. */
+  dictionaries: Dictionary[];
+  reloadStored: () => Promise<void>;
 }
 
 export const PageContext = createContext<Page | null>(null);

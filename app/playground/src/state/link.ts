@@ -1,12 +1,39 @@
 /** The page's state in the address, behind the `#`, which browsers send to nobody. */
 
-import { LEAVES, MODES, PHASES, ROLES, START, STEER, VIEWS, type PageState } from "./page";
+import {
+  CHANGES,
+  ENDS,
+  JOINS,
+  LEAVES,
+  MARK,
+  MARKS,
+  MODES,
+  PHASES,
+  REDUCTIONS,
+  ROLES,
+  SCORES,
+  SIDES,
+  SLIDER,
+  SPANS,
+  START,
+  STEER,
+  TEST,
+  VIEWS,
+  type PageState,
+} from "./page";
 
 const PREFIX = "#s=";
 const MAX_ITEMS = 64;
 
 /** What stands in a list, by the field's name: lists are empty where the page starts. */
-const ITEMS: Record<string, unknown> = { steering: STEER, messages: START.messages[0] };
+const ITEMS: Record<string, unknown> = {
+  steering: STEER,
+  messages: START.messages[0],
+  sliders: SLIDER,
+  marks: MARK,
+  tests: TEST,
+  watched: "",
+};
 
 /** Fields that have one of some words. */
 const WORDS: Record<string, readonly string[]> = {
@@ -16,6 +43,14 @@ const WORDS: Record<string, readonly string[]> = {
   phase: PHASES,
   role: ROLES,
   leaf: LEAVES,
+  join: JOINS,
+  score: SCORES,
+  side: SIDES,
+  over: SPANS,
+  reduce: REDUCTIONS,
+  until: ENDS,
+  op: MARKS,
+  change: CHANGES,
 };
 
 /** Returns the fragment of a state: what differs from the page's start. */

@@ -4,7 +4,8 @@ import type { ComponentChildren } from "preact";
 import { useEffect, useId, useRef, useState } from "preact/hooks";
 
 import { copyText } from "../lib/clipboard";
-import { FieldError } from "../lib/steering";
+import { FieldError } from "../lib/where";
+import { SERVER } from "../api/client";
 import { curl, python, type Snippets } from "../lib/snippets";
 import type { ApiRequest } from "../api/types";
 import type { Run } from "../state/hooks";
@@ -254,6 +255,11 @@ export function CopyBar(props: {
       </span>
     </div>
   );
+}
+
+/** A link to a part of the API's documentation, which the server has at /docs. */
+export function Guide(props: { tag: "detectors" | "dictionaries" }) {
+  return <a href={`${SERVER}/docs#/${props.tag}`}>The API of {props.tag}</a>;
 }
 
 /** A scale from nothing to all, for the colours of a map. */

@@ -4,23 +4,22 @@ import { useCallback, useEffect, useState } from "preact/hooks";
 
 import { get, post } from "../api/client";
 import type { Models, Preset } from "../api/types";
-import { steerOps } from "../lib/steering";
+import { isSteering, steerOps } from "../lib/steering";
 import { usePage, useRun } from "../state/hooks";
 import { Choice, RunBar, TextField } from "./parts";
 
 export function Presets() {
-  const { state, change } = usePage();
+  const { state, change, detectors } = usePage();
   const run = useRun();
   const [names, setNames] = useState<string[]>([]);
   const [name, setName] = useState("");
   const [kept, setKept] = useState("");
   const reload = useCallback(async () => setNames(await presetNames()), []);
   useEffect(() => void reload().catch(() => setNames([])), [reload]);
-  const steering = state.steering.filter((steer) => steer.on && steer.vector);
   const save = () =>
     run.start(async (signal) => {
       setKept("");
-      const body = { name, interventions: steerOps(steering) };
+      const body = { name, interventions: steerOps(state, detectors) };
       const made = await post<Preset>({ path: "/v1/presets", body }, signal);
       setKept(`${made.name}, version ${made.version}, is kept.`);
       await reload();
@@ -30,15 +29,15 @@ export function Presets() {
     <>
       {options.length > 0 && (
         <Choice
-          label="Preset, before the vectors, in Compare"
+          label="Preset, before the steering, in Compare"
           value={state.preset}
           options={[["", "none"] as const, ...options.map((option) => [option, option] as const)]}
           onChange={(preset) => change({ preset })}
         />
       )}
-      {steering.length > 0 && (
+      {isSteering(state) && (
         <details class="training">
-          <summary>Keep these vectors as a preset</summary>
+          <summary>Keep this steering as a preset</summary>
           <TextField
             label="Name of the preset"
             value={name}

@@ -31,7 +31,7 @@ This film is a disaster, I suffered every minute.
 The food was disgusting and the people were rude.`;
 
 export function Training(props: { onMade: (vector: Vector) => void }) {
-  const { reloadVectors } = usePage();
+  const { reloadStored } = usePage();
   const run = useRun();
   const [name, setName] = useState("joy");
   const [positive, setPositive] = useState(POSITIVE);
@@ -55,7 +55,7 @@ export function Training(props: { onMade: (vector: Vector) => void }) {
           if (event.stage) setProgress(`${STAGES[event.stage]}: ${event.done} of ${event.total}`);
           if (!event.vector) continue;
           setMade(event.vector);
-          await reloadVectors();
+          await reloadStored();
           props.onMade(event.vector);
         }
       } finally {

@@ -4,16 +4,15 @@ import { useState } from "preact/hooks";
 
 import { stream, tokenize } from "../api/client";
 import type { Answer, CaptureResult, Operation, ProbeResult, Vector } from "../api/types";
+import { named, namesOf } from "../lib/names";
 import { generation, source, tokensIn, withTokens } from "../lib/requests";
 import { steerOps } from "../lib/steering";
 import { numbers, tensorOf } from "../lib/tensors";
 import { short, visible } from "../lib/text";
 import { trace, variable, type Reading } from "../lib/traces";
-import { vectorNamed } from "../lib/vectors";
 import { usePage, useRun, useSettled } from "../state/hooks";
 import { Chart } from "../ui/chart";
 import { Check, Choice, CopyBar, Legend, RunBar, Slider } from "../ui/parts";
-import { namesOf } from "../ui/steering";
 
 const RESIDUAL = "residual";
 const PROBE = "probe";
@@ -29,7 +28,7 @@ interface Measured {
 }
 
 export function ActivationsView() {
-  const { state, change, capabilities, vectors } = usePage();
+  const { state, change, capabilities, vectors, detectors } = usePage();
   const run = useRun();
   const [measured, setMeasured] = useState<Measured | null>(null);
   const [active, setActive] = useState(0);
@@ -37,12 +36,12 @@ export function ActivationsView() {
   const set = (part: Partial<typeof activations>) => change({ activations: { ...activations, ...part } });
   const last = capabilities.sizes.num_layers - 1;
   const layer = activations.layer < 0 ? Math.floor(last / 2) : Math.min(last, activations.layer);
-  const vector = vectorNamed(activations.vector, vectors, capabilities.model);
+  const vector = named(activations.vector, vectors, capabilities.model);
   const bias = vector?.training?.layers.find((score) => score.layer === layer)?.bias ?? 0;
 
   const request = () => {
     const point = `layers.${layer}.output`;
-    const operations: Operation[] = activations.steered ? steerOps(state.steering) : [];
+    const operations: Operation[] = activations.steered ? steerOps(state, detectors) : [];
     operations.push({ op: "capture", at: point, dtype: "float32", name: RESIDUAL });
     if (activations.vector) {
       operations.push({ op: "probe", at: point, weights: { name: activations.vector }, bias, name: PROBE });

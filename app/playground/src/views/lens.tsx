@@ -34,7 +34,7 @@ interface Followed {
 }
 
 export function LensView() {
-  const { state, change, capabilities, vectors } = usePage();
+  const { state, change, capabilities, vectors, detectors } = usePage();
   const run = useRun();
   const following = useRun();
   const [read, setRead] = useState<Read | null>(null);
@@ -46,7 +46,7 @@ export function LensView() {
 
   const layers = layersOf(capabilities.sizes.num_layers, lens.every);
   const request = () => {
-    const steers = lens.steered ? steerOps(state.steering) : [];
+    const steers = lens.steered ? steerOps(state, detectors) : [];
     const operation: Operation = { op: "logit_lens", layers, top_k: lens.topK, name: NAME };
     return generation(state, capabilities, [...steers, operation]);
   };

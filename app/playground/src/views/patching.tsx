@@ -5,7 +5,7 @@ import { useState } from "preact/hooks";
 import { post, tokenize } from "../api/client";
 import type { Answer, CaptureResult, LensResult, LensToken } from "../api/types";
 import { tensorOf, type Tensor } from "../lib/tensors";
-import { FieldError } from "../lib/steering";
+import { FieldError } from "../lib/where";
 import { percent, plural, short, typed, visible } from "../lib/text";
 import { LEAVES } from "../state/page";
 import { usePage, useRun } from "../state/hooks";

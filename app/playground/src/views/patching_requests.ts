@@ -3,7 +3,7 @@
 import { SERVER } from "../api/client";
 import type { ApiRequest, Operation } from "../api/types";
 import { curlHead, literal, quoted, client, type Snippets } from "../lib/snippets";
-import { FieldError } from "../lib/steering";
+import { FieldError } from "../lib/where";
 import { rowOf, type Tensor } from "../lib/tensors";
 import { typed } from "../lib/text";
 import { authorized, head } from "../lib/traces";

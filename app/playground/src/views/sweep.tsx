@@ -6,10 +6,11 @@ import { stream, tokenize } from "../api/client";
 import type { ApiRequest, Operation } from "../api/types";
 import { changedShare, compared } from "../lib/diff";
 import { generation, source } from "../lib/requests";
-import { FieldError, steerOps } from "../lib/steering";
+import { steerOps } from "../lib/steering";
 import { percent } from "../lib/text";
 import { call, client } from "../lib/snippets";
 import { trace } from "../lib/traces";
+import { FieldError } from "../lib/where";
 import { usePage, useRun } from "../state/hooks";
 import { Chart } from "../ui/chart";
 import { Choice, CopyBar, NumberField, RunBar } from "../ui/parts";
@@ -24,7 +25,7 @@ interface Swept {
 }
 
 export function SweepView() {
-  const { state, change, capabilities, vectors } = usePage();
+  const { state, change, capabilities, vectors, detectors } = usePage();
   const run = useRun();
   const [swept, setSwept] = useState<Swept | null>(null);
   const [active, setActive] = useState(0);
@@ -40,7 +41,10 @@ export function SweepView() {
   const request = (prompt: string | number[]): ApiRequest => {
     const all = strengths();
     const operations: Operation[] = all.flatMap((strength, index) =>
-      steerOps(steering, new Map([[sweep.which, strength]])).map((op) => ({ ...op, prompts: [index + 1] })),
+      steerOps(state, detectors, new Map([[sweep.which, strength]])).map((op) => ({
+        ...op,
+        prompts: [index + 1],
+      })),
     );
     if (!operations.length || !steering[sweep.which]?.on) {
       throw new FieldError("Add a vector under Steering first, and leave it on.");
@@ -67,7 +71,7 @@ export function SweepView() {
     return request(swept.ids);
   };
   const block = () => {
-    const varied = steerOps(steering, new Map([[sweep.which, "strength"]]));
+    const varied = steerOps(state, detectors, new Map([[sweep.which, "strength"]]));
     const reading = { over: { name: "strength", values: strengths() } };
     return trace(generation(state, capabilities, varied), capabilities, vectors, reading);
   };

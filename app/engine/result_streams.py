@@ -1,0 +1,97 @@
+"""The events of a stream of vLLM's with the results of interventions in its choices."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator
+
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+from api_schemas.errors import ApiError
+from api_schemas.interventions import FIELD
+from app.engine.call_results import CallResults
+from app.engine.client import JsonObject
+from app.errors import DONE_FRAME
+from app.json_text import json_text
+from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM
+
+
+async def with_results(
+    frames: AsyncIterator[str],
+    engine: InterventionAsyncLLM,
+    results: CallResults,
+    request: CompletionRequest | ChatCompletionRequest,
+) -> AsyncIterator[str]:
+    """Yield a stream's events with the results of its choices."""
+    call = results.call
+    ended: set[int] = set()
+    chunk: JsonObject = {}
+    try:
+        async for frame in frames:
+            if frame == DONE_FRAME:
+                async for last in _unsent(ended, chunk, results, request):
+                    yield last
+                yield frame
+                continue
+            chunk = json.loads(frame.removeprefix("data: "))
+            yield await _frame(chunk, results)
+            choices = chunk.get("choices", ())
+            ended |= {one["index"] for one in choices if one.get("finish_reason") is not None}
+    except ApiError as error:
+        if call.failure is not None:
+            raise call.failure from error
+        raise
+    finally:
+        try:
+            await frames.aclose()  # type: ignore[attr-defined]  # vLLM's streams are generators
+        finally:
+            engine.close_call(call)  # another one may serve by now
+
+
+async def _unsent(
+    ended: set[int],
+    chunk: JsonObject,
+    results: CallResults,
+    request: CompletionRequest | ChatCompletionRequest,
+) -> AsyncIterator[str]:
+    """Yield the last events of choices that a `stop` has ended in the prompt: vLLM sends none without text.
+
+    Args:
+        ended: The choices whose last events were sent.
+        chunk: An event of the stream, if there was any.
+        results: The call.
+        request: Its request.
+    """
+    is_chat = isinstance(request, ChatCompletionRequest)
+    for index in sorted(results.stopped() - ended):
+        body = {"delta": {"role": "assistant", "content": ""}} if is_chat else {"text": "", "logprobs": None}
+        head = {
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "object": "chat.completion.chunk" if is_chat else "text_completion",
+            "created": int(time.time()),
+            "model": request.model,
+        }
+        head |= {key: chunk[key] for key in head if key in chunk}
+        yield await _frame({**head, "choices": [{"index": index, **body, "finish_reason": "stop"}]}, results)
+
+
+async def _frame(chunk: JsonObject, results: CallResults) -> str:
+    for choice in chunk.get("choices", ()):
+        has_ended = choice.get("finish_reason") is not None
+        found = await (results.rest if has_ended else results.part)(choice["index"])
+        if found is not None:
+            choice[FIELD] = found
+            note_stop(choice)
+    return f"data: {json_text(chunk)}\n\n"
+
+
+def note_stop(choice: JsonObject) -> None:
+    """Tell in a choice that an operation has ended it."""
+    found = choice[FIELD]["results"].items()
+    stops = (name for name, result in found if result["type"] == "stop" and result["positions"])
+    name = next(stops, None)
+    if name is not None and choice.get("finish_reason") is not None:
+        choice["stop_reason"] = {"intervention": name}
