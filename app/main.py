@@ -25,6 +25,7 @@ from app.engine.local_traces import LocalTraceEngine
 from app.engine.session_traces import SessionTraces
 from app.engine.trace_process_pool import TraceProcesses
 from app.errors import install_error_handlers
+from app.examples.storing import ExampleStores, store_examples
 from app.hosts import HostMiddleware
 from app.http_options import HttpOptions
 from app.large_bodies import LargeBodyReader
@@ -304,6 +305,14 @@ def new_store(settings: Settings) -> ResultStore:
     )
 
 
+async def _after_start(context: Context) -> None:
+    """Do what an engine that has started makes possible, beside its first requests."""
+    stores = ExampleStores(context.vectors, context.detectors, context.dictionaries)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(start_sandbox(context.settings, context.engine, context.keys))
+        tasks.create_task(store_examples(context.settings, context.engine, stores))
+
+
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     context: Context = app.state.context
@@ -330,9 +339,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
             stack.push_async_callback(one.close)
         stack.push_async_callback(context.jobs.stop)
         await context.jobs.start()
-        context.lifecycle.start(
-            functools.partial(start_sandbox, context.settings, context.engine, context.keys)
-        )
+        context.lifecycle.start(functools.partial(_after_start, context))
         for one in context.processes:
             one.start(after=context.lifecycle.started())
         stack.push_async_callback(context.lifecycle.drain, context.settings.drain_timeout_s)

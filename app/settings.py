@@ -356,6 +356,12 @@ class Settings(BaseSettings):
         default=16, ge=0, description="Most queued trainings; one runs at a time."
     )
 
+    examples: bool = Field(
+        default=True,
+        description="Whether a server of the bundled model stores its examples: vectors, a detector and a "
+        "dictionary.",
+    )
+
     # Shares of tenants
 
     tenant_share: float = Field(

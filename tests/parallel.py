@@ -28,6 +28,7 @@ _TOGETHER: Final = {
             "detectors",
             "conditions_http",
             "features_http",
+            "sae_example",
         )
     ),
     "keyed_server": tuple(

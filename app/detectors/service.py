@@ -123,6 +123,29 @@ class DetectorService(VersionService[DetectorStore]):
             caller.tenant, len(data), lambda: self._store.add(new, head, format_, sha256, training)
         )
 
+    async def add_first(
+        self,
+        name: str,
+        detector: Detector,
+        calibration: list[RocPoint],
+        training: DetectorTraining,
+        caller: Principal,
+    ) -> StoredDetector:
+        """Store a trained, shared detector as the first version of its name.
+
+        Raises:
+            ApiError: Those of ``keep``.
+            NameUsedError: It is not the first; nothing is stored then.
+        """
+        check_sharing(caller, shared=True)
+        data = await asyncio.to_thread(write_file, detector, calibration)
+        model = self._engine.served().names[0]
+        new = NewVersion(caller.tenant, name, model, shared=True, data=data, is_first=True)
+        head = described(detector, calibration)
+        return await self._add(
+            caller.tenant, len(data), lambda: self._store.add(new, head, "trained", None, training)
+        )
+
     async def page(self, tenant: str, *, name: str | None, after: str | None, limit: int) -> DetectorList:
         """Return a page of a tenant's and shared detectors; raises ApiError ``detector_not_found``."""
         data, has_more = await self._store.page(tenant, name=name, after=after, limit=limit)
@@ -144,7 +167,7 @@ class DetectorService(VersionService[DetectorStore]):
             ApiError: ``detector_not_found``, ``missing_scope``.
         """
         detector = await self._store.get(detector_id, caller.tenant)
-        await self._remove(detector_id, caller, shared=detector.shared)
+        await self._remove(detector_id, caller, shared=detector.shared, own=detector.own)
 
     async def resolved(self, given: DetectorName, tenant: str, param: str) -> tuple[DetectorUsed, Detector]:
         """Return the detector that a name means for a tenant, and its version.

@@ -7,6 +7,7 @@ whose operations name a dictionary.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -37,7 +38,7 @@ from app.storage.feature_labels import num_label_bytes
 from app.storage.open_files import OpenResult
 from app.storage.storage_usage import Holder, StoredBytes
 from app.tenant_budget import TenantBudget
-from app.version_service import check_sharing
+from app.version_service import check_changing, check_sharing
 from nnsight_engine.features.saelens import PARAM as CFG
 from nnsight_engine.features.saelens import read_config
 from nnsight_engine.features.weights_file import check_weights
@@ -122,14 +123,40 @@ class DictionaryService:
             texts = {name: part for name, part in parts.items() if name not in {CFG, LABELS}}
             form = validated(_Form, {name: part.decode("utf-8", "replace") for name, part in texts.items()})
             check_sharing(caller, shared=form.shared == "true")
-            new = await self._checked(request, form, parts, upload, caller.tenant)
-            keeping = asyncio.ensure_future(self._keep(new, upload))
-            try:
-                return await asyncio.shield(keeping)
-            except asyncio.CancelledError:
-                # The transaction cannot be cancelled, and it needs the file.
-                await asyncio.gather(keeping, return_exceptions=True)
-                raise
+            cfg = parts.get(CFG)
+            if cfg is None:
+                raise ApiError(ErrorCode.BAD_REQUEST, "A dictionary's form needs its cfg.json as `cfg`.", CFG)
+            new = await self._checked(form, cfg, upload, caller.tenant)
+            if LABELS in parts:
+                content, num_features = parts[LABELS], new.config.num_features
+                is_csv = not is_json(content)
+                labels = await self._labels(request, content, num_features, LABELS, is_csv=is_csv)
+                new = dataclasses.replace(new, labels=labels)
+            return await self._kept(new, upload)
+
+    async def add_first(
+        self, name: str, weights: bytes, cfg: bytes, labels: Labels, caller: Principal
+    ) -> Dictionary:
+        """Store a shared dictionary as the first version of its name.
+
+        Args:
+            name: The name.
+            weights: The file of its tensors, small enough to be held in memory.
+            cfg: Its ``cfg.json``.
+            labels: The labels of its features, checked.
+            caller: Its owner.
+
+        Raises:
+            ApiError: The dictionary is invalid or exceeds a limit.
+            NameUsedError: It is not the first; nothing is stored then.
+        """
+        check_sharing(caller, shared=True)
+        async with self._files.receiving(Holder(caller.tenant)) as upload:
+            upload.reserve(len(weights))
+            await asyncio.to_thread(upload.write, weights)
+            await asyncio.to_thread(upload.finish)
+            new = await self._checked(_Form(name=name, shared="true"), cfg, upload, caller.tenant)
+            return await self._kept(dataclasses.replace(new, labels=labels, is_first=True), upload)
 
     async def page(self, tenant: str, *, name: str | None, after: str | None, limit: int) -> DictionaryList:
         """Return a page of a tenant's and shared dictionaries; raises ApiError ``dictionary_not_found``."""
@@ -222,19 +249,10 @@ class DictionaryService:
             self._store, self._files, engine.capabilities(), engine.served().names, tenant
         )
 
-    async def _checked(
-        self, request: Request, form: _Form, parts: dict[str, bytes], upload: WeightsUpload, tenant: str
-    ) -> NewDictionary:
-        """Check a received dictionary against the model and its own parts."""
-        cfg = parts.get(CFG)
-        if cfg is None:
-            raise ApiError(ErrorCode.BAD_REQUEST, "A dictionary's form needs its cfg.json as `cfg`.", CFG)
+    async def _checked(self, form: _Form, cfg: bytes, upload: WeightsUpload, tenant: str) -> NewDictionary:
+        """Check a received dictionary against the model and its own parts; it has no labels yet."""
         read = read_config(_parsed(cfg, self._settings.max_json_depth, CFG))
         at, output_at = places_of(read, form.at, form.output_at, self._engine.capabilities())
-        labels: Labels = {}
-        if LABELS in parts:
-            content, num_features = parts[LABELS], read.config.num_features
-            labels = await self._labels(request, content, num_features, LABELS, is_csv=not is_json(content))
         async with self._checking:
             dtype = await asyncio.to_thread(check_weights, upload.path, read.config)
         return NewDictionary(
@@ -249,7 +267,7 @@ class DictionaryService:
             dtype,
             upload.sha256,
             upload.num_bytes,
-            labels,
+            {},
         )
 
     async def _labels(
@@ -263,6 +281,15 @@ class DictionaryService:
         else:
             value = _parsed(content, self._settings.max_json_depth, param)
         return await asyncio.to_thread(labels_of_object, value, num_features, param)
+
+    async def _kept(self, new: NewDictionary, upload: WeightsUpload) -> Dictionary:
+        keeping = asyncio.ensure_future(self._keep(new, upload))
+        try:
+            return await asyncio.shield(keeping)
+        except asyncio.CancelledError:
+            # The transaction cannot be cancelled, and it needs the file.
+            await asyncio.gather(keeping, return_exceptions=True)
+            raise
 
     async def _keep(self, new: NewDictionary, upload: WeightsUpload) -> Dictionary:
         async with self._adding:  # or concurrent requests could each pass the check for the same free bytes
@@ -280,7 +307,7 @@ class DictionaryService:
 
     async def _changeable(self, dictionary_id: str, caller: Principal) -> Dictionary:
         about = await self.get(dictionary_id, caller.tenant)
-        check_sharing(caller, shared=about.shared)
+        check_changing(caller, shared=about.shared, own=about.own)
         return about
 
     async def _remove_unused(self, sha256: str) -> None:

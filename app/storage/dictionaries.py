@@ -60,6 +60,7 @@ class NewDictionary:
         sha256: The SHA-256 of the file of its weights.
         weights_bytes: The size of this file.
         labels: The labels of its features, by id.
+        is_first: Whether it must be the first of its name.
     """
 
     tenant: str
@@ -74,6 +75,7 @@ class NewDictionary:
     sha256: str
     weights_bytes: int
     labels: Labels
+    is_first: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -113,11 +115,14 @@ class DictionaryStore(VersionStore[DictionaryRow, Dictionary]):
         Raises:
             ApiError: ``dictionary_store_full``; ``dictionary_name_taken``: another tenant has shared one of
                 that name.
+            NameUsedError: It must be the first of its name, and is not.
         """
 
         def write(session: Session) -> Dictionary:
             _TABLE.check_room(session, self._allowance, new.num_bytes, new.tenant)
-            version = _TABLE.next_version(session, new.tenant, new.name, shared=new.shared)
+            version = _TABLE.next_version(
+                session, new.tenant, new.name, shared=new.shared, is_first=new.is_first
+            )
             config = new.config
             row = DictionaryRow(
                 id=dictionary_id, tenant=new.tenant, name=new.name, version=version, model=new.model,

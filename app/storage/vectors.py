@@ -46,6 +46,7 @@ class NewRow:
         format: The format in which it was received.
         source_sha256: The SHA-256 of the uploaded file.
         training: How it was trained.
+        is_first: Whether it must be the first of its name.
     """
 
     tenant: str
@@ -56,6 +57,7 @@ class NewRow:
     format: str
     source_sha256: str | None = None
     training: Training | None = None
+    is_first: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,10 +102,11 @@ class VectorStore(VersionStore[VectorRow, Vector]):
         Raises:
             ApiError: ``vector_store_full``; ``vector_name_taken``: another tenant has shared one of that
                 name.
+            NameUsedError: It must be the first of its name, and is not.
         """
         rows = new.rows
         return await self.insert(
-            NewVersion(new.tenant, new.name, new.model, new.shared, rows.data),
+            NewVersion(new.tenant, new.name, new.model, new.shared, rows.data, new.is_first),
             leaf=rows.leaf,
             layers=list(rows.layers),
             width=rows.width,

@@ -34,6 +34,7 @@ class NewVersion:
         model: The server's name of the model.
         shared: Whether every tenant may use it.
         data: Its content.
+        is_first: Whether it must be the first of its name.
     """
 
     tenant: str
@@ -41,6 +42,7 @@ class NewVersion:
     model: str
     shared: bool
     data: bytes
+    is_first: bool = False
 
     @property
     def sha256(self) -> str:
@@ -80,13 +82,16 @@ class VersionStore(Generic[RowT, T]):
 
         Raises:
             ApiError: The allowance's; the table's ``name_taken``: another tenant has shared one of that name.
+            NameUsedError: It must be the first of its name, and is not.
         """
         num_bytes = len(new.data) + overhead_bytes
         id_, sha256 = self._table.new_id(), new.sha256
 
         def write(session: Session) -> T:
             self._table.check_room(session, self._allowance, num_bytes, new.tenant)
-            version = self._table.next_version(session, new.tenant, new.name, shared=new.shared)
+            version = self._table.next_version(
+                session, new.tenant, new.name, shared=new.shared, is_first=new.is_first
+            )
             row = self._table.rows(
                 id=id_, tenant=new.tenant, name=new.name, version=version, model=new.model,
                 shared=new.shared, sha256=sha256, num_bytes=num_bytes, created_at=time.time(),

@@ -32,6 +32,10 @@ NameT = TypeVar("NameT", bound=StoredNameRow)
 RowT = TypeVar("RowT", bound=VersionRow)
 
 
+class NameUsedError(Exception):
+    """A version was to be the first of a name that its tenant has used before."""
+
+
 class VersionTable(Generic[NameT, RowT]):
     """The versions of one kind.
 
@@ -85,11 +89,21 @@ class VersionTable(Generic[NameT, RowT]):
         allowance.check_total(stored, num_bytes)
         allowance.check(tenant, own, num_bytes)
 
-    def next_version(self, session: Session, tenant: str, name: str, *, shared: bool) -> int:
+    def next_version(
+        self, session: Session, tenant: str, name: str, *, shared: bool, is_first: bool = False
+    ) -> int:
         """Return the number of a name's next version.
+
+        Args:
+            session: The session.
+            tenant: The tenant.
+            name: The name.
+            shared: Whether it is to be shared.
+            is_first: Whether it must be the first of its name.
 
         Raises:
             ApiError: ``name_taken``: it is to be shared, and another tenant has shared one of that name.
+            NameUsedError: It would not be the first, removed ones included.
         """
         if shared:
             self._check_name(session, tenant, name)
@@ -97,6 +111,8 @@ class VersionTable(Generic[NameT, RowT]):
         if row is None:
             row = self._names(tenant=tenant, name=name, versions=0, shared=False)
             session.add(row)
+        elif is_first:
+            raise NameUsedError(name)
         row.versions += 1
         row.shared |= shared
         return row.versions
@@ -203,4 +219,4 @@ async def write_version(database: Database, write: Callable[[Session], T]) -> T:
         return await database.write(write)
 
 
-__all__ = ["VersionTable", "write_version"]
+__all__ = ["NameUsedError", "VersionTable", "write_version"]

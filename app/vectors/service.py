@@ -92,6 +92,20 @@ class VectorService(VersionService[VectorStore]):
         new = NewRow(caller.tenant, name, self.shape.name, rows, shared, format_, sha256, training)
         return await self._add(caller.tenant, len(rows.data), lambda: self._store.add(new))
 
+    async def add_first(self, name: str, rows: VectorRows, training: Training, caller: Principal) -> Vector:
+        """Store a trained, shared vector as the first version of its name.
+
+        Raises:
+            ApiError: Those of ``keep``.
+            NameUsedError: It is not the first; nothing is stored then.
+        """
+        check_sharing(caller, shared=True)
+        new = NewRow(
+            caller.tenant, name, self.shape.name, rows, shared=True, format="trained", training=training,
+            is_first=True,
+        )  # fmt: skip
+        return await self._add(caller.tenant, len(rows.data), lambda: self._store.add(new))
+
     async def page(self, tenant: str, *, name: str | None, after: str | None, limit: int) -> VectorList:
         """Return a page of a tenant's and shared vectors; raises ApiError ``vector_not_found``."""
         data, has_more = await self._store.page(tenant, name=name, after=after, limit=limit)
@@ -118,7 +132,7 @@ class VectorService(VersionService[VectorStore]):
             ApiError: ``vector_not_found``, ``missing_scope``.
         """
         vector = await self._store.get(vector_id, caller.tenant)
-        await self._remove(vector_id, caller, shared=vector.shared)
+        await self._remove(vector_id, caller, shared=vector.shared, own=vector.own)
 
     def resolver(self, tenant: str) -> NameResolver:
         """Return the resolver of a tenant's names, for one request."""

@@ -84,6 +84,16 @@ def intact_bundled_model(*, cache_dir: Path | None = None) -> Path | None:
     return target if find_fault(target) is None else None
 
 
+def is_bundled_model(source: str, *, cache_dir: Path | None = None) -> bool:
+    """Return whether a model's folder is that of the bundled model.
+
+    Args:
+        source: The folder, or another name of a model.
+        cache_dir: See ``bundled_model_path``.
+    """
+    return Path(source).resolve() == _folder(cache_dir).resolve()
+
+
 def _folder(cache_dir: Path | None) -> Path:
     root = cache_dir or Path(platformdirs.user_cache_dir("nnsight-engine"))
     version = hashlib.sha256(_RECIPE.encode()).hexdigest()[:8]

@@ -55,6 +55,7 @@ class FakeBehaviour:
         counts: The counters that it returns.
         count_error: Raised instead of returning the counters.
         pulls: By word: the amounts added to the first number of captured rows, one for each layer.
+        source: The model's folder.
     """
 
     is_starting: bool = False
@@ -68,6 +69,7 @@ class FakeBehaviour:
     counts: EngineCounts = dataclasses.field(default_factory=EngineCounts)
     count_error: Exception | None = None
     pulls: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
+    source: str = f"/models/{MODEL}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -169,7 +171,7 @@ class FakeEngineClient:
 
     def served(self) -> ServedModel:
         """Return the made-up model's name."""
-        return ServedModel((MODEL,), f"/models/{MODEL}", FINGERPRINT)
+        return ServedModel((MODEL,), self.behaviour.source, FINGERPRINT)
 
     async def describe_model(self) -> DescribedModel:
         """Return the made-up model's modules."""

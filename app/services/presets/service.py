@@ -181,7 +181,7 @@ class PresetService(VersionService[PresetStore]):
             ApiError: ``preset_not_found``, ``missing_scope``.
         """
         preset = await self.get(text, caller.tenant)
-        await self._remove(preset.id, caller, shared=preset.shared)
+        await self._remove(preset.id, caller, shared=preset.shared, own=preset.own)
         return preset.reference
 
     async def expand(self, request: Request, body: JsonObject) -> None:

@@ -19,7 +19,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nnsight_engine.modeling import bundled_conversion, cached_folder
-from nnsight_engine.modeling.bundled import BundledModelError, bundled_model_path, intact_bundled_model
+from nnsight_engine.modeling.bundled import (
+    BundledModelError,
+    bundled_model_path,
+    intact_bundled_model,
+    is_bundled_model,
+)
 from nnsight_engine.modeling.cached_folder import (
     FolderLockTimeoutError,
     ProgressCallback,
@@ -61,6 +66,17 @@ def test_an_intact_folder_is_found_without_building_one(tmp_path: Path) -> None:
     assert intact_bundled_model(cache_dir=tmp_path) == folder
     break_bytes(folder)
     assert intact_bundled_model(cache_dir=tmp_path) is None
+
+
+def test_a_model_is_the_bundled_one_by_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = bundled_model_path(cache_dir=tmp_path / "cache", build=TinyBuilder())
+    (tmp_path / "link").symlink_to(folder)
+    monkeypatch.chdir(tmp_path)
+    for source in (str(folder), f"{folder}/", "link", os.path.relpath(folder)):
+        assert is_bundled_model(source, cache_dir=tmp_path / "cache"), source
+        assert not is_bundled_model(source, cache_dir=tmp_path / "other"), source
+    for source in ("HuggingFaceTB/SmolLM2-135M-Instruct", folder.name, str(folder.parent), ""):
+        assert not is_bundled_model(source, cache_dir=tmp_path / "cache"), source
 
 
 def test_finding_the_model_imports_nothing_heavy() -> None:

@@ -1,0 +1,1 @@
+"""Examples that come with the bundled model: stored at the start of a server, and shared."""

@@ -1,0 +1,106 @@
+"""Stores the examples of the bundled model, each once in the life of a database.
+
+They belong to the tenant of callers without keys and are shared, so that every tenant sees them. Each is
+stored only as the first version of its name: not a second time at the next start, nor by another server of
+the same database, nor after somebody has deleted it. The lifecycle calls this each time that an engine
+becomes ready. No request waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import logging
+from collections.abc import Awaitable
+from typing import Final
+
+from api_schemas.errors import ApiError
+from api_schemas.keys import Scope
+from app.auth.principal import ANONYMOUS, Principal
+from app.detectors.files import read_file as read_detector
+from app.detectors.service import DetectorService
+from app.dictionaries.service import DictionaryService
+from app.engine.client import EngineClient
+from app.examples.files import ExampleDetector, ExampleFiles, ExampleVector
+from app.forms import FILE
+from app.settings import Settings
+from app.storage.versions import NameUsedError
+from app.vectors.files import read_file as read_vector
+from app.vectors.rows import rows_of
+from app.vectors.service import VectorService
+from nnsight_engine.modeling.bundled import is_bundled_model
+
+logger = logging.getLogger(__name__)
+
+_OWNER: Final[Principal] = dataclasses.replace(ANONYMOUS, scopes=frozenset(Scope))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExampleStores:
+    """Where the examples of one server go."""
+
+    vectors: VectorService
+    detectors: DetectorService
+    dictionaries: DictionaryService
+
+
+async def store_examples(
+    settings: Settings, engine: EngineClient, stores: ExampleStores, files: ExampleFiles | None = None
+) -> None:
+    """Store the examples if the engine serves the bundled model; errors are only logged.
+
+    Args:
+        settings: The server's.
+        engine: The engine, ready.
+        stores: Where the examples go.
+        files: The examples; by default those of this package.
+    """
+    cache_dir = settings.bundled_model_dir
+    if not settings.examples or not is_bundled_model(engine.served().source, cache_dir=cache_dir):
+        return
+    try:
+        await _store(stores, files or ExampleFiles())
+    except Exception:
+        logger.exception("the examples could not be stored")
+
+
+async def _store(stores: ExampleStores, files: ExampleFiles) -> None:
+    index = await asyncio.to_thread(files.index)
+    for vector in index.vectors:
+        content = await asyncio.to_thread(files.content, vector.name)
+        await _once(vector.name, _add_vector(stores.vectors, vector, content))
+    for detector in index.detectors:
+        content = await asyncio.to_thread(files.content, detector.name)
+        await _once(detector.name, _add_detector(stores.detectors, detector, content))
+    for dictionary in index.dictionaries:
+        content = await asyncio.to_thread(files.content, dictionary.name)
+        cfg = json.dumps(dictionary.cfg, indent=2).encode()
+        adding = stores.dictionaries.add_first(dictionary.name, content, cfg, dictionary.labels, _OWNER)
+        await _once(dictionary.name, adding)
+
+
+async def _once(name: str, adding: Awaitable[object]) -> None:
+    try:
+        await adding
+    except NameUsedError:
+        return
+    except ApiError as error:
+        logger.warning("the example %s could not be stored: %s", name, error.message)
+    else:
+        logger.info("the example %s is stored", name)
+
+
+async def _add_vector(vectors: VectorService, example: ExampleVector, content: bytes) -> None:
+    _, tensors = await asyncio.to_thread(read_vector, content, "")
+    rows = rows_of(tensors, None, vectors.shape, FILE)
+    await vectors.add_first(example.name, rows, example.training, _OWNER)
+
+
+async def _add_detector(detectors: DetectorService, example: ExampleDetector, content: bytes) -> None:
+    spec, max_bytes = detectors.spec, detectors.max_bytes
+    detector, calibration = await asyncio.to_thread(read_detector, content, "", None, spec, max_bytes)
+    await detectors.add_first(example.name, detector, calibration, example.training, _OWNER)
+
+
+__all__ = ["ExampleStores", "store_examples"]
