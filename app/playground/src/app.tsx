@@ -188,10 +188,10 @@ function Tabs(props: { state: PageState; change: Change }) {
   );
 }
 
-/** Returns what a first visit steers with: a vector for everyone, “joy” if there is one. */
+/** Returns what a first visit steers with: a vector for everyone, one of joy if there is one. */
 function exampleOf(vectors: Vector[], model: string | undefined): Vector | undefined {
   const shared = vectors.filter((vector) => vector.shared && vector.model === model);
-  return shared.find((vector) => vector.name === "joy") ?? shared[0];
+  return shared.find((vector) => ["example-joy", "joy"].includes(vector.name)) ?? shared[0];
 }
 
 async function allStored(): Promise<AllStored> {
