@@ -4,8 +4,8 @@ Has the server write short texts on twelve topics and captures the residual stre
 does. Trains a small top-k autoencoder on these states, stores it on the server as a dictionary, and labels
 features by the contexts in which they are most active. Then reads a text by features, and turns one up.
 
-Needs a running server (``make serve``), and ``pip install httpx matplotlib numpy rich safetensors torch
-tqdm``; where the server has keys, one in the variable ``NNSIGHT_ENGINE_KEY``:
+Needs a running server (``make serve``), and ``pip install httpx matplotlib numpy rich safetensors
+torch``; where the server has keys, one in the variable ``NNSIGHT_ENGINE_KEY``:
 
     python -m examples.sae_on_server --folder sae
     python -m examples.sae_on_server --folder sae --topic kitchen --strength 2

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Final
 
 import torch
+from rich.progress import track
 from safetensors.torch import save_file
-from tqdm import tqdm
 
 SAMPLE: Final = 500
 """States by which the first encoder is scaled."""
@@ -81,7 +81,7 @@ def train(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, 5 * (1 - step / steps)))
     generator = torch.Generator().manual_seed(0)
     losses = []
-    for _ in tqdm(range(steps), desc="Training", unit="step"):
+    for _ in track(range(steps), description="Training"):
         chosen = states[torch.randint(len(states), (batch,), generator=generator)]
         loss = (sae(chosen) - chosen).square().sum(1).mean() / variance
         optimizer.zero_grad()

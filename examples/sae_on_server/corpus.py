@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from rich.progress import track
 from safetensors.torch import load_file, save_file
-from tqdm import tqdm
 
 from examples.sae_on_server.client import Server
 
@@ -118,20 +118,18 @@ def collect(server: Server, layer: int, num_texts: int, max_tokens: int) -> Corp
     tokens: list[str] = []
     texts: list[int] = []
     chosen = openings(num_texts)
-    with tqdm(total=num_texts, desc="Texts", unit="text") as bar:
-        for start in range(0, num_texts, BATCH):
-            prompts = [text for _, text in chosen[start : start + BATCH]]
-            written = server.complete(
-                prompts, [capture], max_tokens=max_tokens, temperature=0.8, seed=start, return_token_ids=True
-            )
-            for number, choice in enumerate(written, start):
-                stream = choice["interventions"]["results"]["stream"]
-                ids = choice["prompt_token_ids"] + choice["token_ids"]
-                listed = server.send("POST", "/v1/tokenize", json={"prompt": ids})["tokens"]
-                states.append(tensor(stream["points"][point]))
-                tokens += [listed[position]["text"] for position in stream["positions"]]
-                texts += [number] * len(stream["positions"])
-            bar.update(len(written))
+    for start in track(range(0, num_texts, BATCH), description="Writing texts"):
+        prompts = [text for _, text in chosen[start : start + BATCH]]
+        written = server.complete(
+            prompts, [capture], max_tokens=max_tokens, temperature=0.8, seed=start, return_token_ids=True
+        )
+        for number, choice in enumerate(written, start):
+            stream = choice["interventions"]["results"]["stream"]
+            ids = choice["prompt_token_ids"] + choice["token_ids"]
+            listed = server.send("POST", "/v1/tokenize", json={"prompt": ids})["tokens"]
+            states.append(tensor(stream["points"][point]))
+            tokens += [listed[position]["text"] for position in stream["positions"]]
+            texts += [number] * len(stream["positions"])
     return Corpus(torch.cat(states), tokens, texts, [topic for topic, _ in chosen])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.dictionaries import random_dictionary
 from tests.e2e.harness import Engine, random_vector
 
 pytestmark = pytest.mark.e2e
@@ -88,3 +89,29 @@ def test_reads_of_generated_positions_may_use_the_cache(fresh: Engine) -> None:
     assert reply.num_cached_tokens > 64
     prompt_len = len(fresh.token_ids(LONG))
     assert reply.result("l").positions == [prompt_len, prompt_len + 1, prompt_len + 2]
+
+
+def test_changes_of_features_have_caches_of_their_own(fresh: Engine) -> None:
+    dictionary = random_dictionary(5, 576)
+    change = {
+        "op": "feature",
+        "dictionary": dictionary,
+        "changes": [{"feature": 3, "mode": "add", "value": 80.0}],
+    }
+    other = {**change, "changes": [{"feature": 4, "mode": "add", "value": 80.0}]}
+    expected = [fresh.ask(LONG, [one], max_tokens=8).token_ids for one in (change, other)]
+    again = [fresh.ask(LONG, [one], max_tokens=8) for one in (change, other)]
+    assert [reply.token_ids for reply in again] == expected
+    assert all(reply.num_cached_tokens > 64 for reply in again)
+    assert expected[0] != expected[1]
+    assert fresh.ask(LONG, max_tokens=8).num_cached_tokens == 0
+
+
+def test_features_read_after_a_cache_hit_have_every_row(fresh: Engine) -> None:
+    read = {"op": "features", "dictionary": random_dictionary(5, 576), "features": [1, 2], "name": "f"}
+    cold = fresh.ask(LONG, [read], max_tokens=2)
+    fresh.ask(LONG, max_tokens=1)
+    assert fresh.ask(LONG, max_tokens=1).num_cached_tokens > 64
+    warm = fresh.ask(LONG, [read], max_tokens=2)
+    assert warm.result("f") == cold.result("f")
+    assert len(warm.result("f").positions) == len(fresh.token_ids(LONG)) + 1

@@ -204,7 +204,12 @@ def test_a_first_visit_steers_with_a_shared_vector(playground: Playground, open_
         page.get_by_role("navigation", name="Views").wait_for()
         return page
 
-    for name, chosen in (("own", ""), ("calm", "calm"), ("example-joy", "example-joy"), ("zeal", "example-joy")):
+    for name, chosen in (
+        ("own", ""),
+        ("calm", "calm"),
+        ("example-joy", "example-joy"),
+        ("zeal", "example-joy"),
+    ):
         body = VECTOR | {"name": name, "shared": name != "own"}
         answer = httpx.post(
             f"{playground.url}/v1/vectors", json=body, headers={"Authorization": f"Bearer {key}"}

@@ -85,6 +85,9 @@ class PlayedModel:
     def own_modules(self) -> list[Any]:
         return []
 
+    def modules(self) -> list[Any]:
+        return []
+
     def get(self, path: str) -> Any:
         assert path == _HEAD
         return self.head
