@@ -12,9 +12,9 @@ from api_schemas.dictionaries import DictionaryName, DictionaryUsed
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
 from api_schemas.points import PointPattern
+from app.dictionaries.places import point_in
 from app.storage.dictionaries import DictionaryStore, FoundDictionary
 from app.storage.dictionary_files import DictionaryFiles
-from app.storage.vector_rows import LAYER_PREFIX
 from nnsight_engine.features.saelens import read_config
 from nnsight_engine.features.stored import StoredDictionary
 
@@ -175,11 +175,8 @@ class DictionaryResolver:
             (point,) = PointPattern.parse(place, "at").resolve(num_layers, "at")
         except ApiError:  # the model has fewer layers than the one that it was stored for
             return None
-        for one in self._capabilities.points:
-            is_there = one.layers is None or point.layer in one.layers
-            if one.name == f"{LAYER_PREFIX}{point.leaf}" and is_there:
-                return one.width
-        return None
+        found = point_in(self._capabilities, point)
+        return None if found is None else found.width
 
 
 def _only_id(dictionary: ResolvedDictionary, label: str, ids: Sequence[int], param: str) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from api_schemas.capabilities import Capabilities
+from api_schemas.capabilities import Capabilities, PointCapability
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
+from api_schemas.points import Point
 from app.storage.vector_rows import LAYER_PREFIX
 from app.vectors.rows import points_of
 from nnsight_engine.features.saelens import SaeLensConfig, point_of
@@ -40,6 +41,18 @@ def places_of(
     return place, None
 
 
+def point_in(capabilities: Capabilities, point: Point) -> PointCapability | None:
+    """Return the model's point of a layer; None if it has none such."""
+    return next(
+        (
+            one
+            for one in capabilities.points
+            if one.name == f"{LAYER_PREFIX}{point.leaf}" and (one.layers is None or point.layer in one.layers)
+        ),
+        None,
+    )
+
+
 def _place(
     given: str | None, hook: str, field: str, param: str, width: int, capabilities: Capabilities
 ) -> str:
@@ -59,25 +72,21 @@ def _place(
             param,
         )
     (point,) = points
-    fitting = [
-        one
-        for one in capabilities.points
-        if one.name == f"{LAYER_PREFIX}{point.leaf}" and (one.layers is None or point.layer in one.layers)
-    ]
-    if not fitting or "steer" not in fitting[0].operations:
+    found = point_in(capabilities, point)
+    if found is None or "steer" not in found.operations:
         raise ApiError(
             ErrorCode.UNKNOWN_POINT,
             f"This model has no point {point} that a dictionary could belong to; GET /v1/capabilities lists "
             "its points.",
             param,
         )
-    if fitting[0].width != width:
+    if found.width != width:
         raise ApiError(
             ErrorCode.WRONG_WIDTH,
-            f"The values at {point} have {fitting[0].width} numbers, and those of the dictionary {width}.",
+            f"The values at {point} have {found.width} numbers, and those of the dictionary {width}.",
             param,
         )
     return str(point)
 
 
-__all__ = ["places_of"]
+__all__ = ["places_of", "point_in"]

@@ -17,11 +17,10 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
 from api_schemas.points import VISION
 from nnsight_engine.core.detector import Detector, Form
-from nnsight_engine.core.dtypes import LARGEST
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.plans.compile.features import FeatureCompiler
 from nnsight_engine.plans.compile.sites import leaf_of, resolve_sites
-from nnsight_engine.plans.compile.tensors import check_rows, read_tensor
+from nnsight_engine.plans.compile.tensors import check_float32, check_rows, read_tensor
 from nnsight_engine.plans.compile.where_clause import Named
 from nnsight_engine.plans.conditions import (
     AND,
@@ -127,12 +126,7 @@ class ConditionCompiler:
             (threshold, "above" if test.below is None else "below"),
             (test.hysteresis, "hysteresis"),
         ):
-            if abs(number) > LARGEST["float32"]:
-                raise ApiError(
-                    ErrorCode.NOT_FINITE,
-                    f"A number must be finite in float32; got {number:g}.",
-                    f"{param}.{field}",
-                )
+            check_float32(number, f"{param}.{field}")
         sign = 1 if test.below is None else -1
         return PlannedTest(
             detector,
@@ -175,16 +169,11 @@ class ConditionCompiler:
         check_rows(tensor, [leaf_of(sites[0], self._spec).width], f"{param}.weights")
         if len(tensor.shape) > 1:
             tensor = TensorData(tensor.dtype, tensor.shape[-1:], tensor.data)
-        if abs(probe.bias) > LARGEST["float32"]:
-            raise ApiError(
-                ErrorCode.NOT_FINITE,
-                f"`bias` must be finite in float32; got {probe.bias:g}.",
-                f"{param}.bias",
-            )
+        bias = check_float32(probe.bias, f"{param}.bias")
         key = tensor.key()
         self._tensors[key] = tensor
         part = PlannedPart(sites[0], Form.LINEAR, (("weights", key),))
-        return PlannedDetector((part,), probe.bias)
+        return PlannedDetector((part,), bias)
 
     def _detector(self, detector: Detector, param: str) -> PlannedDetector:
         parts = []

@@ -8,11 +8,11 @@ from api_schemas.dictionaries import DictionaryName, NamedDictionary
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
 from api_schemas.operations import Feature, Features
-from nnsight_engine.core.dtypes import LARGEST
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.features.config import Change
 from nnsight_engine.features.stored import StoredDictionary
 from nnsight_engine.plans.compile.sites import leaf_of, resolve_sites
+from nnsight_engine.plans.compile.tensors import check_float32
 from nnsight_engine.plans.features import PlannedDictionary, PlannedFeatures
 from nnsight_engine.plans.sites import PlannedSite, forward_order
 
@@ -65,13 +65,7 @@ class FeatureCompiler:
         ids, gains, offsets = [], [], []
         for index, one in enumerate(op.changes):
             path = f"{param}.changes.{index}"
-            value = one.value or 0.0
-            if abs(value) > LARGEST["float32"]:
-                raise ApiError(
-                    ErrorCode.NOT_FINITE,
-                    f"A number must be finite in float32; got {value:g}.",
-                    f"{path}.value",
-                )
+            value = check_float32(one.value or 0.0, f"{path}.value")
             change = Change(one.mode)
             ids.append(_id(one.feature, stored, f"{path}.feature"))
             gains.append(change.gain[0] * value + change.gain[1])
