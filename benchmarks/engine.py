@@ -19,6 +19,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
 from api_schemas.interventions import parse_interventions
+from benchmarks.case import NotMeasuredError
 from benchmarks.engine_arguments import engine_arguments
 from benchmarks.interventions import Content, JsonObject, LayerSizes, SavedLayers
 from nnsight_engine import save
@@ -39,7 +40,7 @@ _TAP_OPERATORS: Final = "nnsight_engine::"
 _GREEDY: Final[dict[str, Any]] = {"temperature": 0.0, "ignore_eos": True}
 
 
-class BenchmarkError(Exception):
+class BenchmarkError(NotMeasuredError):
     """A measurement that would not mean what its name says."""
 
 
@@ -104,6 +105,11 @@ class StepwiseEngine:
         return int(self._core.vllm_config.max_concurrent_batches) - 1
 
     @property
+    def compile_key(self) -> str:
+        """The part of the compile cache's key that comes from the configuration."""
+        return str(self._core.vllm_config.compute_hash())
+
+    @property
     def num_tokens(self) -> int:
         """How many tokens the unfinished requests have generated, as far as results have arrived."""
         states = self._core.output_processor.request_states.values()
@@ -166,11 +172,16 @@ class StepwiseEngine:
         Raises:
             BenchmarkError: An intervention failed, or was not applied at every generated position.
         """
+        ended = self.drain()
+        for request in requests:
+            self.check(request, ended[request.request_id])
+
+    def drain(self) -> dict[str, Any]:
+        """Run until all requests have ended, and return their outputs by request id."""
         ended: dict[str, Any] = {}
         while self._core.has_unfinished_requests():
             ended |= {output.request_id: output for output in self.step()}
-        for request in requests:
-            self.check(request, ended[request.request_id])
+        return ended
 
     def check(self, request: SubmittedRequest, output: Any) -> None:
         """Raise BenchmarkError unless all interventions of a finished request were applied."""
@@ -208,7 +219,8 @@ class StepwiseEngine:
         """Raise BenchmarkError where the engine has taps and should not, or the reverse.
 
         Two engines in one process share the compiler's caches; taking the other's graph would make a
-        comparison meaningless without a sign of it. On a GPU graphs replay without the operators of taps.
+        comparison meaningless without a sign of it. On a GPU graphs replay without the operators of taps, so
+        nothing is counted there; ``compile_key`` still differs.
         """
         if current_platform.is_cuda():
             return

@@ -32,9 +32,7 @@ class EngineMemory:
         if kind != "plain vLLM":
             self._engine: Any = _served_able(model, is_used=kind == "used")
             return
-        self._engine = LLM(
-            model=model, async_scheduling=False, **engine_arguments(eager=True, max_num_seqs=_BATCH)
-        )
+        self._engine = LLM(model=model, **engine_arguments(eager=True, max_num_seqs=_BATCH))
         params = SamplingParams(temperature=0.0, max_tokens=_MAX_TOKENS, ignore_eos=True)
         for _ in range(_ROUNDS):
             self._engine.generate([{"prompt_token_ids": _PROMPT}] * _BATCH, params, use_tqdm=False)
