@@ -80,7 +80,7 @@ def running(
         ServerError: It ended before, or was not ready in time.
     """
     set_engine_defaults()  # which vLLM's own server gets too
-    port = _free_port() if port is None else port
+    port = free_port() if port is None else port
     with contextlib.ExitStack() as stack:
         printed = stack.enter_context(tempfile.TemporaryFile())
         folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -132,7 +132,8 @@ def _end(server: subprocess.Popen[bytes]) -> None:
     server.wait()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port of the loopback interface on which nothing listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from typing import Final, Self
 
 import httpx
 
-from benchmarks.servers import ServerError
+from benchmarks.servers import ServerError, free_port
 
 PROJECT: Final = Path(__file__).resolve().parents[2]
 _OUTPUT_SHOWN: Final = 8000
@@ -55,7 +54,7 @@ class Server:
         stop_timeout_s: float = 30.0,
     ) -> None:
         """Choose a port; nothing runs yet."""
-        self.port = _free_port()
+        self.port = free_port()
         self.base_url = f"http://127.0.0.1:{self.port}"
         self.start_s = 0.0
         self._command = [sys.executable, *command]
@@ -162,10 +161,3 @@ def _is_ready(client: httpx.Client, path: str) -> bool:
 
 def _inherited() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-    return port

@@ -26,6 +26,7 @@ from app.replicas.handles import ServedReplicas
 from app.replicas.options import ModelOptions, ReplicaOptions
 from app.replicas.replica import Replica
 from app.settings import Settings
+from benchmarks.servers import free_port
 from nnsight_engine.core.errors import UnsupportedOptionError
 from tests.e2e import ray_ingress
 from tests.e2e.faults import until
@@ -97,13 +98,6 @@ class Served:
             one.behaviour.delay_s = delay_s
 
 
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-    return port
-
-
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("served")
@@ -124,7 +118,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         patch.delenv("RAY_ADDRESS", raising=False)
         ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=100_000_000)
         stack.callback(ray.shutdown)
-        port = _free_port()
+        port = free_port()
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
         stack.callback(serve.shutdown)
         options = ReplicaOptions(models=[ModelOptions(model="fake")])
