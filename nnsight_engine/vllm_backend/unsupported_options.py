@@ -37,11 +37,11 @@ class Refusal:
 
 
 def _has_stages(config: VllmConfig) -> bool:
-    return config.parallel_config.pipeline_parallel_size > 1
+    return bool(config.parallel_config.pipeline_parallel_size > 1)
 
 
 def _has_engines(config: VllmConfig) -> bool:
-    return config.parallel_config.data_parallel_size > 1
+    return bool(config.parallel_config.data_parallel_size > 1)
 
 
 def _drafts(config: VllmConfig, matches: Callable[[SpeculativeConfig], bool]) -> bool:
@@ -50,7 +50,7 @@ def _drafts(config: VllmConfig, matches: Callable[[SpeculativeConfig], bool]) ->
 
 
 def _has_old_ray_executor(config: VllmConfig) -> bool:
-    return Executor.get_class(config).__name__ == "RayDistributedExecutor"
+    return bool(Executor.get_class(config).__name__ == "RayDistributedExecutor")
 
 
 def _classifies_tokens(config: VllmConfig) -> bool:
