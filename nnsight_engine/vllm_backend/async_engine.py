@@ -34,7 +34,7 @@ from nnsight_engine.core.work_context import current_work, tenant_served
 from nnsight_engine.plans.request_plan import PLAN_KEY
 from nnsight_engine.vllm_backend.adapter_requests import check_files, salt_of_adapter
 from nnsight_engine.vllm_backend.call import InterventionCall, PromptEntry, prepare_params, salted
-from nnsight_engine.vllm_backend.compat import add_entries, check_supported
+from nnsight_engine.vllm_backend.compat import add_entries
 from nnsight_engine.vllm_backend.metering import count_tokens, note_spent
 from nnsight_engine.vllm_backend.output_payloads import deliver_payloads
 from nnsight_engine.vllm_backend.pausing_async_llm import PausingAsyncLLM, check_not_aborted
@@ -46,6 +46,7 @@ from nnsight_engine.vllm_backend.sender_usage import SENDER_KEY
 from nnsight_engine.vllm_backend.tensor_interning import TensorTable
 from nnsight_engine.vllm_backend.trace_call import TraceCall
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
+from nnsight_engine.vllm_backend.unsupported_options import check_supported
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ replaced on the instance for the step, and restored afterwards.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import nn
@@ -18,16 +18,21 @@ from nnsight_engine.plans.sites import PlannedSite
 from nnsight_engine.plans.step.patterns import AttentionForm
 from nnsight_engine.plans.step.plan import StepPlan
 
+_SHOWN_BY_LAYER: Final = ("has_sink", "use_alibi_sqrt")
+_SHOWN_BY_KERNEL: Final = ("alibi_slopes", "logits_soft_cap", "scale")
+
 
 class AttentionModule(Protocol):
     """The attributes of vLLM's ``Attention`` that are used here."""
 
     forward: Any
+    has_sink: bool
     impl: Any
     num_heads: int
     num_kv_heads: int
     head_size: int
     sliding_window: int | None
+    use_alibi_sqrt: bool
 
 
 class AttentionHook:
@@ -80,11 +85,12 @@ def attention_form(module: object) -> AttentionForm:
     """
     attention = cast("AttentionModule", module)
     impl = attention.impl
-    if not (hasattr(impl, "scale") and hasattr(impl, "logits_soft_cap")):
-        raise _not_computable(f"{type(impl).__name__} does not expose its scale and soft cap")
-    if getattr(impl, "use_alibi_sqrt", False) or getattr(attention, "has_sink", False):
+    for owner, names in ((attention, _SHOWN_BY_LAYER), (impl, _SHOWN_BY_KERNEL)):
+        if missing := [name for name in names if not hasattr(owner, name)]:
+            raise _not_computable(f"{type(owner).__name__} does not expose {', '.join(missing)}")
+    if attention.use_alibi_sqrt or attention.has_sink:
         raise _not_computable("the model's attention has sinks, or roots of distances as position biases")
-    slopes: torch.Tensor | None = getattr(impl, "alibi_slopes", None)
+    slopes: torch.Tensor | None = impl.alibi_slopes
     return AttentionForm(
         scale=float(impl.scale),
         soft_cap=float(impl.logits_soft_cap or 0.0),

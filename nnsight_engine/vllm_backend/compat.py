@@ -1,4 +1,4 @@
-"""What this project gives to vLLM and needs from it: its own classes' names, limits, and supported options.
+"""What this project gives to vLLM and needs from it: its own classes' names, and limits.
 
 ``steps.vllm_names`` lists the names of vLLM on which this package depends.
 """
@@ -16,7 +16,6 @@ from vllm.platforms import current_platform
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.utils.import_utils import resolve_obj_by_qualname
-from vllm.v1.executor import Executor
 from vllm.v1.kv_cache_interface import CircularBufferSpec, MambaSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
@@ -149,98 +148,6 @@ def engine_config(args: EngineArgs, **context: Any) -> VllmConfig:
         args.enable_prefix_caching = False
         config = args.create_engine_config(**context)
     return config
-
-
-def check_supported(config: VllmConfig) -> None:
-    """Raise UnsupportedOptionError for options under which interventions could be silently wrong."""
-    parallel = config.parallel_config
-    has_stages = parallel.pipeline_parallel_size > 1
-    drafts = config.speculative_config
-    refused = {
-        "--tensor-parallel-size with --pipeline-parallel-size": (
-            has_stages and parallel.tensor_parallel_size > 1
-        ),
-        # That executor starts a stage only when the previous one has ended: both would wait for each other.
-        "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0": (
-            has_stages and Executor.get_class(config).__name__ == "RayDistributedExecutor"
-        ),
-        "--speculative-config with --pipeline-parallel-size": has_stages and drafts is not None,
-        # vLLM computes these on the first stage and drops them on the others, so that answers are wrong.
-        "--pipeline-parallel-size with a model that has inputs per layer (Gemma 4)": (
-            has_stages and bool(getattr(config.model_config.hf_text_config, "hidden_size_per_layer_input", 0))
-        ),
-        # Layers that share keys (Gemma 3n, Gemma 4) then run for the sampled positions only.
-        "--kv-sharing-fast-prefill": config.cache_config.kv_sharing_fast_prefill,
-        # Its rows are not those of the scheduler's output.
-        "--speculative-config with ngram_gpu and VLLM_USE_V2_MODEL_RUNNER=0": (
-            drafts is not None and drafts.use_ngram_gpu() and not config.use_v2_model_runner
-        ),
-        "--speculative-config with extract_hidden_states": (
-            drafts is not None and drafts.method == "extract_hidden_states"
-        ),
-        # The device decides how many rows a request has.
-        "--speculative-config with enable_adaptive_verification": (
-            drafts is not None and drafts.enable_adaptive_verification
-        ),
-        # Rows are distributed over ranks, or each rank samples for requests of its own.
-        "--prefill-context-parallel-size": parallel.prefill_context_parallel_size > 1,
-        "--enable-batch-sharded-sampling": parallel.enable_batch_sharded_sampling,
-        # Its kernels return no states to keep, and the first request would end the engine.
-        "--enable-prefix-caching with a model of Mamba-2 on a CPU": caches_missing_states(config),
-        "--kv-transfer-config": config.kv_transfer_config is not None,
-        "--enable-dbo": bool(getattr(parallel, "enable_dbo", False)),
-    }
-    _check_adapters(config)
-    _check_engines(config)
-    for option, given in refused.items():
-        if given:
-            message = f"{option} is not supported together with interventions yet; start without it"
-            raise UnsupportedOptionError(message)
-
-
-def _check_adapters(config: VllmConfig) -> None:
-    """Raise UnsupportedOptionError for models of which no way to the adapted value is known."""
-    if config.lora_config is not None and config.model_config.is_moe:
-        raise UnsupportedOptionError(
-            "--enable-lora with a model of experts is not supported together with interventions yet: "
-            "adapters are for dense models; start without it, with a checkpoint into which the adapter is "
-            "merged"
-        )
-    pooler = config.model_config.pooler_config
-    if config.lora_config is not None and pooler is not None and pooler.task == "token_classify":
-        raise UnsupportedOptionError(
-            "--enable-lora is not supported with --pooler-config.task token_classify: vLLM gives such models "
-            "the adapter's projections, but not its head; start without it"
-        )
-
-
-def _check_engines(config: VllmConfig) -> None:
-    """Raise UnsupportedOptionError unless the engines are independent of each other and on this machine."""
-    parallel = config.parallel_config
-    has_engines = parallel.data_parallel_size > 1
-    over_machines = "the engines of --data-parallel-size run on one machine"
-    refused = {
-        "--data-parallel-size with a model of experts": (
-            has_engines and config.model_config.is_moe,
-            "its engines divide the experts and compute each step together",
-        ),
-        "--data-parallel-external-lb": (parallel.data_parallel_external_lb, over_machines),
-        "--data-parallel-hybrid-lb": (parallel.data_parallel_hybrid_lb, over_machines),
-        "--data-parallel-size-local below --data-parallel-size": (
-            parallel.data_parallel_size_local != parallel.data_parallel_size,
-            over_machines,
-        ),
-        "--data-parallel-size with Ray": (
-            has_engines and (parallel.use_ray or parallel.data_parallel_backend != "mp"),
-            over_machines,
-        ),
-    }
-    for option, (is_given, reason) in refused.items():
-        if is_given:
-            raise UnsupportedOptionError(
-                f"{option} is not supported together with interventions: {reason}. Start several servers "
-                "instead, --replicas N"
-            )
 
 
 def ray_executor() -> Any:

@@ -11,7 +11,6 @@ from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.tracing.tracer import Backend
 from nnsight_engine.vllm_backend.compat import (
     EngineLimits,
-    check_supported,
     engine_config,
     engine_options,
     ray_executor,
@@ -20,6 +19,7 @@ from nnsight_engine.vllm_backend.engines import AsyncEngine, SyncEngine
 from nnsight_engine.vllm_backend.request_tracer import RequestTracer
 from nnsight_engine.vllm_backend.scanning import RequestScanner
 from nnsight_engine.vllm_backend.stream_tracer import StreamBackend, StreamTracer
+from nnsight_engine.vllm_backend.unsupported_options import check_supported
 
 _HOSTS: Final[Mapping[str, type[SyncEngine | AsyncEngine]]] = {"sync": SyncEngine, "async": AsyncEngine}
 SCANNER: Final = RequestScanner

@@ -14,15 +14,13 @@ import numpy as np
 import pytest
 import torch
 from vllm import EngineArgs
-from vllm.config import CompilationConfig, CompilationMode, LoRAConfig, VllmConfig
+from vllm.config import CompilationConfig, CompilationMode, VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from nnsight_engine.core.errors import UnsupportedOptionError
-from nnsight_engine.vllm_backend.compat import check_supported
 from nnsight_engine.vllm_backend.steps.graphs import TAP_OPS, StepGraphs, cut_at_taps
 from nnsight_engine.vllm_backend.steps.runner_v1 import V1RunnerMixin
 from tests.e2e.check_process import report_of
@@ -314,30 +312,6 @@ def test_breakable_graphs_are_not_replayed(
     assert manager.choice(graphs, PROMPTS)[0] == PIECEWISE
     graphs.begin(["b"], set(), PROMPTS)
     assert manager.choice(graphs, PROMPTS) == (NONE, 7)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "option"),
-    [
-        ("prefill_context_parallel_size", 2, "--prefill-context-parallel-size"),
-        ("enable_batch_sharded_sampling", True, "--enable-batch-sharded-sampling"),
-    ],
-)
-def test_steps_that_are_divided_over_ranks_are_refused(
-    engine_config: VllmConfig, monkeypatch: pytest.MonkeyPatch, name: str, value: object, option: str
-) -> None:
-    check_supported(engine_config)
-    monkeypatch.setattr(engine_config.parallel_config, name, value)
-    with pytest.raises(UnsupportedOptionError, match=option):
-        check_supported(engine_config)
-
-
-def test_adapters_are_refused_with_the_reason(
-    engine_config: VllmConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_config, "lora_config", LoRAConfig())
-    with pytest.raises(UnsupportedOptionError, match=r"--enable-lora .*other requests' adapters"):
-        check_supported(engine_config)
 
 
 # An engine whose model is cut.

@@ -22,7 +22,7 @@ from app.cli import main
 from app.engine.vllm_arguments import engine_arguments
 from app.http_options import HttpOptions, listening_options, log_options
 from app.settings import Settings
-from nnsight_engine.vllm_backend.compat import check_supported
+from nnsight_engine.vllm_backend.unsupported_options import check_supported
 from tests.e2e.server import Server
 from tests.families.checkpoints import write_checkpoint
 

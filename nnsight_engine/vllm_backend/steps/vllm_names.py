@@ -1,9 +1,9 @@
 """The names of vLLM that this project overrides or reads.
 
-``versions`` compares them with the sources of a version. The list has all imports from modules of vLLM and
-all overridden methods; for the worker, the engine core and their configuration also the attributes that are
-read. Left out are the public names of the package ``vllm`` itself, fields of request models in the server,
-and the modules of single models, which ``families`` looks up in the loaded model.
+``versions`` compares them with the sources of a version. The list has all imports from modules of vLLM, all
+overridden methods, and the attributes that are read of vLLM's objects. Left out are the public names of the
+package ``vllm`` itself, fields of request models in the server, and the modules of single models, which
+``families`` looks up in the loaded model.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ _MODEL: Final = (
     ),
     _used(
         "vllm.model_executor.layers.linear:ColumnParallelLinear",
-        read="gather_output output_size_per_partition",
+        read="gather_output output_size_per_partition tp_size",
     ),
     _used("vllm.model_executor.layers.linear:MergedColumnParallelLinear", read="output_sizes"),
     _used(
@@ -260,8 +260,17 @@ _MODEL: Final = (
     ),
     _used(
         "vllm.model_executor.layers.attention:Attention",
-        read="head_size head_size_v impl num_heads num_kv_heads sliding_window",
+        read="has_sink head_size head_size_v impl num_heads num_kv_heads sliding_window use_alibi_sqrt",
         called={"forward": "query, key, value"},
+    ),
+    _used(
+        "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl",
+        "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl",
+        "vllm.v1.attention.backends.flashinfer:FlashInferImpl",
+        "vllm.v1.attention.backends.flex_attention:FlexAttentionImpl",
+        "vllm.v1.attention.backends.rocm_attn:RocmAttentionImpl",
+        "vllm.v1.attention.backends.triton_attn:TritonAttentionImpl",
+        read="alibi_slopes logits_soft_cap scale",
     ),
     _used("vllm.model_executor.layers.attention_layer_base", read="AttentionLayerBase"),
     _used("vllm.model_executor.layers.logits_processor", read="LogitsProcessor"),
@@ -287,7 +296,7 @@ _MODEL: Final = (
     _used(
         "vllm.model_executor.layers.fused_moe.router.cpu_router:CPURouter",
         read="custom_routing_function e_score_correction_bias renormalize routed_scaling_factor scoring_func "
-        "use_grouped_topk",
+        "top_k use_grouped_topk",
         overridden={"_compute_routing": "hidden_states, router_logits, indices_type, **others"},
     ),
     _used(
@@ -358,7 +367,8 @@ _SCHEDULER: Final = (
         "vllm.v1.request:Request",
         read="client_index has_encoder_inputs is_prefill_chunk mm_features num_computed_tokens "
         "num_in_flight_tokens "
-        "num_output_placeholders num_tokens num_tokens_with_spec prompt_embeds request_id sampling_params "
+        "num_output_placeholders num_tokens num_tokens_with_spec pooling_params prompt_embeds request_id "
+        "sampling_params "
         "spec_token_ids status",
         called={"get_finished_reason": ""},
     ),
@@ -376,7 +386,8 @@ _SCHEDULER: Final = (
         "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager",
         read="_record_new_block_ids kv_cache_spec",
     ),
-    _used("vllm.v1.core.block_pool:BlockPool", called={"get_num_free_blocks": ""}),
+    _used("vllm.v1.core.block_pool:BlockPool", read="blocks", called={"get_num_free_blocks": ""}),
+    _used("vllm.v1.core.kv_cache_utils:KVCacheBlock", read="block_hash"),
     _used("vllm.v1.kv_cache_interface", read="CircularBufferSpec MambaSpec"),
     _used(
         "vllm.v1.kv_cache_interface:KVCacheConfig", read="kv_cache_groups needs_kv_cache_zeroing num_blocks"
@@ -398,15 +409,15 @@ _CONFIG: Final = (
     ),
     _used(
         "vllm.config:VllmConfig",
-        read="additional_config compilation_config ec_transfer_config kv_transfer_config lora_config "
-        "model_config "
-        "parallel_config scheduler_config speculative_config structured_outputs_config use_v2_model_runner",
+        read="additional_config cache_config compilation_config diffusion_config ec_transfer_config "
+        "kv_transfer_config lora_config model_config parallel_config scheduler_config speculative_config "
+        "structured_outputs_config use_v2_model_runner",
     ),
     _used(
         "vllm.config:ParallelConfig",
         read="data_parallel_backend data_parallel_external_lb data_parallel_hybrid_lb data_parallel_size "
-        "data_parallel_size_local enable_dbo pipeline_parallel_size placement_group tensor_parallel_size "
-        "use_ray world_size",
+        "data_parallel_size_local enable_batch_sharded_sampling pipeline_parallel_size placement_group "
+        "prefill_context_parallel_size tensor_parallel_size use_ray use_ubatching world_size",
     ),
     _used(
         "vllm.config:SchedulerConfig", read="async_scheduling enable_chunked_prefill max_num_batched_tokens"
@@ -419,11 +430,18 @@ _CONFIG: Final = (
     _used(
         "vllm.config:ModelConfig",
         read="architectures dtype enable_sleep_mode has_inner_state hf_config hf_text_config is_diffusion "
-        "is_mm_prefix_lm is_moe max_model_len multimodal_config runner_type served_model_name tokenizer "
-        "tokenizer_mode "
-        "tokenizer_revision trust_remote_code",
-        called={"get_vocab_size": ""},
+        "is_mm_prefix_lm is_moe is_multimodal_model max_model_len multimodal_config pooler_config "
+        "runner_type served_model_name tokenizer tokenizer_mode tokenizer_revision trust_remote_code "
+        "uses_mrope",
+        called={
+            "get_hidden_size": "",
+            "get_pooling_task": "supported_tasks",
+            "get_total_num_hidden_layers": "",
+            "get_vocab_size": "",
+        },
     ),
+    _used("vllm.config:CacheConfig", read="enable_prefix_caching kv_sharing_fast_prefill"),
+    _used("vllm.config:PoolerConfig", read="task"),
     _used(
         "vllm.config:CompilationConfig",
         read="compile_mm_encoder cudagraph_mode splitting_ops static_forward_context",
@@ -434,7 +452,7 @@ _CONFIG: Final = (
         read="NONE PIECEWISE",
         called={"has_piecewise_cudagraphs": ""},
     ),
-    _used("vllm.config.structured_outputs:StructuredOutputsConfig", read="backend"),
+    _used("vllm.config.structured_outputs:StructuredOutputsConfig", read="backend reasoning_parser"),
     _used("vllm.platforms", read="current_platform"),
     _used(
         "vllm.platforms.interface:Platform",
@@ -447,6 +465,11 @@ _CONFIG: Final = (
         read="additional_config async_scheduling disable_log_stats distributed_executor_backend "
         "enable_log_requests scheduler_cls worker_cls",
         called={"create_engine_config": "usage_context=None", "from_cli_args": "args"},
+    ),
+    _used(
+        "vllm.engine.arg_utils:EngineArgs",
+        read="enable_prefix_caching",
+        called={"create_engine_config": "usage_context=None"},
     ),
     _used("vllm.v1.executor", read="Executor"),
     _used("vllm.v1.executor:Executor", called={"get_class": "vllm_config"}),
@@ -539,8 +562,10 @@ _CLIENT: Final = (
         read="GracefulHTTPError VLLMClientError VLLMUnprocessableEntityError VLLMValidationError",
     ),
     _used("vllm.outputs", read="PoolingRequestOutput RequestOutput"),
+    _used("vllm.outputs:RequestOutput", read="finished outputs"),
     _used("vllm.model_executor.models.adapters", read="as_embedding_model as_seq_cls_model"),
     _used("vllm.lora.request", read="LoRARequest"),
+    _used("vllm.model_executor.models.interfaces:SupportsLoRA", read="embedding_modules"),
     _used("vllm.lora.utils", called={"get_adapter_absolute_path": "lora_path"}),
     _used("vllm.lora.request:LoRARequest", read="lora_int_id lora_name lora_path"),
     _used("vllm.pooling_params", read="PoolingParams"),
@@ -553,13 +578,18 @@ _CLIENT: Final = (
     _used("vllm.sampling_params", read="RequestOutputKind SamplingParams StructuredOutputsParams"),
     _used(
         "vllm.sampling_params:SamplingParams",
-        read="extra_args n output_kind prompt_logprobs stop structured_outputs",
+        read="extra_args max_tokens n output_kind prompt_logprobs skip_reading_prefix_cache stop "
+        "structured_outputs",
         called={
             "clone": "",
             "_validate_structured_outputs": "model_config, structured_outputs_config, tokenizer",
         },
     ),
-    _used("vllm.sampling_params:StructuredOutputsParams", read="_backend _backend_was_auto grammar"),
+    _used(
+        "vllm.sampling_params:StructuredOutputsParams",
+        read="_backend _backend_was_auto choice grammar",
+        called={"all_constraints_none": ""},
+    ),
     _used("vllm.usage.usage_lib", read="UsageContext"),
     _used("vllm.tokenizers", called={"get_tokenizer": "tokenizer_name"}),
     _used("vllm.v1.structured_output.request", called={"get_structured_output_key": "params"}),

@@ -21,8 +21,13 @@ from nnsight_engine.vllm_backend.versions.sources import VLLMSources
 
 logger = logging.getLogger(__name__)
 
-KNOWN_VERSIONS: Final = ("0.32", "0.33")
-"""Versions of which all names are as ``vllm_names`` says; tests compare them."""
+TESTED_VERSION: Final = "0.32"
+"""The version that the tests run."""
+
+COMPARED_VERSIONS: Final = ("0.33",)
+"""Versions that no test runs; all their names are as ``vllm_names`` says, which tests compare."""
+
+KNOWN_VERSIONS: Final = (TESTED_VERSION, *COMPARED_VERSIONS)
 
 VersionCheck = Literal["auto", "strict", "warn", "off"]
 """What happens with another version.
@@ -47,7 +52,16 @@ def check_version(choice: VersionCheck, sources: VLLMSources | None = None) -> N
         UnsupportedOptionError: The version is refused.
     """
     sources = sources or _installed()
-    if choice == "off" or sources is None or _is_known(sources.version):
+    if choice == "off" or sources is None:
+        return
+    known = _known(sources.version)
+    if known is not None:
+        if known != TESTED_VERSION:
+            logger.warning(
+                "vLLM %s has all names of vLLM that this engine uses, but its tests run on %s only",
+                sources.version,
+                TESTED_VERSION,
+            )
         return
     changed = differences(sources, USED_NAMES)
     message = _message(sources.version, changed)
@@ -78,9 +92,10 @@ def _installed() -> VLLMSources | None:
     return None if found is None or found.origin is None else VLLMSources(Path(found.origin).parents[1])
 
 
-def _is_known(version: str) -> bool:
+def _known(version: str) -> str | None:
+    """Return the known version of which a version is a release; None if there is none."""
     release = _RELEASE.fullmatch(version)
-    return release is not None and release[1] in KNOWN_VERSIONS
+    return release[1] if release is not None and release[1] in KNOWN_VERSIONS else None
 
 
 def _message(version: str, changed: Sequence[Difference]) -> str:
@@ -95,4 +110,11 @@ def _message(version: str, changed: Sequence[Difference]) -> str:
     return f"{begin}, and names of vLLM that it uses have changed: {'; '.join(shown)}{more}"
 
 
-__all__ = ["KNOWN_VERSIONS", "VARIABLE", "VersionCheck", "check_from_environment", "check_version"]
+__all__ = [
+    "COMPARED_VERSIONS",
+    "KNOWN_VERSIONS",
+    "VARIABLE",
+    "VersionCheck",
+    "check_from_environment",
+    "check_version",
+]

@@ -53,11 +53,25 @@ def test_the_installed_version_is_known_and_is_not_compared(
     assert not caplog.records
 
 
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.33.0+cpu", "0.32.0.post1"])
-def test_patches_and_builds_of_known_versions_are_known(
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.0.post1", "0.32.0+cpu"])
+def test_patches_and_builds_of_the_tested_version_are_known(
     version: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     check_version("strict", _copy(tmp_path, version, OVERRIDDEN))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("version", ["0.33.0", "0.33.1+cpu"])
+def test_a_version_that_was_only_compared_starts_and_says_so(
+    version: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sources = _copy(tmp_path, version, OVERRIDDEN)
+    check_version("strict", sources)
+    (message,) = caplog.messages
+    assert message.startswith(f"vLLM {version.partition('+')[0]} has all names")
+    assert message.endswith("its tests run on 0.32 only")
+    caplog.clear()
+    check_version("off", sources)
     assert not caplog.records
 
 
