@@ -40,9 +40,9 @@ def random_detector(rng: random.Random, points: Sequence[str], width: int) -> De
 
 
 def random_condition(
-    rng: random.Random, points: Sequence[str], width: int, named: Callable[[], str], depth: int = 2
+    rng: random.Random, points: Sequence[str], width: int, named: Callable[[], Any], depth: int = 2
 ) -> dict[str, Any]:
-    """Return the JSON of a condition; ``named`` returns the name of a new detector."""
+    """Return the JSON of a condition; ``named`` returns a new detector, or its name."""
     join = rng.choice(["test", "test", "all", "any", "not"]) if depth else "test"
     if join == "not":
         return {"not": random_condition(rng, points, width, named, depth - 1)}

@@ -14,7 +14,7 @@ from tests.databases import KINDS, Postgres, programs
 from tests.memory import ProcessMemory
 from tests.parallel import WORKER, Scheduling, make_scheduler, take_one_core
 from tests.sharing import lacking
-from tests.slices import HEAVY_GROUPS, Slice, heavy_groups, keep_slice
+from tests.slices import HEAVY_GROUPS, Slice, heavy_groups, keep_portion, keep_slice
 
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")  # no verdict depends on how fast examples are made
@@ -36,6 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--slice", metavar="K/N", help="of the tests marked heavy, run the K-th of N slices only"
     )
+    parser.addoption("--portion", metavar="K/N", help="of those not heavy, run the K-th of N portions")
 
 
 @pytest.hookimpl(tryfirst=True)  # before those that look for the tests that share a server
@@ -44,6 +45,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen = config.getoption("--slice")
     if chosen is not None:
         keep_slice(config, items, Slice.parse(chosen))
+    portion = config.getoption("--portion")
+    if portion is not None:
+        keep_portion(config, items, Slice.parse(portion))
 
 
 def pytest_collection_finish() -> None:

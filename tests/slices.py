@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable
-from typing import Final, Self
+from collections.abc import Iterable, Sequence
+from typing import Final, Self, TypeVar
 
 import pytest
 
 from tests.parallel import group_of
+
+T = TypeVar("T")
 
 SECONDS: Final = {
     "bundled_server": 70,
@@ -70,6 +72,10 @@ class Slice:
             )
         return cls(number, count)
 
+    def of(self, items: Sequence[T]) -> Sequence[T]:
+        """Return its portion of what is cut into consecutive ones of about the same length."""
+        return items[len(items) * (self.number - 1) // self.count : len(items) * self.number // self.count]
+
 
 def slices_of(groups: Iterable[str], count: int) -> list[list[str]]:
     """Distribute groups over slices of about the same length.
@@ -104,6 +110,13 @@ def keep_slice(config: pytest.Config, items: list[pytest.Item], chosen: Slice) -
         dropped = set(others)
         items[:] = [item for item in items if item not in dropped]
         config.hook.pytest_deselected(items=others)
+
+
+def keep_portion(config: pytest.Config, items: list[pytest.Item], chosen: Slice) -> None:
+    """Deselect all heavy tests, and of the others all but those of one portion."""
+    kept = set(chosen.of([item for item in items if not is_heavy(item)]))
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 def _seconds(group: str) -> int:

@@ -1,8 +1,9 @@
 """The same random requests on engines of several kinds, with what the engine does beside them.
 
-``python -m tests.e2e.random_requests FOLDER SEED NAME...`` plays them on one engine after another, each named
-as ``v1-sync:tight``, kind and shape, on the model in the folder. It writes the answers as ``NAME``, and
-``report.json``: by name, what came up. All kinds of a call have one model runner.
+``python -m tests.e2e.random_requests FOLDER SEEDS NAME...`` plays them on one engine after another, each
+named as ``v1-sync:tight``, kind and shape, on the model in the folder; each seed of ``1,2`` is a case. It
+writes the answers as ``NAME``, and ``report.json``: by name, what came up, and what each request asks for.
+All kinds of a call have one model runner.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.check_process import REPORT
+from tests.e2e.conditional_requests import ConditionalAuthor, operation_names
 from tests.e2e.engine_kinds import EngineKind, prepared
 from tests.e2e.fuzz.cases import AFTER_ALL, Author
 from tests.e2e.fuzz.expected import Twin
@@ -27,9 +29,8 @@ from tests.e2e.harness import Engine
 from tests.e2e.same_answers import encoded
 
 MODEL: Final = "model"
-NUM_REQUESTS: Final = 16
-NUM_CASES: Final = 2
-"""How often so many requests meet on one engine; it ends empty each time."""
+NUM_REQUESTS: Final = 14
+"""Requests of a case, beside those with conditions and features; the engine ends empty each time."""
 BLOCK: Final = 32
 NUM_BLOCKS: Final = 4
 """Blocks of keys and values in the tight shape, beside the one that vLLM does not use."""
@@ -45,7 +46,7 @@ _LAST_ARRIVAL: Final = 5
 _SAMPLING: Final = ("logprobs", "stop_token_ids")
 
 
-def draw(world: World, seed: int) -> list[Json]:
+def draw(world: World, seed: int, folder: Path) -> list[Json]:
     """Return the requests of a seed, greedy: random numbers are the runner's own.
 
     The first ones are such as need more blocks than the tight shape has, and one that leaves.
@@ -54,11 +55,12 @@ def draw(world: World, seed: int) -> list[Json]:
     while len(found) < NUM_REQUESTS:
         found += [request for request in author.case() if request["arrives"] < AFTER_ALL]
     crowd = [_growing(pick.choices(world.vocab, k=_NEARLY_A_BLOCK)) for _ in range(NUM_BLOCKS)]
-    return [
+    drawn = [
         request
         | {"arrives": min(request["arrives"], _LAST_ARRIVAL), "sampling": _greedy(request["sampling"])}
         for request in [*crowd, crowd[0] | {"leaves": 3}, *found][:NUM_REQUESTS]
     ]
+    return drawn + ConditionalAuthor(world, pick, folder).requests()
 
 
 def _growing(ids: list[int]) -> Json:
@@ -71,8 +73,10 @@ def _greedy(sampling: Json) -> Json:
     return {name: value for name, value in sampling.items() if name in _SAMPLING}
 
 
-def play(kind: EngineKind, shape: str, model: Path, seed: int) -> tuple[list[Answer], dict[str, int]]:
-    """Return the answers that an engine gives, and what came up."""
+def play(
+    kind: EngineKind, shape: str, model: Path, seeds: list[int]
+) -> tuple[list[Answer], list[list[str]], dict[str, int]]:
+    """Return the answers that an engine gives, what each request asked for, and what came up."""
     options = kind.options(model) | SHAPES[shape]
     with prepared(kind):
         vllm = VLLM(
@@ -85,23 +89,23 @@ def play(kind: EngineKind, shape: str, model: Path, seed: int) -> tuple[list[Ans
             **options,
         )
     engine = Engine.around(vllm.engine)
-    answers, counts = [], Counter[str]()
-    for number in range(NUM_CASES):
-        requests = draw(_world(engine, model), seed + number)
+    answers, asked, counts = [], [], Counter[str]()
+    for seed in seeds:
+        requests = draw(_world(engine, model), seed, model.parent)
         played = Player(vllm, engine, requests).play()
         answers += played
         for request, answer in zip(requests, played, strict=True):
+            answer.was_split |= len(request["ids"]) > SHAPES[shape]["max_num_batched_tokens"]
+            asked.append(operation_names(request))
             counts[answer.error[0] if answer.error else "answered"] += 1
             counts["preempted"] += answer.recomputed > 0
             counts["drafted rows"] += answer.drafted
             counts["refused rows"] += answer.refused
             counts["left"] += "leaves" in request
-            counts["traced"] += "trace" in request
-            counts.update(operation["op"] for operation in request["interventions"])
             counts["of parts"] += "'scope'" in str(request["interventions"])
     counts.update({f"left behind: {name}": count for name, count in engine.held().items() if count})
     vllm.shutdown()
-    return answers, dict(counts)
+    return answers, asked, dict(counts)
 
 
 def _world(engine: Engine, model: Path) -> World:
@@ -116,15 +120,16 @@ def _world(engine: Engine, model: Path) -> World:
     )
 
 
-def main(folder: Path, seed: int, names: list[str]) -> None:
+def main(folder: Path, seeds: list[int], names: list[str]) -> None:
     """Play on each engine, and report."""
     report = {}
     for name in names:
         kind, shape = name.split(":")
-        answers, report[name] = play(EngineKind.named(kind), shape, folder / MODEL, seed)
+        answers, asked, counts = play(EngineKind.named(kind), shape, folder / MODEL, seeds)
+        report[name] = {"asked": asked, "counts": counts}
         (folder / name).write_bytes(encoded(answers))
     (folder / REPORT).write_text(json.dumps(report))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    main(Path(sys.argv[1]), [int(seed) for seed in sys.argv[2].split(",")], sys.argv[3:])

@@ -1,16 +1,18 @@
 """Suites of end-to-end tests, played again on engines of other kinds than a CPU's own.
 
-A run plays one pair of suite and kind, with the V1 runner: which one follows from the date, so that all come
-up in turn. ``KINDS=all`` plays all pairs, with the V2 runner too; ``make test-kinds`` does so, which takes
-hours.
+A run plays one pair of suite and kind with the V1 runner, and a portion of one with the V2 runner, whose
+kernels are interpreted. Which ones follows from the number of commits, so that all come up in turn.
+``KINDS=all`` plays all pairs whole, and the soak; ``make test-kinds`` does so, which takes hours.
 """
 
 from __future__ import annotations
 
 import datetime
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Final
 
 import pytest
@@ -19,18 +21,54 @@ from tests.e2e.engine_kinds import KINDS, V1_SYNC, EngineKind, environment
 
 pytestmark = pytest.mark.e2e
 
-SUITES: Final = (
-    "batching",
-    "cache",
-    "chunked_prefill",
-    "preemption",
-    "failures",
-    "conditions",
-    "features",
-    "patterns",
-    "traces",
-    "traces_scheduling",
+SUITES: Final = {
+    "batching": 4,
+    "cache": 4,
+    "chunked_prefill": 4,
+    "preemption": 2,
+    "failures": 4,
+    "conditions": 5,
+    "features": 3,
+    "patterns": 4,
+    "traces": 8,
+    "traces_scheduling": 4,
+    "images": 6,
+    "images_traces": 2,
+    "mixer_states": 9,
+    "hybrid_state": 4,
+    "lora": 6,
+    "numerics": 10,
+}
+"""Suites, and into how many portions each is cut on V2."""
+ON_THE_OWN_KIND: Final = {
+    "compiled": "engines of kinds are eager",
+    "differences": "checks a tool for families",
+    "fair_scheduling": "times requests",
+    "host_waits": "chooses its kind itself",
+    "mixers_over_ranks": "on several ranks",
+    "reads_change_nothing": "compares bits, and rows of other kinds' steps may be others",
+    "sandboxed_tensor_parallel": "on several ranks",
+    "sixteen_vectors": "needs what batching needs of a kind",
+    "tensor_parallel": "on several ranks",
+    "traces_caches": "needs what traces need of a kind",
+    "traces_edits": "needs what traces need of a kind",
+    "traces_names": "needs what traces need of a kind",
+    "traces_pipeline": "over stages, as are kinds of their own",
+    "traces_ray": "starts Ray",
+    "traces_scans": "needs what traces need of a kind",
+    "traces_soak": "played on one kind, as it takes minutes",
+    "traces_taps": "compiled, and engines of kinds are eager",
+    "traces_tensor_parallel": "on several ranks",
+}
+"""Modules of tests with engines of the harness that are no suites, and why."""
+WHOLE: Final = "1/1"
+SOAK: Final = ("traces_soak", EngineKind("v2", is_async=True, speculation="self_draft"), "")
+_USES_THE_HARNESS: Final = re.compile(
+    r"^from tests\.e2e\."
+    r"((traces|renamed_model) import|harness import .*\bEngine\b|engine_kinds import options_of_process)",
+    re.MULTILINE,
 )
+_HERE: Final = Path(__file__).resolve().parent
 _SECONDS: Final = {"v1": 900, "v2": 3600}
 """After how long a suite is ended."""
 Pair = tuple[str, EngineKind]
@@ -54,12 +92,25 @@ def pairs_of(runner: str) -> list[Pair]:
     ]
 
 
-def chosen() -> list[Pair]:
-    """Return the pairs of this run."""
-    pairs = pairs_of("v1")
+def turn() -> int:
+    """Return which turn it is: that of the commit, or without git the day's."""
+    told = subprocess.run([_HERE.parents[1] / ".ci/turn"], capture_output=True, text=True, check=False)
+    return (
+        int(told.stdout) if told.returncode == 0 else datetime.datetime.now(datetime.UTC).date().toordinal()
+    )
+
+
+def chosen(turn: int) -> list[tuple[str, EngineKind, str]]:
+    """Return the pairs of a run, each with its portion of the tests that are not heavy, or none for all."""
+    v1 = [(*pair, WHOLE) for pair in pairs_of("v1")]
     if os.environ.get("KINDS") == "all":
-        return [*pairs, *pairs_of("v2")]
-    return [pairs[datetime.datetime.now(datetime.UTC).date().toordinal() % len(pairs)]]
+        return [*v1, *((*pair, WHOLE) for pair in pairs_of("v2")), SOAK]
+    v2 = [
+        (suite, kind, f"{number}/{SUITES[suite]}")
+        for suite, kind in pairs_of("v2")
+        for number in range(1, SUITES[suite] + 1)
+    ]
+    return [v1[turn % len(v1)], v2[turn % len(v2)]]
 
 
 def test_every_suite_meets_every_kind() -> None:
@@ -71,11 +122,21 @@ def test_every_suite_meets_every_kind() -> None:
     assert len(pairs) == len(wanted)
 
 
-def play(suite: str, kind: EngineKind) -> None:
-    # Tests marked heavy cover more of the same.
+def test_every_module_with_engines_of_the_harness_is_a_suite_or_named() -> None:
+    using = {
+        path.stem.removeprefix("test_")
+        for path in _HERE.glob("test_*.py")
+        if _USES_THE_HARNESS.search(path.read_text(encoding="utf-8"))
+    }
+    assert using == SUITES.keys() | ON_THE_OWN_KIND.keys()
+
+
+def play(suite: str, kind: EngineKind, portion: str) -> None:
     command = [sys.executable, "-m", "pytest", "--numprocesses", "0", "-q", "-p", "no:cacheprovider"]
     # A single test may take most of the time where kernels are interpreted.
-    command += ["--timeout", str(_SECONDS[kind.runner]), "-m", "not heavy", f"tests/e2e/test_{suite}.py"]
+    command += ["--timeout", str(_SECONDS[kind.runner]), f"tests/e2e/test_{suite}.py"]
+    # Tests marked heavy cover more of the same.
+    command += ["--portion", portion] if portion else []
     ran = subprocess.run(
         command,
         env={**os.environ, **environment(kind)},
@@ -88,6 +149,6 @@ def play(suite: str, kind: EngineKind) -> None:
 
 
 @pytest.mark.timeout(_SECONDS["v2"])
-@pytest.mark.parametrize(("suite", "kind"), chosen(), ids=str)
-def test_a_suite_passes_on_engines_of_another_kind(suite: str, kind: EngineKind) -> None:
-    play(suite, kind)
+@pytest.mark.parametrize(("suite", "kind", "portion"), chosen(turn()), ids=str)
+def test_a_suite_passes_on_engines_of_another_kind(suite: str, kind: EngineKind, portion: str) -> None:
+    play(suite, kind, portion)

@@ -102,7 +102,8 @@ def test_a_slice_that_there_is_not_is_refused(text: str) -> None:
 def test_commits_that_follow_each_other_run_every_slice(tmp_path: Path) -> None:
     """With the script of CI in a repository of its own, and a ``make`` that says what it is asked for."""
     (tmp_path / ".ci").mkdir()
-    shutil.copy(PROJECT / ".ci" / "run", tmp_path / ".ci" / "run")
+    for name in ("run", "turn"):
+        shutil.copy(PROJECT / ".ci" / name, tmp_path / ".ci" / name)
     programs = tmp_path / "bin"
     programs.mkdir()
     (programs / "make").write_text('#!/bin/sh\necho "$@"\n')
@@ -129,6 +130,13 @@ def test_commits_that_follow_each_other_run_every_slice(tmp_path: Path) -> None:
         chosen.append(Slice.parse(slice_.removeprefix("SLICE=")))
     assert sorted(one.number for one in chosen) == list(range(1, 13))
     assert {one.count for one in chosen} == {12}
+
+
+def test_portions_have_each_test_once() -> None:
+    for count in COUNTS:
+        portions = [list(Slice(number, count).of(range(10))) for number in range(1, count + 1)]
+        assert list(itertools.chain(*portions)) == list(range(10))
+        assert max(map(len, portions)) - min(map(len, portions)) <= 1
 
 
 def test_every_file_with_tests_is_collected() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any, Final
 
+import pytest
 from vllm.sampling_params import RequestOutputKind
 
 from api_schemas.errors import ApiError
@@ -15,9 +18,12 @@ from nnsight_engine.plans.collect.assembly import OperationResult
 from nnsight_engine.plans.collect.collector import RequestCollector
 from nnsight_engine.plans.collect.results import (
     CollectedCapture,
+    CollectedFeatures,
     CollectedLens,
+    CollectedMarks,
     CollectedProbe,
     CollectedResults,
+    CollectedScores,
     CollectedTrace,
     TensorResult,
 )
@@ -46,6 +52,7 @@ class Answer:
         cached: Prompt tokens from the prefix cache.
         drafted: Rows computed for drafts.
         refused: Those of them that do not count.
+        was_split: Whether a step computed a part only of its tokens.
     """
 
     choices: list[Choice] = dataclasses.field(default_factory=list)
@@ -54,6 +61,7 @@ class Answer:
     cached: int = 0
     drafted: int = 0
     refused: int = 0
+    was_split: bool = False
 
 
 @dataclasses.dataclass(slots=True)
@@ -127,10 +135,16 @@ class Player:
         self._answers = [Answer() for _ in requests]
         self._live: dict[str, _Live] = {}
         self._step = 0
+        self._split: set[str] = set()
 
     def play(self) -> list[Answer]:
         """Return the answer of each request, in order; the engine is empty afterwards."""
         assert self._engine.llm.reset_prefix_cache()
+        with split_requests(self._engine) as self._split:
+            self._play()
+        return self._answers
+
+    def _play(self) -> None:
         waiting = sorted(range(len(self._requests)), key=lambda index: self._requests[index]["arrives"])
         try:
             while waiting or self._live:
@@ -145,7 +159,6 @@ class Player:
                 assert self._step % AFTER_ALL < _MAX_STEPS, "the case does not end"
         finally:
             self._end(list(self._live.values()))
-        return self._answers
 
     def _arrive(self, index: int) -> None:
         request = self._requests[index]
@@ -199,6 +212,8 @@ class Player:
         self._engine.router.close(output.request_id)
         answer = self._answers[live.index]
         answer.cached = output.num_cached_tokens or 0
+        # Within the engine it has something after its id, and choices something before.
+        answer.was_split = any(f"{output.request_id}-" in one for one in self._split)
         failures = [g.collector.failure for g in live.gathered if g.collector and g.collector.failure]
         if failures:
             answer.error = (failures[0].code, failures[0].message)
@@ -217,6 +232,23 @@ class Player:
             answer.choices, answer.error = [], ("chunked_trace", str(results))
         else:
             answer.choices = [dataclasses.replace(answer.choices[0], collected=results)]
+
+
+@contextlib.contextmanager
+def split_requests(engine: Engine) -> Iterator[set[str]]:
+    """Gather the engine's ids of requests of which a step computes a part only of the known tokens."""
+    scheduler = engine.core.engine_core.engine_core.scheduler
+    schedule, found = scheduler.schedule, set[str]()
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        step = schedule(*args, **kwargs)
+        requests = [scheduler.requests[request_id] for request_id in step.num_scheduled_tokens]
+        found.update(one.request_id for one in requests if one.num_computed_tokens < one.num_tokens)
+        return step
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "schedule", watched)
+        yield found
 
 
 def _joined(parts: list[CollectedResults]) -> CollectedResults:
@@ -243,6 +275,12 @@ def _appended(first: Result, more: Result) -> Result:
         case CollectedLens(), CollectedLens():
             layers = {layer: [*rows, *more.layers[layer]] for layer, rows in first.layers.items()}
             return dataclasses.replace(first, positions=positions, layers=layers)
+        case CollectedScores(), CollectedScores():
+            return dataclasses.replace(first, positions=positions, scores=[*first.scores, *more.scores])
+        case CollectedFeatures(), CollectedFeatures():
+            return dataclasses.replace(first, positions=positions, rows=[*first.rows, *more.rows])
+        case CollectedMarks(), CollectedMarks():
+            return dataclasses.replace(first, positions=positions)
         case _:
             raise AssertionError(f"{first.name} changes its kind")
 
