@@ -26,6 +26,7 @@ from nnsight_engine.vllm_backend.compat import check_supported
 from nnsight_engine.vllm_backend.steps.graphs import TAP_OPS, StepGraphs, cut_at_taps
 from nnsight_engine.vllm_backend.steps.runner_v1 import V1RunnerMixin
 from tests.e2e.check_process import report_of
+from tests.e2e.engine_kinds import V1_SYNC, V2_SYNC, environment
 from tests.families.checkpoints import NUM_LAYERS, write_checkpoint
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
@@ -401,10 +402,14 @@ def test_adapters_are_refused_with_the_reason(
 # An engine whose model is cut.
 
 
-@pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Run one engine that is cut, and one that is not."""
-    return report_of("tests.e2e.cuda_graphs_check", tmp_path_factory.mktemp("graphs"))
+@pytest.fixture(scope="module", params=[V1_SYNC, V2_SYNC], ids=str)
+def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Run one engine that is cut, and one that is not, of each runner."""
+    return report_of(
+        "tests.e2e.cuda_graphs_check",
+        tmp_path_factory.mktemp("graphs"),
+        environment=environment(request.param),
+    )
 
 
 def test_there_is_a_piece_between_each_tap_and_attention(report: Any) -> None:
