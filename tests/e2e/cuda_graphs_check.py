@@ -23,7 +23,7 @@ from nnsight_engine import save
 from nnsight_engine.plans.collect.results import CollectedCapture
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.check_process import REPORT
-from tests.e2e.graph_pieces import Piece
+from tests.e2e.graph_pieces import FullGraphs, Piece
 from tests.e2e.graphed_platform import CAPTURE_SIZES, GraphedCpuPlatform
 from tests.e2e.harness import Ask, Engine, Reply, random_vector
 from tests.e2e.traces import HeldTracer, run_together, traced_engine
@@ -41,6 +41,11 @@ OPERATIONS: Final[dict[str, list[dict[str, Any]]]] = {
 }
 
 
+def runner_of(model: VLLM) -> Any:
+    """Return the runner of an engine in this process."""
+    return model.engine.llm_engine.model_executor.driver_worker.worker.model_runner
+
+
 class Steps:
     """Notes how each step is run.
 
@@ -51,8 +56,14 @@ class Steps:
     def __init__(self, model: VLLM) -> None:
         """Listen."""
         self._chosen: list[tuple[str, int]] = []
-        self._runner = model.engine.llm_engine.model_executor.driver_worker.worker.model_runner
+        self._runner = runner_of(model)
         self._before = Counter(self._runner.handler.counts.steps)
+        if model.engine.llm_engine.vllm_config.use_v2_model_runner:
+            self._note_on_v2()
+        else:
+            self._note_on_v1()
+
+    def _note_on_v1(self) -> None:
         forward = self._runner._model_forward  # noqa: SLF001 - vLLM's own, which each step calls
 
         def noting(*args: Any, **kwargs: Any) -> Any:
@@ -61,6 +72,15 @@ class Steps:
             return forward(*args, **kwargs)
 
         self._runner._model_forward = noting  # noqa: SLF001 - the same
+
+    def _note_on_v2(self) -> None:
+        prepare = self._runner.prepare_inputs
+
+        def noting(scheduled: Any, state: Any, batch: Any, *args: Any) -> Any:
+            self._chosen.append((batch.cg_mode.name, batch.num_tokens))
+            return prepare(scheduled, state, batch, *args)
+
+        self._runner.prepare_inputs = noting
 
     def take(self) -> dict[str, Any]:
         """Return what was noted since the last time."""
@@ -139,6 +159,8 @@ def main(folder: Path) -> None:
         eager, expected = observe(model)
     graphs = {"cudagraph_capture_sizes": list(CAPTURE_SIZES)}
     with traced_engine(checkpoint, enforce_eager=False, compilation_config=graphs, **options) as model:
+        if model.engine.llm_engine.vllm_config.use_v2_model_runner:
+            FullGraphs(runner_of(model))
         cut, captured = observe(model)
         splitting_ops = model.engine.llm_engine.vllm_config.compilation_config.splitting_ops
     for name, values in captured.items():

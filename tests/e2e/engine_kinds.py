@@ -22,12 +22,13 @@ from typing import Any, Final, Literal
 
 from vllm.platforms import current_platform
 
-from tests.e2e.draft_checkpoints import eagle, first_layer
+from tests.e2e.draft_checkpoints import eagle, first_layer, mtp
 from tests.e2e.kind_platform import KIND, KindPlatform
 
 Runner = Literal["v1", "v2"]
-Speculation = Literal["ngram", "self_draft", "small_draft", "eagle", "eagle3"]
+Speculation = Literal["ngram", "self_draft", "small_draft", "eagle", "eagle3", "mtp"]
 NUM_DRAFTS: Final = 3
+_NUM_MTP_LAYERS: Final = "num_nextn_predict_layers"
 INTERPRETED: Final = {"TRITON_INTERPRET": "1"}
 """What Triton reads at its import: kernels are interpreted."""
 _PROJECT: Final = Path(__file__).resolve().parents[2]
@@ -43,7 +44,8 @@ class EngineKind:
         speculation: What proposes drafts, if anything: ``ngram`` repeats the text, ``self_draft`` is the
             model itself (the first layer of one with several kinds of layers, of which vLLM allows no
             draft), whose drafts are accepted, ``small_draft`` its first layer, whose drafts are mostly
-            refused; ``eagle`` and ``eagle3`` are random, and read the model's hidden states.
+            refused; ``eagle`` and ``eagle3`` are random, and read the model's hidden states; ``mtp`` is the
+            model's own layer for it, or, where it has none, one that is added to a Llama model.
         num_stages: Number of pipeline stages.
     """
 
@@ -81,6 +83,11 @@ class EngineKind:
                 "model": str(eagle(model, self.speculation)),
                 "num_speculative_tokens": NUM_DRAFTS,
             }
+        elif self.speculation == "mtp":
+            found["speculative_config"] = {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}
+            if not _has_mtp(model):
+                found["speculative_config"]["model"] = str(mtp(model))
+                found["hf_overrides"] = {_NUM_MTP_LAYERS: 1}
         elif self.speculation is not None:
             is_whole = self.speculation == "self_draft" and not _has_several_kinds_of_layers(model)
             draft = model if is_whole else first_layer(model)
@@ -100,6 +107,7 @@ _SPECULATIONS: Final[tuple[Speculation | None, ...]] = (
     "small_draft",
     "eagle",
     "eagle3",
+    "mtp",
 )
 _STAGED: Final = (
     EngineKind("v1", is_async=False, num_stages=2),
@@ -123,8 +131,16 @@ V2_SYNC: Final = EngineKind("v2", is_async=False)
 
 
 def _has_several_kinds_of_layers(model: Path) -> bool:
-    config = json.loads((model / "config.json").read_text())
-    return len(set(config.get("layer_types") or ())) > 1
+    return len(set(_config(model).get("layer_types") or ())) > 1
+
+
+def _has_mtp(model: Path) -> bool:
+    return bool(_config(model).get(_NUM_MTP_LAYERS))
+
+
+def _config(model: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((model / "config.json").read_text())
+    return found
 
 
 def environment(kind: EngineKind) -> dict[str, str]:

@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 import torch
 from vllm.compilation.passes.pass_manager import PostGradPassManager
 from vllm.config import CUDAGraphMode
-from vllm.forward_context import get_forward_context
+from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionMetadataBuilder
+from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 
 from nnsight_engine.vllm_backend.taps import CONTEXT_KEY
 
@@ -27,6 +28,50 @@ class GraphedAttention(CPUAttentionBackend):
     def get_builder_cls() -> type[GraphedMetadataBuilder]:
         """Return what makes its metadata."""
         return GraphedMetadataBuilder
+
+
+class FullGraphs:
+    """Stand for the V2 runner's full graphs: run the model on what the runner has prepared for a replay.
+
+    Args:
+        runner: The V2 runner, whose manager of graphs is told that all are captured.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._model = runner.model
+        self._slot_mappings: dict[str, torch.Tensor] = {}
+        self._attention: Any = None
+        self._prepare_slots, self._prepare_attention = runner.prepare_attn, runner.model_state.prepare_attn
+        runner.prepare_attn = self._noting_slots
+        runner.model_state.prepare_attn = self._noting_attention
+        manager = runner.cudagraph_manager
+        manager.run_fullgraph, manager._graphs_captured = self._replay, True  # noqa: SLF001 - no GPU sets it
+
+    def _noting_slots(self, batch: Any) -> Any:
+        tables, slots = self._prepare_slots(batch)
+        self._slot_mappings = build_slot_mappings_by_layer(slots, self._runner.kv_cache_config)
+        return tables, slots
+
+    def _noting_attention(self, *args: Any, **kwargs: Any) -> Any:
+        self._attention = self._prepare_attention(*args, **kwargs)
+        return self._attention
+
+    def _replay(self, batch: Any) -> torch.Tensor:
+        """Run the graph of a batch; its rows are in the runner's buffers."""
+        runner, rows = self._runner, slice(batch.num_tokens)
+        with set_forward_context(
+            self._attention,
+            runner.vllm_config,
+            num_tokens=batch.num_tokens,
+            cudagraph_runtime_mode=batch.cg_mode,
+            slot_mapping=self._slot_mappings,
+        ):
+            output: torch.Tensor = self._model(
+                input_ids=runner.input_buffers.input_ids[rows],
+                positions=runner.input_buffers.positions[rows],
+            )
+        return output
 
 
 class NoPasses(PostGradPassManager):

@@ -31,6 +31,9 @@ class GraphedCpuPlatform(CpuPlatform):
         """Name what a piece is wrapped in."""
         return "tests.e2e.graph_pieces.Piece"
 
+    def get_global_graph_pool(self) -> None:
+        """Return no pool: graphs here take no memory of their own."""
+
     @classmethod
     def get_pass_manager_cls(cls) -> str:
         """Name what runs passes over the graph; vLLM's own look for kernels of a GPU."""

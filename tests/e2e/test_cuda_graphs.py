@@ -24,6 +24,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from nnsight_engine.vllm_backend.steps.graphs import TAP_OPS, StepGraphs, cut_at_taps
 from nnsight_engine.vllm_backend.steps.runner_v1 import V1RunnerMixin
 from tests.e2e.check_process import report_of
+from tests.e2e.engine_kinds import V1_SYNC, V2_SYNC, environment
 from tests.families.checkpoints import NUM_LAYERS, write_checkpoint
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
@@ -116,17 +117,19 @@ def test_on_a_cpu_nothing_is_cut(engine_config: VllmConfig) -> None:
 class ChoosingRunner(V1RunnerMixin, GPUModelRunner):
     """As much of vLLM's runner, with interventions, as chooses a step's graph."""
 
-    def __init__(self, config: VllmConfig, *, has_taps: bool) -> None:
+    def __init__(self, config: VllmConfig, *, has_taps: bool, decode_query_len: int) -> None:
         """Fill the dispatcher, as vLLM does once it knows the attention."""
         self.vllm_config = config
         self.model_config = config.model_config
-        self.uniform_decode_query_len = 1
+        self.uniform_decode_query_len = decode_query_len
         self.handler: Any = SimpleNamespace()
         self.graphs = self.handler.graphs = StepGraphs(
             is_cut=has_taps and cut_at_taps(config.compilation_config)
         )
         self.cudagraph_dispatcher = CudagraphDispatcher(config)
-        self.cudagraph_dispatcher.initialize_cudagraph_keys(config.compilation_config.cudagraph_mode)
+        self.cudagraph_dispatcher.initialize_cudagraph_keys(
+            config.compilation_config.cudagraph_mode, decode_query_len
+        )
 
     def choice(self, tokens: dict[str, int], **options: Any) -> tuple[str, int]:
         """Return the mode and the number of rows of a step with so many tokens for each request."""
@@ -143,14 +146,20 @@ class ChoosingRunner(V1RunnerMixin, GPUModelRunner):
         return mode.name, batch.num_tokens
 
 
-def runner_with(engine_config: VllmConfig, mode: str, *, has_taps: bool = True) -> ChoosingRunner:
+def runner_with(
+    engine_config: VllmConfig, mode: str, *, has_taps: bool = True, decode_query_len: int = 1
+) -> ChoosingRunner:
     """Return the runner of an engine with graphs of this mode."""
     config = copy.copy(engine_config)
     config.compilation_config = on_gpu(mode)
-    return ChoosingRunner(config, has_taps=has_taps)
+    return ChoosingRunner(config, has_taps=has_taps, decode_query_len=decode_query_len)
 
 
 DECODING = {"a": 1, "b": 1, "c": 1}
+DRAFTED = {"a": 4, "b": 4}
+"""Decodes with three drafts each."""
+UNDRAFTED = {"a": 4, "b": 1}
+"""One request without drafts beside one with them."""
 PROMPTS = {"a": 1, "b": 1, "c": 5}
 LONG = {"a": 1, "b": 1, "c": 40}
 
@@ -198,20 +207,45 @@ def test_captures_between_steps_get_the_graph_that_they_capture(runner: Choosing
     assert runner.choice(sizes, force_eager=True) == (NONE, 4)
 
 
+with_and_without_drafts = pytest.mark.parametrize(
+    ("decoding", "num_padded"),
+    [pytest.param(DECODING, 4, id="no drafts"), pytest.param(DRAFTED, 8, id="three drafts")],
+)
+"""Decodes of one length, and the size of the graph that holds them."""
+
+
+@with_and_without_drafts
 @pytest.mark.parametrize(
     ("mode", "idle", "intervening"),
     [
+        ("FULL_AND_PIECEWISE", FULL, PIECEWISE),
         ("PIECEWISE", PIECEWISE, PIECEWISE),
         ("FULL", FULL, NONE),
         ("FULL_DECODE_ONLY", FULL, NONE),
         ("NONE", NONE, NONE),
     ],
 )
-def test_every_mode_of_graphs(engine_config: VllmConfig, mode: str, idle: str, intervening: str) -> None:
-    runner = runner_with(engine_config, mode)
-    assert runner.choice(DECODING)[0] == idle
-    runner.graphs.begin(["b"], set(), DECODING)
-    assert runner.choice(DECODING)[0] == intervening
+def test_every_mode_of_graphs(
+    engine_config: VllmConfig,
+    mode: str,
+    idle: str,
+    intervening: str,
+    decoding: dict[str, int],
+    num_padded: int,
+) -> None:
+    runner = runner_with(engine_config, mode, decode_query_len=max(decoding.values()))
+    assert runner.choice(decoding)[0] == idle
+    runner.graphs.begin(["b"], set(), decoding)
+    num_rows = sum(decoding.values()) if intervening == NONE else num_padded
+    assert runner.choice(decoding) == (intervening, num_rows)
+    runner.graphs.end()
+    assert runner.choice(decoding)[0] == idle
+
+
+def test_a_request_without_drafts_among_drafted_ones_needs_pieces(engine_config: VllmConfig) -> None:
+    runner = runner_with(engine_config, "FULL_AND_PIECEWISE", decode_query_len=4)
+    runner.graphs.begin([], set(), UNDRAFTED)
+    assert runner.choice(UNDRAFTED) == (PIECEWISE, 8)
 
 
 def test_pieces_that_do_not_end_at_taps_are_not_replayed(engine_config: VllmConfig) -> None:
@@ -229,25 +263,26 @@ class Manager(CudaGraphManager):
 
     Args:
         config: The engine's configuration.
+        decode_query_len: Rows of a request that decodes: one, and one for each draft.
         varlen_decode: Whether full graphs serve decodes of different lengths.
     """
 
-    def __init__(self, config: VllmConfig, *, varlen_decode: bool = False) -> None:
+    def __init__(self, config: VllmConfig, *, decode_query_len: int = 1, varlen_decode: bool = False) -> None:
         mode = config.compilation_config.cudagraph_mode
-        super().__init__(config, torch.device("cpu"), mode, 1, varlen_decode=varlen_decode)
+        super().__init__(config, torch.device("cpu"), mode, decode_query_len, varlen_decode=varlen_decode)
         self._graphs_captured = True
 
     def choice(self, graphs: StepGraphs, tokens: dict[str, int]) -> tuple[str, int]:
         """Return the mode and the number of rows of a step, asked for as the V2 runner does."""
         numbers = list(tokens.values())
-        is_decode = max(numbers) == 1
+        is_decode = max(numbers) <= self.decode_query_len
         with graphs.constraining(self):
             chosen = self.dispatch(
                 len(numbers),
                 sum(numbers),
-                1 if is_decode else None,
+                numbers[0] if is_decode and len(set(numbers)) == 1 else None,
                 num_active_loras=0,
-                max_query_len=1 if is_decode else None,
+                max_query_len=max(numbers) if is_decode else None,
             )
         return chosen.cg_mode.name, chosen.num_tokens
 
@@ -262,15 +297,16 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def manager_with(
-    engine_config: VllmConfig, mode: str, *, has_taps: bool = True, varlen_decode: bool = False
+    engine_config: VllmConfig, mode: str, *, has_taps: bool = True, **options: Any
 ) -> tuple[Manager, StepGraphs]:
     config = copy.copy(engine_config)
     config.compilation_config = on_gpu(mode)
     graphs = StepGraphs(is_cut=has_taps and cut_at_taps(config.compilation_config))
-    return Manager(config, varlen_decode=varlen_decode), graphs
+    return Manager(config, **options), graphs
 
 
 @pytest.mark.usefixtures("stage")
+@with_and_without_drafts
 @pytest.mark.parametrize("varlen_decode", [False, True])
 @pytest.mark.parametrize(
     ("mode", "idle", "intervening"),
@@ -283,16 +319,39 @@ def manager_with(
     ],
 )
 def test_every_mode_of_graphs_on_the_v2_runner(
-    engine_config: VllmConfig, mode: str, idle: str, intervening: str, *, varlen_decode: bool
+    engine_config: VllmConfig,
+    mode: str,
+    idle: str,
+    intervening: str,
+    decoding: dict[str, int],
+    num_padded: int,
+    *,
+    varlen_decode: bool,
 ) -> None:
-    manager, graphs = manager_with(engine_config, mode, varlen_decode=varlen_decode)
-    assert manager.choice(graphs, DECODING)[0] == idle
-    graphs.begin(["b"], set(), DECODING)
-    chosen, num_rows = manager.choice(graphs, DECODING)
+    decode_query_len = max(decoding.values())
+    manager, graphs = manager_with(
+        engine_config, mode, varlen_decode=varlen_decode, decode_query_len=decode_query_len
+    )
+    assert manager.choice(graphs, decoding)[0] == idle
+    graphs.begin(["b"], set(), decoding)
+    chosen, num_rows = manager.choice(graphs, decoding)
     assert chosen == intervening
-    assert num_rows == (3 if chosen == NONE else 4)
+    assert num_rows == (sum(decoding.values()) if chosen == NONE else num_padded)
     graphs.end()
-    assert manager.choice(graphs, DECODING)[0] == idle
+    assert manager.choice(graphs, decoding)[0] == idle
+
+
+@pytest.mark.usefixtures("stage")
+@pytest.mark.parametrize(("varlen_decode", "idle"), [(False, PIECEWISE), (True, FULL)])
+def test_a_request_without_drafts_among_drafted_ones_on_the_v2_runner(
+    engine_config: VllmConfig, idle: str, *, varlen_decode: bool
+) -> None:
+    manager, graphs = manager_with(
+        engine_config, "FULL_AND_PIECEWISE", varlen_decode=varlen_decode, decode_query_len=4
+    )
+    assert manager.choice(graphs, UNDRAFTED) == (idle, 8)
+    graphs.begin(["b"], set(), UNDRAFTED)
+    assert manager.choice(graphs, UNDRAFTED) == (PIECEWISE, 8)
 
 
 @pytest.mark.usefixtures("stage")
@@ -317,10 +376,14 @@ def test_breakable_graphs_are_not_replayed(
 # An engine whose model is cut.
 
 
-@pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Run one engine that is cut, and one that is not."""
-    return report_of("tests.e2e.cuda_graphs_check", tmp_path_factory.mktemp("graphs"))
+@pytest.fixture(scope="module", params=[V1_SYNC, V2_SYNC], ids=str)
+def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Run one engine that is cut, and one that is not, of each runner."""
+    return report_of(
+        "tests.e2e.cuda_graphs_check",
+        tmp_path_factory.mktemp("graphs"),
+        environment=environment(request.param),
+    )
 
 
 def test_there_is_a_piece_between_each_tap_and_attention(report: Any) -> None:

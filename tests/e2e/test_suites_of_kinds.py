@@ -75,10 +75,10 @@ Pair = tuple[str, EngineKind]
 
 
 def is_possible(suite: str, kind: EngineKind) -> bool:
-    """Return whether a suite can be played: EAGLE's drafts are those of Llama, conditions need one stage."""
+    """Return whether a suite can be played: EAGLE and MTP draft for Llama, conditions need one stage."""
     if suite == "conditions" and kind.num_stages > 1:
         return False
-    return suite != "patterns" or kind.speculation not in {"eagle", "eagle3"}
+    return suite != "patterns" or kind.speculation not in {"eagle", "eagle3", "mtp"}
 
 
 def pairs_of(runner: str) -> list[Pair]:
