@@ -95,7 +95,7 @@ def attention_form(module: object) -> AttentionForm:
         scale=float(impl.scale),
         soft_cap=float(impl.logits_soft_cap or 0.0),
         window=attention.sliding_window or 0,
-        slopes=() if slopes is None else tuple(slopes.tolist()),
+        slopes=None if slopes is None else slopes.to(torch.float32),
     )
 
 

@@ -44,6 +44,7 @@ from nnsight_engine.plans.step.operation_rows import (
     named_offsets,
     number_logits_rows,
 )
+from nnsight_engine.plans.step.overflows import NARROWED_KINDS, Overflows, Segment
 from nnsight_engine.plans.step.pattern_planner import PatternPlanner, PatternRows
 from nnsight_engine.plans.step.plan import KernelGroup, PlannedSample, ReadGroup, ReadSlice, Span, StepPlan
 from nnsight_engine.plans.step.stage import SiteKey
@@ -300,6 +301,7 @@ class StepBuilder:
         slots: dict[SiteKey, dict[tuple[int, GroupKey], list[KernelMember]]] = defaultdict(
             lambda: defaultdict(list)
         )
+        overflows = self._overflows(plan, work)
         for item in work:
             for site_index, key in enumerate(item.active.keys):
                 if not self._context.stage.has(key):
@@ -308,12 +310,25 @@ class StepBuilder:
                 if len(member.rows):
                     if item.active.source is not None:
                         member.inputs = self._plan_source(plan, item, staged)
+                    if overflows is not None and item.active.op.kind in NARROWED_KINDS:
+                        member.overflows = overflows.at(key)
                     slots[key][item.stages[site_index], group_key(member)].append(member)
         for key, groups in slots.items():
             rebuild = _write_rebuild(plan.factory)
             for (stage, _), members in groups.items():
                 for part in bounded_members(members):
                     staged[key].append((stage, KernelGroup(plan.factory.build(part), part, rebuild)))
+
+    def _overflows(self, plan: StepPlan, work: list[OperationRows]) -> Overflows | None:
+        """Add the flags of the step's rows to the plan and return them; None if no change can overflow."""
+        items = [item for item in work if item.active.op.kind in NARROWED_KINDS]
+        if self._context.dtype is not torch.float16 or not items:
+            return None
+        spans = {id(item.span): item.span for item in items}.values()
+        segments = [Segment(span.request.request_id, span.row, span.row + span.num_rows) for span in spans]
+        overflows = Overflows.of(segments, plan.logits_rows, self._context.device)
+        plan.overflows.append(overflows)
+        return overflows
 
     def _plan_source(self, plan: StepPlan, item: OperationRows, staged: Staged) -> torch.Tensor:
         """Plan the read of the values on which a write elsewhere depends; return them, ``[rows, width]``."""

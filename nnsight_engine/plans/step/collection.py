@@ -15,9 +15,10 @@ import torch
 
 from nnsight_engine.plans.records import RunGroup, RunOpening
 from nnsight_engine.plans.request_plan import OperationKind
-from nnsight_engine.plans.step.delivery import Participant, ReadRows, RunDelivery, StepDelivery
+from nnsight_engine.plans.step.delivery import Flags, Participant, ReadRows, RunDelivery, StepDelivery
 from nnsight_engine.plans.step.host_arena import HostArena, HostCopy
 from nnsight_engine.plans.step.lens import LensReader
+from nnsight_engine.plans.step.overflows import Overflows
 from nnsight_engine.plans.step.plan import PlannedSample, ReadGroup, StepPlan
 from nnsight_engine.plans.step.steady_run import SteadyRun
 
@@ -61,6 +62,7 @@ class StepCollection:
             sources += parts
         sources += [pattern.out for pattern in plan.patterns]
         sources += plan.masks
+        sources += [own.flags for own in _overflows(plan)]
         plan.copy = HostCopy(sources) if self._arena is None else self._arena.start_copy(sources)
         plan.spent_s += time.monotonic() - begin
 
@@ -110,7 +112,8 @@ class StepCollection:
 def step_delivery(plan: StepPlan) -> StepDelivery:
     """Advance the requests of an executed and collected plan, and return the delivery of its results."""
     copy, reads, rest = _taken(plan)
-    patterns, masks = rest[: len(plan.patterns)], rest[len(plan.patterns) :]
+    patterns, rest = rest[: len(plan.patterns)], rest[len(plan.patterns) :]
+    masks, flags = rest[: len(plan.masks)], rest[len(plan.masks) :]
     plan.share_time()
     plan.is_unreported = False
     participants = {}
@@ -133,27 +136,36 @@ def step_delivery(plan: StepPlan) -> StepDelivery:
         list(zip(plan.patterns, patterns, strict=True)),
         plan.samples,
         masks,
+        _flagged(plan, flags),
     )
 
 
 def run_delivery(run: SteadyRun) -> RunDelivery:
     """Return the delivery of the results of a run's step, which is executed and collected."""
     plan = run.plan
-    copy, reads, _ = _taken(plan)
+    copy, reads, flags = _taken(plan)
     run.count_time()
     samples = [[sample.request.request_id for sample in captures] for _, captures in _samples(plan)]
     opening = _opening(plan) if run.num_steps == 1 else None
-    return RunDelivery(copy, run, run.num_steps, run.point_s, reads, samples, opening)
+    return RunDelivery(copy, run, run.num_steps, run.point_s, reads, samples, _flagged(plan, flags), opening)
 
 
 def _taken(plan: StepPlan) -> tuple[HostCopy, list[list[torch.Tensor]], list[torch.Tensor]]:
-    """Return the copy of a plan's values, those of each group of reads, and those of patterns and masks."""
+    """Return the copy of a plan's values, those of each group of reads, and those of the rest in order."""
     copy = plan.copy
     if copy is None:
         raise RuntimeError("the reads of this step were never collected")
     values = iter(copy.values)
     reads = [[next(values) for _ in range(group.num_parts)] for group in plan.reads]
     return copy, reads, list(values)
+
+
+def _overflows(plan: StepPlan) -> list[Overflows]:
+    return plan.overflows + plan.overflows_before
+
+
+def _flagged(plan: StepPlan, flags: list[torch.Tensor]) -> list[Flags]:
+    return [Flags(own.segments, host) for own, host in zip(_overflows(plan), flags, strict=True)]
 
 
 def _samples(plan: StepPlan) -> list[tuple[str, list[PlannedSample]]]:

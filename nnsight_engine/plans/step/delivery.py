@@ -31,6 +31,7 @@ from nnsight_engine.plans.records import (
 from nnsight_engine.plans.request_plan import OperationKind
 from nnsight_engine.plans.step.active import ActiveRequest
 from nnsight_engine.plans.step.host_arena import HostCopy
+from nnsight_engine.plans.step.overflows import Segment, overflow_failures
 from nnsight_engine.plans.step.plan import PatternRead, PlannedSample, ReadSlice
 from nnsight_engine.plans.step.steady_run import SteadyRun
 
@@ -94,6 +95,13 @@ class ReadRows(NamedTuple):
     mask: int | None
 
 
+class Flags(NamedTuple):
+    """Flags of rows whose change was beyond float16, ``[rows]``, and the requests that they belong to."""
+
+    segments: list[Segment]
+    flags: torch.Tensor
+
+
 @dataclasses.dataclass(slots=True)
 class StepDelivery:
     """Results of a step that are reported request by request.
@@ -105,6 +113,7 @@ class StepDelivery:
         patterns: Attention patterns and the copy of each.
         samples: Captures of sampled ids.
         masks: The rows that are delivered, where the device has decided that.
+        overflows: The rows at which writes had not enough range.
     """
 
     copy: HostCopy
@@ -113,6 +122,7 @@ class StepDelivery:
     patterns: list[tuple[PatternRead, torch.Tensor]]
     samples: list[PlannedSample]
     masks: list[torch.Tensor]
+    overflows: list[Flags]
 
     def results(self, sampled: SampledIds, order: dict[str, int]) -> StepResults:
         """Return the records of every request, see ``Delivery``."""
@@ -130,6 +140,7 @@ class StepDelivery:
         stopped: list[str] = []
         failures = {key: one.failure for key, one in self.participants.items() if one.failure is not None}
         with self.copy.arrived():
+            failures = _overflow_failures(self.overflows, num_kept) | failures
             masks = [host_view(mask).astype(np.bool_) for mask in self.masks]
             for read in self.reads:
                 try:
@@ -214,6 +225,7 @@ class RunDelivery:
         point_s: Seconds that they took, see ``RunStep``.
         reads: For each group of reads, the parts of the records.
         samples: Captures of sampled ids, grouped as in the run's opening.
+        overflows: The rows at which writes had not enough range.
         opening: See ``RunStep``.
     """
 
@@ -223,6 +235,7 @@ class RunDelivery:
     point_s: float
     reads: list[list[torch.Tensor]]
     samples: list[list[str]]
+    overflows: list[Flags]
     opening: RunOpening | None
 
     def results(self, sampled: SampledIds, order: dict[str, int]) -> StepResults:
@@ -238,6 +251,7 @@ class RunDelivery:
         stopped: list[str] = []
         with self.copy.arrived():
             parts = [[host_view(part).tobytes() for part in group] for group in self.reads]
+            failures = _overflow_failures(self.overflows, {})
             for group, own in zip(self.run.plan.reads, self.reads, strict=True):
                 stopped += _stopped(group.slices, own)
         for request_ids in self.samples:
@@ -246,7 +260,8 @@ class RunDelivery:
         self.run.note_delivery(time.monotonic() - begin)
         point_s = self.point_s + self.run.delivery_point_s
         step = RunStep(self.num_steps, point_s, parts, self.opening)
-        return StepResults({}, {}, {}, step, stopped=stopped)
+        stopped = [request_id for request_id in stopped if request_id not in failures]
+        return StepResults({}, {}, failures, step, stopped=stopped)
 
 
 @dataclasses.dataclass(slots=True)
@@ -275,6 +290,13 @@ def _stopped(slices: Sequence[ReadSlice], parts: Sequence[torch.Tensor]) -> list
         for piece in slices
         if piece.active.op.kind is OperationKind.STOP and bool(parts[0][piece.start : piece.stop].any())
     ]
+
+
+def _overflow_failures(overflows: Sequence[Flags], num_kept: Mapping[str, int]) -> dict[str, Failure]:
+    found: dict[str, Failure] = {}
+    for segments, flags in overflows:
+        found |= overflow_failures(segments, flags.numpy(), num_kept)
+    return found
 
 
 def _undelivered(error: Exception) -> Failure:

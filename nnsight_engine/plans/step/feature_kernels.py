@@ -11,7 +11,7 @@ import torch
 from nnsight_engine.features.dictionary import Selection
 from nnsight_engine.plans.features import PlannedFeatures
 from nnsight_engine.plans.step.reads import ReadKernel, SiteValue
-from nnsight_engine.plans.step.writes import narrowed, value_at
+from nnsight_engine.plans.step.writes import add_narrowed, value_at
 
 Item = TypeVar("Item")
 _MAX_NUMBERS: Final = 2**22
@@ -29,6 +29,7 @@ class FeatureChanges:
         offset: Likewise; 0 there.
         inputs: The values that the dictionary reads, ``[rows, input_width]`` in pieces, which kernels at
             other sites fill before this one runs; none for those at the site.
+        overflows: As in ``add_narrowed``.
     """
 
     rows: torch.Tensor
@@ -36,12 +37,13 @@ class FeatureChanges:
     gain: torch.Tensor
     offset: torch.Tensor
     inputs: list[torch.Tensor]
+    overflows: torch.Tensor | None = None
 
     def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Add to ``hidden`` in place."""
         x = torch.cat(self.inputs) if self.inputs else value_at(self.rows, hidden, residual, torch.float32)
         moves = self.selection.moves(x, self.gain, self.offset)
-        hidden.index_add_(0, self.rows, narrowed(moves, hidden.dtype))
+        add_narrowed(hidden, self.rows, moves, self.overflows)
 
 
 @dataclasses.dataclass(slots=True)

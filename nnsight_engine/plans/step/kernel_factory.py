@@ -43,6 +43,7 @@ class KernelMember:
             rows' places in it. It includes the mask.
         read_site: The site, where it is not the operation itself that acts, but what it depends on is read.
         inputs: FEATURE: the values that its dictionary reads, ``[rows, width]``; None for those at the site.
+        overflows: Flags of the site's rows, if what it adds may be beyond float16, see ``Overflows``.
     """
 
     request: ActiveRequest
@@ -55,6 +56,7 @@ class KernelMember:
     gate: tuple[torch.Tensor, RowArray] | None = None
     read_site: PlannedSite | None = None
     inputs: torch.Tensor | None = None
+    overflows: torch.Tensor | None = None
 
     @property
     def site(self) -> PlannedSite:
@@ -125,9 +127,12 @@ class KernelFactory:
         gates = [member.gate for member in members if member.gate is not None]
         if gates:
             places = to_device(np.concatenate([own for _, own in gates]), self._device)
-            return writes.Gated(kernel, self.row_index(members), gates[0][0], places)
+            overflows = members[0].overflows
+            return writes.Gated(kernel, self.row_index(members), gates[0][0], places, overflows)
         masks = [member.mask for member in members if member.mask is not None]
-        return writes.Masked(kernel, self.row_index(members), torch.cat(masks)) if masks else kernel
+        if masks:
+            return writes.Masked(kernel, self.row_index(members), torch.cat(masks), members[0].overflows)
+        return kernel
 
     def read(
         self, members: list[KernelMember], out: torch.Tensor, overflows: torch.Tensor | None = None
@@ -181,7 +186,7 @@ class KernelFactory:
         return writes.Add(self.row_index(members), self._span(members), self._stack(members))
 
     def _norm_match(self, members: list[KernelMember]) -> writes.Kernel:
-        return writes.NormMatch(self.row_index(members), self._stack(members))
+        return writes.NormMatch(self.row_index(members), self._stack(members), members[0].overflows)
 
     def _project(self, members: list[KernelMember]) -> writes.Kernel:
         ops = [member.active.op for member in members for _ in member.rows]
@@ -197,6 +202,7 @@ class KernelFactory:
             self._column([op.offset for op in ops]),
             self._column([op.scale for op in ops]),
             bounds,
+            members[0].overflows,
         )
 
     def _subspace(self, members: list[KernelMember]) -> writes.Kernel:
@@ -218,7 +224,8 @@ class KernelFactory:
             ordered += single
             bases.append((len(single), self._stack(single)))
         removed = [member.active.op.scale for member in ordered for _ in member.rows]
-        return writes.Subspace(self.row_index(ordered), self._column(removed), bases)
+        overflows = members[0].overflows
+        return writes.Subspace(self.row_index(ordered), self._column(removed), bases, overflows)
 
     def _set(self, members: list[KernelMember]) -> writes.Kernel:
         values = torch.cat([self._values(member) for member in members])
@@ -259,6 +266,7 @@ class KernelFactory:
             to_device(gain, self._device),
             to_device(offset, self._device),
             inputs,
+            members[0].overflows,
         )
 
     def _column(self, values: list[float]) -> torch.Tensor:

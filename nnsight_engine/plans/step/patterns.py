@@ -29,14 +29,14 @@ class AttentionForm:
         scale: Factor on the dot products.
         soft_cap: Scores become ``cap * tanh(score / cap)``; 0 for none.
         window: A query sees this many last positions, its own included; 0 for all.
-        slopes: For each head, a factor on the distance to a position that its score loses (ALiBi); empty for
-            none.
+        slopes: For each head, a factor on the distance to a position that its score loses (ALiBi), on the
+            model's device; None for none.
     """
 
     scale: float
     soft_cap: float = 0.0
     window: int = 0
-    slopes: tuple[float, ...] = ()
+    slopes: torch.Tensor | None = None
 
 
 FormOf = Callable[[int], AttentionForm]
@@ -163,18 +163,18 @@ class ComputePattern(ReadKernel):
             # Neighbouring heads share a key head: [rows, key heads, queries of each, head_dim].
             own = own.view(stop - start, num_kv_heads, -1, head_dim)
             scores = torch.einsum("rhgd,khd->rhgk", own, keys[:seen]).flatten(1, 2)
-            slopes = self.form.slopes[heads]
+            slopes = None if self.form.slopes is None else self.form.slopes[heads]
             out[start:stop, :, :seen] = self._probabilities(scores, self.positions[start:stop], slopes)
 
     def _probabilities(
-        self, scores: torch.Tensor, positions: torch.Tensor, slopes: tuple[float, ...]
+        self, scores: torch.Tensor, positions: torch.Tensor, slopes: torch.Tensor | None
     ) -> torch.Tensor:
         scores = scores.mul_(self.form.scale)
         if self.form.soft_cap:
             scores = scores.div_(self.form.soft_cap).tanh_().mul_(self.form.soft_cap)
         distance = positions[:, None] - torch.arange(scores.shape[-1], device=scores.device)
-        if slopes:
-            scores -= scores.new_tensor(slopes)[:, None] * distance[:, None]
+        if slopes is not None:
+            scores -= slopes[:, None] * distance[:, None]
         unseen = distance < 0
         if self.form.window:
             unseen |= distance >= self.form.window

@@ -26,6 +26,7 @@ from nnsight_engine.plans.step.host_arena import HostCopy
 from nnsight_engine.plans.step.kernel_factory import KernelFactory, KernelMember
 from nnsight_engine.plans.step.ledger import StepBytes
 from nnsight_engine.plans.step.logits_rows import LogitsRows
+from nnsight_engine.plans.step.overflows import Overflows
 from nnsight_engine.plans.step.stage import SiteKey
 from nnsight_engine.plans.step.writes import Kernel
 
@@ -207,6 +208,8 @@ class StepPlan:
         samples: Captures of sampled ids.
         moving: Kernels that depend on positions.
         masks: Which rows are named by operations whose rules the device decides, see ``token_masks``.
+        overflows: Which rows a write could not change, for want of range.
+        overflows_before: The same of earlier pipeline stages, in this step.
         logits_rows: Batch rows whose logits the ``logits`` site needs, ascending.
         logits_from: Source of those logits, once known.
         writes_logits: Whether any operation changes logits.
@@ -228,6 +231,8 @@ class StepPlan:
     patterns: list[PatternRead] = dataclasses.field(default_factory=list)
     samples: list[PlannedSample] = dataclasses.field(default_factory=list)
     masks: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    overflows: list[Overflows] = dataclasses.field(default_factory=list)
+    overflows_before: list[Overflows] = dataclasses.field(default_factory=list)
     moving: list[Moving] = dataclasses.field(default_factory=list)
     logits_rows: npt.NDArray[np.int64] = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
     logits_from: LogitsRows | None = None
@@ -256,6 +261,7 @@ class StepPlan:
     def take_over(self, earlier: StepPlan) -> None:
         """Deliver what an earlier plan has read, in the vision encoder, with this step's results."""
         self.reads += earlier.reads
+        self.overflows += earlier.overflows
         self.spent_s += earlier.spent_s
         for request_id, reserved in earlier.reserved.items():
             self.reserved.setdefault(request_id, StepBytes()).scratch += reserved.scratch
@@ -334,3 +340,6 @@ class StepPlan:
         if self.copy is not None:
             self.copy.precede_writes()
             self.copy = None
+        self.overflows_before.clear()
+        for own in self.overflows:
+            own.flags.zero_()

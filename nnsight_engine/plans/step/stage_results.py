@@ -21,6 +21,7 @@ from nnsight_engine.plans.records import Failure, width_classes
 from nnsight_engine.plans.step.active import ActiveOp, ActiveRequest
 from nnsight_engine.plans.step.host_arena import to_device
 from nnsight_engine.plans.step.kernel_factory import contiguous_span
+from nnsight_engine.plans.step.overflows import Overflows, Segment
 from nnsight_engine.plans.step.plan import ReadGroup, StepPlan
 from nnsight_engine.plans.step.stage import Stage
 
@@ -47,8 +48,9 @@ class StageResults:
         failures: The requests that have failed.
         reads: The groups of reads with sites on the stage.
         patterns: Request and operation of each capture of attention patterns with sites on the stage.
+        overflows: The requests of each tensor of flags, see ``Overflows``.
         tensors: Values: ``[rows, sites of the stage, …]`` for each buffer of each group that has sites there,
-            then ``[sites of the stage, rows, heads, keys]`` for each capture of patterns.
+            then ``[sites of the stage, rows, heads, keys]`` for each capture of patterns, then flags.
         is_uncompiled: Whether the stage ran its modules one by one.
         spent_s: Seconds that the operations took.
     """
@@ -58,6 +60,7 @@ class StageResults:
     failures: dict[str, Failure] = dataclasses.field(default_factory=dict)
     reads: list[GroupRows] = dataclasses.field(default_factory=list)
     patterns: list[tuple[str, int]] = dataclasses.field(default_factory=list)
+    overflows: list[list[Segment]] = dataclasses.field(default_factory=list)
     tensors: list[torch.Tensor] = dataclasses.field(default_factory=list)
     is_uncompiled: bool = False
     spent_s: float = 0.0
@@ -85,6 +88,9 @@ def results_of_stage(plan: StepPlan, stage: Stage, spec: ModelSpec) -> StageResu
         if sites:
             results.patterns.append((pattern.request.request_id, pattern.active.index))
             results.tensors.append(_taken(pattern.out, 0, sites))
+    for own in plan.overflows:
+        results.overflows.append(own.segments)
+        results.tensors.append(own.flags)
     return results
 
 
@@ -104,6 +110,10 @@ def add_results(plan: StepPlan, results: StageResults, spec: ModelSpec) -> None:
     plan.spent_s += results.spent_s
     tensors = iter(results.tensors)
     unfilled = _add_reads(plan, results, spec, tensors) | _add_patterns(plan, results, tensors)
+    plan.overflows_before += [
+        Overflows(flags, segments, len(flags))
+        for segments, flags in zip(results.overflows, tensors, strict=True)
+    ]
     for request_id, span in plan.spans.items():
         failure = results.failures.get(request_id)
         if failure is not None:

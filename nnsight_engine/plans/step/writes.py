@@ -31,21 +31,20 @@ def value_at(
     return value if residual is None else value + residual.index_select(0, rows)
 
 
-def narrowed(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return float32 values in the model's dtype.
+def add_narrowed(
+    hidden: torch.Tensor, rows: torch.Tensor, change: torch.Tensor, overflows: torch.Tensor | None
+) -> None:
+    """Add ``change``, ``[rows, width]`` float32, to the rows of ``hidden`` in the model's dtype.
 
-    Raises:
-        InterventionError: ``not_finite``: a value is beyond float16. The other dtypes have the range of
-            float32 and are not checked, since the check synchronizes with the GPU.
+    Rows whose change is beyond that dtype stay as they are, and are marked in ``overflows``, see
+    ``Overflows``; None if no change can be.
     """
-    narrow = values.to(dtype)
-    if dtype is torch.float16 and bool((narrow.isinf() & values.isfinite()).any()):
-        raise InterventionError(
-            "not_finite",
-            "what the operation adds is beyond float16, in which the model computes; use a smaller scale, "
-            "or serve the model in bfloat16 or float32",
-        )
-    return narrow
+    narrow = change.to(hidden.dtype)
+    if overflows is not None:
+        beyond = (narrow.isinf() & change.isfinite()).any(dim=-1)
+        narrow = narrow.masked_fill(beyond.unsqueeze(1), 0)
+        overflows.index_copy_(0, rows, overflows.index_select(0, rows) | beyond)
+    hidden.index_add_(0, rows, narrow)
 
 
 @dataclasses.dataclass(slots=True)
@@ -74,15 +73,17 @@ class NormMatch:
     """``x += ||x|| * direction``; ``direction`` is ``[rows, width]`` float32, scale times the unit vector.
 
     The scale is a multiple of the residual stream's own norm, so that one number suits every layer.
+    ``overflows`` as in ``add_narrowed``.
     """
 
     rows: torch.Tensor
     direction: torch.Tensor
+    overflows: torch.Tensor | None = None
 
     def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Add to ``hidden`` in place."""
         norm = value_at(self.rows, hidden, residual, torch.float32).norm(dim=-1, keepdim=True)
-        hidden.index_add_(0, self.rows, narrowed(norm * self.direction, hidden.dtype))
+        add_narrowed(hidden, self.rows, norm * self.direction, self.overflows)
 
 
 @dataclasses.dataclass(slots=True)
@@ -90,7 +91,8 @@ class Project:
     """The component ``c = x·unit`` becomes ``c - removed * c + offset``, then at least low and at most high.
 
     ``unit`` is ``[rows, width]`` float32 of norm one, the others are ``[rows, 1]`` float32. ``bounds`` are
-    low and high, infinite for rows without a bound, and None if no row has one.
+    low and high, infinite for rows without a bound, and None if no row has one. ``overflows`` as in
+    ``add_narrowed``.
     """
 
     rows: torch.Tensor
@@ -98,6 +100,7 @@ class Project:
     offset: torch.Tensor
     removed: torch.Tensor
     bounds: tuple[torch.Tensor, torch.Tensor] | None = None
+    overflows: torch.Tensor | None = None
 
     def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Add to ``hidden`` in place."""
@@ -107,7 +110,7 @@ class Project:
         if self.bounds is not None:
             low, high = self.bounds
             change = torch.clamp(change, low - along, high - along)
-        hidden.index_add_(0, self.rows, narrowed(change * self.unit, hidden.dtype))
+        add_narrowed(hidden, self.rows, change * self.unit, self.overflows)
 
 
 @dataclasses.dataclass(slots=True)
@@ -119,19 +122,20 @@ class Subspace:
         removed: ``[rows, 1]`` float32.
         bases: For the rows in order, the number of rows and either their common basis ``[k, width]`` or the
             basis of each, ``[number, k, width]``. Rows of zeros in a basis have no effect.
+        overflows: As in ``add_narrowed``.
     """
 
     rows: torch.Tensor
     removed: torch.Tensor
     bases: list[tuple[int, torch.Tensor]]
+    overflows: torch.Tensor | None = None
 
     def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Add to ``hidden`` in place."""
         value = value_at(self.rows, hidden, residual, torch.float32)
         parts = value.split([num_rows for num_rows, _ in self.bases])
         inside = [_inside(part, basis) for part, (_, basis) in zip(parts, self.bases, strict=True)]
-        change = -self.removed * torch.cat(inside)
-        hidden.index_add_(0, self.rows, narrowed(change, hidden.dtype))
+        add_narrowed(hidden, self.rows, -self.removed * torch.cat(inside), self.overflows)
 
 
 def _inside(rows: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
@@ -180,9 +184,13 @@ def run_masked(
     mask: torch.Tensor,
     hidden: torch.Tensor,
     residual: torch.Tensor | None,
+    overflows: torch.Tensor | None,
 ) -> None:
-    """Run a kernel on its rows where ``mask``, ``[rows]``, is True; the others keep their bits."""
-    tensors = [hidden] if residual is None else [hidden, residual]
+    """Run a kernel on its rows where ``mask``, ``[rows]``, is True; the others keep their bits.
+
+    ``overflows`` are the kernel's own, if it has some.
+    """
+    tensors = [tensor for tensor in (hidden, residual, overflows) if tensor is not None]
     before = [tensor.index_select(0, rows) for tensor in tensors]
     kernel.run(hidden, residual)
     for tensor, old in zip(tensors, before, strict=True):
@@ -197,10 +205,11 @@ class Masked:
     kernel: Kernel
     rows: torch.Tensor
     mask: torch.Tensor
+    overflows: torch.Tensor | None = None
 
     def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Run the kernel, and restore the other rows."""
-        run_masked(self.kernel, self.rows, self.mask, hidden, residual)
+        run_masked(self.kernel, self.rows, self.mask, hidden, residual, self.overflows)
 
 
 @dataclasses.dataclass(slots=True)
@@ -214,10 +223,12 @@ class Gated:
     rows: torch.Tensor
     gates: torch.Tensor
     places: torch.Tensor
+    overflows: torch.Tensor | None = None
 
     def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Run the kernel, and restore the other rows."""
-        run_masked(self.kernel, self.rows, self.gates.index_select(0, self.places), hidden, residual)
+        gates = self.gates.index_select(0, self.places)
+        run_masked(self.kernel, self.rows, gates, hidden, residual, self.overflows)
 
 
 @dataclasses.dataclass(slots=True)

@@ -333,6 +333,7 @@ class WorkerState:
             for span in plan.spans.values():
                 span.request.fail("intervention_failed", f"results could not be collected: {error}")
             plan.reads, plan.patterns, plan.samples, plan.masks = [], [], [], []
+            plan.overflows, plan.overflows_before = [], []
             plan.copy = HostCopy([])
             self._builder.forget()
 

@@ -55,7 +55,7 @@ class WorkerPatternPoint:
             form = attention_form(module)
         except InterventionError as error:
             raise PatternError(f"{self.name}: {error.message}") from error
-        if form.slopes and len(form.slopes) < self._num_heads:
+        if form.slopes is not None and len(form.slopes) < self._num_heads:
             raise PatternError(f"{self.name}: each rank has the position biases of its own heads only")
         if key is None:
             raise PatternError(f"{self.name}: the layer shares another layer's keys")

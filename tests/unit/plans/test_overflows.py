@@ -19,15 +19,16 @@ from nnsight_engine.plans.collect.collector import RequestCollector
 from nnsight_engine.plans.collect.outbox import PendingResults
 from nnsight_engine.plans.collect.results import CollectedCapture
 from nnsight_engine.plans.compile.request import compile_request
-from nnsight_engine.plans.records import Payload
+from nnsight_engine.plans.records import Payload, StepResults
+from nnsight_engine.plans.step.active import ActiveRequest
 from nnsight_engine.plans.step.builder import StepBuilder
-from nnsight_engine.plans.step.collection import StepCollection, step_delivery
+from nnsight_engine.plans.step.collection import StepCollection, run_delivery, step_delivery
 from nnsight_engine.plans.step.context import StepContext
 from nnsight_engine.plans.step.ledger import ByteLedger
 from nnsight_engine.plans.step.patterns import AttentionForm
 from nnsight_engine.plans.step.plan import Span
 from nnsight_engine.plans.step.registrar import Registrar
-from nnsight_engine.plans.step.writes import NormMatch, Project
+from nnsight_engine.plans.step.steady_run import SteadyRun
 
 WIDTH, PROMPT = 4, [7, 8, 9]
 VALUES = ("steer", "ablate", "patch", "capture", "probe")
@@ -168,16 +169,118 @@ def test_what_goes_into_the_model_fits_its_dtype(served: str, field: str, op: di
     assert caught.value.param == f"interventions.0.{field}"
 
 
-@pytest.mark.parametrize("kind", ["norm_match", "clamp"])
-def test_what_is_added_in_float16_is_looked_at(kind: str) -> None:
-    rows, hidden = torch.tensor([0]), torch.full((1, WIDTH), -60000.0, dtype=torch.float16)
-    unit = torch.tensor([[1.0, 0.0, 0.0, 0.0]])
-    kernel = (
-        NormMatch(rows, 2 * unit)
-        if kind == "norm_match"
-        else Project(rows, unit, torch.tensor([[60000.0]]), torch.ones(1, 1))
-    )
-    before = hidden.clone()
-    with pytest.raises(InterventionError, match="float16"):
-        kernel.run(hidden, None)
-    assert torch.equal(hidden, before)
+UNIT = [1.0, 0.0, 0.0, 0.0]
+BEYOND: dict[str, dict[str, Any]] = {
+    "norm_match": {"vector": UNIT, "mode": "norm_match", "scale": 2.0},
+    "clamp": {"vector": UNIT, "mode": "clamp", "scale": 60000.0},
+}
+NEVER = {"probe": {"at": "layers.0.output", "weights": UNIT}, "above": 1e9}
+
+
+class Worker:
+    """Requests of one worker on a model in float16, all of whose values are -60000 at every layer."""
+
+    def __init__(self, *, is_asynchronous: bool = False) -> None:
+        self.hidden: dict[int, torch.Tensor] = {}
+        self.ledger = ByteLedger(max_request_bytes=1 << 20, max_engine_bytes=1 << 20)
+        context = StepContext(
+            spec("float16"),
+            torch.float16,
+            torch.device("cpu"),
+            self.ledger,
+            lambda _: AttentionForm(1.0),
+            is_asynchronous=is_asynchronous,
+        )
+        self._registrar, self.builder = Registrar(context), StepBuilder(context)
+
+    def add(self, request_id: str, *ops: dict[str, Any]) -> ActiveRequest:
+        request = compiled("float16", *ops)
+        tensors = {key: (one.dtype, list(one.shape), one.data) for key, one in request.tensors.items()}
+        return self._registrar.register(request_id, request.plan, tensors)
+
+    def step(self, spans: list[Span], sampled: list[list[int]]) -> StepResults:
+        plan = self.builder.plan(spans)
+        num_rows = max(span.row + span.num_rows for span in spans)
+        for tap in (1, 2):
+            self.hidden[tap] = torch.full((num_rows, WIDTH), -60000.0, dtype=torch.float16)
+            plan.run(tap, self.hidden[tap], None)
+        StepCollection(lambda _: None, None).collect(plan)
+        order = {span.request.request_id: index for index, span in enumerate(spans)}
+        return step_delivery(plan).results(sampled, order)
+
+
+def prompt_of(request: ActiveRequest, index: int) -> Span:
+    return Span(request, index * len(PROMPT), len(PROMPT), 0, np.array(PROMPT, np.int32), index=index)
+
+
+@pytest.mark.parametrize("kind", BEYOND)
+def test_what_is_added_in_float16_fails_its_request_alone(kind: str) -> None:
+    worker = Worker()
+    steer = {"op": "steer", "at": POINTS, **BEYOND[kind]}
+    small = steer | {"scale": 0.01}
+    capture = {"op": "capture", "at": POINTS, "name": "c"}
+    requests = [worker.add("beyond", steer, capture), worker.add("small", small, capture)]
+    spans = [prompt_of(request, index) for index, request in enumerate(requests)]
+    results = worker.step(spans, [[1], [1]])
+    assert list(results.failures) == ["beyond"]
+    assert results.failures["beyond"].code == "not_finite"
+    assert "beyond float16" in results.failures["beyond"].message
+    assert list(results.records) == ["small"]
+    for hidden in worker.hidden.values():
+        assert hidden.isfinite().all(), "others may share what is computed from it"
+        assert (hidden[: len(PROMPT)] == -60000).all()
+        assert (hidden[len(PROMPT) :, 0] > -60000).all()
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_write_that_a_condition_or_a_rule_leaves_out_does_not_fail(is_closed: bool) -> None:
+    worker = Worker()
+    steer = {"op": "steer", "at": "layers.1.output", **BEYOND["norm_match"]}
+    number = 5 if is_closed else 8
+    by_token = steer | {"where": {"tokens": [number], "phase": "generated"}}
+    gated = steer | {"when": NEVER if is_closed else NEVER | {"above": -1e9}}
+    requests = [worker.add("gated", gated), worker.add("by token", by_token)]
+    spans = [prompt_of(request, index) for index, request in enumerate(requests)]
+    first = worker.step(spans, [[8], [8]])
+    assert list(first.failures) == ([] if is_closed else ["gated"])
+    # The host does not know the tokens of the second step.
+    ids = torch.tensor([8, 8])
+    spans = [
+        Span(request, row, 1, len(PROMPT), np.array(PROMPT, np.int32), ids, index=row)
+        for row, request in enumerate(requests)
+    ]
+    results = worker.step(spans, [[8], [8]])
+    assert list(results.failures) == ([] if is_closed else ["gated", "by token"])
+
+
+def test_in_a_run_of_steps_only_the_row_that_overflows_fails_its_request() -> None:
+    worker = Worker()
+    steer = {"op": "steer", "at": "layers.1.output", **BEYOND["norm_match"]}
+    requests = [worker.add(name, steer) for name in ("r", "s")]
+    spans = [
+        Span(request, row, 1, len(PROMPT), np.array(PROMPT, np.int32), index=row)
+        for row, request in enumerate(requests)
+    ]
+    plan, at = worker.builder.plan(spans), np.full(2, len(PROMPT), np.int32)
+    run = SteadyRun(plan, ["r", "s"], at, worker.ledger)
+    failed = []
+    for number, second in enumerate((1.0, -60000.0, 1.0), start=1):
+        assert run.go_on(["r", "s"], at + number)
+        plan.run(2, torch.tensor([[1.0] * WIDTH, [second] * WIDTH], dtype=torch.float16), None)
+        StepCollection(lambda _: None, None).collect(plan)
+        results = run_delivery(run).results([[1], [1]], {"r": 0, "s": 1})
+        assert results.run_step is not None, "the others' results go on"
+        failed.append(list(results.failures))
+    assert failed == [[], ["s"], []]
+
+
+def test_of_drafts_those_that_are_refused_do_not_fail() -> None:
+    for num_tokens, fails in ((1, False), (3, True)):
+        worker = Worker(is_asynchronous=True)
+        op = {"op": "steer", "at": "layers.1.output", **BEYOND["norm_match"]}
+        request = worker.add("r", op | {"where": {"tokens": [8]}})
+        ids = torch.tensor([7, 7, 8])
+        results = worker.step(
+            [Span(request, 0, 3, len(PROMPT), np.array(PROMPT, np.int32), ids, 2)], [[7] * num_tokens]
+        )
+        assert bool(results.failures) is fails

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from vllm.sequence import IntermediateTensors
 
 from api_schemas.interventions import parse_interventions
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
+from nnsight_engine.core.tensor_bytes import DTYPES
 from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.records import StepResults
 from nnsight_engine.plans.step.active import ActiveRequest
@@ -56,18 +58,19 @@ CAPTURES: list[dict[str, Any]] = [
 class Worker:
     """The requests and plans of one worker, on a model whose layers give constants."""
 
-    def __init__(self, stage: Stage) -> None:
-        self.stage = stage
+    def __init__(self, stage: Stage, spec: ModelSpec = SPEC) -> None:
+        self.stage, self.spec = stage, spec
         device = torch.device("cpu")
         ledger = ByteLedger(max_request_bytes=1 << 20, max_engine_bytes=1 << 20)
-        context = StepContext(SPEC, torch.float32, device, ledger, lambda _: AttentionForm(1.0), stage=stage)
+        dtype = DTYPES[spec.dtype]
+        context = StepContext(spec, dtype, device, ledger, lambda _: AttentionForm(1.0), stage=stage)
         self._registrar, self._builder = Registrar(context), StepBuilder(context)
         self.requests: list[ActiveRequest] = []
 
     def add(self, request_id: str, operations: Sequence[dict[str, Any]]) -> None:
         compiled = compile_request(
             parse_interventions(list(operations)),
-            spec=SPEC,
+            spec=self.spec,
             prompt_token_ids=PROMPT,
             max_tokens=4,
             token_of=len,
@@ -85,12 +88,15 @@ class Worker:
         for layer in range(NUM_LAYERS):
             if self.stage.has(layer + 1):
                 values = torch.arange(len(self.requests) * len(PROMPT) * WIDTH, dtype=torch.float32)
-                plan.run(layer + 1, values.view(-1, WIDTH) * 10**layer, None)
+                scaled = values.view(-1, WIDTH) * 10**layer
+                plan.run(layer + 1, scaled.to(DTYPES[self.spec.dtype]), None)
         return plan
 
 
-def workers(stages: Sequence[Stage], requests: Mapping[str, Sequence[dict[str, Any]]]) -> list[Worker]:
-    found = [Worker(stage) for stage in stages]
+def workers(
+    stages: Sequence[Stage], requests: Mapping[str, Sequence[dict[str, Any]]], spec: ModelSpec = SPEC
+) -> list[Worker]:
+    found = [Worker(stage, spec) for stage in stages]
     for worker in found:
         for request_id, operations in requests.items():
             worker.add(request_id, operations)
@@ -125,6 +131,20 @@ def test_results_of_stages_are_those_of_one_worker() -> None:
     assert found.failures == {}
     assert found.records == wanted.records
     assert {len(records) for records in found.records.values()} == {2, 3}
+
+
+def test_a_write_beyond_float16_on_an_early_stage_fails_its_request() -> None:
+    half = dataclasses.replace(SPEC, dtype="float16")
+    steer = {"op": "steer", "at": "layers.1.output", "vector": [1.0] * WIDTH, "mode": "norm_match"}
+    requests = {"r": [steer | {"scale": 0.1}, *CAPTURES], "s": [steer | {"scale": 60000.0}, *CAPTURES]}
+    *early, last = workers(STAGES, requests, half)
+    received = sent(early)
+    plan = last.run()
+    for results in received:
+        add_results(plan, results, half)
+    found = collected(plan)
+    assert [(key, one.code) for key, one in found.failures.items()] == [("s", "not_finite")]
+    assert len(found.records["r"]) == len(CAPTURES)
 
 
 def test_a_request_that_only_one_stage_has_given_up_does_not_disturb_others() -> None:

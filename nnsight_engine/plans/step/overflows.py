@@ -1,0 +1,101 @@
+"""Changes beyond float16, found on the device and reported with the step's results.
+
+Some writes compute a change in float32 and round it to the model's dtype. A row whose change float16 cannot
+hold keeps its value and is marked. Its request fails when the results are delivered, so that no step waits
+for the device. The other dtypes have the range of float32, so nothing is marked there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nnsight_engine.plans.records import Failure
+from nnsight_engine.plans.request_plan import OperationKind
+from nnsight_engine.plans.sites import LOGITS
+from nnsight_engine.plans.step.stage import SiteKey
+
+NARROWED_KINDS: Final = frozenset(
+    {OperationKind.NORM_MATCH, OperationKind.PROJECT, OperationKind.SUBSPACE, OperationKind.FEATURE}
+)
+"""Kinds of operations whose changes depend on the model's values, so that admission cannot check them."""
+_FAILURE: Final = Failure(
+    "not_finite",
+    "what the operation adds is beyond float16, in which the model computes; use a smaller scale, "
+    "or serve the model in bfloat16 or float32",
+)
+
+
+class Segment(NamedTuple):
+    """Flags of neighbouring rows of one request; the first belongs to row ``offset`` of its span."""
+
+    request_id: str
+    start: int
+    stop: int
+    offset: int = 0
+
+
+@dataclasses.dataclass(slots=True)
+class Overflows:
+    """The rows of a step at which a change was beyond float16.
+
+    Attributes:
+        flags: ``[rows of the step + rows with logits]`` bool, on the device.
+        segments: The flags of each request.
+        num_rows: Number of rows of the step.
+    """
+
+    flags: torch.Tensor
+    segments: list[Segment]
+    num_rows: int
+
+    @classmethod
+    def of(
+        cls, spans: Iterable[Segment], logits_rows: npt.NDArray[np.int64], device: torch.device
+    ) -> Overflows:
+        """Return flags of which none is set.
+
+        Args:
+            spans: The rows of each request in the step.
+            logits_rows: The rows with logits.
+            device: The model's device.
+        """
+        of_rows = list(spans)
+        num_rows = max(one.stop for one in of_rows)
+        of_logits = [
+            Segment(one.request_id, num_rows + place, num_rows + place + 1, row - one.start)
+            for one in of_rows
+            for place, row in enumerate(logits_rows.tolist())
+            if one.start <= row < one.stop
+        ]
+        flags = torch.zeros(num_rows + len(logits_rows), dtype=torch.bool, device=device)
+        return cls(flags, of_rows + of_logits, num_rows)
+
+    def at(self, key: SiteKey) -> torch.Tensor:
+        """Return the flags of the rows of a site's value, a view."""
+        return self.flags[self.num_rows :] if key == LOGITS else self.flags[: self.num_rows]
+
+
+def overflow_failures(
+    segments: Sequence[Segment], flags: npt.NDArray[np.bool_], num_kept: Mapping[str, int]
+) -> dict[str, Failure]:
+    """Return the failures of the requests of which a row is marked.
+
+    Args:
+        segments: The flags of each request.
+        flags: The flags, on the host.
+        num_kept: Number of rows of each request with drafts that are not refused.
+    """
+    if not flags.any():
+        return {}
+    found = {}
+    for request_id, start, stop, offset in segments:
+        kept = min(stop, start + num_kept.get(request_id, stop) - offset)
+        if flags[start : max(start, kept)].any():
+            found[request_id] = _FAILURE
+    return found
