@@ -14,6 +14,8 @@ from app.engine.client import DescribedModel
 from app.main import create_app, new_store
 from app.settings import Settings
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
+from nnsight_engine.families.dense import LLAMA
+from nnsight_engine.vllm_backend.model_layout import BlockPoints, ModelLayout
 from tests.fakes.engine import FakeBehaviour, FakeEngineClient
 from tests.fakes.results import CAPABILITIES, MODEL
 
@@ -22,6 +24,7 @@ LEAVES = tuple(LeafSpec(name, (SIZES.hidden_size,), "tap", ()) for name in ("inp
 SPEC = ModelSpec(
     MODEL, "LlamaForCausalLM", SIZES.num_layers, SIZES.hidden_size, SIZES.vocab_size, "float32",
     SIZES.max_model_len, SIZES.max_model_len, LEAVES, 1,
+    layout=ModelLayout(LLAMA, (BlockPoints({}, LLAMA.kernel),) * SIZES.num_layers).to_plain(),
 )  # fmt: skip
 
 
