@@ -1,8 +1,9 @@
 """An engine whose model is cut into pieces for CUDA graphs, beside one that is neither cut nor compiled.
 
-``python -m tests.e2e.cuda_graphs_check FOLDER`` runs the same requests on both, on ``GraphedCpuPlatform``,
-and writes ``report.json``: by engine and request the tokens, the tiers of its steps, the modes and sizes that
-were chosen for them, and how far what it captured is from the other engine's. ``test_cuda_graphs`` reads it.
+``python -m tests.e2e.cuda_graphs_check FOLDER KIND`` runs the same requests on both, on
+``GraphedCpuPlatform``; drafts of the kind are for the engine that is cut. It writes ``report.json``: by
+engine and request the tokens, the tiers of its steps, the modes and sizes that were chosen for them, and how
+far what it captured is from the other engine's. ``test_cuda_graphs`` reads it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from nnsight_engine import save
 from nnsight_engine.plans.collect.results import CollectedCapture
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.check_process import REPORT
+from tests.e2e.engine_kinds import EngineKind
 from tests.e2e.graph_pieces import FullGraphs, Piece
 from tests.e2e.graphed_platform import CAPTURE_SIZES, GraphedCpuPlatform
 from tests.e2e.harness import Ask, Engine, Reply, random_vector
@@ -149,8 +151,8 @@ def observe(model: VLLM) -> tuple[dict[str, dict[str, Any]], dict[str, list[torc
     return report, captured
 
 
-def main(folder: Path) -> None:
-    """Run both engines, and report."""
+def main(folder: Path, kind: EngineKind) -> None:
+    """Run both engines, the one that is cut of this kind, and report."""
     current_platform.__class__ = GraphedCpuPlatform  # all modules share the instance
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
     checkpoint = write_checkpoint("llama", folder / "llama")
@@ -158,8 +160,9 @@ def main(folder: Path) -> None:
     with traced_engine(checkpoint, **options) as model:
         eager, expected = observe(model)
     graphs = {"cudagraph_capture_sizes": list(CAPTURE_SIZES)}
+    options |= kind.options(checkpoint)
     with traced_engine(checkpoint, enforce_eager=False, compilation_config=graphs, **options) as model:
-        if model.engine.llm_engine.vllm_config.use_v2_model_runner:
+        if kind.runner == "v2":
             FullGraphs(runner_of(model))
         cut, captured = observe(model)
         splitting_ops = model.engine.llm_engine.vllm_config.compilation_config.splitting_ops
@@ -178,4 +181,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), EngineKind.named(sys.argv[2]))

@@ -18,7 +18,7 @@ from nnsight_engine.vllm_backend.taps import CONTEXT_KEY
 class GraphedMetadataBuilder(CPUAttentionMetadataBuilder):
     """Says of steps that only decode what a GPU's attention says."""
 
-    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
 
 class GraphedAttention(CPUAttentionBackend):

@@ -7,6 +7,7 @@ There is no GPU here. vLLM's own configuration, dispatcher and runner choose as 
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,8 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from nnsight_engine.vllm_backend.steps.graphs import TAP_OPS, StepGraphs, cut_at_taps
 from nnsight_engine.vllm_backend.steps.runner_v1 import V1RunnerMixin
 from tests.e2e.check_process import report_of
-from tests.e2e.engine_kinds import V1_SYNC, V2_SYNC, environment
+from tests.e2e.cuda_graphs_check import NUM_TOKENS
+from tests.e2e.engine_kinds import V1_SYNC, V2_SYNC, EngineKind, environment
 from tests.families.checkpoints import NUM_LAYERS, write_checkpoint
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
@@ -376,14 +378,15 @@ def test_breakable_graphs_are_not_replayed(
 # An engine whose model is cut.
 
 
+def report_on(kind: EngineKind, folder: Path) -> Any:
+    """Run one engine of a kind that is cut, and one without drafts that is not."""
+    return report_of("tests.e2e.cuda_graphs_check", folder, [str(kind)], environment=environment(kind))
+
+
 @pytest.fixture(scope="module", params=[V1_SYNC, V2_SYNC], ids=str)
 def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Run one engine that is cut, and one that is not, of each runner."""
-    return report_of(
-        "tests.e2e.cuda_graphs_check",
-        tmp_path_factory.mktemp("graphs"),
-        environment=environment(request.param),
-    )
+    """Run engines of each runner."""
+    return report_on(request.param, tmp_path_factory.mktemp("graphs"))
 
 
 def test_there_is_a_piece_between_each_tap_and_attention(report: Any) -> None:
@@ -426,3 +429,28 @@ def test_its_interventions_run_where_they_run_without_pieces(report: Any) -> Non
         assert tiers[name] == {"tap": 4}
     for name in ("inside", "going_on_inside"):
         assert tiers[name] == {"eager": 4}
+
+
+# The same with drafts.
+
+
+@pytest.fixture(scope="module", params=["v1-sync-self_draft", "v2-sync-self_draft"])
+def drafted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Run engines of each runner, where the model is its own draft."""
+    return report_on(EngineKind.named(request.param), tmp_path_factory.mktemp("drafted"))
+
+
+def test_it_answers_with_drafts_what_an_engine_without_pieces_answers_without(drafted: Any) -> None:
+    for name in REQUESTS:
+        own, expected = drafted["cut"][name], drafted["eager"][name]
+        assert own["tokens"] == expected["tokens"], name
+        assert own.get("off", 0.0) < 1e-5, name
+
+
+def test_its_drafted_decode_is_a_full_graph_where_nothing_intervenes(drafted: Any) -> None:
+    steps = {name: drafted["cut"][name]["steps"] for name in REQUESTS}
+    assert steps["plain"] == [[PIECEWISE, 8], [FULL, 4]]
+    for name in REQUESTS[1:-1]:
+        assert {mode for mode, _ in steps[name]} == {PIECEWISE}, name
+    for name in ("at_taps", "going_on_inside"):  # traces take no drafts
+        assert len(steps[name]) == NUM_TOKENS
