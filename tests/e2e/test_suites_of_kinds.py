@@ -38,6 +38,7 @@ SUITES: Final = {
     "hybrid_state": 4,
     "lora": 1,
     "numerics": 10,
+    "tensor_parallel": 1,
 }
 """Suites, and into how many portions each is cut on V2."""
 TRIED: Final = {
@@ -47,6 +48,7 @@ TRIED: Final = {
     "hybrid_state": {"v1-async"},
     "lora": {"v1-async", "v2-async"},
     "numerics": {"v1-async"},
+    "tensor_parallel": {"v2-async", "v2-async-self_draft"},
 }
 """Of suites that have not yet been tried on all kinds, those on which they are played."""
 ON_THE_OWN_KIND: Final = {
@@ -58,7 +60,6 @@ ON_THE_OWN_KIND: Final = {
     "reads_change_nothing": "compares bits, and rows of other kinds' steps may be others",
     "sandboxed_tensor_parallel": "on several ranks",
     "sixteen_vectors": "needs what batching needs of a kind",
-    "tensor_parallel": "on several ranks",
     "traces_caches": "needs what traces need of a kind",
     "traces_edits": "needs what traces need of a kind",
     "traces_names": "needs what traces need of a kind",
