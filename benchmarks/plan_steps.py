@@ -9,7 +9,7 @@ requests together, and must not wait for the device before its results are taken
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from api_schemas.interventions import parse_interventions
 from benchmarks.case import BenchmarkCase, Sampler, difference, ratio
+from benchmarks.host_waits import finding_waits
 from benchmarks.interventions import ContentOf, LayerSizes, captured, every, first_only, middle, steered
 from benchmarks.turns import CallsByTurns
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
@@ -68,8 +68,6 @@ _OPERATIONS: Final[dict[str, ContentOf]] = {
     "every request its own vector, all layers": steered(every),
     "last token captured, all layers": captured(every, "generated", "last"),
 }
-_WAITING: Final = frozenset({"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select"})
-"""Operators that hand a tensor's numbers to Python, for which a GPU is waited for."""
 
 
 class PlanCheckError(Exception):
@@ -216,7 +214,7 @@ class _StandIn:
 def no_waiting(device: torch.device) -> Iterator[None]:
     """Raise where the block would wait for the device: torch's RuntimeError on CUDA, ours elsewhere."""
     if device.type != "cuda":
-        with _WaitRefusal():  # type: ignore[no-untyped-call] # torch's own constructor
+        with finding_waits(_refuse):
             yield
         return
     before = torch.cuda.get_sync_debug_mode()
@@ -227,18 +225,8 @@ def no_waiting(device: torch.device) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-class _WaitRefusal(TorchDispatchMode):
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        del types
-        if func.overloadpacket.__name__ in _WAITING:
-            raise PlanCheckError(f"{func} hands numbers to Python, for which a GPU is waited for")
-        return func(*args, **(kwargs or {}))
+def _refuse(wait: str) -> None:
+    raise PlanCheckError(wait)
 
 
 def plan_cases(device: torch.device, batches: tuple[int, ...]) -> list[BenchmarkCase]:

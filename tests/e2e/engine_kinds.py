@@ -157,10 +157,16 @@ def environment(kind: EngineKind) -> dict[str, str]:
     return found | (INTERPRETED if is_v2 else {})
 
 
+def kind_of_process() -> EngineKind | None:
+    """Return the kind of which this process was started, if of any."""
+    name = os.environ.get(KIND)
+    return None if name is None else EngineKind.named(name)
+
+
 def options_of_process(model: Path | str) -> dict[str, Any]:
     """Return the engine arguments of the kind of which this process was started, if of any."""
-    name = os.environ.get(KIND)
-    return {} if name is None else EngineKind.named(name).options(Path(model))
+    kind = kind_of_process()
+    return {} if kind is None else kind.options(Path(model))
 
 
 @contextlib.contextmanager
