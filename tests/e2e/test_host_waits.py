@@ -252,13 +252,16 @@ def asked(name: str, num_tokens: int = 12) -> Ask:
     return Ask([5, 9, 11], REQUESTS[name], num_tokens, {"temperature": 0.0, "ignore_eos": True})
 
 
+# The scope is the module, and a case has a value of its own: otherwise each test would start an engine.
 @pytest.mark.parametrize(
-    ("engine", "name"),
-    [(key, name) for key, served in SERVED.items() for name in served.requests],
+    ("engine", "case"),
+    [(key, (key, name)) for key, served in SERVED.items() for name in served.requests],
     indirect=["engine"],
-    scope="module",  # else each test would start an engine
+    scope="module",
+    ids=str,
 )
-def test_no_step_waits(engine: Engine, found: list[str], name: str) -> None:
+def test_no_step_waits(engine: Engine, found: list[str], case: tuple[str, str]) -> None:
+    _, name = case
     for (reply,) in engine.run([asked(name), asked(name)]):
         assert reply.failure is None
         assert len(reply.token_ids) == 12
