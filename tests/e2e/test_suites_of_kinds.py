@@ -39,6 +39,7 @@ SUITES: Final = {
     "lora": 1,
     "numerics": 10,
     "tensor_parallel": 1,
+    "host_waits": 2,
 }
 """Suites, and into how many portions each is cut on V2."""
 TRIED: Final = {
@@ -49,13 +50,13 @@ TRIED: Final = {
     "lora": {"v1-async", "v2-async"},
     "numerics": {"v1-async"},
     "tensor_parallel": {"v2-async", "v2-async-self_draft"},
+    "host_waits": {"v2-async"},
 }
 """Of suites that have not yet been tried on all kinds, those on which they are played."""
 ON_THE_OWN_KIND: Final = {
     "compiled": "engines of kinds are eager",
     "differences": "checks a tool for families",
     "fair_scheduling": "times requests",
-    "host_waits": "chooses its kind itself",
     "mixers_over_ranks": "on several ranks",
     "reads_change_nothing": "compares bits, and rows of other kinds' steps may be others",
     "sandboxed_tensor_parallel": "on several ranks",
