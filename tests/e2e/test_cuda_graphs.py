@@ -215,9 +215,7 @@ with_and_without_drafts = pytest.mark.parametrize(
 )
 """Decodes of one length, and the size of the graph that holds them."""
 
-
-@with_and_without_drafts
-@pytest.mark.parametrize(
+every_mode = pytest.mark.parametrize(
     ("mode", "idle", "intervening"),
     [
         ("FULL_AND_PIECEWISE", FULL, PIECEWISE),
@@ -227,6 +225,11 @@ with_and_without_drafts = pytest.mark.parametrize(
         ("NONE", NONE, NONE),
     ],
 )
+"""Modes of graphs, and the kind of a decode step where nothing intervenes and where something does."""
+
+
+@with_and_without_drafts
+@every_mode
 def test_every_mode_of_graphs(
     engine_config: VllmConfig,
     mode: str,
@@ -310,16 +313,7 @@ def manager_with(
 @pytest.mark.usefixtures("stage")
 @with_and_without_drafts
 @pytest.mark.parametrize("varlen_decode", [False, True])
-@pytest.mark.parametrize(
-    ("mode", "idle", "intervening"),
-    [
-        ("FULL_AND_PIECEWISE", FULL, PIECEWISE),
-        ("PIECEWISE", PIECEWISE, PIECEWISE),
-        ("FULL", FULL, NONE),
-        ("FULL_DECODE_ONLY", FULL, NONE),
-        ("NONE", NONE, NONE),
-    ],
-)
+@every_mode
 def test_every_mode_of_graphs_on_the_v2_runner(
     engine_config: VllmConfig,
     mode: str,
