@@ -14,11 +14,9 @@ import torch
 
 from api_schemas.errors import ApiError, ErrorCode
 from app.context import Context
-from app.engine.client import DescribedModel
 from app.engine.trace_process_pool import TraceProcesses
 from app.main import create_app, new_store
 from app.settings import Settings
-from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.core.saves import save
 from nnsight_engine.core.work_context import current_work
 from nnsight_engine.remote_backend.client.backend import RemoteBackend
@@ -27,24 +25,12 @@ from nnsight_engine.remote_backend.frames import Frame
 from nnsight_engine.remote_backend.messages import TraceRequest
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.collector import Collector, Span, collecting
-from tests.fakes.engine import FakeEngineClient
+from tests.fakes.described import DescribedEngineClient
 from tests.fakes.results import MODEL
 from tests.fakes.traces import FakeTraceEngine
 from tests.integration.live import Leaving, Recording, listening, until
 
 pytestmark = pytest.mark.heavy
-
-SPEC = ModelSpec(
-    MODEL, "LlamaForCausalLM", 1, 8, 16, "float32", 64, 64, (LeafSpec("input", (8,), "tap", ()),), 1
-)
-
-
-class Engine(FakeEngineClient):
-    """Describes a model of a known architecture."""
-
-    async def describe_model(self) -> DescribedModel:
-        modules = [("", "LlamaForCausalLM", "", ""), ("model", "LlamaModel", "", "")]
-        return DescribedModel(modules, SPEC.to_plain())
 
 
 class Traces(FakeTraceEngine):
@@ -95,7 +81,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         }
     )
     store = new_store(settings)
-    engine, traces = Engine(settings, store), Traces()
+    engine, traces = DescribedEngineClient(settings, store), Traces()
     engine.traces = {traces.name: traces}
     traces.behaviour.saves = {"kept": 5}
     with collecting() as collector, pytest.MonkeyPatch.context() as patch:
