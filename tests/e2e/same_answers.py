@@ -89,7 +89,7 @@ def _of_fields(path: str, got: dict[Any, Any], wanted: dict[Any, Any]) -> Iterat
     if got.keys() == _TENSOR:
         yield from _of_tensors(path, got, wanted)
         return
-    if got.keys() == _TOKEN and abs((got["rank"] or 0) - (wanted["rank"] or 0)) == 1:
+    if got.keys() == _TOKEN and got["rank"] and wanted["rank"] and abs(got["rank"] - wanted["rank"]) == 1:
         got = got | {"rank": wanted["rank"]}
     for key in got.keys() - _OF_THE_STEPS:
         yield from _differences(f"{path}.{key}", got[key], wanted[key])

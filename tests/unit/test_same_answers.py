@@ -24,7 +24,7 @@ ROWS = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
 
 
 def answer(
-    rows: torch.Tensor = ROWS, positions: tuple[int, ...] = (3, 4), token: int = 5, rank: int = 1
+    rows: torch.Tensor = ROWS, positions: tuple[int, ...] = (3, 4), token: int = 5, rank: int | None = 1
 ) -> Answer:
     """Return an answer with two results."""
     data = tensor_to_bytes(rows)
@@ -48,8 +48,15 @@ def test_rounding_and_the_way_of_the_steps_are_no_differences() -> None:
 
 @pytest.mark.parametrize(
     "other",
-    [answer(ROWS + 1e-3), answer(positions=(3, 5)), answer(token=6), answer(rank=3), Answer()],
-    ids=["a value", "a position", "a token", "a rank", "no choice"],
+    [
+        answer(ROWS + 1e-3),
+        answer(positions=(3, 5)),
+        answer(token=6),
+        answer(rank=3),
+        answer(rank=None),
+        Answer(),
+    ],
+    ids=["a value", "a position", "a token", "a rank", "no rank", "no choice"],
 )
 def test_what_differs_is_found(other: Answer) -> None:
     assert found(answer(), other)
