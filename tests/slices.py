@@ -113,8 +113,15 @@ def keep_slice(config: pytest.Config, items: list[pytest.Item], chosen: Slice) -
 
 
 def keep_portion(config: pytest.Config, items: list[pytest.Item], chosen: Slice) -> None:
-    """Deselect all heavy tests, and of the others all but those of one portion."""
-    kept = set(chosen.of([item for item in items if not is_heavy(item)]))
+    """Deselect all heavy tests, and of the others all but those of one portion.
+
+    Raises:
+        UsageError: A portion would be empty.
+    """
+    core = [item for item in items if not is_heavy(item)]
+    if len(core) < chosen.count:
+        raise pytest.UsageError(f"--portion: {len(core)} tests cannot be cut into {chosen.count} portions")
+    kept = set(chosen.of(core))
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 

@@ -1,6 +1,6 @@
 """Options of vLLM that are refused, because interventions could be silently wrong with them.
 
-``docs/correctness.md`` has the same table.
+``docs/correctness.md`` has the same options, each with its reason in words for users.
 """
 
 from __future__ import annotations

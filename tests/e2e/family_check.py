@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from vllm.distributed import get_pp_group
 from vllm.lora.request import LoRARequest
 
 from api_schemas.errors import ApiError, ErrorCode
@@ -31,8 +32,7 @@ from nnsight_engine.certificate.reference import compute
 from nnsight_engine.certificate.verdicts import Status
 from nnsight_engine.core.leaves import STATE
 from nnsight_engine.plans.collect.results import CollectedCapture, CollectedLens, CollectedToken
-from nnsight_engine.vllm_backend.model_points import ModelPoints
-from nnsight_engine.vllm_backend.structure import Found, ModelRuns, found_family
+from nnsight_engine.vllm_backend.structure import ModelRuns, found_family
 from tests.e2e.check_process import in_forks
 from tests.e2e.engine_kinds import options_of_process
 from tests.e2e.harness import Ask, Engine, Reply
@@ -273,20 +273,26 @@ def check_greedy(engine: Engine, expected: Expected) -> None:
 def check_structure(engine: Engine, expected: Expected) -> None:
     """Without the table, the model's structure shows the same residual stream."""
     del expected
-    ((found, points),) = engine.llm.collective_rpc(_structure)
-    wanted = points.family
-    if not points.has_stream:
-        assert not found.family.layers, found
-        return
-    for name in ("layers", "hidden_index", "returns_residual", "has_unused_residual", "is_batched"):
-        assert getattr(found.family, name) == getattr(wanted, name), (name, found)
-    assert found.family.final_norm == ("" if points.final_norm is None else wanted.final_norm), found
+    for differences in engine.llm.collective_rpc(_structure_differences):
+        assert not differences, differences
 
 
-def _structure(worker: Any) -> tuple[Found, ModelPoints]:
+def _structure_differences(worker: Any) -> list[str]:
+    """Compare in a worker, whose modules stay there."""
     runner = worker.model_runner
     found = found_family(ModelRuns(runner.get_model(), worker.vllm_config, worker.device))
-    return found, runner.handler.interventions.points
+    points = runner.handler.interventions.points
+    if not points.has_stream:
+        return [f"layers: {found}"] if found.family.layers else []
+    names = ("layers", "hidden_index", "returns_residual", "has_unused_residual", "is_batched")
+    wanted = {name: getattr(points.family, name) for name in names}
+    has_norm = points.final_norm is not None and get_pp_group().is_last_rank
+    wanted["final_norm"] = points.family.final_norm if has_norm else ""
+    return [
+        f"{name}, wanted {value!r}: {found}"
+        for name, value in wanted.items()
+        if getattr(found.family, name) != value
+    ]
 
 
 def check_compiled_taps(engine: Engine, expected: Expected) -> None:

@@ -1,4 +1,7 @@
-"""Compares the answers of two engines: tokens and positions exactly, numbers within rounding.
+"""Compares the answers of two engines: tokens and positions exactly, numbers and rankings within rounding.
+
+In a ranking, tokens or features whose values are nearly equal may have changed places; a target's rank may be
+off by one. ``fuzz.judge`` compares ranks with those that the logits give.
 
 Answers are as ``encoded`` writes and ``decoded`` reads them: the dataclasses' fields as dictionaries.
 """
@@ -38,6 +41,8 @@ _OF_THE_STEPS: Final = frozenset(
 
 
 _TENSOR: Final = {"dtype", "shape", "data"}
+_TOKEN: Final = {"id", "logprob", "rank"}
+Ranking = list[tuple[int, float]]
 
 
 def encoded(answers: Sequence[Answer]) -> bytes:
@@ -64,12 +69,10 @@ def had_to_fail(answer: dict[str, Any]) -> bool:
 
 
 def _differences(path: str, got: Any, wanted: Any) -> Iterator[str]:
-    if isinstance(got, dict) and isinstance(wanted, dict) and got.keys() == wanted.keys():
-        if got.keys() == _TENSOR:
-            yield from _of_tensors(path, got, wanted)
-            return
-        for key in got.keys() - _OF_THE_STEPS:
-            yield from _differences(f"{path}.{key}", got[key], wanted[key])
+    if (one := _ranking(got)) and (other := _ranking(wanted)):
+        yield from _of_rankings(path, one, other)
+    elif isinstance(got, dict) and isinstance(wanted, dict) and got.keys() == wanted.keys():
+        yield from _of_fields(path, got, wanted)
     elif isinstance(got, list) and isinstance(wanted, list) and len(got) == len(wanted):
         if all(isinstance(number, float) for number in [*got, *wanted]):
             yield from _of_numbers(path, torch.tensor(got), torch.tensor(wanted), TOLERANCE)
@@ -80,6 +83,45 @@ def _differences(path: str, got: Any, wanted: Any) -> Iterator[str]:
         yield from _of_numbers(path, torch.tensor([got]), torch.tensor([wanted]), TOLERANCE)
     elif got != wanted:
         yield f"{path} is {str(got)[:200]}, not {str(wanted)[:200]}"
+
+
+def _of_fields(path: str, got: dict[Any, Any], wanted: dict[Any, Any]) -> Iterator[str]:
+    if got.keys() == _TENSOR:
+        yield from _of_tensors(path, got, wanted)
+        return
+    if got.keys() == _TOKEN and got["rank"] and wanted["rank"] and abs(got["rank"] - wanted["rank"]) == 1:
+        got = got | {"rank": wanted["rank"]}
+    for key in got.keys() - _OF_THE_STEPS:
+        yield from _differences(f"{path}.{key}", got[key], wanted[key])
+
+
+def _ranking(value: Any) -> Ranking:
+    """Return the ids and the values of a ranking: log-probabilities, a lens' top tokens, or features."""
+    if isinstance(value, dict):
+        is_ranking = all(isinstance(key, int) and isinstance(item, float) for key, item in value.items())
+        return list(value.items()) if is_ranking else []
+    if not isinstance(value, list):
+        return []
+    if all(isinstance(token, dict) and token.keys() == _TOKEN and token["rank"] is None for token in value):
+        return [(token["id"], token["logprob"]) for token in value]
+    pairs = all(isinstance(pair, list) and [type(part) for part in pair] == [int, float] for pair in value)
+    return [(feature, activation) for feature, activation in value] if pairs else []
+
+
+def _of_rankings(path: str, got: Ranking, wanted: Ranking) -> Iterator[str]:
+    """Yield what is wrong with a ranking: a value, or a member that others do not nearly equal."""
+    if len(got) != len(wanted):
+        yield f"{path} ranks {len(got)}, not {len(wanted)}"
+        return
+    mine, theirs = dict(got), dict(wanted)
+    allowed = TOLERANCE * max(1.0, *map(abs, theirs.values()))
+    for member in mine.keys() | theirs.keys():
+        value, other = mine.get(member, got[-1][1]), theirs.get(member, wanted[-1][1])
+        if not abs(value - other) <= allowed:
+            yield f"{path} has {member} with {value:.6g}, not {other:.6g}"
+    for place, ((member, value), (other, wanted_value)) in enumerate(zip(got, wanted, strict=True)):
+        if not abs(value - wanted_value) <= allowed:
+            yield f"{path} has {member} in place {place}, not {other}"
 
 
 def _of_tensors(path: str, got: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:

@@ -103,7 +103,8 @@ def served(
     arguments += ["--max-loras", "2", "--max-lora-rank", str(RANK), "--lora-modules"]
     arguments += [f"first={folders['first']}"]
     # Several sandboxes and workers on a small machine wait for each other.
-    variables = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "NNSIGHT_ENGINE_TRACE_STEP_S": "30"}
+    patience = {"NNSIGHT_ENGINE_TRACE_STEP_S": "30", "NNSIGHT_ENGINE_SANDBOX_STEP_S": "30"}
+    variables = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} | patience
     with serving_several(folders["base"], data, arguments, **variables) as (server, keys):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("NNSIGHT_ENGINE_DATA_DIR", str(data))

@@ -59,17 +59,18 @@ def played(folder: Path, names: Sequence[str]) -> Answers:
     found = {}
     for name, entry in report.items():
         counts, answers = entry["counts"], decoded((folder / name).read_bytes())
+        said = f"FUZZ_DAY={DAY}: {counts}"
         found[name] = [a | {"asked": asked} for a, asked in zip(answers, entry["asked"], strict=True)]
-        assert not [what for what in counts if what.startswith("left behind")], counts
-        assert counts["answered"] > len(found[name]) / 2, counts
-        assert (counts["preempted"] > 0) == name.endswith("tight"), counts
-        assert counts["left"], counts
-        assert counts["of parts"], counts
+        assert not [what for what in counts if what.startswith("left behind")], said
+        assert counts["answered"] > len(found[name]) / 2, said
+        assert (counts["preempted"] > 0) == name.endswith("tight"), said
+        assert counts["left"], said
+        assert counts["of parts"], said
         kind = EngineKind.named(name.split(":")[0])
-        assert (counts["drafted rows"] > 0) == (kind.speculation is not None), counts
+        assert (counts["drafted rows"] > 0) == (kind.speculation is not None), said
         # The drafts of EAGLE are random, and those of MTP know one layer: all may be refused.
         has_accepted = counts["drafted rows"] > counts["refused rows"]
-        assert has_accepted or kind.speculation in {None, "eagle", "eagle3", "mtp"}, counts
+        assert has_accepted or kind.speculation in {None, "eagle", "eagle3", "mtp"}, said
     return found
 
 

@@ -111,34 +111,19 @@ def test_slow_blocks_of_a_tenant_keep_nobody_else_waiting(
     assert len(texts) == 1
 
 
+ROWS: Final = "rows = model.layers[0].output.new_zeros"
+"""Rows in the dtype of the model, which follows from the machine."""
 COSTLY: Final = {
-    "unembedding": (
-        "rows = torch.zeros(1024, 576, dtype=torch.bfloat16)\nfor _ in range(99):\n    model.lm_head(rows)",
-        "within one step",
-    ),
+    "unembedding": (f"{ROWS}(1024, 576)\nfor _ in range(99):\n    model.lm_head(rows)", "within one step"),
     "mlp": (
-        (
-            "rows = torch.zeros(2048, 576, dtype=torch.bfloat16)\n"
-            "for _ in range(999):\n    model.model.layers[0].mlp(rows)"
-        ),
+        f"{ROWS}(2048, 576)\nfor _ in range(999):\n    model.model.layers[0].mlp(rows)",
         "within one step",
     ),
-    "bytes": (
-        "model.lm_head(torch.zeros(2048, 576, dtype=torch.bfloat16))",
-        "call it with 1,365 rows or fewer",
-    ),
-    "rows": (
-        "model.lm_head(torch.zeros(9999, 576, dtype=torch.bfloat16))",
-        "rows at once",
-    ),
-    "large rows": (
-        "model.lm_head(torch.zeros(99999, 576, dtype=torch.bfloat16))",
-        "may leave the sandbox|rows at once",
-    ),
-    "huge rows": (
-        "model.lm_head(torch.zeros(1, 1, dtype=torch.bfloat16).expand(2**30, 576))",
-        "leave the sandbox",
-    ),
+    # 128 MiB of logits, in bfloat16 or in float32.
+    "bytes": (f"{ROWS}(2048, 576)\nmodel.lm_head(rows)", "call it with (1,365|682) rows or fewer"),
+    "rows": (f"{ROWS}(9999, 576)\nmodel.lm_head(rows)", "rows at once"),
+    "large rows": (f"{ROWS}(99999, 576)\nmodel.lm_head(rows)", "may leave the sandbox|rows at once"),
+    "huge rows": (f"{ROWS}(1, 1).expand(2**30, 576)\nmodel.lm_head(rows)", "leave the sandbox"),
     "huge value": (
         "model.layers[5].output = torch.zeros(1).expand(2**40)",
         "shape|bytes|of memory",

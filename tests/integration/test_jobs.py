@@ -13,7 +13,7 @@ from nnsight_engine.remote_backend.frames import FrameKind
 from tests.integration.conftest import ErrorCheck, Serve
 from tests.integration.scripted_traces import HEADERS, RESULT, ScriptedEngine, frames_of, trace
 from tests.integration.served_jobs import Jobs
-from tests.integration.waiting import until_async
+from tests.integration.waiting import until, until_async
 
 
 @pytest.mark.both_databases
@@ -221,7 +221,9 @@ async def test_a_thousand_jobs_each_run_once_and_so_many_at_a_time(with_jobs: An
         ids: list[str] = []
         for _ in range(20):
             ids += await asyncio.gather(*(jobs.submit() for _ in range(50)))
-        await until_async(lambda: jobs.are_completed(len(ids)), timeout_s=60)
+        # Lists of jobs take time from the jobs: they are asked for at the end only.
+        await until(lambda: len(jobs.engine.started) >= len(ids), timeout_s=300)
+        await until_async(lambda: jobs.are_completed(len(ids)))
         assert sorted(jobs.engine.started) == sorted(ids)
         assert 1 < jobs.engine.most_running <= 8
 

@@ -121,6 +121,8 @@ def open_page(browser: Browser) -> Iterator[Open]:
 
     yield open_one
     for context in contexts:
+        for page in context.pages:
+            page.unroute_all(behavior="ignoreErrors")  # answers that a test does not wait for
         context.close()
     assert said == []
 

@@ -10,6 +10,7 @@ import torch
 from nnsight_engine.core.tensor_bytes import tensor_to_bytes
 from nnsight_engine.plans.collect.results import (
     CollectedCapture,
+    CollectedFeatures,
     CollectedLens,
     CollectedResults,
     CollectedToken,
@@ -23,7 +24,7 @@ ROWS = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
 
 
 def answer(
-    rows: torch.Tensor = ROWS, positions: tuple[int, ...] = (3, 4), token: int = 5, rank: int = 1
+    rows: torch.Tensor = ROWS, positions: tuple[int, ...] = (3, 4), token: int = 5, rank: int | None = 1
 ) -> Answer:
     """Return an answer with two results."""
     data = tensor_to_bytes(rows)
@@ -47,12 +48,51 @@ def test_rounding_and_the_way_of_the_steps_are_no_differences() -> None:
 
 @pytest.mark.parametrize(
     "other",
-    [answer(ROWS + 1e-3), answer(positions=(3, 5)), answer(token=6), answer(rank=2), Answer()],
-    ids=["a value", "a position", "a token", "a rank", "no choice"],
+    [
+        answer(ROWS + 1e-3),
+        answer(positions=(3, 5)),
+        answer(token=6),
+        answer(rank=3),
+        answer(rank=None),
+        Answer(),
+    ],
+    ids=["a value", "a position", "a token", "a rank", "no rank", "no choice"],
 )
 def test_what_differs_is_found(other: Answer) -> None:
     assert found(answer(), other)
     assert found(other, answer())
+
+
+def ranked(*members: tuple[int, float]) -> Answer:
+    """Return an answer with one ranking in three places: sampling, a lens, and features."""
+    lens = CollectedLens("l", [3], {0: [([CollectedToken(*member) for member in members], [])]})
+    features = CollectedFeatures("f", [3], [list(members)])
+    return Answer([Choice([1], [dict(members)], CollectedResults([lens, features]))])
+
+
+RANKED = ranked((4, -0.5), (7, -1.5), (9, -1.500001))
+
+
+def test_members_of_a_ranking_that_are_nearly_equal_may_change_places() -> None:
+    assert not found(RANKED, ranked((4, -0.5), (9, -1.5), (7, -1.500001)))
+    assert not found(RANKED, ranked((4, -0.5), (7, -1.5), (8, -1.500001)))
+    assert not found(answer(rank=1), answer(rank=2))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ranked((7, -1.5), (4, -0.5), (9, -1.500001)),
+        ranked((4, -0.5), (7, -1.5), (9, -1.6)),
+        ranked((5, -0.5), (7, -1.5), (9, -1.500001)),
+        ranked((4, -0.5), (7, -1.5)),
+        ranked((4, -0.5), (7, -1.5), (9, float("nan"))),
+    ],
+    ids=["the order", "a value", "a member", "the number", "not a number"],
+)
+def test_each_ranking_that_differs_is_found(other: Answer) -> None:
+    assert len({entry.split(" ")[0] for entry in found(RANKED, other)}) == 3
+    assert found(other, RANKED)
 
 
 def test_a_request_that_needs_its_prompt_in_one_step_may_fail_only_where_it_was_split() -> None:

@@ -15,7 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.parallel import SHARED_FIXTURES, group_of
-from tests.slices import HEAVY_GROUPS, SECONDS, Slice, heavy_groups, is_heavy, keep_slice, slices_of
+from tests.slices import (
+    HEAVY_GROUPS,
+    SECONDS,
+    Slice,
+    heavy_groups,
+    is_heavy,
+    keep_portion,
+    keep_slice,
+    slices_of,
+)
 
 PROJECT = Path(__file__).resolve().parents[2]
 COUNTS = range(1, 13)
@@ -137,6 +146,15 @@ def test_portions_have_each_test_once() -> None:
         portions = [list(Slice(number, count).of(range(10))) for number in range(1, count + 1)]
         assert list(itertools.chain(*portions)) == list(range(10))
         assert max(map(len, portions)) - min(map(len, portions)) <= 1
+
+
+def test_portions_of_which_one_would_be_empty_are_refused() -> None:
+    items = cast(Any, [Item(f"tests/e2e/test_a.py::test_{number}", heavy=number < 2) for number in range(5)])
+    keep_portion(cast(Any, Config()), items, Slice(3, 3))
+    assert [item.nodeid for item in items] == ["tests/e2e/test_a.py::test_4"]
+    items = cast(Any, [Item(f"tests/e2e/test_a.py::test_{number}", heavy=number < 2) for number in range(5)])
+    with pytest.raises(pytest.UsageError, match="3 tests cannot be cut into 4 portions"):
+        keep_portion(cast(Any, Config()), items, Slice(1, 4))
 
 
 def test_every_file_with_tests_is_collected() -> None:
