@@ -2,7 +2,7 @@
 #
 #   make serve [MODEL=Qwen/Qwen3-0.6B] [PORT=8000] [ARGS="--tensor-parallel-size 2"]
 #   make loadtest [SCENARIO=steered] [SHAPE=spike] [TIME=60] [USERS=1] [URL=http://127.0.0.1:8000]
-#   make test [SLICE=1/4] | test-fast | test-all | test-kinds | check | audit | docs | soak | fuzz | bench | image-check | format | clean
+#   make test [SLICE=1/6] | test-fast | test-all | check | audit | docs | soak | fuzz | bench | image-check | format | clean
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -22,8 +22,10 @@ URL ?=
 ADMIN_KEY_FILE ?=
 # Processes that share the tests; 0 runs all in one, in order, as a debugger wants it.
 WORKERS ?= 2
-# Of the tests marked heavy, the K-th of N slices, as SLICE=K/N; `make test` runs none of them else.
+# Of the tests marked heavy, the K-th of N slices, as SLICE=K/N, or SLICE=next; `make test` runs none of them else.
 SLICE ?=
+# RECORD=1 writes how long heavy tests take to tests/durations.json, by which they are cut into slices.
+RECORD ?=
 # "required" makes a missing PostgreSQL a failure, where tests that need it are skipped else.
 POSTGRES ?= $(if $(CI),required,)
 # Likewise promtool, which checks the alert rules.
@@ -44,12 +46,12 @@ SOURCES = $(shell for d in api_schemas nnsight_engine app benchmarks examples lo
 PYTEST = HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) $(if $(filter required,$(POSTGRES)),--require-postgres) \
 	$(if $(filter required,$(PROMTOOL)),--require-promtool) \
 	$(if $(filter required,$(CHROMIUM)),--require-chromium) $(if $(filter required,$(NODE)),--require-node) \
-	$(if $(filter required,$(CLIENTS)),--require-clients)
+	$(if $(filter required,$(CLIENTS)),--require-clients) $(if $(RECORD),--record)
 # Tests that are named all run.
 CORE = $(if $(SLICE),--slice $(SLICE),$(if $(TESTS),,-m "not heavy")) $(TESTS)
 FAST = $(if $(TESTS),-m "not e2e" $(TESTS),-m "not e2e and not heavy" tests/unit tests/integration)
 
-.PHONY: help install postgres promtool chromium node clients playground serve test test-fast test-all test-kinds lint audit check docs soak fuzz bench loadtest image-check format clean
+.PHONY: help install postgres promtool chromium node clients playground serve test test-fast test-all lint audit check docs soak fuzz bench loadtest image-check format clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -93,11 +95,8 @@ test-fast: WORKERS = 3
 test-fast: install postgres ## Those of tests/unit and tests/integration, without vLLM, in some minutes
 	$(PYTEST) $(FAST)
 
-test-all: install postgres promtool chromium node clients ## Every test, also the heavy ones and those of all kinds of engines: many hours
-	KINDS=all $(PYTEST) $(TESTS)
-
-test-kinds: install ## The suites of tests on engines of all kinds, by runner, scheduling and drafts: hours
-	KINDS=all $(PYTEST) tests/e2e/test_suites_of_kinds.py tests/e2e/test_random_requests.py tests/e2e/test_engine_kinds.py
+test-all: install postgres promtool chromium node clients ## Every test, also the heavy ones: three hours
+	$(PYTEST) $(TESTS)
 
 lint: install ## Format, ruff, mypy, layers, bandit
 	$(BIN)/ruff format --check .
@@ -109,8 +108,11 @@ lint: install ## Format, ruff, mypy, layers, bandit
 audit: install ## Whether versions of the lock are known to be vulnerable, where somebody can be asked
 	@$(BIN)/python scripts/audit.py requirements/cpu.txt requirements/dev.txt
 
-check: lint audit postgres promtool chromium node clients ## What CI runs: lint, audit, then `make test`
-	$(PYTEST) $(CORE)
+# Lint and audit run beside the tests, and print what is wrong when those have ended.
+check: install postgres promtool chromium node clients ## What CI runs: lint and audit beside `make test`
+	@log=$$(mktemp); $(MAKE) --no-print-directory lint audit > $$log 2>&1 & linting=$$!; failed=0; \
+	$(PYTEST) $(CORE) || failed=$$?; \
+	wait $$linting || { failed=1; cat $$log; }; rm -f $$log; exit $$failed
 
 docs: install ## The documentation as a site, in site/; what is wrong with it is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

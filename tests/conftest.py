@@ -14,7 +14,7 @@ from tests.databases import KINDS, Postgres, programs
 from tests.memory import ProcessMemory
 from tests.parallel import WORKER, Scheduling, make_scheduler, take_one_core
 from tests.sharing import lacking
-from tests.slices import HEAVY_GROUPS, Slice, heavy_groups, keep_portion, keep_slice
+from tests.slices import add_options, chosen_slice, keep_slice, start_recording
 
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")  # no verdict depends on how fast examples are made
@@ -33,21 +33,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-node", action="store_true", help="fail where Node.js is not installed")
     parser.addoption("--require-clients", action="store_true", help="fail where clients are not installed")
     parser.addoption("--require-promtool", action="store_true", help="fail where promtool is not installed")
-    parser.addoption(
-        "--slice", metavar="K/N", help="of the tests marked heavy, run the K-th of N slices only"
-    )
-    parser.addoption("--portion", metavar="K/N", help="of those not heavy, run the K-th of N portions")
+    add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    start_recording(config)
 
 
 @pytest.hookimpl(tryfirst=True)  # before those that look for the tests that share a server
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    config.stash[HEAVY_GROUPS] = heavy_groups(items)
-    chosen = config.getoption("--slice")
+    chosen = chosen_slice(config)
     if chosen is not None:
-        keep_slice(config, items, Slice.parse(chosen))
-    portion = config.getoption("--portion")
-    if portion is not None:
-        keep_portion(config, items, Slice.parse(portion))
+        keep_slice(config, items, chosen)
 
 
 def pytest_collection_finish() -> None:

@@ -54,18 +54,23 @@ SHARED_FIXTURES: Final = (
     "renamed_model",
 )
 """Servers and engines that all modules which use them share, as a group of their name."""
-_PORTIONS: Final = {"tests/e2e/test_families.py": 5, "tests/e2e/test_families_on_v2.py": 5}
+_PORTIONS: Final = {"tests/e2e/test_families.py": 4, "tests/e2e/test_families_on_v2.py": 6}
 """Modules whose tests have a model family as their first parameter, each family in one of so many groups."""
+_KINDS: Final = "tests/e2e/test_kinds.py"
+"""The module whose tests have a kind of engine as their only parameter, each kind a group."""
 
 
 def group_of(nodeid: str) -> str:
     """Return what the module of a test runs together with: itself, unless it shares what is expensive.
 
-    Of modules with families it is ``MODULE PORTION``.
+    Of modules with families it is ``MODULE PORTION``, of the one with kinds ``MODULE KIND``.
     """
     path, _, test = nodeid.partition("::")
+    parameters = test.partition("[")[2].rstrip("]")
+    if path == _KINDS and parameters:
+        return f"{path} {parameters}"
     if path in _PORTIONS:
-        family = test.partition("[")[2].partition("-")[0].rstrip("]")
+        family = parameters.partition("-")[0]
         return f"{path} {zlib.crc32(family.encode()) % _PORTIONS[path] + 1}"
     return next((name for name, begins in _TOGETHER.items() if path.startswith(begins)), path)
 

@@ -1,53 +1,52 @@
-"""Which tests marked ``heavy`` run: none in ``make test``, all in ``make test-all``, one slice of them in CI.
+"""Which tests marked ``heavy`` run: none in ``make test``, all in ``make test-all``, one of six slices in CI.
 
-A slice holds whole groups of ``tests.parallel``, so that modules that share a server are in one. Which ones
-follows from the names and the durations below alone: every process of a run finds the same, and the slices of
-one count have each test once. So commits that take turns with them run every test.
+A slice holds whole groups of ``tests.parallel``, so that modules that share a server are in one. The groups
+are distributed by the durations in ``durations.json``, which a run with ``--record`` measures and writes. The
+file also names the next slice: the choice follows from the checkout alone, and a recorded slice moves it on.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 import re
-from collections.abc import Iterable, Sequence
-from typing import Final, Self, TypeVar
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final, Self
 
 import pytest
 
-from tests.parallel import group_of
+from tests.parallel import WORKER, group_of
 
-T = TypeVar("T")
-
-SECONDS: Final = {
-    "bundled_server": 70,
-    "guide": 120,
-    "keyed_server": 300,
-    "playground": 270,
-    "ray": 300,
-    "tests/deploy/test_read_only.py": 85,
-    "tests/docs/test_engine_pages.py": 220,
-    "tests/e2e/test_certificate.py": 105,
-    "tests/e2e/test_compile_cache.py": 130,
-    "tests/e2e/test_compiled.py": 100,
-    "tests/e2e/test_cuda_graphs.py": 90,
-    "tests/e2e/test_data_parallel.py": 150,
-    "tests/e2e/test_engine_kinds.py": 120,
-    "tests/e2e/test_fair_scheduling.py": 160,
-    "tests/e2e/test_families.py": 320,
-    "tests/e2e/test_families_on_v2.py": 480,
-    "tests/e2e/test_faults.py": 150,
-    "tests/e2e/test_fuzz.py": 400,
-    "tests/e2e/test_loadtests.py": 100,
-    "tests/e2e/test_random_requests.py": 120,
-    "tests/e2e/test_sandboxed_tensor_parallel.py": 120,
-    "tests/e2e/test_traces_processes.py": 75,
-    "tests/e2e/test_traces_tensor_parallel.py": 250,
-}
-"""How long the heavy tests of a group, or of a portion of a module, take alone: those of over a minute."""
-HEAVY_GROUPS: Final = pytest.StashKey[set[str]]()
-"""The groups that have heavy tests, among the tests that were collected."""
-_SECONDS_OF_OTHERS: Final = 40
+COUNT: Final = 6
+"""How many slices there are."""
+DURATIONS: Final = Path(__file__).with_name("durations.json")
+NEXT: Final = "next"
+_SECONDS_OF_NEW_GROUPS: Final = 60
 _FORM: Final = re.compile(r"(\d+)/(\d+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Durations:
+    """What the last recorded runs measured.
+
+    Attributes:
+        next_slice: Number of the slice that was not recorded for the longest time, counted from 1.
+        seconds: How long the heavy tests of each group took.
+    """
+
+    next_slice: int = 1
+    seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path = DURATIONS) -> Self:
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
+
+    def write(self, path: Path = DURATIONS) -> None:
+        found = {"next_slice": self.next_slice, "seconds": dict(sorted(self.seconds.items()))}
+        path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,36 +57,35 @@ class Slice:
     count: int
 
     @classmethod
-    def parse(cls, text: str) -> Self:
-        """Read ``K/N``.
+    def parse(cls, text: str, next_slice: int = 1) -> Self:
+        """Read ``K/N`` or ``next``.
 
         Raises:
             UsageError: It has another form, or there is no such slice.
         """
+        if text == NEXT:
+            return cls(next_slice, COUNT)
         match = _FORM.fullmatch(text)
         number, count = (int(digits) for digits in match.groups()) if match else (0, 0)
         if not 1 <= number <= count:
             raise pytest.UsageError(
-                f"--slice must be K/N with 1 <= K <= N, got {text!r}; write 1/4, for example"
+                f"--slice must be 'next' or K/N with 1 <= K <= N, got {text!r}; write 1/{COUNT}, for example"
             )
         return cls(number, count)
 
-    def of(self, items: Sequence[T]) -> Sequence[T]:
-        """Return its portion of what is cut into consecutive ones of about the same length."""
-        return items[len(items) * (self.number - 1) // self.count : len(items) * self.number // self.count]
 
-
-def slices_of(groups: Iterable[str], count: int) -> list[list[str]]:
-    """Distribute groups over slices of about the same length.
-
-    The longest group goes first, each to the shortest slice so far.
-    """
+def slices_of(groups: Iterable[str], count: int, seconds: Mapping[str, float]) -> list[list[str]]:
+    """Distribute groups over slices of about the same length: the longest first, to the shortest."""
     slices: list[list[str]] = [[] for _ in range(count)]
-    lengths = [0] * count
-    for group in sorted(set(groups), key=lambda group: (-_seconds(group), group)):
+    lengths = [0.0] * count
+
+    def length(group: str) -> float:
+        return seconds.get(group, _SECONDS_OF_NEW_GROUPS)
+
+    for group in sorted(set(groups), key=lambda group: (-length(group), group)):
         shortest = lengths.index(min(lengths))
         slices[shortest].append(group)
-        lengths[shortest] += _seconds(group)
+        lengths[shortest] += length(group)
     return slices
 
 
@@ -96,15 +94,10 @@ def is_heavy(item: pytest.Item) -> bool:
     return item.get_closest_marker("heavy") is not None
 
 
-def heavy_groups(items: Iterable[pytest.Item]) -> set[str]:
-    """Return the groups that have heavy tests."""
-    return {group_of(item.nodeid) for item in items if is_heavy(item)}
-
-
 def keep_slice(config: pytest.Config, items: list[pytest.Item], chosen: Slice) -> None:
     """Deselect the heavy tests of all other slices."""
-    groups = config.stash[HEAVY_GROUPS]
-    kept = set(slices_of(groups, chosen.count)[chosen.number - 1])
+    groups = {group_of(item.nodeid) for item in items if is_heavy(item)}
+    kept = set(slices_of(groups, chosen.count, Durations.read().seconds)[chosen.number - 1])
     others = [item for item in items if is_heavy(item) and group_of(item.nodeid) not in kept]
     if others:
         dropped = set(others)
@@ -112,19 +105,45 @@ def keep_slice(config: pytest.Config, items: list[pytest.Item], chosen: Slice) -
         config.hook.pytest_deselected(items=others)
 
 
-def keep_portion(config: pytest.Config, items: list[pytest.Item], chosen: Slice) -> None:
-    """Deselect all heavy tests, and of the others all but those of one portion.
+class Recorder:
+    """Measures the heavy tests of a run by group, and writes ``durations.json`` when it ends."""
 
-    Raises:
-        UsageError: A portion would be empty.
-    """
-    core = [item for item in items if not is_heavy(item)]
-    if len(core) < chosen.count:
-        raise pytest.UsageError(f"--portion: {len(core)} tests cannot be cut into {chosen.count} portions")
-    kept = set(chosen.of(core))
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = [item for item in items if item in kept]
+    def __init__(self, chosen: Slice | None, path: Path = DURATIONS) -> None:
+        self._chosen = chosen
+        self._path = path
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if "heavy" in report.keywords:
+            self._seconds[group_of(report.nodeid)] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        before = Durations.read(self._path)
+        after = before.next_slice
+        if self._chosen is not None and self._chosen.count == COUNT:
+            after = self._chosen.number % COUNT + 1
+        measured = {group: round(seconds, 1) for group, seconds in self._seconds.items()}
+        Durations(after, {**before.seconds, **measured}).write(self._path)
 
 
-def _seconds(group: str) -> int:
-    return SECONDS.get(group.partition(" ")[0], _SECONDS_OF_OTHERS)
+def add_options(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--slice",
+        metavar="K/N|next",
+        help=f"of the tests marked heavy, run the K-th of N slices only; next: the next of {COUNT}",
+    )
+    parser.addoption(
+        "--record", action="store_true", help=f"write how long heavy tests take to {DURATIONS.name}"
+    )
+
+
+def chosen_slice(config: pytest.Config) -> Slice | None:
+    """Return the slice that the command line names."""
+    text: Any = config.getoption("--slice")
+    return None if text is None else Slice.parse(text, Durations.read().next_slice)
+
+
+def start_recording(config: pytest.Config) -> None:
+    """Have a run with ``--record`` measure; of several processes, the one that the others report to."""
+    if config.getoption("--record") and WORKER not in os.environ:
+        config.pluginmanager.register(Recorder(chosen_slice(config)))

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast, get_args
 
 from vllm.platforms import current_platform
 
@@ -27,6 +27,10 @@ from tests.e2e.kind_platform import KIND, KindPlatform
 
 Runner = Literal["v1", "v2"]
 Speculation = Literal["ngram", "self_draft", "small_draft", "eagle", "eagle3", "mtp"]
+_NAME: Final = re.compile(
+    r"(?P<runner>v[12])-(?P<scheduling>sync|async)"
+    rf"(-((?P<speculation>{'|'.join(get_args(Speculation))})|(?P<stages>[2-9])_stages))?"
+)
 NUM_DRAFTS: Final = 3
 _NUM_MTP_LAYERS: Final = "num_nextn_predict_layers"
 INTERPRETED: Final = {"TRITON_INTERPRET": "1"}
@@ -62,8 +66,20 @@ class EngineKind:
 
     @staticmethod
     def named(name: str) -> EngineKind:
-        """Return the kind of a name; raises KeyError if vLLM allows none of that name."""
-        return {str(kind): kind for kind in KINDS}[name]
+        """Return the kind of a name.
+
+        Raises:
+            ValueError: vLLM 0.32 allows no such kind.
+        """
+        match = _NAME.fullmatch(name)
+        if match is None or (match["scheduling"], match["speculation"]) == ("async", "ngram"):
+            raise ValueError(f"kind must match {_NAME.pattern}, and no n-grams if async, got {name!r}")
+        return EngineKind(
+            cast(Runner, match["runner"]),
+            is_async=match["scheduling"] == "async",
+            speculation=cast(Speculation | None, match["speculation"]),
+            num_stages=int(match["stages"] or 1),
+        )
 
     def options(self, model: Path) -> dict[str, Any]:
         """Return vLLM's engine arguments for it, beside those of the model."""
@@ -99,31 +115,33 @@ class EngineKind:
         return found
 
 
-_RUNNERS: Final[tuple[Runner, ...]] = ("v1", "v2")
-_SPECULATIONS: Final[tuple[Speculation | None, ...]] = (
-    None,
-    "ngram",
-    "self_draft",
-    "small_draft",
-    "eagle",
-    "eagle3",
-    "mtp",
+KINDS: Final = tuple(
+    map(
+        EngineKind.named,
+        (
+            "v1-sync",
+            "v1-sync-ngram",
+            "v1-sync-self_draft",
+            "v1-async-small_draft",
+            "v1-async-eagle",
+            "v1-sync-eagle3",
+            "v1-async-mtp",
+            "v1-sync-2_stages",
+            "v2-async",
+            "v2-sync-ngram",
+            "v2-async-self_draft",
+            "v2-sync-small_draft",
+            "v2-sync-eagle",
+            "v2-async-eagle3",
+            "v2-sync-mtp",
+            "v2-async-2_stages",
+        ),
+    )
 )
-_STAGED: Final = (
-    EngineKind("v1", is_async=False, num_stages=2),
-    EngineKind("v2", is_async=False, num_stages=3),
-    EngineKind("v2", is_async=True, num_stages=2),
-)
-KINDS: Final = (
-    *(
-        EngineKind(runner, is_async, speculation)
-        for runner, is_async, speculation in itertools.product(_RUNNERS, (False, True), _SPECULATIONS)
-        if not (is_async and speculation == "ngram")
-    ),
-    *_STAGED,
-)
-"""What vLLM 0.32 allows: n-grams are looked up on the host, which does not know the last token in time. With
-stages there are no drafts, and on V1 no asynchronous scheduling.
+"""Kinds that meet pairwise: each two of runner, scheduling, and drafts or stages, as far as vLLM 0.32 allows.
+
+N-grams are looked up on the host, which does not know the last token in time. With stages there are no
+drafts, and on V1 no asynchronous scheduling.
 """
 V1_SYNC: Final = EngineKind("v1", is_async=False)
 """The kind that others are compared with."""

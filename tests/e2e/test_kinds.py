@@ -1,0 +1,131 @@
+"""Suites of end-to-end tests, played again on engines of other kinds than a CPU's own."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.e2e.engine_kinds import KINDS, V1_SYNC, EngineKind, environment
+
+pytestmark = pytest.mark.e2e
+
+SUITES: Final = (
+    "batching",
+    "cache",
+    "chunked_prefill",
+    "preemption",
+    "failures",
+    "conditions",
+    "features",
+    "patterns",
+    "traces",
+    "traces_scheduling",
+)
+"""What every kind plays, where it can."""
+ON_THE_DEFAULT_OF_GPUS: Final = (
+    "hybrid_state",
+    "host_waits",
+    "images",
+    "images_traces",
+    "lora",
+    "mixer_states",
+    "numerics",
+    "tensor_parallel",
+)
+"""Mechanisms that drafts and stages do not touch, played on one more kind: vLLM's default on a GPU."""
+DEFAULT_OF_GPUS: Final = EngineKind("v2", is_async=True)
+ON_THE_OWN_KIND: Final = {
+    "compiled": "engines of kinds are eager",
+    "differences": "checks a tool for families",
+    "fair_scheduling": "times requests",
+    "mixers_over_ranks": "on several ranks",
+    "reads_change_nothing": "compares bits, and rows of other kinds' steps may be others",
+    "sandboxed_tensor_parallel": "on several ranks",
+    "sixteen_vectors": "needs what batching needs of a kind",
+    "traces_caches": "needs what traces need of a kind",
+    "traces_edits": "needs what traces need of a kind",
+    "traces_names": "needs what traces need of a kind",
+    "traces_pipeline": "over stages, as are kinds of their own",
+    "traces_ray": "starts Ray",
+    "traces_scans": "needs what traces need of a kind",
+    "traces_soak": "played on one kind, as it takes minutes",
+    "traces_taps": "compiled, and engines of kinds are eager",
+    "traces_tensor_parallel": "on several ranks",
+}
+"""Modules of tests with engines of the harness that are no suites, and why."""
+_USES_THE_HARNESS: Final = re.compile(
+    r"^from tests\.e2e\."
+    r"((traces|renamed_model) import|harness import .*\bEngine\b|engine_kinds import options_of_process)",
+    re.MULTILINE,
+)
+_HERE: Final = Path(__file__).resolve().parent
+_SECONDS: Final = 1500
+_OTHERS: Final = [kind for kind in KINDS if kind not in {V1_SYNC, DEFAULT_OF_GPUS}]
+
+
+def is_possible(suite: str, kind: EngineKind) -> bool:
+    """Return whether a suite can be played: EAGLE and MTP draft for Llama, conditions need one stage."""
+    if suite == "conditions" and kind.num_stages > 1:
+        return False
+    return suite != "patterns" or kind.speculation not in {"eagle", "eagle3", "mtp"}
+
+
+def test_kinds_meet_pairwise() -> None:
+    """Each two of runner, scheduling, and what drafts or splits the model, as far as vLLM allows them."""
+
+    def pairs(kind: EngineKind) -> set[tuple[object, object]]:
+        layout = kind.speculation or f"{kind.num_stages} stages"
+        return set(itertools.combinations((kind.runner, kind.is_async, layout), 2))
+
+    layouts = {kind.speculation or f"{kind.num_stages} stages" for kind in KINDS}
+    runners, scheduling = ("v1", "v2"), (False, True)
+    wanted: set[tuple[object, object]] = set(itertools.product(runners, layouts))
+    wanted |= {*itertools.product(scheduling, layouts), *itertools.product(runners, scheduling)}
+    # n-grams are looked up on the host, which does not know the last token in time.
+    assert wanted - set().union(*map(pairs, KINDS)) == {(True, "ngram")}
+
+
+def test_every_module_with_engines_of_the_harness_is_a_suite_or_named() -> None:
+    using = {
+        path.stem.removeprefix("test_")
+        for path in _HERE.glob("test_*.py")
+        if _USES_THE_HARNESS.search(path.read_text(encoding="utf-8"))
+    }
+    assert using == {*SUITES, *ON_THE_DEFAULT_OF_GPUS, *ON_THE_OWN_KIND}
+
+
+def play(kind: EngineKind, suites: list[str]) -> None:
+    """Run suites in one process whose engines are of a kind; tests marked heavy cover more of the same."""
+    command = [sys.executable, "-m", "pytest", "--numprocesses", "0", "-q", "-p", "no:cacheprovider"]
+    command += ["-m", "not heavy", *(f"tests/e2e/test_{suite}.py" for suite in suites)]
+    ran = subprocess.run(
+        command,
+        env={**os.environ, **environment(kind)},
+        capture_output=True,
+        text=True,
+        timeout=_SECONDS,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout[-6000:]
+
+
+@pytest.mark.timeout(_SECONDS + 60)
+@pytest.mark.parametrize(
+    "kind", [DEFAULT_OF_GPUS, *(pytest.param(kind, marks=pytest.mark.heavy) for kind in _OTHERS)], ids=str
+)
+def test_suites_pass_on_engines_of_another_kind(kind: EngineKind) -> None:
+    play(kind, [suite for suite in SUITES if is_possible(suite, kind)])
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(_SECONDS + 60)
+@pytest.mark.parametrize("suite", ON_THE_DEFAULT_OF_GPUS)
+def test_a_mechanism_passes_on_the_default_of_gpus(suite: str) -> None:
+    play(DEFAULT_OF_GPUS, [suite])
