@@ -20,7 +20,7 @@ from app.engine.answer_markers import TOOL_MARKERS, find_markers
 from tests.e2e.live import Live, live_server
 from tests.families.checkpoints import CHAT_TEMPLATE, build_tokenizer, write_checkpoint
 
-pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy, pytest.mark.asyncio(loop_scope="module")]
 
 MARKERS: Final = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 CALL: Final = {"name": "look", "arguments": {"at": "dogs"}}

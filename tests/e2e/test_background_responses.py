@@ -15,7 +15,7 @@ import pytest_asyncio
 from tests.e2e.keyed import made
 from tests.e2e.live import MODEL, Live, live_server
 
-pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy, pytest.mark.asyncio(loop_scope="module")]
 
 LIMIT_S = 10.0
 TEXT = "Name a colour."

@@ -21,7 +21,7 @@ from tests.families.checkpoints import build_tokenizer, write_checkpoint
 from tests.families.edits import add, place
 from tests.families.reference import load_reference_model, reference_activations
 
-pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy, pytest.mark.asyncio(loop_scope="module")]
 
 TEXTS = ["The river is cold.", "A quiet town by the sea, where nobody has ever been", "One"]
 POINT = "layers.1.output"
@@ -37,7 +37,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     scope="module",
     params=[
         pytest.param([], id="one worker"),
-        pytest.param(["--pipeline-parallel-size", "2"], id="two stages", marks=pytest.mark.heavy),
+        pytest.param(["--pipeline-parallel-size", "2"], id="two stages"),
     ],
 )
 def workers(request: pytest.FixtureRequest) -> Iterator[list[str]]:

@@ -16,7 +16,6 @@ from tests.families.checkpoints import HIDDEN_SIZE, write_checkpoint
 
 pytestmark = pytest.mark.e2e
 
-FAMILIES = ("nemotron_h", "lfm2")
 CACHED = "lfm2"
 """The family whose state vLLM keeps in its prefix cache on a CPU; its Mamba-2 kernels there cannot."""
 POINTS = ["layers.*.mixer.output", "layers.*.attn.q", "layers.*.output"]
@@ -36,7 +35,7 @@ def steer(scale: float, **where: Any) -> dict[str, Any]:
     return found | ({"where": where} if where else {})
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[CACHED, pytest.param("nemotron_h", marks=pytest.mark.heavy)])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(str(request.param), tmp_path_factory.mktemp(str(request.param)))
 

@@ -20,7 +20,7 @@ from tests.e2e.server import Server
 from tests.families.checkpoints import HIDDEN_SIZE
 from tests.families.seeing import IMAGE_TOKEN, picture, write_idefics3
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
 AT: Final = f"layers.{LAYER}.output"
 VECTOR: Final = [float(index % 7) for index in range(HIDDEN_SIZE)]

@@ -23,7 +23,7 @@ from tests.e2e.test_lora import BLOCK_SIZE, CONTEXT, head_adapter
 from tests.families.adapters import RANK, write_adapter, write_merged
 from tests.families.checkpoints import write_checkpoint
 
-pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy, pytest.mark.asyncio(loop_scope="module")]
 
 _NUM_TOKENS: Final = 6
 _LOAD: Final = "/v1/load_lora_adapter"

@@ -23,7 +23,7 @@ from tests.families.checkpoints import HIDDEN_SIZE, build_tokenizer, write_check
 from tests.families.edits import add, place
 from tests.families.reference import load_reference_model, reference_activations
 
-pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy, pytest.mark.asyncio(loop_scope="module")]
 
 POINT: Final = "layers.1.output"
 INSIDE: Final = "layers.2.attn.q"
@@ -238,7 +238,6 @@ async def classified(live: Live, name: str, operations: list[dict[str, Any]]) ->
     return torch.tensor(answer.json()["data"][0]["probs"])
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize("head", ["none", "low rank", "whole"])
 async def test_a_classifiers_adapters_may_have_heads(
     folders: dict[str, Path], tmp_path: Path, head: str

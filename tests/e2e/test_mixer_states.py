@@ -38,7 +38,10 @@ def prompt(seed: int, length: int = 110) -> list[int]:
     return torch.randint(5, 300, (length,), generator=generator).tolist()
 
 
-@pytest.fixture(scope="module", params=LAYERS)
+@pytest.fixture(
+    scope="module",
+    params=[one if one == "nemotron_h" else pytest.param(one, marks=pytest.mark.heavy) for one in LAYERS],
+)
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

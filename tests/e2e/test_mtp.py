@@ -14,7 +14,7 @@ from tests.e2e.mtp_check import MODEL, OPERATIONS
 from tests.e2e.same_answers import decoded, differences
 from tests.families.checkpoints import NUM_LAYERS
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
 LEAST = EngineKind("v1", is_async=False, speculation="mtp")
 """The kind that every change is tested with."""
@@ -80,7 +80,6 @@ def test_a_capture_has_the_models_own_layers(
     assert set(read["points"]) == {"embed.output", *layers, "norm.output"}
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize("kind", REST, ids=str)
 def test_answers_equal_those_without_drafts_on_other_kinds(
     folder: Path, without_drafts_and_with: dict[EngineKind, tuple[Answers, Rows]], kind: EngineKind

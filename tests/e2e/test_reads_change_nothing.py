@@ -20,7 +20,7 @@ from tests.e2e.harness import Engine, Reply, random_vector
 from tests.e2e.traces import traced_engine
 from tests.e2e.watching import Watch
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
 PROMPT: Final = [(7 * number) % 500 + 20 for number in range(150)]
 """Longer than a block of the prefix cache, whose keys and values others take over."""
@@ -72,7 +72,7 @@ def _same(reply: Reply, expected: Reply) -> None:
     assert reply.logprobs == expected.logprobs
 
 
-@pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.heavy)])
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def served(request: pytest.FixtureRequest, bundled: Path) -> Iterator[Served]:
     """Serve the bundled model in each dtype."""
     options = {"max_num_batched_tokens": 1024, "enable_prefix_caching": True}

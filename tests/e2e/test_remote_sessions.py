@@ -17,7 +17,7 @@ from tests.e2e.server import Server
 from tests.families.checkpoints import write_checkpoint
 
 TEXT, OTHER = " the tower of Paris", " I love dogs"
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from tests.e2e.server import PROJECT, Server
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
 SMALL: Final = (
     "--texts", "24", "--text-tokens", "16", "--features", "64", "--active", "8", "--steps", "60",

@@ -13,7 +13,7 @@ import yaml  # type: ignore[import-untyped] # it has no types
 
 from tests.e2e.server import Server
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
 PAGE = "https://page.example"
 TEMPLATE = (

@@ -25,7 +25,7 @@ from tests.e2e.server import Server
 from tests.e2e.test_traces_http import endless, frames_of
 from tests.families.checkpoints import write_checkpoint
 
-pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy, pytest.mark.asyncio(loop_scope="module")]
 
 PROMPT = [5, 9, 11, 3]
 LENGTH = 200
