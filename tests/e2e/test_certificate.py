@@ -15,7 +15,7 @@ from tests.e2e.certificate_mutants import MUTANTS
 from tests.e2e.check_process import own_cache, report_of
 from tests.families.checkpoints import write_checkpoint
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
 _TIMEOUT_S = 560
 
@@ -60,7 +60,6 @@ def test_check_says_in_one_line_why_it_cannot_be_carried_out(tmp_path: Path) -> 
     assert "transformers cannot load" in done.stderr.splitlines()[-1]
 
 
-@pytest.mark.heavy
 def test_linear_attention_is_ok_in_bfloat16(tmp_path: Path) -> None:
     # With these weights, rounding changes no choice of experts on this prompt.
     checkpoint = write_checkpoint("qwen3_next", tmp_path / "model", seed=36)
@@ -86,7 +85,6 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[str
     }
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_fault_put_in_on_purpose_is_found(name: str, faults: dict[str, list[tuple[str, str, str]]]) -> None:
     wrong = {

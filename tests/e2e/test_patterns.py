@@ -151,6 +151,7 @@ def test_a_prompt_capture_lets_decoding_be(tmp_path: Path) -> None:
         assert set(engine.held().values()) == {0}
 
 
+@pytest.mark.heavy
 def test_preempted_requests_have_each_row_once(tmp_path: Path) -> None:
     checkpoint = write("llama", tmp_path)
     prompts = [PROMPT[i : i + 40] for i in range(8)]
@@ -164,6 +165,7 @@ def test_preempted_requests_have_each_row_once(tmp_path: Path) -> None:
         assert_patterns(reply, checkpoint, prompt=prompt)
 
 
+@pytest.mark.heavy
 def test_a_capture_that_grows_too_large_fails_alone(tmp_path: Path) -> None:
     checkpoint = write("llama", tmp_path)
     limits = EngineLimits(max_capture_bytes_per_request=700_000)

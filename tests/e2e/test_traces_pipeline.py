@@ -39,7 +39,7 @@ from tests.e2e.traces import (
 )
 from tests.families.checkpoints import write_checkpoint
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
 PROMPT: Final = [45, 257, 80, 301, 77, 78, 260, 90]
 OTHER: Final = [91, 120, 33, 44, 260, 18, 77, 45]

@@ -19,6 +19,8 @@ RUNNABLE = [
     if path not in WITH_ENGINES
     if any(block.language in RUN and not block.reason for block in blocks(path))
 ]
+FIRST_READ = ("README.md", "docs/tutorial.md", "docs/interventions.md", "docs/tracing.md")
+"""Pages whose blocks every change runs; those of the others are heavy."""
 
 
 def test_every_block_is_of_a_language_that_is_run_or_shown() -> None:
@@ -46,7 +48,13 @@ def test_blocks_that_are_not_run_say_why(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("path", RUNNABLE, ids=lambda path: str(path.relative_to(PROJECT)))
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=name, marks=() if name in FIRST_READ else pytest.mark.heavy)
+        for path, name in ((path, str(path.relative_to(PROJECT))) for path in RUNNABLE)
+    ],
+)
 def test_a_page_runs(
     path: Path, guide_servers: Servers, smollm_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
