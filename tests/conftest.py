@@ -6,15 +6,20 @@ import gc
 import os
 import shutil
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.databases import KINDS, Postgres, programs
 from tests.memory import ProcessMemory
 from tests.parallel import WORKER, Scheduling, make_scheduler, take_one_core
 from tests.sharing import lacking
 from tests.slices import add_options, chosen_slice, keep_slice, start_recording
+
+if TYPE_CHECKING:
+    from tests.databases import Postgres
+
+KINDS: Final = ("sqlite", "postgresql")
 
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")  # no verdict depends on how fast examples are made
@@ -47,10 +52,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         keep_slice(config, items, chosen)
 
 
+def pytest_collection() -> None:
+    """Import without garbage collections: what modules and tests consist of lives as long as the run."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
-    """Spare every garbage collection of the run the thousands of tests, which live as long as it."""
+    """Spare every garbage collection of the run the thousands of tests."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -82,6 +93,8 @@ def unused_memory(process_memory: ProcessMemory) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def postgres(request: pytest.FixtureRequest) -> Iterator[Postgres]:
     """A PostgreSQL of the tests' own."""
+    from tests.databases import Postgres, programs  # noqa: PLC0415 - SQLAlchemy is for tests that want it
+
     found = programs()
     if found is None:
         lacking(

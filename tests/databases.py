@@ -24,7 +24,6 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from app.storage.database import Database
 
-KINDS: Final = ("sqlite", "postgresql")
 _INSTALLED: Final = "/usr/lib/postgresql"  # where Debian keeps programs that are not on PATH
 _USER: Final = "engine"
 _TEMPLATE: Final = "migrated"
