@@ -240,12 +240,14 @@ def create_app(
     app.add_middleware(RequestContextMiddleware)
     http.add_to(app)
     install_error_handlers(app)
-    for router in _ROUTERS:
-        app.include_router(router)
+    routers = [*_ROUTERS]
     if http.has_docs:
-        app.include_router(documentation.router)
+        routers.append(documentation.router)
     if settings.playground:
-        app.include_router(playground.router)
+        routers.append(playground.router)
+    for router in routers:
+        # The routes are complete; include_router would analyse each of them again, for every application.
+        app.router.routes.extend(router.routes)
     return app
 
 
