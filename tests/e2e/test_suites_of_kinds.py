@@ -1,7 +1,7 @@
 """Suites of end-to-end tests, played again on engines of other kinds than a CPU's own.
 
-A run plays one pair of suite and kind with the V1 runner, and a portion of one with the V2 runner, whose
-kernels are interpreted. Which ones follows from the number of commits: all come up where each commit is run.
+A run plays one pair of suite and kind with the V1 runner, and a portion of one with the V2 runner. Which
+ones follows from the number of commits: all come up where each commit is run.
 ``KINDS=all`` plays all pairs whole, and the soak; ``make test-kinds`` does so, which takes hours.
 """
 
@@ -162,7 +162,6 @@ def test_every_module_with_engines_of_the_harness_is_a_suite_or_named() -> None:
 
 def play(suite: str, kind: EngineKind, portion: str) -> None:
     command = [sys.executable, "-m", "pytest", "--numprocesses", "0", "-q", "-p", "no:cacheprovider"]
-    # A single test may take most of the time where kernels are interpreted.
     command += ["--timeout", str(_SECONDS[kind.runner]), f"tests/e2e/test_{suite}.py"]
     # Tests marked heavy cover more of the same.
     command += ["--portion", portion] if portion else []
