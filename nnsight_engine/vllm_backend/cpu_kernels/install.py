@@ -78,11 +78,10 @@ MISSING: Final = (
 
 def allow_v2() -> None:
     """Have vLLM accept model runner V2 in this process, although it finds no Triton."""
-    from vllm.config import vllm as config  # noqa: PLC0415 - asks for the platform, which asks for this
-    from vllm.triton_utils import triton  # noqa: PLC0415 - as above
-
+    # Not imported above, since both ask for the platform, whose plugin imports this module.
+    config, triton = importlib.import_module("vllm.config.vllm"), importlib.import_module("vllm.triton_utils")
     config.HAS_TRITON = True
-    triton.next_power_of_2 = next_power_of_2  # vLLM's substitute for Triton lacks it
+    triton.triton.next_power_of_2 = next_power_of_2  # vLLM's substitute for Triton lacks it
 
 
 def install() -> None:
