@@ -1,7 +1,7 @@
 """Kinds of vLLM's engine, by runner, scheduling, speculation and stages, and what each needs on a CPU.
 
-An engine with runner V1 of any kind runs in a test's process, inside ``prepared``. Runner V2 needs Triton
-before vLLM is imported, so its engines run in processes that ``environment`` is given to; they and their
+An engine with runner V1 of any kind runs in a test's process, inside ``prepared``. vLLM reads once whether a
+process has runner V2, so its engines run in processes that ``environment`` is given to; they and their
 children load the plugin ``kind_platform``.
 
 ``python -m tests.e2e.engine_kinds KIND ARGUMENTS...`` runs pytest in such a process; engines of
@@ -23,7 +23,7 @@ from typing import Any, Final, Literal, cast, get_args
 from vllm.platforms import current_platform
 
 from tests.e2e.draft_checkpoints import eagle, first_layer, mtp
-from tests.e2e.kind_platform import KIND, KindPlatform
+from tests.e2e.kind_platform import KIND, KindPlatform, is_v2
 
 Runner = Literal["v1", "v2"]
 Speculation = Literal["ngram", "self_draft", "small_draft", "eagle", "eagle3", "mtp"]
@@ -33,8 +33,6 @@ _NAME: Final = re.compile(
 )
 NUM_DRAFTS: Final = 3
 _NUM_MTP_LAYERS: Final = "num_nextn_predict_layers"
-INTERPRETED: Final = {"TRITON_INTERPRET": "1"}
-"""What Triton reads at its import: kernels are interpreted."""
 _PROJECT: Final = Path(__file__).resolve().parents[2]
 
 
@@ -164,15 +162,14 @@ def _config(model: Path) -> dict[str, Any]:
 def environment(kind: EngineKind) -> dict[str, str]:
     """Return the variables of a process whose engines are of a kind, or of others with its runner."""
     path = [str(_PROJECT / "tests/e2e/kind_plugin"), str(_PROJECT), os.environ.get("PYTHONPATH", "")]
-    is_v2 = kind.runner == "v2"
     found = {
         KIND: str(kind),
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
-        "VLLM_USE_V2_MODEL_RUNNER": str(int(is_v2)),
+        "VLLM_USE_V2_MODEL_RUNNER": str(int(kind.runner == "v2")),
     }
     if kind.num_stages > 1:
         found["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # else vLLM wants a NUMA node for each stage
-    return found | (INTERPRETED if is_v2 else {})
+    return found
 
 
 def kind_of_process() -> EngineKind | None:
@@ -194,7 +191,7 @@ def prepared(kind: EngineKind) -> Iterator[None]:
     Raises:
         ValueError: Its runner is not the one of the process, which vLLM reads once.
     """
-    runner = "v2" if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" else "v1"
+    runner = "v2" if is_v2() else "v1"
     if kind.runner != runner:
         raise ValueError(f"engines of this process have runner {runner}, got {kind}; start another process")
     before = type(current_platform)

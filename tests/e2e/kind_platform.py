@@ -1,7 +1,7 @@
 """vLLM's CPU platform for engines of any kind, as a plugin that each process of an engine loads.
 
-vLLM calls its plugins before it looks for Triton. This one is found on the path that ``engine_kinds`` gives
-to processes; with the environment from there it prepares V2, and without it does nothing.
+The plugin is found on the path that ``engine_kinds`` gives to processes; without the environment from there
+it does nothing. Runner V2 gets the kernels for CPUs.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, ClassVar, Final
 from typing_extensions import override
 from vllm.platforms.cpu import CpuPlatform
 
+from nnsight_engine.vllm_backend.cpu_kernels.install import allow_v2, install
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -19,8 +21,13 @@ KIND: Final = "ENGINE_KIND"
 """The variable that names the kind of a process's engines, such as ``v2-async-small_draft``."""
 
 
+def is_v2() -> bool:
+    """Return whether engines of this process have runner V2, which vLLM reads once."""
+    return os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+
+
 class KindPlatform(CpuPlatform):
-    """CPUs on which the configuration says whether scheduling is asynchronous."""
+    """CPUs on which the configuration says whether scheduling is asynchronous, and V2 has kernels."""
 
     _is_registered: ClassVar[bool] = False
 
@@ -31,10 +38,8 @@ class KindPlatform(CpuPlatform):
         is_async = scheduler.async_scheduling
         super().check_and_update_config(vllm_config)
         scheduler.async_scheduling = is_async
-        # Triton's interpreter does not run the kernel of top-k and top-p.
-        from vllm.v1.sample.ops import topk_topp_sampler  # noqa: PLC0415 - asks for the platform
-
-        topk_topp_sampler.HAS_TRITON = False
+        if is_v2():
+            allow_v2()
 
     @classmethod
     @override
@@ -45,16 +50,11 @@ class KindPlatform(CpuPlatform):
         """
         if not cls._is_registered:
             super().register_triton_kernel_overrides()
+            if is_v2():
+                install()
             cls._is_registered = True
 
 
 def plugin() -> str | None:
     """Return the platform's class name in processes that are to use it, else None; called by vLLM."""
-    kind = os.environ.get(KIND)
-    if kind is None:
-        return None
-    if kind.startswith("v2"):
-        from tests.e2e.triton_on_cpu import install  # noqa: PLC0415 - imports Triton, which V1 goes without
-
-        install()
-    return f"{KindPlatform.__module__}.{KindPlatform.__qualname__}"
+    return f"{KindPlatform.__module__}.{KindPlatform.__qualname__}" if KIND in os.environ else None

@@ -1,7 +1,4 @@
-"""Every model family on vLLM's V2 runner: all that ``test_families`` checks on V1.
-
-Its kernels are interpreted on a CPU, so a family takes a minute.
-"""
+"""Every model family on vLLM's V2 runner: all that ``test_families`` checks on V1."""
 
 from __future__ import annotations
 

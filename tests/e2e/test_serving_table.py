@@ -1,6 +1,6 @@
 """The serving table on engines of the kinds that vLLM chooses by itself: its cases end, and are measured.
 
-Its ratios say nothing here: the model is tiny, and kernels are interpreted on V2.
+Its ratios say nothing here: the model is tiny.
 """
 
 from __future__ import annotations

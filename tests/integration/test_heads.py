@@ -8,24 +8,24 @@ import http.client
 import json
 import socket
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Final
 
 import pytest
+import pytest_asyncio
 
 from app.listen_socket import MAX_HEAD_BYTES
 from tests.integration.test_signals import Process, started
 from tests.integration.waiting import until_async
 from tests.liveness import Bystanders
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.asyncio(loop_scope="module")]
 PIECE: Final = b"a" * 2**20
 LINE: Final = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n"
 
 
-@pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[Process]:
-    async with started(tmp_path) as process:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Process]:
+    async with started(tmp_path_factory.mktemp("server")) as process:
         await until_async(process.ready, timeout_s=60)
         yield process
 

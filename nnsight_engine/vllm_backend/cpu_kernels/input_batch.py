@@ -1,0 +1,175 @@
+"""Kernels that prepare a step's inputs and enter what it sampled.
+
+``idx_mapping`` has the state index of each request of the batch. Rows of tokens and of logits are ragged:
+``query_start_loc`` and ``cu_num_logits`` say where each request's rows start.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from nnsight_engine.vllm_backend.cpu_kernels.launches import Functions
+from nnsight_engine.vllm_backend.cpu_kernels.ragged import count_in, lengths_of, rows_and_places
+
+
+def prepare_prefill_inputs(
+    *,
+    input_ids: torch.Tensor,
+    next_prefill_tokens: torch.Tensor,
+    num_lookahead: int,
+    idx_mapping: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    all_token_ids: torch.Tensor,
+    prefill_lens: torch.Tensor,
+    num_computed_tokens: torch.Tensor,
+) -> None:
+    """Write the prompt tokens of this step, and those that follow it, ``[lookahead, requests]``."""
+    is_prefill = num_computed_tokens[idx_mapping] < prefill_lens[idx_mapping]
+    if not is_prefill.any():
+        return
+    requests = idx_mapping[is_prefill]
+    lengths = lengths_of(query_start_loc, len(idx_mapping))[is_prefill]
+    num_computed = num_computed_tokens[requests]
+    rows, places = rows_and_places(lengths)
+    starts = query_start_loc[: len(idx_mapping)][is_prefill]
+    input_ids[starts[rows] + places] = all_token_ids[requests[rows], num_computed[rows] + places]
+    following = (num_computed + lengths)[:, None] + torch.arange(num_lookahead)
+    tokens = all_token_ids[requests[:, None], following.clamp(max=all_token_ids.shape[1] - 1)]
+    is_prompt = following < prefill_lens[requests][:, None]
+    next_prefill_tokens[:, requests] = torch.where(is_prompt, tokens, 0).T
+
+
+def prepare_pos_seq_lens(
+    *,
+    pos: torch.Tensor,
+    seq_lens: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_computed_tokens: torch.Tensor,
+    max_num_reqs: int,
+) -> None:
+    """Write each token's position and each request's length; lengths of padding become zero."""
+    num_reqs = len(idx_mapping)
+    lengths, num_computed = lengths_of(query_start_loc, num_reqs), num_computed_tokens[idx_mapping]
+    seq_lens[:num_reqs] = num_computed + lengths
+    seq_lens[num_reqs:max_num_reqs] = 0
+    rows, places = rows_and_places(lengths)
+    pos[: len(rows)] = num_computed[rows] + places
+
+
+def combine_sampled_and_draft_tokens(
+    *,
+    input_ids: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    last_sampled_tokens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    prefill_len: torch.Tensor,
+    draft_tokens: torch.Tensor,
+    cu_num_logits: torch.Tensor,
+    logits_indices: torch.Tensor,
+    num_new_sampled_tokens: int = 1,
+) -> None:
+    """Write the last sampled token and the drafts of each request, and the token of each logits row.
+
+    Slots at the end of a prompt keep their tokens.
+    """
+    num_reqs = len(idx_mapping)
+    num_logits, ends = lengths_of(cu_num_logits, num_reqs), query_start_loc[1 : num_reqs + 1]
+    first = ends - num_logits
+    rows, places = rows_and_places(num_logits)
+    logits_indices[: len(rows)] = first[rows] + places
+    lengths, prefill = seq_lens[:num_reqs], prefill_len[idx_mapping]
+    generates = lengths > prefill
+    if num_new_sampled_tokens:
+        is_sampled = generates & (lengths - num_logits >= prefill)
+        last = last_sampled_tokens.view(-1)[idx_mapping[is_sampled]]
+        input_ids[first[is_sampled]] = last.to(input_ids.dtype)
+    num_drafts = torch.where(generates, num_logits - num_new_sampled_tokens, 0).clamp(min=0)
+    rows, places = rows_and_places(num_drafts)
+    if len(rows):
+        drafts = draft_tokens[idx_mapping[rows], places]
+        input_ids[(ends - num_drafts)[rows] + places] = drafts.to(input_ids.dtype)
+
+
+def get_num_sampled_and_rejected(
+    *,
+    num_sampled: torch.Tensor,
+    num_rejected: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_num_logits: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    prefill_len: torch.Tensor,
+) -> None:
+    """Count the refused drafts; a request within its prompt samples and rejects nothing."""
+    num_reqs = len(idx_mapping)
+    is_chunk = seq_lens[:num_reqs] < prefill_len[idx_mapping]
+    num_sampled[:num_reqs].masked_fill_(is_chunk, 0)
+    rejected = lengths_of(cu_num_logits, num_reqs) - num_sampled[:num_reqs]
+    num_rejected[:num_reqs] = rejected.masked_fill(is_chunk, 0)
+
+
+def post_update(
+    *,
+    idx_mapping: torch.Tensor,
+    num_computed_tokens: torch.Tensor,
+    last_sampled_tokens: torch.Tensor,
+    output_bin_counts: torch.Tensor | None,
+    sampled_tokens: torch.Tensor,
+    num_sampled: torch.Tensor,
+    num_rejected: torch.Tensor,
+    query_start_loc: torch.Tensor | None,
+    all_token_ids: torch.Tensor,
+    total_len: torch.Tensor,
+) -> None:
+    """Enter the sampled tokens into the state of each request; negative indices are left out."""
+    num_reqs = len(idx_mapping)
+    computed = -num_rejected[:num_reqs]
+    if query_start_loc is not None:
+        computed = computed + lengths_of(query_start_loc, num_reqs)
+    is_real = idx_mapping >= 0
+    requests, counts = idx_mapping[is_real], num_sampled[:num_reqs][is_real]
+    sampled = sampled_tokens[:num_reqs][is_real]
+    rows, places = rows_and_places(counts)
+    owners, tokens = requests[rows], sampled[rows, places]
+    all_token_ids[owners, total_len[owners] + places] = tokens.to(all_token_ids.dtype)
+    if output_bin_counts is not None:
+        count_in(output_bin_counts, owners, tokens.long())
+    has_sampled = counts > 0
+    last = sampled[has_sampled, counts[has_sampled].long() - 1]
+    last_sampled_tokens.view(-1)[requests[has_sampled]] = last.to(last_sampled_tokens.dtype)
+    total_len[requests] += counts.to(total_len.dtype)
+    num_computed_tokens[requests] += computed[is_real].to(num_computed_tokens.dtype)
+
+
+def post_update_num_computed_tokens(
+    *, idx_mapping: torch.Tensor, num_computed_tokens: torch.Tensor, query_start_loc: torch.Tensor
+) -> None:
+    """Add the tokens of this step."""
+    num_computed_tokens[idx_mapping] += lengths_of(query_start_loc, len(idx_mapping))
+
+
+def expand_idx_mapping(
+    *,
+    idx_mapping: torch.Tensor,
+    expanded_idx_mapping: torch.Tensor,
+    expanded_local_pos: torch.Tensor,
+    cu_num_logits: torch.Tensor,
+) -> None:
+    """Write the request of each logits row, and the row's place in that request."""
+    rows, places = rows_and_places(lengths_of(cu_num_logits, len(idx_mapping)))
+    expanded_idx_mapping[: len(rows)] = idx_mapping[rows]
+    expanded_local_pos[: len(rows)] = places
+
+
+FUNCTIONS: Final[Functions] = {
+    "gpu.input_batch:_prepare_prefill_inputs_kernel": prepare_prefill_inputs,
+    "gpu.input_batch:_prepare_pos_seq_lens_kernel": prepare_pos_seq_lens,
+    "gpu.input_batch:_combine_sampled_and_draft_tokens_kernel": combine_sampled_and_draft_tokens,
+    "gpu.input_batch:_get_num_sampled_and_rejected_kernel": get_num_sampled_and_rejected,
+    "gpu.input_batch:_post_update_kernel": post_update,
+    "gpu.input_batch:_post_update_num_computed_tokens_kernel": post_update_num_computed_tokens,
+    "gpu.input_batch:_expand_idx_mapping_kernel": expand_idx_mapping,
+}

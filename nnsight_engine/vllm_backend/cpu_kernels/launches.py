@@ -1,0 +1,79 @@
+"""A torch function in the place of a Triton kernel."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NoReturn
+
+Functions = Mapping[str, Callable[..., None]]
+"""Functions by the kernel that each replaces, as ``module:name``, the module below ``vllm.v1.worker``."""
+
+_GRID: Final = "grid"
+_POINTER: Final = "_ptr"
+
+
+class CpuKernel:
+    """Replaces a kernel by a function of some of its arguments.
+
+    Args:
+        name: The kernel, for messages.
+        kernel: The kernel without Triton, which is a plain function.
+        function: Takes arguments by keyword, and the launch grid if it has a parameter ``grid``.
+
+    Raises:
+        ValueError: The function has a parameter that the kernel does not have.
+    """
+
+    def __init__(self, name: str, kernel: Callable[..., Any], function: Callable[..., None]) -> None:
+        parameters = inspect.signature(kernel).parameters
+        self._names: Final = {one: one.removesuffix(_POINTER).lower() for one in parameters}
+        self._wanted: Final = frozenset(inspect.signature(function).parameters)
+        self._function: Final = function
+        unknown = self._wanted - set(self._names.values()) - {_GRID}
+        if unknown:
+            raise ValueError(
+                f"vLLM's kernel {name} has the parameters {', '.join(self._names.values())}, but its "
+                f"function for CPUs takes {', '.join(sorted(unknown))}; use the version of vLLM in "
+                "requirements/cpu.txt"
+            )
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        """Return the function that a launch on a grid calls."""
+        return functools.partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *positional: object, **named: object) -> None:
+        # Triton's own options, such as `num_warps`, are not among the names.
+        given = dict(zip(self._names.values(), positional, strict=False))
+        given |= {self._names[name]: value for name, value in named.items() if name in self._names}
+        given[_GRID] = grid
+        self._function(**{name: value for name, value in given.items() if name in self._wanted})
+
+
+class MissingKernel:
+    """Replaces a kernel that has no function for CPUs."""
+
+    def __init__(self, name: str) -> None:
+        self._name: Final = name
+
+    def __getitem__(self, grid: tuple[int, ...]) -> NoReturn:
+        """Refuse to launch it.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError(
+            f"vLLM's kernel {self._name} has no function for CPUs; use a GPU or model runner V1"
+        )
+
+
+def refuse(name: str, option: str) -> NoReturn:
+    """Refuse an option of a kernel that has a function for CPUs.
+
+    Raises:
+        NotImplementedError: Always.
+    """
+    raise NotImplementedError(
+        f"vLLM's kernel {name} has no function for CPUs with {option}; use a GPU or model runner V1"
+    )
