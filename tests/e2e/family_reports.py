@@ -15,6 +15,8 @@ Report = dict[str, str | None]
 """By check what went wrong, or None."""
 
 _CHECKS: Final = "tests.e2e.family_check"
+_PER_PROCESS: Final = 4
+"""Families that share the imports of a process, which is ended after ten minutes."""
 
 
 class FamilyReports:
@@ -24,7 +26,6 @@ class FamilyReports:
         request: Of a fixture of the module whose tests have ``family`` as their first parameter.
         folder: Makes a folder.
         environment: Variables of the processes.
-        per_process: Families that share the imports of a process, which is ended after ten minutes.
     """
 
     def __init__(
@@ -32,7 +33,6 @@ class FamilyReports:
         request: pytest.FixtureRequest,
         folder: Callable[[str], Path],
         environment: Mapping[str, str] | None = None,
-        per_process: int = 4,
     ) -> None:
         self._folder = folder
         self._environment = environment
@@ -45,8 +45,8 @@ class FamilyReports:
                 families[str(item.callspec.params["family"])] = None
         for group in groups.values():
             names = list(group)
-            for start in range(0, len(names), per_process):
-                share = names[start : start + per_process]
+            for start in range(0, len(names), _PER_PROCESS):
+                share = names[start : start + _PER_PROCESS]
                 self._shares |= dict.fromkeys(share, share)
 
     def __call__(self, family: str) -> Report:

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
 @pytest.fixture(scope="module")
 def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FamilyReports:
-    return FamilyReports(request, tmp_path_factory.mktemp, environment(V2_SYNC), per_process=2)
+    return FamilyReports(request, tmp_path_factory.mktemp, environment(V2_SYNC))
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *VARIANTS, *UNTABLED])
