@@ -41,7 +41,7 @@ _MECHANISMS: Final = (
     "nemotron_h",
 )
 """Dense with rotary positions; with learned positions, biases and layer norms; with norms behind the parts;
-with several streams; with attention beside the MLP; with experts; with latent attention; with recurrent mixers.
+with several streams; with attention beside the MLP; with experts; with latent attention; recurrent mixers.
 """
 _ADAPTED: Final = tuple(
     f"{family}{ADAPTED}"
