@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-import pytest
-
 PROJECT: Final = Path(__file__).resolve().parents[2]
 PRODUCT: Final = ("api_schemas", "app", "nnsight_engine")
 WORKER: Final = "nnsight_engine/vllm_backend/worker.py"
@@ -74,10 +72,13 @@ def imported_names(tree: ast.Module) -> dict[str, str]:
     return names
 
 
-def replacements() -> Iterator[Any]:
-    """Yield the attributes of the product that tests replace: the path of their owner, and their name."""
+def replacements() -> Iterator[tuple[str, str, str]]:
+    """Yield the attributes of the product that tests replace: the test's file, the owner's path, the name."""
     for path in sorted((PROJECT / "tests").rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        source = path.read_text(encoding="utf-8")
+        if "setattr(" not in source:
+            continue
+        tree = ast.parse(source)
         names = imported_names(tree)
         for node in ast.walk(tree):
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
@@ -92,12 +93,17 @@ def replacements() -> Iterator[Any]:
                 owner = ".".join(filter(None, [names.get(first, ""), rest]))
                 name = text_of(node.args[1]) or ""
             if owner.split(".")[0] in PRODUCT and name:
-                yield pytest.param(owner, name, id=f"{path.relative_to(PROJECT)}-{owner}.{name}")
+                yield str(path.relative_to(PROJECT)), owner, name
 
 
-@pytest.mark.parametrize(("owner", "name"), replacements())
-def test_attributes_that_tests_replace_exist(owner: str, name: str) -> None:
-    assert inspect.getattr_static(resolved(owner), name, None) is not None
+def test_attributes_that_tests_replace_exist() -> None:
+    replaced = list(replacements())
+    assert len(replaced) > 100
+    assert [one for one in replaced if not is_there(*one[1:])] == []
+
+
+def is_there(owner: str, name: str) -> bool:
+    return inspect.getattr_static(resolved(owner), name, None) is not None
 
 
 def resolved(dotted: str) -> Any:

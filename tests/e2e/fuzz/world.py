@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.plans.answer_parts import NO_MARKERS, AnswerMarkers
-from tests.e2e.fuzz.expected import Twin
+
+if TYPE_CHECKING:
+    from tests.e2e.fuzz.expected import Twin
 
 Json = dict[str, Any]
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from api_schemas.interventions import parse_interventions
 from nnsight_engine.core.errors import InterventionError
@@ -28,7 +26,6 @@ from nnsight_engine.plans.step.ledger import ByteLedger
 from nnsight_engine.plans.step.patterns import AttentionForm
 from nnsight_engine.plans.step.plan import Span
 from nnsight_engine.plans.step.registrar import Registrar
-from nnsight_engine.vllm_backend.mixer_states import mixer_state_shape
 
 SHAPE = (2, 3, 4)
 POINT = "layers.0.mixer.state"
@@ -144,10 +141,3 @@ def test_states_of_generated_positions_take_no_drafts() -> None:
     assert takes_drafts(compiled([5, 6], where={"positions": [-1]}).plan)
     assert not takes_drafts(compiled([5, 6]).plan)
     assert not takes_drafts(compiled([5, 6], where={"phase": "generated"}).plan)
-
-
-def test_a_mixer_whose_kernel_postpones_updates_has_no_state() -> None:
-    sizes = {"num_heads": 2, "head_dim": 3, "ssm_state_size": 4}
-    for replays, shape in ((False, SHAPE), (True, ())):
-        mixer = SimpleNamespace(**sizes, use_replayssm=replays)
-        assert mixer_state_shape(cast("nn.Module", mixer)) == shape

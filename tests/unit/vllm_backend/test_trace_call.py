@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -126,26 +127,27 @@ async def test_large_deltas_are_read_beside_later_events() -> None:
 _DEEP: list[Any] = []
 for _ in range(10_000):
     _DEEP = [_DEEP]
-HOSTILE = {
-    "compressed": encode({"whole": {"a": torch.zeros(2**22)}, "grown": {}}, compress=True),
-    "nothing": b"",
-    "noise": b"NNSW" + bytes(range(200)),
-    "a list": encode([1, 2]),
-    "no dicts": encode({"whole": [1], "grown": 7}),
-    "names that are none": encode({"whole": {("a", 1): 1}, "grown": {}}),
-    "items that are none": encode({"whole": {"a": 1}, "grown": {"a": [1]}}),
-    "a class": encode({"whole": {"a": SimpleNamespace(b=1)}, "grown": {}}),
-    "an import": encode({"whole": {"a": BaseModelOutput()}, "grown": {}}),
-    "more objects than a block saves": encode(
+HOSTILE: Final[dict[str, Callable[[], bytes]]] = {
+    "compressed": lambda: encode({"whole": {"a": torch.zeros(2**22)}, "grown": {}}, compress=True),
+    "nothing": lambda: b"",
+    "noise": lambda: b"NNSW" + bytes(range(200)),
+    "a list": lambda: encode([1, 2]),
+    "no dicts": lambda: encode({"whole": [1], "grown": 7}),
+    "names that are none": lambda: encode({"whole": {("a", 1): 1}, "grown": {}}),
+    "items that are none": lambda: encode({"whole": {"a": 1}, "grown": {"a": [1]}}),
+    "a class": lambda: encode({"whole": {"a": SimpleNamespace(b=1)}, "grown": {}}),
+    "an import": lambda: encode({"whole": {"a": BaseModelOutput()}, "grown": {}}),
+    "more objects than a block saves": lambda: encode(
         {"whole": {"a": [float(n) for n in range(1_000_001)]}, "grown": {}}
     ),
 }
+"""Made when a test asks for them: some take seconds."""
 
 
 @pytest.mark.parametrize("case", HOSTILE)
 async def test_news_that_cannot_be_read_fail_their_own_request(case: str) -> None:
     stream, other = Stream(max_bytes=2**26), Stream()
-    stream.tell_bytes(HOSTILE[case])
+    stream.tell_bytes(HOSTILE[case]())
     other.report("", {"a": 1})
     with pytest.raises(ApiError) as caught:
         await stream.chunk()
@@ -155,19 +157,25 @@ async def test_news_that_cannot_be_read_fail_their_own_request(case: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "data",
+    "made",
     [
         *HOSTILE.values(),
-        encode({"blocks": [{"error": None, "choice": 0, "saves": {1: 1}}]}),
-        encode({"blocks": [{"error": None, "choice": 9, "saves": {}}]}),
-        encode({"blocks": [{"error": 5, "choice": 0, "saves": {}}]}),
-        encode({"blocks": [{"error": None, "choice": 0, "saves": {}, "warnings": [1]}]}),
-        encode({"blocks": [{"error": None, "choice": 0, "saves": {}, "warnings": "said"}]}),
-        encode({"blocks": [{"error": None, "choice": 0, "saves": {"a": 1}}]}, compress=True),
-        encode({"blocks": [{"error": {"name": "a", "message": _DEEP}, "choice": 0, "saves": {}}]}),
+        *(
+            functools.partial(encode, {"blocks": [block]})
+            for block in (
+                {"error": None, "choice": 0, "saves": {1: 1}},
+                {"error": None, "choice": 9, "saves": {}},
+                {"error": 5, "choice": 0, "saves": {}},
+                {"error": None, "choice": 0, "saves": {}, "warnings": [1]},
+                {"error": None, "choice": 0, "saves": {}, "warnings": "said"},
+                {"error": {"name": "a", "message": _DEEP}, "choice": 0, "saves": {}},
+            )
+        ),
+        lambda: encode({"blocks": [{"error": None, "choice": 0, "saves": {"a": 1}}]}, compress=True),
     ],
 )
-async def test_results_that_cannot_be_read_fail_their_own_request(data: bytes) -> None:
+async def test_results_that_cannot_be_read_fail_their_own_request(made: Callable[[], bytes]) -> None:
+    data = made()
     with pytest.raises(ApiError) as caught:
         Stream().traced.read_results(finished(data))
     assert (caught.value.code, caught.value.status) == ("trace_failed", 400)
