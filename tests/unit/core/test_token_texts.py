@@ -15,10 +15,10 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.fields import Token
 from api_schemas.interventions import RequestLimits, parse_interventions
 from nnsight_engine import bundled_model_path
-from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.core.token_texts import NoSuchTokenError, TokenTexts
 from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.compile.scope import CompileScope
+from tests.fakes.model_specs import tiny_spec
 
 BYTES = {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
 WORDS = [
@@ -81,8 +81,7 @@ def metaspace(prepend: str = "always") -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
 
 
-LOGITS = LeafSpec("logits", (50_000,), "tap", ("capture",))
-SPEC = ModelSpec("tiny", "Llama", 2, 8, 50_000, "float32", 64, 64, (LOGITS,), 1 << 20)
+SPEC = tiny_spec(vocab_size=50_000)
 TOKENIZERS: Mapping[str, Callable[[], PreTrainedTokenizerFast]] = {
     "bundled": bundled,
     "metaspace": metaspace,

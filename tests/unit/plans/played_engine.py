@@ -9,7 +9,6 @@ from typing import Final, Protocol
 import numpy as np
 import torch
 
-from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.plans.collect.collector import RequestCollector
 from nnsight_engine.plans.collect.outbox import Outbox
 from nnsight_engine.plans.collect.results import CollectedResults
@@ -22,25 +21,11 @@ from nnsight_engine.plans.step.ledger import ByteLedger
 from nnsight_engine.plans.step.plan import Span
 from nnsight_engine.plans.step.registrar import Registrar
 from tests.condition_reference import Array
+from tests.fakes.model_specs import tiny_spec
+from tests.unit.plans.compiling import tensors_of
 
 WIDTH, LAYERS = 8, 4
-VALUES = ("steer", "ablate", "patch", "capture", "probe")
-SPEC = ModelSpec(
-    name="toy",
-    architecture="Toy",
-    num_layers=LAYERS,
-    hidden_size=WIDTH,
-    vocab_size=50,
-    dtype="float32",
-    max_model_len=128,
-    max_num_batched_tokens=64,
-    leaves=(
-        LeafSpec("embed.output", (WIDTH,), "tap", VALUES),
-        LeafSpec("input", (WIDTH,), "tap", VALUES),
-        LeafSpec("output", (WIDTH,), "tap", VALUES),
-    ),
-    max_capture_bytes=1 << 20,
-)
+SPEC = tiny_spec(num_layers=LAYERS, hidden_size=WIDTH, vocab_size=50, max_model_len=128)
 MIX: Final = np.random.default_rng(0).normal(size=(LAYERS, WIDTH, WIDTH)).astype(np.float32) / 2
 POINTS: Final = [f"layers.{layer}.output" for layer in range(LAYERS)]
 
@@ -78,7 +63,7 @@ class PlayedEngine:
 
     def register(self, request_id: str, compiled: CompiledRequest) -> ActiveRequest:
         plan = RequestPlan.decode(compiled.plan.encode())
-        tensors = {key: (one.dtype, list(one.shape), one.data) for key, one in compiled.tensors.items()}
+        tensors = tensors_of(compiled)
         self.outbox.open(request_id, plan, stops_outside=False)
         return self.registrar.register(request_id, plan, tensors)
 

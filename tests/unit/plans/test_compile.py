@@ -28,29 +28,11 @@ from nnsight_engine.plans.request_plan import (
     WhereRule,
 )
 from nnsight_engine.plans.sites import PlannedSite
-from tests.unit.plans.captured_bytes import captured_bytes
+from nnsight_engine.vllm_backend.model_points import VALUE_OPERATIONS
+from tests.fakes.model_specs import tiny_spec
+from tests.unit.plans.compiling import captured_bytes
 
-VALUES = ("steer", "ablate", "patch", "capture", "probe")
-SPEC = ModelSpec(
-    name="tiny",
-    architecture="LlamaForCausalLM",
-    num_layers=4,
-    hidden_size=8,
-    vocab_size=100,
-    dtype="bfloat16",
-    max_model_len=64,
-    max_num_batched_tokens=32,
-    leaves=(
-        LeafSpec("embed.output", (8,), "tap", VALUES),
-        LeafSpec("input", (8,), "tap", VALUES),
-        LeafSpec("output", (8,), "tap", (*VALUES, "logit_lens")),
-        LeafSpec("attn.q", (2, 4), "eager", VALUES),
-        LeafSpec("mlp.act", (16,), "eager", VALUES),
-        LeafSpec("logits", (100,), "tap", VALUES),
-        LeafSpec("samples", (), "tap", ("capture",)),
-    ),
-    max_capture_bytes=4096,
-)
+SPEC = tiny_spec(dtype="bfloat16", max_capture_bytes=4096)
 PROMPT = [10, 11, 12, 13, 11]
 
 
@@ -365,7 +347,7 @@ def test_images_are_their_positions_in_the_order_of_a_patch_s_rows() -> None:
 
 
 def test_rows_of_images_in_the_encoder_are_numbered_by_patch() -> None:
-    encoder = LeafSpec("vision.layers.output", (6,), "tap", VALUES, tuple(range(9)), num_patches=2)
+    encoder = LeafSpec("vision.layers.output", (6,), "tap", VALUE_OPERATIONS, tuple(range(9)), num_patches=2)
     spec = dataclasses.replace(SPEC, leaves=(*SPEC.leaves, encoder))
     media = PromptMedia((((0, 1), (2, 3)), ((4, 5),)), "d")
     values = [[float(row)] * 6 for row in range(6)]

@@ -14,31 +14,15 @@ from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.core.token_texts import NoSuchTokenError
 from nnsight_engine.plans.compile import combined_vectors
 from nnsight_engine.plans.compile.request import compile_request
+from nnsight_engine.vllm_backend.model_points import VALUE_OPERATIONS
+from tests.fakes.model_specs import tiny_spec
 
-VALUES = ("steer", "ablate", "patch", "capture", "probe")
-SPEC = ModelSpec(
-    name="tiny",
-    architecture="LlamaForCausalLM",
-    num_layers=4,
-    hidden_size=8,
-    vocab_size=100,
+SPEC = tiny_spec(
+    LeafSpec("moe.router", (5,), "eager", VALUE_OPERATIONS, (1, 2, 3)),
+    LeafSpec("moe.experts", (2,), "eager", ("ablate", "patch", "capture"), (1, 2, 3)),
+    LeafSpec("moe.weights", (2,), "eager", VALUE_OPERATIONS, (1, 2, 3)),
+    LeafSpec("mixer.state", (2, 3, 4), "eager", ("capture",), (0, 2)),
     dtype="bfloat16",
-    max_model_len=64,
-    max_num_batched_tokens=32,
-    leaves=(
-        LeafSpec("embed.output", (8,), "tap", VALUES),
-        LeafSpec("input", (8,), "tap", VALUES),
-        LeafSpec("output", (8,), "tap", (*VALUES, "logit_lens")),
-        LeafSpec("attn.q", (2, 4), "eager", VALUES),
-        LeafSpec("attn.pattern", (2, -1), "eager", ("capture",)),
-        LeafSpec("mlp.act", (16,), "eager", VALUES),
-        LeafSpec("moe.router", (5,), "eager", VALUES, (1, 2, 3)),
-        LeafSpec("moe.experts", (2,), "eager", ("ablate", "patch", "capture"), (1, 2, 3)),
-        LeafSpec("moe.weights", (2,), "eager", VALUES, (1, 2, 3)),
-        LeafSpec("mixer.state", (2, 3, 4), "eager", ("capture",), (0, 2)),
-        LeafSpec("logits", (100,), "tap", VALUES),
-        LeafSpec("samples", (), "tap", ("capture",)),
-    ),
     max_capture_bytes=4096,
 )
 PROMPT = [10, 11, 12, 13, 11]
@@ -100,8 +84,8 @@ def tensor(dtype: Any, shape: list[int], data: bytes) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("operation", "code", "param"),
     [
-        (STEER | {"at": "layers.1.mlp.gate"}, ErrorCode.UNKNOWN_POINT, "at"),
-        (STEER | {"at": "norm.output"}, ErrorCode.UNKNOWN_POINT, "at"),
+        (STEER | {"at": "layers.1.attn.latent"}, ErrorCode.UNKNOWN_POINT, "at"),
+        (STEER | {"at": "layers.1.mixer.output"}, ErrorCode.UNKNOWN_POINT, "at"),
         (STEER | {"at": "layers.1.logits"}, ErrorCode.UNKNOWN_POINT, "at"),
         (STEER | {"at": ["logits", "nowhere"]}, ErrorCode.UNKNOWN_POINT, "at.1"),
         (STEER | {"at": "layers.4.output"}, ErrorCode.UNKNOWN_LAYER, "at"),
@@ -345,7 +329,7 @@ def test_one_token_alone_has_no_generated_positions() -> None:
 
 
 def test_messages_list_what_exists_and_what_was_expected() -> None:
-    message = refused(STEER | {"at": "layers.0.mlp.gate"}).message
+    message = refused(STEER | {"at": "layers.0.attn.latent"}).message
     assert "layers.*.mlp.act" in message
     assert "embed.output" in message
     message = refused(STEER | {"vector": [1.0] * 7}).message

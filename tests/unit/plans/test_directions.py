@@ -13,16 +13,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from api_schemas.interventions import parse_interventions
 from nnsight_engine.core.dtypes import floats_from_bytes
-from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
-from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.step.active import ActiveRequest
 from nnsight_engine.plans.step.context import StepContext
 from nnsight_engine.plans.step.kernel_factory import KernelFactory, KernelMember, group_key
 from nnsight_engine.plans.step.ledger import ByteLedger
 from nnsight_engine.plans.step.patterns import AttentionForm
 from nnsight_engine.plans.step.registrar import Registrar
+from tests.fakes.model_specs import tiny_spec
+from tests.unit.plans.compiling import compiled, tensors_of
 
 WIDTH, NUM_LAYERS, PROMPT = 12, 3, [7, 8, 9]
 CPU = torch.device("cpu")
@@ -31,34 +30,14 @@ Doubles = npt.NDArray[np.float64]
 
 
 def context(width: int = WIDTH) -> StepContext:
-    values = ("steer", "capture")
-    spec = ModelSpec(
-        name="tiny",
-        architecture="LlamaForCausalLM",
-        num_layers=NUM_LAYERS,
-        hidden_size=width,
-        vocab_size=100,
-        dtype="float32",
-        max_model_len=64,
-        max_num_batched_tokens=32,
-        leaves=(LeafSpec("output", (width,), "tap", values),),
-        max_capture_bytes=1 << 20,
-    )
+    spec = tiny_spec(num_layers=NUM_LAYERS, hidden_size=width)
     ledger = ByteLedger(max_request_bytes=1 << 20, max_engine_bytes=1 << 20)
     return StepContext(spec, torch.float32, CPU, ledger, lambda _: AttentionForm(1.0))
 
 
 def registered(registrar: Registrar, at: StepContext, number: int, op: dict[str, Any]) -> ActiveRequest:
-    request = compile_request(
-        parse_interventions([op]),
-        spec=at.spec,
-        prompt_token_ids=PROMPT,
-        max_tokens=4,
-        token_of=len,
-        stream=False,
-    )
-    tensors = {key: (one.dtype, list(one.shape), one.data) for key, one in request.tensors.items()}
-    return registrar.register(str(number), request.plan, tensors)
+    request = compiled(op, spec=at.spec, prompt=PROMPT)
+    return registrar.register(str(number), request.plan, tensors_of(request))
 
 
 class Author:
@@ -248,13 +227,8 @@ def test_a_basis_is_orthonormal_and_has_as_many_directions_as_the_vectors_span()
     tiny = rows[2] * np.float32(1e-12)
     vectors = [rows[0], rows[1], rows[0] * 5, tiny, rows[0] + rows[1] * np.float32(1e-9)]
     op = {"op": "steer", "at": "layers.1.output", "mode": "project_out"}
-    request = compile_request(
-        parse_interventions([op | {"vectors": [{"vector": one.tolist()} for one in vectors]}]),
-        spec=context().spec,
-        prompt_token_ids=PROMPT,
-        max_tokens=4,
-        token_of=len,
-        stream=False,
+    request = compiled(
+        op | {"vectors": [{"vector": one.tolist()} for one in vectors]}, spec=context().spec, prompt=PROMPT
     )
     (tensor,) = request.tensors.values()
     assert tensor.shape == (3, WIDTH)

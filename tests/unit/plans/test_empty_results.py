@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from api_schemas.interventions import parse_interventions
-from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.plans.collect.collector import RequestCollector
 from nnsight_engine.plans.collect.results import (
     CollectedCapture,
@@ -16,28 +14,11 @@ from nnsight_engine.plans.collect.results import (
     CollectedProbe,
     CollectedTrace,
 )
-from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.records import Payload, StepInfo
+from tests.fakes.model_specs import tiny_spec
+from tests.unit.plans.compiling import compiled
 
-VALUES = ("steer", "ablate", "patch", "capture", "probe")
-SPEC = ModelSpec(
-    name="tiny",
-    architecture="LlamaForCausalLM",
-    num_layers=6,
-    hidden_size=4,
-    vocab_size=100,
-    dtype="float32",
-    max_model_len=64,
-    max_num_batched_tokens=32,
-    leaves=(
-        LeafSpec("output", (4,), "tap", (*VALUES, "logit_lens")),
-        LeafSpec("attn.q", (2, 2), "eager", VALUES),
-        LeafSpec("attn.pattern", (2, -1), "eager", ("capture",)),
-        LeafSpec("logits", (100,), "tap", VALUES),
-        LeafSpec("samples", (), "tap", ("capture",)),
-    ),
-    max_capture_bytes=1 << 20,
-)
+SPEC = tiny_spec(num_layers=6, hidden_size=4)
 PROMPT = [7, 8, 9]
 POINTS = (
     ["layers.*.output"],
@@ -60,14 +41,7 @@ OTHERS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("op", [*CAPTURES, *OTHERS])
 def test_a_read_that_met_nothing_has_an_entry(op: dict[str, Any], stream: bool) -> None:
-    request = compile_request(
-        parse_interventions([op | {"where": {"phase": "generated"}}]),
-        spec=SPEC,
-        prompt_token_ids=PROMPT,
-        max_tokens=4,
-        token_of=len,
-        stream=stream,
-    )
+    request = compiled(op | {"where": {"phase": "generated"}}, spec=SPEC, prompt=PROMPT, stream=stream)
     collector = RequestCollector(request.plan, SPEC, prompt_token_ids=PROMPT, op_names=[op["op"]])
     # The first token ends the answer, so that no generated position is ever computed.
     collector.add(Payload([], StepInfo(0, len(PROMPT), 0, "tap")))

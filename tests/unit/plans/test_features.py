@@ -14,20 +14,19 @@ from safetensors.torch import save_file
 
 from api_schemas.dictionaries import DictionaryUsed, NamedDictionary
 from api_schemas.errors import ApiError
-from api_schemas.interventions import parse_interventions
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.features.config import Architecture, Normalization
 from nnsight_engine.features.dictionary import Dictionary, Selection
 from nnsight_engine.features.stored import StoredDictionary
 from nnsight_engine.plans.collect.results import CollectedFeatures, CollectedMarks
-from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.features import PlannedDictionary, PlannedFeatures
 from nnsight_engine.plans.request_plan import CompiledRequest
 from nnsight_engine.plans.step import dictionary_bank, feature_kernels, feature_reads
 from nnsight_engine.plans.step.dictionary_bank import DictionaryBank
 from tests.condition_reference import Array, weights
 from tests.unit.features.reference import Reference, some_config, some_tensors
+from tests.unit.plans import compiling
 from tests.unit.plans.played_engine import LAYERS, SPEC, WIDTH, PlayedEngine, block
 
 
@@ -135,14 +134,7 @@ class RandomCase:
 
 
 def compiled(raw: list[dict[str, Any]], prompt: list[int], spec: ModelSpec = SPEC) -> CompiledRequest:
-    return compile_request(
-        parse_interventions(raw),
-        spec=spec,
-        prompt_token_ids=prompt,
-        max_tokens=32,
-        token_of=lambda _: 0,
-        stream=False,
-    )
+    return compiling.compiled(*raw, spec=spec, prompt=prompt, max_tokens=32)
 
 
 class Expected:

@@ -10,15 +10,13 @@ import pytest
 import torch
 
 from api_schemas.errors import ApiError
-from api_schemas.interventions import parse_interventions
 from nnsight_engine.core.dtypes import LARGEST
 from nnsight_engine.core.errors import InterventionError
-from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
+from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.tensor_bytes import DTYPES, tensor_from_bytes
 from nnsight_engine.plans.collect.collector import RequestCollector
 from nnsight_engine.plans.collect.outbox import PendingResults
 from nnsight_engine.plans.collect.results import CollectedCapture
-from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.records import Payload, StepResults
 from nnsight_engine.plans.step.active import ActiveRequest
 from nnsight_engine.plans.step.builder import StepBuilder
@@ -29,37 +27,20 @@ from nnsight_engine.plans.step.patterns import AttentionForm
 from nnsight_engine.plans.step.plan import Span
 from nnsight_engine.plans.step.registrar import Registrar
 from nnsight_engine.plans.step.steady_run import SteadyRun
+from tests.fakes.model_specs import tiny_spec
+from tests.unit.plans import compiling
 
 WIDTH, PROMPT = 4, [7, 8, 9]
-VALUES = ("steer", "ablate", "patch", "capture", "probe")
 FLOATS = ("float32", "bfloat16", "float16")
 POINTS = ["layers.0.output", "layers.1.output"]
 
 
 def spec(dtype: str) -> ModelSpec:
-    return ModelSpec(
-        name="tiny",
-        architecture="LlamaForCausalLM",
-        num_layers=2,
-        hidden_size=WIDTH,
-        vocab_size=100,
-        dtype=dtype,
-        max_model_len=64,
-        max_num_batched_tokens=32,
-        leaves=(LeafSpec("output", (WIDTH,), "tap", VALUES), LeafSpec("logits", (100,), "tap", VALUES)),
-        max_capture_bytes=1 << 20,
-    )
+    return tiny_spec(num_layers=2, hidden_size=WIDTH, dtype=dtype)
 
 
 def compiled(served: str, *ops: dict[str, Any], stream: bool = False) -> Any:
-    return compile_request(
-        parse_interventions(list(ops)),
-        spec=spec(served),
-        prompt_token_ids=PROMPT,
-        max_tokens=4,
-        token_of=len,
-        stream=stream,
-    )
+    return compiling.compiled(*ops, spec=spec(served), prompt=PROMPT, stream=stream)
 
 
 def collector_of(
@@ -195,7 +176,7 @@ class Worker:
 
     def add(self, request_id: str, *ops: dict[str, Any]) -> ActiveRequest:
         request = compiled("float16", *ops)
-        tensors = {key: (one.dtype, list(one.shape), one.data) for key, one in request.tensors.items()}
+        tensors = compiling.tensors_of(request)
         return self._registrar.register(request_id, request.plan, tensors)
 
     def step(self, spans: list[Span], sampled: list[list[int]]) -> StepResults:

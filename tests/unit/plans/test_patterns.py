@@ -10,12 +10,9 @@ import pytest
 import torch
 
 from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.interventions import parse_interventions
-from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.plans.collect.collector import RequestCollector
 from nnsight_engine.plans.collect.outbox import PendingResults
 from nnsight_engine.plans.collect.results import CollectedCapture
-from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.records import Payload
 from nnsight_engine.plans.request_plan import CompiledRequest
 from nnsight_engine.plans.sites import PlannedSite
@@ -28,26 +25,12 @@ from nnsight_engine.plans.step.ledger import ByteLedger
 from nnsight_engine.plans.step.patterns import AttentionForm, AttentionKeyStore, ComputePattern
 from nnsight_engine.plans.step.plan import Span
 from nnsight_engine.plans.step.registrar import Registrar
-from tests.unit.plans.captured_bytes import captured_bytes
+from tests.fakes.model_specs import tiny_spec
+from tests.unit.plans import compiling
+from tests.unit.plans.compiling import captured_bytes
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 3
-VALUES = ("steer", "ablate", "patch", "capture", "probe")
-SPEC = ModelSpec(
-    name="tiny",
-    architecture="LlamaForCausalLM",
-    num_layers=2,
-    hidden_size=12,
-    vocab_size=100,
-    dtype="float32",
-    max_model_len=64,
-    max_num_batched_tokens=32,
-    leaves=(
-        LeafSpec("output", (12,), "tap", (*VALUES, "logit_lens")),
-        LeafSpec("attn.k", (KV_HEADS, HEAD_DIM), "eager", VALUES),
-        LeafSpec("attn.pattern", (HEADS, -1), "eager", ("capture",)),
-    ),
-    max_capture_bytes=8192,
-)
+SPEC = tiny_spec(num_layers=2, hidden_size=12, num_heads=HEADS, num_kv_heads=KV_HEADS, max_capture_bytes=8192)
 PROMPT = [10, 11, 12, 13, 11]
 FORM = AttentionForm(scale=0.7, soft_cap=2.0, window=4)
 KEY_BYTES = KV_HEADS * HEAD_DIM * 4
@@ -58,14 +41,7 @@ def capture(at: str | list[str] = "layers.0.attn.pattern", **fields: Any) -> dic
 
 
 def compiled(*raw: dict[str, Any], prompt: list[int] = PROMPT, stream: bool = False) -> CompiledRequest:
-    return compile_request(
-        parse_interventions(list(raw)),
-        spec=SPEC,
-        prompt_token_ids=prompt,
-        max_tokens=20,
-        token_of=len,
-        stream=stream,
-    )
+    return compiling.compiled(*raw, spec=SPEC, prompt=prompt, max_tokens=20, stream=stream)
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from api_schemas.interventions import parse_interventions
 from nnsight_engine.core.errors import InterventionError
-from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
+from nnsight_engine.core.model_spec import LeafSpec
 from nnsight_engine.plans.collect.collector import RequestCollector
 from nnsight_engine.plans.collect.outbox import PendingResults
 from nnsight_engine.plans.collect.results import CollectedCapture
-from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.drafts import takes_drafts
 from nnsight_engine.plans.records import Payload
 from nnsight_engine.plans.request_plan import CompiledRequest
@@ -26,34 +24,18 @@ from nnsight_engine.plans.step.ledger import ByteLedger
 from nnsight_engine.plans.step.patterns import AttentionForm
 from nnsight_engine.plans.step.plan import Span
 from nnsight_engine.plans.step.registrar import Registrar
+from tests.fakes.model_specs import tiny_spec
+from tests.unit.plans.compiling import compiled
 
 SHAPE = (2, 3, 4)
 POINT = "layers.0.mixer.state"
-SPEC = ModelSpec(
-    name="tiny",
-    architecture="Mamba2ForCausalLM",
-    num_layers=1,
-    hidden_size=8,
-    vocab_size=100,
-    dtype="float16",
-    max_model_len=64,
-    max_num_batched_tokens=32,
-    leaves=(LeafSpec("mixer.state", SHAPE, "eager", ("capture",)),),
-    max_capture_bytes=1 << 20,
-)
+SPEC = tiny_spec(LeafSpec("mixer.state", SHAPE, "eager", ("capture",)), num_layers=1, dtype="float16")
 ENDS: dict[str, Any] = {"range": [-1, None]}
 
 
-def compiled(prompt: list[int], **fields: Any) -> CompiledRequest:
+def captured(prompt: list[int], **fields: Any) -> CompiledRequest:
     capture = {"op": "capture", "at": POINT, "name": "c", "where": ENDS} | fields
-    return compile_request(
-        parse_interventions([capture]),
-        spec=SPEC,
-        prompt_token_ids=prompt,
-        max_tokens=4,
-        token_of=len,
-        stream=False,
-    )
+    return compiled(capture, spec=SPEC, prompt=prompt)
 
 
 class Worker:
@@ -102,7 +84,7 @@ def collected(worker: Worker, name: str, request: CompiledRequest, prompt: list[
 
 def test_each_request_has_its_own_state_at_its_last_position() -> None:
     prompts = {"a": [5, 6, 7], "b": [8, 9]}
-    requests = {name: compiled(prompt) for name, prompt in prompts.items()}
+    requests = {name: captured(prompt) for name, prompt in prompts.items()}
     worker = Worker(requests)
     states = torch.randn(6, 24, generator=torch.Generator().manual_seed(1))
     later = states + 1
@@ -119,7 +101,7 @@ def test_each_request_has_its_own_state_at_its_last_position() -> None:
 
 
 def test_a_state_that_a_step_has_passed_fails_the_request() -> None:
-    worker = Worker({"a": compiled([5, 6, 7])})
+    worker = Worker({"a": captured([5, 6, 7])})
     worker.step([("a", 0, 0, 5)], torch.zeros(2, 24), slots=[1])
     failure = worker.requests["a"].failure
     assert failure is not None
@@ -128,7 +110,7 @@ def test_a_state_that_a_step_has_passed_fails_the_request() -> None:
 
 
 def test_a_state_beyond_the_dtype_asked_for_is_an_error_though_the_model_has_the_same() -> None:
-    request = compiled([5, 6], dtype="float16")
+    request = captured([5, 6], dtype="float16")
     worker = Worker({"a": request})
     states = torch.zeros(2, 24)
     states[1, 7] = 1e6
@@ -138,6 +120,6 @@ def test_a_state_beyond_the_dtype_asked_for_is_an_error_though_the_model_has_the
 
 
 def test_states_of_generated_positions_take_no_drafts() -> None:
-    assert takes_drafts(compiled([5, 6], where={"positions": [-1]}).plan)
-    assert not takes_drafts(compiled([5, 6]).plan)
-    assert not takes_drafts(compiled([5, 6], where={"phase": "generated"}).plan)
+    assert takes_drafts(captured([5, 6], where={"positions": [-1]}).plan)
+    assert not takes_drafts(captured([5, 6]).plan)
+    assert not takes_drafts(captured([5, 6], where={"phase": "generated"}).plan)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.where import Where
-from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.plans.answer_parts import AnswerMarkers, Part, Parts
 from nnsight_engine.plans.compile.scope import CompileScope
 from nnsight_engine.plans.compile.where_clause import Named, compile_where
@@ -21,9 +20,10 @@ from nnsight_engine.plans.request_plan import WhereRule
 from nnsight_engine.plans.step.answer_tracker import AnswerTracker
 from nnsight_engine.plans.where import evaluate, generated_is_constant
 from tests.e2e.fuzz.wording import PARTS, answer_parts
+from tests.fakes.model_specs import tiny_spec
 
 VOCABULARY = 6
-SPEC = ModelSpec("tiny", "Llama", 2, 8, VOCABULARY, "float32", 64, 64, (), 1 << 20)
+SPEC = tiny_spec(vocab_size=VOCABULARY)
 
 
 def token_of(text: str) -> int:

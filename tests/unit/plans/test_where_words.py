@@ -10,7 +10,6 @@ import pytest
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.where import Where
-from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.plans.answer_parts import AnswerMarkers
 from nnsight_engine.plans.compile.scope import CompileScope
 from nnsight_engine.plans.compile.where_clause import compile_where
@@ -19,12 +18,13 @@ from nnsight_engine.plans.where import evaluate, generated_is_constant, last_pos
 from tests.e2e.fuzz import wording
 from tests.e2e.fuzz.clauses import Clauses
 from tests.e2e.fuzz.world import World
+from tests.fakes.model_specs import tiny_spec
 
 VOCABULARY = list(range(1, 40))
 TEXTS = {token: f"t{token}" for token in VOCABULARY[:20]}
 MARKERS = AnswerMarkers({3: 2, 7: 1, 11: 3, 12: 3, 20: 1}, 2, frozenset({5}))
 WORLD = World(4, {}, {}, VOCABULARY, TEXTS, 30, 24, MARKERS)
-SPEC = ModelSpec("tiny", "Tiny", 4, 8, 40, "float32", 4096, 4096, (), 2**20)
+SPEC = tiny_spec(vocab_size=40, max_model_len=4096)
 
 
 def encode(text: str) -> list[int]:

@@ -23,7 +23,6 @@ from nnsight_engine.serialization import (
     DecodeError,
     MessageLimits,
     Policy,
-    SentBlock,
     decode,
     decode_trace,
     encode,
@@ -31,21 +30,12 @@ from nnsight_engine.serialization import (
 )
 from nnsight_engine.serialization.message.node_kinds import NodeKind
 from nnsight_engine.serialization.message.table import NodeTable, pack
-from nnsight_engine.tracing.tracer import Info, Tracer
+from nnsight_engine.tracing.tracer import Tracer
+from tests.unit.serialization.recording import Recorder
 
 HERE = sys.version_info.minor
 OTHER = HERE + 1
 VERSIONS = [0, 11, 12, 13, 14]
-
-
-class Recorder(Tracer):
-    """Keeps its block, filled, and runs nothing."""
-
-    def execute(self, function: Any) -> None:
-        info = self.info
-        self.kept = SentBlock(
-            Info(info.block, dict(info.variables), None, info.globals_), dict(info.variables)
-        )
 
 
 def sent_by(python: int, data: bytes, *replaced: tuple[bytes, bytes]) -> bytes:

@@ -11,11 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from api_schemas.interventions import parse_interventions
-from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.families.dense import LLAMA
 from nnsight_engine.plans.collect.outbox import Outbox
-from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.records import Payload, StepResults
 from nnsight_engine.plans.request_plan import CompiledRequest
 from nnsight_engine.plans.step.plan import StepPlan
@@ -23,26 +20,11 @@ from nnsight_engine.vllm_backend.model_layout import ModelLayout
 from nnsight_engine.vllm_backend.model_points import ModelPoints
 from nnsight_engine.vllm_backend.steps.step import RequestRows, Step
 from nnsight_engine.vllm_backend.steps.worker_state import WorkerState
+from tests.fakes.model_specs import tiny_spec
+from tests.unit.plans import compiling
 
 HIDDEN, VOCAB, LAYERS = 4, 6, 2
-OPERATIONS = ("steer", "ablate", "patch", "capture", "probe", "logit_lens")
-SPEC = ModelSpec(
-    name="stand-in",
-    architecture="LlamaForCausalLM",
-    num_layers=LAYERS,
-    hidden_size=HIDDEN,
-    vocab_size=VOCAB,
-    dtype="float32",
-    max_model_len=512,
-    max_num_batched_tokens=64,
-    leaves=(
-        LeafSpec("output", (HIDDEN,), "tap", OPERATIONS),
-        LeafSpec("norm.output", (HIDDEN,), "tap", OPERATIONS),
-        LeafSpec("logits", (VOCAB,), "tap", ("steer", "ablate", "patch", "capture", "probe")),
-        LeafSpec("samples", (), "tap", ("capture",)),
-    ),
-    max_capture_bytes=1 << 20,
-)
+SPEC = tiny_spec(num_layers=LAYERS, hidden_size=HIDDEN, vocab_size=VOCAB, max_model_len=512)
 
 
 TOKEN_IDS = np.arange(SPEC.max_model_len, dtype=np.int32) % VOCAB
@@ -64,14 +46,7 @@ class StandIn(nn.Module):
 
 
 def compiled(raw: list[dict[str, Any]], prompt_len: int, *, stream: bool = False) -> CompiledRequest:
-    return compile_request(
-        parse_interventions(raw),
-        spec=SPEC,
-        prompt_token_ids=list(range(prompt_len)),
-        max_tokens=64,
-        token_of=len,
-        stream=stream,
-    )
+    return compiling.compiled(*raw, spec=SPEC, prompt=range(prompt_len), max_tokens=64, stream=stream)
 
 
 @dataclasses.dataclass
@@ -182,7 +157,7 @@ class Worker:
     ) -> None:
         entries = []
         for request_id, request in arrived.items():
-            tensors = {key: (one.dtype, list(one.shape), one.data) for key, one in request.tensors.items()}
+            tensors = compiling.tensors_of(request)
             entries.append((request_id, {"plan": request.plan, "tensors": tensors}))
         self.state.begin(entries, finished, returned)
 

@@ -18,7 +18,6 @@ from nnsight_engine.vllm_backend.traces.edits import EditStore
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.reporting import Reporting
 from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_pool import SandboxPool
-from nnsight_engine.vllm_backend.traces.stages.early_stage import EarlyStageTraces
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 from nnsight_engine.vllm_backend.traces.trace_store import TraceStore
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
@@ -65,8 +64,3 @@ def test_code_is_not_trusted_by_omission() -> None:
     request = TraceRequest(TraceHead(model="m", dialect="vllm"), [b"blocks"])
     with pytest.raises(AttributeError, match="sandbox_of"):
         _ = request.sandbox_of
-
-
-def test_an_early_stage_has_no_results() -> None:
-    traces = EarlyStageTraces.__new__(EarlyStageTraces)
-    assert traces.collect("key", {}) == []

@@ -11,10 +11,8 @@ import pytest
 import torch
 from vllm.sequence import IntermediateTensors
 
-from api_schemas.interventions import parse_interventions
-from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
+from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.tensor_bytes import DTYPES
-from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.records import StepResults
 from nnsight_engine.plans.step.active import ActiveRequest
 from nnsight_engine.plans.step.builder import StepBuilder
@@ -32,21 +30,11 @@ from nnsight_engine.plans.step.stage_results import (
     with_silent_stages,
 )
 from nnsight_engine.vllm_backend.steps.stage_transport import take_results, with_results
+from tests.fakes.model_specs import tiny_spec
+from tests.unit.plans.compiling import compiled, tensors_of
 
 WIDTH, PROMPT, NUM_LAYERS = 4, [7, 8, 9], 3
-OPERATIONS = ("steer", "capture", "probe")
-SPEC = ModelSpec(
-    name="tiny",
-    architecture="LlamaForCausalLM",
-    num_layers=NUM_LAYERS,
-    hidden_size=WIDTH,
-    vocab_size=100,
-    dtype="float32",
-    max_model_len=64,
-    max_num_batched_tokens=32,
-    leaves=(LeafSpec("output", (WIDTH,), "tap", OPERATIONS),),
-    max_capture_bytes=1 << 20,
-)
+SPEC = tiny_spec(num_layers=NUM_LAYERS, hidden_size=WIDTH)
 STAGES = [Stage(0, 1), Stage(1, 2), Stage(2)]
 CAPTURES: list[dict[str, Any]] = [
     {"op": "capture", "name": "half", "at": "layers.*.output", "dtype": "float16"},
@@ -68,16 +56,8 @@ class Worker:
         self.requests: list[ActiveRequest] = []
 
     def add(self, request_id: str, operations: Sequence[dict[str, Any]]) -> None:
-        compiled = compile_request(
-            parse_interventions(list(operations)),
-            spec=self.spec,
-            prompt_token_ids=PROMPT,
-            max_tokens=4,
-            token_of=len,
-            stream=False,
-        )
-        tensors = {key: (one.dtype, list(one.shape), one.data) for key, one in compiled.tensors.items()}
-        self.requests.append(self._registrar.register(request_id, compiled.plan, tensors))
+        request = compiled(*operations, spec=self.spec, prompt=PROMPT)
+        self.requests.append(self._registrar.register(request_id, request.plan, tensors_of(request)))
 
     def run(self) -> StepPlan:
         spans = [

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
+from nnsight_engine.core.model_spec import LeafSpec
 from nnsight_engine.envoys.architectures.errors import UnknownPointError
 from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.families.dense import LLAMA, LLAMA_LEAVES
@@ -17,6 +17,7 @@ from nnsight_engine.vllm_backend.model_layout import BlockPoints, ModelLayout
 from nnsight_engine.vllm_backend.model_outline import outlined
 from nnsight_engine.vllm_backend.traces.caches import RequestCache
 from nnsight_engine.vllm_backend.traces.points import EnginePoints, Part, StandardNames, standard_name
+from tests.fakes.model_specs import tiny_spec
 
 MODULES = {
     "LlamaForCausalLM": (
@@ -44,18 +45,9 @@ def points_of(architecture: str, *leaves: str) -> EnginePoints:
         {leaf: place for leaf, place in family.leaves.items() if isinstance(place, Place)}, family.kernel
     )
     names = ("embed.output", "input", "output", *leaves, *(["norm.output"] if norm else []), "logits")
-    spec = ModelSpec(
-        name="tiny",
-        architecture=architecture,
-        num_layers=2,
-        hidden_size=8,
-        vocab_size=16,
-        dtype="float32",
-        max_model_len=8,
-        max_num_batched_tokens=8,
+    spec = dataclasses.replace(
+        tiny_spec(architecture=architecture, num_layers=2, layout=ModelLayout(family, (block, block))),
         leaves=tuple(LeafSpec(name, (8,), "tap", ()) for name in names),
-        max_capture_bytes=1,
-        layout=ModelLayout(family, (block, block)).to_plain(),
     )
     points = root.__dict__["_points"] = EnginePoints.on_client(root, spec)
     return points

@@ -1,0 +1,45 @@
+"""Requests compiled from the JSON of their operations."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.interventions import parse_interventions
+from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.plans.compile.request import compile_request
+from nnsight_engine.plans.request_plan import CompiledRequest
+
+
+def compiled(
+    *raw: dict[str, Any], spec: ModelSpec, prompt: Sequence[int], max_tokens: int = 4, stream: bool = False
+) -> CompiledRequest:
+    """Return a request of a model whose tokens are as many letters as their ids say."""
+    return compile_request(
+        parse_interventions(list(raw)),
+        spec=spec,
+        prompt_token_ids=prompt,
+        max_tokens=max_tokens,
+        token_of=len,
+        stream=stream,
+    )
+
+
+def tensors_of(request: CompiledRequest) -> dict[str, tuple[str, list[int], bytes]]:
+    """Return a request's tensors as they reach a worker."""
+    return {key: (one.dtype, list(one.shape), one.data) for key, one in request.tensors.items()}
+
+
+def captured_bytes(*raw: dict[str, Any], spec: ModelSpec, prompt: list[int]) -> int:
+    """Return the bytes that a request captures of its prompt, as the refusal of too many says."""
+    try:
+        compiled(*raw, spec=dataclasses.replace(spec, max_capture_bytes=0), prompt=prompt, max_tokens=20)
+    except ApiError as error:
+        if error.code != ErrorCode.CAPTURE_TOO_LARGE:
+            raise
+        (num_bytes,) = re.findall(r"asks for (\d+)", error.message)
+        return int(num_bytes)
+    return 0
