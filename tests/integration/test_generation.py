@@ -19,6 +19,7 @@ from api_schemas.results import CaptureResult, TensorLink
 from api_schemas.tensors import TensorObject
 from tests.fakes.engine import FakeBehaviour
 from tests.integration.conftest import ErrorCheck, Serve, Server
+from tests.waiting import wait_for_async
 
 READS = [
     {"op": "capture", "at": "layers.1.output", "name": "resid"},
@@ -273,9 +274,7 @@ async def test_a_client_that_leaves_before_the_answer_ends_the_engines_work(serv
     async with serve(FakeBehaviour(delay_s=30)) as server:
         client = LeavingClient({"prompt": "a", "stream": is_stream})
         connection = asyncio.create_task(client.run(server))
-        async with asyncio.timeout(50):
-            while server.engine.num_running == 0:  # noqa: ASYNC110 - the engine tells nobody when it is called
-                await asyncio.sleep(0.01)
+        await wait_for_async(lambda: server.engine.num_running)
         client.has_left.set()
         await connection
         assert server.engine.num_running == 0

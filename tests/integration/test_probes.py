@@ -14,7 +14,7 @@ from typing import Final
 import pytest
 
 from tests.integration.test_signals import Process, started
-from tests.integration.waiting import until_async
+from tests.waiting import wait_for_async
 
 pytestmark = pytest.mark.timeout(120)
 STALL_S: Final = 4.0
@@ -23,7 +23,7 @@ STALL_S: Final = 4.0
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[Process]:
     async with started(tmp_path, STALL_S=str(STALL_S)) as process:
-        await until_async(process.ready, timeout_s=60)
+        await wait_for_async(process.ready)
         yield process
 
 

@@ -40,8 +40,6 @@ NUM_ROWS = 5
 NUM_OWN = 3
 BUDGET_S = 0.3
 TRACE_S = 4 * BUDGET_S
-LATEST_S = 12.0
-"""Far more than a step may wait, and far less than the attackers want."""
 SHORT_S = 0.01
 """How long a step waits where it is to go on without a process."""
 
@@ -190,6 +188,12 @@ class World:
         self.session.end()
         self.waiting.end()
         return self.session.take_deltas()
+
+    def has_collected(self) -> bool:
+        """Ask for what was saved, and return whether it has come."""
+        self.session.request_saved("key", {})
+        self.waiting.wait_for_any([self.session], 0.05)
+        return self.session.has_collected
 
     def error(self) -> str:
         assert self.process.is_ended

@@ -22,6 +22,7 @@ from nnsight_engine.remote_backend.client.http import HttpTransport
 from nnsight_engine.remote_backend.errors import RemoteConnectionError, RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, json_frame
 from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
+from tests.waiting import wait_for
 
 RESULT = Frame(FrameKind.RESULT, bytes(5_000_000))
 REQUEST = TraceRequest(TraceHead(model="m", dialect="vllm"), [b"blocks"])
@@ -57,8 +58,7 @@ class Server:
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
-        while not self.server.started:
-            time.sleep(0.01)
+        wait_for(lambda: self.server.started)
 
     def fails(self, request: Request) -> bool:
         self.asked.append((request.method, request.headers.get("authorization", "")))
