@@ -9,8 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 import torch
 
 from nnsight_engine.sandbox.channel import EngineSide, Memory, SandboxSide
@@ -19,6 +21,7 @@ from nnsight_engine.vllm_backend.traces.block_adapters import BlockAdapters
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.messages import Offer, packed
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
+from nnsight_engine.vllm_backend.traces.sandboxed import connection as connection_module
 from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     BeginRequests,
     ContinueReply,
@@ -96,9 +99,10 @@ class PlayedSource:
 
 @dataclass
 class PlayedModules:
-    """Calls modules, slowly."""
+    """Calls modules, slowly: each counts as ``lasts_s``, however busy the machine is."""
 
     num_calls: int = 0
+    counted_s: float = 0.0
     lasts_s: float = 0.0
     call_bytes: int = 1000
     places: frozenset[str] = frozenset({LAYER, LATER, POSITIONS, SAMPLES})
@@ -111,6 +115,7 @@ class PlayedModules:
     def _called(self, rows: torch.Tensor) -> torch.Tensor:
         self.num_calls += 1
         time.sleep(self.lasts_s)
+        self.counted_s += self.lasts_s
         return rows + self.num_calls
 
 
@@ -125,6 +130,11 @@ class World:
     process: PlayedProcess = field(init=False)
     source: PlayedSource = field(init=False)
     waiting: WaitBudget = field(default_factory=lambda: WaitBudget(BUDGET_S, 5 * BUDGET_S))
+
+    def __post_init__(self) -> None:
+        patch = self.closing.enter_context(pytest.MonkeyPatch.context())
+        calls = SimpleNamespace(monotonic=lambda: self.served.counted_s, thread_time=time.thread_time)
+        patch.setattr(connection_module, "time", calls)
 
     def begin(
         self,
