@@ -293,14 +293,11 @@ def test_addresses_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_pause_and_no_status_request_outlasts_the_callers_deadline(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nnsight_engine.remote_backend.client.retry._FIRST_PAUSE_S", 60)
-    monkeypatch.setattr("nnsight_engine.remote_backend.client.retry._MAX_PAUSE_S", 60)
-    monkeypatch.setattr("nnsight_engine.remote_backend.client.retry._PATIENCE_S", 120)
+    for limit in ("_FIRST_PAUSE_S", "_MAX_PAUSE_S", "_PATIENCE_S"):  # longer than a test may take
+        monkeypatch.setattr(f"nnsight_engine.remote_backend.client.retry.{limit}", 10_000)
     server.status = "RUNNING"
-    begin = time.monotonic()
     with pytest.raises(TimeoutError, match="goes on"):
-        list(transport(server).events("j", after=4, end=begin + 0.5))
-    assert time.monotonic() - begin < 20
+        list(transport(server).events("j", after=4, end=time.monotonic() + 0.5))
 
 
 @pytest.mark.parametrize(("code", "expected"), [(None, None), ("x", "x"), (429, "429")])
