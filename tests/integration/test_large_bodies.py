@@ -20,7 +20,7 @@ from tests.large_bodies import COMPLETIONS, large_bodies
 from tests.liveness import Bystanders
 from tests.waiting import wait_for_async
 
-pytestmark = [pytest.mark.heavy, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.heavy
 JSON = {"Content-Type": "application/json"}
 
 

@@ -8,6 +8,7 @@ import select
 import struct
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -265,6 +266,29 @@ def test_many_processes_of_a_tenant_cost_a_step_no_more_than_one_may(
     waiting.begin()
     waiting.wait_for_any(many, 60)
     assert sum(session.connection.is_pending for session in many) <= max(num_unread - 1, 0)
+
+
+def test_many_processes_of_a_tenant_are_waited_for_as_long_as_one(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = _answered(world, 6, "acme")
+    now_s = 0.0
+
+    def ready(_: object, wait_s: float) -> list[SandboxSession]:
+        nonlocal now_s
+        now_s += wait_s
+        return []
+
+    monkeypatch.setattr(waiting_module, "_ready", ready)
+    monkeypatch.setattr(waiting_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    waiting = WaitBudget(2.0, 60)
+    waiting.begin()
+    for session in many:
+        session.can_be_deferred = True
+    for session in many:
+        waiting.wait([session])
+    waiting.wait(many)
+    assert waiting.waited_s == now_s == 2.0
 
 
 class _SlowSide(EngineSide):
