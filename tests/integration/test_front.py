@@ -108,20 +108,23 @@ async def test_a_stream_whose_replica_is_killed_says_so_and_others_go_on(tmp_pat
     async with fronted(tmp_path) as front:
         for one in front.replicas:
             one.engine.behaviour.delay_s = 0.05
-        body = {"stream": True, "max_tokens": 60}
+        body, begun = {"stream": True, "max_tokens": 60}, set[int]()
 
         async def stream(number: int) -> tuple[str, str]:
             async with front.client.stream(
                 "POST", "/v1/completions", json={"prompt": f"{number}{LONG}", **body}
             ) as response:
-                *_, before, last = [line async for line in response.aiter_lines() if line]
+                lines = []
+                async for line in response.aiter_lines():
+                    lines += [line] if line else []
+                    begun.add(number)
+                *_, before, last = lines
                 assert last == "data: [DONE]"
                 found = json.loads(before.removeprefix("data: "))
                 return who(response), found.get("error", {}).get("code", "")
 
         streams = [asyncio.create_task(stream(number)) for number in range(12)]
-        await wait_for_async(lambda: sum(one.engine.num_running for one in front.replicas) == 12)
-        await asyncio.sleep(0.3)
+        await wait_for_async(lambda: len(begun) == 12)
         victim = front.some.all["m0r0"]
         victim.kill()
         ends = set(await asyncio.gather(*streams))

@@ -137,18 +137,29 @@ async def test_a_request_that_takes_too_long_is_ended(serve: Serve, error_of: Er
         assert server.engine.num_running == server.engine.fake_traces.num_running == 0
 
 
-async def test_an_engine_that_dies_is_started_again(serve: Serve, error_of: ErrorCheck):
-    async with serve(engine_restart_delay_s=0.3) as server:
+async def test_an_engine_that_dies_is_started_again(
+    serve: Serve, error_of: ErrorCheck, monkeypatch: pytest.MonkeyPatch
+):
+    async with serve(engine_restart_delay_s=0.01) as server:
+        may_start, start = asyncio.Event(), server.engine.start
+
+        async def start_later() -> None:
+            await may_start.wait()
+            await start()
+
+        monkeypatch.setattr(server.engine, "start", start_later)
         for number in (1, 2):
-            num_starts = number + 1
+            may_start.clear()
             server.engine.behaviour.is_dead = True
             error_of(await server.complete(), 503, "engine_restarting")
             refused = await server.client.get("/health/ready")
             error_of(refused, 503, "engine_restarting")
             assert int(refused.headers["retry-after"]) > 0
             assert (await server.client.get("/health/live")).json() == {"status": "restarting"}
-            await wait_for_async(lambda: server.engine.num_starts == num_starts)  # noqa: B023 - called here
+            may_start.set()
+            await wait_for_async(lambda: server.context.lifecycle.phase is Phase.READY)
             assert (await server.complete()).status_code == 200
+            assert server.engine.num_starts == number + 1
             scraped = (await server.client.get("/metrics")).text
             assert f"nnsight_engine_engine_restarts_total {number}.0" in scraped
 
