@@ -15,7 +15,6 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 from pathlib import Path
 from typing import Final
 
@@ -23,6 +22,7 @@ from sqlalchemy import URL, create_engine
 from sqlalchemy.exc import SQLAlchemyError
 
 from app.storage.database import Database
+from tests.waiting import wait_for
 
 _INSTALLED: Final = "/usr/lib/postgresql"  # where Debian keeps programs that are not on PATH
 _USER: Final = "engine"
@@ -81,11 +81,9 @@ class Postgres:
                 ],
                 stdout=log, stderr=log, cwd=self._folder, **self._as_user,
             )  # type: ignore[call-overload]  # fmt: skip
-        end = time.monotonic() + 30
-        while not self._answers():
-            assert self._server.poll() is None, self._log()
-            assert time.monotonic() < end, self._log()
-            time.sleep(0.05)
+        server = self._server
+        wait_for(lambda: self._answers() or server.poll() is not None)
+        assert self._answers(), self._log()
 
     def end(self) -> None:
         """End the server as a restart does, with whatever is connected; its data stay."""

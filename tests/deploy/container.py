@@ -13,7 +13,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -81,19 +80,17 @@ class Container:
         assert self._process is not None
         return self._process.poll() is not None
 
-    def stop(self) -> tuple[int, float]:
-        """End the process as an orchestrator does; returns its exit status, and the seconds that took."""
+    def stop(self) -> int:
+        """End the process as an orchestrator does, by force where it does not end; return its exit status."""
         process = self._process
         assert process is not None
-        began = time.monotonic()
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_STOP_S)
-        took_s = time.monotonic() - began
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        return process.wait(), took_s
+        return process.wait()
 
     def files(self) -> set[Path]:
         """Return what lies in `/data`, two levels deep, seen through the process while it lives."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import pytest
 from nnsight_engine.modeling.bundled import bundled_model_path
 from tests.deploy.container import Container
 from tests.deploy.dockerfile import stages
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
@@ -75,16 +76,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Container
 
 
 def _wait_ready(container: Container, client: httpx.Client) -> None:
-    deadline = time.monotonic() + _READY_S
-    while time.monotonic() < deadline:
+    def is_ready() -> bool:
         assert not container.has_ended(), container.output()
-        try:
-            if client.get("/health/ready").is_success:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.2)
-    pytest.fail(f"not ready within {_READY_S:g} s:\n{container.output()}")
+        with contextlib.suppress(httpx.TransportError):
+            return client.get("/health/ready").is_success
+        return False
+
+    wait_for(is_ready, _READY_S)
 
 
 def completed(client: httpx.Client, *interventions: dict[str, Any]) -> dict[str, Any]:
@@ -140,6 +138,4 @@ def test_files_are_written_only_to_the_folders_of_the_server(served: tuple[Conta
 
 def test_it_ends_on_sigterm(served: tuple[Container, httpx.Client]) -> None:
     container, _ = served
-    status, took_s = container.stop()
-    assert status in {0, -signal.SIGTERM}, container.output()
-    assert took_s < 30
+    assert container.stop() in {0, -signal.SIGTERM}, container.output()

@@ -8,8 +8,7 @@ import signal
 import socket
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -177,11 +176,3 @@ def files_in(temporary: Path) -> list[str]:
     shared = {".lock", f"nnsight-engine-{os.getuid()}"}
     found = (path for path in temporary.rglob("*") if path.name not in shared)
     return sorted(str(path) for path in found if not path.name.startswith("vllm_dist_"))
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    """Wait for something; fails where it takes too long."""
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "it did not come in time"
-        time.sleep(0.05)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -18,6 +17,7 @@ from nnsight_engine.vllm_backend.traced_requests import TraceRequests
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.traces import finished
+from tests.waiting import wait_for
 
 _START_S: Final = 300
 
@@ -41,14 +41,13 @@ def _send(tracer: RequestTracer, trace: SentTrace) -> tuple[list[Outcome], list[
 @contextlib.contextmanager
 def in_sandboxes(model: VLLM) -> Iterator[None]:
     """Run all traces that are opened within the context in sandbox processes, and check that they did."""
-    give_up = time.monotonic() + _START_S
-    while True:
-        is_ready, failure = answer(model.host.call("prepare_sandbox"))
+
+    def is_ready() -> bool:
+        is_there, failure = answer(model.host.call("prepare_sandbox"))
         assert failure is None, failure
-        if is_ready:
-            break
-        assert time.monotonic() < give_up, "no sandbox can be started"
-        time.sleep(0.05)
+        return bool(is_there)
+
+    wait_for(is_ready, _START_S)
     before = started(model)
     keys: set[str] = set()
 

@@ -27,9 +27,10 @@ import httpx
 from nnsight_engine.modeling.bundled import bundled_model_path
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE
 from nnsight_engine.vllm_backend.vllm import VLLM
-from tests.e2e.faults import Shared, engine_processes, held, kill, until
+from tests.e2e.faults import Shared, engine_processes, held, kill
 from tests.e2e.server import Server
 from tests.e2e.test_traces_http import endless
+from tests.waiting import wait_for
 
 _PROMPT: Final = "The Eiffel Tower is in the city of"
 _CAPTURE: Final = {"op": "capture", "at": ["layers.3.output"], "name": "c"}
@@ -142,7 +143,7 @@ class Soak:
         """Wait for all jobs that were accepted, and count how they ended."""
         with httpx.Client(base_url=self.server.base_url, timeout=30) as client:
             for job_id in self.jobs:
-                until(lambda: client.get(f"/v1/jobs/{job_id}").json()["status"] in _FINAL, _READY_S)  # noqa: B023
+                wait_for(lambda: client.get(f"/v1/jobs/{job_id}").json()["status"] in _FINAL, _READY_S)  # noqa: B023
                 job = client.get(f"/v1/jobs/{job_id}").json()
                 code = (job.get("error") or {}).get("code", "")
                 self.outcomes[f"job {job['status']} {code}"] += 1
@@ -186,8 +187,8 @@ def _soak(server: Server, temporary: Path, end: float, pause_s: float, chosen: r
             soak.shared.look()
             kill(*engine_processes(server.process.pid))
             num_kills += 1
-            until(lambda: not soak.is_ready(), 10)
-            until(soak.is_ready, _READY_S)
+            wait_for(lambda: not soak.is_ready(), 10)
+            wait_for(soak.is_ready, _READY_S)
             soak.outcomes["engine killed"] += 1
             if not warm:
                 warm = _idle(soak, temporary)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import pytest_asyncio
 
 from tests.e2e.keyed import made
 from tests.e2e.live import MODEL, Live, live_server
+from tests.waiting import wait_for_async
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy, pytest.mark.asyncio(loop_scope="module")]
 
@@ -70,12 +69,12 @@ class Tenant:
 
     async def ended(self, response_id: str) -> dict[str, Any]:
         """Wait for a response, and until nothing runs any more; return it."""
-        while True:
-            if not await self.num_running():
-                break
-            await asyncio.sleep(0.05)
+        await wait_for_async(self.is_idle, 300)
         found: dict[str, Any] = (await self.get(f"/v1/responses/{response_id}")).json()
         return found
+
+    async def is_idle(self) -> bool:
+        return not await self.num_running()
 
     async def num_running(self) -> int:
         return int((await self.get("/v1/status")).json()["in_flight"])
@@ -99,14 +98,13 @@ async def test_it_is_read_later_and_counts_until_it_has_ended(
     assert found["output"][0]["content"] == expected["output"][0]["content"]
     assert found["usage"]["output_tokens"] == SHORT
     operator = Tenant(live, keys["operator"])
-    entries: list[Any] = []
-    until = time.monotonic() + 30
-    # They are written a moment later.
-    while [one["tokens"] is None for one in entries] != [False] * 2 and time.monotonic() < until:
+
+    async def are_counted() -> bool:
         audit = (await operator.get("/v1/admin/audit?tenant=acme")).json()["data"]
         entries = [one for one in audit if one["status"] == 200 and one["route"] == "/v1/responses"]
-        await asyncio.sleep(0.1)
-    assert [one["tokens"] for one in entries] == [found["usage"]["total_tokens"]] * 2
+        return [one["tokens"] for one in entries] == [found["usage"]["total_tokens"]] * 2
+
+    await wait_for_async(are_counted)  # they are written a moment later
     assert (await acme.create(SHORT)).status_code == 200
 
 

@@ -20,11 +20,12 @@ import nnsight_engine
 from nnsight_engine import LanguageModel, save
 from nnsight_engine.core.tensor_bytes import tensor_from_bytes
 from nnsight_engine.vllm_backend.vllm import VLLM
-from tests.e2e.faults import engine_processes, kill, until
+from tests.e2e.faults import engine_processes, kill
 from tests.e2e.keyed import serving_several
 from tests.e2e.server import Server
 from tests.families.checkpoints import write_checkpoint
 from tests.monitoring import OURS, Exposition
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
@@ -155,11 +156,14 @@ def test_both_engines_give_the_same_and_their_steps_are_added(served: Served) ->
     capture = {"op": "capture", "at": ["layers.*.output", "logits"], "name": "c"}
     first, second = (served.choices(PROMPTS[3], capture, engine=engine) for engine in ENGINES)
     assert first == second
-    after, until = served.metrics(), time.monotonic() + 60
     steps = (f"{OURS}steps_total", {"tier": "tap"})
-    while after.value(steps[0], **steps[1]) == before.value(steps[0], **steps[1]):
-        assert time.monotonic() < until  # a scrape does not wait long for busy engines
-        after = served.metrics()
+
+    def counted() -> Exposition | None:  # a scrape does not wait long for busy engines
+        found = served.metrics()
+        return found if found.value(steps[0], **steps[1]) > before.value(steps[0], **steps[1]) else None
+
+    after = wait_for(counted)
+    assert after is not None
     for name, labels in (steps, ("vllm:request_success_total", dict[str, str]())):
         grown = after.value(name, **labels) - before.value(name, **labels)
         assert grown == (6 if labels else 2)
@@ -270,11 +274,11 @@ def test_a_dead_engine_is_reported_and_all_are_started_again(served: Served) -> 
     engines = [one for one in engine_processes(pid) if "EngineCore" in one.name()]
     assert len(engines) == len(ENGINES)
     kill(engines[1])
-    until(lambda: served.get("/health/ready", served.trusted).status_code == 503)
+    wait_for(lambda: served.get("/health/ready", served.trusted).status_code == 503)
     url = f"{served.server.base_url}/v1/completions"
     refused = httpx.post(url, json={"prompt": PROMPTS[0]}, headers=_of(served.trusted), timeout=60)
     assert refused.status_code == 503
-    until(lambda: served.get("/health/ready", served.trusted).is_success, 180)
+    wait_for(lambda: served.get("/health/ready", served.trusted).is_success, 180)
     assert not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in engines)
     capture = {"op": "capture", "at": "layers.1.output", "name": "c"}
     first, second = (served.choices(PROMPTS[0], capture, engine=engine) for engine in ENGINES)

@@ -45,11 +45,11 @@ from tests.e2e.faults import (
     kill,
     sandbox_processes,
     small_disk,
-    until,
 )
 from tests.e2e.keyed import made
 from tests.e2e.server import Server
 from tests.e2e.test_traces_http import endless
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy, pytest.mark.timeout(600)]
 
@@ -134,7 +134,7 @@ class Faulty:
         return job
 
     def until_job(self, job_id: str, *statuses: str) -> dict[str, Any]:
-        until(lambda: self.job(job_id)["status"] in statuses, 90)
+        wait_for(lambda: self.job(job_id)["status"] in statuses, 90)
         return self.job(job_id)
 
     def is_ready(self) -> bool:
@@ -201,7 +201,7 @@ def trace(faulty: Faulty, bundled: Path) -> bytes:
 
 
 def test_a_killed_sandbox_costs_its_own_request_at_most(faulty: Faulty) -> None:
-    until(lambda: faulty.sandboxed() == (200, ""), 90)
+    wait_for(lambda: faulty.sandboxed() == (200, ""), 90)
     stream, reading = faulty.streamed(max_tokens=60, min_tokens=60)
     kill(*sandbox_processes(faulty.pid))
     status, code = faulty.sandboxed()
@@ -209,7 +209,7 @@ def test_a_killed_sandbox_costs_its_own_request_at_most(faulty: Faulty) -> None:
     reading.result(60)
     assert stream.end == ("[DONE]", "")
     assert faulty.text() == faulty.expected
-    until(lambda: faulty.sandboxed() == (200, ""), 90)
+    wait_for(lambda: faulty.sandboxed() == (200, ""), 90)
 
 
 def test_a_killed_engine_costs_what_ran_on_it_and_another_one_serves(faulty: Faulty, trace: bytes) -> None:
@@ -241,7 +241,7 @@ def test_a_killed_engine_costs_what_ran_on_it_and_another_one_serves(faulty: Fau
     assert faulty.client.get("/health/live").json() == {"status": "restarting"}
     assert faulty.code_of(faulty.client.get("/health/ready")) == (503, "engine_restarting")
     assert faulty.code_of(faulty.complete()) == (503, "engine_restarting")
-    until(faulty.is_ready, _READY_S)
+    wait_for(faulty.is_ready, _READY_S)
     assert faulty.text() == faulty.expected
     assert faulty.until_job(again, "COMPLETED", "ERROR")["attempt"] == 2
     assert faulty.job(again)["status"] == "COMPLETED"
@@ -249,7 +249,7 @@ def test_a_killed_engine_costs_what_ran_on_it_and_another_one_serves(faulty: Fau
     assert (failed["status"], failed["error"]["code"]) == ("ERROR", "engine_dead")
     assert faulty.client.post(f"/v1/jobs/{once}/rerun").status_code == 202
     assert faulty.until_job(once, "COMPLETED", "ERROR")["status"] == "COMPLETED"
-    until(lambda: faulty.sandboxed() == (200, ""), 90)
+    wait_for(lambda: faulty.sandboxed() == (200, ""), 90)
     assert "nnsight_engine_engine_restarts_total 1.0" in faulty.client.get("/metrics").text
     status = faulty.client.get("/v1/status").json()
     assert (status["phase"], status["in_flight"], status["queued"]) == ("ready", 0, 0)
@@ -304,13 +304,13 @@ def test_an_engine_that_hangs_is_replaced_and_leaves_nothing(faulty: Faulty) -> 
     assert before["shared memory"] > 0
     stream, reading = faulty.streamed()
     hang(*engine_processes(faulty.pid))
-    until(lambda: not faulty.is_ready(), 90)
+    wait_for(lambda: not faulty.is_ready(), 90)
     reading.result(60)
     assert stream.end == ("[DONE]", "engine_dead")
-    until(faulty.is_ready, _READY_S)
-    until(lambda: faulty.sandboxed() == (200, ""), 90)
+    wait_for(faulty.is_ready, _READY_S)
+    wait_for(lambda: faulty.sandboxed() == (200, ""), 90)
     assert faulty.text() == faulty.expected
-    until(lambda: _held(faulty)["processes"] == before["processes"], 90)
+    wait_for(lambda: _held(faulty)["processes"] == before["processes"], 90)
     after = _settled(faulty)
     # Connections to the database come and go.
     descriptors = (before.pop("descriptors"), after.pop("descriptors"))
@@ -328,12 +328,12 @@ def test_ctrl_c_under_load_loses_nothing(faulty: Faulty, trace: bytes) -> None:
     before = _in_flight(faulty)
     whole = faulty.pool.submit(faulty.complete, max_tokens=8, min_tokens=8)
     endless_one = faulty.pool.submit(faulty.complete, max_tokens=LONG, min_tokens=LONG)
-    until(lambda: whole.done() or _in_flight(faulty) >= before + 2)
+    wait_for(lambda: whole.done() or _in_flight(faulty) >= before + 2)
     short = faulty.streamed(max_tokens=8, min_tokens=8)
     process = psutil.Process(faulty.pid)
     below = process.children(recursive=True)
     os.killpg(faulty.pid, signal.SIGINT)  # to all processes, as a terminal has it
-    until(lambda: faulty.client.get("/health/live").json() == {"status": "draining"}, 60)
+    wait_for(lambda: faulty.client.get("/health/live").json() == {"status": "draining"}, 60)
     assert faulty.code_of(faulty.complete()) == (503, "draining")
     assert faulty.client.get("/health/ready").status_code == 503
     short[1].result(90)

@@ -16,6 +16,7 @@ from nnsight_engine import RemoteBackend, RemoteError, save
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.keyed import SCOPES, KeyedServer
 from tests.e2e.live import MODEL
+from tests.waiting import wait_for
 
 LONG = "The Eiffel Tower is in the city of Paris. " * 20
 STEER = {"op": "steer", "at": "layers.5.output", "vector": [0.01] * 576}
@@ -118,12 +119,12 @@ def test_tokens_are_counted_to_the_last(keyed: Keyed, interventions: list[object
 
 def until_counted(client: httpx.Client) -> int:
     """Return how many tokens a key has used once a request is over that its client has left."""
-    for _ in range(100):
+
+    def counted() -> int:
         used = num_used(client)
-        if used < LIMIT // 2 and used == num_used(client) - 2:
-            return used
-        time.sleep(0.1)
-    raise AssertionError("nothing was given back")
+        return used if used < LIMIT // 2 and used == num_used(client) - 2 else 0
+
+    return wait_for(counted)
 
 
 @pytest.mark.parametrize("operation", [STEER, LENS, {"op": "trace", "code": SLOW_CODE}])

@@ -13,13 +13,14 @@ import httpx
 import pytest
 
 from tests.e2e.family_check import PROMPT_IDS, Expected, expect
-from tests.e2e.faults import engine_processes, kill, until
+from tests.e2e.faults import engine_processes, kill
 from tests.e2e.keyed import SCOPES, made, serving_several
 from tests.e2e.server import Server
 from tests.e2e.test_data_parallel import ENGINES, HEADER
 from tests.e2e.test_lora import head_adapter
 from tests.families.adapters import RANK, write_adapter, write_merged
 from tests.families.checkpoints import write_checkpoint
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
@@ -168,8 +169,8 @@ def test_engines_that_are_started_again_have_the_adapters_that_they_had_at_last(
         return httpx.get(f"{served.server.base_url}/health/ready", timeout=60).is_success
 
     kill(next(one for one in engine_processes(served.server.process.pid) if "EngineCore" in one.name()))
-    until(lambda: not is_ready())
-    until(is_ready, 180)
+    wait_for(lambda: not is_ready())
+    wait_for(is_ready, 180)
     for name in NAMES:
         for engine in ENGINES:
             assert served.choice(name, engine=engine)["token_ids"] == expected[name].plain.token_ids

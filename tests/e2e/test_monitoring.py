@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -16,6 +16,7 @@ from nnsight_engine.modeling.bundled import BUNDLED_MODEL_NAME
 from tests.collector import Collector, Span, collecting
 from tests.e2e.server import Server
 from tests.monitoring import OURS, Exposition, documented, expressions, named_in
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
@@ -72,13 +73,6 @@ def look(client: httpx.Client) -> Exposition:
     return Exposition(client.get("/metrics").raise_for_status().text)
 
 
-def until(found: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not found():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
 def test_real_steps_are_counted_and_timed(client: httpx.Client) -> None:
     before = look(client)
     complete(client, stream=True)
@@ -92,13 +86,17 @@ def test_real_steps_are_counted_and_timed(client: httpx.Client) -> None:
         "ignore_eos": True,
     }
     assert client.post("/v1/chat/completions", json=chat).status_code == 200
-    after, end = look(client), time.monotonic() + 60
+    after = before
 
     def grown(name: str, **labels: str) -> float:
         return after.value(f"{OURS}{name}", **labels) - before.value(f"{OURS}{name}", **labels)
 
-    while grown("interventions_total", op="trace", point="code") < 1 and time.monotonic() < end:
+    def are_counted() -> bool:
+        nonlocal after
         after = look(client)
+        return grown("interventions_total", op="trace", point="code") >= 1
+
+    wait_for(are_counted)
     for tier, least in (("plain", 6), ("tap", 6), ("eager", 1)):
         assert grown("steps_total", tier=tier) >= least, tier
     with_interventions = grown("steps_total", tier="tap") + grown("steps_total", tier="eager")
@@ -136,7 +134,7 @@ def test_one_trace_has_the_request_s_span_and_the_engine_s(
     sent = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01"}
     answer = complete(client, sent, interventions=[STEER])
     assert answer.headers["traceparent"].split("-")[1] == TRACE_ID
-    until(lambda: len(collector.of_trace(TRACE_ID)) >= 2)
+    wait_for(lambda: len(collector.of_trace(TRACE_ID)) >= 2)
     spans = {span.name: span for span in collector.of_trace(TRACE_ID)}
     ours, engine_s = spans["POST /v1/completions"], spans["llm_request"]
     assert (ours.parent_id, ours.service) == (PARENT_ID, "nnsight-engine")
@@ -146,7 +144,7 @@ def test_one_trace_has_the_request_s_span_and_the_engine_s(
     assert ours.attributes["nnsight_engine.request_id"] == answer.headers["x-request-id"]
     assert engine_s.attributes["gen_ai.usage.completion_tokens"] == 6
     alone = complete(client).headers["traceparent"].split("-")[1]
-    until(lambda: len(collector.of_trace(alone)) >= 2)
+    wait_for(lambda: len(collector.of_trace(alone)) >= 2)
     assert alone != TRACE_ID
 
     def said(span: Span) -> str:
@@ -160,7 +158,7 @@ def test_all_lines_of_the_log_are_json_without_content(client: httpx.Client, ser
     client.post("/v1/completions", json={"prompt": PROMPT, "n": "swordfish"})
     client.post("/v1/completions", json={"prompt": PROMPT, "interventions": [{**STEER, "vector": [1.25]}]})
     request_id = answer.headers["x-request-id"]
-    until(lambda: request_id in server.whole_output())
+    wait_for(lambda: request_id in server.whole_output())
     text = server.whole_output()
     # What vLLM's helpers say before they have read how, and native libraries, is neither the server's nor the
     # engine's: no line of these, which have a level and a time, is text.

@@ -20,6 +20,7 @@ from nnsight_engine.remote_backend.values.received_blocks import SAVED
 from nnsight_engine.serialization import SentBlock, encode_trace
 from nnsight_engine.tracing.tracer import Tracer
 from tests.e2e.live import MODEL, Live, live_server
+from tests.waiting import wait_for_async
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
 
@@ -260,10 +261,8 @@ async def test_a_client_that_leaves_ends_its_trace(live: Live) -> None:
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
-    async with asyncio.timeout(90):
-        engine = live.engine.engine
-        while engine.output_processor.request_states or len(engine.traces):  # noqa: ASYNC110 - vLLM's own
-            await asyncio.sleep(0.05)
+    engine = live.engine.engine
+    await wait_for_async(lambda: not engine.output_processor.request_states and not len(engine.traces), 90)
 
 
 async def test_a_trace_that_ends_early_ends_no_other_request_of_the_same_name(live: Live) -> None:

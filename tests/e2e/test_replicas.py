@@ -6,7 +6,6 @@ import collections
 import json
 import re
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,10 +17,11 @@ import pytest
 
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE
 from nnsight_engine.vllm_backend.vllm import VLLM
-from tests.e2e.faults import kill, until
+from tests.e2e.faults import kill
 from tests.e2e.server import Server
 from tests.e2e.test_traces_http import endless
 from tests.families.checkpoints import WORDS, write_checkpoint
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy, pytest.mark.timeout(300)]
 
@@ -180,7 +180,6 @@ def test_a_replica_killed_under_load_costs_its_streams_and_no_job(replicated: Re
     victim = sorted(before)[0]
     server = replicated.server_of(victim)
     engines = server.children(recursive=True)
-    killed_at = time.monotonic()
     kill(server.parent() or server)  # the actor; the server and its engine end by themselves
     ends = load.ends()
     # Streams that had ended before the kill may be the victim's.
@@ -191,11 +190,12 @@ def test_a_replica_killed_under_load_costs_its_streams_and_no_job(replicated: Re
     for beginning in BEGINNINGS:
         assert replicated.complete(beginning).headers[REPLICA] in before - {victim}
         assert client.get("/health/ready").status_code == 200
-    until(lambda: len(replicated.names()) == 2, 90)
+    wait_for(lambda: len(replicated.names()) == 2, 90)
     assert victim not in replicated.names()
-    until(lambda: all(replicated.job(one)["status"] in {"COMPLETED", "ERROR"} for one in jobs), 90)
+    wait_for(
+        lambda: all(replicated.job(one)["status"] in {"COMPLETED", "ERROR"} for one in jobs), timeout_s=90
+    )
     assert [replicated.job(one)["status"] for one in jobs] == ["COMPLETED"] * NUM_JOBS
-    assert time.monotonic() - killed_at < 120
 
 
 def test_a_guard_that_is_killed_alone_leaves_nothing_behind(replicated: Replicated) -> None:

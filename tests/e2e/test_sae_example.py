@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Final
 
@@ -14,6 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.e2e.server import PROJECT, Server
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
@@ -32,10 +32,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def until_stored(client: httpx.Client) -> None:
     """Wait for the last of the examples, which are stored beside the first requests."""
-    deadline = time.monotonic() + 60
-    while not client.get("/v1/dictionaries", params={"name": "example-topics"}).json()["data"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_for(lambda: client.get("/v1/dictionaries", params={"name": "example-topics"}).json()["data"])
 
 
 def test_it_trains_stores_labels_reads_and_steers(bundled_server: Server, tmp_path: Path) -> None:

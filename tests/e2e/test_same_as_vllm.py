@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from tests.e2e.keyed import SCOPES, made
 from tests.e2e.live import MODEL
 from tests.e2e.server import Server
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.e2e
 
@@ -298,12 +298,15 @@ def test_stored_responses_are_equal(servers: list[httpx.Client], *, in_backgroun
     for client in servers:
         body = {"model": MODEL, "input": "Name a colour.", "max_output_tokens": 6, "temperature": 0}
         given = client.post("/v1/responses", json=body | {"background": in_background}).json()
-        path, until = f"/v1/responses/{given['id']}", time.monotonic() + 60
-        while (stored := client.get(path)).json()["status"] in {"queued", "in_progress"}:
-            assert time.monotonic() < until
-            time.sleep(0.1)
+        path = f"/v1/responses/{given['id']}"
+
+        def ended(client: httpx.Client = client, path: str = path) -> dict[str, Any] | None:
+            stored: dict[str, Any] = client.get(path).json()
+            return None if stored["status"] in {"queued", "in_progress"} else stored
+
+        stored = wait_for(ended)
         cancelled = client.post(f"{path}/cancel")
-        found.append([stripped(given), stripped(stored.json()), cancelled.status_code])
+        found.append([stripped(given), stripped(stored), cancelled.status_code])
     assert found[0] == found[1]
 
 

@@ -16,6 +16,7 @@ import nnsight_engine
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.keyed import KeyedServer
 from tests.monitoring import OURS, Exposition
+from tests.waiting import wait_for
 
 PROMPT = "The Eiffel Tower is in the city of"
 pytestmark = pytest.mark.e2e
@@ -206,13 +207,17 @@ def test_metrics_tell_of_sandboxes_and_of_those_that_were_killed(sandboxed: Sand
         name = f"{OURS}sandboxes_total"
         return after.value(name, event=event) - before.value(name, event=event)
 
-    before = told()
+    before = after = told()
     sandboxed.saves("h = save(1)")
     # One call that lasts for longer than a step's time: nothing inside the process can end it.
     said = sandboxed.refusal("a = torch.ones(6000, 6000)\nh = save((a @ a).sum())")
-    after, end = told(), time.monotonic() + 60
-    while grown("killed") < 1 and time.monotonic() < end:
+
+    def is_counted() -> bool:
+        nonlocal after
         after = told()
+        return grown("killed") >= 1
+
+    wait_for(is_counted)
     assert (grown("started"), grown("killed"), grown("refused")) == (2, 1, 0), said
     spent = f"{OURS}step_intervention_seconds_sum"
     assert after.value(spent) > before.value(spent)

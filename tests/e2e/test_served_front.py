@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import socket
-import time
 from collections.abc import AsyncGenerator, Collection, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -29,10 +28,10 @@ from app.settings import Settings
 from benchmarks.servers import free_port
 from nnsight_engine.core.errors import UnsupportedOptionError
 from tests.e2e import ray_ingress
-from tests.e2e.faults import until
 from tests.fakes.engine import FakeBehaviour, FakeEngineClient
 from tests.integration.live import listening
 from tests.integration.scripted_traces import HEADERS, ScriptedEngine, trace
+from tests.waiting import wait_for, wait_for_async
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy, pytest.mark.timeout(240)]
 
@@ -131,7 +130,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         )
         serve.run(front_of(options, settings, [replicas.bind(urls)]), name="front")
         served = Served(f"http://127.0.0.1:{port}", engines)
-        until(lambda: served.client.get("/health/ready").status_code == 200)
+        wait_for(lambda: served.client.get("/health/ready").status_code == 200)
         yield served
         served.client.close()
 
@@ -146,7 +145,7 @@ def test_requests_are_answered_and_counted_while_they_last(served: Served) -> No
         len({line.split('replica="')[1].split('"')[0] for line in page.splitlines() if "replica=" in line})
         == 2
     )
-    until(lambda: served.num_leases() == 0)
+    wait_for(lambda: served.num_leases() == 0)
 
 
 def test_a_common_beginning_leads_to_one_replica_others_to_all(served: Served) -> None:
@@ -157,17 +156,13 @@ def test_a_common_beginning_leads_to_one_replica_others_to_all(served: Served) -
 
 def test_events_arrive_unbuffered_and_disconnects_end_requests(served: Served) -> None:
     served.slow_down(0.1)
-    body = {"prompt": "a", "stream": True, "max_tokens": 5}
+    body = {"prompt": "a", "stream": True, "max_tokens": 2000}
     with served.client.stream("POST", "/v1/completions", json=body) as answer:
-        arrivals = [time.monotonic() for line in answer.iter_lines() if line]
-    assert arrivals[3] - arrivals[0] > 0.2
-    with served.client.stream("POST", "/v1/completions", json={**body, "max_tokens": 2000}) as answer:
-        lines = answer.iter_lines()
-        assert next(lines)
+        assert next(answer.iter_lines())  # and the engine goes on
         assert sum(one.num_running for one in served.engines) == 1
-        until(lambda: served.num_leases() == 1)  # those of the requests before end in a while
-    until(lambda: not any(one.num_running for one in served.engines))
-    until(lambda: served.num_leases() == 0)
+        wait_for(lambda: served.num_leases() == 1)  # those of the requests before end in a while
+    wait_for(lambda: not any(one.num_running for one in served.engines))
+    wait_for(lambda: served.num_leases() == 0)
     served.slow_down(0)
 
 
@@ -179,7 +174,7 @@ def test_jobs_go_through_by_http_and_websocket(served: Served) -> None:
     with connect(f"{address}/v1/jobs/{job_id}/events?local=true") as socket_:
         events = [json.loads(message) for message in socket_]
     assert events[-1]["status"] == "COMPLETED"
-    until(lambda: served.num_leases() == 0)
+    wait_for(lambda: served.num_leases() == 0)
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +190,7 @@ def direct(served: Served) -> Iterator[str]:
     )
     serve.run(replicas.bind(), name="direct", route_prefix="/direct")
     address = f"{served.url}/direct/"
-    until(lambda: httpx.get(address).is_success)
+    wait_for(lambda: httpx.get(address).is_success)
     yield address
     serve.delete("direct")
 
@@ -219,7 +214,7 @@ def test_rays_own_ingress_keeps_what_a_client_does_not_take(direct: str) -> None
 
     with httpx.stream("GET", f"{direct}flood") as answer:
         assert answer.status_code == 200
-        until(lambda: sent() == most)  # of which this has read nothing but the head
+        wait_for(lambda: sent() == most)  # of which this has read nothing but the head
 
 
 def test_rays_own_ingress_accepts_bodies_without_a_reader(direct: str) -> None:
@@ -261,9 +256,11 @@ async def test_leases_scale_replicas_and_find_those_that_are_wanted(served: Serv
     async with contextlib.AsyncExitStack() as stack:
         for _ in range(8):
             await stack.enter_async_context(replicas.acquire())
-        async with asyncio.timeout(60):
-            while len(await replicas.addresses()) < 2:  # noqa: ASYNC110 - nobody tells
-                await asyncio.sleep(0.2)
+
+        async def are_two() -> bool:
+            return len(await replicas.addresses()) == 2
+
+        await wait_for_async(are_two)
     one, other = await replicas.addresses()
     for _ in range(4):
         async with replicas.acquire(b"key", tried=[one.name]) as address:

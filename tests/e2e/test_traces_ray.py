@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -27,6 +26,7 @@ from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.sandboxed import in_sandboxes
 from tests.e2e.traces import traced_engine
 from tests.families.checkpoints import write_checkpoint
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
@@ -119,12 +119,12 @@ def cluster() -> Iterator[str]:
 
 
 def _wait_for(port: int) -> None:
-    end = time.monotonic() + _PATIENCE_S
-    while time.monotonic() < end:
+    def is_open() -> bool:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-            return
-        time.sleep(0.2)
-    raise TimeoutError("the cluster did not start")
+            return True
+        return False
+
+    wait_for(is_open, _PATIENCE_S, "the cluster's start")
 
 
 def test_a_cluster_that_is_there_is_joined_and_left(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import safetensors.numpy
 
 from tests.e2e.server import Server
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.e2e
 
@@ -174,10 +174,7 @@ def test_a_disconnected_client_ends_its_training(client: httpx.Client) -> None:
     body = {"name": "left", "stream": True, "positive": yes, "negative": no}
     with client.stream("POST", "/v1/vectors/train", json=body) as answer:
         assert '"capture"' in next(answer.iter_lines())
-    end = time.monotonic() + 10
-    while client.get("/v1/status").json()["in_flight"]:
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    wait_for(lambda: not client.get("/v1/status").json()["in_flight"])
     assert client.get("/v1/vectors", params={"name": "left"}).json()["data"] == []
     assert complete(client, max_tokens=2)["text"]
 

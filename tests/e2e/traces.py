@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from nnsight_engine.vllm_backend.rpc_results import PENDING, answer
 from nnsight_engine.vllm_backend.traced_requests import results_of
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.engine_kinds import options_of_process
+from tests.waiting import wait_for
 
 _COLLECT_S: Final = 120
 
@@ -228,9 +228,9 @@ def collected(model: VLLM, trace: SentTrace, outputs: list[RequestOutput]) -> Ou
 
 def finished(model: VLLM, trace: SentTrace, outputs: list[RequestOutput]) -> list[Outcome]:
     """Return the outcomes of a trace whose requests have ended, wherever its blocks ran."""
-    give_up = time.monotonic() + _COLLECT_S
-    while True:
-        found = answer(model.host.call("finish_trace", trace.key, results_of(dict(enumerate(outputs)))))
-        if found != PENDING:
-            return trace.read(found[0], outputs)
-        assert time.monotonic() < give_up, "the sandbox process never answers"
+
+    def found() -> Any:
+        saved = answer(model.host.call("finish_trace", trace.key, results_of(dict(enumerate(outputs)))))
+        return None if saved == PENDING else saved
+
+    return trace.read(wait_for(found, _COLLECT_S, "the sandbox process's answer")[0], outputs)

@@ -26,7 +26,7 @@ from app.settings import Settings
 from tests.fakes.engine import FakeBehaviour, FakeEngineClient
 from tests.fakes.results import MODEL
 from tests.integration.scripted_traces import ScriptedEngine
-from tests.integration.waiting import until
+from tests.waiting import wait_for_async
 
 
 class Replica:
@@ -99,7 +99,7 @@ async def listening(
     config = server_config(app, settings, **options)
     server = DrainingServer(config)
     serving = asyncio.create_task(server.serve())
-    await until(lambda: server.started)
+    await wait_for_async(lambda: server.started)
     try:
         yield server
     finally:
@@ -144,8 +144,8 @@ class Fronted:
         return await self.client.post("/v1/completions", json={"prompt": prompt, **body})
 
     async def until_idle(self) -> None:
-        await until(lambda: not any(one.engine.num_running for one in self.replicas))
-        await until(lambda: not any(count for some in self.models for count in some.loads.values()))
+        await wait_for_async(lambda: not any(one.engine.num_running for one in self.replicas))
+        await wait_for_async(lambda: not any(count for some in self.models for count in some.loads.values()))
 
 
 @contextlib.asynccontextmanager
@@ -158,7 +158,7 @@ async def running(directory: Path, *sizes: int, **settings: Any) -> AsyncIterato
             for one in replicas:
                 one.connections = await stack.enter_async_context(listening(one.app, one.settings))
                 one.address = ReplicaAddress(one.name, f"http://127.0.0.1:{port_of(one.connections)}")
-            await until(lambda: all(one.engine.ready for one in replicas))  # noqa: B023 - it is awaited here
+            await wait_for_async(lambda: all(one.engine.ready for one in replicas))  # noqa: B023 - it is awaited here
             models.append(Some(replicas))
         yield models
 

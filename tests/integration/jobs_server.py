@@ -16,7 +16,7 @@ from app.main import create_app, new_store
 from app.settings import Settings
 from tests.fakes.engine import FakeEngineClient
 from tests.integration.scripted_traces import ScriptedEngine
-from tests.integration.waiting import until
+from tests.waiting import wait_for_async
 
 
 async def serve(directory: Path) -> None:
@@ -37,7 +37,7 @@ async def serve(directory: Path) -> None:
 
 
 async def release(engine: ScriptedEngine, file: Path) -> None:
-    await until(file.exists, timeout_s=600)
+    await wait_for_async(file.exists, timeout_s=600)
     engine.released.set()
 
 

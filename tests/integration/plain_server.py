@@ -17,6 +17,7 @@ from app.observability.logs import start_logs
 from app.settings import Settings
 from nnsight_engine.core.engine_counts import EngineCounts
 from tests.fakes.engine import FakeBehaviour, FakeEngineClient
+from tests.waiting import wait_for_async
 
 
 async def main(folder: Path) -> None:
@@ -28,8 +29,7 @@ async def main(folder: Path) -> None:
     app = create_app(settings, FakeEngineClient(settings, store, behaviour), store)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None))
     serving = asyncio.create_task(server.serve())
-    while not server.started:  # noqa: ASYNC110 - uvicorn has no event
-        await asyncio.sleep(0.01)
+    await wait_for_async(lambda: server.started)
     port = server.servers[0].sockets[0].getsockname()[1]
     print(json.dumps({"url": f"http://127.0.0.1:{port}"}), flush=True)  # noqa: T201 - for the test
     await serving

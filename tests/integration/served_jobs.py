@@ -10,7 +10,7 @@ import httpx
 
 from api_schemas.jobs import Job
 from tests.integration.scripted_traces import HEADERS, ScriptedEngine, trace
-from tests.integration.waiting import until_async
+from tests.waiting import wait_for_async
 
 if TYPE_CHECKING:
     from tests.integration.conftest import Server
@@ -42,7 +42,7 @@ class Jobs:
         return Job.model_validate(response.json())
 
     async def until(self, job_id: str, *statuses: str) -> Job:
-        await until_async(lambda: self.is_one_of(job_id, statuses))
+        await wait_for_async(lambda: self.is_one_of(job_id, statuses))
         return await self.get(job_id)
 
     async def is_one_of(self, job_id: str, statuses: Sequence[str]) -> bool:

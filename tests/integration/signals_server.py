@@ -1,8 +1,8 @@
 """The real command's server over the fake engine, as a process, for tests that send it signals.
 
 It listens on the port that is its argument, and ends as ``nnsight-engine serve`` does. The variable
-``DIES_AFTER_S`` lets its engines live for so long; ``STALL_S`` has the list of models stop the event loop;
-``ARGUMENTS`` has other arguments as JSON.
+``DIES_AFTER_S`` lets its engines live for so long; ``STALLS_UNTIL`` has the list of models stop the event
+loop until there is such a file; ``ARGUMENTS`` has other arguments as JSON.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import asyncio
 import json
 import os
 import sys
-import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -23,6 +23,7 @@ from app.serve_command import _run
 from app.settings import Settings
 from app.storage.results import ResultStore
 from tests.fakes.engine import FakeBehaviour, FakeEngineClient
+from tests.waiting import wait_for
 
 ARGUMENTS: Final[dict[str, Any]] = {
     "allow_credentials": False,
@@ -57,7 +58,8 @@ class _Engine(FakeEngineClient):
         self.started = asyncio.Event()  # of what the command prints then, there is nothing here
 
     async def models(self) -> dict[str, Any]:
-        time.sleep(float(os.environ.get("STALL_S", "0")))  # noqa: ASYNC251 - that is what it is for
+        if "STALLS_UNTIL" in os.environ:
+            wait_for(Path(os.environ["STALLS_UNTIL"]).exists, 600)
         return await super().models()
 
     async def died(self) -> None:

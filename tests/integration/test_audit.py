@@ -26,7 +26,7 @@ from app.storage.jobs.store import JobStore, NewJob
 from tests.integration.conftest import ErrorCheck, Serve, Server
 from tests.integration.tenants import Tenants
 from tests.integration.trace_messages import HEADERS, message
-from tests.integration.waiting import until_async
+from tests.waiting import wait_for_async
 
 SECRET = "xyzzy-plugh"
 CAPTURE = {"op": "capture", "at": "layers.1.output", "name": "kept"}
@@ -99,7 +99,7 @@ async def test_a_job_is_written_down_when_it_comes_and_when_it_was_run(tenants: 
     async def runs() -> list[dict[str, Any]]:
         return [one for one in await entries(tenants.server) if one["method"] == "RUN"]
 
-    await until_async(lambda: _any(runs()))
+    await wait_for_async(lambda: _any(runs()))
     (run,) = await runs()
     assert (run["tenant"], run["subject"]) == ("acme", job_id)
     assert run["details"] == {"status": "COMPLETED"}
@@ -120,7 +120,7 @@ async def test_what_runs_long_is_written_down_before_it_ends(
     running = asyncio.create_task(
         complete(tenants, headers, interventions=[{"op": "trace", "code": code}], max_tokens=3)
     )
-    await until_async(lambda: _any(entries(tenants.server)))
+    await wait_for_async(lambda: _any(entries(tenants.server)))
     # As it would be found if the server died now.
     (begun,) = await entries(tenants.server)
     assert (begun["status"], begun["error"], begun["tenant"]) == (None, "under_way", "acme")
@@ -297,7 +297,7 @@ async def test_it_is_there_after_a_restart_until_its_time_is_over(serve: Serve) 
         async def is_empty() -> bool:
             return not await entries(server)
 
-        await until_async(is_empty)
+        await wait_for_async(is_empty)
 
 
 async def test_nothing_is_written_without_keys_nor_where_it_is_switched_off(serve: Serve) -> None:

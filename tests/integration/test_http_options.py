@@ -32,7 +32,7 @@ from tests.integration.signals_server import ARGUMENTS
 from tests.integration.test_logs import Log, log
 from tests.integration.test_signals import started
 from tests.integration.test_ways_to_listen import certificate_files
-from tests.integration.waiting import until_async
+from tests.waiting import wait_for_async
 
 __all__ = ["log"]  # a fixture
 
@@ -240,10 +240,10 @@ async def test_the_command_serves_a_new_certificate_if_that_is_enabled(tmp_path:
     given = json.dumps({**files, "enable_ssl_refresh": True})
     async with started(tmp_path, ARGUMENTS=given) as server:
         port = server.client.base_url.port or 0
-        await until_async(lambda: trusted(files["ssl_certfile"], port), timeout_s=60)
+        await wait_for_async(lambda: trusted(files["ssl_certfile"], port))
         certificate_files(tmp_path)
         assert not await trusted(files["ssl_certfile"], port)
-        await until_async(lambda: trusted(files["ssl_certfile"], port))
+        await wait_for_async(lambda: trusted(files["ssl_certfile"], port))
 
 
 async def test_a_new_certificate_is_served_without_a_restart(tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ async def test_a_new_certificate_is_served_without_a_restart(tmp_path: Path) -> 
         await asyncio.sleep(0.1)
         assert await trusts()
         certificate_files(tmp_path)
-        await until_async(trusts)
+        await wait_for_async(trusts)
         assert not refreshing.done()
         refreshing.cancel()
         await asyncio.gather(refreshing, return_exceptions=True)

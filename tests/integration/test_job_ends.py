@@ -16,7 +16,7 @@ from tests.fakes.engine import FakeBehaviour
 from tests.integration.conftest import ErrorCheck, Serve
 from tests.integration.scripted_traces import HEADERS, frames_of, trace
 from tests.integration.tenants import Tenants
-from tests.integration.waiting import until, until_async
+from tests.waiting import wait_for_async
 
 
 @pytest.mark.both_databases
@@ -111,11 +111,11 @@ async def test_a_job_expires_some_time_after_its_end(with_jobs: Any, error_of: E
             response: httpx.Response = await jobs.client.get(f"/v1/jobs/{job.id}")
             return response.status_code == 404
 
-        await until_async(is_gone)
+        await wait_for_async(is_gone)
         error_of(await jobs.result(job.id), 404, "job_not_found")
         assert (await jobs.get(running)).status == "RUNNING"
         # Its files go right after it.
-        await until(lambda: [path.name for path in jobs_folder.iterdir()] == [running])
+        await wait_for_async(lambda: [path.name for path in jobs_folder.iterdir()] == [running])
 
 
 @pytest.mark.both_databases
@@ -322,4 +322,4 @@ async def test_a_job_whose_use_cannot_be_counted_leaves_its_place(
         for _ in range(2):
             job = await jobs.end(await jobs.submit())
             assert job.status == "COMPLETED"
-        await until(lambda: jobs.server.context.jobs.num_running == 0)
+        await wait_for_async(lambda: jobs.server.context.jobs.num_running == 0)

@@ -20,7 +20,7 @@ from app.main import create_app, new_store
 from app.settings import Settings
 from tests.fakes.engine import FakeBehaviour, FakeEngineClient
 from tests.integration.scripted_traces import HEADERS, ScriptedEngine, trace
-from tests.integration.waiting import until
+from tests.waiting import wait_for_async
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -60,7 +60,7 @@ class Live:
             assert socket.close_code == 1000
 
     async def until_nobody_follows(self) -> None:
-        await until(lambda: self.context.jobs.num_followers == 0)
+        await wait_for_async(lambda: self.context.jobs.num_followers == 0)
 
 
 @contextlib.asynccontextmanager
@@ -76,7 +76,7 @@ async def live(
     app = create_app(chosen, engine, store)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
     serving = asyncio.create_task(server.serve())
-    await until(lambda: server.started)
+    await wait_for_async(lambda: server.started)
     port = server.servers[0].sockets[0].getsockname()[1]
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
         yield Live(port, client, scripted, app.state.context)
@@ -97,7 +97,7 @@ async def test_events_are_replayed_from_every_point_and_then_live(tmp_path: Path
             for follow in (server.sse, server.ws)
             for after in range(8)
         ]
-        await until(lambda: server.context.jobs.num_followers == len(early))
+        await wait_for_async(lambda: server.context.jobs.num_followers == len(early))
         server.engine.released.set()
         told = [await task for task in early]
         everything = told[0]
@@ -239,7 +239,7 @@ async def test_two_servers_share_jobs_and_run_each_once(tmp_path: Path, database
     both: dict[str, Any] = {"max_running_jobs": 2, "database_url": database_url}
     async with live(tmp_path, **both) as first, live(tmp_path, **both) as second:
         hanging = await first.submit("hang")
-        await until(lambda: bool(first.engine.started + second.engine.started))
+        await wait_for_async(lambda: bool(first.engine.started + second.engine.started))
         ids = [await (first, second)[count % 2].submit("ok") for count in range(40)]
         # Whoever runs it, both tell of it.
         for job_id in ids:

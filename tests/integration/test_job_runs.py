@@ -31,7 +31,7 @@ from app.storage.tables import JobRow
 from nnsight_engine.remote_backend.frames import Frame
 from nnsight_engine.remote_backend.messages import TraceRequest
 from tests.integration.scripted_traces import ScriptedEngine, trace
-from tests.integration.waiting import until
+from tests.waiting import wait_for_async
 
 SUMMARY = JobSummary(model="m", dialect="vllm", kind="trace", num_blocks=1, python="3.12", client="1")
 MAX_BYTES = 10_000_000
@@ -209,7 +209,7 @@ async def test_a_run_that_is_ended_has_not_failed_whatever_its_engine_says(bench
     job = await bench.claimed("hang")
     run = await bench.run(job, traces=TraceService({"vllm": engine}))
     running = asyncio.create_task(run.run())
-    await until(lambda: engine.num_running == 1)
+    await wait_for_async(lambda: engine.num_running == 1)
     run.end_early(Ending.CANCELLED)
     await running
     row = await bench.job()

@@ -13,7 +13,7 @@ from nnsight_engine.remote_backend.frames import FrameKind
 from tests.integration.conftest import ErrorCheck, Serve
 from tests.integration.scripted_traces import HEADERS, RESULT, ScriptedEngine, frames_of, trace
 from tests.integration.served_jobs import Jobs
-from tests.integration.waiting import until, until_async
+from tests.waiting import wait_for_async
 
 
 @pytest.mark.both_databases
@@ -222,8 +222,8 @@ async def test_a_thousand_jobs_each_run_once_and_so_many_at_a_time(with_jobs: An
         for _ in range(20):
             ids += await asyncio.gather(*(jobs.submit() for _ in range(50)))
         # Lists of jobs take time from the jobs: they are asked for at the end only.
-        await until(lambda: len(jobs.engine.started) >= len(ids), timeout_s=300)
-        await until_async(lambda: jobs.are_completed(len(ids)))
+        await wait_for_async(lambda: len(jobs.engine.started) >= len(ids), timeout_s=300)
+        await wait_for_async(lambda: jobs.are_completed(len(ids)))
         assert sorted(jobs.engine.started) == sorted(ids)
         assert 1 < jobs.engine.most_running <= 8
 
@@ -243,7 +243,7 @@ async def test_jobs_whose_engine_has_no_room_wait_in_their_order_and_hold_up_no_
     async with serve(traces={"vllm": busy, "local": free}, max_running_jobs=1) as server:
         jobs = Jobs(server, busy)
         ids = [await jobs.submit() for _ in range(3)]
-        await until_async(lambda: jobs.has_events(ids[0], 3))
+        await wait_for_async(lambda: jobs.has_events(ids[0], 3))
         for _ in range(2):
             other = await jobs.end(await jobs.submit(dialect="transformers"))
             assert (other.status, busy.started) == ("COMPLETED", [])

@@ -16,7 +16,7 @@ import pytest
 
 from api_schemas.jobs import Job
 from tests.integration.scripted_traces import HEADERS, RESULT, frames_of, trace
-from tests.integration.waiting import until, until_async
+from tests.waiting import wait_for_async
 
 pytestmark = pytest.mark.timeout(120)
 PROJECT = Path(__file__).resolve().parents[2]
@@ -43,7 +43,7 @@ class Process:
         async def is_there() -> bool:
             return (await self.job(job_id)).status in statuses
 
-        await until_async(is_there)
+        await wait_for_async(is_there)
         return await self.job(job_id)
 
     async def events(self, job_id: str) -> list[dict[str, Any]]:
@@ -66,7 +66,7 @@ async def started(directory: Path) -> AsyncIterator[Process]:
         port = int(await process.stdout.readline())
         url = f"http://127.0.0.1:{port}"
         async with httpx.AsyncClient(base_url=url, timeout=20) as client:
-            await until_async(lambda: answers(client))
+            await wait_for_async(lambda: answers(client))
             yield Process(process, client)
     finally:
         if process.returncode is None:
@@ -161,7 +161,7 @@ async def test_uploads_that_a_crash_cut_off_are_removed(tmp_path: Path):
 
         async def half() -> AsyncIterator[bytes]:
             yield trace(payload=bytes(5_000_000))[:3_000_000]
-            await until(lambda: len(received()) == 1)
+            await wait_for_async(lambda: len(received()) == 1)
             await server.end(signal.SIGKILL)
             yield b""
 

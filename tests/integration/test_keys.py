@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from tests.integration.conftest import ErrorCheck, Serve
 from tests.integration.served_routes import ROUTES
 from tests.integration.tenants import Tenants
 from tests.integration.trace_messages import HEADERS, message
-from tests.integration.waiting import until_async
+from tests.waiting import wait_for_async
 
 pytestmark = pytest.mark.both_databases
 
@@ -75,8 +74,11 @@ async def test_the_tier_of_a_key_says_where_its_code_runs(tenants: Tenants) -> N
         headers = {**await tenants.headers("acme", Scope.CODE, tier=tier), **HEADERS}
         assert (await tenants.send("POST", "/v1/traces", headers, content=message())).status_code == 200
         job = (await tenants.send("POST", "/v1/jobs", headers, content=message())).json()["id"]
-        while (await tenants.send("GET", f"/v1/jobs/{job}", headers)).json()["status"] != "COMPLETED":  # noqa: ASYNC110 - as a client looks
-            await asyncio.sleep(0.01)
+
+        async def is_completed(path: str = f"/v1/jobs/{job}", headers: dict[str, str] = headers) -> bool:
+            return bool((await tenants.send("GET", path, headers)).json()["status"] == "COMPLETED")
+
+        await wait_for_async(is_completed)
         assert engine.sandboxes[-2:] == [runs_in, runs_in]
 
 
@@ -135,7 +137,7 @@ async def test_keys_are_made_listed_replaced_and_ended_over_http(
     async def is_use_noted() -> bool:
         return (await listed_keys())[0]["last_used_at"] is not None
 
-    await until_async(is_use_noted)
+    await wait_for_async(is_use_noted)
     (listed,) = await listed_keys()
     assert {**listed, "last_used_at": None} == {name: value for name, value in key.items() if name != "key"}
     assert listed["last_used_at"] >= listed["created_at"]
@@ -162,7 +164,7 @@ async def test_a_key_ends_by_itself(tenants: Tenants, error_of: ErrorCheck) -> N
         return (await tenants.send("GET", "/v1/models", headers)).status_code == 401
 
     assert (await tenants.send("GET", "/v1/models", lasting)).status_code == 200
-    await until_async(has_ended)
+    await wait_for_async(has_ended)
     error_of(await tenants.send("GET", "/v1/models", headers), 401, "invalid_api_key")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import functools
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,18 +16,18 @@ import pytest
 
 from tests.integration.conftest import ErrorCheck, Serve
 from tests.integration.test_signals import Process, started
-from tests.integration.waiting import until_async
 from tests.large_bodies import COMPLETIONS, large_bodies
 from tests.liveness import Bystanders
+from tests.waiting import wait_for_async
 
-pytestmark = [pytest.mark.heavy, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.heavy
 JSON = {"Content-Type": "application/json"}
 
 
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[Process]:
     async with started(tmp_path) as process:
-        await until_async(process.ready, timeout_s=60)
+        await wait_for_async(process.ready)
         yield process
 
 
@@ -41,12 +42,11 @@ async def test_large_bodies_delay_no_other_requests(server: Process) -> None:
     answers: dict[str, tuple[int, Any]] = {}
     loop = asyncio.get_running_loop()
 
-    def send(_: int) -> None:
-        for name, (path, body, _status) in bodies.items():
-            asking = asyncio.run_coroutine_threadsafe(post(server, path, body), loop)
-            answers[name] = asking.result()
+    def send(name: str, _: int) -> None:
+        path, body, _status = bodies[name]
+        answers[name] = asyncio.run_coroutine_threadsafe(post(server, path, body), loop).result()
 
-    await asyncio.to_thread(bystanders.unharmed, send)
+    await asyncio.to_thread(bystanders.unharmed, *(functools.partial(send, name) for name in bodies))
     wrong = {name: answer for name, answer in answers.items() if answer[0] != bodies[name][2]}
     assert not wrong
     for _, answer in answers.values():

@@ -16,7 +16,7 @@ from app.settings import Settings
 from tests.fakes.engine import FakeBehaviour, FakeEngineClient
 from tests.integration.conftest import ErrorCheck, Serve
 from tests.integration.trace_messages import HEADERS, frames_of, message
-from tests.integration.waiting import until
+from tests.waiting import wait_for_async
 
 
 class Mortal(FakeEngineClient):
@@ -59,7 +59,7 @@ async def test_draining_refuses_new_work_and_finishes_the_old(serve: Serve, erro
     async with serve(FakeBehaviour(delay_s=0.02), inline_tensor_bytes=1) as server:
         capture = [{"op": "capture", "at": "layers.1.output"}]
         running = asyncio.create_task(server.complete(stream=True, max_tokens=5, interventions=capture))
-        await until(lambda: server.engine.num_running == 1)
+        await wait_for_async(lambda: server.engine.num_running == 1)
         server.context.lifecycle.begin_drain()
         error_of(await server.complete(), 503, "draining")
         error_of(await server.client.get("/health/ready"), 503, "draining")
@@ -74,7 +74,7 @@ async def test_draining_refuses_new_work_and_finishes_the_old(serve: Serve, erro
 async def test_shutdown_waits_for_running_requests_and_then_closes_the_engine(serve: Serve):
     async with serve(FakeBehaviour(delay_s=0.02)) as server:
         running = asyncio.create_task(server.complete(stream=True, max_tokens=5))
-        await until(lambda: server.engine.num_running == 1)
+        await wait_for_async(lambda: server.engine.num_running == 1)
     assert (await running).text.endswith("data: [DONE]\n\n")
     assert not server.engine.alive
 
@@ -83,7 +83,7 @@ async def test_shutdown_does_not_wait_forever(serve: Serve, caplog: pytest.LogCa
     async with asyncio.timeout(50):
         async with serve(FakeBehaviour(delay_s=60), drain_timeout_s=0.05) as server:
             running = asyncio.create_task(server.complete())
-            await until(lambda: server.context.lifecycle.num_in_flight == 1)
+            await wait_for_async(lambda: server.context.lifecycle.num_in_flight == 1)
     assert "1 requests in flight" in caplog.text
     running.cancel()
 
@@ -93,11 +93,13 @@ async def test_requests_that_the_shutdown_does_not_wait_for_get_an_error(serve: 
         server.engine.fake_traces.behaviour.hangs = True
         stream = asyncio.create_task(server.complete(stream=True, max_tokens=2000))
         trace = asyncio.create_task(server.client.post("/v1/traces", content=message(), headers=HEADERS))
-        await until(lambda: server.engine.num_running == 1 and server.engine.fake_traces.num_running == 1)
+        await wait_for_async(
+            lambda: server.engine.num_running == 1 and server.engine.fake_traces.num_running == 1
+        )
         await asyncio.sleep(0.3)  # some of the stream's tokens
         server.engine.behaviour.delay_s = 60
         whole = asyncio.create_task(server.complete())
-        await until(lambda: server.context.lifecycle.num_in_flight == 3)
+        await wait_for_async(lambda: server.context.lifecycle.num_in_flight == 3)
         await asyncio.wait_for(server.context.lifecycle.drain(0.1), 50)
         assert server.context.lifecycle.num_in_flight == 0
         assert server.engine.num_running == server.engine.fake_traces.num_running == 0
@@ -112,7 +114,7 @@ async def test_requests_that_the_shutdown_does_not_wait_for_get_an_error(serve: 
 async def test_giving_up_ends_the_drain_at_once(serve: Serve, error_of: ErrorCheck):
     async with serve(FakeBehaviour(delay_s=60)) as server:
         running = asyncio.create_task(server.complete())
-        await until(lambda: server.context.lifecycle.num_in_flight == 1)
+        await wait_for_async(lambda: server.context.lifecycle.num_in_flight == 1)
         draining = asyncio.create_task(server.context.lifecycle.drain(60))
         await asyncio.sleep(0.05)
         assert not running.done()
@@ -135,18 +137,29 @@ async def test_a_request_that_takes_too_long_is_ended(serve: Serve, error_of: Er
         assert server.engine.num_running == server.engine.fake_traces.num_running == 0
 
 
-async def test_an_engine_that_dies_is_started_again(serve: Serve, error_of: ErrorCheck):
-    async with serve(engine_restart_delay_s=0.3) as server:
+async def test_an_engine_that_dies_is_started_again(
+    serve: Serve, error_of: ErrorCheck, monkeypatch: pytest.MonkeyPatch
+):
+    async with serve(engine_restart_delay_s=0.01) as server:
+        may_start, start = asyncio.Event(), server.engine.start
+
+        async def start_later() -> None:
+            await may_start.wait()
+            await start()
+
+        monkeypatch.setattr(server.engine, "start", start_later)
         for number in (1, 2):
-            num_starts = number + 1
+            may_start.clear()
             server.engine.behaviour.is_dead = True
             error_of(await server.complete(), 503, "engine_restarting")
             refused = await server.client.get("/health/ready")
             error_of(refused, 503, "engine_restarting")
             assert int(refused.headers["retry-after"]) > 0
             assert (await server.client.get("/health/live")).json() == {"status": "restarting"}
-            await until(lambda: server.engine.num_starts == num_starts)  # noqa: B023 - called here
+            may_start.set()
+            await wait_for_async(lambda: server.context.lifecycle.phase is Phase.READY)
             assert (await server.complete()).status_code == 200
+            assert server.engine.num_starts == number + 1
             scraped = (await server.client.get("/metrics")).text
             assert f"nnsight_engine_engine_restarts_total {number}.0" in scraped
 
@@ -156,7 +169,7 @@ async def test_each_death_in_a_row_is_waited_for_twice_as_long():
     failures: list[float] = []
     lifecycle = Lifecycle(engine, lambda: failures.append(time.monotonic()), Restarts(3, 60, 0.05))
     lifecycle.start()
-    await until(lambda: bool(failures))
+    await wait_for_async(lambda: bool(failures))
     pauses = [after - before for before, after in itertools.pairwise(engine.starts)]
     assert len(pauses) == 3
     assert all(pause >= least for pause, least in zip(pauses, (0.05, 0.1, 0.2), strict=True))
@@ -167,7 +180,7 @@ async def test_each_death_in_a_row_is_waited_for_twice_as_long():
     engine = Mortal(lives_s=0.1)
     lifecycle = Lifecycle(engine, None, Restarts(1, 0.05, 0.01))
     lifecycle.start()
-    await until(lambda: lifecycle.num_restarts == 4)
+    await wait_for_async(lambda: lifecycle.num_restarts == 4)
     assert lifecycle.phase is not Phase.DEAD
     await lifecycle.close()
 
@@ -177,7 +190,7 @@ async def test_an_engine_that_cannot_be_started_again_is_given_up():
     failures: list[bool] = []
     lifecycle = Lifecycle(engine, lambda: failures.append(True), Restarts(2, 60, 0.01))
     lifecycle.start()
-    await until(lambda: bool(failures))
+    await wait_for_async(lambda: bool(failures))
     assert (len(engine.starts), lifecycle.phase, failures) == (3, Phase.DEAD, [True])
     await lifecycle.close()
 
@@ -186,7 +199,7 @@ async def test_a_dead_engine_is_said_so_everywhere(serve: Serve, error_of: Error
     async with serve(max_engine_restarts=0) as server:
         assert (await server.complete()).status_code == 200
         server.engine.behaviour.is_dead = True
-        await until(lambda: server.context.lifecycle.phase is Phase.DEAD)
+        await wait_for_async(lambda: server.context.lifecycle.phase is Phase.DEAD)
         error_of(await server.complete(), 503, "engine_dead")
         error_of(await server.client.get("/v1/models"), 503, "engine_dead")
         error_of(await server.client.get("/health/ready"), 503, "engine_dead")
@@ -205,7 +218,7 @@ async def test_an_engine_that_does_not_start_is_dead_and_reported_once(
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client,
     ):
-        await until(lambda: bool(reports))
+        await wait_for_async(lambda: bool(reports))
         error_of(await client.get("/health/live"), 503, "engine_dead")
         error_of(await client.get("/v1/models"), 503, "engine_dead")
     assert reports == ["failed"]

@@ -9,7 +9,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tests import liveness
 from tests.liveness import Bystanders
 
 
@@ -18,9 +17,11 @@ class Server(ThreadingHTTPServer):
 
     Attributes:
         paths: What waits while it is.
+        status: Of its answers.
     """
 
     paths: frozenset[str] = frozenset()
+    status = 200
 
 
 class Answer(BaseHTTPRequestHandler):
@@ -30,7 +31,7 @@ class Answer(BaseHTTPRequestHandler):
         while self.path in self.server.paths:
             time.sleep(0.01)
         self.rfile.read(int(self.headers.get("content-length") or 0))
-        self.send_response(200)
+        self.send_response(self.server.status)
         self.send_header("content-length", "0")
         self.end_headers()
 
@@ -51,17 +52,25 @@ def server() -> Iterator[Server]:
 
 
 def test_bystanders_are_unharmed_when_nothing_happens(server: Server):
-    Bystanders(server.server_port).unharmed(lambda _: time.sleep(0.5))
+    Bystanders(server.server_port).unharmed(lambda _: time.sleep(0.2), lambda _: None)
 
 
 @pytest.mark.parametrize("path", ["/health/live", "/v1/completions"])
-def test_a_delayed_bystander_is_found(server: Server, path: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(liveness, "_NUM_TRIES", 1)
-
+def test_a_delayed_bystander_is_found(server: Server, path: str):
     def send(_: int) -> None:
         server.paths = frozenset({path})
-        time.sleep(3)
+        time.sleep(1)
         server.paths = frozenset()
 
     with pytest.raises(AssertionError, match="alone"):
-        Bystanders(server.server_port).unharmed(send)
+        Bystanders(server.server_port).unharmed(lambda _: None, send)
+
+
+def test_a_bystander_who_is_refused_is_found(server: Server):
+    def refuse(number: int) -> None:
+        server.status = 503
+        time.sleep(1)
+        server.status = 200
+
+    with pytest.raises(AssertionError, match="alone"):
+        Bystanders(server.server_port).unharmed(refuse)

@@ -41,7 +41,8 @@ from nnsight_engine.serialization import encode
 from tests.fakes.engine import FakeEngineClient
 from tests.fakes.results import MODEL
 from tests.families.checkpoints import write_checkpoint
-from tests.integration.live import Leaving, Recording, listening, until
+from tests.integration.live import Leaving, Recording, listening
+from tests.waiting import wait_for
 
 TEXT = " the tower of Paris"
 
@@ -57,7 +58,7 @@ class Served:
 
     @property
     def pid(self) -> int:
-        until(lambda: bool(self.engine.pids))
+        wait_for(lambda: bool(self.engine.pids))
         return self.engine.pids[0]
 
     def remote(self, transport: HttpTransport | None = None) -> RemoteBackend:
@@ -256,7 +257,7 @@ def test_a_trace_that_will_not_end_is_ended(served: Served, monkeypatch: pytest.
                 except BaseException:  # noqa: BLE001 - it is what is tested
                     continue
     assert caught.value.code == ErrorCode.TRACE_TIMED_OUT
-    until(lambda: not is_alive(pid))
+    wait_for(lambda: not is_alive(pid))
     monkeypatch.setattr(served.engine, "time_limit_s", 60)
     served.check()
     pid = served.pid
@@ -286,9 +287,9 @@ def test_a_waiting_trace_is_notified_and_the_queue_is_bounded(
         threading.Thread(target=run, args=(one, pause)) for one, pause in zip(transports, (2, 0), strict=True)
     ]
     threads[0].start()
-    until(lambda: any(one["status"] == "RUNNING" for one in transports[0].heard))
+    wait_for(lambda: any(one["status"] == "RUNNING" for one in transports[0].heard))
     threads[1].start()
-    until(lambda: served.engine.num_waiting == 1)
+    wait_for(lambda: served.engine.num_waiting == 1)
     request = capture(served)
     answer = httpx.post(f"{served.url}/v1/traces", content=request, headers={"content-type": MEDIA_TYPE})
     assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
@@ -320,9 +321,9 @@ def test_the_time_that_a_trace_holds_the_engine_is_counted(
     with model.trace(TEXT, backend=served.remote()):
         time.sleep(0.3)
         model.lm_head.output.save()
-    until(lambda: meter.intervention_s > 0)
+    wait_for(lambda: meter.intervention_s > 0)
     assert 0.3 <= meter.intervention_s < 30
-    until(lambda: all(one.done() for one in meter.expected))
+    wait_for(lambda: all(one.done() for one in meter.expected))
 
 
 def capture(served: Served) -> bytes:
@@ -406,4 +407,4 @@ def test_a_process_does_not_outlive_its_server(served: Served) -> None:
     server.kill()
     server.wait()
     server.stdout.close()
-    until(lambda: not is_alive(pid))
+    wait_for(lambda: not is_alive(pid))

@@ -31,8 +31,9 @@ from nnsight_engine.serialization import DecodeError, EncodeError, decode, encod
 from tests.fakes.engine import FakeEngineClient
 from tests.fakes.results import MODEL
 from tests.families.checkpoints import write_checkpoint
-from tests.integration.live import listening, until
+from tests.integration.live import listening
 from tests.shared_names import Program
+from tests.waiting import wait_for
 
 TEXT, OTHER = " the tower of Paris", " I love"
 GLOBAL_LOCK = threading.Lock()
@@ -233,7 +234,7 @@ def test_one_that_is_not_waited_for_runs_its_parts_in_wait(served: Served) -> No
             seen.append(hidden.shape[0])
             size = save(tuple(hidden.shape))  # noqa: F841 - it is in the result
         doubled = (hidden * 2).save()  # noqa: F841 - the same
-    until(lambda: served.calls.num_pending == 1)
+    wait_for(lambda: served.calls.num_pending == 1)
     assert not seen
     result = tracer.backend.wait()
     assert seen == [1]
@@ -251,7 +252,7 @@ def test_a_client_that_does_not_answer_ends_its_trace(
             nothing = 1
         kept = save(nothing)
     backend = tracer.backend
-    until(lambda: is_over(served, backend))
+    wait_for(lambda: is_over(served, backend))
     with pytest.raises(LocalBlockError, match="no client answered"):
         backend.wait()
     with pytest.raises(NameError):
@@ -272,7 +273,7 @@ def waiting(served: Served) -> RemoteBackend:
         with tracer.local():
             size = hidden.shape[0]
         kept = save(size)
-    until(lambda: served.calls.num_pending == 1)
+    wait_for(lambda: served.calls.num_pending == 1)
     backend = tracer.backend
     assert isinstance(backend, RemoteBackend)
     with pytest.raises(NameError):
@@ -283,7 +284,7 @@ def waiting(served: Served) -> RemoteBackend:
 def test_a_job_that_waits_for_its_client_can_be_cancelled(served: Served) -> None:
     backend = waiting(served)
     backend.cancel()
-    until(lambda: not served.calls.num_pending)
+    wait_for(lambda: not served.calls.num_pending)
     with pytest.raises(RemoteError, match="cancel"):
         backend.wait()
     served.check()
@@ -330,7 +331,7 @@ def test_a_broken_answer_is_an_error_in_the_block(served: Served, answer: bytes,
         number = asked(socket)
         send(socket, number + 1, encode({"values": {"size": 7}}))  # a call that there is not
         send(socket, number, answer)
-        until(lambda: is_over(served, backend))
+        wait_for(lambda: is_over(served, backend))
     with pytest.raises(DecodeError, match=match):
         backend.wait()
     served.check()
@@ -367,7 +368,7 @@ def test_an_answer_that_was_lost_is_given_again_and_nothing_runs_twice(served: S
         kept = save(size)  # noqa: F841 - it is in the result
     backend = tracer.backend
     assert isinstance(backend, RemoteBackend)
-    until(lambda: served.calls.num_pending == 1)
+    wait_for(lambda: served.calls.num_pending == 1)
     with socket_of(served, backend.job_id) as socket:
         _, data = call_from(socket)
         run = backend.job._run  # noqa: SLF001 - a job has no other way to answer one call

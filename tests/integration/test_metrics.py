@@ -24,8 +24,8 @@ from tests.fakes.engine import FakeBehaviour
 from tests.fakes.results import MODEL
 from tests.integration.conftest import ErrorCheck, Serve, Server
 from tests.integration.tenants import Tenants
-from tests.integration.waiting import until, until_async
 from tests.monitoring import OURS, PROJECT, Exposition, documented, expressions, named_in
+from tests.waiting import wait_for_async
 
 COMPLETIONS = "/v1/completions"
 STEPS = {"plain": 7, "tap": 5, "eager": 2}
@@ -130,7 +130,7 @@ async def test_a_stream_that_fails_or_is_left_has_not_gone_well(
         assert told.value(f"{OURS}request_seconds_count", route=COMPLETIONS) == 0
         behaviour.stream_error, behaviour.delay_s = None, 3600.0
         asking = asyncio.create_task(server.complete(stream=True))
-        await until(lambda: server.engine.num_running > 0)
+        await wait_for_async(lambda: server.engine.num_running > 0)
         assert (await look(server)).value(f"{OURS}in_flight") == 1
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
@@ -268,7 +268,7 @@ async def test_metrics_have_jobs_by_status_and_stores_by_bytes(with_jobs: Any, a
         async def is_counted() -> bool:
             return (await look(jobs.server)).value(f"{OURS}jobs_ended_total", status="completed") == 1
 
-        await until_async(is_counted)
+        await wait_for_async(is_counted)
         told = await look(jobs.server)
         assert told.value(f"{OURS}jobs", status="completed") == 1
         assert told.value(f"{OURS}stored_bytes_limit", store="jobs") == 12345678

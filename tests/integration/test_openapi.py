@@ -12,7 +12,6 @@ import contextlib
 import re
 import secrets
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -40,6 +39,7 @@ from nnsight_engine.remote_backend.messages import MEDIA_TYPE
 from tests.fakes.engine import FakeEngineClient
 from tests.integration.dictionary_files import cfg, text_weights
 from tests.integration.scripted_traces import HEADERS, ScriptedEngine, trace
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.heavy
 
@@ -135,8 +135,7 @@ def served(folder: Path, database_url: str = "") -> Iterator[tuple[str, dict[str
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     thread.start()
-    while not server.started:
-        time.sleep(0.01)
+    wait_for(lambda: server.started)
     yield f"http://127.0.0.1:{sock.getsockname()[1]}", key
     server.should_exit = True
     thread.join(30)

@@ -23,7 +23,7 @@ from app.storage.database import Database
 from app.storage.keys import KeyStore
 from tests.fakes.engine import FakeBehaviour, FakeEngineClient
 from tests.integration.trace_messages import HEADERS, message
-from tests.integration.waiting import until
+from tests.waiting import wait_for_async
 
 
 @contextlib.asynccontextmanager
@@ -43,9 +43,7 @@ async def listening(
     port = sock.getsockname()[1]
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
-    async with asyncio.timeout(60):
-        while not server.started:  # noqa: ASYNC110 - uvicorn has a flag and no event
-            await asyncio.sleep(0.01)
+    await wait_for_async(lambda: server.started)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
         yield client, engine
     server.should_exit = True
@@ -53,10 +51,7 @@ async def listening(
 
 
 async def until_idle(engine: FakeEngineClient) -> None:
-    async with asyncio.timeout(50):
-        # The engine tells nobody when it is idle.
-        while engine.num_running or engine.fake_traces.num_running:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await wait_for_async(lambda: not engine.num_running and not engine.fake_traces.num_running)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
@@ -64,7 +59,7 @@ async def test_a_client_that_gives_up_ends_the_engines_work(tmp_path: Path, is_s
     async with listening(tmp_path, FakeBehaviour(delay_s=30)) as (client, engine):
         body = {"prompt": "a", "stream": is_stream}
         asked = asyncio.create_task(client.post("/v1/completions", json=body))
-        await until(lambda: engine.num_running == 1)
+        await wait_for_async(lambda: engine.num_running == 1)
         asked.cancel()
         await until_idle(engine)
         assert engine.num_calls == 1
@@ -85,7 +80,7 @@ async def test_a_client_that_gives_up_on_a_trace_ends_it(tmp_path: Path):
     async with listening(tmp_path, FakeBehaviour()) as (client, engine):
         engine.fake_traces.behaviour.delay_s = 30
         asked = asyncio.create_task(client.post("/v1/traces", content=message(), headers=HEADERS))
-        await until(lambda: engine.fake_traces.num_running == 1)
+        await wait_for_async(lambda: engine.fake_traces.num_running == 1)
         asked.cancel()
         await until_idle(engine)
         assert len(engine.fake_traces.heads) == 1
@@ -168,10 +163,13 @@ async def test_a_client_that_vanishes_while_it_sends_gives_its_place_back(tmp_pa
         reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
         writer.write(head.encode())
         client.headers["authorization"] = f"Bearer {key}"
+
+        async def is_in_flight() -> bool:
+            return bool((await client.get("/v1/status")).json()["in_flight"])
+
+        # Whoever asks for a completion meanwhile may have the place when this one comes.
+        await wait_for_async(is_in_flight)
         async with asyncio.timeout(60):
-            # Whoever asks for a completion meanwhile may have the place when this one comes.
-            while not (await client.get("/v1/status")).json()["in_flight"]:  # noqa: ASYNC110 - tells nobody
-                await asyncio.sleep(0.01)
             refused = await client.post("/v1/completions", json={"prompt": "a"})
             assert refused.status_code == 429
             answer = await reader.read()  # up to the end of the connection
@@ -189,9 +187,8 @@ async def test_a_client_that_reads_nothing_of_its_stream_is_cut_off(tmp_path: Pa
         await client.get("/health/live")
         reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port, limit=1024)
         writer.write(post_of(json.dumps(request)))
+        await wait_for_async(lambda: engine.num_running)
         async with asyncio.timeout(60):
-            while not engine.num_running:  # noqa: ASYNC110 - nobody tells
-                await asyncio.sleep(0.01)
             await until_idle(engine)
             # Nothing more comes than what was on its way.
             got = b""
@@ -207,8 +204,7 @@ async def test_a_client_that_reads_nothing_of_its_stream_is_cut_off(tmp_path: Pa
         async with client.stream("POST", "/v1/completions", json=few) as response:
             lines = [line async for line in response.aiter_lines() if line]
         assert len(lines) == 81
-    await asyncio.sleep(0.1)
-    assert len(os.listdir("/proc/self/fd")) <= before + 2
+    await wait_for_async(lambda: len(os.listdir("/proc/self/fd")) <= before + 2)
 
 
 async def test_a_connection_without_a_request_is_not_kept(tmp_path: Path):

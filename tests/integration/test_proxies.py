@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from app.server import server_config
 from app.settings import Settings
+from tests.waiting import wait_for_async
 
 CLIENT = "203.0.113.9"
 OLDER = {"x-forwarded-for": f"6.6.6.6, {CLIENT}", "x-forwarded-proto": "https"}
@@ -48,9 +49,7 @@ async def test_a_clients_address_is_the_one_trusted_proxies_name(
     config.lifespan = "off"
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve())
-    async with asyncio.timeout(20):
-        while not server.started:  # noqa: ASYNC110 - uvicorn has a flag and no event
-            await asyncio.sleep(0.01)
+    await wait_for_async(lambda: server.started)
     port = server.servers[0].sockets[0].getsockname()[1]
     async with httpx.AsyncClient() as client:
         answer = await client.get(f"http://127.0.0.1:{port}/", headers=headers)

@@ -14,7 +14,7 @@ from tests.integration.conftest import ErrorCheck
 from tests.integration.scripted_traces import trace as scripted
 from tests.integration.tenants import Tenants
 from tests.integration.trace_messages import HEADERS, message
-from tests.integration.waiting import until_async
+from tests.waiting import wait_for_async
 
 CAPTURE = {"op": "capture", "at": "layers.*.output", "name": "kept"}
 STEER = {"op": "steer", "at": "layers.1.output", "vector": [0.0] * 8}
@@ -205,7 +205,7 @@ async def test_jobs_use_what_their_key_has(tenants: Tenants, error_of: ErrorChec
     async def is_counted() -> bool:
         return (await jobs.get(job, "acme")).status.is_final and jobs.num_running == 0
 
-    await until_async(is_counted)
+    await wait_for_async(is_counted)
     error_of(await ours.trace("/v1/jobs"), 429, "rate_limit_exceeded")
     error_of(await ours.complete(), 429, "rate_limit_exceeded")
 
@@ -262,8 +262,8 @@ async def test_a_job_that_runs_has_set_aside_what_it_states(with_jobs: Any, erro
         sent = scripted("hang", invokes=[SentInvoke(prompt="a", sampling={"max_tokens": 90})])
         job = await tenants.send("POST", "/v1/jobs", {**ours.headers, **HEADERS}, content=sent)
         assert job.status_code == 202, job.text
-        await until_async(lambda: asyncio.sleep(0, jobs.engine.num_running == 1))
+        await wait_for_async(lambda: asyncio.sleep(0, jobs.engine.num_running == 1))
         error_of(await ours.complete("a", max_tokens=20), 429, "rate_limit_exceeded")
         jobs.engine.released.set()
-        await until_async(lambda: asyncio.sleep(0, jobs.server.context.jobs.num_running == 0))
+        await wait_for_async(lambda: asyncio.sleep(0, jobs.server.context.jobs.num_running == 0))
         assert (await ours.complete("a", max_tokens=20)).status_code == 200

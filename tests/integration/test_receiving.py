@@ -15,7 +15,7 @@ from nnsight_engine.remote_backend.frames import Frame, FrameKind, FrameReader, 
 from tests.integration.conftest import ErrorCheck
 from tests.integration.scripted_traces import HEADERS, trace
 from tests.integration.test_job_events import Live, live
-from tests.integration.waiting import until
+from tests.waiting import wait_for_async
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -28,14 +28,14 @@ async def test_bodies_that_are_held_are_bounded_and_given_back(tmp_path: Path, e
             return await server.client.post("/v1/traces", content=content, headers=HEADERS)
 
         running = asyncio.create_task(post("hang"))
-        await until(lambda: server.engine.num_running == 1)
+        await wait_for_async(lambda: server.engine.num_running == 1)
         refused = await post("ok")
         assert "may have 100000 bytes of requests" in error_of(refused, 429, "rate_limit_exceeded")
         assert refused.headers["retry-after"]
         server.engine.released.set()
         assert (await running).status_code == 200
         assert (await post("ok")).status_code == 200
-        await until(lambda: server.context.receiving.num_bytes == 0)
+        await wait_for_async(lambda: server.context.receiving.num_bytes == 0)
 
 
 async def test_a_body_that_breaks_off_is_given_back(tmp_path: Path) -> None:
@@ -44,12 +44,12 @@ async def test_a_body_that_breaks_off_is_given_back(tmp_path: Path) -> None:
 
         async def half() -> AsyncIterator[bytes]:
             yield whole[:200_000]
-            await until(lambda: server.context.receiving.num_bytes == 200_000)
+            await wait_for_async(lambda: server.context.receiving.num_bytes == 200_000)
             raise ConnectionError
 
         with pytest.raises(ConnectionError):
             await server.client.post("/v1/traces", content=half(), headers=HEADERS)
-        await until(lambda: server.context.receiving.num_bytes == 0)
+        await wait_for_async(lambda: server.context.receiving.num_bytes == 0)
 
 
 async def test_a_paused_upload_is_refused_at_once_when_the_server_ends(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ async def test_a_paused_upload_is_refused_at_once_when_the_server_ends(tmp_path:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.client.base_url.port)
         head = f"POST /v1/traces HTTP/1.1\r\nHost: localhost\r\nContent-Type: {HEADERS['content-type']}\r\n"
         writer.write(f"{head}Content-Length: 1000\r\n\r\nhalf".encode())
-        await until(lambda: server.context.receiving.num_bytes > 0)
+        await wait_for_async(lambda: server.context.receiving.num_bytes > 0)
         draining = asyncio.create_task(server.context.lifecycle.drain(0.1))
         answer = await asyncio.wait_for(reader.readuntil(b"}}"), 20)  # and not after upload_idle_timeout_s
         assert answer.startswith(b"HTTP/1.1 503")
@@ -132,7 +132,7 @@ async def test_unawaited_answers_are_not_held(tmp_path: Path) -> None:
             await socket.send(b"".join(calling(number, bytes(2**20)).pieces())[:-1])
             await pong(socket)
             assert held.num_bytes == 2**20 - 1
-        await until(lambda: held.num_bytes == 0)
+        await wait_for_async(lambda: held.num_bytes == 0)
         call.cancel()
         server.engine.released.set()
 
@@ -153,6 +153,6 @@ async def test_answers_count_with_bodies_and_no_frame_of_another_kind_is_read(tm
                     while True:
                         await socket.recv()
                 assert socket.close_code == code
-            await until(lambda: server.context.receiving.num_bytes == 0)
+            await wait_for_async(lambda: server.context.receiving.num_bytes == 0)
         call.cancel()
         server.engine.released.set()

@@ -28,7 +28,8 @@ from tests.collector import Collector, Span, collecting
 from tests.fakes.described import DescribedEngineClient
 from tests.fakes.results import MODEL
 from tests.fakes.traces import FakeTraceEngine
-from tests.integration.live import Leaving, Recording, listening, until
+from tests.integration.live import Leaving, Recording, listening
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.heavy
 
@@ -122,7 +123,7 @@ def test_its_traces_report_their_tier_and_are_in_its_span(served: Served) -> Non
     def ended() -> list[Span]:
         return [one for one in served.collector.of_trace(trace_id) if one.span_id == span_id]
 
-    until(lambda: bool(ended()))
+    wait_for(lambda: bool(ended()))
     (span,) = ended()
     assert span.name == "POST /v1/traces"
     assert span.attributes["nnsight_engine.kind"] == "code"
@@ -153,9 +154,9 @@ def test_a_client_that_leaves_ends_the_trace_as_well(served: Served) -> None:
             print("begun")
             with model.trace("a"):
                 kept = save(1)
-    until(lambda: not served.traces.num_running)
+    wait_for(lambda: not served.traces.num_running)
     served.traces.behaviour.hangs = False
-    until(lambda: served.sessions.num_running == 0)
+    wait_for(lambda: served.sessions.num_running == 0)
     served.check()
     assert served.sessions.pids == pids
     with pytest.raises(NameError):
@@ -204,7 +205,7 @@ def test_what_a_session_leaves_behind_is_not_the_next_one_s(served: Served, tmp_
     file = str(told)
     with model.session():
         speak_later(file)
-    until(told.exists)
+    wait_for(told.exists)
     served.check()
     assert served.sessions.pids != pids
     pids = served.sessions.pids

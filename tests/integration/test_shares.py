@@ -17,7 +17,7 @@ from tests.integration.conftest import ErrorCheck
 from tests.integration.scripted_traces import HEADERS, trace
 from tests.integration.served_jobs import Jobs, sent_events
 from tests.integration.tenants import Tenants
-from tests.integration.waiting import until_async
+from tests.waiting import wait_for_async
 
 USUAL = (Scope.COMPLETIONS, Scope.INTERVENTIONS, Scope.CODE)
 
@@ -295,7 +295,7 @@ async def test_jobs_of_a_key_without_quota_wait_and_delay_no_others(
             assert {one.status for one in told} == {"QUEUED"}
             return [one.attempt for one in told] == [0, 0]
 
-        await until_async(wait_on)
+        await wait_for_async(wait_on)
         await ours.client.put(path, json={}, headers=admin.headers)
         for job in waiting:
             assert (await ours.end(job)).status == "COMPLETED"

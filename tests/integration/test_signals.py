@@ -15,7 +15,7 @@ from typing import Any, Final
 import httpx
 import pytest
 
-from tests.integration.waiting import until_async
+from tests.waiting import wait_for_async
 
 pytestmark = pytest.mark.timeout(180)
 PROJECT: Final = Path(__file__).resolve().parents[2]
@@ -81,11 +81,11 @@ async def started(folder: Path, **environment: str) -> AsyncIterator[Process]:
 
 async def test_a_stopping_server_finishes_running_requests(tmp_path: Path) -> None:
     async with started(tmp_path) as server:
-        await until_async(server.ready)
+        await wait_for_async(server.ready)
         running = asyncio.create_task(server.stream(LONG))
-        await until_async(lambda: _has(server.lines, 2))
+        await wait_for_async(lambda: _has(server.lines, 2))
         server.process.send_signal(signal.SIGTERM)
-        await until_async(server.draining)
+        await wait_for_async(server.draining)
         # It still answers whoever comes, and says why it does nothing for them.
         refused = await server.client.post("/v1/completions", json={"prompt": "a"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
@@ -99,9 +99,9 @@ async def test_a_stopping_server_finishes_running_requests(tmp_path: Path) -> No
 
 async def test_what_the_drain_does_not_wait_for_ends_with_an_error(tmp_path: Path) -> None:
     async with started(tmp_path, NNSIGHT_ENGINE_DRAIN_TIMEOUT_S="0.5") as server:
-        await until_async(server.ready)
+        await wait_for_async(server.ready)
         running = asyncio.create_task(server.stream(ENDLESS))
-        await until_async(lambda: _has(server.lines, 2))
+        await wait_for_async(lambda: _has(server.lines, 2))
         server.process.send_signal(signal.SIGTERM)
         assert await server.ended() == -signal.SIGTERM
         *_, failure, done = await running
@@ -112,11 +112,11 @@ async def test_what_the_drain_does_not_wait_for_ends_with_an_error(tmp_path: Pat
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
 async def test_a_second_signal_ends_the_wait(tmp_path: Path, kind: signal.Signals) -> None:
     async with started(tmp_path, NNSIGHT_ENGINE_DRAIN_TIMEOUT_S="150") as server:
-        await until_async(server.ready)
+        await wait_for_async(server.ready)
         running = asyncio.create_task(server.stream(ENDLESS))
-        await until_async(lambda: _has(server.lines, 2))
+        await wait_for_async(lambda: _has(server.lines, 2))
         server.process.send_signal(kind)
-        await until_async(server.draining)
+        await wait_for_async(server.draining)
         assert server.process.returncode is None
         server.process.send_signal(kind)
         assert await server.ended() != 0
@@ -130,7 +130,7 @@ async def test_a_server_whose_engine_dies_too_often_ends_and_says_so(tmp_path: P
         "NNSIGHT_ENGINE_ENGINE_RESTART_DELAY_S": "0.1",
     }
     async with started(tmp_path, **environment) as server:
-        await until_async(server.ready)
+        await wait_for_async(server.ready)
         assert await server.ended() == 1
         assert server.process.stderr is not None
         assert b"failed too often" in await server.process.stderr.read()

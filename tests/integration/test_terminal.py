@@ -23,7 +23,8 @@ import pytest
 from app.main import create_app, new_store
 from app.settings import Settings
 from tests.fakes.engine import FakeEngineClient
-from tests.integration.live import listening, until
+from tests.integration.live import listening
+from tests.waiting import wait_for
 
 # A shell that starts the tests in its background has them ignore Ctrl-C, which a terminal's commands do not.
 PROGRAM = (
@@ -212,7 +213,7 @@ def test_ctrl_c_ends_an_answer_in_the_engine_too_and_the_chat_goes_on(terminal: 
             process.stdin.flush()
             assert process.stdout.read(4).strip() == "one"
             process.send_signal(signal.SIGINT)
-            until(lambda: terminal.engine.num_running == 0)
+            wait_for(lambda: terminal.engine.num_running == 0)
             behaviour.delay_s = 0.0
             terminal.engine.heard.clear()
             out, err = process.communicate("go on\n", timeout=60)
@@ -263,10 +264,10 @@ def test_ctrl_c_ends_a_command_as_shells_have_it(terminal: Terminal) -> None:
     try:
         arguments = ("dogs", "--vector", "joy", "--layer", "2")
         with terminal.start("steer", *arguments) as process:
-            until(lambda: terminal.engine.num_running == 2)
+            wait_for(lambda: terminal.engine.num_running == 2)
             process.send_signal(signal.SIGINT)
             _, err = process.communicate(timeout=60)
-        until(lambda: terminal.engine.num_running == 0)
+        wait_for(lambda: terminal.engine.num_running == 0)
     finally:
         behaviour.delay_s = 0.0
     assert process.returncode == 130

@@ -86,9 +86,9 @@ async def test_what_is_no_trace_for_this_server_is_refused(
 
 async def test_a_model_is_found_by_its_names_its_folder_and_its_shape(serve: Serve) -> None:
     async with serve() as server:
-        for model in (MODEL, f"/models/{MODEL}", f"/models/{MODEL}/"):
-            frames_of(await run(server, message(model=model)))
-        frames_of(await run(server, message(model="/home/me/elsewhere", fingerprint=FINGERPRINT)))
+        named = [message(model=model) for model in (MODEL, f"/models/{MODEL}", f"/models/{MODEL}/")]
+        for sent in (*named, message(model="/home/me/elsewhere", fingerprint=FINGERPRINT)):
+            assert "RESULT" in told(frames_of(await run(server, sent)))
 
 
 async def test_only_the_traces_own_content_type_is_read(serve: Serve, error_of: ErrorCheck) -> None:

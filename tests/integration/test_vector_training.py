@@ -16,7 +16,7 @@ from tests.fakes.engine import FakeBehaviour
 from tests.integration.conftest import ErrorCheck, Serve, Server
 from tests.integration.tenants import Tenants
 from tests.integration.test_vectors import content_of
-from tests.integration.waiting import until
+from tests.waiting import wait_for_async
 
 # At layer 2 the words' sides lie apart, and at the others on one another.
 PULLS = {
@@ -170,7 +170,7 @@ async def test_a_client_that_leaves_ends_its_training(serve: Serve) -> None:
         for stream in (False, True):
             before = server.engine.num_calls
             leaving = asyncio.create_task(train(server, stream=stream))
-            await until(lambda: server.engine.num_calls > before)  # noqa: B023 - awaited here
+            await wait_for_async(lambda: server.engine.num_calls > before)  # noqa: B023 - awaited here
             leaving.cancel()
             await asyncio.gather(leaving, return_exceptions=True)
             await server.until_idle()

@@ -25,8 +25,9 @@ from app.settings import Settings
 from app.storage.database import Database
 from app.storage.keys import KeyStore
 from tests.fakes.engine import FakeBehaviour, FakeEngineClient
-from tests.integration.live import listening, until
+from tests.integration.live import listening
 from tests.playground.conftest import Open, copied, faults, is_too_wide, link, press, shoot, view_of
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.heavy
 
@@ -186,15 +187,15 @@ def test_cancelling_ends_it_in_the_engine_too(playground: Playground, open_page:
     view_of(page).get_by_role("button", name="Run", exact=True).click()
     expect(text_of(page, "Baseline")).to_contain_text("I think")
     cancel.click()
-    until(lambda: playground.engine.num_running == 0)
+    wait_for(lambda: playground.engine.num_running == 0)
     expect(cancel).to_be_disabled()
     text = text_of(page, "Baseline").inner_text()
     assert 0 < len(text.split()) < 32
     expect(page.get_by_role("alert")).to_have_count(0)
     view_of(page).get_by_role("button", name="Run", exact=True).click()
-    until(lambda: playground.engine.num_running == 1)
+    wait_for(lambda: playground.engine.num_running == 1)
     page.keyboard.press("Escape")
-    until(lambda: playground.engine.num_running == 0)
+    wait_for(lambda: playground.engine.num_running == 0)
 
 
 def test_when_one_of_two_texts_fails_the_other_ends(playground: Playground, open_page: Open) -> None:
@@ -205,13 +206,13 @@ def test_when_one_of_two_texts_fails_the_other_ends(playground: Playground, open
     def refuse(route: Route) -> None:
         if "interventions" not in (route.request.post_data or ""):
             return route.continue_()
-        until(lambda: playground.engine.num_running == 1)
+        wait_for(lambda: playground.engine.num_running == 1)
         return route.abort()
 
     page.route("**/v1/completions", refuse)
     press(page, "Run")
     expect(view_of(page).get_by_role("alert")).to_contain_text("cannot be reached")
-    until(lambda: playground.engine.num_running == 0)
+    wait_for(lambda: playground.engine.num_running == 0)
     assert len((text_of(page, "Baseline").text_content() or "").split()) < 150
 
 
@@ -236,7 +237,7 @@ def test_what_is_drawn_is_named_as_it_was_asked_for(playground: Playground, open
     press(page, "Measure")
     playground.engine.behaviour.delay_s = 60.0
     page.get_by_label("Layer, as a number").fill("3")
-    until(lambda: playground.engine.num_running == 1)
+    wait_for(lambda: playground.engine.num_running == 1)
     expect(page.get_by_role("heading", name="Norm after layer")).to_have_text("Norm after layer 1")
     page.keyboard.press("Escape")
 
@@ -356,7 +357,7 @@ def test_tokens_are_taken_as_they_are_shown(playground: Playground, open_page: O
     page = open_page(link(playground.url, steering=[STEERED["steering"][0] | {"where": where}]))
     page.route("**/v1/completions", hold)
     press(page, "Run")
-    until(lambda: len(sent) == 2)
+    wait_for(lambda: len(sent) == 2)
     (steering,) = next(one["interventions"] for one in sent if "interventions" in one)
     assert steering["where"]["tokens"] == [*told, 7042, " two"]
 
@@ -404,16 +405,16 @@ def test_moving_the_strength_runs_again_and_cancels_what_ran(playground: Playgro
             }
         }"""
     )
-    until(lambda: playground.engine.num_running == 1)
+    wait_for(lambda: playground.engine.num_running == 1)
     moved = playground.engine.num_calls
     assert moved == before + 1, (
         "moves are waited for, and the baseline, which is known, is not asked for again"
     )
     slider.press("ArrowLeft")
-    until(lambda: playground.engine.num_calls == moved + 1)
-    until(lambda: playground.engine.num_running == 1)
+    wait_for(lambda: playground.engine.num_calls == moved + 1)
+    wait_for(lambda: playground.engine.num_running == 1)
     page.keyboard.press("Escape")
-    until(lambda: playground.engine.num_running == 0)
+    wait_for(lambda: playground.engine.num_running == 0)
 
 
 def test_errors_are_sentences(playground: Playground, open_page: Open) -> None:

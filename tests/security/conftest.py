@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import sys
-import time
 from collections.abc import Iterator
 from typing import Final
 
@@ -20,6 +19,7 @@ from nnsight_engine.vllm_backend.model_layout import BlockPoints, ModelLayout
 from nnsight_engine.vllm_backend.traces.remote_modules import described
 from tests.security.played import LIMITS, REFUSED, VOCABULARY, WIDTH, Outline
 from tests.security.played_process import World
+from tests.waiting import wait_for
 
 _ZYGOTE: Final = "nnsight_engine.vllm_backend.traces.sandboxed.zygote"
 SECRET = "NNSIGHT_ENGINE_TEST_SECRET"
@@ -49,9 +49,7 @@ def bare(secret: str) -> Iterator[ForkServer]:
         pytest.skip(str(error))
     server = ForkServer([sys.executable, "-m", "tests.security.bare"], b"", half_bytes=2**24, num_spare=2)
     server.start()
-    give_up = time.monotonic() + 60
-    while not server.is_ready and time.monotonic() < give_up:
-        time.sleep(0.05)
+    wait_for(lambda: server.is_ready)
     yield server
     server.close()
 
@@ -78,8 +76,6 @@ def server() -> Iterator[ForkServer]:
     }
     server = ForkServer([sys.executable, "-m", _ZYGOTE], encode(setup), LIMITS.sandbox_message_bytes, 2)
     server.start()
-    give_up = time.monotonic() + 120
-    while not server.is_ready and time.monotonic() < give_up:
-        time.sleep(0.05)
+    wait_for(lambda: server.is_ready, 120)
     yield server
     server.close()

@@ -9,8 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 import torch
 
 from nnsight_engine.sandbox.channel import EngineSide, Memory, SandboxSide
@@ -19,6 +21,7 @@ from nnsight_engine.vllm_backend.traces.block_adapters import BlockAdapters
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.messages import Offer, packed
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
+from nnsight_engine.vllm_backend.traces.sandboxed import connection as connection_module
 from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     BeginRequests,
     ContinueReply,
@@ -40,8 +43,6 @@ NUM_ROWS = 5
 NUM_OWN = 3
 BUDGET_S = 0.3
 TRACE_S = 4 * BUDGET_S
-LATEST_S = 12.0
-"""Far more than a step may wait, and far less than the attackers want."""
 SHORT_S = 0.01
 """How long a step waits where it is to go on without a process."""
 
@@ -98,9 +99,10 @@ class PlayedSource:
 
 @dataclass
 class PlayedModules:
-    """Calls modules, slowly."""
+    """Calls modules, slowly: each counts as ``lasts_s``, however busy the machine is."""
 
     num_calls: int = 0
+    counted_s: float = 0.0
     lasts_s: float = 0.0
     call_bytes: int = 1000
     places: frozenset[str] = frozenset({LAYER, LATER, POSITIONS, SAMPLES})
@@ -113,6 +115,7 @@ class PlayedModules:
     def _called(self, rows: torch.Tensor) -> torch.Tensor:
         self.num_calls += 1
         time.sleep(self.lasts_s)
+        self.counted_s += self.lasts_s
         return rows + self.num_calls
 
 
@@ -127,6 +130,11 @@ class World:
     process: PlayedProcess = field(init=False)
     source: PlayedSource = field(init=False)
     waiting: WaitBudget = field(default_factory=lambda: WaitBudget(BUDGET_S, 5 * BUDGET_S))
+
+    def __post_init__(self) -> None:
+        patch = self.closing.enter_context(pytest.MonkeyPatch.context())
+        calls = SimpleNamespace(monotonic=lambda: self.served.counted_s, thread_time=time.thread_time)
+        patch.setattr(connection_module, "time", calls)
 
     def begin(
         self,
@@ -190,6 +198,12 @@ class World:
         self.session.end()
         self.waiting.end()
         return self.session.take_deltas()
+
+    def has_collected(self) -> bool:
+        """Ask for what was saved, and return whether it has come."""
+        self.session.request_saved("key", {})
+        self.waiting.wait_for_any([self.session], 0.05)
+        return self.session.has_collected
 
     def error(self) -> str:
         assert self.process.is_ended

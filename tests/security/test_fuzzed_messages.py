@@ -9,7 +9,6 @@ import contextlib
 import os
 import socket
 import struct
-import time
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -29,6 +28,7 @@ from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     read_by_worker,
 )
 from tests.security.played_process import LAYER, NUM_ROWS, World, wanting
+from tests.waiting import wait_for
 
 _OWN: Final = 3
 _HALF: Final = 2**16
@@ -131,11 +131,7 @@ def test_whatever_is_answered_changes_its_own_rows_at_most(data: bytes, answers:
         ended, told = world.end()
         assert set(ended) <= {"own"}
         assert set(told) <= {"own"}
-        give_up = time.monotonic() + 20
-        while not world.session.has_collected:
-            world.session.request_saved("key", {})
-            world.waiting.wait_for_any([world.session], 0.05)
-            assert time.monotonic() < give_up
+        wait_for(world.has_collected)
         assert world.session.error is None or isinstance(world.session.error, SandboxEndedError)
         assert world.process.is_ended == (world.session.error is not None)
         pieces, (printed, failure) = world.session.saved()

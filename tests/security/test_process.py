@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from nnsight_engine.sandbox import forkserver
@@ -26,6 +27,7 @@ from nnsight_engine.vllm_backend.traces.sandboxed.idle_processes import IdleProc
 from tests.security.attempts import Attempt, every_attempt
 from tests.security.attempts.native import DEADLY, NATIVE
 from tests.security.processes import taken
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the process sandbox is Linux's")
 
@@ -96,14 +98,7 @@ def test_a_process_that_dies_or_does_not_answer_is_ended(name: str, bare: ForkSe
 
 
 def _assert_gone(process: int) -> None:
-    give_up = time.monotonic() + 20
-    while time.monotonic() < give_up:
-        try:
-            os.kill(process, 0)
-        except ProcessLookupError:
-            return
-        time.sleep(0.02)
-    pytest.fail("the process is still there")
+    wait_for(lambda: not psutil.pid_exists(process))
 
 
 def _whole_corpus() -> list[list[Attempt]]:
@@ -153,10 +148,7 @@ def test_there_are_none_where_namespaces_are_asked_for_and_the_kernel_has_none(b
     with (
         pytest.raises(SandboxUnavailableError, match="sandbox_needs_namespaces") if missing else nullcontext()
     ):
-        give_up = time.monotonic() + 60
-        while not strict.is_ready and time.monotonic() < give_up:
-            time.sleep(0.05)
-        assert strict.is_ready
+        wait_for(lambda: strict.is_ready)
     strict.close()
 
 
@@ -228,10 +220,7 @@ def test_memory_that_a_process_shares_or_has_swapped_counts_as_its_own(
 
 
 def _until_ended(sandbox: Sandbox) -> None:
-    give_up = time.monotonic() + 20
-    while sandbox.side.has_nothing_unread():
-        assert time.monotonic() < give_up
-        time.sleep(0.01)
+    wait_for(lambda: not sandbox.side.has_nothing_unread())
 
 
 def test_what_is_written_to_shared_memory_after_an_answer_changes_nothing(bare: ForkServer) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from app.forwarded import as_x_forwarded
@@ -47,7 +45,6 @@ def test_several_lines_are_one_list() -> None:
     assert as_x_forwarded(headers) == [(b"x-forwarded-for", b"10.0.0.1, 10.0.0.2")]
 
 
-def test_no_header_takes_long_to_read() -> None:
-    start = time.process_time()
-    as_x_forwarded([(b"forwarded", b"for=192.0.2.1," + b" " * 65000 + b"x")])
-    assert time.process_time() - start < 2
+@pytest.mark.timeout(60)  # against minutes if characters are read again and again
+def test_no_header_is_read_again_and_again() -> None:
+    assert as_x_forwarded([(b"forwarded", b"for=192.0.2.1," + b" " * 500_000 + b"x")]) == []

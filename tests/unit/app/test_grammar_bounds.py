@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from api_schemas.errors import ApiError
 from app.engine.grammar_bounds import GrammarBounds
 
 BOUNDS = GrammarBounds(max_bytes=4096, max_repeats=100, max_alternatives=10, max_nesting=8)
-LONG = GrammarBounds(max_bytes=65536, max_repeats=100, max_alternatives=70_000, max_nesting=70_000)
+LONG = GrammarBounds(max_bytes=2**18, max_repeats=100, max_alternatives=2**18, max_nesting=2**18)
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -88,8 +87,8 @@ def test_what_is_within_them_is_left_to_the_compiler(kind: str, text: str) -> No
     "part", ["[", '"', "(", "|", "{", "{1", "\\", "~", "~1", "[]", '"\\', "{1,", "a", "1"]
 )
 @pytest.mark.parametrize("kind", ["regex", "grammar"])
-def test_no_text_takes_long_to_look_at(kind: str, part: str) -> None:
-    start = time.process_time()
-    LONG.check(kind, part * (65536 // len(part)))
-    LONG.check(kind, "{" + part * (65535 // len(part)))
-    assert time.process_time() - start < 4
+@pytest.mark.timeout(60)  # against minutes if characters are looked at again and again
+def test_no_text_is_looked_at_again_and_again(kind: str, part: str) -> None:
+    text = part * (LONG.max_bytes // len(part) - 1)
+    LONG.check(kind, text)
+    LONG.check(kind, "{" + text)

@@ -14,7 +14,7 @@ from app.services.jobs import feed as job_feed
 from app.services.jobs.feed import JobFeed
 from app.storage.database import Database
 from app.storage.jobs.store import EventPage, JobStore, NewJob
-from tests.integration.waiting import until
+from tests.waiting import wait_for_async
 
 SUMMARY = JobSummary(model="m", dialect="vllm", kind="trace", num_blocks=1, python="3.12", client="1")
 
@@ -61,7 +61,7 @@ async def test_an_up_to_date_follower_reads_nothing_until_there_is_more(
     feed: JobFeed, store: CountingStore, after: int
 ):
     following = asyncio.create_task(listed(feed, after))
-    await until(lambda: store.num_looks >= 5)
+    await wait_for_async(lambda: store.num_looks >= 5)
     assert store.num_reads == 1
     await store.cancel("job", "")
     assert [event.id for event in await asyncio.wait_for(following, 10)] == [3] * (after == 2)
@@ -72,7 +72,7 @@ async def test_an_up_to_date_follower_reads_nothing_until_there_is_more(
 
 async def test_events_read_by_one_follower_reach_the_others(feed: JobFeed, store: CountingStore):
     first = asyncio.create_task(listed(feed))
-    await until(lambda: store.num_looks >= 1)
+    await wait_for_async(lambda: store.num_looks >= 1)
     await store.cancel("job", "")
     assert len(await listed(feed)) == 3
     assert len(await asyncio.wait_for(first, 10)) == 3

@@ -23,7 +23,7 @@ from app.body_fields import FieldLimits
 from app.large_bodies import LargeBodyReader
 from app.process_environment import environment_for_traces
 from tests.child_processes import children_running
-from tests.integration.waiting import until
+from tests.waiting import wait_for_async
 
 LIMITS = FieldLimits(max_depth=16, max_objects=1000, max_values=1000, max_prompt_ids=1000)
 
@@ -49,9 +49,9 @@ class Slow(LargeBodyReader):
 async def test_a_tenant_cannot_have_all_processes():
     bodies = Slow()
     flood = [asyncio.create_task(bodies.read(b"flood", "flood")) for _ in range(5)]
-    await until(lambda: bodies.reading[b"flood"] == 1)
+    await wait_for_async(lambda: bodies.reading[b"flood"] == 1)
     other = asyncio.create_task(bodies.read(b"other", "other"))
-    await until(lambda: bodies.reading[b"other"] == 1)
+    await wait_for_async(lambda: bodies.reading[b"other"] == 1)
     assert bodies.reading[b"flood"] == 1
     bodies.may_end.set()
     assert await asyncio.gather(*flood, other) == [{}] * 6
@@ -60,7 +60,7 @@ async def test_a_tenant_cannot_have_all_processes():
 async def test_without_keys_all_processes_are_anybodys():
     bodies = Slow()
     reading = [asyncio.create_task(bodies.read(b"any")) for _ in range(3)]
-    await until(lambda: bodies.reading[b"any"] == 2)
+    await wait_for_async(lambda: bodies.reading[b"any"] == 2)
     bodies.may_end.set()
     assert await asyncio.gather(*reading) == [{}] * 3
 

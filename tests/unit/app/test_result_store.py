@@ -17,6 +17,7 @@ from api_schemas.errors import ApiError
 from app.allowance import Allowance
 from app.storage.results import ResultStore
 from nnsight_engine.plans.collect.results import TensorResult
+from tests.waiting import wait_for_async
 
 
 class Clock:
@@ -71,9 +72,7 @@ def folders(directory: Path) -> list[Path]:
 
 
 async def until_empty(store: ResultStore, directory: Path) -> None:
-    async with asyncio.timeout(50):
-        while store.used_bytes or files(directory):  # noqa: ASYNC110 - the store tells nobody when it is empty
-            await asyncio.sleep(0.01)
+    await wait_for_async(lambda: not store.used_bytes and not files(directory))
 
 
 async def test_the_library_reads_what_was_stored(tmp_path: Path):

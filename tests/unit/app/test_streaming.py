@@ -78,17 +78,17 @@ async def test_a_slow_download_is_not_closed():
     sent: list[Message] = []
 
     async def content() -> AsyncGenerator[bytes, None]:
-        for number in range(8):
-            if number == 4:
+        for number in range(50):
+            if number == 25:
                 await asyncio.sleep(0.6)  # now it is the engine that takes long
             yield bytes(10)
 
     async def send(message: Message) -> None:
-        await asyncio.sleep(0.06)
+        await asyncio.sleep(0.01)
         sent.append(message)
 
     await ClosingStream(content(), media_type="text/plain", stall_s=0.4)(begun(), never, send)
-    assert len(sent) == 10
+    assert len(sent) == 52
 
 
 async def test_a_stream_that_is_ended_says_why():

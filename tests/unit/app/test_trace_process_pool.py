@@ -24,6 +24,7 @@ from nnsight_engine.local_engine.trace_process import TraceProcess
 from nnsight_engine.remote_backend.backpressure import Backpressure
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, json_frame
 from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
+from tests.waiting import wait_for_async
 
 REQUEST = TraceRequest(TraceHead(model="m", dialect="transformers"), [b"blocks"])
 REQUEST.sandbox_of = None
@@ -222,9 +223,7 @@ async def test_what_a_process_asks_for_is_answered_also_where_that_fails(kind: s
     else:
         processes = SessionTraces(cast("TraceEngine", None), fail, options, settings, {})
         await processes.serve_request(cast("TraceProcess", child), {OUTLINE: True}, job)
-    async with asyncio.timeout(60):
-        while not child.answers:  # noqa: ASYNC110 - there is no event to wait for
-            await asyncio.sleep(0.01)
+    await wait_for_async(lambda: child.answers)
     [answer] = child.answers
     assert answer.kind is FrameKind.ERROR
     assert answer.json()["error"]["code"] == ErrorCode.INTERNAL

@@ -160,7 +160,8 @@ def test_what_vllm_refuses_is_refused_before_the_model_is_loaded(options: list[s
 
 
 def test_what_says_what_is_done_anyway_is_let_through() -> None:
-    parse(["some/model", "--data-parallel-size", "1", "--no-enable-lora", "--no-allow-credentials"])
+    args = parse(["some/model", "--data-parallel-size", "1", "--no-enable-lora", "--no-allow-credentials"])
+    assert (args.data_parallel_size, args.enable_lora, args.allow_credentials) == (1, False, False)
 
 
 def test_adapters_are_passed_on() -> None:

@@ -272,7 +272,7 @@ def test_sampled_tokens_of_positions_that_can_have_none_are_refused(where: dict[
     "where", [{}, {"positions": [-1]}, {"phase": "prompt"}, {"range": [0, None]}, {"phase": "generated"}]
 )
 def test_sampled_tokens_of_others_are_not(where: dict[str, Any]) -> None:
-    compile_request(
+    made = compile_request(
         parse_interventions([CAPTURE | {"at": "samples", "where": where}]),
         spec=SPEC,
         prompt_token_ids=PROMPT,
@@ -280,6 +280,7 @@ def test_sampled_tokens_of_others_are_not(where: dict[str, Any]) -> None:
         token_of=token_of,
         stream=False,
     )
+    assert len(made.plan.ops) == 1
 
 
 # Five prompt tokens and eight to generate, of which seven are fed back: positions 0 to 11.

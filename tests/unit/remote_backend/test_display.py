@@ -8,6 +8,7 @@ import pytest
 
 from nnsight_engine.core.config import CONFIG
 from nnsight_engine.remote_backend.client.display import Display
+from tests.waiting import wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -19,11 +20,14 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shown_until(capsys: pytest.CaptureFixture[str], *texts: str) -> str:
     """Wait until a display has drawn these texts; returns all that it has drawn since the last call."""
-    shown, end = "", time.monotonic() + 60
-    while not all(text in shown for text in texts):
-        assert time.monotonic() < end, shown
-        time.sleep(0.01)
+    shown = ""
+
+    def are_shown() -> bool:
+        nonlocal shown
         shown += capsys.readouterr().err
+        return all(text in shown for text in texts)
+
+    wait_for(are_shown)
     return shown
 
 

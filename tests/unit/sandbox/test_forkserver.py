@@ -10,9 +10,8 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,15 +23,9 @@ from nnsight_engine.sandbox.channel import EngineSide, Memory
 from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.sandbox.forkserver import ForkServer, Sandbox, _Zygote
 from nnsight_engine.sandbox.zygote import ORDER, REAP
+from tests.waiting import wait_for
 
 _HALF_BYTES = 2**20
-
-
-def until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def side_of(connection: socket.socket) -> EngineSide:
@@ -75,9 +68,9 @@ def test_an_ended_sandbox_is_sent_no_signal(sleeper: subprocess.Popen[bytes]) ->
         sandbox = Sandbox(sleeper.pid, os.pidfd_open(sleeper.pid), side_of(ours), cast("Any", reaper))
         assert sandbox.cpu_s() >= 0
         sandbox.pause()
-        until(lambda: state_of(sleeper) == "T")
+        wait_for(lambda: state_of(sleeper) == "T")
         sandbox.resume()
-        until(lambda: state_of(sleeper) != "T")
+        wait_for(lambda: state_of(sleeper) != "T")
         sandbox.end()
         for act in (sandbox.pause, sandbox.resume, sandbox.cpu_s):
             with pytest.raises(ProcessLookupError):
@@ -146,9 +139,9 @@ def test_one_failed_fork_is_forgotten_after_the_next(monkeypatch: pytest.MonkeyP
     server.start()
     try:
         assert select.select([server], [], [], 20)[0]
-        until(lambda: server.error is None)
+        wait_for(lambda: server.error is None)
         assert server.take() is not None
-        until(lambda: server.is_ready)
+        wait_for(lambda: server.is_ready)
     finally:
         server.close()
 

@@ -20,6 +20,7 @@ from nnsight_engine.vllm_backend.engines import AsyncEngine, SyncEngine
 from nnsight_engine.vllm_backend.traced_requests import TraceRequests
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from tests.unit.vllm_backend.scripted_engine import Engine
+from tests.waiting import wait_for
 
 
 class PlayedCore:
@@ -204,10 +205,7 @@ def test_an_interrupt_ends_the_trace_on_the_engines_loop(monkeypatch: pytest.Mon
     try:
         with pytest.raises(KeyboardInterrupt):
             host.run_trace(requests)
-        for _ in range(3000):
-            if inner.forgotten:
-                break
-            time.sleep(0.01)
+        wait_for(lambda: inner.forgotten)
     finally:
         host._end_loop()
     assert (inner.num_running, inner.forgotten, inner.aborted) == (0, ["key"], requests.ids)

@@ -78,12 +78,8 @@ def test_a_block_that_waits_for_a_processor_is_not_late() -> None:
 
 def test_a_block_over_its_time_budget_gets_an_error() -> None:
     def compute() -> None:
-        end = time.process_time() + 5
-        while time.process_time() < end:
+        while True:
             pass
 
-    stack = WaitingThreads(budget_s=0.2, count=1).take()
-    begin = time.process_time()
-    _, error = stack.start(compute).empty()
+    _, error = WaitingThreads(budget_s=0.2, count=1).take().start(compute).empty()
     assert isinstance(error, TimeBudgetError)
-    assert time.process_time() - begin < 2

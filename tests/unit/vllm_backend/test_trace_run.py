@@ -149,3 +149,5 @@ async def test_events_of_other_traces_and_faults_of_a_listener_are_ignored() -> 
     engine = Engine()
     await Broken(engine, TraceRequests("mine")).begin()
     engine.traces.deliver([("mine", 0, b"x", ""), ("another's", 0, b"x", "")], 0)
+    seen = await events(engine.run([b"y", 1], key="own"))
+    assert [event.delta for event in seen if isinstance(event, TraceEvent)] == [b"y"]
