@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from vllm.platforms.cpu import CpuPlatform
+from tests.e2e.kind_platform import KindPlatform
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 CAPTURE_SIZES: Final = (1, 2, 4, 8)
 
 
-class GraphedCpuPlatform(CpuPlatform):
+class GraphedCpuPlatform(KindPlatform):
     """CPUs with graphs."""
 
     @classmethod

@@ -79,9 +79,11 @@ MISSING: Final = (
 def allow_v2() -> None:
     """Have vLLM accept model runner V2 in this process, although it finds no Triton."""
     # Not imported above, since both ask for the platform, whose plugin imports this module.
-    config, triton = importlib.import_module("vllm.config.vllm"), importlib.import_module("vllm.triton_utils")
+    config: Any = importlib.import_module("vllm.config.vllm")
     config.HAS_TRITON = True
-    triton.triton.next_power_of_2 = next_power_of_2  # vLLM's substitute for Triton lacks it
+    importlib.import_module(
+        "vllm.triton_utils"
+    ).triton.next_power_of_2 = next_power_of_2  # vLLM's substitute for Triton lacks it
 
 
 def install() -> None:
