@@ -11,8 +11,7 @@ from typing import Final
 import pytest
 
 from nnsight_engine import bundled_model_path
-from tests.e2e.server import PROJECT
-from tests.guide.pages import WITH_ENGINES
+from tests.guide.pages import PROJECT, WITH_ENGINES
 
 _LIMIT_S: Final = 1200
 """Each engine compiles its model, which takes minutes without AVX-512."""

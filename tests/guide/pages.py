@@ -27,8 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from tests.e2e.server import PROJECT
-
+PROJECT: Final = Path(__file__).resolve().parents[2]
 SHELLS: Final = frozenset({"sh", "bash"})
 RUN: Final = SHELLS | {"python"}
 SHOWN: Final = frozenset({"text", "json", "yaml", "toml", "mermaid"})

@@ -156,21 +156,21 @@ async def test_news_that_cannot_be_read_fail_their_own_request(case: str) -> Non
     assert await other.chunk() == ({"a": 1}, {}, "")
 
 
+WRONG_BLOCKS: Final[list[dict[str, Any]]] = [
+    {"error": None, "choice": 0, "saves": {1: 1}},
+    {"error": None, "choice": 9, "saves": {}},
+    {"error": 5, "choice": 0, "saves": {}},
+    {"error": None, "choice": 0, "saves": {}, "warnings": [1]},
+    {"error": None, "choice": 0, "saves": {}, "warnings": "said"},
+    {"error": {"name": "a", "message": _DEEP}, "choice": 0, "saves": {}},
+]
+
+
 @pytest.mark.parametrize(
     "made",
     [
         *HOSTILE.values(),
-        *(
-            functools.partial(encode, {"blocks": [block]})
-            for block in (
-                {"error": None, "choice": 0, "saves": {1: 1}},
-                {"error": None, "choice": 9, "saves": {}},
-                {"error": 5, "choice": 0, "saves": {}},
-                {"error": None, "choice": 0, "saves": {}, "warnings": [1]},
-                {"error": None, "choice": 0, "saves": {}, "warnings": "said"},
-                {"error": {"name": "a", "message": _DEEP}, "choice": 0, "saves": {}},
-            )
-        ),
+        *(functools.partial(encode, {"blocks": [block]}) for block in WRONG_BLOCKS),
         lambda: encode({"blocks": [{"error": None, "choice": 0, "saves": {"a": 1}}]}, compress=True),
     ],
 )
