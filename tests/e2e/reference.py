@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.hook_reference import edited, first, on_first, recorded
+
 
 class Reference:
     """transformers' own model, to compare with."""
@@ -21,40 +23,20 @@ class Reference:
 
     def run(self, token_ids: list[int]) -> dict[str, torch.Tensor]:
         """Return the residual stream, attention and MLP outputs and logits by point, ``[tokens, width]``."""
-        values: dict[str, torch.Tensor] = {}
-        handles = []
-
-        def keep(name: str) -> Any:
-            def hook(_module: Any, _args: Any, output: Any) -> None:
-                tensor = output[0] if isinstance(output, tuple) else output
-                values[name] = tensor.detach().reshape(-1, tensor.shape[-1]).clone()
-
-            return hook
-
-        for index, layer in enumerate(self.layers):
-            handles.append(layer.register_forward_hook(keep(f"layers.{index}.output")))
-            handles.append(layer.self_attn.register_forward_hook(keep(f"layers.{index}.attn.output")))
-            handles.append(layer.mlp.register_forward_hook(keep(f"layers.{index}.mlp.output")))
-        handles.append(self.model.model.embed_tokens.register_forward_hook(keep("embed.output")))
-        handles.append(self.model.model.norm.register_forward_hook(keep("norm.output")))
-        with torch.inference_mode():
-            values["logits"] = self.model(torch.tensor([token_ids])).logits[0]
-        for handle in handles:
-            handle.remove()
-        return values
+        points = {"model.embed_tokens": "embed.output", "model.norm": "norm.output"}
+        for index in range(len(self.layers)):
+            layer, path = f"layers.{index}", f"model.layers.{index}"
+            points |= {path: f"{layer}.output", f"{path}.self_attn": f"{layer}.attn.output"}
+            points[f"{path}.mlp"] = f"{layer}.mlp.output"
+        with torch.inference_mode(), recorded(self.model, *points) as outputs:
+            logits = self.model(torch.tensor([token_ids])).logits[0]
+        return {name: first(outputs[path][0])[0] for path, name in points.items()} | {"logits": logits}
 
     def run_edited(self, token_ids: list[int], layer: int, edit: Any) -> torch.Tensor:
         """Return the logits ``[tokens, vocabulary]`` with a layer's output ``[tokens, hidden]`` edited."""
-
-        def hook(_module: Any, _args: Any, output: Any) -> Any:
-            tensor = output[0] if isinstance(output, tuple) else output
-            edited = edit(tensor[0].clone()).unsqueeze(0)
-            return (edited, *output[1:]) if isinstance(output, tuple) else edited
-
-        handle = self.layers[layer].register_forward_hook(hook)
-        try:
-            with torch.inference_mode():
-                logits: torch.Tensor = self.model(torch.tensor([token_ids])).logits[0]
-                return logits
-        finally:
-            handle.remove()
+        change = edited(
+            self.model, f"model.layers.{layer}", on_first(lambda rows: edit(rows[0]).unsqueeze(0))
+        )
+        with torch.inference_mode(), change:
+            logits: torch.Tensor = self.model(torch.tensor([token_ids])).logits[0]
+        return logits

@@ -13,11 +13,13 @@ from transformers import AutoProcessor
 
 from tests.families.reference import load_reference_model, reference_activations
 from tests.families.seeing import IMAGE_TOKEN, picture
+from tests.hook_reference import edited, outputs_of
 
 TEXT: Final = f" Paris is {IMAGE_TOKEN} and Rome is {IMAGE_TOKEN} good"
 IMAGES: Final = (picture(1), picture(2, 40, 24))
 LAYER: Final = 1
 NUM_TOKENS: Final = 6
+_ENCODER: Final = "model.vision_model.encoder.layers"
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -53,41 +55,22 @@ class SeeingReference:
     def changing(self, positions: Sequence[int], change: Change) -> Iterator[None]:
         """Change some rows of the layer's output while the prompt is computed."""
 
-        def edit(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
+        def edit(output: torch.Tensor) -> torch.Tensor:
             if output.shape[1] == 1:  # a generated token
                 return output
             output = output.clone()
             output[0, list(positions)] = change(output[0, list(positions)])
             return output
 
-        hook = self.model.model.text_model.layers[LAYER].register_forward_hook(edit)
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            hook.remove()
+        with torch.no_grad(), edited(self.model, f"model.text_model.layers.{LAYER}", edit):
+            yield
 
     def encoded(self, *images: Image) -> list[torch.Tensor]:
         """Return what each block of the vision encoder returns, ``[patches of all images, width]``."""
-        found: list[torch.Tensor] = []
-
-        def keep(_module: Any, _args: Any, output: torch.Tensor) -> None:
-            found.append(output.flatten(0, 1))
-
-        hooks = [block.register_forward_hook(keep) for block in self.encoder_blocks]
-        try:
-            with torch.no_grad():
-                self.model(**self.inputs(IMAGE_TOKEN * len(images), images))
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return found
-
-    @property
-    def encoder_blocks(self) -> Sequence[torch.nn.Module]:
-        """The blocks of the vision encoder."""
-        blocks: Sequence[torch.nn.Module] = self.model.model.vision_model.encoder.layers
-        return blocks
+        blocks = [f"{_ENCODER}.{layer}" for layer in range(len(self.model.get_submodule(_ENCODER)))]
+        with torch.no_grad():
+            outputs = outputs_of(self.model, self.inputs(IMAGE_TOKEN * len(images), images), *blocks)
+        return [output.flatten(0, 1) for output in outputs]
 
     def last_logits(self, layer: int, change: Change) -> torch.Tensor:
         """Return the logits after ``TEXT``, ``[vocabulary]``, with a block of the encoder changed.
@@ -97,15 +80,11 @@ class SeeingReference:
             change: Returns its new output, ``[patches of both images, width]``.
         """
 
-        def edit(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
+        def edit(output: torch.Tensor) -> torch.Tensor:
             return change(output.flatten(0, 1).clone()).view_as(output)
 
-        hook = self.encoder_blocks[layer].register_forward_hook(edit)
-        try:
-            with torch.no_grad():
-                logits: torch.Tensor = self.model(**self.inputs(TEXT, IMAGES)).logits[0, -1]
-        finally:
-            hook.remove()
+        with torch.no_grad(), edited(self.model, f"{_ENCODER}.{layer}", edit):
+            logits: torch.Tensor = self.model(**self.inputs(TEXT, IMAGES)).logits[0, -1]
         return logits
 
     def generated(

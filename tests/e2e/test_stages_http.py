@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.e2e.server import Server
 from tests.families.checkpoints import NUM_LAYERS, write_checkpoint
+from tests.hook_reference import edited, first, on_first, outputs_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
@@ -46,33 +47,17 @@ def hidden(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Return each layer's output at the prompt, plain and steered at the first layer."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
 
+    layers = [f"model.layers.{layer}" for layer in range(NUM_LAYERS)]
+
     def run() -> torch.Tensor:
-        outputs: list[torch.Tensor] = []
-        handles = [
-            layer.register_forward_hook(lambda _m, _a, output: outputs.append(_first(output)[0].clone()))
-            for layer in model.model.layers
-        ]
         with torch.no_grad():
-            model(torch.tensor([PROMPT]))
-        for handle in handles:
-            handle.remove()
-        return torch.stack(outputs)
+            outputs = outputs_of(model, {"input_ids": torch.tensor([PROMPT])}, *layers)
+        return torch.stack([first(output)[0] for output in outputs])
 
     plain = run()
-    handle = model.model.layers[0].register_forward_hook(lambda _m, _a, output: _steered(output))
-    steered = run()
-    handle.remove()
+    with edited(model, layers[0], on_first(lambda rows: rows + 0.05)):
+        steered = run()
     return {"plain": plain, "steered": steered}
-
-
-def _first(output: Any) -> torch.Tensor:
-    first: torch.Tensor = output[0] if isinstance(output, tuple) else output
-    return first
-
-
-def _steered(output: Any) -> Any:
-    changed = _first(output) + 0.05
-    return (changed, *output[1:]) if isinstance(output, tuple) else changed
 
 
 def ask(server: Server, operations: list[dict[str, Any]], **more: Any) -> httpx.Response:

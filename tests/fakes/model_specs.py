@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Final
 
-from torch import nn
-
+from nnsight_engine.core.leaves import PATTERN
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.families.dense import LLAMA
 from nnsight_engine.families.places import Place
 from nnsight_engine.vllm_backend.model_layout import BlockPoints, ModelLayout
-from nnsight_engine.vllm_backend.model_points import ModelPoints
+
+VALUE_OPERATIONS: Final = ("steer", "ablate", "patch", "capture", "probe")
 
 
 def tiny_spec(
@@ -29,18 +29,20 @@ def tiny_spec(
     """
     spec = dataclasses.replace(_TINY, **changes)
     layout = layout or ModelLayout(LLAMA, (_block(spec, num_heads, num_kv_heads),) * spec.num_layers)
-    points = ModelPoints(
-        model=nn.Module(),
-        layout=layout,
-        layers=tuple(nn.Module() for _ in range(spec.num_layers)),
-        local_layers=range(spec.num_layers),
-        final_norm=nn.Module() if layout.family.final_norm else None,
-        project_out=None,
-        hidden_size=spec.hidden_size,
-        vocab_size=spec.vocab_size,
-        tensor_parallel_size=1,
+    hidden, logits = (spec.hidden_size,), (spec.vocab_size,)
+    leaves = (
+        LeafSpec("embed.output", hidden, "tap", VALUE_OPERATIONS),
+        LeafSpec("input", hidden, "tap", VALUE_OPERATIONS),
+        LeafSpec("output", hidden, "tap", (*VALUE_OPERATIONS, "logit_lens")),
+        *(
+            LeafSpec(name, shape, "eager", ("capture",) if name == PATTERN else VALUE_OPERATIONS)
+            for name, shape in layout.blocks[0].shapes(spec.hidden_size).items()
+        ),
+        LeafSpec("norm.output", hidden, "tap", VALUE_OPERATIONS),
+        LeafSpec("logits", logits, "tap", VALUE_OPERATIONS),
+        LeafSpec("samples", (), "tap", ("capture",)),
     )
-    return dataclasses.replace(spec, leaves=(*points.leaf_specs(), *extra), layout=layout.to_plain())
+    return dataclasses.replace(spec, leaves=(*leaves, *extra), layout=layout.to_plain())
 
 
 _TINY = ModelSpec(

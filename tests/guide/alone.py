@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from nnsight_engine import Envoy, LanguageModel
-from tests.guide.plain import with_weights
+from tests.hook_reference import with_weights
 
 
 def tokens(model: LanguageModel, *texts: str) -> dict[str, torch.Tensor]:

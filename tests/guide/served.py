@@ -14,7 +14,7 @@ from typing import Any
 
 from nnsight_engine import LanguageModel, bundled_model_path
 from tests.e2e.server import Server
-from tests.guide.plain import TWIN
+from tests.hook_reference import TWIN
 
 Load = Callable[..., LanguageModel]
 """Loads a checkpoint; its arguments are a folder, and options for ``LanguageModel``."""

@@ -8,7 +8,7 @@ import torch
 import nnsight_engine
 from nnsight_engine import LanguageModel, NNsight
 from tests.guide.alone import module_of
-from tests.guide.plain import outputs_of, recorded_inputs
+from tests.hook_reference import outputs_of, recorded_inputs
 
 
 def test_outputs_of_layer_attention_mlp_and_head(gpt2: LanguageModel) -> None:

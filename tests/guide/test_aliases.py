@@ -10,8 +10,8 @@ import torch
 from nnsight_engine import LanguageModel, NNsight
 from tests.guide.alone import tokens
 from tests.guide.modules import NamedOutput, TinyMLP
-from tests.guide.plain import outputs_of
 from tests.guide.served import Load
+from tests.hook_reference import outputs_of
 
 
 def test_paths_are_mounted_at_the_root(gpt2_folder: Path, load: Load) -> None:

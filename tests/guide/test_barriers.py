@@ -7,7 +7,7 @@ import torch
 
 from nnsight_engine import LanguageModel
 from tests.guide.alone import tokens
-from tests.guide.plain import edited, outputs_of
+from tests.hook_reference import edited, outputs_of
 
 
 def patched_rows(hidden: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from nnsight_engine import LanguageModel, NNsight
 from tests.guide.alone import module_of, tokens
 from tests.guide.modules import TinyMLP
-from tests.guide.plain import outputs_of
+from tests.hook_reference import outputs_of
 
 Prepared = tuple[tuple[Any, ...], dict[str, Any]]
 

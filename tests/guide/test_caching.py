@@ -7,7 +7,7 @@ import torch
 
 from nnsight_engine import LanguageModel
 from tests.guide.alone import generated, module_of, tokens
-from tests.guide.plain import outputs_of, recorded, recorded_inputs
+from tests.hook_reference import outputs_of, recorded, recorded_inputs
 
 
 def test_a_cache_has_every_output_by_path_and_by_attribute(gpt2: LanguageModel) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from nnsight_engine import LanguageModel
 from tests.guide.alone import module_of
-from tests.guide.plain import outputs_of, recorded, recorded_inputs
+from tests.hook_reference import outputs_of, recorded, recorded_inputs
 
 
 def test_a_cache_has_the_output_of_every_module_that_ran(gpt2: LanguageModel) -> None:

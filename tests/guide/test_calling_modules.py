@@ -10,8 +10,8 @@ import torch
 from nnsight_engine import LanguageModel, NNsight, save
 from tests.guide.alone import module_of, tokens
 from tests.guide.modules import SparseAutoencoder, TinyMLP
-from tests.guide.plain import edited, outputs_of
 from tests.guide.served import Load
+from tests.hook_reference import edited, outputs_of
 
 
 def test_logit_lens_of_the_last_layer_is_what_the_model_predicts(gpt2: LanguageModel) -> None:

@@ -11,8 +11,8 @@ import torch
 from nnsight_engine import LanguageModel, save
 from tests.guide.alone import module_of
 from tests.guide.modules import SparseAutoencoder
-from tests.guide.plain import edited, outputs_of
 from tests.guide.served import Load
+from tests.hook_reference import edited, outputs_of
 
 CLEAN = " the tower of Paris is"
 CORRUPTED = " the tower of Rome is"

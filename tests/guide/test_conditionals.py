@@ -7,7 +7,7 @@ import torch
 
 from nnsight_engine import LanguageModel, save
 from tests.guide.alone import module_of
-from tests.guide.plain import edited, outputs_of
+from tests.hook_reference import edited, outputs_of
 
 
 @pytest.mark.parametrize(("bound", "is_zeroed"), [(100000, True), (-100000, False)])

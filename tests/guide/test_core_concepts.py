@@ -8,7 +8,7 @@ from nnsight_engine.intervention.interleaver import OutOfOrderError
 
 from nnsight_engine import LanguageModel, NNsight, save
 from tests.guide.alone import module_of
-from tests.guide.plain import edited, outputs_of
+from tests.hook_reference import edited, outputs_of
 
 
 def test_the_basic_pattern_saves_and_edits_activations(gpt2: LanguageModel) -> None:

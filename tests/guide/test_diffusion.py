@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nnsight_engine import DiffusionModel, save
-from tests.guide.plain import edited, recorded
+from tests.hook_reference import edited, recorded
 from tests.unit.modeling.test_diffusion import write_pipeline
 
 PROMPT = "A cat sitting on a mat"

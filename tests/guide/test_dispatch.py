@@ -13,8 +13,8 @@ from nnsight_engine.modeling.mixins.loadable import LoadableMixin
 from nnsight_engine.modeling.mixins.meta import MetaMixin
 from tests.guide.alone import tokens
 from tests.guide.modules import TinyMLP
-from tests.guide.plain import outputs_of
 from tests.guide.served import Load
+from tests.hook_reference import outputs_of
 
 
 class Hosted(LoadableMixin):

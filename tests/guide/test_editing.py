@@ -9,8 +9,8 @@ import torch
 
 from nnsight_engine import LanguageModel, save
 from tests.guide.alone import generated, tokens
-from tests.guide.plain import edited, outputs_of
 from tests.guide.served import Load
+from tests.hook_reference import edited, outputs_of
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nnsight_engine import LanguageModel
-from tests.guide.plain import edited, outputs_of
+from tests.hook_reference import edited, outputs_of
 
 
 @pytest.fixture

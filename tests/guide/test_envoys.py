@@ -9,7 +9,7 @@ import nnsight_engine
 from nnsight_engine import Envoy, LanguageModel, NNsight
 from tests.guide.alone import tokens
 from tests.guide.modules import SparseAutoencoder, TinyMLP
-from tests.guide.plain import outputs_of
+from tests.hook_reference import outputs_of
 
 
 def test_what_one_writes_is_an_envoy_that_stands_for_the_module(gpt2: LanguageModel) -> None:

@@ -16,8 +16,8 @@ from nnsight_engine.intervention.tracing.base import WithBlockNotFoundError
 from nnsight_engine import CONFIG, LanguageModel, NNsight, save
 from tests.guide.alone import tokens
 from tests.guide.modules import TinyMLP
-from tests.guide.plain import outputs_of
 from tests.guide.served import printed
+from tests.hook_reference import outputs_of
 
 
 def test_out_of_order_access_names_the_value_and_asks_about_the_order(gpt2: LanguageModel) -> None:

@@ -12,7 +12,7 @@ from nnsight_engine.intervention.interleaver import MissedProviderError
 
 from nnsight_engine import LanguageModel, save
 from tests.guide.alone import generated
-from tests.guide.plain import edited, recorded
+from tests.hook_reference import edited, recorded
 
 NUM_TOKENS = 5
 LAST = "transformer.h.3"

@@ -10,7 +10,7 @@ from nnsight_engine.intervention.interleaver import MissedProviderError
 
 from nnsight_engine import LanguageModel, save
 from tests.guide.alone import module_of
-from tests.guide.plain import edited, recorded
+from tests.hook_reference import edited, recorded
 
 TEXT = "Hello"
 FIRST, LAST = "transformer.h.0", "transformer.h.3"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from nnsight_engine.intervention.interleaver import MissedProviderError
@@ -11,22 +9,14 @@ from nnsight_engine.intervention.interleaver import MissedProviderError
 from nnsight_engine import LanguageModel, NNsight
 from tests.guide.alone import module_of, tokens
 from tests.guide.modules import TinyMLP
+from tests.hook_reference import gradients
 
 LAST = "transformer.h.3"
 
 
 def plain_gradients(model: LanguageModel, *paths: str) -> tuple[torch.Tensor, ...]:
     """Return the gradients of the summed logits at what the modules at ``paths`` return."""
-    outputs: dict[str, Any] = {}
-
-    def keep(path: str) -> Any:
-        return lambda _module, _args, output: outputs.__setitem__(path, output)
-
-    hooks = [module_of(model).get_submodule(path).register_forward_hook(keep(path)) for path in paths]
-    logits = module_of(model)(**tokens(model, "Hello")).logits
-    for hook in hooks:
-        hook.remove()
-    return torch.autograd.grad(logits.sum(), [outputs[path] for path in paths])
+    return gradients(model._module, tokens(model, "Hello"), *paths)
 
 
 def test_a_gradient_is_read_beside_the_backward_pass(gpt2: LanguageModel) -> None:

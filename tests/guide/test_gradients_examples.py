@@ -10,7 +10,8 @@ import torch
 from nnsight_engine.intervention.interleaver import MissedProviderError
 
 from nnsight_engine import LanguageModel, save
-from tests.guide.alone import module_of
+from tests.guide.alone import module_of, tokens
+from tests.hook_reference import gradients
 
 TEXT = "Hello"
 
@@ -24,20 +25,8 @@ def _no_gradients_left(gpt2: LanguageModel) -> Iterator[None]:
 
 def plain_gradients(model: LanguageModel, *layers: int) -> tuple[torch.Tensor, ...]:
     """Return the gradients of the summed logits at the outputs of these layers, by torch alone."""
-    kept: dict[int, torch.Tensor] = {}
-
-    def keep(layer: int) -> Any:
-        return (
-            module_of(model)
-            .get_submodule(f"transformer.h.{layer}")
-            .register_forward_hook(lambda _module, _args, output: kept.update({layer: output}))
-        )
-
-    hooks = [keep(layer) for layer in layers]
-    logits = module_of(model)(**model.tokenizer(TEXT, return_tensors="pt")).logits
-    for hook in hooks:
-        hook.remove()
-    return torch.autograd.grad(logits.sum(), [kept[layer] for layer in layers])
+    paths = [f"transformer.h.{layer}" for layer in layers]
+    return gradients(model._module, tokens(model, TEXT), *paths)
 
 
 def test_the_gradient_of_a_tensor_is_read_in_a_backward_block(gpt2: LanguageModel) -> None:

@@ -10,7 +10,7 @@ import nnsight_engine
 from nnsight_engine import CONFIG, LanguageModel, NNsight
 from tests.guide.alone import generated, tokens
 from tests.guide.modules import TinyMLP
-from tests.guide.plain import edited, outputs_of, recorded
+from tests.hook_reference import edited, outputs_of, recorded
 
 # 3.1 The interleaver.
 

@@ -9,7 +9,7 @@ import torch
 
 from nnsight_engine import LanguageModel, NNsight
 from tests.guide.alone import module_of
-from tests.guide.plain import edited, outputs_of
+from tests.hook_reference import edited, outputs_of
 
 TOWER = " the tower is in"
 CITY = " the city is in"

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nnsight_engine import LanguageModel, NNsight
-from tests.guide.plain import outputs_of
+from tests.hook_reference import outputs_of
 
 
 def test_any_module_can_be_wrapped() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nnsight_engine import LanguageModel, NNsight
-from tests.guide.plain import Edit, edited, outputs_of
+from tests.hook_reference import Edit, edited, outputs_of
 
 TEXT = "Hello"
 

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from nnsight_engine import LanguageModel, NNsight
 from tests.guide.attention import HEAD_WIDTH, NUM_HEADS, WIDTH, Attender, Attention
-from tests.guide.plain import edited, outputs_of
+from tests.hook_reference import edited, outputs_of
 
 
 class AttnEnvoy(Envoy):

@@ -16,7 +16,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from nnsight_engine import LanguageModel, NNsight
 from tests.guide.alone import module_of
 from tests.guide.attention import WIDTH, Attender, Attention, Block
-from tests.guide.plain import outputs_of
+from tests.hook_reference import outputs_of
 
 
 class AttnEnvoy(Envoy):

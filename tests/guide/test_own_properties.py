@@ -15,7 +15,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2Block
 
 from nnsight_engine import LanguageModel, NNsight
 from tests.guide.attention import WIDTH, Attender, Attention, Block
-from tests.guide.plain import edited, outputs_of
+from tests.hook_reference import edited, outputs_of
 
 
 class BlockEnvoy(Envoy):

@@ -13,8 +13,8 @@ from nnsight_engine import CONFIG, LanguageModel, NNsight, save
 from nnsight_engine.tracing.source_text import SourceReader
 from tests.guide.alone import tokens
 from tests.guide.modules import TinyMLP
-from tests.guide.plain import edited, outputs_of, recorded
 from tests.guide.test_tracing import imported
+from tests.hook_reference import edited, outputs_of, recorded
 
 PATHS = [f"transformer.h.{layer}" for layer in range(4)]
 

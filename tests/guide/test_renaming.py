@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from nnsight_engine import LanguageModel
-from tests.guide.plain import outputs_of
 from tests.guide.served import Load
+from tests.hook_reference import outputs_of
 
 
 @pytest.fixture(scope="module")

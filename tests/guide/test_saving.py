@@ -9,7 +9,7 @@ from nnsight_engine.intervention.tracing.globals import Globals
 import nnsight_engine
 from nnsight_engine import CONFIG, LanguageModel, NNsight
 from tests.guide.alone import tokens
-from tests.guide.plain import outputs_of
+from tests.hook_reference import outputs_of
 
 
 class Keeper:

@@ -12,7 +12,7 @@ import torch
 
 from nnsight_engine import LanguageModel
 from tests.guide.alone import module_of
-from tests.guide.plain import edited, outputs_of
+from tests.hook_reference import edited, outputs_of
 
 
 class Script:

@@ -8,7 +8,7 @@ import torch
 from nnsight_engine import LanguageModel, NNsight
 from nnsight_engine.interleaving.events import MissedProviderError
 from tests.guide.alone import module_of, tokens
-from tests.guide.plain import edited, outputs_of
+from tests.hook_reference import edited, outputs_of
 
 
 def test_a_skipped_layer_hands_on_what_the_layer_before_gave(gpt2: LanguageModel) -> None:

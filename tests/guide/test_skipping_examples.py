@@ -8,7 +8,7 @@ from nnsight_engine.intervention.interleaver import MissedProviderError, OutOfOr
 
 from nnsight_engine import LanguageModel
 from tests.guide.alone import module_of
-from tests.guide.plain import edited, outputs_of
+from tests.hook_reference import edited, outputs_of
 
 TEXT = "Hello"
 

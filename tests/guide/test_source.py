@@ -11,7 +11,7 @@ from nnsight_engine.intervention.envoy import OperationEnvoy
 import nnsight_engine
 from nnsight_engine import LanguageModel, NNsight
 from tests.guide.alone import module_of, tokens
-from tests.guide.plain import outputs_of, recorded_inputs
+from tests.hook_reference import outputs_of, recorded_inputs
 
 PROJECTION = "transformer.h.0.attn.c_proj"
 

@@ -9,7 +9,7 @@ import torch
 
 from nnsight_engine import LanguageModel, save
 from tests.guide.alone import module_of
-from tests.guide.plain import edited, outputs_of, recorded_inputs
+from tests.hook_reference import edited, outputs_of, recorded_inputs
 
 TEXT = "Hello"
 

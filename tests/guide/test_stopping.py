@@ -6,7 +6,7 @@ import torch
 
 from nnsight_engine import LanguageModel, save
 from tests.guide.alone import generated, tokens
-from tests.guide.plain import outputs_of, recorded
+from tests.hook_reference import outputs_of, recorded
 
 
 def test_layers_after_the_stop_do_not_run(gpt2: LanguageModel) -> None:

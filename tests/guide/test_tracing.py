@@ -25,7 +25,7 @@ import nnsight_engine
 from nnsight_engine import LanguageModel, NNsight
 from tests.guide.alone import tokens
 from tests.guide.modules import TinyMLP
-from tests.guide.plain import outputs_of
+from tests.hook_reference import outputs_of
 
 SCRIPT = """
 import nnsight_engine, torch

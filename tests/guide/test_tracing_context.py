@@ -9,8 +9,8 @@ import torch
 
 from nnsight_engine import LanguageModel, NNsight, save
 from tests.guide.alone import module_of
-from tests.guide.plain import outputs_of
 from tests.guide.served import printed
+from tests.hook_reference import outputs_of
 
 
 def test_a_trace_is_one_forward_pass(gpt2: LanguageModel) -> None:

@@ -11,8 +11,8 @@ import nnsight_engine
 from nnsight_engine import LanguageModel, NNsight
 from tests.guide.alone import module_of, tokens
 from tests.guide.modules import TinyMLP
-from tests.guide.plain import edited, outputs_of, recorded_inputs
 from tests.guide.served import Load
+from tests.hook_reference import edited, outputs_of, recorded_inputs
 
 
 def test_output_is_what_the_module_returns(gpt2: LanguageModel) -> None:

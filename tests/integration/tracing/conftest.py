@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.integration.tracing.ways import Rows, Unmarked, network
+from tests.integration.tracing.ways import Unmarked, network
+from tests.small_models import Rows
 
 
 @pytest.fixture

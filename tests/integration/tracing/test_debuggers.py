@@ -17,13 +17,13 @@ import torch
 
 from tests.integration.tracing.ways import (
     RefusedError,
-    Rows,
     X,
     fails_in_the_block,
     saves,
     shares_between_invokes,
     stops,
 )
+from tests.small_models import Rows
 
 
 class Coverage:

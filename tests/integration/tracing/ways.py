@@ -13,24 +13,13 @@ import pytest
 import torch
 from greenlet import greenlet
 
-from nnsight_engine import NNsight, save
+from nnsight_engine import save
 from nnsight_engine.core.saves import SAVES
 from nnsight_engine.interleaving.events import MissedProviderError, OutOfOrderError
+from tests.small_models import Rows
 
 WIDTH = 8
 X = torch.linspace(-1, 1, WIDTH).unsqueeze(0)
-
-
-class Rows(NNsight):
-    """Takes tensors of any number of rows."""
-
-    def _prepare_input(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any], int]:
-        return inputs, kwargs, len(inputs[0]) if inputs else 0
-
-    def _batch(
-        self, batched_input: tuple[tuple[Any, ...], dict[str, Any]], *inputs: Any, **kwargs: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (torch.cat([batched_input[0][0], inputs[0]]),), {}
 
 
 def network(seed: int = 0) -> torch.nn.Sequential:

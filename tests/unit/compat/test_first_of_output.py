@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from nnsight_engine import NNsight, save
 from nnsight_engine.compat import install, uninstall
+from tests.small_models import tiny_gpt2, tiny_llama
 
 TOKENS = torch.tensor([[1, 2, 3], [4, 5, 6]])
 
@@ -26,18 +26,7 @@ def _as_a_script_of_nnsight() -> Iterator[None]:
 
 @pytest.fixture(scope="module", params=["gpt2", "llama"])
 def model(request: pytest.FixtureRequest) -> Any:
-    if request.param == "gpt2":
-        gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=16, n_positions=8))
-        return NNsight(gpt2.eval())
-    config = LlamaConfig(
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        hidden_size=8,
-        intermediate_size=16,
-        vocab_size=16,
-    )
-    return NNsight(LlamaForCausalLM(config).eval())
+    return NNsight(tiny_gpt2() if request.param == "gpt2" else tiny_llama())
 
 
 @pytest.fixture(scope="module")

@@ -6,30 +6,22 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
 from nnsight_engine.modeling.base import NNsight
+from tests.small_models import tiny_gpt2, tiny_llama
 
 TOKENS = torch.tensor([[1, 2, 3]])
 
 
 @pytest.fixture(scope="module")
 def gpt2() -> GPT2LMHeadModel:
-    return GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=16, n_positions=8))
+    return tiny_gpt2()
 
 
 @pytest.fixture(scope="module")
 def llama() -> LlamaForCausalLM:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            hidden_size=8,
-            intermediate_size=16,
-            vocab_size=16,
-        )
-    )
+    return tiny_llama()
 
 
 @pytest.mark.parametrize(

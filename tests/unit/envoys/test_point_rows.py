@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +14,15 @@ from nnsight_engine.modeling.base import NNsight
 from tests.families.checkpoints import NUM_LAYERS, write_checkpoint
 from tests.families.moves import move, moved, points_of_a_layer
 from tests.families.reference import load_reference_model
+from tests.small_models import Rows
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPT_IDS = [45, 257, 80, 301, 77, 78, 260, 90]
 IDS = torch.tensor([PROMPT_IDS])
 PAIR = torch.tensor([PROMPT_IDS, PROMPT_IDS[::-1]])
 LAYOUTS = ("llama", "gemma2", "phi3", "gpt2", "opt", "opt_post_norm", "gpt_neox")
 """One family of each layout; the others differ in what is computed, not in where."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny tensors: several threads would wait for each other most of the time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
@@ -51,18 +44,6 @@ def fused(checkpoint: Path) -> Any:
     ).eval()
 
 
-class Batching(NNsight):
-    """Takes rows of token ids, one tensor for each invoke."""
-
-    def _prepare_input(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any], int]:
-        return inputs, kwargs, len(inputs[0])
-
-    def _batch(
-        self, batched_input: tuple[tuple[Any, ...], dict[str, Any]], *inputs: Any, **kwargs: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (torch.cat([batched_input[0][0], inputs[0]]),), kwargs
-
-
 def logits_of(module: Any) -> torch.Tensor:
     with torch.no_grad():
         logits: torch.Tensor = module(IDS, use_cache=False).logits
@@ -73,7 +54,7 @@ def logits_of(module: Any) -> torch.Tensor:
 
 
 def test_each_invoke_reads_its_own_rows(module: Any) -> None:
-    model = Batching(module)
+    model = Rows(module)
     whole, first, second = {}, {}, {}
     with torch.no_grad(), model.trace(PAIR):
         for name in points_of_a_layer(model.points):
@@ -90,7 +71,7 @@ def test_each_invoke_reads_its_own_rows(module: Any) -> None:
 
 
 def test_an_invoke_writes_its_own_rows_only(module: Any) -> None:
-    model = Batching(module)
+    model = Rows(module)
     with torch.no_grad():
         plain = module(PAIR).logits
     for name in points_of_a_layer(model.points):
@@ -142,7 +123,7 @@ def test_an_edit_in_place_reaches_the_model_while_gradients_are_recorded(module:
 
 
 def test_gradients_of_two_invokes_reach_the_rows_of_each(module: Any) -> None:
-    model = Batching(module)
+    model = Rows(module)
     for name in points_of_a_layer(model.points):
         with model.trace(PAIR):
             value = model.points[name].save()

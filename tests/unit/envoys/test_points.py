@@ -23,18 +23,11 @@ from tests.families.moves import LAYER, move, moved, points_of_a_layer
 from tests.families.reference import load_reference_model, reference_activations
 from tests.families.trees import tree_of
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPT_IDS = [45, 257, 80, 301, 77, 78, 260, 90]
 IDS = torch.tensor([PROMPT_IDS])
 PAIR = torch.tensor([PROMPT_IDS, PROMPT_IDS[::-1]])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny tensors: several threads would wait for each other most of the time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", params=FAMILIES + LOCAL_FAMILIES + VARIANTS)
@@ -66,8 +59,6 @@ def hooked(module: Any, name: str) -> Iterator[None]:
         return
     if name == f"layers.{LAYER}.input":
         handle = place(module, f"layers.{LAYER - 1}.output", move)
-    elif name == "norm.output":
-        handle = module.get_submodule(tree.norm).register_forward_hook(lambda _m, _a, output: moved(output))
     elif name == "logits":
         handle = module.register_forward_hook(lambda _m, _a, output: move(output.logits))
     else:

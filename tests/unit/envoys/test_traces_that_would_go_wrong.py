@@ -13,6 +13,8 @@ import torch
 from nnsight_engine import NNsight, save
 from nnsight_engine.interleaving.events import MissedProviderError
 from nnsight_engine.tracing.errors import TraceSyntaxError
+from tests.hook_reference import recorded
+from tests.small_models import Rows
 
 
 class Recurrent(torch.nn.Module):
@@ -30,11 +32,6 @@ class Recurrent(torch.nn.Module):
         return x
 
 
-class Batching(NNsight):
-    def _batch(self, batched_input: Any, *inputs: Any, **kwargs: Any) -> Any:
-        return (torch.cat([batched_input[0][0], inputs[0]]),), {}
-
-
 X = torch.tensor([[1.0, -2.0, 0.5]])
 
 
@@ -45,22 +42,19 @@ def recurrent() -> NNsight:
 
 
 @pytest.fixture
-def linear() -> Batching:
+def linear() -> Rows:
     torch.manual_seed(0)
-    return Batching(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)))
+    return Rows(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)))
 
 
 def test_each_call_of_a_cell_is_a_step(recurrent: NNsight) -> None:
-    calls: list[torch.Tensor] = []
-    cell: Any = recurrent._module.cell
-    cell.register_forward_hook(lambda _, __, output: calls.append(output))
-    with recurrent.trace(X) as tracer:
+    with recorded(recurrent._module, "cell") as outputs, recurrent.trace(X) as tracer:
         seen = save([])
         for step in tracer.iter[:]:
             seen.append((step, recurrent.cell.output))
         after = save("after the loop")
     assert [step for step, _ in seen] == [0, 1, 2, 3]
-    assert all(torch.equal(value, call) for (_, value), call in zip(seen, calls, strict=True))
+    assert all(torch.equal(value, call) for (_, value), call in zip(seen, outputs["cell"], strict=True))
     assert after == "after the loop"
 
 
@@ -82,7 +76,7 @@ def test_a_loop_in_a_function_of_its_own_is_no_different(recurrent: NNsight) -> 
             helper(tracer)
 
 
-def test_a_barrier_trace_can_be_validated(linear: Batching) -> None:
+def test_a_barrier_trace_can_be_validated(linear: Rows) -> None:
     with linear.trace(validate=True) as tracer:
         barrier = tracer.barrier(2)
         with tracer.invoke(X):
@@ -95,7 +89,7 @@ def test_a_barrier_trace_can_be_validated(linear: Batching) -> None:
     torch.testing.assert_close(patched, linear._module(X))
 
 
-def test_edits_apply_outside_traces_too(linear: Batching) -> None:
+def test_edits_apply_outside_traces_too(linear: Rows) -> None:
     plain = linear(X)
     with linear.edit() as edited:
         linear[0].output[:] = 0
@@ -106,19 +100,19 @@ def test_edits_apply_outside_traces_too(linear: Batching) -> None:
     assert not torch.equal(traced, plain)
 
 
-def test_parts_of_a_model_keep_no_edits(linear: Batching) -> None:
+def test_parts_of_a_model_keep_no_edits(linear: Rows) -> None:
     with pytest.raises(ValueError, match="call edit\\(\\) on its root"), linear[0].edit(inplace=True):
         linear[0].output[:] = 0
 
 
-def test_a_cache_outside_an_invoke_is_an_error(linear: Batching) -> None:
+def test_a_cache_outside_an_invoke_is_an_error(linear: Rows) -> None:
     with pytest.raises(ValueError, match="inside an invoke"), linear.trace() as tracer:
         _ = tracer.cache()
         with tracer.invoke(X):
             pass
 
 
-def test_skips_with_the_wrong_number_of_rows_are_an_error(linear: Batching) -> None:
+def test_skips_with_the_wrong_number_of_rows_are_an_error(linear: Rows) -> None:
     with pytest.raises(ValueError, match="owns 1 of 2 rows"), linear.trace() as tracer:
         for rows in (2, 0):
             with tracer.invoke(X):
@@ -126,7 +120,7 @@ def test_skips_with_the_wrong_number_of_rows_are_an_error(linear: Batching) -> N
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_what_was_not_saved_is_gone_at_once(linear: Batching, backward: bool) -> None:
+def test_what_was_not_saved_is_gone_at_once(linear: Rows, backward: bool) -> None:
     gc.collect()
     gc.disable()
     try:
@@ -143,7 +137,7 @@ def test_what_was_not_saved_is_gone_at_once(linear: Batching, backward: bool) ->
 
 @pytest.mark.parametrize("what", ["break", "continue"])
 @pytest.mark.parametrize("around", ["for _ in range(2):", "while True:"])
-def test_leaving_a_loop_around_the_block_says_what_to_write(linear: Batching, around: str, what: str) -> None:
+def test_leaving_a_loop_around_the_block_says_what_to_write(linear: Rows, around: str, what: str) -> None:
     namespace: dict[str, Any] = {"linear": linear, "X": X}
     name = f"<{what} {around}>"
     text = f"{around}\n    with linear.trace(X):\n        linear.output\n        {what}\n"
@@ -154,7 +148,7 @@ def test_leaving_a_loop_around_the_block_says_what_to_write(linear: Batching, ar
     assert (caught.value.filename, caught.value.lineno) == (name, 4)
 
 
-def test_the_way_that_the_error_names_works(linear: Batching) -> None:
+def test_the_way_that_the_error_names_works(linear: Rows) -> None:
     turns = []
     for turn in range(5):
         done = False

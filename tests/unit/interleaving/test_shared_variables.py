@@ -10,17 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight_engine import CONFIG, NNsight, save
+from nnsight_engine import CONFIG, save
 from nnsight_engine.core.closure_cells import Assignments
 from nnsight_engine.tracing.block_names import stored_in
 from nnsight_engine.tracing.counted_stores import OWN, count_stores
-
-
-class Batching(NNsight):
-    """Stacks the rows of its invokes."""
-
-    def _batch(self, batched_input: Any, *inputs: Any, **kwargs: Any) -> Any:
-        return (torch.cat([batched_input[0][0], inputs[0]]),), {}
+from tests.small_models import Rows
 
 
 @pytest.fixture
@@ -30,14 +24,14 @@ def net() -> torch.nn.Sequential:
 
 
 @pytest.fixture
-def model(net: torch.nn.Sequential) -> Batching:
-    return Batching(net)
+def model(net: torch.nn.Sequential) -> Rows:
+    return Rows(net)
 
 
 X = torch.tensor([[1.0, 2.0, 3.0]])
 
 
-def test_a_later_invoke_does_not_change_an_earlier_ones_variable(model: Batching, net: Any) -> None:
+def test_a_later_invoke_does_not_change_an_earlier_ones_variable(model: Rows, net: Any) -> None:
     with model.trace() as tracer:
         with tracer.invoke(X):
             hidden = model[0].output
@@ -51,7 +45,7 @@ def test_a_later_invoke_does_not_change_an_earlier_ones_variable(model: Batching
     torch.testing.assert_close(second, net[0](2 * X))
 
 
-def test_each_turn_of_a_loop_keeps_its_values(model: Batching, net: Any) -> None:
+def test_each_turn_of_a_loop_keeps_its_values(model: Rows, net: Any) -> None:
     seen = []
     with model.trace() as tracer:
         for factor in range(3):
@@ -67,7 +61,7 @@ def test_each_turn_of_a_loop_keeps_its_values(model: Batching, net: Any) -> None
     torch.testing.assert_close(last, net[0](2 * X))
 
 
-def test_a_later_invoke_sees_what_an_earlier_one_assigned(model: Batching, net: Any) -> None:
+def test_a_later_invoke_sees_what_an_earlier_one_assigned(model: Rows, net: Any) -> None:
     with model.trace() as tracer:
         with tracer.invoke(X):
             hidden = model[0].output.clone()
@@ -78,7 +72,7 @@ def test_a_later_invoke_sees_what_an_earlier_one_assigned(model: Batching, net: 
     torch.testing.assert_close(patched, net(X))
 
 
-def test_an_earlier_invoke_sees_a_later_ones_variable_after_a_barrier(model: Batching, net: Any) -> None:
+def test_an_earlier_invoke_sees_a_later_ones_variable_after_a_barrier(model: Rows, net: Any) -> None:
     hidden: Any
     with model.trace() as tracer:
         barrier = tracer.barrier(2)
@@ -92,7 +86,7 @@ def test_an_earlier_invoke_sees_a_later_ones_variable_after_a_barrier(model: Bat
     torch.testing.assert_close(patched, net(5 * X))
 
 
-def test_the_surrounding_code_gets_what_the_last_invoke_assigned(model: Batching, net: Any) -> None:
+def test_the_surrounding_code_gets_what_the_last_invoke_assigned(model: Rows, net: Any) -> None:
     with model.trace() as tracer:
         with tracer.invoke(X):
             _ = model[1].output
@@ -102,7 +96,7 @@ def test_the_surrounding_code_gets_what_the_last_invoke_assigned(model: Batching
     torch.testing.assert_close(result, net[0](2 * X))
 
 
-def test_a_running_value_is_passed_on(model: Batching) -> None:
+def test_a_running_value_is_passed_on(model: Rows) -> None:
     total = 0
     with model.trace() as tracer:
         for _ in range(4):
@@ -112,7 +106,7 @@ def test_a_running_value_is_passed_on(model: Batching) -> None:
     assert total == 4
 
 
-def test_a_variable_read_too_early_is_a_name_error_that_mentions_barriers(model: Batching) -> None:
+def test_a_variable_read_too_early_is_a_name_error_that_mentions_barriers(model: Rows) -> None:
     with pytest.raises(NameError, match="later_on") as caught, model.trace() as tracer:
         with tracer.invoke(X):
             later_on = model[0].output
@@ -121,7 +115,7 @@ def test_a_variable_read_too_early_is_a_name_error_that_mentions_barriers(model:
     assert "tracer.barrier(2)" in caught.value.__notes__[0]
 
 
-def test_invokes_can_be_kept_apart(model: Batching) -> None:
+def test_invokes_can_be_kept_apart(model: Rows) -> None:
     CONFIG.APP.CROSS_INVOKER = False
     try:
         with pytest.raises(NameError), model.trace() as tracer:
@@ -141,7 +135,7 @@ def test_invokes_can_be_kept_apart(model: Batching) -> None:
     assert two.shape == (1, 2)
 
 
-def test_invokes_written_in_a_function_of_their_own(model: Batching, net: Any) -> None:
+def test_invokes_written_in_a_function_of_their_own(model: Rows, net: Any) -> None:
     kept: dict[int, torch.Tensor] = {}
 
     def add(tracer: Any, factor: int) -> None:
@@ -156,7 +150,7 @@ def test_invokes_written_in_a_function_of_their_own(model: Batching, net: Any) -
     torch.testing.assert_close(kept[3], net[0](3 * X))
 
 
-def test_what_an_invoke_has_assigned_itself_stays_though_it_is_the_same_object(model: Batching) -> None:
+def test_what_an_invoke_has_assigned_itself_stays_though_it_is_the_same_object(model: Rows) -> None:
     with model.trace() as tracer:
         with tracer.invoke(X):
             i = 1
@@ -170,7 +164,7 @@ def test_what_an_invoke_has_assigned_itself_stays_though_it_is_the_same_object(m
     assert seen == [1]
 
 
-def test_invokes_that_loop_over_the_same_modules(model: Batching, net: Any) -> None:
+def test_invokes_that_loop_over_the_same_modules(model: Rows, net: Any) -> None:
     with model.trace() as tracer:
         first, second = save([]), save([])
         with tracer.invoke(X):
@@ -187,7 +181,7 @@ def test_invokes_that_loop_over_the_same_modules(model: Batching, net: Any) -> N
         torch.testing.assert_close(found[1][1], net[1](hidden))
 
 
-def test_an_assignment_that_changes_nothing_is_one(model: Batching) -> None:
+def test_an_assignment_that_changes_nothing_is_one(model: Rows) -> None:
     with model.trace() as tracer:
         with tracer.invoke(X):
             name = None
@@ -201,7 +195,7 @@ def test_an_assignment_that_changes_nothing_is_one(model: Batching) -> None:
     assert seen == [None]
 
 
-def test_a_value_left_over_is_never_taken_for_one_that_comes_later(model: Batching) -> None:
+def test_a_value_left_over_is_never_taken_for_one_that_comes_later(model: Rows) -> None:
     clean = torch.zeros(1, 4)
     with pytest.raises(NameError, match="clean") as caught, model.trace() as tracer:
         with tracer.invoke(X):
@@ -212,7 +206,7 @@ def test_a_value_left_over_is_never_taken_for_one_that_comes_later(model: Batchi
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["assigned in the first", "assigned in the second"])
-def test_a_value_left_over_gives_way_at_a_barrier(model: Batching, net: Any, *, first: bool) -> None:
+def test_a_value_left_over_gives_way_at_a_barrier(model: Rows, net: Any, *, first: bool) -> None:
     clean = torch.zeros(1, 4)
     with model.trace() as tracer:
         barrier = tracer.barrier(2)
@@ -229,7 +223,7 @@ def test_a_value_left_over_gives_way_at_a_barrier(model: Batching, net: Any, *, 
     torch.testing.assert_close(patched, net(5 * X))
 
 
-def test_pairs_of_invokes_that_meet_have_each_other_s_values(model: Batching, net: Any) -> None:
+def test_pairs_of_invokes_that_meet_have_each_other_s_values(model: Rows, net: Any) -> None:
     hidden: Any
     with model.trace() as tracer:
         found = save([])
@@ -246,7 +240,7 @@ def test_pairs_of_invokes_that_meet_have_each_other_s_values(model: Batching, ne
     torch.testing.assert_close(found[1], net(3 * X))
 
 
-def test_the_surrounding_value_counts_where_no_invoke_before_has_assigned(model: Batching) -> None:
+def test_the_surrounding_value_counts_where_no_invoke_before_has_assigned(model: Rows) -> None:
     scale = 3
     with model.trace() as tracer:
         with tracer.invoke(X):
@@ -260,7 +254,7 @@ def test_the_surrounding_value_counts_where_no_invoke_before_has_assigned(model:
     assert (before, after) == ([3], [3])
 
 
-def test_code_between_invokes_assigns_for_those_after_it(model: Batching) -> None:
+def test_code_between_invokes_assigns_for_those_after_it(model: Rows) -> None:
     with model.trace() as tracer:
         seen = save([])
         for turn in range(3):
@@ -274,7 +268,7 @@ def test_code_between_invokes_assigns_for_those_after_it(model: Batching) -> Non
     assert last == [20]
 
 
-def test_the_nearest_invoke_before_counts_whenever_the_others_assign(model: Batching) -> None:
+def test_the_nearest_invoke_before_counts_whenever_the_others_assign(model: Rows) -> None:
     with model.trace() as tracer:
         with tracer.invoke(X):
             _ = model[1].input
@@ -287,7 +281,7 @@ def test_the_nearest_invoke_before_counts_whenever_the_others_assign(model: Batc
     assert seen == ["second"]
 
 
-def test_a_function_in_an_invoke_assigns_its_variables(model: Batching) -> None:
+def test_a_function_in_an_invoke_assigns_its_variables(model: Rows) -> None:
     count = 0
     with model.trace() as tracer:
         with tracer.invoke(X):
@@ -304,7 +298,7 @@ def test_a_function_in_an_invoke_assigns_its_variables(model: Batching) -> None:
     assert seen == [1]
 
 
-def test_an_invoke_that_did_not_assign_leaves_what_another_has(model: Batching) -> None:
+def test_an_invoke_that_did_not_assign_leaves_what_another_has(model: Rows) -> None:
     result: Any = "left over"
     with model.trace() as tracer:
         for is_wanted in (True, False):
@@ -315,7 +309,7 @@ def test_an_invoke_that_did_not_assign_leaves_what_another_has(model: Batching) 
     assert result.shape == (1, 4)
 
 
-def test_a_function_that_adds_invokes_is_the_code_around_them(model: Batching) -> None:
+def test_a_function_that_adds_invokes_is_the_code_around_them(model: Rows) -> None:
     seen = save([])
 
     def run() -> Any:
@@ -349,7 +343,7 @@ def test_a_function_that_adds_invokes_is_the_code_around_them(model: Batching) -
     assert seen == [("n0!?", 10), ("n1!?", 20), ("n7!?", 30)]
 
 
-def test_names_assigned_in_what_a_definition_computes_at_once_are_the_codes_around(model: Batching) -> None:
+def test_names_assigned_in_what_a_definition_computes_at_once_are_the_codes_around(model: Rows) -> None:
     with model.trace() as tracer:
         seen = save([])
         for turn in range(2):

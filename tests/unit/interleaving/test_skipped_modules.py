@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
-from nnsight_engine.modeling.base import NNsight
-
-
-class Batched(NNsight):
-    """Takes tensors of any number of rows."""
-
-    def _prepare_input(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any], int]:
-        return inputs, kwargs, len(inputs[0]) if inputs else 0
-
-    def _batch(
-        self, batched_input: tuple[tuple[Any, ...], dict[str, Any]], *inputs: Any, **kwargs: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (torch.cat([batched_input[0][0], inputs[0]]),), {}
+from tests.small_models import Rows
 
 
 def test_skip_in_every_invoke_gives_each_its_own_value(layers: torch.nn.Sequential) -> None:
-    model = Batched(layers)
+    model = Rows(layers)
     with model.trace() as tracer:
         with tracer.invoke(torch.zeros(1, 3)):
             model[1].skip(model[0].output * 10)
@@ -36,7 +22,7 @@ def test_skip_in_every_invoke_gives_each_its_own_value(layers: torch.nn.Sequenti
 
 
 def test_skip_in_some_invokes_only_is_an_error_that_says_so(layers: torch.nn.Sequential) -> None:
-    model = Batched(layers)
+    model = Rows(layers)
     with (
         pytest.raises(ValueError, match=r"model\.1 is skipped in 1 of 2 invokes"),
         model.trace() as tracer,
@@ -48,7 +34,7 @@ def test_skip_in_some_invokes_only_is_an_error_that_says_so(layers: torch.nn.Seq
 
 
 def test_skip_in_an_empty_invoke_skips_for_all(layers: torch.nn.Sequential) -> None:
-    model = Batched(layers)
+    model = Rows(layers)
     with model.trace() as tracer:
         with tracer.invoke(torch.zeros(1, 3)):
             first = model.output.save()
@@ -61,7 +47,7 @@ def test_skip_in_an_empty_invoke_skips_for_all(layers: torch.nn.Sequential) -> N
 
 
 def test_skipped_module_does_not_run(layers: torch.nn.Sequential) -> None:
-    model = Batched(layers)
+    model = Rows(layers)
     with model.trace(torch.zeros(1, 3)):
         model[2].skip(torch.full((1, 3), -1.0))
         skipped = model[2].output.save()
@@ -71,7 +57,7 @@ def test_skipped_module_does_not_run(layers: torch.nn.Sequential) -> None:
 
 
 def test_skip_of_rows_that_do_not_fit_is_an_error(layers: torch.nn.Sequential) -> None:
-    model = Batched(layers)
+    model = Rows(layers)
     with pytest.raises((ValueError, RuntimeError)), model.trace() as tracer:
         with tracer.invoke(torch.zeros(1, 3)):
             model[1].skip(torch.zeros(1, 3))

@@ -27,8 +27,7 @@ from nnsight_engine.plans.request_plan import (
     WhereRule,
 )
 from nnsight_engine.plans.sites import PlannedSite
-from nnsight_engine.vllm_backend.model_points import VALUE_OPERATIONS
-from tests.fakes.model_specs import tiny_spec
+from tests.fakes.model_specs import VALUE_OPERATIONS, tiny_spec
 from tests.unit.plans.compiling import captured_bytes
 
 SPEC = tiny_spec(dtype="bfloat16", max_capture_bytes=4096)

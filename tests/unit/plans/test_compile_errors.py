@@ -14,8 +14,7 @@ from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.core.token_texts import NoSuchTokenError
 from nnsight_engine.plans.compile import combined_vectors
 from nnsight_engine.plans.compile.request import compile_request
-from nnsight_engine.vllm_backend.model_points import VALUE_OPERATIONS
-from tests.fakes.model_specs import tiny_spec
+from tests.fakes.model_specs import VALUE_OPERATIONS, tiny_spec
 
 SPEC = tiny_spec(
     LeafSpec("moe.router", (5,), "eager", VALUE_OPERATIONS, (1, 2, 3)),

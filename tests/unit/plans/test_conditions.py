@@ -11,10 +11,8 @@ import pytest
 
 from api_schemas.conditions import NamedDetector
 from api_schemas.detectors import DetectorUsed
-from api_schemas.interventions import parse_interventions
 from nnsight_engine.core.detector import Detector
 from nnsight_engine.plans.collect.results import CollectedMarks, CollectedScores
-from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.request_plan import CompiledRequest
 from tests.condition_reference import (
     Array,
@@ -25,6 +23,7 @@ from tests.condition_reference import (
     truth,
     weights,
 )
+from tests.unit.plans import compiling
 from tests.unit.plans.played_engine import LAYERS, POINTS, SPEC, WIDTH, PlayedEngine, block
 
 # Random requests.
@@ -82,16 +81,10 @@ class RandomCase:
 
     def compiled(self) -> CompiledRequest | None:
         """Return the compiled request; None if a condition reads too late for the prompt."""
-        ops = parse_interventions([self.resolved(one) for one in self.raw])
+        ops = [self.resolved(one) for one in self.raw]
+        prompt, max_tokens = self.tokens[: self.prompt_len], self.num_generated + 1
         try:
-            return compile_request(
-                ops,
-                spec=SPEC,
-                prompt_token_ids=self.tokens[: self.prompt_len],
-                max_tokens=self.num_generated + 1,
-                token_of=lambda _: 0,
-                stream=False,
-            )
+            return compiling.compiled(*ops, spec=SPEC, prompt=prompt, max_tokens=max_tokens)
         except Exception as error:
             if "decides for the next position" in str(error):
                 return None

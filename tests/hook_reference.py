@@ -1,4 +1,4 @@
-"""What a module computes by itself, seen and edited with torch's own hooks: what traces are compared with.
+"""What a module computes by itself, seen and edited with torch's own hooks: what the engine is compared with.
 
 Every value is copied when the module returns it, so that later edits in place do not reach the record. Only
 modules outside of traces are handed in here; one without weights stands for its twin that has them.
@@ -37,7 +37,9 @@ def copied(value: Any) -> Any:
 
 
 @contextmanager
-def recorded(module: torch.nn.Module, *paths: str) -> Iterator[dict[str, list[Any]]]:
+def recorded(
+    module: torch.nn.Module, *paths: str, copy: Callable[[Any], Any] = copied
+) -> Iterator[dict[str, list[Any]]]:
     """Record the outputs of the modules at ``paths``, one per call."""
     outputs: dict[str, list[Any]] = {path: [] for path in paths}
 
@@ -45,7 +47,7 @@ def recorded(module: torch.nn.Module, *paths: str) -> Iterator[dict[str, list[An
         return (
             with_weights(module)
             .get_submodule(path)
-            .register_forward_hook(lambda _module, _args, output: outputs[path].append(copied(output)))
+            .register_forward_hook(lambda _module, _args, output: outputs[path].append(copy(output)))
         )
 
     hooks = [record(path) for path in paths]
@@ -95,3 +97,26 @@ def outputs_of(module: torch.nn.Module, inputs: dict[str, Any], *paths: str) -> 
     with recorded(module, *paths) as outputs:
         with_weights(module)(**inputs)
     return [outputs[path][0] for path in paths]
+
+
+def first(output: Any) -> torch.Tensor:
+    """Return a module's output, or its first part."""
+    found: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return found
+
+
+def on_first(change: Callable[[torch.Tensor], torch.Tensor]) -> Edit:
+    """Return the edit that replaces a copy of the output, or of its first part, by ``change`` of it."""
+
+    def edit(output: Any) -> Any:
+        changed = change(first(output).clone())
+        return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+    return edit
+
+
+def gradients(module: torch.nn.Module, inputs: dict[str, Any], *paths: str) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of the summed logits at what the modules at ``paths`` return."""
+    with recorded(module, *paths, copy=lambda output: output) as outputs:
+        logits = with_weights(module)(**inputs).logits
+    return torch.autograd.grad(logits.sum(), [outputs[path][0] for path in paths])
