@@ -120,8 +120,8 @@ class JobFeed:
             for job_id in chunk:
                 for follower in self._followers.get(job_id, ()):
                     # Followers compare their own counts: one may have read events that another has not. A
-                    # follower whose job was removed is woken to end.
-                    if counts.get(job_id, _GONE) != follower.num_events:
+                    # follower whose job was removed is woken to end. One in its first read needs no waking.
+                    if follower.num_events not in {_UNREAD, counts.get(job_id, _GONE)}:
                         follower.changed.set()
 
 
