@@ -30,6 +30,7 @@ from app.settings import Settings
 from app.storage.results import ResultStore
 from nnsight_engine.core.engine_counts import EngineCounts
 from nnsight_engine.core.work_context import WorkContext
+from tests.fakes.described import DESCRIPTION
 from tests.fakes.results import CAPABILITIES, FINGERPRINT, MODEL, collected
 from tests.fakes.traces import FakeTraceEngine
 from tests.fakes.vllm_app import vllm_app
@@ -174,8 +175,8 @@ class FakeEngineClient:
         return ServedModel((MODEL,), self.behaviour.source, FINGERPRINT)
 
     async def describe_model(self) -> DescribedModel:
-        """Return the made-up model's modules."""
-        return DescribedModel([("", "FakeForCausalLM", "", ""), ("model", "FakeModel", "", "")], {})
+        """Return the made-up model's modules and points."""
+        return DESCRIPTION
 
     def trace_engines(self) -> Mapping[str, TraceEngine]:
         """Return ``traces``."""

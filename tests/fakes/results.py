@@ -150,7 +150,7 @@ def _row(position: int, top_k: int, num_targets: int) -> LensRow:
 CAPABILITIES: Final = Capabilities.model_validate(
     {
         "model": MODEL,
-        "architecture": "FakeForCausalLM",
+        "architecture": "LlamaForCausalLM",
         "dtype": "float32",
         "points": [
             {

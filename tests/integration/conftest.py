@@ -77,6 +77,13 @@ def serve(tmp_path: Path, database_url: str) -> Serve:
 
 
 @pytest.fixture
+async def server(serve: Serve) -> AsyncIterator[Server]:
+    """A server with the default settings."""
+    async with serve() as server:
+        yield server
+
+
+@pytest.fixture
 def jobs_folder(tmp_path: Path, database_url: str) -> Path:
     """Where the files of jobs lie, of servers made by ``serve``."""
     return job_folder(Settings(data_dir=tmp_path / "data", database_url=database_url)) / "jobs"

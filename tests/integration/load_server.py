@@ -12,15 +12,14 @@ import uvicorn
 
 from app.main import create_app, new_store
 from app.settings import Settings
-from tests.fakes.described import DescribedEngineClient
-from tests.fakes.engine import FakeBehaviour
+from tests.fakes.engine import FakeBehaviour, FakeEngineClient
 
 
 def main() -> None:
     folder = Path(sys.argv[1])
     settings = Settings(result_dir=folder / "results", data_dir=folder / "data", drain_timeout_s=1)
     store = new_store(settings)
-    engine = DescribedEngineClient(settings, store, FakeBehaviour(delay_s=0.005))
+    engine = FakeEngineClient(settings, store, FakeBehaviour(delay_s=0.005))
     config = uvicorn.Config(create_app(settings, engine, store), port=0, log_level="warning")
     sock = config.bind_socket()
     print(sock.getsockname()[1], flush=True)  # noqa: T201 - the test reads it

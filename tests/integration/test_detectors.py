@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -23,12 +22,6 @@ from tests.integration.tenants import Tenants
 
 BODY: dict[str, Any] = {"name": "refusal", "parts": [{**LINEAR["parts"][0], "weights": ROW.tolist()}]}
 NO_TENANT = ""
-
-
-@pytest.fixture
-async def server(serve: Serve) -> AsyncIterator[Server]:
-    async with serve() as server:
-        yield server
 
 
 async def upload(

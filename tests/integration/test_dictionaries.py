@@ -38,12 +38,6 @@ LABELS: Final = {
 
 
 @pytest.fixture
-async def server(serve: Serve) -> AsyncIterator[Server]:
-    async with serve() as server:
-        yield server
-
-
-@pytest.fixture
 def folder(tmp_path: Path, database_url: str) -> Path:
     return dictionary_folder(Settings(data_dir=tmp_path / "data", database_url=database_url))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from typing import Any, Final
 
 import httpx
@@ -28,12 +27,6 @@ WRITE: Final[dict[str, Any]] = {
     "changes": [{"feature": "cats", "mode": "ablate"}, {"feature": 1, "value": 2}],
 }  # fmt: skip
 USER: Final = (Scope.INTERVENTIONS, Scope.COMPLETIONS)
-
-
-@pytest.fixture
-async def server(serve: Serve) -> AsyncIterator[Server]:
-    async with serve() as server:
-        yield server
 
 
 async def make(server: Server, headers: Any = None, name: str = "sae", **fields: Any) -> dict[str, Any]:

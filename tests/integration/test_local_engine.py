@@ -23,7 +23,6 @@ from api_schemas.errors import ErrorCode
 from app.allowance import Allowance
 from app.engine import process_job, trace_process_pool
 from app.engine.local_traces import LocalTraceEngine
-from app.main import create_app, new_store
 from app.process_environment import environment_for_traces
 from app.settings import Settings
 from nnsight_engine.core.metering import UsageMeter
@@ -31,62 +30,22 @@ from nnsight_engine.core.saves import save
 from nnsight_engine.core.work_context import WorkContext
 from nnsight_engine.local_engine.process_channel import ProcessOptions
 from nnsight_engine.modeling.language import LanguageModel
-from nnsight_engine.remote_backend.client.backend import RemoteBackend
 from nnsight_engine.remote_backend.client.http import HttpTransport
 from nnsight_engine.remote_backend.client.transport import Progress
 from nnsight_engine.remote_backend.errors import RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE, TraceHead, TraceRequest
 from nnsight_engine.serialization import encode
-from tests.fakes.engine import FakeEngineClient
 from tests.fakes.results import MODEL
-from tests.families.checkpoints import write_checkpoint
-from tests.integration.live import Leaving, Recording, listening
+from tests.integration.live import Leaving, Recording
+from tests.integration.local_server import TEXT, LocalServer, serving_locally
 from tests.waiting import wait_for
-
-TEXT = " the tower of Paris"
-
-
-class Served:
-    """A server with a local engine, and a client's model without weights."""
-
-    def __init__(self, url: str, engine: LocalTraceEngine, path: Path) -> None:
-        self.url = url
-        self.engine = engine
-        self.path = path
-        self.model = LanguageModel(path)
-
-    @property
-    def pid(self) -> int:
-        wait_for(lambda: bool(self.engine.pids))
-        return self.engine.pids[0]
-
-    def remote(self, transport: HttpTransport | None = None) -> RemoteBackend:
-        return RemoteBackend(self.url, model_key=MODEL, transport=transport or HttpTransport(self.url))
-
-    def check(self) -> None:
-        """See that the next trace runs, on the model as it was loaded."""
-        model, local = self.model, LanguageModel(self.path, dispatch=True)
-        with model.trace(TEXT, backend=self.remote()):
-            there = model.lm_head.output.save()
-        with local.trace(TEXT):
-            here = local.lm_head.output.save()
-        assert torch.equal(here, there)
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("local")
-    path = write_checkpoint("llama", folder / "llama")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     os.environ["NNSIGHT_ENGINE_SECRET_FOR_TESTS"] = "secret"
-    settings = Settings.model_validate(
-        {"result_dir": folder / "results", "data_dir": folder / "data", "drain_timeout_s": 1}
-    )
-    store = new_store(settings)
-    local = LocalTraceEngine(ProcessOptions(model=str(path)), settings, environment_for_traces())
-    app = create_app(settings, FakeEngineClient(settings, store), store, local=local)
-    with listening(app) as url:
-        served = Served(url, local, path)
+    with serving_locally(tmp_path_factory.mktemp("local")) as served:
         yield served
         pid = served.pid
     del os.environ["NNSIGHT_ENGINE_SECRET_FOR_TESTS"]
@@ -100,9 +59,9 @@ def is_alive(pid: int) -> bool:
     return False
 
 
-def test_a_trace_runs_there_as_here(served: Served) -> None:
+def test_a_trace_runs_there_as_here(served: LocalServer) -> None:
     model, transport = served.model, Recording(served.url)
-    with model.trace(TEXT, backend=served.remote(transport)):
+    with model.trace(TEXT, backend=served.remote(transport=transport)):
         print("one", 1)
         print("unfinished", end="")
         hidden = model.layers[1].output.save()
@@ -125,9 +84,9 @@ def test_a_trace_runs_there_as_here(served: Served) -> None:
     assert model.lm_head.weight.is_meta
 
 
-def test_a_session_is_one_request(served: Served) -> None:
+def test_a_session_is_one_request(served: LocalServer) -> None:
     model, transport = served.model, Recording(served.url)
-    with model.session(backend=served.remote(transport)):
+    with model.session(backend=served.remote(transport=transport)):
         with model.trace(TEXT):
             hidden = model.layers[0].output
         with model.generate(TEXT, max_new_tokens=2, min_new_tokens=2) as tracer:
@@ -145,7 +104,7 @@ def hidden_tokens(model: LanguageModel) -> int:
     return len(model.tokenizer(TEXT)["input_ids"])
 
 
-def test_large_results_come_whole(served: Served) -> None:
+def test_large_results_come_whole(served: LocalServer) -> None:
     model = served.model
     with model.trace(TEXT, backend=served.remote()):
         large = save(torch.arange(50_000_000, dtype=torch.int32))
@@ -154,9 +113,9 @@ def test_large_results_come_whole(served: Served) -> None:
     assert large[-1].item() == 49_999_999
 
 
-def test_prints_have_a_limit(served: Served) -> None:
+def test_prints_have_a_limit(served: LocalServer) -> None:
     model, transport = served.model, Recording(served.url)
-    with model.trace(TEXT, backend=served.remote(transport)):
+    with model.trace(TEXT, backend=served.remote(transport=transport)):
         for number in range(40):
             print(str(number) * 50_000)
         done = save(True)
@@ -166,7 +125,7 @@ def test_prints_have_a_limit(served: Served) -> None:
     assert "left out" in text
 
 
-def test_a_process_knows_no_secrets(served: Served) -> None:
+def test_a_process_knows_no_secrets(served: LocalServer) -> None:
     model = served.model
     with model.trace(TEXT, backend=served.remote()):
         names = save(sorted(os.environ))
@@ -175,9 +134,9 @@ def test_a_process_knows_no_secrets(served: Served) -> None:
     assert not [name for name in names if name.startswith("NNSIGHT_ENGINE")]
 
 
-def test_changed_weights_do_not_reach_other_traces(served: Served) -> None:
+def test_changed_weights_do_not_reach_other_traces(served: LocalServer) -> None:
     model, transport, pid = served.model, Recording(served.url), served.pid
-    with model.trace(TEXT, backend=served.remote(transport)):
+    with model.trace(TEXT, backend=served.remote(transport=transport)):
         with torch.no_grad():
             model.lm_head.weight.zero_()
         zeros = model.lm_head.output.abs().sum().save()
@@ -189,7 +148,7 @@ def test_changed_weights_do_not_reach_other_traces(served: Served) -> None:
 
 @pytest.mark.heavy
 def test_weights_written_past_torch_and_leftover_threads_do_not_reach_other_traces(
-    served: Served,
+    served: LocalServer,
 ) -> None:
     model, pid = served.model, served.pid
     with model.trace(TEXT, backend=served.remote()):
@@ -213,7 +172,7 @@ def test_weights_written_past_torch_and_leftover_threads_do_not_reach_other_trac
 @pytest.mark.parametrize(
     "way", ["exit", *(pytest.param(way, marks=pytest.mark.heavy) for way in ("signal", "babble"))]
 )
-def test_a_block_that_ends_the_process_fails_alone(served: Served, way: str) -> None:
+def test_a_block_that_ends_the_process_fails_alone(served: LocalServer, way: str) -> None:
     model = served.model
     with pytest.raises(RemoteError, match="has ended") as caught:
         with model.trace(TEXT, backend=served.remote()):
@@ -232,12 +191,12 @@ def test_a_block_that_ends_the_process_fails_alone(served: Served, way: str) -> 
     served.check()
 
 
-def test_a_client_that_leaves_ends_its_trace(served: Served) -> None:
+def test_a_client_that_leaves_ends_its_trace(served: LocalServer) -> None:
     served.check()
     model, pid = served.model, served.pid
     for way in ("sleeps", "computes"):
         with pytest.raises(RemoteError):
-            with model.trace(TEXT, backend=served.remote(Leaving(served.url))):
+            with model.trace(TEXT, backend=served.remote(transport=Leaving(served.url))):
                 print("begun")
                 while True:
                     time.sleep(1000 if way == "sleeps" else 0)
@@ -245,7 +204,7 @@ def test_a_client_that_leaves_ends_its_trace(served: Served) -> None:
     assert served.pid == pid
 
 
-def test_a_trace_that_will_not_end_is_ended(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trace_that_will_not_end_is_ended(served: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_process_pool, "CANCEL_GRACE_S", 0.3)
     monkeypatch.setattr(served.engine, "time_limit_s", 0.5)
     model, pid = served.model, served.pid
@@ -272,14 +231,14 @@ def test_a_trace_that_will_not_end_is_ended(served: Served, monkeypatch: pytest.
 
 
 def test_a_waiting_trace_is_notified_and_the_queue_is_bounded(
-    served: Served, monkeypatch: pytest.MonkeyPatch
+    served: LocalServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(served.engine, "waiting", Allowance.of("queued traces", 1))
     transports = [Recording(served.url) for _ in range(2)]
 
     def run(transport: Recording, pause_s: float) -> None:
         client = LanguageModel(served.path)
-        with client.trace(TEXT, backend=served.remote(transport)):
+        with client.trace(TEXT, backend=served.remote(transport=transport)):
             time.sleep(pause_s)
             client.lm_head.output.save()
 
@@ -313,7 +272,7 @@ class WatchedMeter(UsageMeter):
 
 
 def test_the_time_that_a_trace_holds_the_engine_is_counted(
-    served: Served, monkeypatch: pytest.MonkeyPatch
+    served: LocalServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meter = WatchedMeter("key")
     monkeypatch.setattr(process_job, "current_work", lambda: WorkContext(meter=meter))
@@ -326,7 +285,7 @@ def test_the_time_that_a_trace_holds_the_engine_is_counted(
     wait_for(lambda: all(one.done() for one in meter.expected))
 
 
-def capture(served: Served) -> bytes:
+def capture(served: LocalServer) -> bytes:
     """Return a trace's bytes."""
     sent: list[bytes] = []
 
@@ -337,12 +296,12 @@ def capture(served: Served) -> bytes:
 
     model = served.model
     with pytest.raises(RemoteError, match="kept"):
-        with model.trace(TEXT, backend=served.remote(Kept(served.url))):
+        with model.trace(TEXT, backend=served.remote(transport=Kept(served.url))):
             model.lm_head.output.save()
     return sent[0]
 
 
-def test_broken_traces_are_refused(served: Served) -> None:
+def test_broken_traces_are_refused(served: LocalServer) -> None:
     request = TraceRequest.from_bytes(capture(served))
     for blocks in (bytes(request.blocks)[:-10], b"NNSW" + bytes(100), encode([1])):
         content = TraceRequest(request.head, [blocks]).to_bytes()
@@ -397,7 +356,7 @@ asyncio.run(main())
 
 
 @pytest.mark.heavy
-def test_a_process_does_not_outlive_its_server(served: Served) -> None:
+def test_a_process_does_not_outlive_its_server(served: LocalServer) -> None:
     server = subprocess.Popen(
         [sys.executable, "-c", KILLED, str(served.path)], stdout=subprocess.PIPE, text=True
     )

@@ -7,7 +7,6 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,72 +15,28 @@ import torch
 from websockets.exceptions import InvalidStatus, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
-from app.context import Context
-from app.engine.local_traces import LocalTraceEngine
-from app.main import create_app, new_store
-from app.process_environment import environment_for_traces
-from app.settings import Settings
 from nnsight_engine.core.saves import save
-from nnsight_engine.local_engine.process_channel import ProcessOptions
-from nnsight_engine.modeling.language import LanguageModel
 from nnsight_engine.remote_backend.client.backend import RemoteBackend
 from nnsight_engine.remote_backend.errors import LocalBlockError, RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, called, calling
 from nnsight_engine.serialization import DecodeError, EncodeError, decode, encode
-from tests.fakes.engine import FakeEngineClient
-from tests.fakes.results import MODEL
-from tests.families.checkpoints import write_checkpoint
-from tests.integration.live import listening
+from tests.integration.local_server import TEXT, LocalServer, serving_locally
 from tests.shared_names import Program
 from tests.waiting import wait_for
 
-TEXT, OTHER = " the tower of Paris", " I love"
+OTHER = " I love"
 GLOBAL_LOCK = threading.Lock()
 
 
-class Served:
-    """A server with a local engine, a client's model without weights, and one to compare with."""
-
-    def __init__(self, url: str, context: Context, path: Path) -> None:
-        self.url = url
-        self.calls = context.jobs.local_calls
-        self.model = LanguageModel(path)
-        self.here = LanguageModel(path, dispatch=True)
-
-    def remote(self, **options: Any) -> RemoteBackend:
-        return RemoteBackend(self.url, model_key=MODEL, **options)
-
-    @property
-    def ways(self) -> list[tuple[LanguageModel, dict[str, Any]]]:
-        """Return the two ways to run a block: here, and elsewhere."""
-        return [(self.here, {}), (self.model, {"backend": self.remote()})]
-
-    def check(self) -> None:
-        """See that the next trace runs."""
-        model = self.model
-        with model.trace(TEXT, backend=self.remote()):
-            there = model.lm_head.output.save()
-        with self.here.trace(TEXT):
-            here = self.here.lm_head.output.save()
-        assert torch.equal(here, there)
-        assert not self.calls.num_pending
-
-
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("parts")
-    path = write_checkpoint("llama", folder / "llama")
-    settings = Settings.model_validate(
-        {"result_dir": folder / "results", "data_dir": folder / "data", "drain_timeout_s": 1}
-    )
-    store = new_store(settings)
-    local = LocalTraceEngine(ProcessOptions(model=str(path)), settings, environment_for_traces())
-    app = create_app(settings, FakeEngineClient(settings, store), store, local=local)
-    with listening(app) as url:
-        yield Served(url, app.state.context, path)
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
+    with serving_locally(tmp_path_factory.mktemp("parts")) as served:
+        yield served
 
 
-def test_a_part_runs_here_with_what_never_leaves(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_part_runs_here_with_what_never_leaves(
+    served: LocalServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = []
     for model, how in served.ways:
         lock = threading.Lock()  # nothing that could be sent
@@ -103,7 +58,7 @@ def test_a_part_runs_here_with_what_never_leaves(served: Served, capsys: pytest.
     assert len(found[1][1]) == 1
 
 
-def test_parts_share_variables_in_a_loop_over_steps(served: Served) -> None:
+def test_parts_share_variables_in_a_loop_over_steps(served: LocalServer) -> None:
     found = []
     for model, how in served.ways:
         sums: list[float] = []
@@ -126,7 +81,7 @@ def test_parts_share_variables_in_a_loop_over_steps(served: Served) -> None:
     assert found[1][1] == [3]
 
 
-def test_parts_of_invokes_are_one_another_s_neighbours(served: Served) -> None:
+def test_parts_of_invokes_are_one_another_s_neighbours(served: LocalServer) -> None:
     found = []
     for model, how in served.ways:
         seen: dict[str, float] = {}
@@ -146,7 +101,7 @@ def test_parts_of_invokes_are_one_another_s_neighbours(served: Served) -> None:
     assert len(found[1][0]) == 2
 
 
-def test_what_a_part_does_not_change_stays_the_engine_s_own(served: Served) -> None:
+def test_what_a_part_does_not_change_stays_the_engine_s_own(served: LocalServer) -> None:
     for model, how in served.ways:
         with model.trace(TEXT, **how) as tracer:
             hidden = model.layers[0].output
@@ -157,7 +112,7 @@ def test_what_a_part_does_not_change_stays_the_engine_s_own(served: Served) -> N
         assert gone == 0
 
 
-def test_an_error_in_a_part_is_raised_here_and_ends_the_trace(served: Served) -> None:
+def test_an_error_in_a_part_is_raised_here_and_ends_the_trace(served: LocalServer) -> None:
     model, later = served.model, None
 
     class OwnError(Exception):
@@ -184,7 +139,7 @@ def test_an_error_in_a_part_is_raised_here_and_ends_the_trace(served: Served) ->
     served.check()
 
 
-def test_what_would_be_silently_wrong_is_refused(served: Served) -> None:
+def test_what_would_be_silently_wrong_is_refused(served: LocalServer) -> None:
     model, remote = served.model, served.remote
     with pytest.raises(LocalBlockError, match="`hidden` was changed in place"):
         with model.trace(TEXT, backend=remote()) as tracer:
@@ -226,7 +181,7 @@ def test_what_would_be_silently_wrong_is_refused(served: Served) -> None:
     served.check()
 
 
-def test_one_that_is_not_waited_for_runs_its_parts_in_wait(served: Served) -> None:
+def test_one_that_is_not_waited_for_runs_its_parts_in_wait(served: LocalServer) -> None:
     model, seen = served.model, list[int]()
     with model.trace(TEXT, backend=served.remote(blocking=False)) as tracer:
         hidden = model.layers[0].output
@@ -243,7 +198,7 @@ def test_one_that_is_not_waited_for_runs_its_parts_in_wait(served: Served) -> No
 
 
 def test_a_client_that_does_not_answer_ends_its_trace(
-    served: Served, monkeypatch: pytest.MonkeyPatch
+    served: LocalServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(served.calls, "_timeout_s", 0.3)
     model = served.model
@@ -260,12 +215,12 @@ def test_a_client_that_does_not_answer_ends_its_trace(
     served.check()
 
 
-def is_over(served: Served, backend: RemoteBackend) -> bool:
+def is_over(served: LocalServer, backend: RemoteBackend) -> bool:
     status = httpx.get(f"{served.url}/v1/jobs/{backend.job_id}").json()["status"]
     return status in {"COMPLETED", "ERROR", "CANCELLED"}
 
 
-def waiting(served: Served) -> RemoteBackend:
+def waiting(served: LocalServer) -> RemoteBackend:
     """Begin a trace that waits for its client."""
     model = served.model
     with model.trace(TEXT, backend=served.remote(blocking=False)) as tracer:
@@ -281,7 +236,7 @@ def waiting(served: Served) -> RemoteBackend:
     return backend
 
 
-def test_a_job_that_waits_for_its_client_can_be_cancelled(served: Served) -> None:
+def test_a_job_that_waits_for_its_client_can_be_cancelled(served: LocalServer) -> None:
     backend = waiting(served)
     backend.cancel()
     wait_for(lambda: not served.calls.num_pending)
@@ -291,7 +246,9 @@ def test_a_job_that_waits_for_its_client_can_be_cancelled(served: Served) -> Non
 
 
 @contextlib.contextmanager
-def socket_of(served: Served, job_id: str | None, query: str = "?local=true") -> Iterator[ClientConnection]:
+def socket_of(
+    served: LocalServer, job_id: str | None, query: str = "?local=true"
+) -> Iterator[ClientConnection]:
     address = f"ws{served.url.removeprefix('http')}/v1/jobs/{job_id}/events{query}"
     with connect(address, max_size=None) as socket:
         yield socket
@@ -325,7 +282,7 @@ def send(socket: ClientConnection, number: int, data: bytes) -> None:
         (encode({"values": {"size": 1}, "error": {"no": "error"}}), "no error"),
     ],
 )
-def test_a_broken_answer_is_an_error_in_the_block(served: Served, answer: bytes, match: str) -> None:
+def test_a_broken_answer_is_an_error_in_the_block(served: LocalServer, answer: bytes, match: str) -> None:
     backend = waiting(served)
     with socket_of(served, backend.job_id) as socket:
         number = asked(socket)
@@ -337,7 +294,7 @@ def test_a_broken_answer_is_an_error_in_the_block(served: Served, answer: bytes,
     served.check()
 
 
-def test_bytes_that_are_no_answer_end_the_socket_alone(served: Served) -> None:
+def test_bytes_that_are_no_answer_end_the_socket_alone(served: LocalServer) -> None:
     backend = waiting(served)
     for noise in (b"\x09" * 20, b"\x06\x04" + bytes(11), b"\x01\x02" + bytes(7) + b"{}"):
         with socket_of(served, backend.job_id) as socket:
@@ -358,7 +315,7 @@ def test_bytes_that_are_no_answer_end_the_socket_alone(served: Served) -> None:
     assert backend.wait()["kept"] == 1
 
 
-def test_an_answer_that_was_lost_is_given_again_and_nothing_runs_twice(served: Served) -> None:
+def test_an_answer_that_was_lost_is_given_again_and_nothing_runs_twice(served: LocalServer) -> None:
     model, seen = served.model, list[int]()
     with model.trace(TEXT, backend=served.remote(blocking=False)) as tracer:
         hidden = model.layers[0].output
@@ -381,14 +338,14 @@ def test_an_answer_that_was_lost_is_given_again_and_nothing_runs_twice(served: S
     assert "would run twice" in error["message"]
 
 
-def test_a_client_that_comes_back_goes_on(served: Served) -> None:
+def test_a_client_that_comes_back_goes_on(served: LocalServer) -> None:
     backend = waiting(served)
     with socket_of(served, backend.job_id) as socket:
         asked(socket)
     assert backend.wait()["kept"] == 1
 
 
-def test_a_local_part_without_a_connected_client_is_an_error(served: Served) -> None:
+def test_a_local_part_without_a_connected_client_is_an_error(served: LocalServer) -> None:
     model = served.model
 
     def elsewhere(tracer: Any) -> None:
@@ -411,7 +368,7 @@ def test_a_local_part_without_a_connected_client_is_an_error(served: Served) -> 
     served.check()
 
 
-def test_random_programs_with_parts_here_read_what_they_would_one_by_one(served: Served) -> None:
+def test_random_programs_with_parts_here_read_what_they_would_one_by_one(served: LocalServer) -> None:
     num_layers = len(served.model.model.layers)
     places = [f"model.model.layers[{n}].{part}" for n in range(num_layers) for part in ("self_attn", "mlp")]
     for seed in range(12):
@@ -420,7 +377,7 @@ def test_random_programs_with_parts_here_read_what_they_would_one_by_one(served:
         program.check(program.traced(served.model, TEXT, backend=served.remote()))
 
 
-def test_a_part_that_assigns_nothing_changes_nothing(served: Served) -> None:
+def test_a_part_that_assigns_nothing_changes_nothing(served: LocalServer) -> None:
     """What stands in a branch that is not taken is no assignment, nor is it a deletion."""
     for model, how in served.ways:
         kept, made = "before", False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -22,12 +21,6 @@ CAPTURE = {"op": "capture", "at": "layers.2.output", "name": "kept"}
 TRACE = {"op": "trace", "code": "save(x=1)"}
 PROMPT = {"prompt": "one two three"}
 USER = (Scope.COMPLETIONS, Scope.INTERVENTIONS)
-
-
-@pytest.fixture
-async def server(serve: Serve) -> AsyncIterator[Server]:
-    async with serve() as server:
-        yield server
 
 
 async def make(server: Server, *interventions: Any, headers: Any = None, **more: Any) -> dict[str, Any]:

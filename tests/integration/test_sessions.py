@@ -25,7 +25,7 @@ from nnsight_engine.remote_backend.frames import Frame
 from nnsight_engine.remote_backend.messages import TraceRequest
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.collector import Collector, Span, collecting
-from tests.fakes.described import DescribedEngineClient
+from tests.fakes.engine import FakeEngineClient
 from tests.fakes.results import MODEL
 from tests.fakes.traces import FakeTraceEngine
 from tests.integration.live import Leaving, Recording, listening
@@ -82,7 +82,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         }
     )
     store = new_store(settings)
-    engine, traces = DescribedEngineClient(settings, store), Traces()
+    engine, traces = FakeEngineClient(settings, store), Traces()
     engine.traces = {traces.name: traces}
     traces.behaviour.saves = {"kept": 5}
     with collecting() as collector, pytest.MonkeyPatch.context() as patch:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -24,12 +23,6 @@ JOY = {"name": "joy"}
 
 def steer(vector: Any = JOY, at: Any = "layers.1.output", **rest: Any) -> dict[str, Any]:
     return {"op": "steer", "at": at, "vector": vector, **rest}
-
-
-@pytest.fixture
-async def server(serve: Serve) -> AsyncIterator[Server]:
-    async with serve() as server:
-        yield server
 
 
 async def keys_of(server: Server, operation: dict[str, Any], tenant: str = "") -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,6 @@ from tests.integration.tenants import Tenants
 from tests.integration.vector_files import ROWS, WIDTH, as_safetensors, bad_files, good_files
 
 NUMBERS = {str(layer): row.tolist() for layer, row in ROWS.items()}
-
-
-@pytest.fixture
-async def server(serve: Serve) -> AsyncIterator[Server]:
-    async with serve() as server:
-        yield server
 
 
 async def upload(
