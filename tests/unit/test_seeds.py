@@ -13,7 +13,7 @@ from tests.conftest import seed
 
 
 def drawn() -> tuple[float, float, float]:
-    return random.random(), float(np.random.random()), float(torch.rand(()))  # noqa: NPY002
+    return random.random(), float(np.random.random()), float(torch.rand(()))
 
 
 @pytest.fixture(scope="module")
