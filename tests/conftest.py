@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import gc
+import operator
 import os
+import random
 import shutil
+import signal
+import sys
+import zlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
@@ -21,8 +26,13 @@ if TYPE_CHECKING:
 
 KINDS: Final = ("sqlite", "postgresql")
 
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any machine")  # no verdict depends on how fast examples are made
+# No verdict depends on how fast examples are made, or on which ones come up.
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+)
+settings.load_profile("any machine")
+# A shell that starts the tests in its background has them ignore Ctrl-C, and all processes that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if WORKER in os.environ:
     take_one_core(os.environ)  # before torch is imported
@@ -62,6 +72,27 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+def seed(name: str) -> None:
+    """Let what is drawn from now on follow from the name; modules that nobody has imported stay so."""
+    number = zlib.crc32(name.encode())
+    random.seed(number)
+    for module, seed_it in (("numpy", "random.seed"), ("torch", "manual_seed")):
+        if module in sys.modules:
+            operator.attrgetter(seed_it)(sys.modules[module])(number)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> None:
+    """Have a fixture draw the same, whichever test needs it first."""
+    seed(f"{fixturedef.baseid}::{fixturedef.argname}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    """Have a test draw the same, whichever ran before."""
+    seed(item.nodeid)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

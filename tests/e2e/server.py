@@ -29,6 +29,8 @@ _OUTPUT_SHOWN: Final = 8000
 class Server:
     """``nnsight-engine serve`` for the length of a ``with`` block.
 
+    The model runs in float32 unless the arguments name another dtype, as it does where bfloat16 is slow.
+
     Args:
         model: A model's name or folder; None for the bundled one.
         arguments: More of the command line.
@@ -59,7 +61,8 @@ class Server:
         self.start_s = 0.0
         self._command = [sys.executable, *command]
         self._ready_path = ready_path
-        self._command += [*([] if model is None else [model]), "--port", str(self.port), *arguments]
+        self._command += [] if model is None else [model]
+        self._command += ["--port", str(self.port), "--dtype", "float32", *arguments]
         # Jobs and keys of this server alone, not those of the machine's users.
         self._data = tempfile.TemporaryDirectory()
         self._environment = {

@@ -112,15 +112,15 @@ def test_slow_blocks_of_a_tenant_keep_nobody_else_waiting(
 
 
 ROWS: Final = "rows = model.layers[0].output.new_zeros"
-"""Rows in the dtype of the model, which follows from the machine."""
+"""Rows in the dtype of the model."""
 COSTLY: Final = {
     "unembedding": (f"{ROWS}(1024, 576)\nfor _ in range(99):\n    model.lm_head(rows)", "within one step"),
     "mlp": (
         f"{ROWS}(2048, 576)\nfor _ in range(999):\n    model.model.layers[0].mlp(rows)",
         "within one step",
     ),
-    # 128 MiB of logits, in bfloat16 or in float32.
-    "bytes": (f"{ROWS}(2048, 576)\nmodel.lm_head(rows)", "call it with (1,365|682) rows or fewer"),
+    # 384 MiB of logits in float32.
+    "bytes": (f"{ROWS}(2048, 576)\nmodel.lm_head(rows)", "call it with 682 rows or fewer"),
     "rows": (f"{ROWS}(9999, 576)\nmodel.lm_head(rows)", "rows at once"),
     "large rows": (f"{ROWS}(99999, 576)\nmodel.lm_head(rows)", "may leave the sandbox|rows at once"),
     "huge rows": (f"{ROWS}(1, 1).expand(2**30, 576)\nmodel.lm_head(rows)", "leave the sandbox"),

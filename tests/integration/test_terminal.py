@@ -26,14 +26,6 @@ from tests.fakes.engine import FakeEngineClient
 from tests.integration.live import listening
 from tests.waiting import wait_for
 
-# A shell that starts the tests in its background has them ignore Ctrl-C, which a terminal's commands do not.
-PROGRAM = (
-    "import signal, sys\n"
-    "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    "from app.command import main\n"
-    "sys.exit(main())"
-)
-
 
 class SteerableEngine(FakeEngineClient):
     """Says another word where it is steered, and remembers what it was asked."""
@@ -111,7 +103,7 @@ class Terminal:
             **variables,
         }
         return subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, *arguments],
+            [sys.executable, "-m", "app", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -125,7 +117,7 @@ class Terminal:
         variables = {"NNSIGHT_ENGINE_URL": self.url, "TERM": "xterm-256color"}
         pid, descriptor = pty.fork()
         if not pid:
-            program = [sys.executable, "-c", PROGRAM, *arguments]
+            program = [sys.executable, "-m", "app", *arguments]
             os.execve(sys.executable, program, {**os.environ, **variables})
         typist = Typist(pid, descriptor)
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import json
 import os
 import subprocess
@@ -18,8 +17,6 @@ BUNDLED: Final = "bundled"
 """Stands for a family: the bundled model, with its own tokenizer and thirty layers."""
 FAMILIES: Final = ("llama", "qwen3", BUNDLED, "gpt2", "gemma2", "opt", "phi3")
 """What rounds take turns over; their number and that of dtypes and shapes have no common divisor."""
-DAY: Final = int(os.environ.get("FUZZ_DAY") or datetime.datetime.now(datetime.UTC).date().toordinal())
-"""Decides what tests play; the variable repeats a day's."""
 DTYPES: Final = ("float32", "bfloat16")
 SHAPES: Final = ("roomy", "tight", "compiled")
 MOST_FAILURES: Final = 3

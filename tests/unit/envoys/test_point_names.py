@@ -192,7 +192,8 @@ def test_every_step_of_a_generation_has_its_points() -> None:
         module = build(family)
         model = LanguageModel(module, tokenizer=build_tokenizer())
         shapes = []
-        with torch.no_grad(), model.generate(IDS, max_new_tokens=3, do_sample=False) as tracer:
+        sampling = {"min_new_tokens": 3, "max_new_tokens": 3, "do_sample": False}
+        with torch.no_grad(), model.generate(IDS, **sampling) as tracer:
             for _ in tracer.iter[:]:
                 layer = model.layers[1]
                 shapes.append(
