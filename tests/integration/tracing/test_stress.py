@@ -20,7 +20,6 @@ from tests.integration.tracing.ways import (
     WAYS,
     WIDTH,
     RefusedError,
-    Rows,
     Unmarked,
     X,
     deep,
@@ -30,6 +29,7 @@ from tests.integration.tracing.ways import (
     refuse,
     saves,
 )
+from tests.small_models import Rows
 
 pytestmark = pytest.mark.heavy
 

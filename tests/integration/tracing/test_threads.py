@@ -13,13 +13,13 @@ from nnsight_engine.core.saves import SAVES
 from tests.integration.tracing.ways import (
     WIDTH,
     RefusedError,
-    Rows,
     Unmarked,
     X,
     network,
     num_greenlets,
     saves,
 )
+from tests.small_models import Rows
 
 
 def in_threads(*jobs: Callable[[], None]) -> None:
