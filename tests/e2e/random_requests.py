@@ -2,8 +2,8 @@
 
 ``python -m tests.e2e.random_requests FOLDER SEEDS NAME...`` plays them on one engine after another, each
 named as ``v1-sync:tight``, kind and shape, on the model in the folder; each seed of ``1,2`` is a case. It
-writes the answers as ``NAME``, and ``report.json``: by name, what came up, and what each request asks for.
-All kinds of a call have one model runner.
+writes the answers as ``NAME``, and ``report.json``: by name, what came up, and what each request asks for
+and whether it leaves. All kinds of a call have one model runner.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def _greedy(sampling: Json) -> Json:
 
 def play(
     kind: EngineKind, shape: str, model: Path, seeds: list[int]
-) -> tuple[list[Answer], list[list[str]], dict[str, int]]:
-    """Return the answers that an engine gives, what each request asked for, and what came up."""
+) -> tuple[list[Answer], list[dict[str, Any]], dict[str, int]]:
+    """Return the answers that an engine gives, what is known of each request, and what came up."""
     options = kind.options(model) | SHAPES[shape]
     with prepared(kind):
         vllm = VLLM(
@@ -89,14 +89,14 @@ def play(
             **options,
         )
     engine = Engine.around(vllm.engine)
-    answers, asked, counts = [], [], Counter[str]()
+    answers, known, counts = [], list[dict[str, Any]](), Counter[str]()
     for seed in seeds:
         requests = draw(_world(engine, model), seed, model.parent)
         played = Player(vllm, engine, requests).play()
         answers += played
         for request, answer in zip(requests, played, strict=True):
             answer.was_split |= len(request["ids"]) > SHAPES[shape]["max_num_batched_tokens"]
-            asked.append(operation_names(request))
+            known.append({"asked": operation_names(request), "leaves": "leaves" in request})
             counts[answer.error[0] if answer.error else "answered"] += 1
             counts["preempted"] += answer.recomputed > 0
             counts["drafted rows"] += answer.drafted
@@ -105,7 +105,7 @@ def play(
             counts["of parts"] += "'scope'" in str(request["interventions"])
     counts.update({f"left behind: {name}": count for name, count in engine.held().items() if count})
     vllm.shutdown()
-    return answers, asked, dict(counts)
+    return answers, known, dict(counts)
 
 
 def _world(engine: Engine, model: Path) -> World:
@@ -125,8 +125,8 @@ def main(folder: Path, seeds: list[int], names: list[str]) -> None:
     report = {}
     for name in names:
         kind, shape = name.split(":")
-        answers, asked, counts = play(EngineKind.named(kind), shape, folder / MODEL, seeds)
-        report[name] = {"asked": asked, "counts": counts}
+        answers, known, counts = play(EngineKind.named(kind), shape, folder / MODEL, seeds)
+        report[name] = {"requests": known, "counts": counts}
         (folder / name).write_bytes(encoded(answers))
     (folder / REPORT).write_text(json.dumps(report))
 

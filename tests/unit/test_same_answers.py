@@ -95,6 +95,17 @@ def test_each_ranking_that_differs_is_found(other: Answer) -> None:
     assert found(other, RANKED)
 
 
+def test_a_chosen_token_that_ties_with_the_last_ranked_one_may_be_beside_the_ranking() -> None:
+    def logged(*logprobs: float) -> Answer:
+        return Answer([Choice([0], [dict(enumerate(logprobs))], None)])
+
+    assert not found(logged(-1.0, -1.0), logged(-1.0, -1.0, -1.0))
+    assert not found(logged(-1.0, -1.0, -1.0), logged(-1.0, -1.0))
+    assert found(logged(-1.0, -1.0), logged(-1.0, -1.0, -1.5))
+    assert found(logged(-0.5, -1.0), logged(-0.5, -1.0, -1.0))
+    assert found(logged(-1.0), logged(-1.0, -1.0, -1.0))
+
+
 def test_a_request_that_needs_its_prompt_in_one_step_may_fail_only_where_it_was_split() -> None:
     for error in (("unsupported_combination", f"it {ONE_STEP}"), (CHUNKED_TRACE, "")):
         assert not found(answer(), Answer(error=error, was_split=True))
