@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, settings
 from tests.memory import ProcessMemory
 from tests.parallel import WORKER, Scheduling, make_scheduler, take_one_core
 from tests.sharing import lacking
-from tests.slices import add_options, chosen_slice, keep_slice, start_recording
+from tests.slices import add_options, chosen_slice, header, keep_slice, start_recording
 
 if TYPE_CHECKING:
     from tests.databases import Postgres
@@ -53,6 +53,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     start_recording(config)
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    return header(config)
 
 
 @pytest.hookimpl(tryfirst=True)  # before those that look for the tests that share a server

@@ -33,11 +33,12 @@ class Durations:
     """What the last recorded runs measured.
 
     Attributes:
-        next_slice: Number of the slice that was not recorded for the longest time, counted from 1.
+        next_slice: Number of the slice that was not recorded for the longest time, counted from 1. It is 0 before
+            the first record, and then no heavy test runs: nobody knows how long a slice takes.
         seconds: How long the heavy tests of each group took.
     """
 
-    next_slice: int = 1
+    next_slice: int = 0
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -51,13 +52,13 @@ class Durations:
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """The ``number``-th of ``count`` slices, counted from 1."""
+    """The ``number``-th of ``count`` slices, counted from 1; number 0 has no tests."""
 
     number: int
     count: int
 
     @classmethod
-    def parse(cls, text: str, next_slice: int = 1) -> Self:
+    def parse(cls, text: str, next_slice: int = 0) -> Self:
         """Read ``K/N`` or ``next``.
 
         Raises:
@@ -97,7 +98,8 @@ def is_heavy(item: pytest.Item) -> bool:
 def keep_slice(config: pytest.Config, items: list[pytest.Item], chosen: Slice) -> None:
     """Deselect the heavy tests of all other slices."""
     groups = {group_of(item.nodeid) for item in items if is_heavy(item)}
-    kept = set(slices_of(groups, chosen.count, Durations.read().seconds)[chosen.number - 1])
+    slices = slices_of(groups, chosen.count, Durations.read().seconds)
+    kept = {group for number, one in enumerate(slices, 1) if number == chosen.number for group in one}
     others = [item for item in items if is_heavy(item) and group_of(item.nodeid) not in kept]
     if others:
         dropped = set(others)
@@ -147,3 +149,11 @@ def start_recording(config: pytest.Config) -> None:
     """Have a run with ``--record`` measure; of several processes, the one that the others report to."""
     if config.getoption("--record") and WORKER not in os.environ:
         config.pluginmanager.register(Recorder(chosen_slice(config)))
+
+
+def header(config: pytest.Config) -> list[str]:
+    """Return which of the heavy tests a run has, if it has a slice of them."""
+    chosen = chosen_slice(config)
+    if chosen is None:
+        return []
+    return [f"heavy tests: slice {chosen.number} of {chosen.count}" if chosen.number else "heavy tests: none"]

@@ -39,7 +39,7 @@ def test_a_slice_that_there_is_not_is_refused(text: str) -> None:
 
 
 def test_the_next_slice_is_the_one_that_the_durations_name() -> None:
-    assert Slice.parse("next", 4) == Slice(4, COUNT)
+    assert [Slice.parse("next", number) for number in (0, 4)] == [Slice(0, COUNT), Slice(4, COUNT)]
 
 
 def test_a_run_plays_the_core_and_the_heavy_tests_of_its_slice(tmp_path: Path) -> None:
@@ -65,6 +65,7 @@ def test_a_run_plays_the_core_and_the_heavy_tests_of_its_slice(tmp_path: Path) -
     slices = [played("--slice", f"{number}/2") for number in (1, 2)]
     assert set.intersection(*slices) == core
     assert sorted(len(one - core) for one in slices) == [2, 4]
+    assert Durations.read().next_slice > 0 or played("--slice", "next") == core
 
 
 def report(nodeid: str, seconds: float, *, heavy: bool) -> pytest.TestReport:
