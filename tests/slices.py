@@ -33,8 +33,8 @@ class Durations:
     """What the last recorded runs measured.
 
     Attributes:
-        next_slice: Number of the slice that was not recorded for the longest time, counted from 1. It is 0 before
-            the first record, and then no heavy test runs: nobody knows how long a slice takes.
+        next_slice: Number of the slice that was not recorded for the longest time, counted from 1. Before the
+            first record it is 0, and no heavy test runs: nobody knows how long a slice takes.
         seconds: How long the heavy tests of each group took.
     """
 
