@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -39,5 +40,7 @@ def test_a_fixture_draws_the_same_whichever_test_is_first(
     assert found == drawn()
 
 
-def test_ctrl_c_interrupts_as_in_a_terminal() -> None:
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+def test_ctrl_c_is_not_ignored_where_a_shell_starts_the_tests_in_its_background() -> None:
+    script = "import signal, tests.conftest; print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)"
+    command = ["bash", "-c", 'trap "" INT; exec "$0" -c "$1"', sys.executable, script]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "False\n"
