@@ -120,7 +120,7 @@ COSTLY: Final = {
         "within one step",
     ),
     # 384 MiB of logits in float32.
-    "bytes": (f"{ROWS}(2048, 576)\nmodel.lm_head(rows)", "call it with 682 rows or fewer"),
+    "bytes": (f"{ROWS}(2048, 576)\nmodel.lm_head(rows)", "call it with 1,365 rows or fewer"),
     "rows": (f"{ROWS}(9999, 576)\nmodel.lm_head(rows)", "rows at once"),
     "large rows": (f"{ROWS}(99999, 576)\nmodel.lm_head(rows)", "may leave the sandbox|rows at once"),
     "huge rows": (f"{ROWS}(1, 1).expand(2**30, 576)\nmodel.lm_head(rows)", "leave the sandbox"),
