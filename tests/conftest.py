@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import operator
 import os
 import random
 import shutil
@@ -82,9 +81,10 @@ def seed(name: str) -> None:
     """Let what is drawn from now on follow from the name; modules that nobody has imported stay so."""
     number = zlib.crc32(name.encode())
     random.seed(number)
-    for module, seed_it in (("numpy", "random.seed"), ("torch", "manual_seed")):
-        if module in sys.modules:
-            operator.attrgetter(seed_it)(sys.modules[module])(number)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(number)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(number)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import parse_interventions
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.plans.compile.request import compile_request
+from nnsight_engine.plans.prompt_media import NO_MEDIA, PromptMedia
 from nnsight_engine.plans.request_plan import CompiledRequest
 
 
 def compiled(
-    *raw: dict[str, Any], spec: ModelSpec, prompt: Sequence[int], max_tokens: int = 4, stream: bool = False
+    *raw: dict[str, Any],
+    spec: ModelSpec,
+    prompt: Sequence[int],
+    max_tokens: int = 4,
+    stream: bool = False,
+    token_of: Callable[[str], int] = len,
+    media: PromptMedia = NO_MEDIA,
 ) -> CompiledRequest:
-    """Return a request of a model whose tokens are as many letters as their ids say."""
+    """Return a request of a model, by default one whose tokens are as many letters as their ids say."""
     return compile_request(
         parse_interventions(list(raw)),
         spec=spec,
         prompt_token_ids=prompt,
         max_tokens=max_tokens,
-        token_of=len,
+        token_of=token_of,
         stream=stream,
+        media=media,
     )
 
 

@@ -28,6 +28,7 @@ from nnsight_engine.plans.request_plan import (
 )
 from nnsight_engine.plans.sites import PlannedSite
 from tests.fakes.model_specs import VALUE_OPERATIONS, tiny_spec
+from tests.unit.plans import compiling
 from tests.unit.plans.compiling import captured_bytes
 
 SPEC = tiny_spec(dtype="bfloat16", max_capture_bytes=4096)
@@ -49,14 +50,8 @@ def compiled(
     media: PromptMedia = NO_MEDIA,
     spec: ModelSpec = SPEC,
 ) -> CompiledRequest:
-    return compile_request(
-        parse_interventions(list(raw)),
-        spec=spec,
-        prompt_token_ids=prompt,
-        max_tokens=max_tokens,
-        token_of=token_of,
-        stream=True,
-        media=media,
+    return compiling.compiled(
+        *raw, spec=spec, prompt=prompt, max_tokens=max_tokens, stream=True, token_of=token_of, media=media
     )
 
 
