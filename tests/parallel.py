@@ -15,11 +15,10 @@ from xdist.scheduler import LoadScopeScheduling
 
 WORKER: Final = "PYTEST_XDIST_WORKER"
 _TOGETHER: Final = {
-    "bundled_server": tuple(
+    "narrow_server": tuple(
         f"tests/e2e/test_{name}.py"
         for name in (
             "remote",
-            "example",
             "jobs",
             "vectors",
             "presets",
@@ -28,14 +27,14 @@ _TOGETHER: Final = {
             "detectors",
             "conditions_http",
             "features_http",
-            "sae_example",
         )
     ),
+    "bundled_server": tuple(f"tests/e2e/test_{name}.py" for name in ("example", "sae_example")),
     "keyed_server": tuple(
         f"tests/e2e/test_{name}.py"
         for name in ("keys", "sandbox", "sandbox_corpus", "tenants", "hostile_requests")
     ),
-    "float32_engine": tuple(f"tests/e2e/test_{name}.py" for name in ("cache", "numerics", "sixteen_vectors")),
+    "float32_engine": tuple(f"tests/e2e/test_{name}.py" for name in ("cache", "sixteen_vectors")),
     "chunked_engine": tuple(f"tests/e2e/test_{name}.py" for name in ("conditions", "features")),
     "renamed_model": tuple(
         f"tests/e2e/test_traces_{name}.py" for name in ("caches", "edits", "names", "scans")
@@ -48,6 +47,7 @@ _TOGETHER: Final = {
 """Beginnings of paths; the first that fits counts."""
 SHARED_FIXTURES: Final = (
     "bundled_server",
+    "narrow_server",
     "keyed_server",
     "float32_engine",
     "chunked_engine",

@@ -35,19 +35,23 @@ class Durations:
     Attributes:
         next_slice: Number of the slice that was not recorded for the longest time, counted from 1. Before the
             first record it is 0, and no heavy test runs: nobody knows how long a slice takes.
-        seconds: How long the heavy tests of each group took.
+        seconds: How long the heavy tests of each group took, by which slices are cut.
+        measured: What slices took since the first of them was recorded. After the last one it replaces
+            ``seconds``: cut anew in between, slices would have some groups twice, and others not.
     """
 
     next_slice: int = 0
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    measured: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path = DURATIONS) -> Self:
         return cls(**json.loads(path.read_text(encoding="utf-8")))
 
     def write(self, path: Path = DURATIONS) -> None:
-        found = {"next_slice": self.next_slice, "seconds": dict(sorted(self.seconds.items()))}
-        path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        path.write_text(
+            json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,11 +125,15 @@ class Recorder:
 
     def pytest_sessionfinish(self) -> None:
         before = Durations.read(self._path)
-        after = before.next_slice
+        after, seconds = before.next_slice, before.seconds
+        measured = {**before.measured, **{group: round(took, 1) for group, took in self._seconds.items()}}
+        is_round_over = True
         if self._chosen is not None and self._chosen.count == COUNT:
             after = self._chosen.number % COUNT + 1
-        measured = {group: round(seconds, 1) for group, seconds in self._seconds.items()}
-        Durations(after, {**before.seconds, **measured}).write(self._path)
+            is_round_over = after == 1
+        if is_round_over:
+            seconds, measured = {**seconds, **measured}, {}
+        Durations(after, seconds, measured).write(self._path)
 
 
 def add_options(parser: pytest.Parser) -> None:

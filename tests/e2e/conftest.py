@@ -26,6 +26,7 @@ from tests.e2e.renamed_model import renamed_engine
 from tests.e2e.server import Server
 from tests.e2e.watching import Watch, watched_reads
 from tests.families.checkpoints import write_checkpoint
+from tests.narrow_model import NAME, write_narrow_model
 from tests.parallel import SHARED_FIXTURES
 from tests.sharing import SHARED, bring_together, is_last, uses
 
@@ -51,10 +52,16 @@ def bundled() -> Path:
     return bundled_model_path()
 
 
+@pytest.fixture(scope="session")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write the narrow copy of it, for all that asks for no text that makes sense."""
+    return write_narrow_model(tmp_path_factory.mktemp("models") / NAME)
+
+
 @pytest.fixture(scope="module")
-def reference(bundled: Path) -> Reference:
+def reference(narrow: Path) -> Reference:
     """Return transformers' own float32 model."""
-    return Reference(bundled)
+    return Reference(narrow)
 
 
 @pytest.fixture(scope="session")
@@ -66,28 +73,36 @@ def bundled_server(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
+def narrow_server(request: pytest.FixtureRequest, narrow: Path) -> Iterator[Server]:
+    """Serve the narrow model, likewise."""
+    with Server(str(narrow), arguments=["--served-model-name", NAME, "--max-model-len", "1024"]) as server:
+        request.session.stash.setdefault(SHARED, {})["narrow_server"] = server.stop
+        yield server
+
+
+@pytest.fixture(scope="session")
 def keyed_server(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, narrow: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[KeyedServer]:
     """Serve it to tenants with keys, likewise."""
-    with serving_keys(tmp_path_factory.mktemp("keyed")) as found:
+    with serving_keys(narrow, tmp_path_factory.mktemp("keyed")) as found:
         request.session.stash.setdefault(SHARED, {})["keyed_server"] = found.server.stop
         yield found
 
 
 @pytest.fixture(scope="session")
-def float32_engine(request: pytest.FixtureRequest, bundled: Path) -> Engine:
-    """Run the bundled model in this process, for declarative requests; modules share it."""
-    engine = Engine(bundled, dtype="float32", block_size=32, max_num_batched_tokens=1024)
+def float32_engine(request: pytest.FixtureRequest, narrow: Path) -> Engine:
+    """Run it in this process, for declarative requests; modules share it."""
+    engine = Engine(narrow, dtype="float32", block_size=32, max_num_batched_tokens=1024)
     request.session.stash.setdefault(SHARED, {})["float32_engine"] = engine.close
     return engine
 
 
 @pytest.fixture(scope="session")
-def chunked_engine(request: pytest.FixtureRequest, bundled: Path) -> Engine:
+def chunked_engine(request: pytest.FixtureRequest, narrow: Path) -> Engine:
     """Run it in float32 with so little memory that requests are chunked and preempted; modules share it."""
     engine = Engine(
-        bundled,
+        narrow,
         dtype="float32",
         max_num_batched_tokens=32,
         max_num_seqs=8,

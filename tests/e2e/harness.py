@@ -42,6 +42,7 @@ from nnsight_engine.vllm_backend.prompt_media import media_of
 from nnsight_engine.vllm_backend.result_router import ResultRouter
 from nnsight_engine.vllm_backend.rpc_results import answer
 from tests.e2e.engine_kinds import options_of_process
+from tests.narrow_model import WIDTH
 
 Interventions = list[dict[str, Any]]
 
@@ -88,7 +89,7 @@ class Reply:
         return as_tensor(result.points[point])
 
 
-def random_vector(seed: int, width: int = 576) -> list[float]:
+def random_vector(seed: int, width: int = WIDTH) -> list[float]:
     """Return a fixed vector of normal numbers, by default as wide as the bundled model."""
     numbers: list[float] = np.random.default_rng(seed).normal(size=width).astype(np.float32).tolist()
     return numbers

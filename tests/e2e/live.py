@@ -17,8 +17,9 @@ from app.engine.vllm_client import VLLMEngineClient
 from app.listen_socket import listening_socket
 from app.main import create_app, new_store
 from app.settings import Settings
+from tests.narrow_model import NAME
 
-MODEL: Final = "smollm2-135m-instruct"
+MODEL: Final = NAME
 
 
 class Live:
@@ -70,12 +71,13 @@ class Live:
 async def live_server(
     model: Path, result_dir: Path, *options: str, **settings_given: Any
 ) -> AsyncIterator[Live]:
-    """Serve the bundled model on a free port for the length of the block."""
+    """Serve a model in float32 on a free port for the length of the block."""
     settings = Settings(
         port=0, result_dir=result_dir, drain_timeout_s=5, max_engine_restarts=0, **settings_given
     )
     store = new_store(settings)
-    args = parse([str(model), "--served-model-name", MODEL, "--max-model-len", "1024", *options])
+    given = ["--served-model-name", MODEL, "--max-model-len", "1024", "--dtype", "float32", *options]
+    args = parse([str(model), *given])
     engine = VLLMEngineClient(args, settings, store)
     config = uvicorn.Config(create_app(settings, engine, store), port=0, log_level="warning")
     sock = listening_socket(config)

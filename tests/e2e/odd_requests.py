@@ -16,6 +16,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 from tests.e2e.live import MODEL
+from tests.narrow_model import WIDTH
 
 Place = tuple[str | int, ...]
 
@@ -40,7 +41,7 @@ WHERE: Final = {
     "exclude": {"range": [5, None]},
 }
 POINT: Final = "layers.3.output"
-NUMBERS: Final = [0.01] * 576
+NUMBERS: Final = [0.01] * WIDTH
 TENSOR: Final = {"dtype": "float32", "shape": [1], "data": "AAAAAA==", "encoding": "base64"}
 OPERATIONS: Final[list[dict[str, Any]]] = [
     {"op": "steer", "at": POINT, "vector": NUMBERS, "scale": 1.0, "mode": "add", "prompts": [0]},

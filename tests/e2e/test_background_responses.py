@@ -12,6 +12,7 @@ import pytest_asyncio
 
 from tests.e2e.keyed import made
 from tests.e2e.live import MODEL, Live, live_server
+from tests.narrow_model import WIDTH
 from tests.waiting import wait_for_async
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy, pytest.mark.asyncio(loop_scope="module")]
@@ -19,7 +20,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.heavy, pytest.mark.asyncio(loop_scope
 LIMIT_S = 10.0
 TEXT = "Name a colour."
 SHORT, LONG = 20, 900
-STEER = {"op": "steer", "at": "layers.15.output", "vector": [0.0] * 576, "scale": 1.0}
+STEER = {"op": "steer", "at": "layers.15.output", "vector": [0.0] * WIDTH, "scale": 1.0}
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +37,9 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def live(
-    bundled: Path, keys: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+    narrow: Path, keys: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Live]:
-    async with live_server(bundled, tmp_path_factory.mktemp("results"), request_timeout_s=LIMIT_S) as live:
+    async with live_server(narrow, tmp_path_factory.mktemp("results"), request_timeout_s=LIMIT_S) as live:
         path, headers = "/v1/admin/tenants/acme/limits", {"authorization": f"Bearer {keys['operator']}"}
         assert (await live.http.put(path, json={"concurrency": 1}, headers=headers)).is_success
         yield live

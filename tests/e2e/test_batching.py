@@ -11,15 +11,16 @@ import torch
 
 from nnsight_engine.plans.collect.results import CollectedProbe
 from tests.e2e.harness import Ask, Engine, Reply, random_vector
+from tests.narrow_model import WIDTH
 from tests.e2e.neighbours import INTERVENING, INTERVENTIONS, PROMPTS, asks, assert_neighbours_notice_nothing
 
 pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
-def engine(bundled: Path) -> Iterator[Engine]:
-    """Serve the bundled model in its own bfloat16."""
-    engine = Engine(bundled, enable_prefix_caching=False)
+def engine(narrow: Path) -> Iterator[Engine]:
+    """Serve the narrow model in its own bfloat16."""
+    engine = Engine(narrow, enable_prefix_caching=False)
     yield engine
     engine.close()
 
@@ -71,7 +72,7 @@ def test_a_read_that_meets_no_position_still_has_a_result(engine: Engine) -> Non
     ]
     reply = engine.ask(PROMPTS[2], interventions, max_tokens=4)
     assert [reply.result(name).positions for name in "cpl"] == [[], [], []]
-    assert reply.tensor("c", "layers.3.mlp.act").shape == (0, 1536)
+    assert reply.tensor("c", "layers.3.mlp.act").shape == (0, 2 * WIDTH)
 
 
 def test_logits_of_two_requests_in_one_batch_are_their_own(engine: Engine) -> None:

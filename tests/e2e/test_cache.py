@@ -7,6 +7,7 @@ import torch
 
 from benchmarks.dictionaries import random_dictionary
 from tests.e2e.harness import Engine, random_vector
+from tests.narrow_model import WIDTH
 
 pytestmark = pytest.mark.e2e
 
@@ -78,7 +79,7 @@ def test_a_capture_after_a_cache_hit_returns_every_row(fresh: Engine) -> None:
     assert fresh.ask(LONG, max_tokens=1).num_cached_tokens > 64
     warm = fresh.ask(LONG, capture, max_tokens=1)
     num_rows = len(fresh.token_ids(LONG))
-    assert warm.tensor("c", "layers.29.output").shape == (num_rows, 576)
+    assert warm.tensor("c", "layers.29.output").shape == (num_rows, WIDTH)
     assert torch.equal(warm.tensor("c", "layers.29.output"), cold.tensor("c", "layers.29.output"))
 
 
@@ -92,7 +93,7 @@ def test_reads_of_generated_positions_may_use_the_cache(fresh: Engine) -> None:
 
 
 def test_changes_of_features_have_caches_of_their_own(fresh: Engine) -> None:
-    dictionary = random_dictionary(5, 576)
+    dictionary = random_dictionary(5, WIDTH)
     change = {
         "op": "feature",
         "dictionary": dictionary,
@@ -108,7 +109,7 @@ def test_changes_of_features_have_caches_of_their_own(fresh: Engine) -> None:
 
 
 def test_features_read_after_a_cache_hit_have_every_row(fresh: Engine) -> None:
-    read = {"op": "features", "dictionary": random_dictionary(5, 576), "features": [1, 2], "name": "f"}
+    read = {"op": "features", "dictionary": random_dictionary(5, WIDTH), "features": [1, 2], "name": "f"}
     cold = fresh.ask(LONG, [read], max_tokens=2)
     fresh.ask(LONG, max_tokens=1)
     assert fresh.ask(LONG, max_tokens=1).num_cached_tokens > 64

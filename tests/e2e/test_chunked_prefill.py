@@ -42,12 +42,12 @@ INTERVENTIONS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def simple(bundled: Path) -> Reply:
+def simple(narrow: Path) -> Reply:
     """Run the request with its prompt in one step.
 
     Not in the shared engine: closing one of this module's engines ends vLLM's state of the process.
     """
-    engine = Engine(bundled, dtype="float32", max_num_batched_tokens=1024)
+    engine = Engine(narrow, dtype="float32", max_num_batched_tokens=1024)
     try:
         return engine.ask(TEXT, INTERVENTIONS, max_tokens=12)
     finally:
@@ -79,8 +79,8 @@ def assert_same(reply: Reply, expected: Reply) -> None:
 
 
 @pytest.mark.parametrize("chunk", [32, 50])
-def test_chunked_prefill_gives_the_same(bundled: Path, simple: Reply, chunk: int) -> None:
-    engine = Engine(bundled, dtype="float32", max_num_batched_tokens=chunk, max_num_seqs=8)
+def test_chunked_prefill_gives_the_same(narrow: Path, simple: Reply, chunk: int) -> None:
+    engine = Engine(narrow, dtype="float32", max_num_batched_tokens=chunk, max_num_seqs=8)
     try:
         assert_same(engine.ask(TEXT, INTERVENTIONS, max_tokens=12), simple)
         group_members = [Ask(TEXT[i:], max_tokens=12) for i in range(3)]

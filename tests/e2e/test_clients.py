@@ -18,6 +18,7 @@ import pytest
 
 from tests.e2e.live import MODEL
 from tests.e2e.server import Server
+from tests.narrow_model import WIDTH
 from tests.sharing import lacking
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
@@ -25,9 +26,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 PROJECT = Path(__file__).resolve().parents[2]
 PYTHON = PROJECT / ".venv-clients/bin/python"
 SCRIPTS = PROJECT / "tests/e2e/clients"
-HIDDEN_SIZE = 576
 MAX_TOKENS = 8
-AXIS = [0.0] * 464 + [1.0] + [0.0] * (HIDDEN_SIZE - 465)
+AXIS = [0.0] * 464 + [1.0] + [0.0] * (WIDTH - 465)
 INTERVENTIONS = [
     {"op": "steer", "at": "layers.15.output", "vector": [AXIS], "mode": "norm_match", "scale": 0.6},
     {"op": "capture", "at": "layers.20.output", "reduce": "last", "dtype": "float32", "name": "seen"},
@@ -37,12 +37,12 @@ Ask = Callable[[str], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def ask(request: pytest.FixtureRequest, bundled_server: Server) -> Ask:
+def ask(request: pytest.FixtureRequest, narrow_server: Server) -> Ask:
     """Return what runs a client's script and returns what it prints."""
     if not PYTHON.exists():
         lacking(request, "--require-clients", "the clients are not installed; scripts/clients.sh does that")
     asked = {
-        "url": bundled_server.base_url,
+        "url": narrow_server.base_url,
         "model": MODEL,
         "messages": [{"role": "user", "content": "Name a colour."}],
         "max_tokens": MAX_TOKENS,
@@ -76,7 +76,7 @@ def text(pieces: list[str | None]) -> str:
 def norm(results: dict[str, Any]) -> float:
     """Return the length of the captured row."""
     (point,) = results["seen"]["points"].values()
-    assert point["shape"] == [HIDDEN_SIZE]
+    assert point["shape"] == [WIDTH]
     row = memoryview(base64.b64decode(point["data"])).cast("f")
     return math.sqrt(sum(value * value for value in row))
 

@@ -21,10 +21,10 @@ TAPPED = ["steer at one layer", "steer at all layers", "capture everywhere", "le
 
 
 @pytest.fixture(scope="module")
-def model(bundled: Path) -> Iterator[VLLM]:
+def model(narrow: Path) -> Iterator[VLLM]:
     """Serve with inductor, as ``--compile`` does."""
     options = {"enforce_eager": False, "enable_prefix_caching": False, "max_num_seqs": 64}
-    with traced_engine(bundled, dtype="auto", **options) as model:
+    with traced_engine(narrow, dtype="auto", **options) as model:
         yield model
 
 

@@ -15,10 +15,10 @@ from nnsight_engine.core.detector import Detector, DetectorPart, Form, Link
 from nnsight_engine.plans.collect.results import CollectedMarks, CollectedScores
 from tests.condition_reference import PlayedTest, inner_tests, random_condition, random_detector, truth
 from tests.e2e.harness import Ask, Engine, Reply, random_vector
+from tests.narrow_model import WIDTH
 
 pytestmark = pytest.mark.e2e
 
-WIDTH: Final = 576
 POINTS: Final = ["layers.4.output", "layers.9.output", "layers.14.mlp.output", "layers.20.output"]
 STEERED: Final = "layers.12.output"
 PROMPTS: Final = (

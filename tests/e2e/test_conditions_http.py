@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 
 from tests.e2e.server import Server
+from tests.narrow_model import WIDTH
 
 pytestmark = pytest.mark.e2e
 
-WIDTH = 576
 AT = "layers.9.output"
 PROMPT = "The Eiffel Tower is in the city of"
 
 
 @pytest.fixture(scope="module")
-def client(bundled_server: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=bundled_server.base_url, timeout=120) as client:
+def client(narrow_server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=narrow_server.base_url, timeout=120) as client:
         yield client
 
 

@@ -12,15 +12,16 @@ import torch
 
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from tests.e2e.harness import Ask, Engine, random_vector
+from tests.narrow_model import WIDTH
 
 pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
-def engine(bundled: Path) -> Iterator[Engine]:
+def engine(narrow: Path) -> Iterator[Engine]:
     """Serve with room for little."""
-    limits = EngineLimits(max_capture_bytes_per_request=200_000, max_capture_bytes_engine=250_000)
-    engine = Engine(bundled, limits=limits, dtype="float32")
+    limits = EngineLimits(max_capture_bytes_per_request=44_000, max_capture_bytes_engine=55_000)
+    engine = Engine(narrow, limits=limits, dtype="float32")
     yield engine
     engine.close()
 
@@ -206,7 +207,7 @@ def test_values_that_are_not_finite_stay_with_their_request(engine: Engine, size
     """Blocks of the KV cache that hold NaN or infinity are used again, their unused ends by others."""
     prompt, point = "I think dogs are", "layers.20.output"
     capture = {"op": "capture", "at": point, "name": "c", "where": {"phase": "prompt"}}
-    burst = {"op": "steer", "at": "layers.0:9.output", "vector": [size] * 576}
+    burst = {"op": "steer", "at": "layers.0:9.output", "vector": [size] * WIDTH}
     beside = [Ask(f"{number} dogs are", max_tokens=30) for number in range(4)]
     expected = engine.ask(prompt, [capture], max_tokens=20)
     others = engine.run(beside)

@@ -38,10 +38,10 @@ class Settled(SenderUsage):
 
 
 @pytest.fixture(scope="module")
-def model(bundled: Path) -> Iterator[VLLM]:
+def model(narrow: Path) -> Iterator[VLLM]:
     """Start an engine with four places, and memory for 15 blocks of 32 tokens."""
     options = {"max_num_seqs": NUM_PLACES, "block_size": 32, "num_gpu_blocks_override": 16}
-    with traced_engine(bundled, max_model_len=384, **options) as model:
+    with traced_engine(narrow, max_model_len=384, **options) as model:
         core: Any = model.engine.llm_engine.engine_core
         core.engine_core.scheduler.sharing = Settled(3600.0, 1.25)
         yield model

@@ -20,11 +20,11 @@ from nnsight_engine.plans.collect.results import CollectedFeatures, CollectedMar
 from tests.e2e.engine_kinds import V1_SYNC, EngineKind
 from tests.e2e.harness import Ask, Engine, Reply
 from tests.e2e.kind_platform import KIND
+from tests.narrow_model import WIDTH
 from tests.unit.features.reference import Reference, some_tensors
 
 pytestmark = pytest.mark.e2e
 
-WIDTH: Final = 576
 NUM_FEATURES: Final = 96
 HAS_CONDITIONS: Final = EngineKind.named(os.environ.get(KIND, str(V1_SYNC))).num_stages == 1
 PROMPTS: Final = (

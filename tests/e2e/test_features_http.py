@@ -14,10 +14,11 @@ import pytest
 from safetensors.numpy import save
 
 from tests.e2e.server import Server
+from tests.narrow_model import WIDTH
 
 pytestmark = pytest.mark.e2e
 
-WIDTH, NUM_FEATURES = 576, 64
+NUM_FEATURES = 64
 AT = "layers.9.output"
 PROMPT = "The Eiffel Tower is in the city of"
 LABELS = {"3": "cats", "9": "rain"}
@@ -26,8 +27,8 @@ Array = npt.NDArray[np.float32]
 
 
 @pytest.fixture(scope="module")
-def client(bundled_server: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=bundled_server.base_url, timeout=120) as client:
+def client(narrow_server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=narrow_server.base_url, timeout=120) as client:
         yield client
 
 

@@ -17,6 +17,7 @@ from openai import AsyncOpenAI
 
 from tests.e2e.harness import random_vector
 from tests.e2e.live import MODEL, Live, live_server
+from tests.narrow_model import NEXT, WIDTH
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
 
@@ -34,9 +35,9 @@ CAPTURE = {"op": "capture", "at": "layers.10.output", "dtype": "float32", "name"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def live(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Live]:
-    """Serve the bundled model with small result files at hand."""
-    async with live_server(bundled, tmp_path_factory.mktemp("results")) as live:
+async def live(narrow: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Live]:
+    """Serve the narrow model with small result files at hand."""
+    async with live_server(narrow, tmp_path_factory.mktemp("results")) as live:
         yield live
 
 
@@ -118,13 +119,13 @@ async def test_openais_client_passes_interventions_and_reads_results(live: Live)
         temperature=0,
         extra_body={"interventions": [STEER, CAPTURE]},
     )
-    assert plain.choices[0].text.startswith(" Paris")
+    assert plain.choices[0].text.startswith(NEXT)
     assert steered.choices[0].text != plain.choices[0].text
     extra = steered.choices[0].model_extra
     assert extra is not None
     answer = extra["interventions"]
     positions = answer["results"]["resid"]["positions"]
-    assert decode(answer["results"]["resid"]["points"]["layers.10.output"]).shape == (len(positions), 576)
+    assert decode(answer["results"]["resid"]["points"]["layers.10.output"]).shape == (len(positions), WIDTH)
     assert [entry["op"] for entry in answer["applied"]] == ["steer", "capture"]
     assert answer["applied"][0]["positions"] == positions
     assert len(answer["provenance"]["fingerprint"]) == 64
@@ -320,7 +321,7 @@ async def test_capabilities_name_what_requests_may(live: Live) -> None:
     body = (await live.http.get("/v1/capabilities")).json()
     assert body["sizes"] == {
         "num_layers": 30,
-        "hidden_size": 576,
+        "hidden_size": WIDTH,
         "vocab_size": 49152,
         "max_model_len": 1024,
     }

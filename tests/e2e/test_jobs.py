@@ -17,11 +17,11 @@ pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
-def model(bundled_server: Server, bundled: Path) -> VLLM:
-    return VLLM(str(bundled), remote=bundled_server.base_url)
+def model(narrow_server: Server, narrow: Path) -> VLLM:
+    return VLLM(str(narrow), remote=narrow_server.base_url)
 
 
-def test_a_job_gives_what_the_trace_gives(bundled_server: Server, model: VLLM) -> None:
+def test_a_job_gives_what_the_trace_gives(narrow_server: Server, model: VLLM) -> None:
     with model.trace(PROMPT):
         waited = model.layers[15].output.save()
     with model.trace(PROMPT, blocking=False) as tracer:
@@ -35,7 +35,7 @@ def test_a_job_gives_what_the_trace_gives(bundled_server: Server, model: VLLM) -
     result = job.wait(60)
     assert torch.equal(result["hidden"], waited)
     # Somebody else, later, who knows its id.
-    again = RemoteBackend(bundled_server.base_url, job_id=job.id)
+    again = RemoteBackend(narrow_server.base_url, job_id=job.id)
     assert torch.equal(again()["hidden"], waited)
 
 
@@ -55,7 +55,7 @@ def test_what_a_block_raises_comes_with_its_job(model: VLLM) -> None:
         tracer.backend.job.wait(60)
 
 
-def test_a_job_that_is_cancelled_leaves_the_engine(bundled_server: Server, model: VLLM) -> None:
+def test_a_job_that_is_cancelled_leaves_the_engine(narrow_server: Server, model: VLLM) -> None:
     with model.trace(PROMPT, max_tokens=900, min_tokens=900, blocking=False) as tracer:
         kept = model.layers[0].output.save()
     job = tracer.backend.job

@@ -1,14 +1,18 @@
-"""Values read and written in the real engine equal transformers' own, in float32."""
+"""Values that are read and written equal transformers' own, on the bundled model in float32."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from nnsight_engine.plans.collect.results import CollectedCapture, CollectedLens, CollectedProbe
-from tests.e2e.harness import Ask, Engine, random_vector
+from tests.e2e import harness
+from tests.e2e.harness import Ask, Engine
 from tests.e2e.reference import Reference
 
 pytestmark = pytest.mark.e2e
@@ -17,9 +21,19 @@ PROMPT = "The Eiffel Tower is in the city of"
 LAYER = 12
 
 
-@pytest.fixture
-def engine(float32_engine: Engine) -> Engine:
-    return float32_engine
+random_vector = functools.partial(harness.random_vector, width=576)
+
+
+@pytest.fixture(scope="module")
+def engine(bundled: Path) -> Iterator[Engine]:
+    engine = Engine(bundled, dtype="float32", block_size=32, max_num_batched_tokens=1024)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def reference(bundled: Path) -> Reference:
+    return Reference(bundled)
 
 
 def test_captures_equal_transformers_at_all_layers(engine: Engine, reference: Reference) -> None:

@@ -18,6 +18,7 @@ from api_schemas.errors import ErrorCode
 from tests.e2e.live import MODEL
 from tests.e2e.odd_requests import CHAT, COMPLETIONS, NUMBERS, POINT, OddRequest, requests
 from tests.e2e.server import Server
+from tests.narrow_model import WIDTH
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy, pytest.mark.asyncio(loop_scope="module")]
 
@@ -27,8 +28,8 @@ NUM_AT_ONCE: Final = 8
 SERVER_ERROR: Final = 500
 
 STEER: Final = {"op": "steer", "at": POINT, "vector": NUMBERS}
-OVERFLOW: Final = {"op": "steer", "at": POINT, "vector": [1e30] * 576, "scale": 1e30}
-HUGE: Final = {"op": "steer", "at": "layers.*.output", "vector": [3e38] * 576}
+OVERFLOW: Final = {"op": "steer", "at": POINT, "vector": [1e30] * WIDTH, "scale": 1e30}
+HUGE: Final = {"op": "steer", "at": "layers.*.output", "vector": [3e38] * WIDTH}
 SAID: Final = [{"role": "user", "content": "Hi"}]
 TOOLS: Final = [{"type": "function", "function": {"name": "f"}}]
 
@@ -64,8 +65,8 @@ MISTAKES: Final = [(path, name, value) for (path, name), values in ODD.items() f
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def http(bundled_server: Server) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=bundled_server.base_url, timeout=120) as client:
+async def http(narrow_server: Server) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=narrow_server.base_url, timeout=120) as client:
         yield client
 
 

@@ -20,19 +20,19 @@ from nnsight_engine.remote_backend.values.received_blocks import SAVED
 from nnsight_engine.serialization import SentBlock, encode_trace
 from nnsight_engine.tracing.tracer import Tracer
 from tests.e2e.live import MODEL, Live, live_server
+from tests.narrow_model import NEXT, WIDTH
 from tests.waiting import wait_for_async
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
 
 PROMPT = "The Eiffel Tower is in the city of"
-WIDTH = 576
 HIDDEN = "hs = model.layers[5].output[-1].float().save()"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def live(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Live]:
-    """Serve the bundled model; in the end nothing of any trace is held."""
-    async with live_server(bundled, tmp_path_factory.mktemp("results")) as live:
+async def live(narrow: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Live]:
+    """Serve the narrow model; in the end nothing of any trace is held."""
+    async with live_server(narrow, tmp_path_factory.mktemp("results")) as live:
         yield live
         assert set((await live.held()).values()) == {0}
         assert len(live.engine.engine.traces) == 0
@@ -238,7 +238,7 @@ async def test_bad_code_fails_its_own_request_with_its_line(
     assert told in text
     if response.status_code != 200 or not stream:
         assert (response.status_code, response.json()["error"]["code"]) == (400, expected)
-    assert (await neighbour).json()["choices"][0]["text"].startswith(" Paris")
+    assert (await neighbour).json()["choices"][0]["text"].startswith(NEXT)
 
 
 async def test_neighbours_keep_their_tokens_and_stopping_ends_the_request(live: Live) -> None:

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from tests.e2e.server import Server
+from tests.narrow_model import WIDTH
 
 pytestmark = pytest.mark.e2e
 
@@ -18,7 +19,7 @@ MESSAGES: list[Any] = [{"role": "user", "content": "Describe the weather in the 
 STEER = {
     "op": "steer",
     "at": ["layers.12.output", "layers.14.output"],
-    "vector": np.random.default_rng(5).standard_normal(576).round(3).tolist(),
+    "vector": np.random.default_rng(5).standard_normal(WIDTH).round(3).tolist(),
     "mode": "norm_match",
     "scale": 0.6,
 }
@@ -26,8 +27,8 @@ LENS = {"op": "logit_lens", "layers": [20], "top_k": 2, "where": {"positions": [
 
 
 @pytest.fixture(scope="module")
-def client(bundled_server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{bundled_server.base_url}/v1", api_key="none", max_retries=0) as client:
+def client(narrow_server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{narrow_server.base_url}/v1", api_key="none", max_retries=0) as client:
         for interventions in ([STEER, LENS], [{**STEER, "scale": 0.1}]):
             body = {"name": "odd", "interventions": interventions}
             client.post("/presets", body=body, cast_to=object)
@@ -91,9 +92,9 @@ def test_what_does_not_fit_the_model_is_refused_when_it_is_kept(client: openai.O
     for wrong, code in (
         ({**STEER, "at": "layers.30.output"}, "unknown_layer"),
         ({**STEER, "vector": [1.0] * 575}, "wrong_width"),
-        ({**STEER, "vector": [0.0] * 576}, "invalid_value"),
+        ({**STEER, "vector": [0.0] * WIDTH}, "invalid_value"),
         ({**LENS, "top_k": 50_000}, "invalid_value"),
-        ({"op": "ablate", "at": "layers.1.attn.q", "method": "zero", "units": [576]}, "invalid_value"),
+        ({"op": "ablate", "at": "layers.1.attn.q", "method": "zero", "units": [WIDTH]}, "invalid_value"),
     ):
         body = {"name": "odd", "interventions": [wrong]}
         with pytest.raises(openai.APIStatusError) as refused:

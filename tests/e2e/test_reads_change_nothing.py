@@ -19,6 +19,7 @@ from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.harness import Engine, Reply, random_vector
 from tests.e2e.traces import traced_engine
 from tests.e2e.watching import Watch
+from tests.narrow_model import WIDTH
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
@@ -73,10 +74,10 @@ def _same(reply: Reply, expected: Reply) -> None:
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def served(request: pytest.FixtureRequest, bundled: Path) -> Iterator[Served]:
-    """Serve the bundled model in each dtype."""
+def served(request: pytest.FixtureRequest, narrow: Path) -> Iterator[Served]:
+    """Serve the narrow model in each dtype."""
     options = {"max_num_batched_tokens": 1024, "enable_prefix_caching": True}
-    with traced_engine(bundled, dtype=request.param, **options) as model:
+    with traced_engine(narrow, dtype=request.param, **options) as model:
         yield Served(model)
 
 
@@ -119,7 +120,7 @@ def test_traces(served: Served, watch: Watch) -> None:
         cache = tracer.cache(modules=[model.model.layers[7]])
         logits = save(model.logits.output)
         answer = save(tracer.result)
-    assert own[0].shape == own[1].shape == stream.shape == narrow.shape == (len(PROMPT), 576)
+    assert own[0].shape == own[1].shape == stream.shape == narrow.shape == (len(PROMPT), WIDTH)
     assert pattern.shape[-1] == len(PROMPT)
     assert logits.shape[-1] == served.engine.spec.vocab_size
     assert len(cache)
@@ -133,7 +134,7 @@ def test_modules_that_a_block_applies_leave_its_values(served: Served) -> None:
     model = served.forgotten().model
     with model.trace(PROMPT, max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=5) as tracer:
         qkv = model.model.layers[3].self_attn.qkv_proj.output[0]
-        query, key = qkv[:, :576], qkv[:, 576:768]
+        query, key = qkv[:, :WIDTH], qkv[:, WIDTH : WIDTH + WIDTH // 2]
         positions = torch.arange(len(PROMPT))
         turned = save(model.model.layers[3].self_attn.rotary_emb(positions, query, key))
         unturned = save(query.clone())

@@ -1,6 +1,6 @@
 """``remote=`` on ``VLLM``: the block runs on the server, and leaves here what it would have left of itself.
 
-One server of the bundled model for all of them.
+One server of the narrow model for all of them.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ from nnsight_engine.serialization import EncodeError
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.reference import Reference
 from tests.e2e.server import Server
+from tests.narrow_model import NEXT, WIDTH
 
 PROMPT = "The Eiffel Tower is in the city of"
 pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
-def model(bundled_server: Server, bundled: Path) -> VLLM:
-    return VLLM(str(bundled), remote=bundled_server.base_url)
+def model(narrow_server: Server, narrow: Path) -> VLLM:
+    return VLLM(str(narrow), remote=narrow_server.base_url)
 
 
-def test_the_server_says_what_it_runs(bundled_server: Server, bundled: Path, model: VLLM) -> None:
-    status = nnsight_engine.status(bundled_server.base_url)
+def test_the_server_says_what_it_runs(narrow_server: Server, narrow: Path, model: VLLM) -> None:
+    status = nnsight_engine.status(narrow_server.base_url)
     (found,) = status.models
     assert (status.phase, found.running) == ("ready", True)
     assert "vllm" in found.engines
     assert found.name in str(status)
-    for name in (found.name, bundled, str(bundled), f"{bundled}/", model.to_model_key()):
-        assert nnsight_engine.is_model_running(name, bundled_server.base_url)
-    assert nnsight_engine.ndif_status(bundled_server.base_url).models == status.models
-    assert not nnsight_engine.is_model_running("gpt2", bundled_server.base_url)
+    for name in (found.name, narrow, str(narrow), f"{narrow}/", model.to_model_key()):
+        assert nnsight_engine.is_model_running(name, narrow_server.base_url)
+    assert nnsight_engine.ndif_status(narrow_server.base_url).models == status.models
+    assert not nnsight_engine.is_model_running("gpt2", narrow_server.base_url)
 
 
 def test_the_tree_is_the_servers(model: VLLM) -> None:
@@ -58,8 +59,8 @@ def test_values_come_home_and_are_the_models(model: VLLM, reference: Reference) 
     expected = reference.run(model.tokenizer.encode(PROMPT))["layers.15.output"]
     assert hidden.shape == expected.shape
     assert torch.cosine_similarity(hidden.float(), expected).min() > 0.999
-    assert model.tokenizer.decode(logits[0].argmax().item()) == " Paris"
-    assert result.outputs[0].text == " Paris"
+    assert model.tokenizer.decode(logits[0].argmax().item()) == NEXT
+    assert result.outputs[0].text == NEXT
     assert tracer.backend.job_status == "COMPLETED"
     assert tracer.backend.engine == "vllm"
     assert tracer.backend.job_id
@@ -71,7 +72,7 @@ def test_large_values_come_home(model: VLLM) -> None:
         half = model.layers[3].output.save()
     assert torch.equal(numbers, torch.arange(4_000_000))
     numbers += 1  # it is ours
-    assert half.shape[-1] == 576
+    assert half.shape[-1] == WIDTH
     # Nothing is left of how it came.
     left = Path("/dev/shm", f"nnsight-engine-{os.getuid()}").rglob("*")
     assert {path.name for path in left if path.is_file()} == {".lock"}
@@ -113,7 +114,7 @@ def test_errors_are_the_users_own(model: VLLM) -> None:
         with model.trace(PROMPT):
             kept = model.layers[1].output.save()
             1 / 0  # the line
-    assert kept.shape[-1] == 576
+    assert kept.shape[-1] == WIDTH
     entries = traceback.extract_tb(caught.value.__traceback__)
     assert any("1 / 0  # the line" in (entry.line or "") for entry in entries)
 
@@ -140,7 +141,7 @@ def test_edits_travel(model: VLLM) -> None:
 
 
 def test_own_functions_and_tensors_travel(model: VLLM) -> None:
-    direction = torch.randn(576, dtype=torch.bfloat16)
+    direction = torch.randn(WIDTH, dtype=torch.bfloat16)
 
     def scaled(value: torch.Tensor, by: float = 2.0) -> torch.Tensor:
         return value * by
@@ -152,8 +153,8 @@ def test_own_functions_and_tensors_travel(model: VLLM) -> None:
     assert torch.allclose(after, before + 2 * direction)
 
 
-async def test_outputs_stream(bundled_server: Server, bundled: Path) -> None:
-    model = VLLM(str(bundled), remote=bundled_server.base_url, mode="async")
+async def test_outputs_stream(narrow_server: Server, narrow: Path) -> None:
+    model = VLLM(str(narrow), remote=narrow_server.base_url, mode="async")
     with model.trace(PROMPT, max_tokens=5, temperature=0, ignore_eos=True) as tracer:
         tokens = nnsight_engine.save([])
         for _ in tracer.iter[:]:
@@ -166,8 +167,8 @@ async def test_outputs_stream(bundled_server: Server, bundled: Path) -> None:
     )
 
 
-def test_what_the_server_refuses_is_typed(bundled_server: Server, model: VLLM, bundled: Path) -> None:
-    other = VLLM("gpt2", remote=bundled_server.base_url)
+def test_what_the_server_refuses_is_typed(narrow_server: Server, model: VLLM, narrow: Path) -> None:
+    other = VLLM("gpt2", remote=narrow_server.base_url)
     with pytest.raises(RemoteError) as caught:
         with other.trace(PROMPT):
             other.layers[0].output.save()
@@ -239,7 +240,7 @@ def test_a_sessions_errors_are_the_users_own(model: VLLM) -> None:
     assert any("# the line" in (entry.line or "") for entry in entries)
 
 
-async def test_jobs_go_on_without_us(bundled_server: Server, model: VLLM) -> None:
+async def test_jobs_go_on_without_us(narrow_server: Server, model: VLLM) -> None:
     with model.trace(PROMPT, max_tokens=3, temperature=0, blocking=False) as tracer:
         hidden = model.layers[15].output[-1].save()
         print("from the job")  # noqa: T201 - what the test is about
@@ -250,13 +251,13 @@ async def test_jobs_go_on_without_us(bundled_server: Server, model: VLLM) -> Non
         _ = hidden
     result = await backend
     assert result["id"] == backend.job_id
-    assert result["hidden"].shape == (576,)
+    assert result["hidden"].shape == (WIDTH,)
     assert (backend.job_status, backend.engine) == ("COMPLETED", "vllm")
     statuses = [event["status"] for event in backend.events()]
     assert statuses[-1] == "COMPLETED"
     assert "LOG" in statuses
     assert backend() is backend.wait()  # what is there already
-    again = RemoteBackend(bundled_server.base_url, job_id=backend.job_id)()
+    again = RemoteBackend(narrow_server.base_url, job_id=backend.job_id)()
     assert again is not None
     assert torch.equal(again["hidden"], result["hidden"])
 

@@ -50,9 +50,9 @@ APIS: dict[str, dict[str, Any]] = {
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def live(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Live]:
+async def live(narrow: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Live]:
     limits = {"inline_tensor_bytes": 2**18, "max_capture_bytes_per_request": 2**20}
-    async with live_server(bundled, tmp_path_factory.mktemp("results"), **limits) as live:
+    async with live_server(narrow, tmp_path_factory.mktemp("results"), **limits) as live:
         yield live
 
 

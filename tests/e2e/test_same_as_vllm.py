@@ -136,8 +136,8 @@ VOLATILE = {"id", "created", "system_fingerprint", "created_at", "item_id", "seq
 
 
 @pytest.fixture(scope="module")
-def servers(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[httpx.Client]]:
-    """Serve the bundled model twice: by us, and by vLLM itself."""
+def servers(narrow: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[httpx.Client]]:
+    """Serve the narrow model twice: by us, and by vLLM itself."""
     options = ["--served-model-name", MODEL, "--max-model-len", "512", "--enforce-eager"]
     options += ["--dtype", "float32"]  # which ours chooses by itself on some processors
     # One sequence at a time: which prompts share a step depends on when they arrive, and moves last digits.
@@ -145,7 +145,7 @@ def servers(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     vllm = Server(
         command=["-m", "vllm.entrypoints.openai.api_server"],
         ready_path="/health",
-        arguments=["--model", str(bundled), *options],
+        arguments=["--model", str(narrow), *options],
         environment={
             "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -157,7 +157,7 @@ def servers(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(*next(iter(data.items())))
         key = made(patch, "operator", "--scopes", ",".join(("admin", "metrics", *SCOPES)))
-    ours = Server(str(bundled), arguments=options, environment=STORES | data)
+    ours = Server(str(narrow), arguments=options, environment=STORES | data)
     with contextlib.ExitStack() as stack, ThreadPoolExecutor() as pool:
         both = list(pool.map(stack.enter_context, [ours, vllm]))
         headers = {"authorization": f"Bearer {key}"}  # which vLLM's does not ask for

@@ -1,4 +1,4 @@
-"""Blocks inside the serving engine: reads, writes and saves, on the bundled model in float32."""
+"""Blocks inside the serving engine: reads, writes and saves, on the narrow model in float32."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from nnsight_engine.interleaving.threads import TimeBudgetError
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.traces import HeldTracer, Plain, live_objects, run_and_abort, run_together, traced_engine
+from tests.narrow_model import NEXT, WIDTH
 from tests.shared_names import Program
 
 pytestmark = pytest.mark.e2e
@@ -28,9 +29,9 @@ GREEDY: dict[str, Any] = {"temperature": 0.0}
 
 
 @pytest.fixture(scope="module")
-def model(bundled: Path) -> Iterator[VLLM]:
+def model(narrow: Path) -> Iterator[VLLM]:
     """Start an engine in this process."""
-    with traced_engine(bundled, max_num_seqs=32, limits=EngineLimits(trace_step_s=2.0)) as model:
+    with traced_engine(narrow, max_num_seqs=32, limits=EngineLimits(trace_step_s=2.0)) as model:
         yield model
 
 
@@ -60,7 +61,7 @@ def test_values_are_the_models(model: VLLM, hidden: tuple[torch.Tensor, ...]) ->
     torch.testing.assert_close(pair[0] + pair[1], hidden[10][0], rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(logits[0], hidden[-1][0, -1], rtol=1e-3, atol=1e-3)
     assert token.tolist() == [[int(logits.argmax())]]
-    assert model.tokenizer.decode(token[0]) == " Paris"
+    assert model.tokenizer.decode(token[0]) == NEXT
 
 
 def test_every_step_of_a_generation(model: VLLM) -> None:
@@ -72,7 +73,7 @@ def test_every_step_of_a_generation(model: VLLM) -> None:
             tokens.append(model.samples.output.item())
         result = tracer.result.save()
     num_tokens = len(model.tokenizer.encode(PROMPT))
-    assert shapes == [(0, (num_tokens, 576)), *((step, (1, 576)) for step in range(1, 6))]
+    assert shapes == [(0, (num_tokens, WIDTH)), *((step, (1, WIDTH)) for step in range(1, 6))]
     assert tokens == plain_tokens(model, PROMPT, 6) == list(result.outputs[0].token_ids)
 
 
@@ -189,7 +190,7 @@ def test_several_choices_give_several_values(model: VLLM) -> None:
 
 def test_custom_modules_and_functions_are_sent(model: VLLM) -> None:
     torch.manual_seed(0)
-    decode = torch.nn.Sequential(torch.nn.Linear(576, 64), torch.nn.ReLU())
+    decode = torch.nn.Sequential(torch.nn.Linear(WIDTH, 64), torch.nn.ReLU())
 
     def largest(value: torch.Tensor) -> torch.Tensor:
         return value.argmax(-1)
@@ -377,7 +378,7 @@ def test_a_value_that_is_none_fails_its_own_request_alone(model: VLLM, how: str)
     is_refused = how != "subclass"
     with pytest.raises(ValueError, match="cannot take the place") if is_refused else contextlib.nullcontext():
         with model.trace(PROMPT, **GREEDY):
-            value = torch.zeros(num_tokens, 576)
+            value = torch.zeros(num_tokens, WIDTH)
             if how == "subclass":
                 value = value.as_subclass(Own)
             else:
@@ -418,7 +419,7 @@ def test_random_programs_with_names_in_common_read_what_they_would_one_by_one(mo
 
 
 def test_a_value_left_over_is_never_taken_for_one_that_comes_later(model: VLLM) -> None:
-    clean = torch.zeros(576)
+    clean = torch.zeros(WIDTH)
     with pytest.raises(NameError, match="clean") as caught, model.trace(**GREEDY) as tracer:
         with tracer.invoke(PROMPT):
             clean = model.model.layers[9].mlp.output

@@ -15,6 +15,7 @@ from nnsight_engine.vllm_backend.request_tracer import SentTrace
 from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.traces import HeldTracer, Plain, counted_recomputations, run_together, traced_engine
+from tests.narrow_model import WIDTH
 
 pytestmark = pytest.mark.e2e
 
@@ -24,7 +25,7 @@ SHORT = "It was a dark and stormy night. " * 4
 
 
 @pytest.fixture(scope="module")
-def model(bundled: Path) -> Iterator[VLLM]:
+def model(narrow: Path) -> Iterator[VLLM]:
     """Start an engine with steps of 64 tokens and memory for 24 blocks of 32."""
     options = {
         "max_num_batched_tokens": 64,
@@ -32,7 +33,7 @@ def model(bundled: Path) -> Iterator[VLLM]:
         "block_size": 32,
         "num_gpu_blocks_override": 24,
     }
-    with traced_engine(bundled, **options) as model:
+    with traced_engine(narrow, **options) as model:
         yield model
 
 
@@ -43,13 +44,13 @@ def test_a_read_gathers_the_chunks_of_a_prompt(model: VLLM, reference: Any) -> N
         pair = model.model.layers[9].output.save()
     with torch.no_grad():
         expected = reference.model(torch.tensor([ids]), output_hidden_states=True).hidden_states[10][0]
-    assert pair[0].shape == (len(ids), 576)
+    assert pair[0].shape == (len(ids), WIDTH)
     torch.testing.assert_close(pair[0] + pair[1], expected, rtol=1e-3, atol=2e-3)
 
 
 def test_a_write_goes_to_every_chunk(model: VLLM) -> None:
     num_tokens = len(model.tokenizer.encode(LONG))
-    value = torch.randn(num_tokens, 576, generator=torch.Generator().manual_seed(0))
+    value = torch.randn(num_tokens, WIDTH, generator=torch.Generator().manual_seed(0))
     with model.trace(LONG, max_tokens=4, **GREEDY) as tracer:
         model.model.layers[3].mlp.output = value
         tokens = save([])
@@ -93,7 +94,7 @@ def generating(model: VLLM, number: int) -> SentTrace:
     """Return a trace that reads, and every second one that writes, at each of 90 tokens."""
     prompt = f"Story number {number}. " + SHORT
     writes = number % 2 == 0
-    direction = torch.randn(576, generator=torch.Generator().manual_seed(number))
+    direction = torch.randn(WIDTH, generator=torch.Generator().manual_seed(number))
     with model.trace(prompt, max_tokens=90, ignore_eos=True, tracer_cls=HeldTracer, **GREEDY) as tracer:
         rows, tokens = save([]), save([])
         for _ in tracer.iter[:]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import subprocess
 import sys
@@ -84,9 +83,21 @@ def test_a_recorded_run_measures_its_groups_keeps_the_others_and_moves_on(tmp_pa
     recorder.pytest_runtest_logreport(report("tests/e2e/test_b.py::test_1", 70, heavy=False))
     recorder.pytest_sessionfinish()
     expected = {"tests/e2e/test_a.py": 50.0, "tests/e2e/test_b.py": 2.0}
-    assert json.loads(path.read_text()) == {"next_slice": 1, "seconds": expected}
+    assert Durations.read(path) == Durations(1, expected)
     Recorder(None, path).pytest_sessionfinish()
     assert Durations.read(path).next_slice == 1
+
+
+def test_slices_are_cut_anew_when_all_have_been_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "durations.json"
+    Durations(1, {"tests/e2e/test_a.py": 1.0}).write(path)
+    for number in range(1, COUNT + 1):
+        assert Durations.read(path).seconds == {"tests/e2e/test_a.py": 1.0}
+        recorder = Recorder(Slice(number, COUNT), path)
+        recorder.pytest_runtest_logreport(report(f"tests/e2e/test_{number}.py::test", number, heavy=True))
+        recorder.pytest_sessionfinish()
+    measured = {f"tests/e2e/test_{number}.py": float(number) for number in range(1, COUNT + 1)}
+    assert Durations.read(path) == Durations(1, {"tests/e2e/test_a.py": 1.0, **measured})
 
 
 def test_every_file_with_tests_is_collected() -> None:
