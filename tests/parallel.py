@@ -20,16 +20,19 @@ _TOGETHER: Final = {
         for name in (
             "remote",
             "jobs",
-            "vectors",
             "presets",
             "odd_requests",
             "clients",
-            "detectors",
             "conditions_http",
             "features_http",
         )
     ),
-    "bundled_server": tuple(f"tests/e2e/test_{name}.py" for name in ("example", "sae_example")),
+    "bundled_server": tuple(
+        f"tests/e2e/test_{name}.py" for name in ("detectors", "example", "sae_example", "vectors")
+    ),
+    "shared_live": tuple(
+        f"tests/e2e/test_{name}.py" for name in ("http", "op_trace", "responses_and_messages")
+    ),
     "keyed_server": tuple(
         f"tests/e2e/test_{name}.py"
         for name in ("keys", "sandbox", "sandbox_corpus", "tenants", "hostile_requests")
@@ -47,6 +50,7 @@ _TOGETHER: Final = {
 """Beginnings of paths; the first that fits counts."""
 SHARED_FIXTURES: Final = (
     "bundled_server",
+    "shared_live",
     "narrow_server",
     "keyed_server",
     "float32_engine",

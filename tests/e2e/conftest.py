@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 # Before vLLM is imported: one process, so that a test can look inside, and little memory.
@@ -16,11 +16,13 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
+import pytest_asyncio
 
 from nnsight_engine.modeling.bundled import bundled_model_path
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.harness import Engine
 from tests.e2e.keyed import KeyedServer, serving_keys
+from tests.e2e.live import Live, live_server_in_a_thread
 from tests.e2e.reference import Reference
 from tests.e2e.renamed_model import renamed_engine
 from tests.e2e.server import Server
@@ -78,6 +80,27 @@ def narrow_server(request: pytest.FixtureRequest, narrow: Path) -> Iterator[Serv
     with Server(str(narrow), arguments=["--served-model-name", NAME, "--max-model-len", "1024"]) as server:
         request.session.stash.setdefault(SHARED, {})["narrow_server"] = server.stop
         yield server
+
+
+@pytest.fixture(scope="session")
+def shared_live(
+    request: pytest.FixtureRequest, narrow: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Live:
+    """Serve it in this process, with little room for results; modules share it."""
+    stack = contextlib.ExitStack()
+    limits = {"inline_tensor_bytes": 2**18, "max_capture_bytes_per_request": 2**20}
+    live = stack.enter_context(live_server_in_a_thread(narrow, tmp_path_factory.mktemp("results"), **limits))
+    request.session.stash.setdefault(SHARED, {})["shared_live"] = stack.close
+    return live
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def live(shared_live: Live) -> AsyncIterator[Live]:
+    """Give it to a module; in the end nothing of any request is held."""
+    async with shared_live.in_this_loop() as live:
+        yield live
+        assert set((await live.held()).values()) == {0}
+        assert live.engine.engine.num_background == 0
 
 
 @pytest.fixture(scope="session")

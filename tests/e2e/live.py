@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import httpx
 import uvicorn
@@ -20,15 +21,22 @@ from app.settings import Settings
 from tests.narrow_model import NAME
 
 MODEL: Final = NAME
+T = TypeVar("T")
 
 
 class Live:
     """A running server: a client of it, and the engine behind it."""
 
-    def __init__(self, engine: VLLMEngineClient, http: httpx.AsyncClient) -> None:
-        """Keep the parts."""
+    def __init__(
+        self,
+        engine: VLLMEngineClient,
+        http: httpx.AsyncClient,
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        """Keep the parts; ``loop`` is the server's, if that is another one than the test's."""
         self.engine = engine
         self.http = http
+        self._loop = loop
 
     async def post(self, path: str = "/v1/completions", /, **body: Any) -> httpx.Response:
         """Send a request, greedy and short unless it says otherwise."""
@@ -58,9 +66,21 @@ class Live:
         await asyncio.sleep(0.2)
         for _ in range(2):
             await self.post(prompt="a", max_tokens=2)
-        (counts,) = await self.engine.engine.collective_rpc("count_interventions")
+        (counts,) = await self.on_server(self.engine.engine.collective_rpc("count_interventions"))
         engine = self.engine.engine
         return {**counts, "open": len(engine.router) + len(engine.traces)}
+
+    async def on_server(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run something in the server's loop."""
+        if self._loop is None:
+            return await work
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    @contextlib.asynccontextmanager
+    async def in_this_loop(self) -> AsyncIterator[Live]:
+        """Give the same server to tests with a loop of their own."""
+        async with httpx.AsyncClient(base_url=self.http.base_url, timeout=120) as http:
+            yield Live(self.engine, http, self._loop)
 
     @staticmethod
     def _body(body: dict[str, Any]) -> dict[str, Any]:
@@ -91,3 +111,22 @@ async def live_server(
     finally:
         server.should_exit = True
         await serving
+
+
+@contextlib.contextmanager
+def live_server_in_a_thread(model: Path, result_dir: Path, **settings_given: Any) -> Iterator[Live]:
+    """Serve it to tests of several modules, whose loops end with them; each has ``in_this_loop``."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="live server")
+    thread.start()
+    serving = live_server(model, result_dir, **settings_given)
+    try:
+        live = asyncio.run_coroutine_threadsafe(serving.__aenter__(), loop).result()
+        try:
+            yield Live(live.engine, live.http, loop)
+        finally:
+            asyncio.run_coroutine_threadsafe(serving.__aexit__(None, None, None), loop).result()
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()

@@ -11,8 +11,8 @@ import torch
 
 from nnsight_engine.plans.collect.results import CollectedProbe
 from tests.e2e.harness import Ask, Engine, Reply, random_vector
-from tests.narrow_model import WIDTH
 from tests.e2e.neighbours import INTERVENING, INTERVENTIONS, PROMPTS, asks, assert_neighbours_notice_nothing
+from tests.narrow_model import WIDTH
 
 pytestmark = pytest.mark.e2e
 

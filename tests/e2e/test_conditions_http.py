@@ -27,8 +27,8 @@ def client(narrow_server: Server) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def scores(client: httpx.Client) -> list[float]:
-    """The first number of the residual stream at each position of the answer."""
-    probe = {"op": "probe", "at": AT, "weights": first_number(), "name": "p"}
+    """One number of the residual stream at each position of the answer."""
+    probe = {"op": "probe", "at": AT, "weights": one_number(), "name": "p"}
     found = answer(client, [probe])["interventions"]["results"]["p"]["points"][AT]
     assert isinstance(found, list)
     return found
@@ -36,15 +36,16 @@ def scores(client: httpx.Client) -> list[float]:
 
 @pytest.fixture(scope="module")
 def detector(client: httpx.Client, scores: list[float]) -> dict[str, Any]:
-    """Upload a detector of the first number, with the median of its scores as threshold."""
-    part = {"at": AT, "form": "linear", "weights": first_number()}
+    """Upload a detector of that number, with the median of its scores as threshold."""
+    part = {"at": AT, "form": "linear", "weights": one_number()}
     body = {"name": "first", "parts": [part], "threshold": float(np.median(scores))}
     made: dict[str, Any] = client.post("/v1/detectors", json=body).json()
     return made
 
 
-def first_number() -> list[float]:
-    return [1.0, *[0.0] * (WIDTH - 1)]
+def one_number() -> list[float]:
+    """Return weights of a number of the stream that is at its highest in the middle of the answer."""
+    return [float(index == 6) for index in range(WIDTH)]
 
 
 def answer(client: httpx.Client, operations: list[dict[str, Any]], **more: object) -> dict[str, Any]:
@@ -81,7 +82,7 @@ def test_a_stream_ends_where_a_stop_holds(client: httpx.Client, scores: list[flo
         "name": "enough",
         "where": {"phase": "generated"},
         "when": {
-            "probe": {"at": AT, "weights": first_number()},
+            "probe": {"at": AT, "weights": one_number()},
             "above": (own[first] + max(own[:first])) / 2,
         },
     }
@@ -107,7 +108,7 @@ def test_a_stream_that_stops_in_the_prompt_has_a_last_event(client: httpx.Client
     stop = {
         "op": "stop",
         "name": "s",
-        "when": {"probe": {"at": AT, "weights": first_number()}, "above": -1e6},
+        "when": {"probe": {"at": AT, "weights": one_number()}, "above": -1e6},
     }
     asked = (
         {"prompt": PROMPT} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "Hi"}]}
@@ -125,10 +126,10 @@ def test_a_stream_that_stops_in_the_prompt_has_a_last_event(client: httpx.Client
 
 
 def test_a_condition_names_a_vector_of_the_server(client: httpx.Client) -> None:
-    vectors = {"9": first_number()}
+    vectors = {"9": one_number()}
     assert client.post("/v1/vectors", json={"name": "axis", "vectors": vectors}).status_code == 201
     probe = {"at": AT, "weights": {"name": "axis"}}
-    inline = {"at": AT, "weights": first_number()}
+    inline = {"at": AT, "weights": one_number()}
     named, numbers = (
         answer(client, [{"op": "flag", "when": {"probe": one, "above": 0.0}, "name": "f"}])
         for one in (probe, inline)
@@ -178,7 +179,7 @@ def test_marked_choices_are_counted(client: httpx.Client, detector: dict[str, An
             {
                 "op": "ablate",
                 "at": "layers.3.output",
-                "when": {"probe": {"at": AT, "weights": first_number()}, "above": 0},
+                "when": {"probe": {"at": AT, "weights": one_number()}, "above": 0},
             },
             "unsupported_combination",
             "interventions.0.when",

@@ -16,7 +16,6 @@ from app.training.scores import auroc
 from nnsight_engine.core.detector import Detector
 from tests.e2e.server import Server
 from tests.e2e.test_vectors import CHEERFUL, GLOOMY
-from tests.narrow_model import WIDTH
 
 pytestmark = pytest.mark.e2e
 
@@ -80,8 +79,8 @@ LANGUAGES = (FRENCH, ENGLISH, NEW_FRENCH, NEW_ENGLISH)
 
 
 @pytest.fixture(scope="module")
-def client(narrow_server: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=narrow_server.base_url, timeout=120) as client:
+def client(bundled_server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=bundled_server.base_url, timeout=120) as client:
         yield client
 
 
@@ -164,7 +163,7 @@ def test_a_probe_of_the_weights_is_the_detector_before_its_link(client: httpx.Cl
 def test_a_detector_can_be_uploaded_again(client: httpx.Client) -> None:
     made = train(client, kind="mlp", hidden=8, layers=[8, 20])
     content = client.get(f"/v1/detectors/{made['id']}/content").content
-    assert safetensors.numpy.load(content)["parts.1.hidden_weights"].shape == (8, WIDTH)
+    assert safetensors.numpy.load(content)["parts.1.hidden_weights"].shape == (8, 576)
     files = {"file": ("cheer.safetensors", content)}
     again = client.post("/v1/detectors", data={"name": "copy"}, files=files).json()
     assert again["sha256"] == made["sha256"]
@@ -178,9 +177,9 @@ def test_a_detector_can_be_uploaded_again(client: httpx.Client) -> None:
         ("layers.3:5.output", "invalid_detector"),
         ("layers.3.moe.output", "unknown_point"),
     ):
-        part = {"at": at, "form": "linear", "weights": [1.0] * WIDTH}
+        part = {"at": at, "form": "linear", "weights": [1.0] * 576}
         refused = client.post("/v1/detectors", json={"name": "narrow", "parts": [part]})
         assert refused.json()["error"]["code"] == code, (at, refused.text)
     assert client.get("/v1/detectors", params={"name": "narrow"}).json()["data"] == []
-    queries = {"parts": [{"at": "layers.3.attn.q", "form": "linear", "weights": [0.5] * WIDTH}]}
+    queries = {"parts": [{"at": "layers.3.attn.q", "form": "linear", "weights": [0.5] * 576}]}
     assert client.post("/v1/detectors", json={"name": "queries", **queries}).status_code == 201

@@ -35,7 +35,7 @@ def test_a_capture_over_the_limit_fails_alone_and_says_how_much(engine: Engine) 
     assert replies[0][0].token_ids == plain.token_ids
     failure = replies[1][0].failure
     assert failure.code == "capture_too_large"
-    assert "200000" in failure.message
+    assert "44000" in failure.message
     assert set(engine.held().values()) == {0}
 
 

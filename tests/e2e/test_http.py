@@ -5,18 +5,15 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import pytest_asyncio
 import safetensors.numpy
 from openai import AsyncOpenAI
 
 from tests.e2e.harness import random_vector
-from tests.e2e.live import MODEL, Live, live_server
+from tests.e2e.live import MODEL, Live
 from tests.narrow_model import NEXT, WIDTH
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
@@ -32,13 +29,6 @@ STEER = {
 PROBE = {"op": "probe", "at": "layers.15.output", "weights": random_vector(1), "name": "probe"}
 LENS = {"op": "logit_lens", "layers": "all", "top_k": 3, "where": {"phase": "generated"}, "name": "lens"}
 CAPTURE = {"op": "capture", "at": "layers.10.output", "dtype": "float32", "name": "resid"}
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def live(narrow: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Live]:
-    """Serve the narrow model with small result files at hand."""
-    async with live_server(narrow, tmp_path_factory.mktemp("results")) as live:
-        yield live
 
 
 def decode(tensor: dict[str, Any]) -> np.ndarray[Any, Any]:
@@ -212,7 +202,7 @@ async def test_stop_strings_end_a_request_with_its_results(live: Live) -> None:
 async def test_a_capture_beyond_its_dtype_is_an_error_whole_streamed_and_in_files(
     live: Live, reduce: str
 ) -> None:
-    far = {"op": "steer", "at": "layers.9.output", "vector": [0.0, 3e6] + [0.0] * 574}
+    far = {"op": "steer", "at": "layers.9.output", "vector": [0.0, 3e6] + [0.0] * (WIDTH - 2)}
     points = {"inline": "layers.10.output", "file": "layers.*.output"}
     prompt = PROMPT * 20
     for name, at in points.items():
@@ -327,7 +317,7 @@ async def test_capabilities_name_what_requests_may(live: Live) -> None:
     }
     by_name = {point["name"]: point for point in body["points"]}
     assert by_name["layers.*.output"]["tier"] == "tap"
-    assert by_name["layers.*.attn.q"]["shape"] == [9, 64]
+    assert by_name["layers.*.attn.q"]["shape"] == [4, 32]
     for name, point in by_name.items():
         if "capture" in point["operations"] and name != "samples":
             at = name.replace("*", "3")

@@ -37,7 +37,7 @@ ON_THE_DEFAULT_OF_GPUS: Final = (
     "lora",
     "mixer_states",
     "numerics",
-    "tensor_parallel",
+    "traces_tensor_parallel",
 )
 """Mechanisms that drafts and stages do not touch, played on one more kind: vLLM's default on a GPU."""
 DEFAULT_OF_GPUS: Final = EngineKind("v2", is_async=True)
@@ -49,15 +49,15 @@ ON_THE_OWN_KIND: Final = {
     "reads_change_nothing": "compares bits, and rows of other kinds' steps may be others",
     "sandboxed_tensor_parallel": "on several ranks",
     "sixteen_vectors": "needs what batching needs of a kind",
+    "tensor_parallel": "on several ranks",
     "traces_caches": "needs what traces need of a kind",
     "traces_edits": "needs what traces need of a kind",
+    "traces_limits": "needs what traces need of a kind",
     "traces_names": "needs what traces need of a kind",
     "traces_pipeline": "over stages, as are kinds of their own",
     "traces_ray": "starts Ray",
     "traces_scans": "needs what traces need of a kind",
-    "traces_soak": "played on one kind, as it takes minutes",
     "traces_taps": "compiled, and engines of kinds are eager",
-    "traces_tensor_parallel": "on several ranks",
 }
 """Modules of tests with engines of the harness that are no suites, and why."""
 _USES_THE_HARNESS: Final = re.compile(

@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import pytest_asyncio
 import safetensors.numpy
 from typing_extensions import override
 
@@ -19,7 +16,7 @@ from nnsight_engine import save
 from nnsight_engine.remote_backend.values.received_blocks import SAVED
 from nnsight_engine.serialization import SentBlock, encode_trace
 from nnsight_engine.tracing.tracer import Tracer
-from tests.e2e.live import MODEL, Live, live_server
+from tests.e2e.live import MODEL, Live
 from tests.narrow_model import NEXT, WIDTH
 from tests.waiting import wait_for_async
 
@@ -27,16 +24,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
 
 PROMPT = "The Eiffel Tower is in the city of"
 HIDDEN = "hs = model.layers[5].output[-1].float().save()"
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def live(narrow: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Live]:
-    """Serve the narrow model; in the end nothing of any trace is held."""
-    async with live_server(narrow, tmp_path_factory.mktemp("results")) as live:
-        yield live
-        assert set((await live.held()).values()) == {0}
-        assert len(live.engine.engine.traces) == 0
-        assert live.engine.engine.num_background == 0
 
 
 def op(code: str, **fields: Any) -> dict[str, Any]:
@@ -86,7 +73,7 @@ answer = tracer.result.save()
 
 async def test_code_writes_loops_prints_and_gets_variables(live: Live) -> None:
     vector = [0.0] * WIDTH
-    vector[464] = 40.0
+    vector[64] = 40.0
     plain = (await live.post(prompt=PROMPT)).json()["choices"][0]
     choice = await traced(live, STEER, variables={"scale": 1.0, "vector": vector}, return_token_ids=True)
     assert choice["text"] != plain["text"]
@@ -173,7 +160,7 @@ async def test_every_prompt_and_choice_has_its_own_variables(live: Live) -> None
 
 async def test_large_tensors_are_files(live: Live) -> None:
     code = "kept = save({'every/one': [model.layers[n].output.float() for n in range(30)]})"
-    choice = await traced(live, code, prompt=PROMPT * 4, max_tokens=1)
+    choice = await traced(live, code, prompt=PROMPT * 20, max_tokens=1)
     links = saves(choice)["kept"]["every/one"]
     stored = safetensors.numpy.load((await live.http.get(links[0]["url"])).content)
     assert len(links) == len(stored) == 30

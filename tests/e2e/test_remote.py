@@ -47,7 +47,7 @@ def test_the_server_says_what_it_runs(narrow_server: Server, narrow: Path, model
 def test_the_tree_is_the_servers(model: VLLM) -> None:
     assert len(model.layers) == 30
     assert "LlamaDecoderLayer" in repr(model)
-    assert model.points()["layers.3.attn.heads"] == (9, 64)
+    assert model.points()["layers.3.attn.heads"] == (4, 32)
     assert model.tokenizer.decode(model.tokenizer.encode("hi")) == "hi"
 
 

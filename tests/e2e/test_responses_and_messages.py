@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import anthropic
 import httpx
 import openai
 import pytest
-import pytest_asyncio
 
 from tests.e2e.harness import random_vector
-from tests.e2e.live import MODEL, Live, live_server
+from tests.e2e.live import MODEL, Live
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
 
@@ -47,13 +44,6 @@ APIS: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": TEXT, "max_output_tokens": NUM_TOKENS},
     "/v1/messages": {"messages": [{"role": "user", "content": TEXT}], "max_tokens": NUM_TOKENS},
 }
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def live(narrow: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Live]:
-    limits = {"inline_tensor_bytes": 2**18, "max_capture_bytes_per_request": 2**20}
-    async with live_server(narrow, tmp_path_factory.mktemp("results"), **limits) as live:
-        yield live
 
 
 async def send(live: Live, path: str, operations: list[Any], **body: Any) -> httpx.Response:

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.dictionaries import random_dictionary
-from tests.e2e.harness import Engine, Reply, random_vector
+from tests.e2e.harness import Engine, random_vector
 from tests.families.checkpoints import write_checkpoint
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
 
 @pytest.fixture
@@ -23,7 +22,6 @@ def on_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "1")
 
 
-@pytest.mark.heavy
 @pytest.mark.usefixtures("on_two_ranks")
 def test_two_ranks_force_the_experts_that_one_does(tmp_path: Path) -> None:
     model = write_checkpoint("qwen3_moe", tmp_path)
@@ -49,7 +47,6 @@ def test_two_ranks_force_the_experts_that_one_does(tmp_path: Path) -> None:
     assert reply.tensor("ids", "layers.1.moe.experts").unique(dim=0).tolist() == [[3, 0]]
 
 
-@pytest.mark.heavy
 @pytest.mark.usefixtures("on_two_ranks")
 def test_two_ranks_have_the_stream_of_a_model_that_sums_attention_and_mlp_first(tmp_path: Path) -> None:
     model = write_checkpoint("falcon", tmp_path)
@@ -70,59 +67,3 @@ def test_two_ranks_have_the_stream_of_a_model_that_sums_attention_and_mlp_first(
         name = f"layers.{layer}.output"
         values = (reply.tensor("stream", name), expected.tensor("stream", name))
         torch.testing.assert_close(*values, rtol=1e-4, atol=1e-4)  # sums of two ranks round differently
-
-
-def run(model: Path, size: int) -> tuple[Engine, Reply]:
-    """Return an engine of so many ranks, closed, and what it answered."""
-    options: dict[str, Any] = {"max_model_len": 128, "num_gpu_blocks_override": 32}
-    engine = Engine(model, dtype="float32", tensor_parallel_size=size, **options)
-    try:
-        width = engine.spec.hidden_size
-        dictionary = random_dictionary(0, width)
-        changes = [{"feature": 3, "mode": "add", "value": 2.0}, {"feature": 9, "mode": "ablate"}]
-        active = {"dictionary": dictionary, "feature": 5}
-        vector = random_vector(0, width)
-        interventions: list[dict[str, Any]] = [
-            {"op": "feature", "dictionary": dictionary, "changes": changes},
-            {"op": "features", "dictionary": dictionary, "top_k": 3, "name": "features"},
-            {"op": "flag", "when": active, "name": "flag"},
-            {"op": "steer", "at": "layers.1.output", "vector": vector, "when": {"not": active}},
-            {"op": "capture", "at": ["layers.*.output", "layers.2.attn.output"], "name": "c"},
-            {"op": "logit_lens", "layers": "all", "top_k": 3, "name": "lens"},
-            {"op": "capture", "at": "logits", "name": "logits", "where": {"positions": [0, -1]}},
-        ]
-        return engine, engine.ask("Hello there, you", interventions, max_tokens=5)
-    finally:
-        engine.close()
-
-
-def test_two_ranks_answer_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = write_checkpoint("llama", tmp_path)
-    _, expected = run(model, 1)
-    monkeypatch.setitem(os.environ, "VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "1")
-    engine, reply = run(model, 2)
-    assert reply.failure is None
-    assert reply.token_ids == expected.token_ids
-    for point in ("layers.0.output", "layers.3.output", "layers.2.attn.output"):
-        torch.testing.assert_close(
-            reply.tensor("c", point), expected.tensor("c", point), rtol=1e-3, atol=1e-4
-        )
-    torch.testing.assert_close(
-        reply.tensor("logits", "logits"), expected.tensor("logits", "logits"), rtol=1e-3, atol=1e-4
-    )
-    found: list[Any] = [one.result("features") for one in (reply, expected)]
-    ids, activations = (
-        [[[pair[part] for pair in row] for row in one.rows] for one in found] for part in (0, 1)
-    )
-    assert ids[0] == ids[1]
-    torch.testing.assert_close(
-        torch.tensor(activations[0]), torch.tensor(activations[1]), rtol=1e-3, atol=1e-4
-    )
-    assert found[0].positions == found[1].positions
-    flagged = reply.result("flag").positions
-    assert flagged == expected.result("flag").positions
-    assert 0 < len(flagged) < len(found[0].positions)
-    assert reply.result("lens").positions == expected.result("lens").positions
-    # What each rank holds a part of is not offered, rather than offered wrong.
-    assert engine.spec.leaf("attn.q") is None

@@ -20,6 +20,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 
+from benchmarks.dictionaries import random_dictionary
 from nnsight_engine import save
 from nnsight_engine.interleaving.threads import TimeBudgetError
 from nnsight_engine.vllm_backend.compat import EngineLimits
@@ -28,6 +29,7 @@ from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
 from nnsight_engine.vllm_backend.traces.errors import SpreadModuleError
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.check_process import report_of
+from tests.e2e.harness import Engine, Reply, random_vector
 from tests.e2e.point_blocks import OTHER, PROMPT
 from tests.e2e.tensor_parallel_check import BLOCKS
 from tests.e2e.traces import (
@@ -71,9 +73,23 @@ def test_a_block_gives_the_same_on_two_ranks(block: str, report: Report) -> None
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLM]:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint("llama", tmp_path_factory.mktemp("llama"), num_key_value_heads=1)
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(checkpoint: Path) -> Reply:
+    """Return what one rank answers; the engine ends before another one starts."""
+    engine = Engine(checkpoint, dtype="float32", max_model_len=128, num_gpu_blocks_override=32)
+    try:
+        return declarative(engine)
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path, on_one_rank: Reply) -> Iterator[VLLM]:
     """Start an engine of two ranks, with memory for six blocks of 32 positions."""
-    checkpoint = write_checkpoint("llama", tmp_path_factory.mktemp("llama"), num_key_value_heads=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.environ, "VLLM_CPU_OMP_THREADS_BIND", "nobind")
         patch.setitem(os.environ, "OMP_NUM_THREADS", "1")
@@ -97,6 +113,54 @@ def still_works(model: VLLM) -> bool:
         for _ in tracer.iter[:]:
             tokens.append(model.samples.output.item())
     return tuple(queries) == (len(PROMPT), 4, 32) and lens.shape == (len(PROMPT), 319) and len(tokens) == 2
+
+
+def declarative(engine: Engine) -> Reply:
+    """Ask for operations of many kinds."""
+    width = engine.spec.hidden_size
+    dictionary = random_dictionary(0, width)
+    changes = [{"feature": 3, "mode": "add", "value": 2.0}, {"feature": 9, "mode": "ablate"}]
+    active = {"dictionary": dictionary, "feature": 5}
+    vector = random_vector(0, width)
+    interventions: list[dict[str, Any]] = [
+        {"op": "feature", "dictionary": dictionary, "changes": changes},
+        {"op": "features", "dictionary": dictionary, "top_k": 3, "name": "features"},
+        {"op": "flag", "when": active, "name": "flag"},
+        {"op": "steer", "at": "layers.1.output", "vector": vector, "when": {"not": active}},
+        {"op": "capture", "at": ["layers.*.output", "layers.2.attn.output"], "name": "c"},
+        {"op": "logit_lens", "layers": "all", "top_k": 3, "name": "lens"},
+        {"op": "capture", "at": "logits", "name": "logits", "where": {"positions": [0, -1]}},
+    ]
+    return engine.ask("Hello there, you", interventions, max_tokens=5)
+
+
+def test_two_ranks_answer_as_one(model: VLLM, on_one_rank: Reply) -> None:
+    engine, expected = Engine.around(model.engine), on_one_rank
+    reply = declarative(engine)
+    assert reply.failure is None
+    assert reply.token_ids == expected.token_ids
+    for point in ("layers.0.output", "layers.3.output", "layers.2.attn.output"):
+        torch.testing.assert_close(
+            reply.tensor("c", point), expected.tensor("c", point), rtol=1e-3, atol=1e-4
+        )
+    torch.testing.assert_close(
+        reply.tensor("logits", "logits"), expected.tensor("logits", "logits"), rtol=1e-3, atol=1e-4
+    )
+    found: list[Any] = [one.result("features") for one in (reply, expected)]
+    ids, activations = (
+        [[[pair[part] for pair in row] for row in one.rows] for one in found] for part in (0, 1)
+    )
+    assert ids[0] == ids[1]
+    torch.testing.assert_close(
+        torch.tensor(activations[0]), torch.tensor(activations[1]), rtol=1e-3, atol=1e-4
+    )
+    assert found[0].positions == found[1].positions
+    flagged = reply.result("flag").positions
+    assert flagged == expected.result("flag").positions
+    assert 0 < len(flagged) < len(found[0].positions)
+    assert reply.result("lens").positions == expected.result("lens").positions
+    # What each rank holds a part of is not offered, rather than offered wrong.
+    assert engine.spec.leaf("attn.q") is None
 
 
 # What ranks hold in common.

@@ -40,8 +40,8 @@ GOOD, BAD = [" great", " wonderful", " amazing"], [" terrible", " boring", " bad
 
 
 @pytest.fixture(scope="module")
-def client(narrow_server: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=narrow_server.base_url, timeout=120) as client:
+def client(bundled_server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=bundled_server.base_url, timeout=120) as client:
         yield client
 
 

@@ -33,7 +33,6 @@ from nnsight_engine.serialization import DecodeError
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.check_process import REPORT
-from tests.e2e.mixed_load import difference
 from tests.e2e.traces import HeldTracer, Plain, run_together
 from tests.families.checkpoints import HIDDEN_SIZE, write_checkpoint
 
@@ -401,6 +400,29 @@ def _tried(case: Callable[[VLLM], Any], model: VLLM) -> Any:
         return case(model)
     except Exception:  # noqa: BLE001 - whatever it is, the report says it and the next case runs
         return Failed(traceback.format_exc())
+
+
+def difference(wanted: Any, got: Any, tolerance: float) -> str:
+    """Say where two trees differ, or return an empty text."""
+    if isinstance(wanted, torch.Tensor):
+        if wanted.shape != got.shape:
+            return f"of shape {tuple(wanted.shape)} and {tuple(got.shape)}"
+        scale = max(1.0, float(wanted.abs().max())) if wanted.numel() else 1.0
+        apart = float((wanted.double() - got.double()).abs().max()) / scale if wanted.numel() else 0.0
+        return "" if apart <= tolerance else f"apart by {apart:.2g}"
+    if isinstance(wanted, dict):
+        if wanted.keys() != got.keys():
+            return f"names {sorted(wanted)} and {sorted(got)}"
+        pairs = [(name, wanted[name], got[name]) for name in wanted]
+    elif isinstance(wanted, list | tuple):
+        if len(wanted) != len(got):
+            return f"{len(wanted)} and {len(got)} items"
+        pairs = [(str(at), one, other) for at, (one, other) in enumerate(zip(wanted, got, strict=True))]
+    else:
+        return "" if wanted == got else f"{wanted!r} and {got!r}"
+    return next(
+        (f"{name}: {how}" for name, one, other in pairs if (how := difference(one, other, tolerance))), ""
+    )
 
 
 def main() -> None:

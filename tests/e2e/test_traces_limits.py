@@ -1,19 +1,8 @@
-"""Five hundred requests of all kinds in one small engine: what each gets is what it gets alone.
-
-Memory is short, so requests are preempted. Steps are short, so prompts come in chunks. Requests join and are
-aborted at any step. Everything is float32, where the order of additions in a larger batch moves a value by
-some 1e-6, so values are compared to 1e-4 of the largest. A token could flip only where the best two are as
-close as that: definitions whose solo run comes within 1e-3 of a tie are left out, and the rest of the tokens
-must be equal.
-"""
+"""Blocks at the limits of a small engine: chunked prompts, barriers, bytes, and entries that are no trace."""
 
 from __future__ import annotations
 
-import gc
-import random
-import threading
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, Final
 
 import pytest
@@ -26,23 +15,13 @@ from nnsight_engine.serialization import DecodeError
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
 from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError, TraceBytesError
-from nnsight_engine.vllm_backend.traces.request import TracedRequest
 from nnsight_engine.vllm_backend.vllm import VLLM
-from tests.e2e.harness import Ask, random_vector
-from tests.e2e.mixed_load import DECLARATIVE, KINDS, PLAIN, TRACED, Answer, Definition, Load, difference
-from tests.e2e.soak_blocks import MAKERS, WIDTH
 from tests.e2e.traces import HeldTracer, Plain, run_together, traced_engine
 from tests.families.checkpoints import write_checkpoint
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
-_STEP: Final = 64
-_NUM_REQUESTS: Final = 500
-_TOLERANCE: Final = 1e-4
-_NEAR_TIE: Final = 1e-3
-_VARIANTS: Final = 3
-_NUM_SPARE: Final = 8
-"""Threads that wait for another block, at the most."""
+WIDTH: Final = 128
 
 
 @pytest.fixture(scope="module")
@@ -50,109 +29,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLM]:
     """Start an engine with steps of 64 tokens, memory for 20 blocks of 32, and a MiB for each block."""
     options = {
         "limits": EngineLimits(max_trace_bytes=1024 * 1024),
-        "max_num_batched_tokens": _STEP,
+        "max_num_batched_tokens": 64,
         "max_num_seqs": 16,
         "block_size": 32,
         "num_gpu_blocks_override": 20,
     }
     checkpoint = write_checkpoint("llama", tmp_path_factory.mktemp("llama"))
-    num_threads = torch.get_num_threads()
     with traced_engine(checkpoint, max_model_len=192, **options) as model:
-        torch.set_num_threads(1)  # the model is too small for two, and other tests may have the other core
         yield model
-    torch.set_num_threads(num_threads)
-
-
-def prompt(choices: random.Random, *, longest: int) -> list[int]:
-    return [choices.randrange(1, 280) for _ in range(choices.randrange(4, longest))]
-
-
-def definitions(model: VLLM) -> list[Definition]:
-    """Return each kind of block over prompts short and long, plain requests and declarative ones."""
-    choices = random.Random(0)
-    found = []
-    for name, maker in MAKERS.items():
-        for number in range(_VARIANTS):
-            ids = prompt(choices, longest=110 if number and maker.fits_all else 40)
-            label = f"{name} {number}, {len(ids)} tokens"
-            found.append(Definition(label, TRACED, open=partial(maker.sent, model, ids, number)))
-    steer = {"op": "steer", "at": "layers.1.output", "vector": random_vector(1, WIDTH), "scale": 0.5}
-    capture = {"op": "capture", "at": ["layers.2.output"], "name": "c"}
-    for number in range(24):
-        ids, tokens = prompt(choices, longest=110), choices.randrange(4, 60)
-        sampling = {"logprobs": 2}
-        found.append(Definition(f"plain {number}", PLAIN, Ask(ids, [], tokens, sampling)))
-        if number % 2:
-            ask = Ask(ids, [steer, capture] if number % 4 == 1 else [capture], tokens, sampling)
-            found.append(Definition(f"declarative {number}", DECLARATIVE, ask))
-    return found
-
-
-def is_chunked_error(answer: Answer) -> bool:
-    return answer.error is not None and issubclass(answer.error[0], ChunkedPromptError)
-
-
-def live_bytes() -> int:
-    gc.collect()
-    tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
-    return sum(one.untyped_storage().nbytes() for one in tensors)
-
-
-def block_threads() -> set[threading.Thread]:
-    """Return the threads of blocks, those of other engines in this process included."""
-    return {one for one in threading.enumerate() if one.name.startswith("nnsight-engine-block")}
-
-
-def test_all_requests_get_the_same_as_alone_and_nothing_is_left(model: VLLM) -> None:
-    threads_before = block_threads()
-    load = Load(model)
-    alone = {one: load.alone(one) for one in definitions(model)}
-    for definition, answer in alone.items():
-        if definition.kind == TRACED:
-            name, _, rest = definition.name.partition(" ")
-            is_long = int(rest.split()[1]) > _STEP
-            assert is_chunked_error(answer) == (is_long and not MAKERS[name].over_chunks), (
-                definition,
-                answer,
-            )
-    clear = [one for one in alone if alone[one].gap > _NEAR_TIE]
-    assert len(clear) > len(alone) * 0.9
-    by_kind = {kind: [one for one in clear if one.kind == kind] for kind in (TRACED, PLAIN, DECLARATIVE)}
-
-    choices = random.Random(1)
-    wrong: list[str] = []
-
-    def answered(definition: Definition, answer: Answer) -> None:
-        wanted = alone[definition]
-        if is_chunked_error(wanted):
-            same = is_chunked_error(answer)
-        elif wanted.error is not None:
-            same = answer.error == wanted.error
-        else:
-            same = answer.error is None and not difference(wanted.values, answer.values, _TOLERANCE)
-        if not same:
-            how = difference(wanted.values, answer.values, _TOLERANCE)
-            wrong.append(f"{definition.name}: {wanted.error} and {answer.error}: {how}")
-
-    def half(num_requests: int) -> int:
-        kinds = choices.choices([TRACED, PLAIN, DECLARATIVE], weights=[3, 4, 2], k=num_requests)
-        drawn = [choices.choice(by_kind[kind]) for kind in kinds]
-        load.run(drawn, choices, answered, at_once=20, abort_one_in=12)
-        assert set(load.engine.held().values()) == {0}
-        return live_bytes()
-
-    after_first = half(_NUM_REQUESTS // 2)
-    after_second = half(_NUM_REQUESTS - _NUM_REQUESTS // 2)
-    assert not wrong, "\n".join(wrong)
-    happened: Any = load.happened
-    for what in (happened.preempted, happened.chunked, happened.aborted):
-        assert all(what[kind] for kind in KINDS), happened
-    assert after_second <= after_first + 64 * 1024
-    assert not [one for one in gc.get_objects() if isinstance(one, TracedRequest)]
-    assert len(block_threads() - threads_before) <= _NUM_SPARE
-    assert not load.scheduler.requests
-    pool = load.scheduler.kv_cache_manager.block_pool
-    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is the null block
 
 
 ONE: Final = list(range(10, 40))
