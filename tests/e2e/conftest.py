@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import pytest_asyncio
+from vllm.platforms.cpu import CpuPlatform
 
 from nnsight_engine.modeling.bundled import bundled_model_path
 from nnsight_engine.vllm_backend.vllm import VLLM
@@ -31,6 +33,15 @@ from tests.families.checkpoints import write_checkpoint
 from tests.narrow_model import NAME, write_narrow_model
 from tests.parallel import SHARED_FIXTURES
 from tests.sharing import SHARED, bring_together, is_last, uses
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernels_bound_once() -> Iterator[None]:
+    """Have vLLM search all imported modules for its kernels once, not for each engine of this process."""
+    bind = CpuPlatform.register_triton_kernel_overrides
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuPlatform, bind.__name__, staticmethod(functools.cache(bind)))
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -88,7 +99,7 @@ def shared_live(
 ) -> Live:
     """Serve it in this process, with little room for results; modules share it."""
     stack = contextlib.ExitStack()
-    limits = {"inline_tensor_bytes": 2**18, "max_capture_bytes_per_request": 2**20}
+    limits = {"inline_tensor_bytes": 2**18, "max_capture_bytes_per_request": 2**23}
     live = stack.enter_context(live_server_in_a_thread(narrow, tmp_path_factory.mktemp("results"), **limits))
     request.session.stash.setdefault(SHARED, {})["shared_live"] = stack.close
     return live

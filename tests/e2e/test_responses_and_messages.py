@@ -38,7 +38,7 @@ HUGE = {"op": "capture", "at": "logits", "dtype": "float32"} | GENERATED
 REFUSED: dict[str, tuple[list[Any], str]] = {
     "layer": ([{"op": "capture", "at": "layers.99.output"}], "unknown_layer"),
     "position": ([{**CAPTURE, "where": {"positions": [5000]}}], "position_out_of_range"),
-    "limit": ([HUGE], "capture_too_large"),
+    "limit": ([{**HUGE, "name": str(number)} for number in range(8)], "capture_too_large"),
 }
 APIS: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": TEXT, "max_output_tokens": NUM_TOKENS},
