@@ -1,4 +1,4 @@
-"""Every import that the documentation of nnsight shows, and backends written as it describes."""
+"""Backends, tracers and saves written as the documentation of nnsight describes."""
 
 from __future__ import annotations
 
@@ -28,42 +28,19 @@ def model() -> NNsight:
 
 
 @pytest.mark.parametrize(
-    ("module", "names"),
+    "path",
     [
-        ("", "NNsight LanguageModel VisionLanguageModel DiffusionModel CONFIG save"),
-        ("modeling.base", "NNsight"),
-        ("modeling.language", "LanguageModel"),
-        ("modeling.huggingface", "HuggingFaceModel"),
-        ("modeling.transformers", "TransformersModel"),
-        ("modeling.diffusion", "DiffusionModel"),
-        ("modeling.mixins.loadable", "LoadableMixin"),
-        ("modeling.mixins.meta", "MetaMixin"),
-        ("modeling.mixins.remoteable", "RemoteableMixin"),
-        ("intervention.envoy", "Envoy eproperty OperationEnvoy"),
-        (
-            "intervention.hooks",
-            "requires_output requires_input requires_operation_output requires_operation_input",
-        ),
-        (
-            "intervention.interleaver",
-            "IEnvoy eproperty Events Cancelation EarlyStopException SkipException Interleaver Mediator",
-        ),
-        ("intervention.batching", "Batchable Batcher"),
-        ("intervention.backends.base", "Backend"),
-        ("intervention.backends.execution", "ExecutionBackend"),
-        ("intervention.tracing.base", "Tracer WithBlockNotFoundError"),
-        ("intervention.tracing.tracer", "InterleavingTracer ScanningTracer"),
-        ("intervention.tracing.invoker", "Invoker"),
-        ("intervention.tracing.editing", "EditingTracer"),
-        ("intervention.tracing.iterator", "IteratorTracer"),
-        ("intervention.tracing.backwards", "BackwardsTracer"),
-        ("intervention.tracing.globals", "Globals save"),
-        ("intervention.tracing.util", "ExceptionWrapper wrap_exception"),
+        "modeling.huggingface.HuggingFaceModel",
+        "modeling.transformers.TransformersModel",
+        "intervention.batching.Batchable",
+        "intervention.batching.Batcher",
+        "intervention.tracing.globals.Globals",
+        "intervention.tracing.globals.save",
     ],
 )
-def test_documented_import(module: str, names: str) -> None:
-    found = importlib.import_module(f"nnsight_engine.{module}".removesuffix("."))
-    assert [name for name in names.split() if not hasattr(found, name)] == []
+def test_a_documented_import_that_is_not_in_the_list_of_names(path: str) -> None:
+    module, _, name = path.rpartition(".")
+    assert hasattr(importlib.import_module(f"nnsight_engine.{module}"), name)
 
 
 def test_documented_events_and_errors_of_blocks() -> None:
