@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,18 @@ def test_parts_that_run_here_are_between_those_that_were_sent(model: LanguageMod
             logits = save(model.lm_head.output)
         found.append(logits)
     torch.testing.assert_close(*found)
+
+
+def test_other_things_named_local_are_none_of_its_parts(model: LanguageModel) -> None:
+    class Other:
+        def local(self) -> contextlib.AbstractContextManager[None]:
+            return contextlib.nullcontext()
+
+    with model.trace(TEXT, remote="local"):
+        made = Other()
+        with made.local():
+            hidden = save(model.layers[0].output)
+    assert hidden.ndim == 3
 
 
 def test_what_a_cache_missed_is_warned_of_each_time(model: LanguageModel) -> None:

@@ -22,7 +22,7 @@ from nnsight_engine.remote_backend.sending.transformers_dialect import Transform
 from nnsight_engine.serialization import DecodeError, EncodeError, encode, encode_trace
 from nnsight_engine.vllm_backend.traces.tracer import BlockTracer
 from tests.transports import InProcess
-from tests.unit.local_engine.bench import OTHER, TEXT, Bench, served_by
+from tests.unit.local_engine.bench import OTHER, TEXT, Bench
 
 
 def test_further_names(bench: Bench) -> None:
@@ -127,25 +127,6 @@ def test_wanted_names_come_home_unsaved(bench: Bench) -> None:
     assert shape[-1] == 128
     with pytest.raises(NameError):
         _ = hidden
-
-
-def test_changed_weights_are_noticed(bench: Bench) -> None:
-    engine = LanguageModel(bench.path, dispatch=True)
-    runner = TraceRunner(engine)
-    model = bench.client
-    with model.trace(TEXT, backend=RemoteBackend(transport=InProcess(served_by(runner)))):
-        model.lm_head._module.register_forward_hook(lambda *_: None)
-        model._module.train()
-        model._module.requires_grad_(False)
-        torch.set_grad_enabled(False)
-    assert not runner.needs_replacement
-    assert not engine.lm_head._module._forward_hooks
-    assert not engine._module.training
-    assert engine.lm_head.weight.requires_grad
-    with model.trace(TEXT, backend=RemoteBackend(transport=InProcess(served_by(runner)))):
-        with torch.no_grad():
-            model.lm_head.weight.mul_(2)
-    assert runner.needs_replacement
 
 
 def test_random_numbers_are_each_traces_own(bench: Bench) -> None:

@@ -67,15 +67,6 @@ async def test_an_error_of_one_request_ends_all(
     assert set(engine.aborted) == {"key-0", "key-1"}
 
 
-async def test_a_reader_that_leaves_ends_the_requests() -> None:
-    engine = Engine()
-    async with engine.run(*[range(1, 10_000)] * 3) as run:
-        async for event in run:
-            if isinstance(event, Output):
-                break
-    assert (engine.num_running, len(engine.traces), engine.forgotten) == (0, 0, ["key"])
-
-
 @pytest.mark.parametrize("phase", ["hold", "read"])
 async def test_a_cancelled_reader_ends_the_requests(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine()

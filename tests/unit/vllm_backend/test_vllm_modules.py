@@ -22,6 +22,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Static
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from nnsight_engine.core.errors import InterventionError
+from nnsight_engine.families.dense import LLAMA, LLAMA_LEAVES
 from nnsight_engine.families.places import Place
 from nnsight_engine.modeling.bundled import bundled_model_path
 from nnsight_engine.vllm_backend.attention_hooks import attention_form
@@ -59,6 +60,12 @@ def test_attention_patterns_are_computed_as_vllm_attends_or_refused() -> None:
     del attention.impl.logits_soft_cap
     with pytest.raises(InterventionError, match="does not expose logits_soft_cap"):
         attention_form(attention)
+
+
+def test_there_is_no_pattern_where_positions_attend_to_later_ones() -> None:
+    causal = BlockPoints(LLAMA_LEAVES, LLAMA.kernel, num_heads=2, num_kv_heads=1, head_dim=4)
+    shapes, others = causal.shapes(8), dataclasses.replace(causal, is_causal=False).shapes(8)
+    assert shapes.keys() - others.keys() == {"attn.pattern"}
 
 
 def test_a_mixer_whose_kernel_postpones_updates_has_no_state() -> None:
