@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.machine import Machine
-from loadtests.capacity_table import LOADS, CapacityPoint, counts_of, page, point_of, step_of
+from loadtests.capacity_table import CapacityPoint, page, point_of, step_of
 from loadtests.records import EventKind, Records, percentiles
 from loadtests.refusals import EXPECTED
 from loadtests.run_process import RunError
@@ -252,14 +252,6 @@ def test_the_projects_own_file_judges_every_phase_of_a_mixed_run(shape: str) -> 
 
 
 # The table of capacity.
-
-
-@pytest.mark.parametrize("load", LOADS)
-@pytest.mark.parametrize("concurrency", [2, 8, 32])
-def test_half_of_the_users_of_a_mixed_load_are_plain(load: str, concurrency: int) -> None:
-    counts = counts_of(load, concurrency)
-    assert sum(counts.values()) == concurrency
-    assert counts["plain"] == (concurrency if load == "plain" else concurrency // 2)
 
 
 def test_a_point_has_everybodys_rates_and_the_plain_ones_times_after_the_warm_up() -> None:
