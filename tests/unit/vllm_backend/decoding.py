@@ -132,13 +132,19 @@ class Worker:
     def open(self, request_id: str, request: CompiledRequest, *, stops_outside: bool = False) -> None:
         self.outbox.open(request_id, request.plan, stops_outside=stops_outside)
 
-    def begin(self, arrived: Mapping[str, CompiledRequest], finished: set[str]) -> None:
+    def begin(
+        self,
+        arrived: Mapping[str, CompiledRequest],
+        finished: set[str],
+        returned: Mapping[str, int] | None = None,
+    ) -> None:
         self.state.begin(
             [
                 (request_id, {"plan": request.plan, "tensors": compiling.tensors_of(request)})
                 for request_id, request in arrived.items()
             ],
             finished,
+            returned,
         )
 
     def step(self, batch: Sequence[Rows]) -> PlayedStep:

@@ -201,14 +201,6 @@ def test_a_trace_goes_where_the_fewest_requests_are_or_will_be() -> None:
     assert placed("e", 1, 0, 0, 0) == 2
 
 
-async def test_calls_of_all_workers_return_the_results_of_all_engines(
-    engine: InterventionAsyncLLM, core: Core
-) -> None:
-    core.answers["keep_edit"] = ["one", "two"]
-    assert await engine.collective_rpc("keep_edit", args=("calm", b"block")) == ["one", "two"]
-    assert core.calls == [(one, "keep_edit", "calm", b"block") for one in core.core_engines]
-
-
 async def test_counts_of_engines_are_added(engine: InterventionAsyncLLM, core: Core) -> None:
     first, second = EngineCounts(), EngineCounts()
     first.steps["tap"], second.steps["tap"], second.steps["plain"] = 2, 3, 1
@@ -217,6 +209,7 @@ async def test_counts_of_engines_are_added(engine: InterventionAsyncLLM, core: C
     second.sandboxes["started"] = 4
     core.answers["count_events"] = [first.to_plain(), second.to_plain()]
     total = await engine.count_events()
+    assert core.calls == [(one, "count_events") for one in core.core_engines]
     assert (total.steps, total.sandboxes["started"]) == ({"plain": 1, "tap": 5, "eager": 0}, 4)
     assert sum(total.intervention_buckets) == 2
     assert total.intervention_s == pytest.approx(0.04)

@@ -71,6 +71,31 @@ def test_a_prompt_that_goes_on_behind_rows_from_the_cache_keeps_its_positions() 
     assert positions == [*range(8), *range(16, 22)]
 
 
+def test_a_request_with_drafts_that_returns_after_a_preemption_reads_each_position_once() -> None:
+    worker, requests = Worker(shares=True), {name: compiled([CAPTURE], 2) for name in "ab"}
+    for name, request in requests.items():
+        worker.open(name, request)
+    worker.begin(requests, set())
+
+    def step(*batch: Rows) -> None:
+        plan = worker.plan(batch)
+        worker.run(plan, batch)
+        worker.finish(plan, batch, [[1] for _ in batch])
+
+    step(Rows("a", 0, 0, 2), Rows("b", 1, 0, 2))
+    worker.begin({}, set())
+    step(Rows("a", 0, 2, 2, 1), Rows("b", 1, 2, 1))
+    for position in (3, 4):  # steps of a run
+        worker.begin({}, set())
+        step(Rows("a", 0, position, 1), Rows("b", 1, position, 1))
+    worker.begin({}, set(), {"a": 6})
+    step(Rows("b", 1, 5, 1), Rows("a", 0, 0, 6))
+    for name in requests:
+        payload = worker.take(name, final=True)
+        assert payload is not None
+        assert [one for record in payload.records for one in record.positions] == [*range(6)]
+
+
 def rule(rng: random.Random, depth: int = 0) -> WhereRule:
     start = rng.choice([0, 0, rng.randint(0, 12)])
     return WhereRule(

@@ -30,6 +30,9 @@ OPERATIONS: list[dict[str, Any]] = [
     {"op": "probe", "at": "layers.*.output", "weights": [1.0, -1, 0, 1], "bias": 0.5},
     {"op": "logit_lens", "layers": "all", "top_k": 2, "targets": [3]},
 ]
+NAMED = {"capture", "probe", "logit_lens"}
+"""Operations that read."""
+
 Told = list[tuple[str, object]]
 
 
@@ -98,7 +101,7 @@ class Schedule:
         name, self._num_requests = f"r{self._num_requests}", self._num_requests + 1
         prompt_len = rng.randint(2, 7)
         raw = [
-            one | {"name": f"n{index}"} if one["op"] in {"capture", "probe", "logit_lens"} else one
+            one | {"name": f"n{index}"} if one["op"] in NAMED else one
             for index, one in enumerate(rng.sample(OPERATIONS, rng.randint(0, 4)))
         ]
         request = compiled(raw, prompt_len, stream=rng.random() < 0.3) if raw else None
@@ -200,6 +203,16 @@ class Decoding:
         results = self.finish(self.forward())
         assert results is not None
         return results
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_what_is_asked_for_is_read(operation: dict[str, Any]) -> None:
+    decoding = Decoding([[operation | ({"name": "n"} if operation["op"] in NAMED else {})]])
+    decoding.step()
+    payload = decoding.worker.take("r0", final=True)
+    assert payload is not None
+    assert payload.failure is None
+    assert bool(payload.records) == (operation["op"] in NAMED)
 
 
 def num_calls(decoding: Decoding) -> int:

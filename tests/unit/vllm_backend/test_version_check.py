@@ -108,6 +108,7 @@ def test_a_version_is_used_or_refused_and_its_changes_are_named(
         assert {record.levelname for record in caplog.records} <= {"WARNING"}
     assert len(messages) == bool(told)
     assert re.search(".*".join(map(re.escape, told)), "".join(messages))
+    assert "; and 0 more" not in "".join(messages)
 
 
 def test_serve_stops_before_vllm_is_imported(
