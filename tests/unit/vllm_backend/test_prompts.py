@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from transformers import BatchEncoding
+from vllm import SamplingParams
 
 from nnsight_engine import LanguageModel, bundled_model_path
-from nnsight_engine.vllm_backend.prompts import as_prompt
+from nnsight_engine.vllm_backend.prompts import Request, as_prompt
 
 IDS = [504, 6181, 314]
 
@@ -130,3 +131,20 @@ def test_several_prompts_are_several_invokes(given: Any) -> None:
 def test_what_is_no_prompt_is_refused(given: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         as_prompt(given)
+
+
+@pytest.mark.parametrize(
+    ("shared", "params", "own", "named"),
+    [
+        ({"seed": 1}, SamplingParams(), {}, "seed"),
+        ({"sampling_params": SamplingParams(), "max_new_tokens": 1}, SamplingParams(), {}, "max_tokens"),
+        ({}, None, {"max_tokens": 1, "max_new_tokens": 2}, "max_new_tokens"),
+        ({"max_tokens": 1, "max_new_tokens": 1}, None, {}, "max_new_tokens"),
+        ({}, None, {"_eos_token_id": 2}, "_eos_token_id"),
+    ],
+)
+def test_sampling_parameters_that_would_have_no_effect_are_refused(
+    shared: dict[str, Any], params: Any, own: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(TypeError, match=named):
+        Request({"prompt": "x"}, own, params).sampling_over(shared)
