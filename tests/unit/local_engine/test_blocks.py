@@ -73,7 +73,6 @@ def all_and_next_steps(model: LanguageModel, how: How) -> Any:
     return every
 
 
-@pytest.mark.filterwarnings("ignore:`with tracer.iter:DeprecationWarning")
 def older_loops_in_traces_that_generate(model: LanguageModel, how: How) -> Any:
     with model.trace(TEXT, **THREE, **how) as tracer:
         tokens = save(list[Any]())
