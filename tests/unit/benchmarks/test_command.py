@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import re
 import subprocess
@@ -9,13 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.__main__ import arguments_of
-from benchmarks.process import ChildObject, ProcessError
-from benchmarks.runner import parser_of, table_module
-from benchmarks.tables import TABLES
+from benchmarks.report import rows_of
+from benchmarks.runner import parser_of, run, table_module
+from benchmarks.tables import TABLES, gpu
 
-ECHO = "tests.unit.benchmarks.echo:Echo"
 COMMON = {"--repeats", "--processes", "--quick", "--add", "--profile", "--output"}
 
 
@@ -28,37 +30,17 @@ def test_every_table_has_options_of_its_own_and_is_documented(table: str) -> Non
     assert f"`{table}`" in page.read_text(encoding="utf-8")
 
 
-def test_the_command_splits_its_options_from_the_table_s_and_the_engine_s() -> None:
+def test_the_command_splits_its_options_from_the_table_s_and_the_engine_s(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     args, rest = arguments_of(["startup", "--compile", "--quick", "--", "--max-model-len", "64"])
     assert (args.table, args.quick, args.repeats, args.processes) == ("startup", True, 1, 1)
     assert parser_of("startup").parse_args(rest).compile
     assert args.engine_arguments == ["--max-model-len", "64"]
-    args, rest = arguments_of(["--mode", "eager"])
-    assert (args.table, args.repeats, args.processes, rest) == ("serving", 5, 3, ["--mode", "eager"])
-
-
-def test_an_unknown_table_is_refused_with_the_names_of_all() -> None:
-    command = [sys.executable, "-m", "benchmarks", "htpp"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "got htpp" in done.stderr
-    assert all(name in done.stderr for name in TABLES)
-
-
-def test_a_child_answers_until_it_fails_and_then_says_why() -> None:
-    with ChildObject(ECHO, "a", variables={"PYTHONWARNINGS": "ignore"}) as child:
-        assert child.call("answer", 1) == ["a", 1]
-        assert child.call("answer", value=2) == ["a", 2]
-        with pytest.raises(ProcessError, match="ended with status 1: ValueError: -1 is negative") as raised:
-            child.call("answer", -1)
-    assert "Traceback" in raised.value.output
-
-
-def test_a_child_that_does_not_answer_in_time_is_given_up() -> None:
-    with ChildObject(ECHO, limit_s=0.01) as child:
-        for _ in range(2):
-            with pytest.raises(ProcessError, match="gave no answer within"):
-                child.call("wait", 60)
+    with pytest.raises(SystemExit):
+        arguments_of(["htpp"])
+    told = capsys.readouterr().err
+    assert all(name in told for name in ("got htpp", *TABLES))
 
 
 @pytest.mark.heavy
@@ -72,3 +54,17 @@ def test_a_table_is_measured_in_two_processes_and_written(tmp_path: Path) -> Non
     assert len(rows) == 16
     assert all((row["num_repeats"], row["num_processes"]) == (2, 2) and row["value"] > 0 for row in rows)
     assert "`encode_trace` and `decode_trace`" in file.with_suffix(".md").read_text(encoding="utf-8")
+
+
+@pytest.mark.heavy
+def test_the_table_of_the_gpu_does_without_one_what_it_times() -> None:
+    num_threads = torch.get_num_threads()
+    try:
+        with contextlib.ExitStack() as stack:
+            plan = gpu.plan(argparse.Namespace(device="cpu", quick=True), stack)
+            *_, results = run(plan, 1)
+    finally:
+        torch.set_num_threads(num_threads)
+    measured = {row.case: row.value for row in rows_of([results])}
+    assert None not in measured.values()
+    assert {"twelve saved values", "one request steered"} <= set(measured)

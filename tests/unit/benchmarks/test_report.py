@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import machine as machine_module
 from benchmarks.case import BenchmarkCase, Measure, NotMeasuredError, Plan, Sample, Sampler, difference, ratio
-from benchmarks.machine import Machine, OtherWork
+from benchmarks.machine import Machine
 from benchmarks.report import BenchmarkReport, ReportError, Row, rows_of
 from benchmarks.runner import run
-from benchmarks.tables.serving import chosen
 
 HERE = Machine("2026-01-01", "abc1234", "a CPU", 2, 0.1, {"python": "3.11"})
 
@@ -98,12 +93,6 @@ def test_a_case_that_is_not_measured_says_why_and_others_go_on() -> None:
     assert "no GPU / here" in report.to_markdown()
 
 
-def test_a_measure_of_all_samples_has_no_value_in_one() -> None:
-    count = Measure("count", lambda samples: float(len(samples)), takes_all=True)
-    (row,) = measured(case("one", pairs([1.0] * 3, [1.0] * 3), count))
-    assert (row.value, row.quartiles, row.worst) == (3.0, (), None)
-
-
 def test_every_round_starts_with_another_case_and_a_long_case_runs_less_often() -> None:
     order: list[str] = []
 
@@ -121,17 +110,6 @@ def test_every_round_starts_with_another_case_and_a_long_case_runs_less_often() 
     assert order == ["a", "b", "b", "a"]
 
 
-def test_a_missed_target_says_what_bounds_it() -> None:
-    missed = ratio("ours", "plain", 0.985, is_floor=True, bound="Taps.")
-    text = report_of(
-        case("idle", pairs([0.9] * 3, [1.0] * 3), missed),
-        case("control", pairs([0.9] * 3, [1.0] * 3), ratio("ours", "plain")),
-    ).to_markdown()
-    assert "| idle | small | ours / plain | 0.900 |" in text
-    assert "- idle: Taps." in text
-    assert "- control" not in text
-
-
 def test_parts_make_one_table_and_a_case_measured_again_replaces_its_row(tmp_path: Path) -> None:
     def at(name: str, value: float) -> BenchmarkCase:
         return case(name, pairs([value] * 3, [1.0] * 3), ratio("ours", "plain"))
@@ -145,55 +123,9 @@ def test_parts_make_one_table_and_a_case_measured_again_replaces_its_row(tmp_pat
     assert "busy" in whole.to_markdown()
 
 
-def test_a_table_shows_that_others_used_the_cores_during_its_run(tmp_path: Path) -> None:
-    calm = dataclasses.replace(HERE, other_cores=0.02)
-    one = case("idle", pairs([1.0] * 3, [1.0] * 3), ratio("ours", "plain"))
-    text = report_of(one, machine=calm).to_markdown()
-    assert "Other processes used 0.02 cores" in text
-    assert "busy" not in text
-    report_of(one, machine=dataclasses.replace(HERE, other_cores=0.9)).write(tmp_path)
-    added = report_of(one, machine=calm).added_to(tmp_path).to_markdown()
-    assert "Other processes used 0.90 cores" in added
-    assert "busy" in added
-
-
-def test_the_work_of_children_is_not_that_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stat, ticks, before = tmp_path / "stat", os.sysconf("SC_CLK_TCK"), sum(os.times()[:4])
-
-    def counted(others_s: float) -> None:
-        ours_s = sum(os.times()[:4]) - before
-        stat.write_text(f"cpu  {round((1000 + others_s + ours_s) * ticks)} 0 0 77 0\n")
-
-    monkeypatch.setattr(machine_module, "_STAT", stat)
-    counted(0.0)
-    work = OtherWork()
-    busy = "import time\nwhile time.process_time() < 0.6: pass"
-    subprocess.run([sys.executable, "-c", busy], check=True)
-    counted(others_s=3.0)
-    assert sum(os.times()[2:4]) > 0.5
-    assert work.seconds() == pytest.approx(3.0, abs=0.2)
-
-
 def test_a_table_never_mixes_commits(tmp_path: Path) -> None:
     one = case("idle", pairs([1.0] * 3, [1.0] * 3), ratio("ours", "plain"))
     report_of(one).write(tmp_path)
     later = dataclasses.replace(HERE, commit="def5678")
     with pytest.raises(ReportError, match="abc1234"):
         report_of(one, machine=later).added_to(tmp_path)
-
-
-def test_every_batch_runs_behind_short_prompts_and_one_behind_long_ones() -> None:
-    idle = chosen([1, 4, 32], [16, 512], ["idle"], "decode")
-    assert [(one.num_requests, one.prompt_tokens) for one in idle] == [(1, 16), (4, 16), (32, 16), (4, 512)]
-    choices = chosen([1, 8, 32, 64], [16, 512], [], None)
-    cases = [one.case("compiled", None, 1) for one in choices]
-    assert len({(one.name, one.size) for one in cases}) == len(cases)
-
-
-def test_only_the_compiled_engine_has_targets_of_throughput() -> None:
-    (idle,) = chosen([8], [16], ["idle"], "decode")
-    (steer,) = chosen([8], [16], ["one steer"], "first_token")
-    for mode, target in (("compiled", 0.985), ("eager", None)):
-        (throughput,), (time,) = (one.case(mode, None, 1).measures for one in (idle, steer))
-        assert (throughput.target, throughput.is_floor) == (target, True)
-        assert (time.target, time.is_floor) == (1.1, False)

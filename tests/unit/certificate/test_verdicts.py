@@ -28,44 +28,40 @@ REFUSAL = Failure("ApiError: not here", is_refusal=True)
 BREAK = Failure("TypeError: oh", is_refusal=False)
 
 
-def judged(wanted: torch.Tensor | Failure, got: torch.Tensor | Failure, own: torch.Tensor = PLAIN) -> Verdict:
-    return judge_movement(wanted, got, (PLAIN, own), FP32)
+MASKED = torch.tensor([1.0, -math.inf])
 
 
-def test_a_value_within_a_thousandth_of_the_largest_is_ok() -> None:
-    verdict = judge_value(VALUE, VALUE + 0.003, FP32)
-    assert verdict.status is Status.OK
-    assert verdict.difference == pytest.approx(0.003 / 4, rel=1e-3)
+@pytest.mark.parametrize(
+    ("wanted", "got", "dtype", "is_ok"),
+    [
+        (VALUE, VALUE + 0.003, "float32", True),  # within a thousandth of the largest
+        *(
+            (VALUE, got, "float32", False)
+            for got in (VALUE + 0.005, VALUE * math.nan, VALUE * math.inf, -VALUE)
+        ),
+        (VALUE, VALUE.reshape(4), "float32", False),
+        (MASKED, MASKED.clone(), "float32", True),
+        (MASKED, torch.tensor([1.0, 0.0]), "float32", False),
+        (torch.zeros(3), torch.zeros(3), "float32", True),
+        (torch.zeros(3), torch.ones(3), "float32", False),
+        (VALUE, VALUE * 1.01, "bfloat16", True),
+        (VALUE, VALUE * 1.01, "float32", False),
+        (VALUE, BREAK, "float32", False),
+    ],
+)
+def test_a_value_is_ok_or_differs(
+    wanted: torch.Tensor, got: torch.Tensor | Failure, dtype: str, *, is_ok: bool
+) -> None:
+    verdict = judge_value(wanted, got, Bounds.of(TOLERANCES[dtype]))
+    assert verdict.status is (Status.OK if is_ok else Status.DIFFERS)
 
 
-@pytest.mark.parametrize("got", [VALUE + 0.005, VALUE * math.nan, VALUE * math.inf, -VALUE])
-def test_another_value_differs(got: torch.Tensor) -> None:
-    verdict = judge_value(VALUE, got, FP32)
-    assert verdict.status is Status.DIFFERS
-    assert verdict.difference is not None
-    assert verdict.difference > FP32.value
-
-
-def test_a_value_of_another_shape_differs_and_its_reason_names_both() -> None:
-    verdict = judge_value(VALUE, VALUE.reshape(4), FP32)
-    assert verdict.status is Status.DIFFERS
-    assert "[4] instead of [2, 2]" in verdict.reason
-
-
-def test_masked_elements_must_be_masked_on_both_sides() -> None:
-    masked = torch.tensor([1.0, -math.inf])
-    assert judge_value(masked, masked.clone(), FP32).status is Status.OK
-    assert judge_value(masked, torch.tensor([1.0, 0.0]), FP32).status is Status.DIFFERS
-
-
-def test_a_value_of_zeros_is_compared_by_itself() -> None:
-    assert judge_value(torch.zeros(3), torch.zeros(3), FP32).status is Status.OK
-    assert judge_value(torch.zeros(3), torch.ones(3), FP32).status is Status.DIFFERS
-
-
-def test_bounds_are_those_of_the_dtype() -> None:
-    assert judge_value(VALUE, VALUE * 1.01, Bounds.of(TOLERANCES["bfloat16"])).status is Status.OK
-    assert judge_value(VALUE, VALUE * 1.01, FP32).status is Status.DIFFERS
+def test_a_verdict_has_the_difference_or_the_reason() -> None:
+    assert judge_value(VALUE, VALUE + 0.003, FP32).difference == pytest.approx(0.003 / 4, rel=1e-3)
+    difference = judge_value(VALUE, VALUE + 0.005, FP32).difference
+    assert difference is not None
+    assert difference > FP32.value
+    assert "[4] instead of [2, 2]" in judge_value(VALUE, VALUE.reshape(4), FP32).reason
 
 
 @pytest.mark.parametrize(
@@ -84,34 +80,32 @@ def test_what_one_side_lacks_cannot_be_compared(
     assert judge_movement(wanted, got, (PLAIN, PLAIN), FP32) == Verdict(Status.NOT_COMPARED, None, reason)
 
 
-def test_an_error_of_vllm_that_is_no_refusal_differs() -> None:
-    assert judge_value(VALUE, BREAK, FP32).status is Status.DIFFERS
-    assert judged(PLAIN + MOVE, BREAK).status is Status.DIFFERS
+NEAR = PLAIN + torch.tensor([1e-4, 0.0, -1e-4, 0.0])
+OFF = PLAIN + torch.tensor([0.01, -0.01, 0.0, 0.0])
 
 
-def test_the_same_movement_is_ok_although_the_engines_differ_a_little_without_it() -> None:
-    own = PLAIN + torch.tensor([1e-4, 0.0, -1e-4, 0.0])
-    assert judged(PLAIN + MOVE, own + MOVE, own).status is Status.OK
-
-
-def test_an_accepted_write_without_an_effect_is_silently_wrong() -> None:
-    for own in (PLAIN, PLAIN + 0.1):
-        assert judged(PLAIN + MOVE, own.clone(), own).status is Status.SILENTLY_WRONG
-
-
-@pytest.mark.parametrize("move", [-MOVE, 0.5 * MOVE, MOVE.roll(1), MOVE * math.nan])
-def test_another_movement_differs(move: torch.Tensor) -> None:
-    assert judged(PLAIN + MOVE, PLAIN + move).status is Status.DIFFERS
-
-
-def test_a_movement_that_transformers_does_not_make_differs() -> None:
-    assert judged(PLAIN.clone(), PLAIN + MOVE).status is Status.DIFFERS
-
-
-def test_a_movement_as_small_as_the_engines_differ_anyway_cannot_be_compared() -> None:
-    own = PLAIN + torch.tensor([0.01, -0.01, 0.0, 0.0])
-    assert judged(PLAIN + 0.005 * MOVE, own - 0.005 * MOVE, own).status is Status.NOT_COMPARED
-    assert judged(PLAIN.clone(), PLAIN.clone()).status is Status.NOT_COMPARED
+@pytest.mark.parametrize(
+    ("wanted", "got", "own", "status"),
+    [
+        (PLAIN + MOVE, NEAR + MOVE, NEAR, Status.OK),
+        # An accepted write without an effect.
+        (PLAIN + MOVE, PLAIN.clone(), PLAIN, Status.SILENTLY_WRONG),
+        (PLAIN + MOVE, PLAIN + 0.1, PLAIN + 0.1, Status.SILENTLY_WRONG),
+        *(
+            (PLAIN + MOVE, PLAIN + move, PLAIN, Status.DIFFERS)
+            for move in (-MOVE, 0.5 * MOVE, MOVE.roll(1), MOVE * math.nan)
+        ),
+        (PLAIN.clone(), PLAIN + MOVE, PLAIN, Status.DIFFERS),
+        (PLAIN + MOVE, BREAK, PLAIN, Status.DIFFERS),
+        # As small as the engines differ anyway.
+        (PLAIN + 0.005 * MOVE, OFF - 0.005 * MOVE, OFF, Status.NOT_COMPARED),
+        (PLAIN.clone(), PLAIN.clone(), PLAIN, Status.NOT_COMPARED),
+    ],
+)
+def test_a_movement_is_judged_by_that_of_transformers(
+    wanted: torch.Tensor, got: torch.Tensor | Failure, own: torch.Tensor, status: Status
+) -> None:
+    assert judge_movement(wanted, got, (PLAIN, own), FP32).status is status
 
 
 def test_tokens_differ_unless_the_choice_was_nearly_a_tie() -> None:

@@ -146,16 +146,10 @@ def test_the_loop_ends_where_steps_cannot_be_distinguished(start: torch.Tensor) 
     assert after == "ran"
 
 
-def _iter(tracer: Any) -> Any:
-    return tracer.iter[:]
-
-
-def _all(tracer: Any) -> Any:
-    return tracer.all()
-
-
-@pytest.mark.parametrize("loop", [_iter, _all])
-def test_with_says_what_to_write(model: NNsight, start: torch.Tensor, loop: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize("loop", [lambda tracer: tracer.iter[:], lambda tracer: tracer.all()])
+def test_with_says_what_to_write_and_for_says_nothing(
+    model: NNsight, start: torch.Tensor, loop: Callable[[Any], Any]
+) -> None:
     with (
         pytest.warns(DeprecationWarning, match=r"for step in tracer\.iter") as caught,
         model.trace(start) as tracer,
@@ -163,9 +157,6 @@ def test_with_says_what_to_write(model: NNsight, start: torch.Tensor, loop: Call
     ):
         model.cell.output.save()
     assert caught[0].filename == __file__
-
-
-def test_for_says_nothing(model: NNsight, start: torch.Tensor) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with model.trace(start) as tracer:

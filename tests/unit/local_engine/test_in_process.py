@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,85 +29,31 @@ def model(path: Path) -> LanguageModel:
     return LanguageModel(path, dispatch=True)
 
 
-def reads_and_writes(model: LanguageModel, remote: str | None) -> Any:
-    with model.trace(TEXT, remote=remote):
-        model.model.layers[0].mlp.output[:] *= 0.5
-        hidden = save(model.layers[1].output)
-        logits = save(model.lm_head.output)
-    return hidden, logits
+def test_parts_that_run_here_are_between_those_that_were_sent(model: LanguageModel) -> None:
+    found = []
+    for remote in (None, "local"):
+        lock = threading.Lock()  # cannot travel
+        with model.trace(TEXT, remote=remote) as tracer:
+            hidden = model.layers[0].output
+            with tracer.local():
+                with lock:
+                    doubled = hidden * 2
+            model.layers[0].output = doubled
+            logits = save(model.lm_head.output)
+        found.append(logits)
+    torch.testing.assert_close(*found)
 
 
-def invokes(model: LanguageModel, remote: str | None) -> Any:
-    with model.trace(remote=remote) as tracer:
-        barrier = tracer.barrier(2)
-        with tracer.invoke(TEXT):
-            clean = model.layers[0].output[:, -1]
-            barrier()
-        with tracer.invoke([OTHER, TEXT]):
-            barrier()
-            model.layers[0].output[:, -1] = clean
-            patched = save(model.lm_head.output[:, -1])
-    return patched
+def test_other_things_named_local_are_none_of_its_parts(model: LanguageModel) -> None:
+    class Other:
+        def local(self) -> contextlib.AbstractContextManager[None]:
+            return contextlib.nullcontext()
 
-
-def generation(model: LanguageModel, remote: str | None) -> Any:
-    with model.generate(TEXT, max_new_tokens=3, do_sample=False, remote=remote) as tracer:
-        steps = save([])
-        for _ in tracer.iter[:]:
-            steps.append(model.lm_head.output[0, -1])
-        tokens = save(tracer.result)
-    return *steps, tokens
-
-
-def gradients(model: LanguageModel, remote: str | None) -> Any:
-    with model.trace(TEXT, remote=remote):
-        hidden = model.layers[0].output
-        hidden.requires_grad_(True)
-        loss = model.lm_head.output[0, -1].logsumexp(-1)
-        with loss.backward():
-            gradient = save(hidden.grad)
-    return gradient
-
-
-def session(model: LanguageModel, remote: str | None) -> Any:
-    with model.session(remote=remote):
-        with model.trace(TEXT):
-            hidden = model.layers[0].output[:, -1]
-        with model.trace(OTHER):
-            model.layers[0].output[:, -1] = hidden
-            patched = save(model.lm_head.output)
-    return patched
-
-
-def edits(model: LanguageModel, remote: str | None) -> Any:
-    with model.edit() as edited:
-        model.layers[0].mlp.output[:] = 0
-    with edited.trace(TEXT, remote=remote):
-        logits = save(edited.lm_head.output)
-    return logits
-
-
-def parts_here(model: LanguageModel, remote: str | None) -> Any:
-    lock = threading.Lock()  # cannot travel
-    with model.trace(TEXT, remote=remote) as tracer:
-        hidden = model.layers[0].output
-        with tracer.local():
-            with lock:
-                doubled = hidden * 2
-        model.layers[0].output = doubled
-        logits = save(model.lm_head.output)
-    return logits
-
-
-@pytest.mark.parametrize(
-    "trace", [reads_and_writes, invokes, generation, gradients, session, edits, parts_here]
-)
-def test_what_comes_home_is_what_a_trace_here_gives(
-    model: LanguageModel, trace: Callable[[LanguageModel, str | None], Any]
-) -> None:
-    here, sent = trace(model, None), trace(model, "local")
-    torch.testing.assert_close(sent, here)
-    torch.testing.assert_close(trace(model, None), here, msg="the model is as it was")
+    with model.trace(TEXT, remote="local"):
+        made = Other()
+        with made.local():
+            hidden = save(model.layers[0].output)
+    assert hidden.ndim == 3
 
 
 def test_what_a_cache_missed_is_warned_of_each_time(model: LanguageModel) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import textwrap
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Final
 
 import pytest
 import torch
@@ -17,91 +17,58 @@ from nnsight_engine.local_engine.tensor_checksums import TensorChecksums
 from nnsight_engine.modeling.language import LanguageModel
 from tests.unit.local_engine.bench import TEXT, Bench
 
-Change = Callable[[LanguageModel, Any], None]
-
-
-def attribute(model: LanguageModel, _: Any) -> None:
-    model.layers[0].self_attn._module.scaling = 3.0
-
-
-def envoy_attribute(model: LanguageModel, _: Any) -> None:
-    model.layers[0].self_attn.scaling = 3.0
-
-
-def new_attribute(model: LanguageModel, module: Any) -> None:
-    module.model.layers[0].mine = 1
-    model.layers[0].mine = 1
-
-
-def added_module(model: LanguageModel, module: Any) -> None:
-    model.layers[0].mlp.probe = torch.nn.Linear(2, 2)
-    module.model.layers[0].mlp.probe = torch.nn.Linear(2, 2)
-
-
-def replaced_module(_: LanguageModel, module: Any) -> None:
-    module.model.layers[0].mlp = torch.nn.Identity()
-
-
-def fewer_modules(_: LanguageModel, module: Any) -> None:
-    del module.model.layers[-1]
-
-
-def replaced_weight(_: LanguageModel, module: Any) -> None:
-    module.lm_head.weight = torch.nn.Parameter(torch.zeros_like(module.lm_head.weight))
-
-
-def weight_elsewhere(_: LanguageModel, module: Any) -> None:
-    module.lm_head.weight.data = torch.zeros_like(module.lm_head.weight)
-
-
-def buffer(_: LanguageModel, module: Any) -> None:
-    module.model.rotary_emb.inv_freq.mul_(2)
-
-
-def buffer_behind_torchs_back(_: LanguageModel, module: Any) -> None:
-    module.model.rotary_emb.inv_freq.data.zero_()
-
-
-def modes(_: LanguageModel, module: Any) -> None:
-    module.train()
-    module.requires_grad_(requires_grad=False)
-
-
-def hooks(_: LanguageModel, module: Any) -> None:
-    module.model.layers[0].register_forward_hook(lambda *_: None)
-    module.model.layers[0].mlp.register_forward_pre_hook(lambda *_: (torch.zeros(()),))
-    module.lm_head.weight.register_hook(lambda grad: grad * 2)
-    module.lm_head.weight.register_post_accumulate_grad_hook(lambda one: one.grad.zero_())
-    torch.nn.modules.module.register_module_forward_hook(cast("Any", lambda *_: torch.zeros(())))
-
-
-def configuration(_: LanguageModel, module: Any) -> None:
-    module.config.num_hidden_layers = 1
-    module.generation_config.max_new_tokens = 1
-    module.model.config._attn_implementation = "eager"
-
-
-def tokens(model: LanguageModel, _: Any) -> None:
-    model.tokenizer.padding_side = "right"
-    model.tokenizer.model_max_length = 1
-
-
-def methods(_: LanguageModel, module: Any) -> None:
-    mlp: Any = type(module.model.layers[0].mlp)
-    mlp.forward = mlp.__call__ = lambda self, x: x
-    torch.nn.functional.silu = torch.nn.functional.relu
-
-
-def kind(_: LanguageModel, module: Any) -> None:
-    module.model.layers[0].mlp.__class__ = torch.nn.Identity
-
-
-def surroundings(_: LanguageModel, module: Any) -> None:
-    torch.use_deterministic_algorithms(mode=True)
-    torch.set_default_dtype(torch.float64)
-    torch.set_num_threads(torch.get_num_threads() + 1)
-    os.environ["TEXT_OF_SOMEBODY"] = "1"
-    os.chdir("/")
+CHANGES: Final = {
+    "attribute": "model.layers[0].self_attn._module.scaling = 3.0",
+    "envoy attribute": "model.layers[0].self_attn.scaling = 3.0",
+    "new attribute": """
+        module.model.layers[0].mine = 1
+        model.layers[0].mine = 1
+    """,
+    "added module": """
+        model.layers[0].mlp.probe = torch.nn.Linear(2, 2)
+        module.model.layers[0].mlp.probe = torch.nn.Linear(2, 2)
+    """,
+    "replaced module": "module.model.layers[0].mlp = torch.nn.Identity()",
+    "fewer modules": "del module.model.layers[-1]",
+    "replaced weight": "module.lm_head.weight = torch.nn.Parameter(torch.zeros_like(module.lm_head.weight))",
+    "weight elsewhere": "module.lm_head.weight.data = torch.zeros_like(module.lm_head.weight)",
+    "buffer": "module.model.rotary_emb.inv_freq.mul_(2)",
+    "buffer behind torch's back": "module.model.rotary_emb.inv_freq.data.zero_()",
+    "modes": """
+        module.train()
+        module.requires_grad_(requires_grad=False)
+    """,
+    "hooks": """
+        module.model.layers[0].register_forward_hook(lambda *_: None)
+        module.model.layers[0].mlp.register_forward_pre_hook(lambda *_: (torch.zeros(()),))
+        module.lm_head.weight.register_hook(lambda grad: grad * 2)
+        module.lm_head.weight.register_post_accumulate_grad_hook(lambda one: one.grad.zero_())
+        torch.nn.modules.module.register_module_forward_hook(lambda *_: torch.zeros(()))
+    """,
+    "configuration": """
+        module.config.num_hidden_layers = 1
+        module.generation_config.max_new_tokens = 1
+        module.model.config._attn_implementation = "eager"
+    """,
+    "tokens": """
+        model.tokenizer.padding_side = "right"
+        model.tokenizer.model_max_length = 1
+    """,
+    "methods": """
+        mlp = type(module.model.layers[0].mlp)
+        mlp.forward = mlp.__call__ = lambda self, x: x
+        torch.nn.functional.silu = torch.nn.functional.relu
+    """,
+    "kind": "module.model.layers[0].mlp.__class__ = torch.nn.Identity",
+    "surroundings": """
+        torch.use_deterministic_algorithms(mode=True)
+        torch.set_default_dtype(torch.float64)
+        torch.set_num_threads(torch.get_num_threads() + 1)
+        os.environ["TEXT_OF_SOMEBODY"] = "1"
+        os.chdir("/")
+    """,
+}
+"""What a block does to the model, an envoy, or to its module."""
 
 
 @pytest.fixture(scope="module")
@@ -144,22 +111,18 @@ def logits(model: LanguageModel) -> tuple[torch.Tensor, torch.Tensor]:
     return out, grad
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        attribute, envoy_attribute, new_attribute, added_module, replaced_module, fewer_modules,
-        replaced_weight, weight_elsewhere, buffer, buffer_behind_torchs_back, modes, hooks, configuration,
-        tokens, methods, kind, surroundings,
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_can_be_undone_is(
-    bench: Bench, model: LanguageModel, snapshot: ModelSnapshot, change: Change
+    bench: Bench, model: LanguageModel, snapshot: ModelSnapshot, change: str
 ) -> None:
     assert snapshot.restore()
     before, expected = state(model), logits(bench.local)
     bench.local.lm_head.weight.grad = None
     with torch.no_grad():
-        change(model, model._module)
+        exec(
+            textwrap.dedent(CHANGES[change]),
+            {"model": model, "module": model._module, "torch": torch, "os": os},
+        )
     assert snapshot.restore()
     assert all(map(same, before, state(model)))
     assert all(map(torch.equal, logits(model), expected))

@@ -1,4 +1,4 @@
-"""A block that is sent to the local engine does what it does on a model here, to the last bit."""
+"""Traces that the local engine runs: names, errors, and what is refused."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from nnsight_engine.core.saves import save
 from nnsight_engine.interleaving.events import MissedProviderError
 from nnsight_engine.local_engine.runner import TraceableModel, TraceRunner
+from nnsight_engine.local_engine.serving import _print_warning
 from nnsight_engine.modeling.language import LanguageModel
 from nnsight_engine.remote_backend.client.backend import RemoteBackend
 from nnsight_engine.remote_backend.errors import LocalBlockError, RemoteError
@@ -21,167 +22,7 @@ from nnsight_engine.remote_backend.sending.transformers_dialect import Transform
 from nnsight_engine.serialization import DecodeError, EncodeError, encode, encode_trace
 from nnsight_engine.vllm_backend.traces.tracer import BlockTracer
 from tests.transports import InProcess
-from tests.unit.local_engine.bench import OTHER, TEXT, Bench, served_by
-
-
-def test_reads_and_writes(bench: Bench) -> None:
-    found, factor = [], torch.tensor(3.0)
-    for model, how in bench.ways:
-        with model.trace(TEXT, **how):
-            norm = model.points["layers.0.attn.heads"].norm().save()
-            hidden = model.model.layers[1].output.clone().save()
-            model.model.layers[1].output[:] *= factor
-            logits = model.lm_head.output.save()
-        found.append((hidden, logits, norm))
-    for here, there in zip(*found, strict=True):
-        assert torch.equal(here, there)
-    assert bench.client.lm_head.weight.is_meta
-
-
-def test_invokes_are_one_batch_and_share_variables(bench: Bench) -> None:
-    found = []
-    for model, how in bench.ways:
-        seen: list[int] = []
-        with model.trace(**how) as tracer:
-            barrier = tracer.barrier(2)
-            kept = save(list[Any]())
-            for index, text in enumerate([TEXT, OTHER]):
-                with tracer.invoke(text):
-                    rows = model.lm_head.output.shape[0]
-                    kept.append((index, rows))
-            with tracer.invoke(TEXT):
-                embedded = model.model.embed_tokens.output
-                barrier()
-            with tracer.invoke(" the city of Rome"):
-                barrier()
-                model.model.embed_tokens.output = embedded * 2
-                logits = model.lm_head.output.save()
-            with tracer.invoke():
-                every = model.lm_head.output.save()
-        assert not seen
-        found.append((kept, logits, every))
-    assert found[0][0] == found[1][0] == [(0, 1), (1, 1)]
-    assert torch.equal(found[0][1], found[1][1])
-    assert torch.equal(found[0][2], found[1][2])
-
-
-def test_generation_with_steps(bench: Bench) -> None:
-    found = []
-    for model, how in bench.ways:
-        with model.generate(TEXT, max_new_tokens=4, min_new_tokens=4, **how) as tracer:
-            hidden = save(list[Any]())
-            for step in tracer.iter[1:3]:
-                hidden.append((step, model.model.layers[0].output[0, -1].sum().item()))
-            result = tracer.result.save()
-        with model.generate(TEXT, max_new_tokens=4, min_new_tokens=4, **how) as tracer:
-            tokens = model.generator.output.save()
-        found.append((hidden, result, tokens))
-    assert found[0][0] == found[1][0]
-    assert [step for step, _ in found[1][0]] == [1, 2]
-    assert torch.equal(found[0][1], found[1][1])
-    assert torch.equal(found[1][1], found[1][2])
-
-
-def test_all_next_and_stop(bench: Bench) -> None:
-    found = []
-    for model, how in bench.ways:
-        with model.generate(TEXT, max_new_tokens=3, min_new_tokens=3, **how) as tracer:
-            first = model.lm_head.output[0, -1].argmax(-1).save()
-            second = model.next().lm_head.output[0, -1].argmax(-1).save()
-        with model.generate(TEXT, max_new_tokens=3, min_new_tokens=3, **how) as tracer:
-            every = save(list[Any]())
-            for _ in tracer.all():
-                every.append(model.lm_head.output[0, -1].argmax(-1).item())
-        with model.trace(TEXT, **how) as tracer:
-            early = model.model.layers[0].output.save()
-            tracer.stop()
-        found.append((first.item(), second.item(), every, early.sum().item()))
-    assert found[0] == found[1]
-    assert len(found[1][2]) == 3
-
-
-def test_gradients_flow_and_leave_no_trace(bench: Bench) -> None:
-    found = []
-    for model, how in bench.ways:
-        with model.trace(TEXT, **how):
-            hidden = model.model.layers[1].output
-            hidden.requires_grad_(True)
-            loss = model.lm_head.output.sum()
-            with loss.backward():
-                grad = hidden.grad.clone().save()
-                hidden.grad[:] = hidden.grad * 2
-            weights = model.lm_head.weight.grad.clone().save()
-        found.append((grad, weights))
-    assert torch.equal(found[0][0], found[1][0])
-    assert torch.equal(found[0][1], found[1][1])
-    assert found[1][0].abs().sum() > 0
-    engine = bench.engine
-    assert all(parameter.grad is None for parameter in engine._module.parameters())
-    assert not bench.runner.needs_replacement
-
-
-def test_plain_backward(bench: Bench) -> None:
-    model = bench.client
-    with model.trace(TEXT, backend=bench.elsewhere()):
-        model.lm_head.output.sum().backward()
-        first = model.lm_head.weight.grad.clone().save()
-    with model.trace(TEXT, backend=bench.elsewhere()):
-        model.lm_head.output.sum().backward()
-        second = model.lm_head.weight.grad.clone().save()
-    assert torch.equal(first, second)
-
-
-def test_calls_inside_a_forward(bench: Bench) -> None:
-    found = []
-    for model, how in bench.ways:
-        with model.trace(TEXT, **how):
-            value = model.model.layers[0].mlp.source.self_down_proj_0.output.save()
-        found.append(value)
-    assert torch.equal(*found)
-    assert not bench.engine._sources  # noqa: SLF001 - what is left is seen nowhere else
-
-
-def test_caches_come_home(bench: Bench) -> None:
-    found = []
-    for model, how in bench.ways:
-        with model.trace(TEXT, **how) as tracer:
-            cache = tracer.cache(modules=[model.model.layers[0], model.lm_head], include_inputs=True)
-        assert torch.equal(cache["model.lm_head"].output, cache.model.lm_head.output)
-        found.append(cache)
-        del cache  # or the other block would be sent it
-    for path in found[0]:
-        assert torch.equal(found[0][path].output, found[1][path].output)
-        assert torch.equal(found[0][path].input, found[1][path].input)
-
-
-def test_skips_and_module_calls(bench: Bench) -> None:
-    found = []
-    for model, how in bench.ways:
-        with model.trace(TEXT, **how):
-            hidden = model.model.layers[0].output
-            model.model.layers[1].skip(hidden)
-            early = model.lm_head(model.model.norm(hidden)).save()
-            final = model.lm_head.output.save()
-        found.append((early, final))
-    assert torch.equal(found[0][0], found[1][0])
-    assert torch.equal(found[0][1], found[1][1])
-
-
-def test_edits_come_along(bench: Bench) -> None:
-    found, scale = [], 0.5
-    for model, remote in ((bench.local, False), (bench.client, True)):
-        with model.edit() as edited:
-            model.model.layers[0].output[:] *= scale
-        how: dict[str, Any] = {"backend": bench.elsewhere()} if remote else {}
-        with edited.trace(TEXT, **how):
-            logits = edited.lm_head.output.save()
-        how = {"backend": bench.elsewhere()} if remote else {}
-        with model.trace(TEXT, **how):
-            plain = model.lm_head.output.save()
-        found.append((logits, plain))
-    assert torch.equal(found[0][0], found[1][0])
-    assert torch.equal(found[0][1], found[1][1])
-    assert not torch.equal(*found[1])
+from tests.unit.local_engine.bench import OTHER, TEXT, Bench
 
 
 def test_further_names(bench: Bench) -> None:
@@ -265,21 +106,8 @@ def test_what_cannot_travel_fails_by_name(bench: Bench) -> None:
             assert bad is not None
 
 
-def test_sessions_run_their_traces_here(bench: Bench) -> None:
-    model, found = bench.client, []
-    for one, how in bench.ways:
-        with one.session(**how):
-            with one.trace(TEXT):
-                hidden = one.model.layers[0].output
-            steps = save(list[Any]())
-            for factor in range(2):
-                with one.trace(OTHER):
-                    one.model.layers[0].output[:] = hidden[:, -1:] * factor
-                    last = one.lm_head.output[0, -1].save()
-                steps.append(last.sum().item())
-        found.append((steps, last))
-    assert found[0][0] == found[1][0]
-    assert torch.equal(found[0][1], found[1][1])
+def test_an_error_in_a_session_has_the_line_of_its_trace(bench: Bench) -> None:
+    model = bench.client
     with pytest.raises(ValueError, match="in the second") as caught:
         with model.session(backend=bench.elsewhere()):
             with model.trace(TEXT):
@@ -299,25 +127,6 @@ def test_wanted_names_come_home_unsaved(bench: Bench) -> None:
     assert shape[-1] == 128
     with pytest.raises(NameError):
         _ = hidden
-
-
-def test_changed_weights_are_noticed(bench: Bench) -> None:
-    engine = LanguageModel(bench.path, dispatch=True)
-    runner = TraceRunner(engine)
-    model = bench.client
-    with model.trace(TEXT, backend=RemoteBackend(transport=InProcess(served_by(runner)))):
-        model.lm_head._module.register_forward_hook(lambda *_: None)
-        model._module.train()
-        model._module.requires_grad_(False)
-        torch.set_grad_enabled(False)
-    assert not runner.needs_replacement
-    assert not engine.lm_head._module._forward_hooks
-    assert not engine._module.training
-    assert engine.lm_head.weight.requires_grad
-    with model.trace(TEXT, backend=RemoteBackend(transport=InProcess(served_by(runner)))):
-        with torch.no_grad():
-            model.lm_head.weight.mul_(2)
-    assert runner.needs_replacement
 
 
 def test_random_numbers_are_each_traces_own(bench: Bench) -> None:
@@ -426,3 +235,8 @@ def test_a_session_s_traces_run_where_it_does_whatever_they_say(bench: Bench) ->
     with bench.local.trace(TEXT):
         expected = bench.local.layers[0].output.save()
     assert torch.equal(hidden, expected)
+
+
+def test_warnings_of_blocks_go_where_their_prints_go(capsys: pytest.CaptureFixture[str]) -> None:
+    _print_warning(UserWarning("no further step comes"), UserWarning, "script.py", 7)
+    assert capsys.readouterr().out == "script.py:7: UserWarning: no further step comes\n"

@@ -159,17 +159,9 @@ async def streamed(url: HttpTransport) -> list[Frame]:
     return [frame async for frame in url.stream(REQUEST)]
 
 
-def whole(url: HttpTransport) -> list[Frame]:
-    """Run the trace as one that does not stream, or as one that does."""
-    return list(url.run(REQUEST))
-
-
-def in_an_event_loop(url: HttpTransport) -> list[Frame]:
-    return asyncio.run(streamed(url))
-
-
 Run = Callable[[HttpTransport], list[Frame]]
-WAYS = pytest.mark.parametrize("run", [whole, in_an_event_loop])
+RUNS: list[Run] = [lambda url: list(url.run(REQUEST)), lambda url: asyncio.run(streamed(url))]
+WAYS = pytest.mark.parametrize("run", RUNS, ids=["whole", "streamed"])
 
 
 @WAYS
@@ -220,13 +212,12 @@ def test_a_trace_that_has_begun_is_not_repeated(server: Server, run: Run) -> Non
     assert len(server.asked) == 1
 
 
-def test_a_job_is_submitted_again_under_the_same_key(server: Server) -> None:
+def test_an_error_of_a_submission_is_not_repeated_and_each_has_a_key(server: Server) -> None:
     server.failures = 2
-    assert_job = transport(server)
-    with pytest.raises(RemoteError):  # the server's own error, which nobody should repeat
-        assert_job.submit(REQUEST)
+    with pytest.raises(RemoteError):
+        transport(server).submit(REQUEST)
     server.failures = 0
-    assert assert_job.submit(REQUEST)["id"] == "j"
+    assert transport(server).submit(REQUEST)["id"] == "j"
     assert all(key and len(key) == 32 for key in server.keys)
 
 

@@ -10,9 +10,8 @@ import torch
 
 from nnsight_engine.interleaving.barrier import Barrier
 from nnsight_engine.modeling.language import LanguageModel
-from nnsight_engine.remote_backend.values.object_references import ObjectReferences, place_of, reference_of
+from nnsight_engine.remote_backend.values.object_references import ObjectReferences, reference_of
 from nnsight_engine.serialization import EncodeError, decode, encode
-from nnsight_engine.tracing.tracer import Tracer
 from tests.families.checkpoints import write_checkpoint
 
 
@@ -49,42 +48,6 @@ def test_envoys_modules_and_weights_are_the_engines(client: LanguageModel, engin
     assert rotary is engine.model.rotary_emb.inv_freq
     assert over(client.tokenizer, client, ObjectReferences(engine)) is engine.tokenizer
     assert over(torch.ones(2), client, ObjectReferences(engine)).tolist() == [1, 1]
-
-
-def test_points_and_operations_are_the_engines(client: LanguageModel, engine: LanguageModel) -> None:
-    assert over(client.points, client, ObjectReferences(engine)) is engine.points
-    embed = over(client.embed, client, ObjectReferences(engine))
-    assert embed is engine.embed or repr(embed) == repr(engine.embed)
-    source = client.model.layers[0].mlp.source
-    operation = next(iter(source))
-    found = over([source, operation], client, ObjectReferences(engine))
-    assert found[0] is engine.model.layers[0].mlp.source
-    assert found[1] is getattr(found[0], operation.operation.name)
-
-
-def test_barriers_and_tracers_are_one_trace_s(client: LanguageModel, engine: LanguageModel) -> None:
-    tracer, barriers = Tracer(), [Barrier(client.interleaver, 2), Barrier(client.interleaver, 3)]
-    first, again, second, one = over(
-        [barriers[0], barriers[0], barriers[1], Tracer()], client, ObjectReferences(engine, tracer)
-    )
-    assert first is again is not second
-    assert (first.participants, second.participants) == (2, 3)
-    assert first.interleaver is engine.interleaver
-    assert one is tracer
-
-
-def test_the_edited_model_is_the_one_that_is_traced(client: LanguageModel, engine: LanguageModel) -> None:
-    with client.edit() as edited:
-        pass
-    with engine.edit() as here:
-        pass
-    assert over(edited, client, ObjectReferences(here)) is here
-    assert over(client, client, ObjectReferences(here)) is here
-
-
-def test_what_is_saved_goes_home_as_a_value(engine: LanguageModel) -> None:
-    assert place_of(engine.lm_head.weight, engine) is None
-    assert place_of(engine.lm_head, engine) == ("envoy", "model.lm_head")
 
 
 def test_another_model_s_envoy_is_refused(client: LanguageModel, path: Path) -> None:

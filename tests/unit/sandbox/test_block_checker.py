@@ -35,6 +35,7 @@ def refusal(code: str) -> SandboxError | None:
         ("import os", "the module `os` is not part of the sandbox's Python, at line 2 of mine.py; there"),
         ("x = 1\nimport torch.utils", "the module `torch.utils` is not part of the sandbox's Python, at"),
         ("import math, sys", "the module `sys`"),
+        ("f(lambda: x.__class__)\nimport os\nh = __builtins__", "line 2 of mine.py"),  # the first
         ("from os import path", "the module `os`"),
         ("from torch.utils import data", "the module `torch.utils`"),
         ("from torch import _C", "the name `_C` of `torch`"),
@@ -58,12 +59,6 @@ def test_what_could_not_run_is_refused_at_its_line(code: str, said: str) -> None
     assert said in str(error)
     assert "docs/sandbox-language.md" in str(error)
     assert f"line {error.line} of mine.py" in str(error)
-
-
-def test_the_first_line_is_named() -> None:
-    error = refusal("f(lambda: x.__class__)\nimport os\nh = __builtins__\n")
-    assert error is not None
-    assert error.line == 2
 
 
 @pytest.mark.parametrize("module", MODULES)

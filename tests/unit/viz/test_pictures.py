@@ -159,18 +159,13 @@ def test_attention_has_a_map_for_each_head_from_a_server_s_capture_and_from_a_tr
     assert is_drawn(figure)
 
 
-def test_of_fewer_queries_than_keys_the_last_tokens_look() -> None:
-    figure = attention_maps(torch.full((1, 1, 3), 1 / 3), tokens=["a", "b", "c"])
-    assert ticks(figure.axes[0].yaxis) == ["c"]
-
-
-def test_draws_on_the_given_axes() -> None:
+def test_draws_on_the_given_axes_and_of_fewer_queries_than_keys_the_last() -> None:
     figure = Figure()
     left, right = figure.subplots(1, 2)
     assert lens_map(LENS, ax=left) is figure
-    assert attention_maps(HEADS, heads=[1], ax=right) is figure
+    assert attention_maps(torch.full((2, 1, 3), 1 / 3), heads=[1], tokens=["a", "b", "c"], ax=right) is figure
     assert cells(left)[1, 1] == "·Paris"
-    assert right.get_title() == "head 1"
+    assert (right.get_title(), ticks(right.yaxis)) == ("head 1", ["c"])
 
 
 @pytest.mark.parametrize(

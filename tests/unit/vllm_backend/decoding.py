@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,8 +25,6 @@ from tests.unit.plans import compiling
 
 HIDDEN, VOCAB, LAYERS = 4, 6, 2
 SPEC = tiny_spec(num_layers=LAYERS, hidden_size=HIDDEN, vocab_size=VOCAB, max_model_len=512)
-
-
 TOKEN_IDS = np.arange(SPEC.max_model_len, dtype=np.int32) % VOCAB
 """The token at each position, of every request."""
 
@@ -53,7 +51,7 @@ def compiled(raw: list[dict[str, Any]], prompt_len: int, *, stream: bool = False
 class Rows:
     """A request's part of a step; ``seed`` decides what the stand-in computes for it.
 
-    The last ``num_drafts`` rows are drafts, and the host takes the first position for ``num_unsure`` more.
+    The last ``num_drafts`` rows are drafts.
     """
 
     request_id: str
@@ -61,28 +59,20 @@ class Rows:
     start: int
     num_rows: int
     num_drafts: int = 0
-    num_unsure: int = 0
 
 
 class PlayedStep(Step):
-    """A step over given rows.
+    """A step over given rows; ``shares`` says whether steps may go on with the one before."""
 
-    Args:
-        batch: The rows of each request.
-        shares: Whether steps may go on with the one before.
-        num_known: Number of tokens of each request whose ids the host knows; None for all.
-    """
-
-    def __init__(self, batch: Sequence[Rows], *, shares: bool, num_known: int | None = None) -> None:
+    def __init__(self, batch: Sequence[Rows], *, shares: bool) -> None:
         self._counts = np.array([rows.num_rows for rows in batch])
         self._shares = shares
-        self._num_known = num_known
         positions = [np.arange(rows.start, rows.start + rows.num_rows) for rows in batch]
         num_rows = int(self._counts.sum())
         drafts = np.array([rows.num_drafts for rows in batch])
         super().__init__(
             [rows.request_id for rows in batch],
-            np.array([rows.start + rows.num_unsure for rows in batch], np.int32),
+            np.array([rows.start for rows in batch], np.int32),
             num_rows=num_rows,
             num_padded_rows=num_rows,
             token_ids=torch.from_numpy(TOKEN_IDS[np.concatenate(positions)]),
@@ -103,7 +93,7 @@ class PlayedStep(Step):
 
     def known_ids(self, rows: RequestRows) -> npt.NDArray[np.int32]:
         del rows
-        return TOKEN_IDS if self._num_known is None else TOKEN_IDS[: self._num_known]
+        return TOKEN_IDS
 
 
 class Worker:
@@ -111,20 +101,11 @@ class Worker:
 
     Args:
         shares: Whether steps may go on with the one before; else each is told request by request.
-        is_asynchronous: Whether results may be delivered while the next step runs.
-        num_known: See ``PlayedStep``.
+        max_request_bytes: Limit on the captures of a request.
+        max_bytes: Limit on those of all.
     """
 
-    num_known: int | None = None
-
-    def __init__(
-        self,
-        *,
-        shares: bool,
-        is_asynchronous: bool = False,
-        max_request_bytes: int = 1 << 20,
-        max_bytes: int = 1 << 20,
-    ) -> None:
+    def __init__(self, *, shares: bool, max_request_bytes: int = 1 << 20, max_bytes: int = 1 << 20) -> None:
         self.model = StandIn()
         points = ModelPoints(
             model=self.model,
@@ -143,60 +124,60 @@ class Worker:
             torch.device("cpu"),
             max_request_bytes=max_request_bytes,
             max_engine_bytes=max_bytes,
-            is_asynchronous=is_asynchronous,
         )
         self.outbox = Outbox()
         self.num_shared = 0
         self._shares = shares
 
+    def open(self, request_id: str, request: CompiledRequest, *, stops_outside: bool = False) -> None:
+        self.outbox.open(request_id, request.plan, stops_outside=stops_outside)
+
     def begin(
         self,
-        arrived: dict[str, CompiledRequest],
+        arrived: Mapping[str, CompiledRequest],
         finished: set[str],
-        returned: dict[str, int] | None = None,
+        returned: Mapping[str, int] | None = None,
     ) -> None:
-        entries = []
-        for request_id, request in arrived.items():
-            tensors = compiling.tensors_of(request)
-            entries.append((request_id, {"plan": request.plan, "tensors": tensors}))
-        self.state.begin(entries, finished, returned)
+        self.state.begin(
+            [
+                (request_id, {"plan": request.plan, "tensors": compiling.tensors_of(request)})
+                for request_id, request in arrived.items()
+            ],
+            finished,
+            returned,
+        )
+
+    def step(self, batch: Sequence[Rows]) -> PlayedStep:
+        return PlayedStep(batch, shares=self._shares)
 
     def plan(self, batch: Sequence[Rows]) -> StepPlan | None:
-        if self.state.idle:
-            return None
-        return self.state.plan(PlayedStep(batch, shares=self._shares, num_known=self.num_known))
+        return None if self.state.idle else self.state.plan(self.step(batch))
 
-    def run(
-        self, plan: StepPlan | None, hidden: torch.Tensor, ends: torch.Tensor, *, skipped_tap: int = -1
-    ) -> list[list[int]]:
+    def run(self, plan: StepPlan | None, batch: Sequence[Rows], *, skipped_tap: int = -1) -> list[list[int]]:
         """Run the stand-in; returns one sampled id for each request."""
-        hidden = hidden.clone()
+        step, hidden = self.step(batch), hidden_of(batch)
         for tap in range(LAYERS + 1):
             hidden = hidden * 1.25 + tap
             if plan is not None and tap != skipped_tap:
                 plan.run(tap, hidden, None)
         if plan is not None:
             self.state.on_hidden(plan, hidden)
-        logits = hidden[ends] @ self.model.weight
+        rows = step.logits_rows()
+        logits = hidden[rows] @ self.model.weight
         if plan is not None:
-            self.state.on_logits(plan, hidden, logits, ends.numpy(), self.model.compute_logits)
+            self.state.on_logits(plan, hidden, logits, rows, self.model.compute_logits)
             self.state.collect(plan)
-        return [[token] for token in logits.argmax(dim=-1).tolist()]
-
-    def delivery(
-        self, plan: StepPlan | None, batch: Sequence[Rows], sampled: list[list[int]]
-    ) -> Callable[[], StepResults | None]:
-        """End the step; the result delivers its results."""
-        delivery = self.state.leave(plan)
-        order = {rows.request_id: row for row, rows in enumerate(batch)}
-        return lambda: None if delivery is None else delivery.results(sampled, order)
+        return [[token] for token in logits[step.logits_ends()].argmax(dim=-1).tolist()]
 
     def finish(
         self, plan: StepPlan | None, batch: Sequence[Rows], sampled: list[list[int]]
     ) -> StepResults | None:
-        results = self.delivery(plan, batch, sampled)()
+        delivery = self.state.leave(plan)
+        order = {rows.request_id: row for row, rows in enumerate(batch)}
+        results = None if delivery is None else delivery.results(sampled, order)
         self.num_shared += results is not None and results.run_step is not None
-        self.outbox.absorb(results)
+        num_kept = {rows.request_id: len(ids) for rows, ids in zip(batch, sampled, strict=True)}
+        self.outbox.absorb(results, num_kept)
         return results
 
     def take(self, request_id: str, *, final: bool) -> Payload | None:
@@ -213,8 +194,3 @@ def hidden_of(batch: Sequence[Rows]) -> torch.Tensor:
         columns = torch.arange(1, HIDDEN + 1, dtype=torch.float32)
         rows.append(torch.sin(positions[:, None] * columns + one.seed))
     return torch.cat(rows)
-
-
-def ends_of(batch: Sequence[Rows]) -> torch.Tensor:
-    """Return each request's last row."""
-    return torch.tensor([rows.num_rows for rows in batch]).cumsum(0) - 1

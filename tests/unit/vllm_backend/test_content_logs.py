@@ -38,31 +38,32 @@ class Quoting:
         return SECRET
 
 
+class InvalidValue(dict[str, str]):
+    def __len__(self) -> int:
+        raise RuntimeError(SECRET)
+
+
 @pytest.mark.parametrize("name", READERS)
-@pytest.mark.parametrize(
-    ("args", "left"),
-    [
-        ((SECRET,), "<8 characters>"),
-        ((SECRET.encode(),), "<8 characters>"),
-        ((ValueError(SECRET),), "<ValueError>"),
-        (([SECRET],), "<1 values>"),
-        (({SECRET},), "<1 values>"),
-        ((Quoting(),), "<Quoting>"),
-        ((f"cmpl-{SECRET}",), "<13 characters>"),
-        (("cmpl-8a7f-0",), "cmpl-8a7f-0"),
-        (("chatcmpl-8a7f",), "chatcmpl-8a7f"),
-        ((7,), "7"),
-        ((None,), "None"),
-    ],
-    ids=ascii,
-)
-def test_arguments_are_counted(
-    name: str, args: tuple[Any, ...], left: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    logging.getLogger(name).error("refused: %s", *args)
-    logging.getLogger(name).error("refused: %(one)s", {"one": args[0]})
-    assert [record.getMessage() for record in caplog.records] == [f"refused: {left}"] * 2
-    assert SECRET not in caplog.text
+def test_arguments_are_counted(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    cases: list[tuple[Any, str]] = [
+        (SECRET, "<8 characters>"),
+        (SECRET.encode(), "<8 characters>"),
+        (ValueError(SECRET), "<ValueError>"),
+        ([SECRET], "<1 values>"),
+        ({SECRET}, "<1 values>"),
+        (Quoting(), "<Quoting>"),
+        (f"cmpl-{SECRET}", "<13 characters>"),
+        ("cmpl-8a7f-0", "cmpl-8a7f-0"),
+        ("chatcmpl-8a7f", "chatcmpl-8a7f"),
+        (7, "7"),
+        (None, "None"),
+    ]
+    for argument, left in cases:
+        caplog.clear()
+        logging.getLogger(name).error("refused: %s", argument)
+        logging.getLogger(name).error("refused: %(one)s", {"one": argument})
+        assert [record.getMessage() for record in caplog.records] == [f"refused: {left}"] * 2
+        assert SECRET not in caplog.text
 
 
 def test_an_error_is_its_type_and_place(caplog: pytest.LogCaptureFixture) -> None:
@@ -75,11 +76,6 @@ def test_an_error_is_its_type_and_place(caplog: pytest.LogCaptureFixture) -> Non
     for record in caplog.records:
         assert "ValueError at " in record.getMessage()
         assert __file__ in record.getMessage()
-
-
-class InvalidValue(dict[str, str]):
-    def __len__(self) -> int:
-        raise RuntimeError(SECRET)
 
 
 @pytest.mark.parametrize("exc_info", [None, ValueError(SECRET)], ids=ascii)

@@ -26,8 +26,6 @@ from nnsight_engine.vllm_backend.compat import (
 from nnsight_engine.vllm_backend.scheduler import InterventionScheduler
 from nnsight_engine.vllm_backend.sender_usage import SENDER_KEY
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY, TraceEntry
-from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_pool import SandboxPool
-from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 
 _BLOCK = 16
 _NUM_BLOCKS = 64
@@ -156,14 +154,6 @@ def test_code_of_a_tenant_that_rests_is_in_no_step_and_all_else_is(scheduling: S
         met.update(scheduling.step())
     assert met == {"plain", "other", "late", "traced", "new"}
     assert set(scheduling.given.values()) == {4}
-
-
-def test_a_tenant_rests_for_others_alone() -> None:
-    pool = SandboxPool(TraceDispatcher(), EngineLimits())
-    pool._waiting._rest("acme", 10)
-    assert pool.throttled == frozenset({"acme"})
-    pool.is_single_tenant = True
-    assert pool.throttled == frozenset()
 
 
 def test_a_request_that_ends_while_waiting_is_dropped(scheduling: Scheduling) -> None:

@@ -1,4 +1,4 @@
-"""The engines behind ``VLLM``: vLLM's classes, with a model that is played by the test."""
+"""The engines behind ``VLLM``: vLLM's classes, with a played model; edits that they keep."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -16,9 +17,13 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.engine.output_processor import OutputProcessor
 
+from nnsight_engine.vllm_backend import engine_start
+from nnsight_engine.vllm_backend.edits import EditBook, Edits, EngineEdit
 from nnsight_engine.vllm_backend.engines import AsyncEngine, SyncEngine
 from nnsight_engine.vllm_backend.traced_requests import TraceRequests
+from nnsight_engine.vllm_backend.traces.edits import digest_of
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
+from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.unit.vllm_backend.scripted_engine import Engine
 from tests.waiting import wait_for
 
@@ -73,26 +78,20 @@ def host(core: PlayedCore, monkeypatch: pytest.MonkeyPatch) -> SyncEngine:
     engine: Any = LLMEngine.__new__(LLMEngine)
     engine.output_processor = OutputProcessor(None, log_stats=False)
     engine.engine_core, engine.dp_group, engine.log_stats = core, None, False
-    engine.should_execute_dummy_batch, engine.logger_manager, engine._supported_tasks = (
-        False,
-        None,
-        ("generate",),
-    )
-    engine.model_config = None
+    engine.should_execute_dummy_batch, engine.logger_manager, engine.model_config = False, None, None
+    engine._supported_tasks = ("generate",)
     engine.input_processor = InputProcessor.__new__(InputProcessor)
     engine.input_processor.process_inputs = _process
-    engine.renderer = type("Renderer", (), {"mm_processor_cache": None})
+    engine.renderer = SimpleNamespace(mm_processor_cache=None)
     monkeypatch.setattr("vllm.v1.engine.llm_engine.extract_prompt_components", lambda *_: (None, None, None))
     inner: Any = LLM.__new__(LLM)
     inner.llm_engine, inner.request_counter = engine, Counter()
-    inner.model_config = type("Model", (), {"runner_type": "generate"})
+    inner.model_config = SimpleNamespace(runner_type="generate")
     inner._preprocess_cmpl_one = lambda prompt, *_, **__: prompt
     inner._resolve_mm_lora = lambda *_: None
     inner.collective_rpc = lambda method, args: [(method, *args)]
-    host = SyncEngine.__new__(SyncEngine)
     monkeypatch.setattr("nnsight_engine.vllm_backend.engines.LLM", lambda **_: inner)
-    host.__init__({})  # type: ignore[misc] # with the engine that is played
-    return host
+    return SyncEngine({})
 
 
 def run(host: SyncEngine, *tokens: int, n: int = 1) -> list[list[int]]:
@@ -228,3 +227,54 @@ def test_a_trace_whose_requests_fail_is_dropped(host: SyncEngine, core: PlayedCo
     with pytest.raises(RuntimeError, match="a step failed"):
         host.run_trace(requests)
     assert calls == [("collect_trace", "key"), ("drop_trace", "key")]
+
+
+@pytest.mark.parametrize("failing", ["outline_model", "describe_traces", "spec"])
+def test_an_engine_whose_model_cannot_be_described_is_shut_down(
+    failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[bool] = []
+
+    def call(method: str, *_: Any) -> list[Any]:
+        if method == failing:
+            raise KeyboardInterrupt
+        return [[("", "LlamaForCausalLM", "", "")] if method == "outline_model" else {}]
+
+    host = SimpleNamespace(inner=object(), call=call, close=lambda: closed.append(True))
+    monkeypatch.setattr(engine_start, "start", lambda *_, **__: host)
+    model = VLLM("some-model")
+    with pytest.raises((KeyboardInterrupt, Exception)):
+        model.dispatch()
+    assert closed
+    assert not model.dispatched
+    assert "host" not in model.__dict__
+
+
+def test_an_engine_that_is_started_anew_has_the_named_edits_again() -> None:
+    def edit(name: str, data: bytes) -> EngineEdit:
+        return EngineEdit(name, data, digest_of(data), is_resident=True)
+
+    def engine(kept: dict[str, bytes]) -> Any:
+        def call_workers(method: str, name: str, *data: bytes) -> None:
+            kept.pop(name) if method == "remove_edit" else kept.update({name: data[0]})
+
+        return SimpleNamespace(dispatched=True, call_workers=call_workers)
+
+    first, second = dict[str, bytes](), dict[str, bytes]()
+    book = EditBook()
+    for name, data in (("calm", b"block"), ("wild", b"other")):
+        book.add(engine(first), edit(name, data))
+    book.install(engine(second))
+    assert second == first == {"calm": b"block", "wild": b"other"}
+    mine, copied = (Edits(book, [edit("calm", b"block")]) for _ in range(2))
+    assert [one.name for one in mine.chosen("calm")] == ["calm"], "each edit once"
+    mine.remove(engine(second), "calm")
+    assert mine.chosen(None) == []
+    assert second == {"wild": b"other"}
+    with pytest.raises(ValueError, match="no edit 'calm'; the engine keeps 'wild'"):
+        copied.chosen(None)
+    book.add(engine(second), edit("calm", b"another"))
+    with pytest.raises(ValueError, match="was replaced by another one of that name"):
+        copied.chosen(None)
+    with pytest.raises(TypeError, match="by name"):
+        copied.chosen([7])

@@ -15,6 +15,8 @@ from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.prints import BlockStdout
 from nnsight_engine.vllm_backend.traces.reporting import Reporting
 
+ENTRY = TraceEntry("trace", 0, 1, b"", [{}], prints=True, sandbox_of=None)
+
 
 def on_thread(act: Callable[[], Any]) -> None:
     thread = threading.Thread(target=act)
@@ -22,50 +24,31 @@ def on_thread(act: Callable[[], Any]) -> None:
     thread.join()
 
 
-def instead(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
-    """Put another ``sys.stdout`` in; in a test's body, since pytest puts its own in before that."""
+def test_only_what_a_blocks_own_thread_writes_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     real = io.StringIO()
     monkeypatch.setattr(sys, "stdout", real)
-    return real
-
-
-def entry(**options: Any) -> TraceEntry:
-    return TraceEntry("trace", 0, 1, b"", [{}], prints=True, sandbox_of=None, **options)
-
-
-def test_only_what_a_blocks_own_thread_writes_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = instead(monkeypatch)
     reporting = Reporting()
-    enter = reporting.open("request", entry())
+    enter = reporting.open("request", ENTRY)
+    stdout = BlockStdout.install()
+    assert sys.stdout is stdout
 
     def block() -> None:
         enter()
         print("mine", 1)  # noqa: T201 - what blocks do
-        sys.stdout.writelines(["and ", "this\n"])
+        stdout.writelines(["and ", "this\nhalf"])
+        with pytest.raises(TypeError, match="not int"):
+            stdout.write(3)
 
     on_thread(block)
-    on_thread(lambda: sys.stdout.write("another's\n"))
-    sys.stdout.write("the worker's\n")
+    on_thread(lambda: stdout.write("another's\n"))
+    stdout.write("the worker's\n")
+    stdout.flush()
+    assert stdout.isatty() is False
     assert real.getvalue() == "another's\nthe worker's\n"
-    assert reporting.report("request", entry(), dict) == ("trace", 0, None, "mine 1\nand this\n")
-    assert reporting.report("request", entry(), dict) is None
-
-
-def test_complete_lines_are_sent_at_once_and_the_rest_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    instead(monkeypatch)
-    reporting = Reporting()
-    enter = reporting.open("request", entry())
-
-    def block() -> None:
-        enter()
-        sys.stdout.write("whole\nhalf")
-
-    on_thread(block)
-    told = reporting.report("request", entry(), dict)
-    assert told is not None
-    assert told[3] == "whole\n"
+    assert reporting.report("request", ENTRY, dict) == ("trace", 0, None, "mine 1\nand this\n")
+    assert reporting.report("request", ENTRY, dict) is None
     reporting.close("request", "trace")
-    assert reporting.take_remaining("trace") == ("half", "")
+    assert reporting.take_remaining("trace") == ("half", ""), "lines are sent when they are complete"
     assert len(reporting) == 0
 
 
@@ -79,35 +62,12 @@ def test_too_much_is_cut_and_says_so() -> None:
     assert prints.take(everything=True) == ""
 
 
-def test_text_that_is_no_unicode_can_travel_all_the_same() -> None:
-    prints = Prints()
-    prints.write("a\ud800b\n")
-    prints.write("é\x00\n")
-    assert prints.take().encode() == b"a\\ud800b\n\xc3\xa9\x00\n"
-
-
-def test_a_string_of_a_class_of_its_own_runs_no_code_of_it() -> None:
+def test_text_that_is_no_unicode_travels_and_a_class_of_its_own_runs_no_code() -> None:
     class Text(str):
         def encode(self, *_: Any) -> bytes:
             raise AssertionError("nobody calls this")
 
     prints = Prints()
-    prints.write(Text("x\n"))
-    assert prints.take() == "x\n"
-
-
-def test_the_stand_in_is_like_the_real_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = instead(monkeypatch)
-    stdout = BlockStdout.install()
-    assert BlockStdout.install() is stdout
-    assert sys.stdout.isatty() is False
-    sys.stdout.write("x")
-    sys.stdout.flush()
-    assert real.getvalue() == "x"
-
-    def block() -> None:
-        stdout.enter(Prints())
-        with pytest.raises(TypeError, match="not int"):
-            sys.stdout.write(3)  # type: ignore[arg-type] # as a block may
-
-    on_thread(block)
+    prints.write("a\ud800b\n")
+    prints.write(Text("é\x00\n"))
+    assert prints.take().encode() == b"a\\ud800b\n\xc3\xa9\x00\n"

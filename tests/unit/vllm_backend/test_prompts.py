@@ -7,11 +7,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 from transformers import BatchEncoding
+from vllm import SamplingParams
 
 from nnsight_engine import LanguageModel, bundled_model_path
 from nnsight_engine.vllm_backend.prompts import Request, as_prompt
@@ -54,16 +54,19 @@ FORMS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def local() -> LanguageModel:
+    return LanguageModel(str(bundled_model_path()), dispatch=False)
+
+
 @pytest.mark.parametrize("form", FORMS)
-def test_tokens_come_in_any_form(form: str) -> None:
+def test_tokens_come_in_any_form_on_both(form: str, local: LanguageModel) -> None:
     prompt = as_prompt(FORMS[form]())
     assert prompt == {"prompt_token_ids": IDS}
     assert {type(token) for token in prompt["prompt_token_ids"]} == {int}, "vLLM takes no others"
-
-
-def test_what_a_tokenizer_returns_is_taken_by_name() -> None:
-    given: Any = BatchEncoding({"input_ids": [IDS], "attention_mask": [[1, 1, 1]]})
-    assert as_prompt(**given) == {"prompt_token_ids": IDS}
+    _, read, num_rows = local._prepare_input(FORMS[form]())
+    assert num_rows == 1
+    assert read["input_ids"][0][read["attention_mask"][0] != 0].tolist() == IDS
 
 
 @pytest.mark.parametrize("given", ["x", ["x"], ("x",), [["x"]], np.str_("x")])
@@ -73,7 +76,9 @@ def test_texts(given: Any) -> None:
     assert type(prompt["prompt"]) is str
 
 
-def test_prompts_of_vllm_go_through() -> None:
+def test_prompts_of_vllm_and_a_tokenizers_by_name_go_through() -> None:
+    given: Any = BatchEncoding({"input_ids": [IDS], "attention_mask": [[1, 1, 1]]})
+    assert as_prompt(**given) == {"prompt_token_ids": IDS}
     image = {"image": object()}
     assert as_prompt({"prompt": "x", "multi_modal_data": image}) == {"prompt": "x", "multi_modal_data": image}
     assert as_prompt({"prompt_token_ids": np.array(IDS)}) == {"prompt_token_ids": IDS}
@@ -128,58 +133,18 @@ def test_what_is_no_prompt_is_refused(given: Any, error: type[Exception]) -> Non
         as_prompt(given)
 
 
-@pytest.fixture(scope="module")
-def local() -> LanguageModel:
-    return LanguageModel(str(bundled_model_path()), dispatch=False)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_language_models_take_the_same(form: str, local: LanguageModel) -> None:
-    _, read, num_rows = local._prepare_input(FORMS[form]())
-    assert num_rows == 1
-    assert read["input_ids"][0][read["attention_mask"][0] != 0].tolist() == IDS
-
-
-class Params(msgspec.Struct):
-    """Stands for vLLM's."""
-
-    temperature: float = 1.0
-
-
-def over(shared: dict[str, Any], params: Any = None, **own: Any) -> tuple[Any, dict[str, Any]]:
-    return Request({"prompt": "x"}, own, params).sampling_over(shared)
-
-
-def test_an_invokes_parameters_count_over_the_traces() -> None:
-    trace, own = Params(), Params()
-    assert over({}) == (None, {"max_tokens": 1})
-    assert over({"temperature": 0.0}, max_tokens=3) == (None, {"max_tokens": 3, "temperature": 0.0})
-    assert over({"max_tokens": 2}, max_new_tokens=3) == (None, {"max_tokens": 3})
-    for given, expected in (({}, {}), ({"seed": 1}, {"seed": 1})):
-        params, named = over({"sampling_params": trace, **given})
-        assert params is trace, "an object says how many tokens itself"
-        assert named == expected
-    params, named = over({"sampling_params": trace, "seed": 1, "top_k": 5}, seed=2)
-    assert params is trace
-    assert named == {"seed": 2, "top_k": 5}
-    for shared in ({}, {"sampling_params": trace}):
-        params, named = over(shared, own, seed=2)
-        assert params is own
-        assert named == {"seed": 2}
-
-
 @pytest.mark.parametrize(
     ("shared", "params", "own", "named"),
     [
-        ({"seed": 1}, Params(), {}, "seed"),
-        ({"sampling_params": Params(), "max_new_tokens": 1}, Params(), {}, "max_tokens"),
+        ({"seed": 1}, SamplingParams(), {}, "seed"),
+        ({"sampling_params": SamplingParams(), "max_new_tokens": 1}, SamplingParams(), {}, "max_tokens"),
         ({}, None, {"max_tokens": 1, "max_new_tokens": 2}, "max_new_tokens"),
         ({"max_tokens": 1, "max_new_tokens": 1}, None, {}, "max_new_tokens"),
         ({}, None, {"_eos_token_id": 2}, "_eos_token_id"),
     ],
 )
-def test_what_would_have_no_effect_is_refused(
+def test_sampling_parameters_that_would_have_no_effect_are_refused(
     shared: dict[str, Any], params: Any, own: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(TypeError, match=named):
-        over(shared, params, **own)
+        Request({"prompt": "x"}, own, params).sampling_over(shared)

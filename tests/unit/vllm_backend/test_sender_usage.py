@@ -21,6 +21,11 @@ def clock() -> Clock:
     return Clock()
 
 
+@pytest.fixture
+def sharing(clock: Clock) -> SenderUsage:
+    return SenderUsage(5.0, 1.25, clock)
+
+
 def run(sharing: SenderUsage, clock: Clock, seconds: float, tokens: dict[str, int]) -> None:
     """Let steps of 10 ms pass."""
     for _ in range(round(seconds / 0.01)):
@@ -28,8 +33,7 @@ def run(sharing: SenderUsage, clock: Clock, seconds: float, tokens: dict[str, in
         sharing.charge(tokens, 0.01)
 
 
-def test_a_busy_sender_is_heavy_and_light_again_after_a_pause(clock: Clock) -> None:
-    sharing = SenderUsage(5.0, 1.25, clock)
+def test_a_busy_sender_is_heavy_and_light_again_after_a_pause(sharing: SenderUsage, clock: Clock) -> None:
     sharing.arrive("many")
     sharing.arrive("few")
     assert sharing.light_senders() == {"many", "few"}
@@ -41,8 +45,7 @@ def test_a_busy_sender_is_heavy_and_light_again_after_a_pause(clock: Clock) -> N
     assert sharing.light_senders() == {"many", "few"}
 
 
-def test_a_sender_below_its_share_stays_light_indefinitely(clock: Clock) -> None:
-    sharing = SenderUsage(5.0, 1.25, clock)
+def test_a_sender_below_its_share_stays_light_indefinitely(sharing: SenderUsage, clock: Clock) -> None:
     sharing.arrive("a")
     sharing.arrive("b")
     for _ in range(1000):
@@ -52,8 +55,7 @@ def test_a_sender_below_its_share_stays_light_indefinitely(clock: Clock) -> None
     assert sharing.light_senders() == {"a", "b"}
 
 
-def test_a_flooding_newcomer_is_heavy_beside_the_other(clock: Clock) -> None:
-    sharing = SenderUsage(5.0, 1.25, clock)
+def test_a_flooding_newcomer_is_heavy_beside_the_other(sharing: SenderUsage, clock: Clock) -> None:
     sharing.arrive("first")
     for _ in range(300):
         clock.now += 0.01
@@ -64,8 +66,7 @@ def test_a_flooding_newcomer_is_heavy_beside_the_other(clock: Clock) -> None:
     assert sharing.light_senders() == {"first"}
 
 
-def test_a_long_absent_sender_does_not_count(clock: Clock) -> None:
-    sharing = SenderUsage(5.0, 1.25, clock)
+def test_a_long_absent_sender_does_not_count(sharing: SenderUsage, clock: Clock) -> None:
     sharing.arrive("many")
     sharing.arrive("few")
     clock.now += 4.0
@@ -83,20 +84,18 @@ def test_without_tenants_and_without_a_window_no_sender_is_counted(sender: str, 
     assert not sharing
 
 
-def test_a_short_step_takes_little_longer_than_the_shortest() -> None:
+@pytest.mark.parametrize(
+    ("seconds_a_token", "least", "most"),
+    [(0.0005, 4, 10), (0.0, 256, float("inf"))],  # where long steps are as quick, short ones may be long
+)
+def test_a_short_step_takes_little_longer_than_the_shortest(
+    seconds_a_token: float, least: float, most: float
+) -> None:
     times = StepTimes(1.25)
     for _ in range(50):
         for num_tokens in (1, 4, 16, 64, 256):
-            times.add(num_tokens, 0.016 + 0.0005 * num_tokens)
-    assert 4 <= times.short <= 10
-
-
-def test_where_long_steps_are_as_quick_short_ones_may_be_long() -> None:
-    times = StepTimes(1.25)
-    for _ in range(50):
-        for num_tokens in (1, 4, 16, 64, 256):
-            times.add(num_tokens, 0.01)
-    assert times.short >= 256
+            times.add(num_tokens, 0.016 + seconds_a_token * num_tokens)
+    assert least <= times.short <= most
 
 
 def test_nothing_is_made_of_long_steps_alone_or_of_single_ones() -> None:

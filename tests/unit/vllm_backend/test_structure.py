@@ -38,9 +38,7 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Embeddings, blocks, and a norm, joined as ``joined`` says."""
 
-    def __init__(
-        self, joined: Callable[[Decoder, torch.Tensor], torch.Tensor], run: Callable[..., Any]
-    ) -> None:
+    def __init__(self, joined: Callable[[Decoder, torch.Tensor], Any], run: Callable[..., Any]) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.embed = nn.Embedding(32, WIDTH)
@@ -48,7 +46,7 @@ class Decoder(nn.Module):
         self.norm = Norm()
         self.joined = joined
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor) -> Any:
         return self.joined(self, self.embed(ids))
 
 
@@ -86,58 +84,50 @@ def pair(block: Block, positions: Any, hidden: torch.Tensor, residual: torch.Ten
     return block.inner(normed), residual
 
 
-def in_a_row(model: Decoder, hidden: torch.Tensor) -> torch.Tensor:
-    for layer in model.layers:
-        hidden = layer(hidden)
-    normed: torch.Tensor = model.norm(hidden)
-    return normed
-
-
-def in_pairs(model: Decoder, hidden: torch.Tensor) -> torch.Tensor:
-    residual = None
-    for layer in model.layers:
-        hidden, residual = layer(None, hidden, residual)
-    normed: torch.Tensor = model.norm(hidden, residual)[0]
-    return normed
-
-
-def named(model: Decoder, hidden: torch.Tensor) -> torch.Tensor:
-    for layer in model.layers:
-        hidden = layer(positions=torch.arange(TOKENS), hidden=hidden)
-    normed: torch.Tensor = model.norm(hidden)
-    return normed
-
-
-def batched(model: Decoder, hidden: torch.Tensor) -> torch.Tensor:
-    return in_a_row(model, hidden[None])[0]
-
-
-def beside_none(model: Decoder, hidden: torch.Tensor) -> torch.Tensor:
-    for layer in model.layers:
-        hidden, nothing = layer(hidden)
-        assert nothing is None
-    normed: torch.Tensor = model.norm(hidden)
-    return normed
-
-
-def first_of_two(model: Decoder, hidden: torch.Tensor) -> torch.Tensor:
-    residual = None
-    for layer in model.layers:
-        hidden, residual = layer(None, hidden, residual)
-    normed: torch.Tensor = model.norm(hidden)
-    return normed
-
-
-def first_alone(model: Decoder, hidden: torch.Tensor) -> torch.Tensor:
-    for layer in model.layers:
-        hidden, _ = layer(None, hidden)
-    normed: torch.Tensor = model.norm(hidden)
-    return normed
-
-
 def unused_residual(block: Block, positions: Any, hidden: torch.Tensor, residual: Any = None) -> Any:
     del positions, residual
     return alone(block, hidden), hidden
+
+
+def through(model: Decoder, hidden: Any, *, scale: float = 1.0, backwards: bool = False) -> torch.Tensor:
+    """Run blocks that pass one tensor on, alone or beside None."""
+    for layer in [*model.layers][:: -1 if backwards else 1]:
+        hidden = layer(hidden)
+        hidden = hidden * scale if isinstance(hidden, torch.Tensor) else hidden[0]
+    found: torch.Tensor = hidden
+    return found
+
+
+def in_a_row(model: Decoder, hidden: torch.Tensor) -> Any:
+    return model.norm(through(model, hidden))
+
+
+def in_pairs(model: Decoder, hidden: torch.Tensor, *, share: float = 1.0) -> Any:
+    """Run blocks that pass a pair on, of which the norm adds a share of the second."""
+    residual: Any = None
+    for layer in model.layers:
+        hidden, residual = layer(None, hidden, residual)
+    return model.norm(hidden, residual * share)[0] if share else model.norm(hidden)
+
+
+def named(model: Decoder, hidden: torch.Tensor) -> Any:
+    for layer in model.layers:
+        hidden = layer(positions=torch.arange(TOKENS), hidden=hidden)
+    return model.norm(hidden)
+
+
+def first_alone(model: Decoder, hidden: torch.Tensor) -> Any:
+    for layer in model.layers:
+        hidden, _ = layer(None, hidden)
+    return model.norm(hidden)
+
+
+def first_of_two(model: Decoder, hidden: torch.Tensor) -> Any:
+    return in_pairs(model, hidden, share=0.0)
+
+
+def batched(model: Decoder, hidden: torch.Tensor) -> Any:
+    return in_a_row(model, hidden[None])[0]
 
 
 FOUND: dict[str, tuple[Decoder, dict[str, Any]]] = {
@@ -145,7 +135,7 @@ FOUND: dict[str, tuple[Decoder, dict[str, Any]]] = {
     "a pair": (Decoder(in_pairs, pair), {"returns_residual": True, "hidden_index": 1}),
     "a batch of one": (Decoder(batched, alone), {"is_batched": True}),
     "a pair with None": (
-        Decoder(beside_none, lambda block, hidden: (alone(block, hidden), None)),
+        Decoder(in_a_row, lambda block, hidden: (alone(block, hidden), None)),
         {"returns_none": True},
     ),
     "a second tensor that nobody reads": (
@@ -176,51 +166,31 @@ def test_the_form_of_the_stream_is_found(kind: str) -> None:
     assert torch.equal(DecoderRuns(model).output(), plain)
 
 
-def half_a_pair(model: Decoder, hidden: torch.Tensor) -> torch.Tensor:
-    residual = None
-    for layer in model.layers:
-        hidden, residual = layer(None, hidden, residual)
-    normed: torch.Tensor = model.norm(hidden, 0.5 * residual)[0]  # type: ignore[operator] # there are blocks
-    return normed
+def half_a_pair(model: Decoder, hidden: torch.Tensor) -> Any:
+    return in_pairs(model, hidden, share=0.5)
 
 
-def scaled_between(model: Decoder, hidden: torch.Tensor) -> torch.Tensor:
-    for layer in model.layers:
-        hidden = layer(hidden) * 0.9
-    normed: torch.Tensor = model.norm(hidden)
-    return normed
+def scaled_between(model: Decoder, hidden: torch.Tensor) -> Any:
+    return model.norm(through(model, hidden, scale=0.9))
 
 
-def kept_aside(model: Decoder, hidden: torch.Tensor) -> torch.Tensor:
-    first = hidden = model.layers[0](hidden)
-    for layer in [*model.layers][1:]:
-        hidden = layer(hidden)
-    normed: torch.Tensor = model.norm(hidden + first)
-    return normed
+def backwards(model: Decoder, hidden: torch.Tensor) -> Any:
+    return model.norm(through(model, hidden, backwards=True))
 
 
-def all_for_nothing(model: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+def all_for_nothing(model: Decoder, hidden: torch.Tensor) -> Any:
     in_a_row(model, hidden)
-    normed: torch.Tensor = model.norm(hidden)
-    return normed
+    return model.norm(hidden)
 
 
-def different_each_time(model: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+def different_each_time(model: Decoder, hidden: torch.Tensor) -> Any:
     return in_a_row(model, hidden + torch.rand(()))
 
 
-def backwards(model: Decoder, hidden: torch.Tensor) -> torch.Tensor:
-    for layer in [*model.layers][::-1]:
-        hidden = layer(hidden)
-    normed: torch.Tensor = model.norm(hidden)
-    return normed
-
-
-def narrow(model: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+def narrow(model: Decoder, hidden: torch.Tensor) -> Any:
     for layer in model.layers:
         layer(hidden)
-    normed: torch.Tensor = model.norm(hidden)
-    return normed
+    return model.norm(hidden)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +211,14 @@ def test_what_is_no_stream_is_refused(joined: Any, run: Any, seen: str) -> None:
     assert seen in found.remarks[0]
 
 
-def scaled_at_the_end(model: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+def kept_aside(model: Decoder, hidden: torch.Tensor) -> Any:
+    first = hidden = model.layers[0](hidden)
+    for layer in [*model.layers][1:]:
+        hidden = layer(hidden)
+    return model.norm(hidden + first)
+
+
+def scaled_at_the_end(model: Decoder, hidden: torch.Tensor) -> Any:
     return in_a_row(model, hidden) * 0.1
 
 

@@ -48,36 +48,23 @@ async def test_a_finished_trace_has_the_last_outputs_as_results_and_is_not_abort
     assert (len(engine.traces), engine.forgotten) == (0, [])
 
 
-async def test_an_error_of_one_request_ends_all() -> None:
-    engine = Engine()
-    run = engine.run(range(1, 10_000), [1, ValueError("no")])
-    with pytest.raises(ValueError, match="no"):
-        await events(run)
-    assert (engine.num_running, len(engine.traces), engine.forgotten) == (0, 0, ["key"])
-    assert run.failed == 1
-    assert set(engine.aborted) == {"key-0", "key-1"}
-
-
-async def test_an_error_at_the_start_of_a_request_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine()
-
+@pytest.mark.parametrize("is_at_start", [False, True])
+async def test_an_error_of_one_request_ends_all(
+    monkeypatch: pytest.MonkeyPatch, *, is_at_start: bool
+) -> None:
     def refuse(*_: Any, **__: Any) -> None:
-        raise ValueError("no engine is left")
+        raise ValueError("no")
 
-    monkeypatch.setattr(engine, "start_request", refuse)
-    async with asyncio.timeout(5):
-        with pytest.raises(ValueError, match="no engine is left"):
-            await events(engine.run([1]))
-    assert (len(engine.traces), engine.forgotten) == (0, ["key"])
-
-
-async def test_a_reader_that_leaves_ends_the_requests() -> None:
     engine = Engine()
-    async with engine.run(*[range(1, 10_000)] * 3) as run:
-        async for event in run:
-            if isinstance(event, Output):
-                break
+    if is_at_start:
+        monkeypatch.setattr(engine, "start_request", refuse)
+    run = engine.run(range(1, 10_000), [1, ValueError("no")])
+    async with asyncio.timeout(5):
+        with pytest.raises(ValueError, match="no"):
+            await events(run)
     assert (engine.num_running, len(engine.traces), engine.forgotten) == (0, 0, ["key"])
+    assert run.failed == (0 if is_at_start else 1)
+    assert set(engine.aborted) == {"key-0", "key-1"}
 
 
 @pytest.mark.parametrize("phase", ["hold", "read"])

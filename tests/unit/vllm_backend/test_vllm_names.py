@@ -8,20 +8,21 @@ import inspect
 import os
 import pkgutil
 import re
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
 import app.engine
 import nnsight_engine.vllm_backend
 from nnsight_engine.vllm_backend.steps.vllm_names import USED_NAMES, UsedNames
+from nnsight_engine.vllm_backend.versions.check import COMPARED_VERSIONS, KNOWN_VERSIONS
 from nnsight_engine.vllm_backend.versions.differences import differences, signature_changes
 from nnsight_engine.vllm_backend.versions.sources import VLLMSources
 from tests.unit.vllm_backend.vllm_copies import changed_copy, installed_folder
+from tests.unit.vllm_backend.vllm_record import COMMAND, FOLDER, record, unpacked
 
 PACKAGES = (nnsight_engine.vllm_backend, app.engine)
 """The packages that know vLLM."""
@@ -35,90 +36,94 @@ def test_all_names_are_as_the_engine_needs_them() -> None:
     assert [str(one) for one in differences(sources, USED_NAMES)] == []
 
 
-@pytest.mark.parametrize(
-    ("path", "old", "new", "expected"),
-    [
-        pytest.param(
-            "v1/worker/gpu_model_runner.py",
-            "    def _sample(\n",
-            "    def _draw(\n",
-            ["GPUModelRunner._sample: the name is gone"],
-            id="a method with another name",
-        ),
-        pytest.param(
-            "v1/worker/cpu_model_runner.py",
-            "    def _zero_block_ids(self, block_ids: list[int])",
-            "    def _zero_block_ids(self, block_ids: list[int], stream: int)",
-            ["CPUModelRunner._zero_block_ids: new required parameter `stream`"],
-            id="a change of one of several classes",
-        ),
-        pytest.param(
-            "v1/core/sched/scheduler.py",
-            "    def finish_requests(\n",
-            "    def close_requests(\n",
-            ["Scheduler.finish_requests: it has no implementation any more"],
-            id="a method that remains in an interface only",
-        ),
-        pytest.param(
-            "v1/core/sched/scheduler.py",
-            "    def add_request(self, request: Request)",
-            "    def add_request(self, request: Request, place: int)",
-            ["Scheduler.add_request: new required parameter `place`"],
-            id="a new required parameter",
-        ),
-        pytest.param(
-            "v1/core/sched/scheduler.py",
-            "    def add_request(self, request: Request)",
-            "    def add_request(self, request: Request, place: int = 0)",
-            ["Scheduler.add_request: new parameter `place`, which the override does not accept"],
-            id="a new parameter of a method whose override has no **kwargs",
-        ),
-        pytest.param(
-            "v1/core/kv_cache_manager.py",
-            "    def evict_blocks(self, block_ids: set[int])",
-            "    def evict_blocks(self, ids: set[int])",
-            [
-                "KVCacheManager.evict_blocks: parameter `block_ids` is gone",
-                "KVCacheManager.evict_blocks: new required parameter `ids`",
-            ],
-            id="a parameter with another name",
-        ),
-        pytest.param(
-            "v1/core/sched/output.py",
-            "    total_num_scheduled_tokens: int\n",
-            "",
-            ["SchedulerOutput.total_num_scheduled_tokens: the name is gone"],
-            id="a field removed",
-        ),
-        pytest.param(
-            "v1/core/sched/scheduler.py",
-            "        self.need_mamba_block_aligned_split = (",
-            "        is_split = (",
-            ["Scheduler.need_mamba_block_aligned_split: the name is gone"],
-            id="an attribute removed",
-        ),
-        pytest.param(
-            "engine/protocol.py",
-            "class EngineClient(ABC):\n",
-            "class EngineClient(ABC):\n    @abstractmethod\n    def rest(self) -> None: ...\n\n",
-            ["AsyncLLM.rest: a new abstract method"],
-            id="a new abstract method",
-        ),
-        pytest.param(
-            "v1/core/block_pool.py",
-            "class BlockPool:",
-            "class Pool:",
-            ["BlockPool: the class is gone"],
-            id="a class with another name",
-        ),
-    ],
+SCHEDULER: Final = "v1/core/sched/scheduler.py"
+ADD_REQUEST: Final = "    def add_request(self, request: Request)"
+CHANGES: Final = (
+    (
+        "v1/worker/gpu_model_runner.py",
+        "    def _sample(\n",
+        "    def _draw(\n",
+        ["GPUModelRunner._sample: the name is gone"],
+    ),
+    (  # one of several classes
+        "v1/worker/cpu_model_runner.py",
+        "    def _zero_block_ids(self, block_ids: list[int])",
+        "    def _zero_block_ids(self, block_ids: list[int], stream: int)",
+        ["CPUModelRunner._zero_block_ids: new required parameter `stream`"],
+    ),
+    (  # it remains in an interface only
+        SCHEDULER,
+        "    def finish_requests(\n",
+        "    def close_requests(\n",
+        ["Scheduler.finish_requests: it has no implementation any more"],
+    ),
+    (
+        SCHEDULER,
+        ADD_REQUEST,
+        "    def add_request(self, request: Request, place: int)",
+        ["Scheduler.add_request: new required parameter `place`"],
+    ),
+    (
+        SCHEDULER,
+        ADD_REQUEST,
+        "    def add_request(self, request: Request, place: int = 0)",
+        ["Scheduler.add_request: new parameter `place`, which the override does not accept"],
+    ),
+    (
+        "v1/core/kv_cache_manager.py",
+        "    def evict_blocks(self, block_ids: set[int])",
+        "    def evict_blocks(self, ids: set[int])",
+        [
+            "KVCacheManager.evict_blocks: parameter `block_ids` is gone",
+            "KVCacheManager.evict_blocks: new required parameter `ids`",
+        ],
+    ),
+    (
+        "v1/core/sched/output.py",
+        "    total_num_scheduled_tokens: int\n",
+        "",
+        ["SchedulerOutput.total_num_scheduled_tokens: the name is gone"],
+    ),
+    (
+        SCHEDULER,
+        "        self.need_mamba_block_aligned_split = (",
+        "        is_split = (",
+        ["Scheduler.need_mamba_block_aligned_split: the name is gone"],
+    ),
+    (
+        "engine/protocol.py",
+        "class EngineClient(ABC):\n",
+        "class EngineClient(ABC):\n    @abstractmethod\n    def rest(self) -> None: ...\n\n",
+        ["AsyncLLM.rest: a new abstract method"],
+    ),
+    ("v1/core/block_pool.py", "class BlockPool:", "class Pool:", ["BlockPool: the class is gone"]),
 )
-def test_a_change_is_named(tmp_path: Path, path: str, old: str, new: str, expected: list[str]) -> None:
-    sources = changed_copy(tmp_path, (f"vllm/{path}", old, new))
+
+
+@pytest.mark.parametrize(("path", "old", "new", "expected"), CHANGES)
+def test_a_change_is_named_as_by_a_record(
+    tmp_path: Path, path: str, old: str, new: str, expected: list[str]
+) -> None:
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    sources = changed_copy(folder, (f"vllm/{path}", old, new))
     classes = {re.split("[.:]", line)[0] for line in expected}
     used = [one for one in USED_NAMES if classes & {owner.partition(":")[2] for owner in one.owners}]
     found = differences(sources, used)
     assert [f"{one.name.partition(':')[2]}: {one.change}" for one in found] == expected
+    assert differences(unpacked(record(sources, used), tmp_path / "record"), used) == found
+
+
+def test_versions_that_were_only_compared_have_all_names_by_their_records(tmp_path: Path) -> None:
+    installed = VLLMSources(installed_folder()).version.rpartition(".")[0]
+    assert {installed, *COMPARED_VERSIONS} == set(KNOWN_VERSIONS)
+    records = {path.stem: path for path in FOLDER.glob("*.txt")}
+    assert {version.rpartition(".")[0] for version in records} == set(COMPARED_VERSIONS)
+    for version, path in records.items():
+        sources = unpacked(path.read_text(encoding="utf-8"), tmp_path / version)
+        assert sources.version == version
+        found = [str(one) for one in differences(sources, USED_NAMES)]
+        assert found == [], f"the record lacks names, or has them differently: {COMMAND} {version}"
 
 
 @pytest.mark.parametrize(
@@ -158,21 +163,6 @@ def test_each_override_is_listed_and_accepts_what_the_list_says() -> None:
             )
             num_overrides += 1
     assert num_overrides > 20
-
-
-def test_each_attribute_that_subclasses_read_is_listed() -> None:
-    sources = VLLMSources(installed_folder())
-    num_read = 0
-    for cls in _extended_classes():
-        entries = _entries(cls)
-        listed = {name for used in entries for name in (*used.read, *used.called, *used.overridden)}
-        found = [sources.find(*_theirs(cls)[0])]
-        members = {name for one in found if one is not None for name in sources.members(one)}
-        for own in _ours(cls):
-            for name in _names_of_self(own) & members:
-                assert name in listed, f"{own.__name__} reads self.{name}, which vllm_names does not list"
-                num_read += 1
-    assert num_read > 40
 
 
 def test_each_import_is_listed() -> None:
@@ -256,20 +246,3 @@ def _overrides(cls: type) -> Iterator[tuple[str, FunctionType]]:
             is_own = isinstance(value, FunctionType) and value.__module__ == one.__module__
             if is_own and any(name in vars(base) for base in cls.__mro__ if _is_theirs(base)):
                 yield name, value
-
-
-def _names_of_self(cls: type) -> set[str]:
-    if cls.__qualname__ not in {node.name for node in _classes_in(cls)}:
-        return set()  # made by ``type``
-    tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
-    return {
-        node.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
-    }
-
-
-def _classes_in(cls: type) -> list[ast.ClassDef]:
-    module = inspect.getmodule(cls)
-    assert module is not None
-    return [one for one in ast.parse(inspect.getsource(module)).body if isinstance(one, ast.ClassDef)]

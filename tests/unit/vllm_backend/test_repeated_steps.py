@@ -1,4 +1,4 @@
-"""The runner where a step goes on without a block: no token leaves, and the next step gives the same."""
+"""Steps of the runner that go on without a block: no token leaves, and the repeated step gives the same."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
 from nnsight_engine.vllm_backend.steps.replayed_samples import ReplayedSamples
 from nnsight_engine.vllm_backend.steps.runner_v1 import V1RunnerMixin
@@ -29,7 +31,7 @@ class _Sandboxes:
 class _Traces(WorkerTraces):
     """Blocks, of which one leaves the step when it is shown its token."""
 
-    def __init__(self, *, leaves: bool) -> None:
+    def __init__(self, *, leaves: bool = False) -> None:
         self.sandboxes: Any = _Sandboxes()
         self.leaves = leaves
         self.is_empty = False
@@ -58,6 +60,15 @@ class _Traces(WorkerTraces):
         return {}
 
 
+def _sampled(rows: list[list[int]], scale: float = 1.0) -> SamplerOutput:
+    """Return tokens with a row for each request, and logprobs with one for each token."""
+    tokens = torch.tensor(rows, dtype=torch.int32)
+    flat = tokens[tokens >= 0]
+    ranks = flat.clone()
+    logprobs = LogprobsTensors(flat[:, None].repeat(1, 3), flat[:, None].repeat(1, 3) * scale, ranks)
+    return SamplerOutput(tokens, logprobs)
+
+
 class _Vllm:
     """Draws tokens as vLLM does, from each request's own stream."""
 
@@ -68,10 +79,9 @@ class _Vllm:
         """Return those of each request once, as vLLM does."""
         return {name: values[: self.num_prompt_logprobs.pop(name)] for name in list(self.num_prompt_logprobs)}
 
-    def _sample(self, logits: torch.Tensor) -> Any:
-        drawn = [torch.randint(0, 1000, (1,), generator=one) for one in self.input_batch.generators.values()]
-        tokens = torch.stack(drawn).to(torch.int32)
-        return SimpleNamespace(sampled_token_ids=tokens, logprobs_tensors=None)
+    def _sample(self, logits: torch.Tensor) -> SamplerOutput:
+        generators = self.input_batch.generators.values()
+        return _sampled([torch.randint(0, 1000, (1,), generator=one).tolist() for one in generators])
 
 
 class _Runner(V1RunnerMixin, _Vllm):
@@ -84,17 +94,16 @@ class _Runner(V1RunnerMixin, _Vllm):
         self.discard_request_mask = SimpleNamespace(np=np.zeros(2, bool))
 
     def sampled(self) -> list[int]:
-        """Return what leaves of a step, and what a block is shown in place of what does not."""
+        """Return what leaves of a step, and -1 for what does not."""
         self.discard_request_mask.np[:] = False
         output = self._sample(torch.zeros(2, 4))
-        tokens: list[int] = output.sampled_token_ids[:, 0].tolist()
-        return [
-            -1 if gone else token for token, gone in zip(tokens, self.discard_request_mask.np, strict=True)
-        ]
+        assert output.logprobs_tensors.logprobs[:, 0].tolist() == output.sampled_token_ids[:, 0].tolist()
+        left: list[int] = np.where(self.discard_request_mask.np, -1, output.sampled_token_ids[:, 0]).tolist()
+        return left
 
 
 def test_prompt_logprobs_of_a_step_that_is_undone_come_with_its_repetition() -> None:
-    traces = _Traces(leaves=False)
+    traces = _Traces()
     runner = _Runner(traces)
     runner.num_prompt_logprobs = {"own": 1, "other": 2}
     traces.sandboxes.undone = ["own", "without"]
@@ -104,39 +113,50 @@ def test_prompt_logprobs_of_a_step_that_is_undone_come_with_its_repetition() -> 
     assert runner._get_prompt_logprobs_dict([4.0, 5.0]) == {}
 
 
-def test_a_token_that_was_shown_is_the_one_that_leaves_later() -> None:
-    plain = _Runner(_Traces(leaves=False))
-    first, second = plain.sampled(), plain.sampled()
-    traces = _Traces(leaves=True)
+@pytest.mark.parametrize("is_shown", [True, False])
+def test_a_token_that_did_not_leave_leaves_with_the_repetition(*, is_shown: bool) -> None:
+    plain = _Runner(_Traces())
+    first, second, third = (plain.sampled() for _ in range(3))
+    traces = _Traces(leaves=is_shown)
     runner, reports = _Runner(traces), TraceReports(traces)
+    if not is_shown:  # the block has left the step before
+        traces.sandboxes.undone, traces.sandboxes.waiting = ["own"], frozenset({"own"})
     assert runner.sampled() == [first[0], -1]
     assert traces.shown == first
     results = reports.end_step()
     assert results is not None
     assert (results.undone, results.waiting) == (["own"], frozenset({"own"}))
-    traces.leaves = False
-    traces.sandboxes.waiting = frozenset()
-    assert runner.sampled() == [second[0], first[1]]
+    traces.leaves, traces.sandboxes.waiting = False, frozenset()
+    assert runner.sampled() == [second[0], first[1]], "its random stream was put back"
     results = reports.end_step()
     assert results is not None
     assert (results.undone, results.waiting) == ([], frozenset())
-    assert runner.sampled()[1] == second[1]
+    assert runner.sampled() == [third[0], second[1]]
     assert reports.end_step() is None, "nothing is new"
 
 
-def test_a_block_that_has_left_before_has_no_token() -> None:
-    plain = _Runner(_Traces(leaves=False))
-    first = plain.sampled()
-    traces = _Traces(leaves=False)
-    runner = _Runner(traces)
-    traces.sandboxes.undone = ["own"]
-    assert runner.sampled() == [first[0], -1]
-    traces.sandboxes.undone = []
-    assert runner.sampled()[1] == first[1], "its stream was put back"
+def test_a_sample_comes_back_once_in_any_row_beside_drafts_unless_its_request_ended() -> None:
+    kept, first = ReplayedSamples(), _sampled([[11], [12], [13]])
+    for name, row in (("own", 1), ("gone", 2)):
+        kept.keep(name, row, first.sampled_token_ids, first, row, {})
+    kept.forget({"gone"})
+    again = _sampled([[21, 22], [23, -1], [24, -1]], scale=9.0)
+    rows = {"own": 2, "other": 0, "gone": 1}
+    kept.put_back(again, rows, (0, 2, 3), {"own"})
+    assert again.sampled_token_ids.tolist() == [[21, 22], [23, -1], [24, -1]], "it is left out once more"
+    kept.put_back(again, rows, (0, 2, 3), ())
+    assert again.sampled_token_ids.tolist() == [[21, 22], [23, -1], [12, -1]]
+    ids, logprobs, ranks = again.logprobs_tensors[:3]
+    assert logprobs[:, 0].tolist() == [189, 198, 207, 12]
+    assert ids[3].tolist() == [12, 12, 12]
+    assert ranks.tolist() == [21, 22, 23, 12]
+    later = _sampled([[31]])
+    kept.put_back(later, {"own": 0}, range(1), ())
+    assert later.sampled_token_ids.item() == 31
 
 
 def test_the_end_of_a_pause_is_reported_without_a_block() -> None:
-    traces = _Traces(leaves=False)
+    traces = _Traces()
     reports = TraceReports(traces)
     traces.sandboxes.throttled = frozenset({"many"})
     results = reports.end_step()

@@ -1,4 +1,4 @@
-"""The engine's side of traces, without workers: arrivals, polled results, an engine that dies."""
+"""The asynchronous engine without workers: traces, polled results, pauses, an engine that dies."""
 
 from __future__ import annotations
 
@@ -13,16 +13,26 @@ import pytest
 from vllm import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.output_processor import OutputProcessor
 
 from api_schemas.errors import ApiError
+from api_schemas.interventions import parse_interventions
 from nnsight_engine.core.engine_counts import EngineCounts
-from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM
+from nnsight_engine.vllm_backend import async_engine
+from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM, carrying
+from nnsight_engine.vllm_backend.call import InterventionCall
+from nnsight_engine.vllm_backend.pausing_async_llm import PauseRefusedError
+from nnsight_engine.vllm_backend.result_router import ResultRouter
 from nnsight_engine.vllm_backend.rpc_results import PENDING
 from nnsight_engine.vllm_backend.shared_memory_results import SharedMemoryResults, leave
+from nnsight_engine.vllm_backend.trace_placement import TracePlacement
 from nnsight_engine.vllm_backend.trace_router import TraceEvent
 from nnsight_engine.vllm_backend.trace_run import MergedRun, Output, TraceStarted
 from nnsight_engine.vllm_backend.traced_requests import TraceRequests
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
+from tests.fakes.model_specs import tiny_spec
+
+SPEC = tiny_spec()
 
 
 class Core:
@@ -32,7 +42,10 @@ class Core:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self.answers: dict[str, list[Any]] = {"drop_trace": [None]}
+        self.answers: dict[str, list[Any]] = {
+            "drop_trace": [None],
+            "describe_interventions": [SPEC.to_plain()],
+        }
         self.engine_inflight = dict.fromkeys(self.core_engines, 0)
 
     def shutdown(self, **_: Any) -> None:
@@ -54,41 +67,60 @@ class Core:
         return [await self._call_utility_async(*args, engine=engine) for engine in self.core_engines]
 
 
+class Vllm:
+    """What replaces vLLM's part of the engine: each request has one output, and a sleep takes a while."""
+
+    def init(self: Any) -> None:
+        self.output_handler = self.logger_manager = None
+        self.output_processor = OutputProcessor(None, log_stats=False)
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=2))
+        self.model_config = SimpleNamespace(enable_sleep_mode=True, runner_type="generate")
+
+    async def add_request(self, _request_id: str, _prompt: Any, _params: Any, **_: Any) -> None:
+        await asyncio.sleep(0)
+
+    async def generate(
+        self: Any, prompt: Any, params: Any, request_id: str, data_parallel_rank: int, lora_request: None
+    ) -> AsyncGenerator[Any, None]:
+        assert lora_request is None
+        core = self.engine_core
+        core.calls.append((core.core_engines[data_parallel_rank], "generate", request_id))
+        await self.add_request(request_id, prompt, params)
+        self.traces.deliver([("key", 0, b"delta", "")], 0)
+        yield SimpleNamespace(outputs=[], finished=True, prompt=None, prompt_token_ids=[])
+
+    async def abort(self: Any, request_ids: list[str]) -> None:
+        self.engine_core.calls.append(("abort", *request_ids))
+
+    async def sleep(self: Any, level: int, mode: str) -> None:
+        self.engine_core.calls.append(("begin", level, mode))
+        await asyncio.sleep(0.01)
+        self.engine_core.calls.append(("asleep", level, mode))
+
+    async def wake_up(self: Any, tags: Any) -> bool:
+        self.engine_core.calls.append(("awake", tags))
+        return True
+
+
 @pytest.fixture
 def core() -> Core:
     return Core()
 
 
 @pytest.fixture
-def engine(core: Core, monkeypatch: pytest.MonkeyPatch) -> InterventionAsyncLLM:
-    """Return the server's engine with vLLM's part replaced: each request has one output."""
-
-    def init(engine: Any) -> None:
-        engine.output_handler = None
-        engine.engine_core = core
-        engine.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=2))
-
-    async def add_request(_engine: Any, _request_id: str, _prompt: Any, _params: Any, **_: Any) -> None:
-        await asyncio.sleep(0)
-
-    async def generate(
-        engine: Any, prompt: Any, params: Any, request_id: str, data_parallel_rank: int, lora_request: None
-    ) -> AsyncGenerator[Any, None]:
-        assert lora_request is None
-        core.calls.append((core.core_engines[data_parallel_rank], "generate", request_id))
-        await engine.add_request(request_id, prompt, params)
-        engine.traces.deliver([("key", 0, b"delta", "")], 0)
-        yield type("Out", (), {"outputs": [], "finished": True, "prompt": None, "prompt_token_ids": []})()
-
-    async def abort(_engine: Any, request_ids: list[str]) -> None:
-        core.calls.append(("abort", *request_ids))
-
-    for name, fake in (
-        ("__init__", init), ("add_request", add_request), ("generate", generate), ("abort", abort),
-        ("__del__", lambda _: None),
-    ):  # fmt: skip
-        monkeypatch.setattr(AsyncLLM, name, fake)
-    return InterventionAsyncLLM()
+async def engine(core: Core, monkeypatch: pytest.MonkeyPatch) -> InterventionAsyncLLM:
+    """Return the server's engine, which knows its model."""
+    for name in ("add_request", "generate", "abort", "sleep", "wake_up"):
+        monkeypatch.setattr(AsyncLLM, name, getattr(Vllm, name))
+    monkeypatch.setattr(AsyncLLM, "__init__", Vllm.init)
+    for name in ("__del__", "_run_output_handler"):
+        monkeypatch.setattr(AsyncLLM, name, lambda _: None)
+    engine: Any = InterventionAsyncLLM()
+    engine.engine_core = core
+    assert await engine.describe() == SPEC
+    core.calls.clear()
+    found: InterventionAsyncLLM = engine
+    return found
 
 
 def one_request(held: bytes | None = None, key: str = "key") -> TraceRequests:
@@ -153,12 +185,20 @@ async def test_each_trace_stays_on_one_engine_and_traces_take_turns(
     assert engines == {"a": {b"first"}, "b": {b"second"}, "c": {b"first"}}
 
 
-async def test_calls_of_all_workers_return_the_results_of_all_engines(
-    engine: InterventionAsyncLLM, core: Core
-) -> None:
-    core.answers["keep_edit"] = ["one", "two"]
-    assert await engine.collective_rpc("keep_edit", args=("calm", b"block")) == ["one", "two"]
-    assert core.calls == [(one, "keep_edit", "calm", b"block") for one in core.core_engines]
+def test_a_trace_goes_where_the_fewest_requests_are_or_will_be() -> None:
+    placement = TracePlacement(3)
+
+    def placed(key: str, num_requests: int, *in_flight: int) -> int:
+        placement.place(key, num_requests, in_flight)
+        return placement.rank(key)
+
+    assert placed("first", 1, 4, 2, 3) == 1
+    placement.remove("first")
+    assert [placed(key, size, 0, 0, 0) for key, size in (("a", 5), ("b", 2), ("c", 3))] == [2, 0, 1]
+    assert placed("d", 1, 0, 0, 0) == 0, "they are not sent yet, and count"
+    placement.remove("a")
+    placement.remove("a")
+    assert placed("e", 1, 0, 0, 0) == 2
 
 
 async def test_counts_of_engines_are_added(engine: InterventionAsyncLLM, core: Core) -> None:
@@ -169,6 +209,7 @@ async def test_counts_of_engines_are_added(engine: InterventionAsyncLLM, core: C
     second.sandboxes["started"] = 4
     core.answers["count_events"] = [first.to_plain(), second.to_plain()]
     total = await engine.count_events()
+    assert core.calls == [(one, "count_events") for one in core.core_engines]
     assert (total.steps, total.sandboxes["started"]) == ({"plain": 1, "tap": 5, "eager": 0}, 4)
     assert sum(total.intervention_buckets) == 2
     assert total.intervention_s == pytest.approx(0.04)
@@ -177,12 +218,64 @@ async def test_counts_of_engines_are_added(engine: InterventionAsyncLLM, core: C
 async def test_sandboxes_are_ready_once_every_engine_has_one(
     engine: InterventionAsyncLLM, core: Core, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nnsight_engine.vllm_backend.async_engine._SANDBOX_POLL_S", 0.0)
-    engine._has_sandbox = False
+    monkeypatch.setattr(async_engine, "_SANDBOX_POLL_S", 0.0)
     core.answers["prepare_sandbox"] = [(True, None), (False, None), (True, None)]
     await engine.prepare_sandbox()
     assert len(core.calls) == 4
-    engine._has_sandbox = False
+    await engine.describe()
     core.answers["prepare_sandbox"] = [(True, None), (False, {"message": "no namespaces"})]
     with pytest.raises(ApiError, match="no namespaces"):
         await engine.prepare_sandbox()
+
+
+@pytest.mark.parametrize("failing", ["open", "PromptEntry", "prepare_params", "salted"])
+async def test_a_prompt_that_fails_on_its_way_into_the_engine_leaves_no_tensors(
+    engine: InterventionAsyncLLM, failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(ResultRouter if failing == "open" else async_engine, failing, fail)
+    steer = {"op": "steer", "at": "layers.0.output", "vector": [1.0] * SPEC.hidden_size}
+    call = InterventionCall(parse_interventions([steer]), SPEC, len, stream=False)
+    with pytest.raises(MemoryError), carrying(call):
+        engine.generate({"prompt_token_ids": [1, 2]}, SamplingParams(max_tokens=4), "request")
+    engine.close_call(call)
+    assert (len(engine._contents), len(engine.router)) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("frees_memory", "level", "mode", "reason"),
+    [
+        (False, 1, "wait", "--enable-sleep-mode"),
+        (True, 1, "keep", "mode=wait"),
+        (True, 2, "wait", "discards the weights"),
+    ],
+)
+async def test_a_sleep_that_would_go_wrong_is_refused(
+    engine: InterventionAsyncLLM, core: Core, *, frees_memory: bool, level: int, mode: Any, reason: str
+) -> None:
+    engine.model_config.enable_sleep_mode = frees_memory
+    with pytest.raises(PauseRefusedError, match=reason):
+        await engine.sleep(level, mode)
+    assert not core.calls
+
+
+@pytest.mark.parametrize("level", [0, 1])
+async def test_an_engine_that_frees_memory_is_woken_up_only_once_it_sleeps(
+    engine: InterventionAsyncLLM, core: Core, level: int
+) -> None:
+    sleeping = asyncio.create_task(engine.sleep(level, "wait"))
+    for _ in range(5):  # until it waits
+        await asyncio.sleep(0)
+    assert await engine.wake_up()
+    await sleeping
+    slept, woken = ("asleep", level, "wait"), ("awake", None)
+    assert core.calls == [("begin", level, "wait"), *((slept, woken) if level else (woken, slept))]
+
+
+async def test_a_pause_ends_with_its_engine(engine: InterventionAsyncLLM, core: Core) -> None:
+    engine.output_handler = asyncio.create_task(asyncio.sleep(0))
+    with pytest.raises(EngineDeadError):
+        await engine.sleep(1, "wait")
+    assert ("asleep", 1, "wait") not in core.calls

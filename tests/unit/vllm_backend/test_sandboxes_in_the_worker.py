@@ -1,15 +1,18 @@
-"""The pool of sandboxed traces, with a session that is played: the engine never waits for a process here."""
+"""Sandboxed traces on the worker: which code needs a sandbox, and the threads of a confined process."""
 
 from __future__ import annotations
 
 import builtins
+import threading
+import time
 from typing import Any
 
 import msgspec
 import pytest
 
 from api_schemas.request_traces import Trace
-from nnsight_engine.interleaving.threads import Threads
+from nnsight_engine.interleaving.call_stacks import Done
+from nnsight_engine.interleaving.threads import Threads, TimeBudgetError
 from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
 from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.vllm_backend.compat import EngineLimits
@@ -17,24 +20,12 @@ from nnsight_engine.vllm_backend.request_code import encoded_code
 from nnsight_engine.vllm_backend.traces.edits import EditStore
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.reporting import Reporting
+from nnsight_engine.vllm_backend.traces.sandboxed.changes import Changes
+from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_main import WaitingThreads
 from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_pool import SandboxPool
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 from nnsight_engine.vllm_backend.traces.trace_store import TraceStore
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
-
-
-class PlayedSession:
-    """A session whose process has not answered."""
-
-    has_collected = False
-
-
-def test_a_trace_whose_process_has_not_answered_cannot_be_collected() -> None:
-    pool: Any = SandboxPool(TraceDispatcher(), EngineLimits())
-    pool._by_key["key"] = PlayedSession()
-    with pytest.raises(RuntimeError, match="poll `finish_trace`"):
-        pool.collect("key")
-    assert pool.knows("key")
 
 
 def test_untrusted_code_never_runs_in_the_worker_whatever_its_limits_say() -> None:
@@ -64,3 +55,53 @@ def test_code_is_not_trusted_by_omission() -> None:
     request = TraceRequest(TraceHead(model="m", dialect="vllm"), [b"blocks"])
     with pytest.raises(AttributeError, match="sandbox_of"):
         _ = request.sandbox_of
+
+
+def test_a_tenant_rests_for_others_alone() -> None:
+    pool = SandboxPool(TraceDispatcher(), EngineLimits())
+    pool._waiting._rest("acme", 10)
+    assert pool.throttled == frozenset({"acme"})
+    pool.is_single_tenant = True
+    assert pool.throttled == frozenset()
+
+
+def test_changes_that_are_too_many_to_keep_are_dropped_until_the_next_step() -> None:
+    changes = Changes(100)
+    changes.keep("a", [], memoryview(bytes(60)))
+    assert list(changes.by_place) == ["a"]
+    changes.keep("b", [], memoryview(bytes(60)))
+    assert (changes.is_too_much, list(changes.by_place)) == (True, [])
+    changes.clear()
+    changes.keep("c", [], memoryview(bytes(60)))
+    assert (changes.is_too_much, list(changes.by_place)) == (False, ["c"])
+
+
+def test_a_job_inside_c_code_is_waited_for_and_no_thread_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = WaitingThreads(budget_s=0.1, count=1)
+    ended = threading.Event()
+
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def job() -> None:
+        try:
+            sum(range(6 * 10**7))  # one call, which nothing interrupts
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    done = threads.take().start(job)
+    assert isinstance(done, Done)
+    assert isinstance(done.error, TimeBudgetError)
+    assert ended.is_set()
+
+
+def test_a_block_that_waits_for_a_processor_is_not_late_and_one_that_computes_is() -> None:
+    def compute() -> None:
+        while True:
+            pass
+
+    waiting = WaitingThreads(budget_s=0.2, count=1).take()
+    assert waiting.start(lambda: time.sleep(0.5)).empty() == (None, None)  # others compute meanwhile
+    _, error = WaitingThreads(budget_s=0.2, count=1).take().start(compute).empty()
+    assert isinstance(error, TimeBudgetError)
