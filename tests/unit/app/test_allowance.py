@@ -7,13 +7,11 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-import app
 from api_schemas.errors import ApiError, ErrorCode
 from app.admission.slot_pool import Slot, SlotPool
 from app.allowance import Allowance, part_of
@@ -36,13 +34,6 @@ def test_a_share_is_the_decimal_part_rounded_up(total: int, share: float) -> Non
     assert 0 <= part <= total
     assert part_of(total, 1.0) == total
     assert (part == 0) == (total == 0)  # whatever there is, everybody may have one
-
-
-@given(TOTALS, TOTALS, SHARES, SHARES)
-def test_more_of_anything_is_never_less_for_a_tenant(
-    one: int, other: int, share: float, large: float
-) -> None:
-    assert part_of(min(one, other), min(share, large)) <= part_of(max(one, other), max(share, large))
 
 
 @given(st.integers(0, 50), SHARES, st.sampled_from(TENANTS), st.data())
@@ -151,12 +142,6 @@ async def test_slots_keep_to_the_rule_and_none_is_free_for_long(
         assert all(
             is_full or (one and granted[one] == slots.each) for one, number in queued.items() if number
         )
-
-
-def test_shares_are_computed_in_one_place() -> None:
-    folder = Path(str(app.__file__)).parent
-    readers = [path.name for path in folder.rglob("*.py") if "tenant_share" in path.read_text()]
-    assert sorted(readers) == ["settings.py", "tenant_budget.py"]
 
 
 @given(SHARES, st.integers(1, 500))

@@ -11,21 +11,11 @@ from app.process_environment import environment_for_traces
 from app.settings import Settings
 
 
-def test_every_setting_is_described():
-    undescribed = [name for name, field in Settings.model_fields.items() if not field.description]
-    assert undescribed == []
-
-
 def test_the_environment_sets_and_arguments_win(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("NNSIGHT_ENGINE_PORT", "9001")
     monkeypatch.setenv("NNSIGHT_ENGINE_RESULT_TTL_S", "5")
     assert (Settings().port, Settings().result_ttl_s) == (9001, 5.0)
     assert Settings(port=9002).port == 9002
-
-
-def test_results_lie_in_the_cache_directory(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert Settings().result_dir == Path("/somewhere/nnsight-engine/results")
 
 
 @pytest.mark.parametrize("bad", [{"port": 70_000}, {"max_json_depth": 10_000}, {"result_ttl_s": 0}])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
 from pathlib import Path
 
@@ -18,9 +17,6 @@ from app.engine.vllm_options import HANDLED_HERE, REFUSED, TO_ENGINE, refuse_ign
 from app.serve_command import _with_options_of_files
 from app.settings import Settings
 from nnsight_engine.core.errors import UnsupportedOptionError
-from tests.unit.app.option_tests import FOR_THE_ENGINE, SHOWN_BY
-
-PROJECT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize(
@@ -53,15 +49,6 @@ def test_every_option_of_vllm_is_passed_on_done_or_refused(parser: FlexibleArgum
     assert named == frozenset.union(*tables)
     assert sum(map(len, tables)) == len(named)
     assert {field.name for field in dataclasses.fields(AsyncEngineArgs)} >= TO_ENGINE
-
-
-def test_what_is_done_here_is_shown_by_tests() -> None:
-    assert SHOWN_BY.keys() == HANDLED_HERE
-    assert FOR_THE_ENGINE.keys() <= TO_ENGINE
-    for named in {*SHOWN_BY.values(), *FOR_THE_ENGINE.values()}:
-        file, _, name = named.partition("::")
-        tree = ast.parse((PROJECT / file).read_text(encoding="utf-8"))
-        assert name in {getattr(node, "name", "") for node in tree.body}, named
 
 
 OBJECTS = ('{"task": "token_embed"}', '{"profiler": "cuda"}', '{"backend": "nccl"}', "{}")

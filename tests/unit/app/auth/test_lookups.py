@@ -59,16 +59,6 @@ async def test_what_is_asked_during_a_reading_is_read_after_it_and_together():
     assert table.read == [{"b"}, {"a", "b", "c"}]
 
 
-async def test_a_cancelled_lookup_does_not_cancel_others():
-    table = Table()
-    lookups = Lookups(table.find)
-    gives_up, stays = [asyncio.create_task(lookups.find("a")) for _ in range(2)]
-    await turns()
-    gives_up.cancel()
-    table.may_end.set()
-    assert await stays == 1
-
-
 async def test_a_failed_lookup_raises_for_its_callers_and_the_next_goes_on():
     table = Table()
     lookups = Lookups(table.find)
