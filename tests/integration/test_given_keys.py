@@ -10,25 +10,20 @@ import pytest
 
 from api_schemas.keys import NewKey, Scope
 from app.auth.given_keys import GIVEN_ID, GivenKeys
-from app.main import create_app, new_store
-from app.settings import Settings
-from tests.fakes.engine import FakeEngineClient
 from tests.integration.conftest import ErrorCheck
+from tests.integration.serving import Served
 
 TEXTS = ["first secret", "second-secret"]
 
 
 @pytest.fixture
-async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    settings = Settings(result_dir=tmp_path / "results", data_dir=tmp_path / "data")
-    store = new_store(settings)
-    app = create_app(settings, FakeEngineClient(settings, store), store, given_keys=GivenKeys(TEXTS))
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as found,
-    ):
-        await app.state.context.lifecycle.started()
-        found.keys = app.state.context.keys  # type: ignore[attr-defined] # for tests that make others
+async def served(tmp_path: Path) -> Served:
+    return Served(tmp_path, given_keys=GivenKeys(TEXTS))
+
+
+@pytest.fixture
+async def client(served: Served) -> AsyncIterator[httpx.AsyncClient]:
+    async with served.started() as found:
         yield found
 
 
@@ -53,8 +48,8 @@ async def test_nothing_else_does(client: httpx.AsyncClient, error_of: ErrorCheck
         error_of(await client.get("/v1/models", headers=bearer(wrong)), 401, "invalid_api_key")
 
 
-async def test_keys_of_the_database_work_beside_them(client: httpx.AsyncClient) -> None:
-    made = await client.keys.create(NewKey(tenant="acme", scopes=(Scope.COMPLETIONS,)))  # type: ignore[attr-defined] # see above
+async def test_keys_of_the_database_work_beside_them(served: Served, client: httpx.AsyncClient) -> None:
+    made = await served.context.keys.create(NewKey(tenant="acme", scopes=(Scope.COMPLETIONS,)))
     assert (await client.get("/v1/models", headers=bearer(made.key))).status_code == 200
 
 

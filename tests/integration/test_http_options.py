@@ -23,14 +23,10 @@ from app.certificate_refresh import refresh_certificate
 from app.command_error import CommandError
 from app.http_options import HttpOptions, listening_options, log_options
 from app.listen_socket import HeadLimits
-from app.main import create_app, new_store
 from app.observability import logs
-from app.settings import Settings
-from tests.fakes.engine import FakeEngineClient
-from tests.integration.fronted import listening, port_of
-from tests.integration.signals_server import ARGUMENTS
+from tests.integration.command_server import ARGUMENTS, started
+from tests.integration.serving import Served, listening, port_of
 from tests.integration.test_logs import Log, log
-from tests.integration.test_signals import started
 from tests.integration.test_ways_to_listen import certificate_files
 from tests.waiting import wait_for_async
 
@@ -48,17 +44,9 @@ def arguments(**given: Any) -> argparse.Namespace:
 async def serving(
     tmp_path: Path, *, with_keys: bool = True, **given: Any
 ) -> AsyncIterator[httpx.AsyncClient]:
-    settings = Settings(result_dir=tmp_path / "results", data_dir=tmp_path / "data")
-    store = new_store(settings)
     keys = GivenKeys(["secret"] if with_keys else [])
-    http = HttpOptions.of(arguments(**given))
-    app = create_app(settings, FakeEngineClient(settings, store), store, given_keys=keys, http=http)
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
-    ):
-        await app.state.context.lifecycle.started()
+    served = Served(tmp_path, given_keys=keys, http=HttpOptions.of(arguments(**given)))
+    async with served.started(raises=False) as client:
         yield client
 
 
@@ -211,12 +199,10 @@ async def head(port: int, size: int, count: int) -> bytes:
 
 
 async def test_heads_have_the_limits_that_are_given(tmp_path: Path) -> None:
-    settings = Settings(result_dir=tmp_path / "results", data_dir=tmp_path / "data")
-    store = new_store(settings)
-    app = create_app(settings, FakeEngineClient(settings, store), store)
+    served = Served(tmp_path)
     options = listening_options(arguments(h11_max_incomplete_event_size=200_000, h11_max_header_count=20))
     assert listening_options(arguments()) == {"head_limits": HeadLimits()}
-    async with listening(app, settings, **options) as server:
+    async with listening(served.app, served.settings, **options) as server:
         port = port_of(server)
         assert b" 400 " in (await head(port, 150_000, 10)).splitlines()[0]  # it lacks `prompt`
         for size, count in ((250_000, 10), (1000, 30)):
@@ -247,13 +233,11 @@ async def test_the_command_serves_a_new_certificate_if_that_is_enabled(tmp_path:
 
 
 async def test_a_new_certificate_is_served_without_a_restart(tmp_path: Path) -> None:
-    settings = Settings(result_dir=tmp_path / "results", data_dir=tmp_path / "data")
-    store = new_store(settings)
-    app = create_app(settings, FakeEngineClient(settings, store), store)
+    served = Served(tmp_path)
     files = certificate_files(tmp_path)
     options = listening_options(arguments(**files, enable_ssl_refresh=True))
 
-    async with listening(app, settings, **options) as server:
+    async with listening(served.app, served.settings, **options) as server:
         refreshing = asyncio.create_task(refresh_certificate(server.config, poll_s=0.02))
 
         async def trusts() -> bool:

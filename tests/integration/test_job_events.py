@@ -11,15 +11,13 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from app.context import Context
-from app.main import create_app, new_store
-from app.settings import Settings
-from tests.fakes.engine import FakeBehaviour, FakeEngineClient
+from tests.fakes.engine import FakeBehaviour
 from tests.integration.scripted_traces import HEADERS, ScriptedEngine, trace
+from tests.integration.serving import Served
 from tests.waiting import wait_for_async
 
 pytestmark = pytest.mark.timeout(60)
@@ -64,24 +62,12 @@ class Live:
 
 
 @contextlib.asynccontextmanager
-async def live(
-    directory: Path, behaviour: FakeBehaviour | None = None, **settings: Any
-) -> AsyncIterator[Live]:
-    folders = {"result_dir": directory / "results", "data_dir": directory / "data"}
-    chosen = Settings.model_validate({**folders, "drain_timeout_s": 0.1, **settings})
-    store = new_store(chosen)
+async def live(folder: Path, behaviour: FakeBehaviour | None = None, **settings: Any) -> AsyncIterator[Live]:
     scripted = ScriptedEngine()
-    engine = FakeEngineClient(chosen, store, behaviour)
-    engine.traces = {"vllm": scripted}
-    app = create_app(chosen, engine, store)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
-    serving = asyncio.create_task(server.serve())
-    await wait_for_async(lambda: server.started)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
-        yield Live(port, client, scripted, app.state.context)
-    server.should_exit = True
-    await serving
+    chosen = {"drain_timeout_s": 0.1, **settings}
+    served = Served(folder, behaviour, traces={"vllm": scripted}, **chosen)
+    async with served.listening() as client:
+        yield Live(client.base_url.port or 0, client, scripted, served.context)
 
 
 async def listed(events: AsyncIterator[dict[str, Any]]) -> list[dict[str, Any]]:

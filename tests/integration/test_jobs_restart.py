@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import json
 import signal
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,19 +12,21 @@ import httpx
 import pytest
 
 from api_schemas.jobs import Job
+from tests.integration import command_server
+from tests.integration.command_server import Process
 from tests.integration.scripted_traces import HEADERS, RESULT, frames_of, trace
+from tests.integration.served_jobs import sent_events
 from tests.waiting import wait_for_async
 
 pytestmark = pytest.mark.timeout(120)
-PROJECT = Path(__file__).resolve().parents[2]
 
 
-class Process:
-    """A server process, and a client of it."""
+class Jobs:
+    """The jobs of a server's process."""
 
-    def __init__(self, process: asyncio.subprocess.Process, client: httpx.AsyncClient) -> None:
+    def __init__(self, process: Process) -> None:
         self.process = process
-        self.client = client
+        self.client = process.client
 
     async def submit(self, script: str, key: str | None = None, *, rerun: bool = False) -> str:
         headers = HEADERS if key is None else {**HEADERS, "Idempotency-Key": key}
@@ -47,37 +46,19 @@ class Process:
         return await self.job(job_id)
 
     async def events(self, job_id: str) -> list[dict[str, Any]]:
-        text = (await self.client.get(f"/v1/jobs/{job_id}/events")).text
-        return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+        return sent_events((await self.client.get(f"/v1/jobs/{job_id}/events")).text)
 
-    async def end(self, number: int) -> None:
-        self.process.send_signal(number)
-        await self.process.wait()
+    async def kill(self) -> None:
+        self.process.process.kill()
+        await self.process.process.wait()
 
 
 @contextlib.asynccontextmanager
-async def started(directory: Path) -> AsyncIterator[Process]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.integration.jobs_server", str(directory),
-        cwd=PROJECT, stdout=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    assert process.stdout is not None
-    try:
-        port = int(await process.stdout.readline())
-        url = f"http://127.0.0.1:{port}"
-        async with httpx.AsyncClient(base_url=url, timeout=20) as client:
-            await wait_for_async(lambda: answers(client))
-            yield Process(process, client)
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-
-
-async def answers(client: httpx.AsyncClient) -> bool:
-    with contextlib.suppress(httpx.TransportError):
-        return (await client.get("/health/ready")).status_code == 200
-    return False
+async def started(folder: Path) -> AsyncIterator[Jobs]:
+    settings = {"NNSIGHT_ENGINE_MAX_RUNNING_JOBS": "3", "NNSIGHT_ENGINE_DRAIN_TIMEOUT_S": "0.2"}
+    async with command_server.started(folder, RELEASE_FILE=str(folder / "release"), **settings) as process:
+        await wait_for_async(process.ready)
+        yield Jobs(process)
 
 
 async def test_a_killed_server_finds_its_jobs_again(tmp_path: Path):
@@ -98,7 +79,7 @@ async def test_a_killed_server_finds_its_jobs_again(tmp_path: Path):
         # No room for these, so they wait; the last one's answer is hardly out.
         queued = [await server.submit("ok") for _ in range(20)]
         queued.append(await server.submit("ok", key="last"))
-        await server.end(signal.SIGKILL)
+        await server.kill()
     half = tmp_path / "data/jobs" / running / "result.1"
     half.write_bytes(b"half a result")
     (tmp_path / "release").touch()
@@ -143,9 +124,8 @@ async def test_a_stopping_server_returns_its_jobs_to_the_queue(tmp_path: Path):
             async with server.client.stream("GET", path) as response:
                 async for line in response.aiter_lines():
                     if '"RUNNING"' in line:
-                        server.process.send_signal(signal.SIGTERM)
-        await asyncio.wait_for(server.process.wait(), 20)
-        assert server.process.returncode in {0, -signal.SIGTERM}
+                        server.process.process.send_signal(signal.SIGTERM)
+        assert await server.process.ended() in {0, -signal.SIGTERM}
     (tmp_path / "release").touch()
     async with started(tmp_path) as server:
         job = await server.until(job_id, "COMPLETED", "ERROR")
@@ -162,7 +142,7 @@ async def test_uploads_that_a_crash_cut_off_are_removed(tmp_path: Path):
         async def half() -> AsyncIterator[bytes]:
             yield trace(payload=bytes(5_000_000))[:3_000_000]
             await wait_for_async(lambda: len(received()) == 1)
-            await server.end(signal.SIGKILL)
+            await server.kill()
             yield b""
 
         with pytest.raises(httpx.TransportError):

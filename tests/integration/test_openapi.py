@@ -29,16 +29,14 @@ from schemathesis.specs.openapi.checks import negative_data_rejection, positive_
 
 from api_schemas.keys import NewKey, Scope, Tier
 from app.auth.keys import Keys
-from app.main import create_app, new_store
 from app.openapi_links import LINKS
-from app.settings import Settings
 from app.storage.database import Database
 from app.storage.keys import KeyStore
 from app.vllm_routes import EMBEDDINGS, MESSAGES, RESPONSES
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE
-from tests.fakes.engine import FakeEngineClient
 from tests.integration.dictionary_files import cfg, text_weights
 from tests.integration.scripted_traces import HEADERS, ScriptedEngine, trace
+from tests.integration.serving import Served
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.heavy
@@ -84,17 +82,8 @@ SWITCHED_OFF: Final[dict[str, list[CheckFunction]]] = {
 
 
 def application(folder: Path, database_url: str = "") -> Any:
-    chosen = Settings(
-        result_dir=folder / "results",
-        data_dir=folder / "data",
-        database_url=database_url,
-        allow_code=True,
-        drain_timeout_s=0,
-    )
-    store = new_store(chosen)
-    engine = FakeEngineClient(chosen, store)
-    engine.traces = {"vllm": ScriptedEngine()}
-    return create_app(chosen, engine, store)
+    traces = {"vllm": ScriptedEngine()}
+    return Served(folder, traces=traces, database_url=database_url, allow_code=True, drain_timeout_s=0).app
 
 
 DOCUMENT: Final = application(Path("never started")).openapi()

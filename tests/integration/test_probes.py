@@ -13,7 +13,7 @@ from typing import Final
 import httpx
 import pytest
 
-from tests.integration.test_signals import Process, started
+from tests.integration.command_server import Process, started
 from tests.waiting import wait_for_async
 
 STALLS: Final = "nnsight_engine_loop_stalls"

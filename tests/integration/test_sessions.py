@@ -13,10 +13,7 @@ import pytest
 import torch
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.context import Context
 from app.engine.trace_process_pool import TraceProcesses
-from app.main import create_app, new_store
-from app.settings import Settings
 from nnsight_engine.core.saves import save
 from nnsight_engine.core.work_context import current_work
 from nnsight_engine.remote_backend.client.backend import RemoteBackend
@@ -25,9 +22,9 @@ from nnsight_engine.remote_backend.frames import Frame
 from nnsight_engine.remote_backend.messages import TraceRequest
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.collector import Collector, Span, collecting
-from tests.fakes.engine import FakeEngineClient
 from tests.fakes.results import MODEL
 from tests.fakes.traces import FakeTraceEngine
+from tests.integration import serving
 from tests.integration.live import Leaving, Recording, listening
 from tests.waiting import wait_for
 
@@ -71,26 +68,19 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder: Path = tmp_path_factory.mktemp("sessions")
-    settings = Settings.model_validate(
-        {
-            "result_dir": folder / "results",
-            "data_dir": folder / "data",
-            "drain_timeout_s": 1,
-            "session_processes": 1,
-            "max_queued_traces": 0,
-        }
-    )
-    store = new_store(settings)
-    engine, traces = FakeEngineClient(settings, store), Traces()
-    engine.traces = {traces.name: traces}
+    traces = Traces()
     traces.behaviour.saves = {"kept": 5}
     with collecting() as collector, pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
-        app = create_app(settings.model_copy(update={"otlp_endpoint": collector.url}), engine, store)
-        context: Context = app.state.context
-        (sessions,) = context.processes
-        with listening(app) as url:
+        server = serving.Served(
+            tmp_path_factory.mktemp("sessions"),
+            traces={traces.name: traces},
+            session_processes=1,
+            max_queued_traces=0,
+            otlp_endpoint=collector.url,
+        )
+        (sessions,) = server.context.processes
+        with listening(server.app) as url:
             yield Served(url, traces, sessions, collector)
 
 

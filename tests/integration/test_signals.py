@@ -3,80 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import signal
-import socket
-import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import httpx
 import pytest
 
+from tests.integration.command_server import started
 from tests.waiting import wait_for_async
 
 pytestmark = pytest.mark.timeout(180)
-PROJECT: Final = Path(__file__).resolve().parents[2]
 LONG: Final = {"prompt": "a", "stream": True, "max_tokens": 40}  # two seconds
 ENDLESS: Final = {"prompt": "a", "stream": True, "max_tokens": 2000}
-
-
-class Process:
-    """A server's process, and a client of it that uses each connection once, as those who come late do."""
-
-    def __init__(self, process: asyncio.subprocess.Process, client: httpx.AsyncClient) -> None:
-        self.process = process
-        self.client = client
-        self.lines: list[str] = []
-
-    async def stream(self, body: dict[str, Any]) -> list[str]:
-        """Return the lines of a stream, which are in ``lines`` as they come."""
-        self.lines = []
-        async with self.client.stream("POST", "/v1/completions", json=body) as response:
-            assert response.status_code == 200
-            async for line in response.aiter_lines():
-                self.lines += [line] if line else []
-        return self.lines
-
-    async def ready(self) -> bool:
-        with contextlib.suppress(httpx.TransportError):
-            return (await self.client.get("/health/ready")).status_code == 200
-        return False
-
-    async def draining(self) -> bool:
-        return bool((await self.client.get("/health/live")).json() == {"status": "draining"})
-
-    async def ended(self) -> int:
-        return await asyncio.wait_for(self.process.wait(), 45)
-
-
-@contextlib.asynccontextmanager
-async def started(folder: Path, **environment: str) -> AsyncIterator[Process]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    settings = {
-        "NNSIGHT_ENGINE_DATA_DIR": str(folder / "data"),
-        "NNSIGHT_ENGINE_RESULT_DIR": str(folder / "results"),
-        **environment,
-    }
-    process = await asyncio.create_subprocess_exec(
-        *("env", *(f"{name}={value}" for name, value in settings.items())),
-        sys.executable, "-m", "tests.integration.signals_server", str(port),
-        cwd=PROJECT, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    limits = httpx.Limits(max_keepalive_connections=0)
-    try:
-        async with httpx.AsyncClient(
-            base_url=f"http://127.0.0.1:{port}", timeout=20, limits=limits
-        ) as client:
-            yield Process(process, client)
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
 
 
 async def test_a_stopping_server_finishes_running_requests(tmp_path: Path) -> None:

@@ -20,10 +20,9 @@ from typing import Any
 import httpx
 import pytest
 
-from app.main import create_app, new_store
-from app.settings import Settings
 from tests.fakes.engine import FakeEngineClient
 from tests.integration.live import listening
+from tests.integration.serving import Served
 from tests.waiting import wait_for
 
 
@@ -137,13 +136,12 @@ class Terminal:
 @pytest.fixture(scope="module")
 def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
     folder: Path = tmp_path_factory.mktemp("server")
-    settings = Settings(result_dir=folder / "results", data_dir=folder / "data", drain_timeout_s=1.0)
-    store = new_store(settings)
-    engine = SteerableEngine(settings, store)
-    with listening(create_app(settings, engine, store)) as url:
+    served = Served(folder, engine=SteerableEngine)
+    with listening(served.app) as url:
         vector = {"name": "joy", "vectors": {"2": [1.0] * 8}}
         httpx.post(f"{url}/v1/vectors", json=vector).raise_for_status()
-        yield Terminal(url, engine)
+        assert isinstance(served.engine, SteerableEngine)
+        yield Terminal(url, served.engine)
 
 
 def test_lens_prints_layers_down_and_tokens_across_with_colours(terminal: Terminal) -> None:

@@ -8,7 +8,6 @@ import ipaddress
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -18,23 +17,15 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from app.http_options import listening_options
-from app.main import create_app, new_store
-from app.settings import Settings
-from tests.fakes.engine import FakeEngineClient
-from tests.integration.fronted import listening, port_of
-from tests.integration.signals_server import ARGUMENTS
+from tests.integration.command_server import ARGUMENTS
+from tests.integration.serving import Served, listening, port_of
 
 PATHS = ["/health", "/health/live", "/metrics", "/v1/models"]
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> Settings:
-    return Settings(result_dir=tmp_path / "results", data_dir=tmp_path / "data")
-
-
-def application(settings: Settings) -> Any:
-    store = new_store(settings)
-    return create_app(settings, FakeEngineClient(settings, store), store)
+def served(tmp_path: Path) -> Served:
+    return Served(tmp_path, inline_tensor_bytes=0)
 
 
 @pytest.fixture
@@ -78,8 +69,8 @@ async def statuses(client: httpx.AsyncClient) -> AsyncIterator[int]:
     assert lines[-2:] == ["data: [DONE]", ""]
 
 
-async def test_over_tls(settings: Settings, certificate: dict[str, str]) -> None:
-    async with listening(application(settings), settings, **certificate) as server:
+async def test_over_tls(served: Served, certificate: dict[str, str]) -> None:
+    async with listening(served.app, served.settings, **certificate) as server:
         trust = ssl.create_default_context(cafile=certificate["ssl_certfile"])
         url = f"https://127.0.0.1:{port_of(server)}"
         async with httpx.AsyncClient(base_url=url, verify=trust) as client:
@@ -90,11 +81,11 @@ async def test_over_tls(settings: Settings, certificate: dict[str, str]) -> None
 
 
 async def test_clients_need_a_certificate_if_that_is_required(
-    settings: Settings, certificate: dict[str, str]
+    served: Served, certificate: dict[str, str]
 ) -> None:
     required = {"ssl_cert_reqs": ssl.CERT_REQUIRED, "ssl_ca_certs": certificate["ssl_certfile"]}
     options = listening_options(argparse.Namespace(**{**ARGUMENTS, **certificate, **required}))
-    async with listening(application(settings), settings, **options) as server:
+    async with listening(served.app, served.settings, **options) as server:
         url = f"https://127.0.0.1:{port_of(server)}/health/live"
         trust = ssl.create_default_context(cafile=certificate["ssl_certfile"])
         async with httpx.AsyncClient(verify=trust) as client:
@@ -106,10 +97,10 @@ async def test_clients_need_a_certificate_if_that_is_required(
             assert (await client.get(url)).is_success
 
 
-async def test_only_the_chosen_ciphers_are_offered(settings: Settings, certificate: dict[str, str]) -> None:
+async def test_only_the_chosen_ciphers_are_offered(served: Served, certificate: dict[str, str]) -> None:
     chosen = {"ssl_ciphers": "ECDHE-ECDSA-AES256-GCM-SHA384"}
     options = listening_options(argparse.Namespace(**{**ARGUMENTS, **certificate, **chosen}))
-    async with listening(application(settings), settings, **options) as server:
+    async with listening(served.app, served.settings, **options) as server:
         for cipher, is_offered in (
             ("ECDHE-ECDSA-AES256-GCM-SHA384", True), ("ECDHE-ECDSA-AES128-GCM-SHA256", False),
         ):  # fmt: skip
@@ -126,21 +117,19 @@ async def test_only_the_chosen_ciphers_are_offered(settings: Settings, certifica
                     assert answer.is_success
 
 
-async def test_over_a_unix_socket(settings: Settings, tmp_path: Path) -> None:
+async def test_over_a_unix_socket(served: Served, tmp_path: Path) -> None:
     path = str(tmp_path / "server.sock")
-    async with listening(application(settings), settings, uds=path):
+    async with listening(served.app, served.settings, uds=path):
         transport = httpx.AsyncHTTPTransport(uds=path)
         async with httpx.AsyncClient(base_url="http://localhost", transport=transport) as client:
             assert {status async for status in statuses(client)} == {200}
 
 
 @pytest.mark.parametrize("sent", ["", "/behind/proxy"])
-async def test_below_a_prefix_whether_or_not_a_proxy_strips_it(settings: Settings, sent: str) -> None:
-    settings = settings.model_copy(update={"inline_tensor_bytes": 0})
-    app = application(settings)
-    app.root_path = "/behind/proxy"
+async def test_below_a_prefix_whether_or_not_a_proxy_strips_it(served: Served, sent: str) -> None:
+    served.app.root_path = "/behind/proxy"
     async with (
-        listening(app, settings) as server,
+        listening(served.app, served.settings) as server,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port_of(server)}{sent}") as client,
     ):
         assert {status async for status in statuses(client)} == {200}
