@@ -13,7 +13,7 @@ from api_schemas.errors import ApiError, ErrorCode
 from app.services.keep_alive import COMMENT
 from tests.fakes.engine import FakeBehaviour
 from tests.integration.conftest import Serve, Server
-from tests.integration.test_vector_training import PULLS, TRAIN
+from tests.integration.test_training import PULLS, TRAIN
 from tests.waiting import wait_for_async
 
 INTERVAL_S = 0.05

@@ -210,25 +210,6 @@ async def test_jobs_use_what_their_key_has(tenants: Tenants, error_of: ErrorChec
     error_of(await ours.complete(), 429, "rate_limit_exceeded")
 
 
-@pytest.mark.both_databases
-async def test_vectors_are_kept_as_long_as_there_is_room(tenants: Tenants, error_of: ErrorCheck) -> None:
-    admin = await tenants.headers("operator", Scope.ADMIN)
-    ours = await client(tenants)
-    await tenants.send("PUT", "/v1/admin/tenants/acme/limits", admin, json={"stored_bytes": 70})
-
-    async def keep(name: str) -> httpx.Response:
-        body = {"name": name, "vectors": {"1": [1.0] * 8}}
-        return await tenants.send("POST", "/v1/vectors", ours.headers, json=body)
-
-    first = await keep("a")
-    assert first.status_code == 201, first.text
-    assert (await keep("b")).status_code == 201
-    assert "/v1/vectors" in error_of(await keep("c"), 403, "stored_bytes_full")
-    await tenants.send("DELETE", f"/v1/vectors/{first.json()['id']}", ours.headers)
-    together = await asyncio.gather(*(keep(name) for name in "cdefgh"))
-    assert sorted(one.status_code for one in together) == [201] + [403] * 5
-
-
 async def test_trainings_use_what_interventions_use(tenants: Tenants, error_of: ErrorCheck) -> None:
     ours = await client(tenants, captured_bytes_per_minute=100)
     tenants.server.engine.behaviour.pulls = {"good": [1.0] * 2, "bad": [-1.0] * 2}

@@ -8,12 +8,9 @@ from typing import Any
 import pytest
 
 from api_schemas.interventions import parse_interventions
-from api_schemas.keys import Scope
 from api_schemas.operation_names import tensors_of
-from app.storage.vectors import VectorStore
 from nnsight_engine.plans.compile.tensors import read_tensor
-from tests.integration.conftest import ErrorCheck, Serve, Server
-from tests.integration.tenants import Tenants
+from tests.integration.conftest import ErrorCheck, Server
 from tests.integration.test_vectors import make
 from tests.integration.vector_files import ROWS
 
@@ -148,105 +145,3 @@ async def test_what_a_name_cannot_mean_is_refused(server: Server, error_of: Erro
     error_of(
         await server.complete(interventions=[steer({"name": "joy", "version": 1})]), 422, "invalid_shape"
     )
-
-
-@pytest.mark.both_databases
-async def test_a_vector_of_another_model_is_never_used(
-    server: Server, error_of: ErrorCheck, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await make(server)
-    monkeypatch.setattr("tests.fakes.engine.MODEL", "another-model")
-    assert "'fake-model'" in error_of(await server.complete(interventions=[steer()]), 400, "vector_mismatch")
-    theirs = await make(server)
-    monkeypatch.undo()
-    mine = (await server.complete(interventions=[steer()])).json()["choices"][0]["interventions"]["applied"]
-    assert (mine[0]["vector"]["version"], theirs["version"]) == (1, 2)
-
-
-@pytest.mark.both_databases
-async def test_a_tenant_uses_its_own_first_and_shared_ones_else(
-    tenants: Tenants, error_of: ErrorCheck
-) -> None:
-    server = tenants.server
-    scopes = Scope.COMPLETIONS, Scope.INTERVENTIONS
-    operator = await tenants.headers("operator")
-    acme, other = [await tenants.headers(name, *scopes) for name in ("acme", "other")]
-
-    async def used(headers: dict[str, str], name: str = "joy") -> Any:
-        body = {"prompt": "one two", "interventions": [steer({"name": name})]}
-        return await tenants.send("POST", "/v1/completions", headers, json=body)
-
-    own = await make(server, acme)
-    error_of(await used(other), 400, "unknown_vector")
-    several = {"op": "steer", "at": "layers.1.output", "vectors": [{"vector": [1.0] * 8}, {"vector": JOY}]}
-    body = {"prompt": "one two", "interventions": [several]}
-    error_of(await tenants.send("POST", "/v1/completions", other, json=body), 400, "unknown_vector")
-    shared = await make(server, operator, shared=True)
-    await make(server, operator)
-    for headers, made in ((acme, own), (other, shared)):
-        applied = (await used(headers)).json()["choices"][0]["interventions"]["applied"]
-        assert applied[0]["vector"]["id"] == made["id"]
-    error_of(await used(other, "joy@2"), 400, "unknown_vector")
-    assert (await server.client.delete(f"/v1/vectors/{own['id']}", headers=acme)).status_code == 204
-    for name in ("joy", "joy@1"):
-        error_of(await used(acme, name), 400, "unknown_vector")
-
-
-@pytest.mark.both_databases
-async def test_a_version_never_comes_to_mean_other_numbers(tenants: Tenants, error_of: ErrorCheck) -> None:
-    server, client = tenants.server, tenants.server.client
-    scopes = Scope.COMPLETIONS, Scope.INTERVENTIONS
-    operator, second = [await tenants.headers(name) for name in ("operator", "second-operator")]
-    acme, other = [await tenants.headers(name, *scopes) for name in ("acme", "other")]
-
-    async def meant(headers: dict[str, str], name: str) -> str | None:
-        body = {"prompt": "one two", "interventions": [steer({"name": name})]}
-        answer = await tenants.send("POST", "/v1/completions", headers, json=body)
-        if answer.status_code != 200:
-            error_of(answer, 400, "unknown_vector")
-            return None
-        return str(answer.json()["choices"][0]["interventions"]["applied"][0]["vector"]["id"])
-
-    shared = [(await make(server, operator, shared=True))["id"] for _ in range(2)]
-    assert [await meant(acme, f"joy@{version}") for version in (1, 2)] == shared
-    own = (await make(server, acme))["id"]
-    # The name is acme's now, and all its versions are.
-    assert [await meant(acme, name) for name in ("joy", "joy@1", "joy@2")] == [own, own, None]
-    own = [own, (await make(server, acme))["id"]]
-    assert (await client.delete(f"/v1/vectors/{own[1]}", headers=acme)).status_code == 204
-    assert [await meant(acme, name) for name in ("joy", "joy@1", "joy@2")] == [own[0], own[0], None]
-    assert [await meant(other, f"joy@{version}") for version in (1, 2)] == shared
-    # Nor does a shared one, once it is gone, become somebody else's.
-    for vector_id in shared:
-        assert (await client.delete(f"/v1/vectors/{vector_id}", headers=operator)).status_code == 204
-    body = {"name": "joy", "vectors": {"1": [0.5] * 8}, "shared": True}
-    error_of(await client.post("/v1/vectors", json=body, headers=second), 409, "vector_name_taken")
-    assert await meant(other, "joy@1") is None
-    assert (await client.post("/v1/vectors", json=body, headers=operator)).json()["version"] == 3
-
-
-async def test_a_hot_vectors_numbers_are_read_once(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[int] = []
-    original = VectorStore.data
-
-    async def counted(self: VectorStore, number: int) -> bytes | None:
-        read.append(number)
-        return await original(self, number)
-
-    monkeypatch.setattr(VectorStore, "data", counted)
-    async with serve(vector_cache_bytes=100) as server:
-        await make(server)
-        calm = await make(server, name="calm")
-        for _ in range(3):
-            assert (await server.complete(interventions=[steer(), steer()])).status_code == 200
-        assert read == [1]
-        # Two of 64 bytes are more than 100: the one used last stays.
-        assert (await server.complete(interventions=[steer({"name": "calm"})])).status_code == 200
-        assert (await server.complete(interventions=[steer()])).status_code == 200
-        assert read == [1, 2, 1]
-        await server.client.delete(f"/v1/vectors/{calm['id']}")
-        assert (await server.complete(interventions=[steer({"name": "calm"})])).status_code == 400
-    async with serve(vector_cache_bytes=0) as server:
-        for _ in range(2):
-            assert (await server.complete(interventions=[steer()])).status_code == 200
-        assert read == [1, 2, 1, 1, 1]
