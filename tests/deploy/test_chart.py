@@ -115,14 +115,6 @@ def test_kubernetes_takes_every_object(helm: Helm, values: dict[str, Any], versi
     assert len(objects) >= 8
 
 
-def test_what_is_rendered_is_wrong_where_it_should_be(plain: Objects) -> None:
-    """The schemas that the test above relies on refuse what Kubernetes would."""
-    deployment = json.loads(json.dumps(plain["Deployment", NAME]))
-    deployment["spec"]["template"]["spec"]["containers"][0]["readinesProbe"] = {}
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(deployment, "1.37", strict=True)
-
-
 def test_every_name_that_an_object_gives_is_another_s(full: Objects, plain: Objects) -> None:
     for objects in (full, plain):
         labels = objects["Deployment", NAME]["spec"]["template"]["metadata"]["labels"]
@@ -173,16 +165,6 @@ def test_streams_have_the_time_to_end(helm: Helm, plain: Objects, full: Objects)
     prefix = "nginx.ingress.kubernetes.io"
     assert annotations[f"{prefix}/proxy-buffering"] == "off"
     assert int(annotations[f"{prefix}/proxy-read-timeout"]) >= Settings().trace_time_limit_s
-
-
-def test_probes_ask_what_they_are_for(plain: Objects) -> None:
-    engine = container(plain)
-    paths = {probe: engine[probe]["httpGet"]["path"] for probe in engine if probe.endswith("Probe")}
-    assert paths == {
-        "startupProbe": "/health/live",
-        "livenessProbe": "/health/live",
-        "readinessProbe": "/health/ready",
-    }
 
 
 def test_settings_become_variables_that_the_server_reads(
@@ -240,18 +222,6 @@ def test_replicas_follow_the_queue(full: Objects, plain: Objects) -> None:
     assert spec["metrics"][0]["pods"]["metric"]["name"] == "vllm_num_requests_waiting"
     assert "replicas" not in full["Deployment", NAME]["spec"]
     assert plain["Deployment", NAME]["spec"]["replicas"] == 1
-
-
-def test_one_volume_is_never_two_pods_at_once(helm: Helm, plain: Objects) -> None:
-    assert plain["Deployment", NAME]["spec"]["strategy"] == {"type": "Recreate"}
-    several = helm.objects(SEVERAL)["Deployment", NAME]["spec"]
-    assert (several["replicas"], several["strategy"]["type"]) == (3, "RollingUpdate")
-
-
-def test_pods_are_replaced_as_the_values_say_and_may_take_their_time(full: Objects) -> None:
-    spec = full["Deployment", NAME]["spec"]
-    assert spec["strategy"] == EVERYTHING["strategy"]
-    assert spec["progressDeadlineSeconds"] >= 1800
 
 
 def test_prometheus_operator_is_given_the_key(full: Objects) -> None:
@@ -339,11 +309,3 @@ def test_what_cannot_work_is_refused_before_it_is_installed(
 ) -> None:
     with pytest.raises(HelmError, match=re.escape(said)):
         helm.objects(values)
-
-
-def test_notes_show_how_to_make_the_first_key(helm: Helm) -> None:
-    said = helm.run("install", "demo", CHART, "--dry-run=client", *helm.with_values({}))
-    notes = said.partition("NOTES:")[2]
-    assert "/v1/admin/keys" in notes
-    assert f"get secret {NAME}-keys" in notes
-    assert "SQLite" in notes

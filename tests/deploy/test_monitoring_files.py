@@ -14,7 +14,6 @@ from tests.monitoring import DASHBOARDS, PROJECT, RULES
 from tests.sharing import lacking
 
 PROMETHEUS = PROJECT / "deploy/prometheus"
-GRAFANA = PROJECT / "deploy/grafana"
 
 
 @pytest.fixture(scope="module")
@@ -85,14 +84,3 @@ def test_every_query_of_the_dashboards_is_prometheus_s_language(promtool: str, t
     told = subprocess.run([promtool, "check", "rules", file], capture_output=True, text=True, check=False)
     assert told.returncode == 0, told.stdout + told.stderr
     assert f"{len(queries)} rules found" in told.stdout
-
-
-def test_grafana_is_configured_with_dashboards_and_data_source() -> None:
-    (provider,) = yaml.safe_load((GRAFANA / "provisioning/dashboards/nnsight-engine.yml").read_text())[
-        "providers"
-    ]
-    assert provider["options"]["path"] == "/var/lib/grafana/dashboards"
-    (source,) = yaml.safe_load((GRAFANA / "provisioning/datasources/prometheus.yml").read_text())[
-        "datasources"
-    ]
-    assert source["type"] == "prometheus"

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 
 from api_schemas.jobs import Job
-from tests.integration.scripted_traces import HEADERS, ScriptedEngine, trace
+from tests.integration.scripted_traces import HEADERS, trace
 from tests.waiting import wait_for_async
-
-if TYPE_CHECKING:
-    from tests.integration.conftest import Server
 
 
 class Jobs:
-    """A server with a scripted engine, and what a client does with its jobs."""
+    """A server of any kind with its scripted engine, and what a client of it does with its jobs."""
 
-    def __init__(self, server: Server, engine: ScriptedEngine) -> None:
+    def __init__(self, server: Any, engine: Any) -> None:
         self.server = server
         self.engine = engine
-        self.client = server.client
+        self.client: httpx.AsyncClient = server.client
 
     async def post(self, script: str = "ok", key: str | None = None, **options: Any) -> httpx.Response:
         headers = HEADERS if key is None else {**HEADERS, "Idempotency-Key": key}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import time
@@ -13,15 +12,13 @@ import httpx
 import numpy as np
 import pytest
 from safetensors.numpy import load
-from starlette.types import Message
 
 from api_schemas.completions import CompletionResponse
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.results import CaptureResult, TensorLink
 from api_schemas.tensors import TensorObject
 from tests.fakes.engine import FakeBehaviour
-from tests.integration.conftest import ErrorCheck, Serve, Server
-from tests.waiting import wait_for_async
+from tests.integration.conftest import ErrorCheck, Serve
 
 READS = [
     {"op": "capture", "at": "layers.1.output", "name": "resid"},
@@ -230,79 +227,6 @@ async def test_an_error_before_the_first_event_has_its_own_status(serve: Serve, 
         response = await server.complete(stream=True)
         error_of(response, 503, "engine_capture_full")
         assert int(response.headers["retry-after"]) > 0
-
-
-class LeavingClient:
-    """An ASGI connection whose client leaves when told to, or after the first bytes of the answer."""
-
-    def __init__(self, body: dict[str, Any], *, leaves_at_first_byte: bool = False) -> None:
-        self.has_left = asyncio.Event()
-        self.received: list[Message] = []
-        self._body = json.dumps(body).encode()
-        self.is_sent = False
-        self._leaves_at_first_byte = leaves_at_first_byte
-
-    async def receive(self) -> Message:
-        if not self.is_sent:
-            self.is_sent = True
-            return {"type": "http.request", "body": self._body, "more_body": False}
-        await self.has_left.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(self, message: Message) -> None:
-        self.received.append(message)
-        if self._leaves_at_first_byte and message.get("body"):
-            self.has_left.set()
-            await asyncio.sleep(60)
-
-    async def run(self, server: Server) -> None:
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": "1.1",
-            "method": "POST",
-            "scheme": "http",
-            "path": "/v1/completions",
-            "raw_path": b"/v1/completions",
-            "root_path": "",
-            "query_string": b"",
-            "headers": [(b"content-type", b"application/json")],
-            "client": ("test", 1),
-            "server": ("test", 80),
-        }
-        async with asyncio.timeout(50):
-            await server.app(scope, self.receive, self.send)
-
-
-@pytest.mark.parametrize("is_stream", [False, True])
-async def test_a_client_that_leaves_before_the_answer_ends_the_engines_work(serve: Serve, is_stream: bool):
-    async with serve(FakeBehaviour(delay_s=30)) as server:
-        client = LeavingClient({"prompt": "a", "stream": is_stream})
-        connection = asyncio.create_task(client.run(server))
-        await wait_for_async(lambda: server.engine.num_running)
-        client.has_left.set()
-        await connection
-        assert server.engine.num_running == 0
-        assert client.received == []
-
-
-async def test_a_client_that_leaves_in_mid_stream_ends_the_engines_stream(serve: Serve):
-    async with serve() as server:
-        client = LeavingClient({"prompt": "a", "stream": True}, leaves_at_first_byte=True)
-        await client.run(server)
-        assert server.engine.num_running == 0
-        assert server.context.lifecycle.num_in_flight == 0
-        assert (await server.complete()).status_code == 200
-
-
-async def test_a_client_that_leaves_before_its_body_is_whole_costs_nothing(serve: Serve):
-    async with serve() as server:
-        client = LeavingClient({})
-        client.is_sent = True
-        client.has_left.set()
-        await client.run(server)
-        assert client.received == []
-        assert server.engine.num_calls == 0
 
 
 @pytest.mark.parametrize(

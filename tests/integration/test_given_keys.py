@@ -1,17 +1,20 @@
-"""The keys of ``--api-key``: what they open, beside those of the database."""
+"""Keys that the command is given, and the sandbox that it starts ahead for keys that need it."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
-from api_schemas.keys import NewKey, Scope
+from api_schemas.keys import NewKey, Scope, Tier
 from app.auth.given_keys import GIVEN_ID, GivenKeys
-from tests.integration.conftest import ErrorCheck
+from tests.integration.conftest import ErrorCheck, Serve
 from tests.integration.serving import Served
+from tests.integration.tenants import Tenants
 
 TEXTS = ["first secret", "second-secret"]
 
@@ -53,7 +56,28 @@ async def test_keys_of_the_database_work_beside_them(served: Served, client: htt
     assert (await client.get("/v1/models", headers=bearer(made.key))).status_code == 200
 
 
-async def test_work_of_such_a_key_goes_on_only_while_there_are_some() -> None:
-    assert GivenKeys(TEXTS).holder(GIVEN_ID) is not None
-    assert GivenKeys(TEXTS).holder("other") is None
-    assert GivenKeys().holder(GIVEN_ID) is None
+USUAL = (Scope.COMPLETIONS, Scope.INTERVENTIONS, Scope.CODE)
+
+
+@pytest.mark.both_databases
+@pytest.mark.parametrize(
+    ("scopes", "key", "settings", "expected"),
+    [
+        (USUAL, {"tier": Tier.SANDBOXED}, {}, True),
+        ((Scope.CODE,), {"tier": Tier.SANDBOXED, "expires_in_s": 3600}, {}, True),
+        (USUAL, {"tier": Tier.TRUSTED}, {}, False),
+        ((Scope.COMPLETIONS, Scope.INTERVENTIONS), {"tier": Tier.SANDBOXED}, {}, False),
+        (USUAL, {"tier": Tier.SANDBOXED, "expires_in_s": 1e-6}, {}, False),
+        (USUAL, {"tier": Tier.SANDBOXED}, {"sandbox": "off"}, False),
+        (USUAL, {"tier": Tier.SANDBOXED}, {"allow_code": False}, False),
+    ],
+)
+async def test_the_sandbox_is_started_for_keys_that_need_it(
+    serve: Serve, scopes: tuple[Scope, ...], key: dict[str, Any], settings: dict[str, Any], expected: bool
+) -> None:
+    async with serve() as server:
+        assert not server.engine.has_sandbox
+        await Tenants(server).headers("acme", *scopes, **key)
+    async with serve(**settings) as server:
+        await asyncio.gather(*(one for one in asyncio.all_tasks() if one.get_name() == "engine-started"))
+        assert server.engine.has_sandbox == expected

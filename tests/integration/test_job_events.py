@@ -9,34 +9,28 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from app.context import Context
 from tests.fakes.engine import FakeBehaviour
+from tests.integration.conftest import Server
 from tests.integration.scripted_traces import HEADERS, ScriptedEngine, trace
+from tests.integration.served_jobs import Jobs
 from tests.integration.serving import Served
 from tests.waiting import wait_for_async
 
 pytestmark = pytest.mark.timeout(60)
 
 
-class Live:
-    """A listening server with a scripted engine."""
+class Live(Jobs):
+    """A listening server with a scripted engine, and who follows its jobs."""
 
-    def __init__(
-        self, port: int, client: httpx.AsyncClient, engine: ScriptedEngine, context: Context
-    ) -> None:
-        self.client = client
-        self.engine = engine
-        self.context = context
-        self._address = f"127.0.0.1:{port}"
-
-    async def submit(self, script: str) -> str:
-        response = await self.client.post("/v1/jobs", content=trace(script), headers=HEADERS)
-        return str(response.json()["id"])
+    @property
+    def context(self) -> Context:
+        context: Context = self.server.context
+        return context
 
     async def sse(self, job_id: str, after: int = 0, **headers: str) -> AsyncGenerator[dict[str, Any], None]:
         path = f"/v1/jobs/{job_id}/events?after={after}"
@@ -47,7 +41,8 @@ class Live:
                     yield json.loads(line.removeprefix("data: "))
 
     def socket(self, job_id: str, after: int = 0, *, local: bool = False) -> connect:
-        return connect(f"ws://{self._address}/v1/jobs/{job_id}/events?after={after}&local={local}")
+        address = f"ws://127.0.0.1:{self.client.base_url.port}"
+        return connect(f"{address}/v1/jobs/{job_id}/events?after={after}&local={local}")
 
     async def ws(self, job_id: str, after: int = 0) -> AsyncGenerator[dict[str, Any], None]:
         async with self.socket(job_id, after) as socket:
@@ -64,10 +59,9 @@ class Live:
 @contextlib.asynccontextmanager
 async def live(folder: Path, behaviour: FakeBehaviour | None = None, **settings: Any) -> AsyncIterator[Live]:
     scripted = ScriptedEngine()
-    chosen = {"drain_timeout_s": 0.1, **settings}
-    served = Served(folder, behaviour, traces={"vllm": scripted}, **chosen)
+    served = Served(folder, behaviour, traces={"vllm": scripted}, **{"drain_timeout_s": 0.1, **settings})
     async with served.listening() as client:
-        yield Live(client.base_url.port or 0, client, scripted, served.context)
+        yield Live(Server(served, client), scripted)
 
 
 async def listed(events: AsyncIterator[dict[str, Any]]) -> list[dict[str, Any]]:

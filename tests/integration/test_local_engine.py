@@ -22,21 +22,16 @@ from typing_extensions import override
 from api_schemas.errors import ErrorCode
 from app.allowance import Allowance
 from app.engine import process_job, trace_process_pool
-from app.engine.local_traces import LocalTraceEngine
-from app.process_environment import environment_for_traces
-from app.settings import Settings
 from nnsight_engine.core.metering import UsageMeter
 from nnsight_engine.core.saves import save
 from nnsight_engine.core.work_context import WorkContext
-from nnsight_engine.local_engine.process_channel import ProcessOptions
 from nnsight_engine.modeling.language import LanguageModel
 from nnsight_engine.remote_backend.client.http import HttpTransport
 from nnsight_engine.remote_backend.client.transport import Progress
 from nnsight_engine.remote_backend.errors import RemoteError
-from nnsight_engine.remote_backend.frames import Frame, FrameKind
-from nnsight_engine.remote_backend.messages import MEDIA_TYPE, TraceHead, TraceRequest
+from nnsight_engine.remote_backend.frames import Frame
+from nnsight_engine.remote_backend.messages import MEDIA_TYPE, TraceRequest
 from nnsight_engine.serialization import encode
-from tests.fakes.results import MODEL
 from tests.integration.live import Leaving, Recording
 from tests.integration.local_server import TEXT, LocalServer, serving_locally
 from tests.waiting import wait_for
@@ -82,35 +77,6 @@ def test_a_trace_runs_there_as_here(served: LocalServer) -> None:
         "RECEIVED", "DISPATCHED", "RUNNING", "LOG", "LOG", "COMPLETED",
     ]  # fmt: skip
     assert model.lm_head.weight.is_meta
-
-
-def test_a_session_is_one_request(served: LocalServer) -> None:
-    model, transport = served.model, Recording(served.url)
-    with model.session(backend=served.remote(transport=transport)):
-        with model.trace(TEXT):
-            hidden = model.layers[0].output
-        with model.generate(TEXT, max_new_tokens=2, min_new_tokens=2) as tracer:
-            model.layers[0].output[:] = hidden
-            tokens = tracer.result.save()
-    assert tokens.shape[1] == hidden_tokens(model) + 2
-    assert sum(frame.kind is FrameKind.RESULT for frame in transport.frames) == 1
-    with pytest.raises(ZeroDivisionError):
-        with model.session(backend=served.remote()):
-            with model.trace(TEXT):
-                _ = 1 / 0
-
-
-def hidden_tokens(model: LanguageModel) -> int:
-    return len(model.tokenizer(TEXT)["input_ids"])
-
-
-def test_large_results_come_whole(served: LocalServer) -> None:
-    model = served.model
-    with model.trace(TEXT, backend=served.remote()):
-        large = save(torch.arange(50_000_000, dtype=torch.int32))
-        model.lm_head.output.save()
-    assert large.nbytes == 200_000_000
-    assert large[-1].item() == 49_999_999
 
 
 def test_prints_have_a_limit(served: LocalServer) -> None:
@@ -312,28 +278,6 @@ def test_broken_traces_are_refused(served: LocalServer) -> None:
         )
         assert b"invalid_trace" in answer.content
     served.check()
-
-
-@pytest.mark.heavy
-def test_a_model_that_cannot_be_loaded_is_said_to_be_so(tmp_path: Path) -> None:
-    settings = Settings.model_validate({"result_dir": tmp_path})
-    engine = LocalTraceEngine(
-        ProcessOptions(model=str(tmp_path / "nothing")), settings, environment_for_traces()
-    )
-
-    async def run() -> str:
-        engine.start()
-        request = TraceRequest(TraceHead(model=MODEL, dialect="transformers"), [b"x"])
-        request.sandbox_of = None
-        try:
-            with pytest.raises(Exception, match="could not start") as caught:
-                async for _ in engine.run_trace(request, "job"):
-                    pass
-            return str(caught.value)
-        finally:
-            await engine.close()
-
-    assert "nothing" in asyncio.run(run())
 
 
 KILLED = """

@@ -17,7 +17,7 @@ from nnsight_engine.core.engine_counts import EngineCounts
 from tests.fakes.engine import FakeBehaviour
 from tests.fakes.results import MODEL
 from tests.integration.command_server import STEPS, Process, started
-from tests.integration.conftest import ErrorCheck, Serve, Server
+from tests.integration.conftest import Serve, Server
 from tests.integration.tenants import Tenants
 from tests.monitoring import OURS, PROJECT, Exposition, documented, expressions, named_in
 from tests.waiting import wait_for_async
@@ -298,19 +298,6 @@ async def test_hostile_values_never_become_labels(tenants: Tenants) -> None:
         await tenants.send("POST", COMPLETIONS, acme, json={"prompt": "a", "model": f"evil{number}"})
         await tenants.send("GET", f"/evil{number}", acme)
     assert len((await look(tenants.server, monitor)).text.splitlines()) == again > before
-
-
-async def test_where_there_are_keys_there_is_one_for_monitoring(
-    tenants: Tenants, error_of: ErrorCheck
-) -> None:
-    error_of(await tenants.send("GET", "/metrics"), 401, "missing_api_key")
-    acme = await tenants.headers("acme", Scope.COMPLETIONS, Scope.INTERVENTIONS, Scope.CODE)
-    error_of(await tenants.send("GET", "/metrics", acme), 403, "missing_scope")
-    monitor = await tenants.headers("operator", Scope.METRICS)
-    told = await tenants.send("GET", "/metrics", monitor)
-    assert f"{OURS}steps_total" in told.text
-    error_of(await tenants.send("GET", "/v1/admin/keys", monitor), 403, "missing_scope")
-    error_of(await tenants.send("POST", COMPLETIONS, monitor, json={"prompt": "a"}), 403, "missing_scope")
 
 
 async def test_several_processes_report_their_sum(tmp_path: Path) -> None:

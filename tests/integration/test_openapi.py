@@ -11,7 +11,6 @@ import collections
 import contextlib
 import re
 import secrets
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +18,6 @@ from typing import Any, Final
 import httpx
 import pytest
 import schemathesis
-import uvicorn
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Flaky
@@ -35,13 +33,12 @@ from app.storage.keys import KeyStore
 from app.vllm_routes import EMBEDDINGS, MESSAGES, RESPONSES
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE
 from tests.integration.dictionary_files import cfg, text_weights
+from tests.integration.live import listening
 from tests.integration.scripted_traces import HEADERS, ScriptedEngine, trace
 from tests.integration.serving import Served
-from tests.waiting import wait_for
 
-pytestmark = pytest.mark.heavy
-
-NUM_EXAMPLES: Final = 20
+HEAVY: Final = pytest.param(20, marks=pytest.mark.heavy)
+FEW_OR_MANY: Final = pytest.mark.parametrize("num", [5, HEAVY])
 NUM_SUITES: Final = 2
 STORIES: Final = settings(
     database=None,
@@ -114,20 +111,8 @@ def served(folder: Path, database_url: str = "") -> Iterator[tuple[str, dict[str
 
     # With a key the server asks everybody for one.
     key = {"Authorization": f"Bearer {asyncio.run(made())}"}
-    config = uvicorn.Config(
-        application(folder, database_url),
-        port=0,
-        log_level="critical",
-        timeout_graceful_shutdown=1,
-    )
-    sock = config.bind_socket()
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-    thread.start()
-    wait_for(lambda: server.started)
-    yield f"http://127.0.0.1:{sock.getsockname()[1]}", key
-    server.should_exit = True
-    thread.join(30)
+    with listening(application(folder, database_url)) as url:
+        yield url, key
 
 
 def document_of(url: str) -> Any:
@@ -165,13 +150,19 @@ def document(url: str) -> Any:
 
 
 def check_all(
-    document: Any, method: str, path: str, mode: GenerationMode, key: dict[str, str], url: str | None = None
+    document: Any,
+    method: str,
+    path: str,
+    mode: GenerationMode,
+    key: dict[str, str],
+    num: int,
+    url: str | None = None,
 ) -> None:
     @settings(
         derandomize=True,
         database=None,
         deadline=None,
-        max_examples=NUM_EXAMPLES,
+        max_examples=num,
         suppress_health_check=list(HealthCheck),
     )
     @given(
@@ -187,6 +178,7 @@ def check_all(
     check()
 
 
+@pytest.mark.heavy
 @pytest.mark.both_databases
 def test_what_answers_lead_to_is_as_the_document_says(tmp_path: Path, database_url: str):
     with served(tmp_path, database_url) as (url, key):
@@ -255,22 +247,25 @@ def stories(url: str, key: dict[str, str], family: str) -> tuple[list[BaseExcept
     return failures, statuses
 
 
+@FEW_OR_MANY
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
 def test_what_the_document_allows_is_answered_as_it_says(
-    document: Any, method: str, path: str, key: dict[str, str]
+    document: Any, method: str, path: str, key: dict[str, str], num: int
 ) -> None:
-    check_all(document, method, path, GenerationMode.POSITIVE, key)
+    check_all(document, method, path, GenerationMode.POSITIVE, key, num)
 
 
+@FEW_OR_MANY
 @pytest.mark.parametrize(("method", "path"), [each for each in OPERATIONS if can_be_broken(*each)])
 def test_what_the_document_forbids_is_refused_as_it_says(
-    document: Any, method: str, path: str, key: dict[str, str]
+    document: Any, method: str, path: str, key: dict[str, str], num: int
 ) -> None:
-    check_all(document, method, path, GenerationMode.NEGATIVE, key)
+    check_all(document, method, path, GenerationMode.NEGATIVE, key, num)
 
 
+@FEW_OR_MANY
 @pytest.mark.parametrize(("method", "path"), [each for each in OPERATIONS if "{job_id}" in each[1]])
 def test_jobs_that_are_there_are_as_the_document_says(
-    document: Any, url: str, method: str, path: str, key: dict[str, str]
+    document: Any, url: str, method: str, path: str, key: dict[str, str], num: int
 ) -> None:
-    check_all(document, method, path, GenerationMode.POSITIVE, key, url)
+    check_all(document, method, path, GenerationMode.POSITIVE, key, num, url)

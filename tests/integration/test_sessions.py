@@ -10,9 +10,8 @@ from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
-from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.errors import ErrorCode
 from app.engine.trace_process_pool import TraceProcesses
 from nnsight_engine.core.saves import save
 from nnsight_engine.core.work_context import current_work
@@ -25,7 +24,7 @@ from tests.collector import Collector, Span, collecting
 from tests.fakes.results import MODEL
 from tests.fakes.traces import FakeTraceEngine
 from tests.integration import serving
-from tests.integration.live import Leaving, Recording, listening
+from tests.integration.live import Leaving, listening
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.heavy
@@ -84,24 +83,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             yield Served(url, traces, sessions, collector)
 
 
-def test_its_traces_run_on_the_engine_and_send_events(served: Served) -> None:
-    model, transport = served.model, Recording(served.url)
-    served.traces.behaviour.logs = ["from the block"]
-    served.traces.behaviour.saves = {"values": torch.ones(3)}
-    before = len(served.traces.heads)
-    with model.session(backend=RemoteBackend(transport=transport)):
-        print("begun")
-        for _ in range(2):
-            with model.trace("a"):
-                values = save(torch.zeros(1))
-        total = save(values.sum())
-    assert total == 3
-    assert transport.logs == ["begun", "from the block", "from the block"]
-    heads = served.traces.heads[before:]
-    assert [(head.kind, head.wanted) for head in heads] == [("trace", ["values"])] * 2
-    served.traces.behaviour.logs, served.traces.behaviour.saves = [], {"kept": 5}
-
-
 def test_its_traces_report_their_tier_and_are_in_its_span(served: Served) -> None:
     served.traces.behaviour.tier = "eager"
     before = len(served.traces.parents)
@@ -118,21 +99,6 @@ def test_its_traces_report_their_tier_and_are_in_its_span(served: Served) -> Non
     assert span.name == "POST /v1/traces"
     assert span.attributes["nnsight_engine.kind"] == "code"
     assert span.attributes["nnsight_engine.tier"] == "eager"
-
-
-def test_what_the_engine_refuses_is_an_error_in_the_session(served: Served) -> None:
-    model = served.model
-    served.traces.behaviour.error = ApiError(ErrorCode.INVALID_VALUE, "no such temperature")
-    with model.session():
-        try:
-            with model.trace("a"):
-                kept = save(1)
-        except RemoteError as error:
-            said = save((str(error), error.code))
-    served.traces.behaviour.error = None
-    assert said == ("no such temperature", "invalid_value")
-    with pytest.raises(NameError):
-        _ = kept
 
 
 def test_a_client_that_leaves_ends_the_trace_as_well(served: Served) -> None:

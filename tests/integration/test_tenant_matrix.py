@@ -18,10 +18,10 @@ import pytest
 from api_schemas.keys import Scope
 from app.auth.secrets import new_secret
 from tests.integration.conftest import ErrorCheck, Serve
-from tests.integration.dictionary_files import cfg, weights
 from tests.integration.scripted_traces import HEADERS, ScriptedEngine, trace
 from tests.integration.served_routes import ROUTES, SOCKET, Served
 from tests.integration.tenants import Tenants
+from tests.integration.test_stored_kinds import DETECTORS, DICTIONARIES, PRESETS, VECTORS, Kind
 
 
 class Access(enum.Enum):
@@ -169,37 +169,24 @@ class Theirs:
         await self.tenants.send("GET", f"/v1/jobs/{job_id}/events", self.headers)
         return job_id
 
+    async def _kept(self, kind: Kind, field: str = "id") -> str:
+        made = await kind.make(self.tenants.server, self.headers, name=f"calm-{secrets.token_hex(8)}")
+        return str(made[field])
+
     async def _vector_id(self) -> str:
-        body = {"name": "joy", "vectors": {"1": [0.5] * 8}}
-        return str((await self.tenants.send("POST", "/v1/vectors", self.headers, json=body)).json()["id"])
+        return await self._kept(VECTORS)
 
     async def _detector_id(self) -> str:
-        part = {"at": "layers.1.output", "form": "linear", "weights": [0.5] * 8}
-        body = {"name": "refusal", "parts": [part]}
-        return str((await self.tenants.send("POST", "/v1/detectors", self.headers, json=body)).json()["id"])
+        return await self._kept(DETECTORS)
 
     async def _dictionary_id(self) -> str:
-        files = {"weights": ("w", weights()), "cfg": ("cfg.json", cfg())}
-        answer = await self.tenants.send(
-            "POST", "/v1/dictionaries", self.headers, files=files, data={"name": "sae"}
-        )
-        return str(answer.json()["id"])
-
-    async def _preset_made(self) -> dict[str, Any]:
-        body = {
-            "name": f"calm-{secrets.token_hex(8)}",
-            "interventions": [{"op": "capture", "at": "layers.1.output"}],
-        }
-        made: dict[str, Any] = (
-            await self.tenants.send("POST", "/v1/presets", self.headers, json=body)
-        ).json()
-        return made
+        return await self._kept(DICTIONARIES)
 
     async def _preset_id(self) -> str:
-        return str((await self._preset_made())["id"])
+        return await self._kept(PRESETS)
 
     async def _preset(self) -> str:
-        return str((await self._preset_made())["name"])
+        return await self._kept(PRESETS, "name")
 
     async def _response_id(self) -> str:
         answer = await self.tenants.send("POST", "/v1/responses", self.headers, json={"input": "one"})

@@ -52,13 +52,6 @@ async def test_large_results_come_as_they_are(serve: Serve) -> None:
         assert torch.equal(outcome.saves["x"], value)
 
 
-async def test_two_traces_have_unguessable_ids(serve: Serve) -> None:
-    async with serve() as server:
-        ids = {(await run(server)).headers["nnsight-job-id"] for _ in range(2)}
-        assert len(ids) == 2
-        assert all(len(one) > 32 for one in ids)
-
-
 @pytest.mark.parametrize(
     ("content", "code", "status"),
     [
@@ -82,13 +75,6 @@ async def test_what_is_no_trace_for_this_server_is_refused(
     async with serve() as server:
         error_of(await run(server, content), status, code)
         assert not server.engine.fake_traces.heads
-
-
-async def test_a_model_is_found_by_its_names_its_folder_and_its_shape(serve: Serve) -> None:
-    async with serve() as server:
-        named = [message(model=model) for model in (MODEL, f"/models/{MODEL}", f"/models/{MODEL}/")]
-        for sent in (*named, message(model="/home/me/elsewhere", fingerprint=FINGERPRINT)):
-            assert "RESULT" in told(frames_of(await run(server, sent)))
 
 
 async def test_only_the_traces_own_content_type_is_read(serve: Serve, error_of: ErrorCheck) -> None:

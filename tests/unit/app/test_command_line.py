@@ -1,4 +1,4 @@
-"""The command line up to the point where vLLM is imported."""
+"""The command line up to the point where vLLM is imported, and the settings that it makes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 import nnsight_engine
 from api_schemas.keys import Key, NewKey
@@ -22,6 +24,7 @@ from app.auth.secrets import Secret
 from app.cli import main
 from app.command_error import CommandError
 from app.model_argument import split_model
+from app.process_environment import environment_for_traces
 from app.serve_command import ServeOptions, _check_callers, _check_sandbox, _steering_line
 from app.settings import Settings
 from app.storage.database import Database
@@ -326,3 +329,56 @@ def test_an_option_without_its_value_says_so(
 ) -> None:
     assert main(["serve", option, *rest]) == 2
     assert option in capsys.readouterr().err
+
+
+# What spawning does with the main module of a console script: it runs it again under another name.
+SCRIPT_AGAIN = (
+    "import runpy, sys\n"
+    "runpy.run_module('app.command', run_name='__mp_main__')\n"
+    "print({'app.cli', 'fastapi', 'torch', 'vllm'} & set(sys.modules))\n"
+)
+
+
+def test_an_engine_s_process_that_spawns_from_it_imports_nothing() -> None:
+    answer = subprocess.run([sys.executable, "-c", SCRIPT_AGAIN], capture_output=True, text=True, check=True)
+    assert answer.stdout == "set()\n"
+
+
+@pytest.mark.parametrize("module", ["app", "app.cli"])
+def test_both_modules_run_the_command_line(module: str) -> None:
+    answer = subprocess.run(
+        [sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True
+    )
+    assert answer.stdout.strip() == nnsight_engine.__version__
+    refused = subprocess.run([sys.executable, "-m", module, "nothing"], capture_output=True, check=False)
+    assert refused.returncode == 2
+
+
+def test_the_environment_sets_and_arguments_win(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("NNSIGHT_ENGINE_PORT", "9001")
+    monkeypatch.setenv("NNSIGHT_ENGINE_RESULT_TTL_S", "5")
+    assert (Settings().port, Settings().result_ttl_s) == (9001, 5.0)
+    assert Settings(port=9002).port == 9002
+
+
+@pytest.mark.parametrize("bad", [{"port": 70_000}, {"max_json_depth": 10_000}, {"result_ttl_s": 0}])
+def test_values_out_of_bounds_are_refused(bad: dict[str, float]):
+    with pytest.raises(ValidationError):
+        Settings.model_validate(bad)
+
+
+def test_processes_that_run_clients_code_get_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NNSIGHT_ENGINE_HOST", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "VLLM_API_KEY", "DATABASE_URL"):
+        monkeypatch.setenv(name, "secret")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    environment = environment_for_traces()
+    assert "secret" not in environment.values()
+    assert environment["CUDA_VISIBLE_DEVICES"] == "1"
+    assert environment["HF_HUB_OFFLINE"] == "1"
+
+
+def test_jobs_lie_in_the_data_directory_and_a_password_is_not_shown(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_DATA_HOME", "/somewhere")
+    settings = Settings(database_url="postgresql://me:hunter2@there/jobs")
+    assert settings.data_dir == Path("/somewhere/nnsight-engine/server")
+    assert "hunter2" not in repr(settings)

@@ -1,7 +1,8 @@
-"""One rule says what a tenant may have of anything, and every count of the server keeps to it."""
+"""Shares of tenants: one rule for all counts, queues in which senders take turns, slots nobody has alone."""
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import contextlib
 import dataclasses
@@ -13,6 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from api_schemas.errors import ApiError, ErrorCode
+from app.admission.fair_queue import FairQueue
 from app.admission.slot_pool import Slot, SlotPool
 from app.allowance import Allowance, part_of
 from app.received_bytes import ReceivedBytes
@@ -152,3 +154,101 @@ def test_the_budget_of_a_tenant_has_a_share_of_everything(share: float, number: 
         allowance: Allowance = getattr(budget, field.name)
         assert allowance.each == part_of(allowance.total, share), field.name
     assert budget.waiting_jobs.total == budget.waiting_traces.total == number
+
+
+def pool(num: int = 4, max_waiting: int = 4) -> SlotPool:
+    return SlotPool(Allowance.of("things", num, 0.5), Allowance.of("things that wait", max_waiting, 0.5))
+
+
+def granted(asked: list[Slot]) -> list[bool]:
+    return [slot.is_granted for slot in asked]
+
+
+async def test_no_tenant_exceeds_its_share_and_tenants_take_turns() -> None:
+    some = pool()
+    ours = [some.request("a", "one request") for _ in range(6)]
+    assert granted(ours) == [True, True, False, False, False, False]
+    theirs, third = [some.request("b", n) for n in range(3)], some.request("c", 0)
+    assert granted([*theirs, third]) == [True, True, False, False]
+    ours[0].release()
+    ours[0].release()
+    assert granted([ours[2], theirs[2], third]) == [True, False, False]
+    theirs[0].release()
+    theirs[1].release()
+    assert granted([ours[3], theirs[2], third]) == [False, True, True]
+    for slot in [*ours, *theirs, third]:
+        slot.release()
+    assert some.num_waiting == 0
+    assert granted([some.request(tenant, 0) for tenant in "abcd"]) == [True] * 4
+
+
+async def test_who_waits_already_or_may_exceed_the_queue_is_let_into_it() -> None:
+    some = pool()
+    for number in range(4):
+        some.request("a", number)
+    with pytest.raises(ApiError, match="The tenant 'a' may have 2 things that wait"):
+        some.request("a", 4)
+    some.request("a", 3)  # of one that waits already
+    some.request("a", 4, may_exceed_queue=True)
+    assert granted([some.request("b", number) for number in range(3)]) == [True, True, False]
+
+
+async def test_a_cancelled_wait_leaves_nothing_behind() -> None:
+    some = pool(num=1)
+
+    async def hold(name: str) -> None:
+        async with some.request(name, name):
+            await asyncio.sleep(3600)
+
+    tasks = [asyncio.create_task(hold(name)) for name in "abc"]
+    await asyncio.sleep(0)
+    tasks[1].cancel()
+    await asyncio.sleep(0.01)
+    assert some.num_waiting == 1
+    tasks[0].cancel()
+    tasks[2].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert some.num_waiting == 0
+    assert some.request("d", 0).is_granted
+
+
+def filled(*items: tuple[str, str]) -> FairQueue[str]:
+    queue: FairQueue[str] = FairQueue()
+    for sender, item in items:
+        queue.add(sender, item)
+    return queue
+
+
+GIVEN = (("a", "a1"), ("a", "a2"), ("a", "a3"), ("b", "b1"), ("c", "c1"), ("b", "b2"))
+
+
+async def test_one_of_each_sender_in_turn() -> None:
+    queue = filled(*GIVEN)
+    foretold = list(queue)
+    assert len(queue) == 6
+    assert [await queue.take() for _ in range(6)] == foretold == ["a1", "b1", "c1", "a2", "b2", "a3"]
+    assert len(queue) == 0
+
+
+async def test_a_later_tenant_does_not_wait_for_all_requests_of_another() -> None:
+    queue = filled(("a", "a1"), ("a", "a2"), ("a", "a3"))
+    assert await queue.take() == "a1"
+    queue.add("b", "b1")
+    assert [await queue.take() for _ in range(3)] == ["a2", "b1", "a3"]
+
+
+async def test_what_is_removed_is_not_taken() -> None:
+    queue = filled(*GIVEN)
+    assert queue.remove("a1")
+    assert queue.remove("c1")
+    assert not queue.remove("c1")
+    assert [await queue.take() for _ in range(4)] == ["a2", "b1", "a3", "b2"]
+
+
+async def test_taking_waits_for_an_item() -> None:
+    queue: FairQueue[str] = FairQueue()
+    taking = asyncio.create_task(queue.take())
+    await asyncio.sleep(0)
+    assert not taking.done()
+    queue.add("a", "a1")
+    assert await taking == "a1"
