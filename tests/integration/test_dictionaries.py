@@ -17,7 +17,6 @@ import torch
 from starlette.requests import ClientDisconnect
 
 from api_schemas.dictionaries import DictionaryName
-from api_schemas.errors import ApiError
 from api_schemas.keys import Scope
 from app.settings import Settings
 from app.storage import dictionary_files
@@ -416,23 +415,6 @@ async def test_a_name_is_its_files_and_labels_those_of_features(tenants: Tenants
     own = {name: torch.from_numpy(one) for name, one in numbers().items()}
     hidden = x @ own["W_enc"] + own["b_enc"]
     torch.testing.assert_close(loaded.encode(x), hidden.relu() * (hidden > own["threshold"]))
-
-    def fields(given: list[int | str]) -> dict[str, int | str]:
-        return {f"f.{index}": one for index, one in enumerate(given)}
-
-    assert await resolver.features(found, fields([7, "cats", 15, "Dogs and cats"])) == [7, 3, 15, 0]
-    assert await found.labels.of([2, 3, 0]) == {3: "cats", 0: "Dogs and cats"}
-    refused: list[tuple[list[int | str], str]] = [
-        ([16], "features 0 to 15"),
-        ([-1], "features 0 to 15"),
-        (["CATS"], "No feature"),
-        (["dogs"], "Several features of 'sae' have the label 'dogs': 12, 13"),
-        ([3, "cats"], "named twice"),
-    ]
-    for given, message in refused:
-        with pytest.raises(ApiError, match=message) as caught:
-            await resolver.features(found, fields(given))
-        assert caught.value.param == f"f.{len(given) - 1}"
 
 
 async def test_a_download_outlives_the_removal(server: Server, folder: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +12,8 @@ from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
 from vllm.lora.request import LoRARequest
 
-from api_schemas.errors import ApiError
 from app.engine import vllm_app
-from app.engine.adapters import AdapterLocks, check_adapter_request
-from app.process_environment import ADAPTER_UPDATES
-from nnsight_engine.vllm_backend.adapter_requests import check_files
+from app.engine.adapters import AdapterLocks
 
 
 class Models:
@@ -63,33 +59,6 @@ async def test_an_engine_that_is_started_again_has_the_adapters_of_the_one_befor
         folders = {name: one.lora_path for name, one in models.lora_requests.items()}
         assert folders == {"at_start": "/new/at_start", "later": "/new/later"}
     assert "'gone' is lost: no files" in caplog.text
-
-
-def test_an_adapter_is_a_folder_with_weights_under_a_name_without_a_colon(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(ADAPTER_UPDATES, "1")
-    monkeypatch.chdir(tmp_path)
-
-    def refused(name: str, path: str) -> str:
-        with pytest.raises(ApiError) as caught:
-            check_adapter_request({"lora_name": name, "lora_path": path})
-        return str(caught.value.param)
-
-    assert refused("pirate", "adapter") == "lora_path"
-    folder = tmp_path / "adapter"
-    folder.mkdir()
-    (folder / "adapter_config.json").write_text("{}")
-    assert refused("pirate", "adapter") == "lora_path"
-    (folder / "adapter_model.safetensors").touch()
-    fields = {"lora_name": "pirate", "lora_path": "adapter"}
-    check_adapter_request(fields)
-    assert fields["lora_path"] == str(folder)
-    assert refused("model:pirate", "adapter") == "lora_name"
-    check_files(LoRARequest("pirate", 1, str(folder)))
-    (folder / "adapter_model.safetensors").unlink()
-    with pytest.raises(ApiError, match="removed"):
-        check_files(LoRARequest("pirate", 1, str(folder)))
 
 
 async def test_a_lock_lives_as_long_as_it_is_held() -> None:

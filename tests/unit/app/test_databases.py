@@ -7,7 +7,6 @@ import multiprocessing
 import sqlite3
 import stat
 import threading
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -29,21 +28,16 @@ from tests.databases import Postgres
 
 
 @pytest.mark.both_databases
-async def test_the_migrations_make_the_tables_that_the_server_uses(tmp_path: Path, database_url: str):
-    database = Database(tmp_path, database_url)
-    await database.start()
+async def test_the_migrations_make_the_tables_that_the_server_uses(database: Database):
 
     def differences(session: Session) -> list[object]:
         return list(compare_metadata(MigrationContext.configure(session.connection()), Base.metadata))
 
     assert await database.read(differences) == []
-    await database.close()
 
 
 @pytest.mark.both_databases
-async def test_every_migration_can_be_taken_back(tmp_path: Path, database_url: str):
-    database = Database(tmp_path, database_url)
-    await database.start()
+async def test_every_migration_can_be_taken_back(database: Database):
 
     def tables(session: Session) -> set[str]:
         return set(inspect(session.connection()).get_table_names())
@@ -58,19 +52,15 @@ async def test_every_migration_can_be_taken_back(tmp_path: Path, database_url: s
     await database.write(lambda session: session.add(TenantRow(name="acme", limits={}, created_at=1.5)))
     assert await database.write(lambda session: go("base", session)) == {"alembic_version"}
     assert await database.write(lambda session: go("head", session)) == made
-    await database.close()
 
 
 @pytest.mark.both_databases
-async def test_text_that_a_database_cannot_hold_is_kept_as_escapes(tmp_path: Path, database_url: str):
-    database = Database(tmp_path, database_url)
-    await database.start()
+async def test_text_that_a_database_cannot_hold_is_kept_as_escapes(database: Database):
     odd = TenantRow(name="a\0b\ud800ü", limits={}, created_at=0.1 + 0.2)
     await database.write(lambda session: session.add(odd))
     (kept,) = await database.read(lambda session: session.scalars(select(TenantRow)).all())
     assert (kept.name, kept.created_at) == ("a\\x00b\\ud800ü", 0.1 + 0.2)
     assert await database.read(lambda session: session.get(TenantRow, "\0")) is None
-    await database.close()
 
 
 async def test_it_survives_a_crash_in_the_middle_and_waits_for_others(tmp_path: Path):
@@ -87,9 +77,7 @@ async def test_it_survives_a_crash_in_the_middle_and_waits_for_others(tmp_path: 
 
 
 @pytest.mark.both_databases
-async def test_a_write_that_fails_leaves_nothing(tmp_path: Path, database_url: str):
-    database = Database(tmp_path, database_url)
-    await database.start()
+async def test_a_write_that_fails_leaves_nothing(database: Database):
 
     def orphan(session: Session) -> None:
         session.execute(text("CREATE TABLE half (a INTEGER)"))
@@ -100,7 +88,6 @@ async def test_a_write_that_fails_leaves_nothing(tmp_path: Path, database_url: s
     assert await database.read(lambda session: session.scalars(select(EventRow.seq)).all()) == []
     with pytest.raises(Exception, match="half"):
         await database.read(lambda session: session.execute(text("SELECT * FROM half")))
-    await database.close()
 
 
 async def test_writers_that_read_first_wait_for_each_other(tmp_path: Path):
@@ -124,7 +111,6 @@ def _start(directory: Path) -> None:
     async def run() -> None:
         database = Database(directory)
         await database.start()
-        await database.close()
 
     asyncio.run(run())
 
@@ -167,19 +153,7 @@ async def test_urls_that_do_not_work_are_refused_without_their_password(tmp_path
     assert "hunter2" not in str(caught.value)
 
 
-@pytest.fixture
-def url(postgres: Postgres) -> Iterator[str]:
-    url = postgres.fresh()
-    yield url
-    postgres.drop(url)
-
-
-@pytest.fixture
-async def database(tmp_path: Path, url: str) -> AsyncIterator[Database]:
-    database = Database(tmp_path, url)
-    await database.start()
-    yield database
-    await database.close()
+on_postgres = pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
 
 
 def names(session: Session) -> list[str]:
@@ -200,6 +174,7 @@ async def test_servers_on_several_machines_that_start_at_once_migrate_once(
     await asyncio.gather(*(server.close() for server in servers))
 
 
+@on_postgres
 async def test_a_read_sees_one_state_and_writes_nothing(database: Database):
     is_reading, is_written = threading.Event(), threading.Event()
 
@@ -218,6 +193,7 @@ async def test_a_read_sees_one_state_and_writes_nothing(database: Database):
         await database.read(lambda session: session.execute(update(TenantRow).values(limits={})))
 
 
+@on_postgres
 async def test_of_two_that_wait_for_each_other_one_begins_anew(database: Database):
     await database.write(add("a"))
     await database.write(add("b"))
@@ -240,6 +216,7 @@ async def test_of_two_that_wait_for_each_other_one_begins_anew(database: Databas
     assert num_runs == 3
 
 
+@on_postgres
 async def test_a_database_that_is_restarted_is_found_again(database: Database, postgres: Postgres):
     await database.write(add("before"))
     postgres.end()
@@ -250,6 +227,7 @@ async def test_a_database_that_is_restarted_is_found_again(database: Database, p
     assert await database.read(names) == ["before", "meanwhile"]
 
 
+@on_postgres
 async def test_a_connection_that_is_cut_in_the_middle_is_made_again(database: Database):
     num_runs = 0
 
@@ -265,6 +243,7 @@ async def test_a_connection_that_is_cut_in_the_middle_is_made_again(database: Da
     assert (num_runs, await database.read(names)) == (2, ["once"])
 
 
+@on_postgres
 async def test_a_database_that_stays_away_is_a_typed_error(
     database: Database, postgres: Postgres, monkeypatch: pytest.MonkeyPatch
 ):
@@ -293,6 +272,7 @@ async def test_where_there_is_none_the_server_does_not_start(tmp_path: Path):
     assert "hunter2" not in str(caught.value)
 
 
+@on_postgres
 async def test_keys_replaced_and_revoked_at_once_end_as_if_one_after_the_other(database: Database):
     keys = Keys(KeyStore(database))
     for _ in range(5):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Collection, Iterator
-from pathlib import Path
 from typing import Literal
 
 import argon2
@@ -83,16 +82,13 @@ class Bench:
 
 
 @pytest.fixture
-async def bench(tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
+async def bench(database: Database, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
     costs = Costs(secrets._HASHER)  # noqa: SLF001 - with the costs that it has
-    database = Database(tmp_path, database_url)
-    await database.start()
     event.listen(Engine, "before_cursor_execute", costs.note)
     monkeypatch.setattr(secrets, "_HASHER", costs)
     bench = Bench(Keys(KeyStore(database)), database, costs)
     yield bench
     await bench.keys.close()
-    await database.close()
     event.remove(Engine, "before_cursor_execute", costs.note)
 
 

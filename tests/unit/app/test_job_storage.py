@@ -1,4 +1,4 @@
-"""Who runs a job: claims, turns of owners, lost leases, and jobs of servers that died."""
+"""Jobs in the database: who runs them, and who follows those that another server runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +13,15 @@ from sqlalchemy import update
 
 from api_schemas.jobs import JobEvent, JobStatus, JobSummary
 from app.allowance import Allowance
+from app.services.jobs import feed as job_feed
+from app.services.jobs.feed import JobFeed
 from app.storage.database import Database
 from app.storage.jobs import leases
 from app.storage.jobs.leases import LEASE_S, MAX_INTERRUPTIONS, JobEnd, JobLeases, LeaseLostError
 from app.storage.jobs.removal import JobRemoval
-from app.storage.jobs.store import JobStore, NewJob
+from app.storage.jobs.store import EventPage, JobStore, NewJob
 from app.storage.tables import JobRow
+from tests.waiting import wait_for_async
 
 pytestmark = pytest.mark.both_databases
 
@@ -48,11 +50,8 @@ class Servers:
 
 
 @pytest.fixture
-async def servers(tmp_path: Path, database_url: str) -> AsyncIterator[Servers]:
-    database = Database(tmp_path, database_url)
-    await database.start()
-    yield Servers(database)
-    await database.close()
+def servers(database: Database) -> Servers:
+    return Servers(database)
 
 
 def attempts(jobs: list[JobRow]) -> list[tuple[str, int]]:
@@ -222,3 +221,59 @@ async def test_a_job_that_was_to_end_and_waits_all_the_same_ends_and_never_runs(
     assert attempts(await leases.recover()) == [(job_id, 0)]
     assert (await servers.get(job_id)).status == "CANCELLED"
     assert await leases.recover() == []
+
+
+class CountingStore(JobStore):
+    """Counts what it is asked."""
+
+    num_reads = 0
+    num_looks = 0
+
+    async def events(self, job_id: str, owner: str, *, after: int, limit: int) -> EventPage:
+        self.num_reads += 1
+        return await super().events(job_id, owner, after=after, limit=limit)
+
+    async def num_events(self, ids: list[str]) -> dict[str, int]:
+        self.num_looks += 1
+        return await super().num_events(ids)
+
+
+@pytest.fixture
+async def store(database: Database) -> CountingStore:
+    made = CountingStore(database, waiting=Allowance.of("jobs", 100), ttl_s=60)
+    await made.accept(NewJob("job", "", "m", SUMMARY, "0", 1, None, reruns=False))
+    return made
+
+
+@pytest.fixture
+async def feed(store: CountingStore, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[JobFeed]:
+    monkeypatch.setattr(job_feed, "_LOOK_S", 0.02)
+    made = JobFeed(store)
+    yield made
+    await made.close()
+
+
+async def listed(feed: JobFeed, after: int = 0) -> list[JobEvent]:
+    return [event async for event in feed.follow("job", "", after)]
+
+
+@pytest.mark.parametrize("after", [2, 3, 2**31 - 1])
+async def test_an_up_to_date_follower_reads_nothing_until_there_is_more(
+    feed: JobFeed, store: CountingStore, after: int
+):
+    following = asyncio.create_task(listed(feed, after))
+    await wait_for_async(lambda: store.num_looks >= 5)
+    assert store.num_reads == 1
+    await store.cancel("job", "")
+    assert [event.id for event in await asyncio.wait_for(following, 10)] == [3] * (after == 2)
+    assert store.num_reads == 2
+    # And of a job that has ended nothing is waited for.
+    assert await listed(feed, after + 1) == []
+
+
+async def test_events_read_by_one_follower_reach_the_others(feed: JobFeed, store: CountingStore):
+    first = asyncio.create_task(listed(feed))
+    await wait_for_async(lambda: store.num_looks >= 1)
+    await store.cancel("job", "")
+    assert len(await listed(feed)) == 3
+    assert len(await asyncio.wait_for(first, 10)) == 3
