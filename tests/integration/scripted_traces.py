@@ -1,16 +1,19 @@
-"""A trace engine that does what each trace's ``client`` says, and traces that say it."""
+"""Traces as clients send them, an engine that does what they say, and the answers' frames."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
+
+import httpx
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
 from app.engine.traces import event_frame
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, FrameReader, json_frame
-from nnsight_engine.remote_backend.messages import MEDIA_TYPE, TraceHead, TraceRequest
+from nnsight_engine.remote_backend.messages import MEDIA_TYPE, SentInvoke, TraceHead, TraceRequest
+from tests.fakes.results import MODEL
 
 HEADERS = {"content-type": MEDIA_TYPE}
 RESULT = b"what was saved"
@@ -96,3 +99,24 @@ def frames_of(data: bytes) -> list[Frame]:
     frames = [Frame(frame.kind, bytes(frame.data)) for frame in reader.feed(data)]
     assert reader.is_between
     return frames
+
+
+def message(model: str = MODEL, blocks: bytes = b"blocks", **head: Any) -> bytes:
+    """Return a trace of one request, which only a real engine would read."""
+    fields: dict[str, Any] = {"dialect": "vllm", "invokes": [SentInvoke(prompt="a")], "groups": [{}], **head}
+    return TraceRequest(TraceHead(model=model, **fields), [blocks]).to_bytes()
+
+
+def answered(response: httpx.Response) -> list[Frame]:
+    """Return the frames of a whole answer."""
+    assert response.status_code == 200, response.text
+    reader = FrameReader(2**30)
+    frames = list(reader.feed(response.content))
+    assert reader.is_between
+    return frames
+
+
+def told(frames: list[Frame]) -> Iterator[str]:
+    """Yield what a trace's frames are, events by their status."""
+    for frame in frames:
+        yield frame.json()["status"] if frame.kind is FrameKind.EVENT else frame.kind.name

@@ -24,8 +24,8 @@ from app.storage.jobs import leases
 from app.storage.jobs.leases import JobLeases
 from app.storage.jobs.store import JobStore, NewJob
 from tests.integration.conftest import ErrorCheck, Serve, Server
+from tests.integration.scripted_traces import HEADERS, message
 from tests.integration.tenants import Tenants
-from tests.integration.trace_messages import HEADERS, message
 from tests.waiting import wait_for_async
 
 SECRET = "xyzzy-plugh"

@@ -13,9 +13,9 @@ from sqlalchemy import select
 from api_schemas.keys import Scope, Tier
 from app.storage.tables import Base
 from tests.integration.conftest import ErrorCheck, Serve
+from tests.integration.scripted_traces import HEADERS, message
 from tests.integration.served_routes import ROUTES
 from tests.integration.tenants import Tenants
-from tests.integration.trace_messages import HEADERS, message
 from tests.waiting import wait_for_async
 
 pytestmark = pytest.mark.both_databases

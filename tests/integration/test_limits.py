@@ -11,9 +11,9 @@ import pytest
 from api_schemas.keys import Limits, Scope
 from nnsight_engine.remote_backend.messages import SentInvoke
 from tests.integration.conftest import ErrorCheck
+from tests.integration.scripted_traces import HEADERS, message
 from tests.integration.scripted_traces import trace as scripted
 from tests.integration.tenants import Tenants
-from tests.integration.trace_messages import HEADERS, message
 from tests.waiting import wait_for_async
 
 

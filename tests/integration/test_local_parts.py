@@ -57,17 +57,6 @@ def test_a_part_runs_here_with_what_never_leaves(
     assert len(found[1][1]) == 1
 
 
-def test_what_a_part_does_not_change_stays_the_engine_s_own(served: LocalServer) -> None:
-    for model, how in served.ways:
-        with model.trace(TEXT, **how) as tracer:
-            hidden = model.layers[0].output
-            with tracer.local():
-                same = hidden
-            same[:] = 0
-            gone = hidden.abs().sum().save()
-        assert gone == 0
-
-
 def test_an_error_in_a_part_is_raised_here_and_ends_the_trace(served: LocalServer) -> None:
     model, later = served.model, None
 

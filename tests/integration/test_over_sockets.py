@@ -19,8 +19,8 @@ from app.auth.keys import Keys
 from app.storage.database import Database
 from app.storage.keys import KeyStore
 from tests.fakes.engine import FakeBehaviour, FakeEngineClient
+from tests.integration.scripted_traces import HEADERS, message
 from tests.integration.serving import Served
-from tests.integration.trace_messages import HEADERS, message
 from tests.waiting import wait_for_async
 
 

@@ -1,16 +1,130 @@
-"""Results in the answers of vLLM's own application: where they go, however an answer is cut up."""
+"""Streams: closed on every way out, and results put into their events wherever they are cut."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncGenerator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import pytest
+from starlette.requests import ClientDisconnect
+from starlette.types import Message, Receive
 
 from api_schemas.errors import ApiError, ErrorCode
 from app.engine.intervening_app import InterveningApp
+from app.request_context import begin_context
+from app.services.streaming import ClosingStream, first_event
+
+
+class Source:
+    """Yields so many chunks, pausing in the middle; cannot be closed where it has an error."""
+
+    def __init__(self, num: int = 1, pause_s: float = 0.0, error: Exception | None = None) -> None:
+        self.chunks = self.yielded(num, pause_s)
+        self.error = error
+
+    async def yielded(self, num: int, pause_s: float) -> AsyncGenerator[bytes, None]:
+        for number in range(num):
+            await asyncio.sleep(pause_s * (number == num // 2))
+            yield b"x"
+
+    def __aiter__(self) -> AsyncGenerator[bytes, None]:
+        return self.chunks
+
+    async def aclose(self) -> None:
+        await self.chunks.aclose()
+        if self.error is not None:
+            raise self.error
+
+
+async def never() -> Message:
+    await asyncio.Event().wait()
+    return {"type": "http.disconnect"}
+
+
+async def gone() -> Message:
+    return {"type": "http.disconnect"}
+
+
+async def streamed(source: Any, send: Any, receive: Receive = never, stall_s: float | None = None) -> None:
+    """Send a stream to its end, and see that what it holds is released once."""
+    released: list[bool] = []
+
+    async def release() -> None:
+        released.append(True)
+
+    scope: dict[str, Any] = {"type": "http", "method": "GET"}
+    begin_context(scope)
+    stream = ClosingStream(source, media_type="text/plain", on_close=release, stall_s=stall_s)
+    try:
+        await stream(scope, receive, send)
+    finally:
+        assert released == [True]
+
+
+async def stuck(message: Message) -> None:
+    if message["type"] == "http.response.body":
+        await asyncio.Event().wait()
+
+
+async def broken(_message: Message) -> None:
+    raise BrokenPipeError
+
+
+@pytest.mark.parametrize(
+    ("send", "receive", "stall_s"),
+    [
+        (stuck, never, 0.01),  # the client reads nothing
+        (stuck, gone, None),  # it has left before the first byte
+        (broken, never, None),
+    ],
+)
+async def test_a_client_that_reads_no_more_is_one_that_left(
+    send: Any, receive: Receive, stall_s: float | None
+) -> None:
+    with pytest.raises(ClientDisconnect):
+        await streamed(Source(10), send, receive, stall_s)
+
+
+async def test_a_slow_download_is_not_closed() -> None:
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        await asyncio.sleep(0.01)
+        sent.append(message)
+
+    # In the middle it is the engine that takes long.
+    await streamed(Source(50, pause_s=0.6), send, stall_s=0.4)
+    assert len(sent) == 52
+
+
+async def test_what_a_stream_holds_is_released_also_when_its_source_cannot_be_closed() -> None:
+    async def send(_message: Message) -> None: ...
+
+    with pytest.raises(RuntimeError, match="it is stuck"):
+        await streamed(Source(error=RuntimeError("it is stuck")), send)
+
+
+async def test_a_failing_first_event_closes_the_stream() -> None:
+    class Failing:
+        is_closed = False
+
+        def __aiter__(self) -> Self:
+            return self
+
+        async def __anext__(self) -> str:
+            raise RuntimeError("no")
+
+        async def aclose(self) -> None:
+            self.is_closed = True
+
+    stream = Failing()
+    with pytest.raises(RuntimeError, match="no"):
+        await first_event(stream)
+    assert stream.is_closed
+
 
 JSON = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]}
 EVENTS = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}

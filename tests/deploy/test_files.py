@@ -1,22 +1,114 @@
-"""The Compose files, parsed as Compose does: their form, and guarantees about permissions and order."""
+"""The Dockerfile, the Compose files, dashboards and alerts: their form, and what they guarantee."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
+import shutil
 import stat
 import subprocess
+import sysconfig
+import tomllib
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import yaml  # type: ignore[import-untyped] # it has no types
 from compose_spec import PyCompose
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from app.auth.secrets import parsed
 from app.settings import Settings
-from tests.deploy.dockerfile import PROJECT, stages
+from tests.deploy.dockerfile import DOCKERFILE, PROJECT, stages
+from tests.monitoring import DASHBOARDS, RULES
+from tests.sharing import lacking
+
+IMAGES = ("cpu", "gpu")
+
+
+def test_a_linter_has_nothing_to_say() -> None:
+    hadolint = Path(sysconfig.get_path("scripts")) / "hadolint"
+    done = subprocess.run([hadolint, DOCKERFILE], capture_output=True, check=False, text=True)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_everything_that_is_copied_is_sent_to_the_builder() -> None:
+    sent = [
+        line[1:]
+        for line in (PROJECT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+        if line.startswith("!")
+    ]
+    copied = {
+        source
+        for stage in stages().values()
+        for value in stage.values("COPY")
+        if not value.startswith("--from")
+        for source in value.split()[:-1]
+    }
+    assert {"app", "requirements/gpu.txt"} <= copied
+    for source in copied:
+        assert (PROJECT / source).exists(), source
+        assert any(source == path or source.startswith(f"{path}/") for path in sent), source
+    # A checkout may have keys and passwords, for Compose.
+    assert not [path for path in sent if path.startswith("deploy")]
+
+
+@pytest.mark.parametrize("name", ["cpu-build", *IMAGES])
+def test_what_is_built_upon_can_be_pinned_by_digest(name: str) -> None:
+    base = stages()[name].base
+    image, digest = re.findall(r"\$\{(\w+)\}", base)
+    assert digest == f"{image.removesuffix('_IMAGE')}_DIGEST"
+    declared = re.findall(r"^ARG (\w+)=", DOCKERFILE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert {image, digest} <= set(declared)
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_an_image_runs_without_privileges_and_writes_below_its_volume(name: str) -> None:
+    stage = stages()[name]
+    (user,) = stage.values("USER")
+    assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", user)  # a number: Kubernetes asks whether it is root
+    assert stage.values("VOLUME") == ["/data"]
+    environment = stage.environment()
+    written = {"HOME", "XDG_CACHE_HOME", "HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
+    written |= {"NNSIGHT_ENGINE_DATA_DIR", "NNSIGHT_ENGINE_RESULT_DIR"}
+    for variable in written:
+        path = Path(environment[variable])
+        assert path == Path("/data") or Path("/data") in path.parents, variable
+    prefix = Settings.model_config["env_prefix"]
+    named = {key.removeprefix(prefix).lower() for key in environment if key.startswith(prefix)}
+    assert named <= set(Settings.model_fields)
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_an_image_is_asked_whether_it_lives_and_not_whether_it_is_ready(name: str) -> None:
+    stage = stages()[name]
+    (check,) = stage.values("HEALTHCHECK")
+    assert "/health/live" in check
+    assert stage.command()[:4] == ["tini", "--", "nnsight-engine", "serve"]
+
+
+def test_the_image_for_gpus_brings_what_vllm_s_own_lacks() -> None:
+    script = PROJECT / "scripts" / "gpu_requirements.py"
+    spec = importlib.util.spec_from_file_location("gpu_requirements", script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    written = (PROJECT / "requirements" / "gpu.txt").read_text(encoding="utf-8")
+    assert written == module.text(), f"run: python {script.relative_to(PROJECT)} > requirements/gpu.txt"
+
+
+def test_both_images_have_what_the_server_can_be_set_up_with() -> None:
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    wanted = {canonicalize_name(Requirement(line).name) for line in [*extras["serve"], *extras["redis"]]}
+    lock = (PROJECT / "requirements" / "cpu.txt").read_text(encoding="utf-8")
+    locked = {canonicalize_name(line.split("==")[0]) for line in lock.splitlines() if "==" in line}
+    assert wanted | {"redis"} <= locked
+
 
 DEPLOY: Final = PROJECT / "deploy"
 FILES: Final = ("compose.yaml", "compose.gpu.yaml")
@@ -165,3 +257,76 @@ def test_redis_is_given_its_password_by_its_input(
     assert arguments == "- --save  --appendonly no --maxmemory 128mb"
     assert configuration == [f"requirepass {variables['REDIS_PASSWORD']}"]
     assert f":{variables['REDIS_PASSWORD']}@redis" in compose["services"]["engine"]["environment"][LIMITS_URL]
+
+
+PROMETHEUS = PROJECT / "deploy/prometheus"
+
+
+@pytest.fixture(scope="module")
+def promtool(request: pytest.FixtureRequest) -> str:
+    """Where promtool is."""
+    found = shutil.which("promtool")
+    if found is None:
+        lacking(
+            request,
+            "--require-promtool",
+            "promtool is not installed; scripts/promtool.sh does that on Debian, as root",
+        )
+    return str(found)
+
+
+@pytest.mark.parametrize("command", [
+    ["check", "config", "prometheus.yml"],
+    ["check", "config", "--syntax-only", "compose.yml"],  # its key is in the container alone
+    ["check", "rules", *(f"rules/{path.name}" for path in RULES)],
+    ["test", "rules", "rules_tests.yml"],
+], ids=" ".join)  # fmt: skip
+def test_promtool_agrees(promtool: str, command: list[str]) -> None:
+    told = subprocess.run([promtool, *command], cwd=PROMETHEUS, capture_output=True, text=True, check=False)
+    assert told.returncode == 0, told.stdout + told.stderr
+    assert "SUCCESS" in told.stdout
+
+
+def test_the_alerts_that_page_are_tested() -> None:
+    tested = yaml.safe_load((PROMETHEUS / "rules_tests.yml").read_text())["tests"]
+    fire = {one["alertname"] for test in tested for one in test["alert_rule_test"] if one.get("exp_alerts")}
+    (group,) = yaml.safe_load(RULES[0].read_text())["groups"]
+    pages = {rule["alert"] for rule in group["rules"] if rule["labels"]["severity"] == "page"}
+    assert len(pages) >= 5
+    assert pages <= fire
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
+def test_a_dashboard_is_whole(path: Any) -> None:
+    board = json.loads(path.read_text())
+    assert board["uid"] == path.stem
+    variables = {variable["name"] for variable in board["templating"]["list"]}
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(ids) == len(set(ids)) >= 8
+    taken: set[tuple[int, int]] = set()
+    for panel in board["panels"]:
+        place = panel["gridPos"]
+        cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        assert not taken & cells, panel["title"]
+        assert place["x"] + place["w"] <= 24
+        taken |= cells
+        assert panel["targets"], panel["title"]
+        for target in panel["targets"]:
+            assert target["datasource"]["uid"] == "${datasource}"
+            assert 'instance=~"$instance"' in target["expr"]
+    assert variables == {"datasource", "instance"}
+
+
+def test_every_query_of_the_dashboards_is_prometheus_s_language(promtool: str, tmp_path: Any) -> None:
+    queries = [
+        target["expr"].replace("$__rate_interval", "5m").replace("$instance", ".*")
+        for path in DASHBOARDS
+        for panel in json.loads(path.read_text())["panels"]
+        for target in panel["targets"]
+    ]
+    rules = [{"record": f"query:{number}", "expr": query} for number, query in enumerate(queries)]
+    file = tmp_path / "queries.yml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": rules}]}))
+    told = subprocess.run([promtool, "check", "rules", file], capture_output=True, text=True, check=False)
+    assert told.returncode == 0, told.stdout + told.stderr
+    assert f"{len(queries)} rules found" in told.stdout
