@@ -262,67 +262,22 @@ async def test_what_depends_on_the_prompt_is_checked_with_the_prompt(server: Ser
 
 
 @pytest.mark.both_databases
-async def test_vectors_are_those_of_the_time_when_the_preset_was_made(
-    server: Server, error_of: ErrorCheck
-) -> None:
-    async def vector(factor: float) -> dict[str, Any]:
-        body = {
-            "name": "joy",
-            "vectors": {str(layer): (row * factor).tolist() for layer, row in ROWS.items()},
-        }
-        made: dict[str, Any] = (await server.client.post("/v1/vectors", json=body)).json()
-        return made
-
-    first = await vector(1.0)
-    made = await make(server, {**STEER, "vector": {"name": "joy", "layer": 2}})
-    assert made["interventions"][0]["vector"] == {"name": "joy@1", "id": first["id"], "layer": 2}
-    await vector(2.0)
-    by_preset = await generate(server, preset="calm")
+async def test_all_vectors_of_an_operation_are_kept_with_their_versions(server: Server) -> None:
+    body = {"name": "joy", "vectors": {str(layer): row.tolist() for layer, row in ROWS.items()}}
+    first, _ = [(await server.client.post("/v1/vectors", json=body)).json() for _ in range(2)]
+    made = await make(server, {**STEER, "vector": {"name": "joy@1", "layer": 2}}, name="one")
+    kept = {"name": "joy@1", "id": first["id"], "layer": 2}
+    assert made["interventions"][0]["vector"] == kept
     written = await generate(server, interventions=[{**STEER, "vector": {"name": "joy@1", "layer": 2}}])
-    assert interventions_of(by_preset) == interventions_of(written)
-    assert by_preset["choices"][0]["interventions"]["applied"][0]["vector"]["version"] == 1
+    assert interventions_of(await generate(server, preset="one")) == interventions_of(written)
     several = {"op": "steer", "at": "layers.1.output", "mode": "project_out"}
     vectors = [{"vector": [1.0] * 8}, {"vector": {"name": "joy@1", "layer": 2}}, {"vector": {"name": "joy"}}]
-    made = await make(server, several | {"vectors": vectors}, name="calmer")
-    assert made["interventions"][0]["vectors"][:2] == [
-        {"vector": [1.0] * 8},
-        {"vector": {"name": "joy@1", "id": first["id"], "layer": 2}},
-    ]
-    assert made["interventions"][0]["vectors"][2]["vector"]["name"] == "joy@2"
-    used = await generate(server, preset="calmer")
-    applied = used["choices"][0]["interventions"]["applied"]
-    assert [one["version"] for one in applied[0]["vectors"]] == [1, 2]
-    wrong = {**STEER, "vector": {"name": "joy@2", "id": first["id"]}}
-    error_of(await server.complete(interventions=[wrong]), 400, "unknown_vector")
-    await server.client.delete(f"/v1/vectors/{first['id']}")
-    assert "joy@1" in error_of(await server.complete(preset="calm"), 400, "unknown_vector")
-
-
-@pytest.mark.both_databases
-async def test_a_shared_preset_uses_the_same_vector_for_all(tenants: Tenants, error_of: ErrorCheck) -> None:
-    server, client = tenants.server, tenants.server.client
-    operator, acme = await tenants.headers("operator"), await tenants.headers("acme", *USER)
-
-    async def vector(headers: Any, **more: Any) -> Any:
-        body = {"name": "joy", "vectors": {"1": ROWS[1].tolist()}, **more}
-        return (await client.post("/v1/vectors", json=body, headers=headers)).json()
-
-    steer = {**STEER, "vector": {"name": "joy"}}
-    await vector(operator)
-    body = {"name": "calm", "interventions": [steer], "shared": True}
-    refused = await client.post("/v1/presets", json=body, headers=operator)
-    assert "joy@1" in error_of(refused, 400, "unknown_vector")
-    joy = await vector(operator, shared=True)
-    several = {"op": "steer", "at": "layers.1.output", "vectors": [{"vector": {"name": "joy"}}] * 2}
-    for name in ("joy@1", "joy"):
-        several["vectors"] = [{"vector": {"name": "joy"}}, {"vector": {"name": name}}]
-        body = {"name": "both", "interventions": [several], "shared": True}
-        made = await client.post("/v1/presets", json=body, headers=operator)
-        assert made.status_code == (201 if name == "joy" else 400)
-    await make(server, steer, headers=operator, shared=True)
-    await vector(acme)  # whose name means another vector, and the preset does not
-    answer = await generate(server, acme, preset="calm")
-    assert answer["choices"][0]["interventions"]["applied"][0]["vector"]["id"] == joy["id"]
+    made = await make(server, several | {"vectors": vectors})
+    numbers, older, newest = made["interventions"][0]["vectors"]
+    assert (numbers, older) == ({"vector": [1.0] * 8}, {"vector": kept})
+    assert newest["vector"]["name"] == "joy@2"
+    (applied,) = (await generate(server, preset="calm"))["choices"][0]["interventions"]["applied"]
+    assert [one["version"] for one in applied["vectors"]] == [1, 2]
 
 
 @pytest.mark.both_databases

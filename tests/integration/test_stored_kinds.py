@@ -89,7 +89,11 @@ class Kind:
         if not answer.is_success:
             assert answer.json()["error"]["code"] in {f"unknown_{self.one}", "preset_not_found"}, answer.text
             return None
-        done = answer.json()["choices"][0]["interventions"]
+        return self.applied(answer.json())
+
+    def applied(self, answer: dict[str, Any]) -> Any:
+        """Return which one was used for an answer: its id, of presets the name of what it captures."""
+        done = answer["choices"][0]["interventions"]
         if self is PRESETS:
             return next(iter(done["results"]))
         (applied,) = done["applied"]
@@ -283,6 +287,37 @@ async def test_a_name_with_an_id_means_that_one(tenants: Tenants, kind: Kind) ->
     assert await used(f"{NAME}@2", own) is None
     assert await used("brief", own) is None
     assert await used(NAME, {"id": f"{kind.prefix}0"}) is None
+
+
+@pytest.mark.parametrize("kind", WITH_IDS, ids=str)
+@pytest.mark.both_databases
+async def test_a_preset_uses_what_a_name_meant_when_it_was_made(
+    tenants: Tenants, error_of: ErrorCheck, kind: Kind
+) -> None:
+    server, client = tenants.server, tenants.server.client
+    operator, acme = await tenants.headers("operator"), await tenants.headers("acme", *USER)
+    preset = {"name": "kept", **kind.uses(NAME)}
+    error_of(await client.post("/v1/presets", json=preset, headers=acme), 400, f"unknown_{kind.one}")
+    own = await kind.make(server, operator)
+    assert (await client.post("/v1/presets", json=preset, headers=operator)).status_code == 201
+    # One that all may use has what all may use.
+    refused = await client.post("/v1/presets", json={**preset, "shared": True}, headers=operator)
+    assert f"{NAME}@1" in error_of(refused, 400, f"unknown_{kind.one}")
+    both = {"name": "both", "interventions": kind.uses("theirs")["interventions"], "shared": True}
+    shared = await kind.make(server, operator, name="theirs", shared=True)
+    assert (await client.post("/v1/presets", json=both, headers=operator)).status_code == 201
+    for headers, name in ((operator, NAME), (acme, "theirs")):  # which mean others from now on
+        await kind.make(server, headers, number=1, name=name)
+
+    async def used(name: str, headers: Any) -> Any:
+        body = {"prompt": "one", "max_tokens": 1, "preset": name}
+        answer = await client.post("/v1/completions", json=body, headers=headers)
+        return kind.applied(answer.json()) if answer.is_success else answer.json()["error"]["code"]
+
+    assert await used("kept", operator) == own["id"]
+    assert await used("both", acme) == await used("both", operator) == shared["id"]
+    await client.delete(kind.path(own), headers=operator)
+    assert await used("kept", operator) == f"unknown_{kind.one}"
 
 
 @pytest.mark.parametrize("kind", [VECTORS, DETECTORS], ids=str)
