@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -169,20 +169,6 @@ async def test_they_outlive_the_server_and_orphans_do_not(
         assert len(await features(server, made["id"])) == len(LABELS)
 
 
-def damaged(whole: bytes) -> Iterator[bytes]:
-    """Yield weights with random damage."""
-    chance = np.random.default_rng(0)
-    for _ in range(60):
-        content = bytearray(whole)
-        if chance.integers(2):
-            del content[int(chance.integers(len(content))) :]
-        else:
-            length = 8 + int.from_bytes(whole[:8], "little")
-            for _ in range(int(chance.integers(1, 5))):
-                content[int(chance.integers(length))] = int(chance.integers(256))
-        yield bytes(content)
-
-
 async def test_hostile_files_are_refused_and_leave_nothing(
     server: Server, folder: Path, error_of: ErrorCheck
 ) -> None:
@@ -231,14 +217,7 @@ async def test_hostile_files_are_refused_and_leave_nothing(
             wrong.append((status, code, message, answer.text))
     assert wrong == []
     await nothing_is_there(server, folder)
-    for content in damaged(weights()):
-        answer = await upload(server, content)
-        if answer.status_code == 201:  # the damage is in what nothing reads
-            await server.client.delete(f"{ROUTE}/{answer.json()['id']}")
-        else:
-            assert answer.status_code in {400, 415}, answer.text
-    await nothing_is_there(server, folder)
-    assert (await make(server))["version"] > 0
+    assert (await make(server))["version"] == 1
 
 
 async def test_an_interrupted_upload_leaves_nothing(serve: Serve, folder: Path, error_of: ErrorCheck) -> None:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 import httpx
+import numpy as np
 import pytest
 
+from api_schemas.errors import ErrorCode
 from api_schemas.keys import Scope
 from app.storage.detectors import DetectorStore
 from app.storage.vectors import VectorStore
+from tests.integration import vector_files
 from tests.integration.conftest import ErrorCheck, Serve, Server
+from tests.integration.detector_files import as_file, random_detector
 from tests.integration.dictionary_files import cfg, weights
 from tests.integration.tenants import Tenants
 
@@ -422,6 +427,49 @@ async def test_broken_forms_are_refused(server: Server, error_of: ErrorCheck, ki
         headers = {"content-type": kind_of_content}
         error_of(await server.client.post(kind.route, content=file, headers=headers), 400, "bad_request")
     assert await kind.listed(server) == []
+
+
+def good_files(kind: Kind, folder: Path) -> dict[str, bytes]:
+    if kind is VECTORS:
+        return {name: content for name, (_, content) in vector_files.good_files(folder).items()}
+    if kind is DETECTORS:
+        return {f"{seed}": as_file(*random_detector(seed)) for seed in range(8)}
+    return {"w.safetensors": weights()}
+
+
+def damaged(content: bytes, random: np.random.Generator) -> bytes:
+    """Return a file whose head has other bits, which is cut off, or has a stretch of something else."""
+    changed = bytearray(content)
+    match random.integers(3):
+        case 0:
+            for place in random.integers(0, min(len(content), 400), random.integers(1, 5)):
+                changed[place] ^= 1 << int(random.integers(8))
+        case 1:
+            del changed[int(random.integers(len(content))) :]
+        case _:
+            start, stop = sorted(map(int, random.integers(0, len(content), 2)))
+            changed[start:stop] = random.bytes(int(random.integers(0, 40)))
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("kind", WITH_IDS, ids=str)
+async def test_damaged_files_are_taken_whole_or_refused_and_leave_nothing(
+    server: Server, tmp_path: Path, kind: Kind
+) -> None:
+    random, num_refused = np.random.default_rng(0), 0
+    files = good_files(kind, tmp_path)
+    for name, content in [*files.items()] * (160 // len(files)):
+        file = (name, damaged(content, random))
+        sent = {"weights": file, "cfg": ("c", cfg())} if kind.in_forms else {"file": file}
+        answer = await server.client.post(kind.route, files=sent, data={"name": NAME})
+        if answer.status_code == 201:  # the damage is in what nothing reads
+            await server.client.delete(kind.path(answer.json()))
+        else:
+            num_refused += 1
+            assert answer.status_code in {400, 413, 415, 422}, (name, answer.text)
+            assert answer.json()["error"]["code"] in set(ErrorCode)
+        assert kind.used_bytes(server) == 0
+    assert num_refused > 40
 
 
 @every_kind
