@@ -48,17 +48,6 @@ class Jobs:
     async def has_events(self, job_id: str, num: int) -> bool:
         return (await self.get(job_id)).num_events >= num
 
-    async def are_completed(self, num: int) -> bool:
-        """Whether so many jobs have completed, by the lists of a hundred."""
-        params: dict[str, Any] = {"limit": 100, "status": "COMPLETED"}
-        while num > 0:
-            page = (await self.client.get("/v1/jobs", params=params)).json()
-            num -= len(page["data"])
-            if not page["has_more"]:
-                break
-            params["after"] = page["last_id"]
-        return num <= 0
-
     async def end(self, job_id: str) -> Job:
         return await self.until(job_id, "COMPLETED", "ERROR", "CANCELLED")
 

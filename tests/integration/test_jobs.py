@@ -132,12 +132,7 @@ async def test_what_is_no_trace_for_this_server_leaves_nothing(
         assert [path.name for path in (tmp_path / "data/servers").glob("*/*")] == [".lock"]
 
 
-async def test_traces_are_taken_under_their_own_content_type_and_where_code_is(
-    with_jobs: Any, error_of: ErrorCheck
-):
-    async with with_jobs() as jobs:
-        plain = {"content-type": "application/json"}
-        error_of(await jobs.client.post("/v1/jobs", content=trace(), headers=plain), 400, "bad_request")
+async def test_jobs_are_taken_only_where_code_is(with_jobs: Any, error_of: ErrorCheck):
     async with with_jobs(allow_code=False) as jobs:
         error_of(await jobs.post(), 403, "code_not_allowed")
 
@@ -215,19 +210,6 @@ async def test_keys_that_are_none(with_jobs: Any, error_of: ErrorCheck, key: str
 # Running.
 
 
-@pytest.mark.heavy
-async def test_a_thousand_jobs_each_run_once_and_so_many_at_a_time(with_jobs: Any):
-    async with with_jobs(max_running_jobs=8) as jobs:
-        ids: list[str] = []
-        for _ in range(20):
-            ids += await asyncio.gather(*(jobs.submit() for _ in range(50)))
-        # Lists of jobs take time from the jobs: they are asked for at the end only.
-        await wait_for_async(lambda: len(jobs.engine.started) >= len(ids), timeout_s=300)
-        await wait_for_async(lambda: jobs.are_completed(len(ids)))
-        assert sorted(jobs.engine.started) == sorted(ids)
-        assert 1 < jobs.engine.most_running <= 8
-
-
 @pytest.mark.both_databases
 async def test_jobs_of_one_owner_run_in_the_order_in_which_they_came(with_jobs: Any):
     async with with_jobs(max_running_jobs=1) as jobs:
@@ -257,17 +239,3 @@ async def test_jobs_whose_engine_has_no_room_wait_in_their_order_and_hold_up_no_
         ]  # fmt: skip
         assert "queue is full" in events[2]["message"]
         assert [(await jobs.get(job_id)).num_events for job_id in ids] == [6, 5, 5]
-
-
-async def test_large_requests_and_results_go_through_files(with_jobs: Any, tmp_path: Path):
-    num_bytes = 200 * 2**20
-    async with with_jobs() as jobs:
-        job = await jobs.end(await jobs.submit(f"big:{num_bytes}"))
-        assert job.status == "COMPLETED"
-        assert (tmp_path / "data/jobs" / job.id / "result.1").stat().st_size == job.result_bytes
-        assert (job.result_bytes or 0) > num_bytes
-        part = await jobs.result(job.id, Range="bytes=-10")
-        assert part.content == bytes(10)
-
-
-# Ending.

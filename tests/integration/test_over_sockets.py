@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import httpx
 import pytest
@@ -37,47 +37,46 @@ async def until_idle(engine: FakeEngineClient) -> None:
     await wait_for_async(lambda: not engine.num_running and not engine.fake_traces.num_running)
 
 
-@pytest.mark.parametrize("is_stream", [False, True])
-async def test_a_client_that_gives_up_ends_the_engines_work(tmp_path: Path, is_stream: bool):
-    async with listening(tmp_path, FakeBehaviour(delay_s=30)) as (client, engine):
-        body = {"prompt": "a", "stream": is_stream}
-        asked = asyncio.create_task(client.post("/v1/completions", json=body))
-        await wait_for_async(lambda: engine.num_running == 1)
-        asked.cancel()
+COMPLETION: Final = "/v1/completions", {"json": {"prompt": "a", "max_tokens": 2000}}
+STREAM: Final = "/v1/completions", {"json": {"prompt": "a", "max_tokens": 2000, "stream": True}}
+TRACE: Final = "/v1/traces", {"content": message(), "headers": HEADERS}
+
+
+@pytest.mark.parametrize(
+    ("sent_request", "delay_s", "trace_is", "seen"),
+    [
+        (COMPLETION, 30, {}, None),
+        (STREAM, 30, {}, None),
+        (STREAM, 0.01, {}, b"data: "),
+        (TRACE, 0, {"delay_s": 30}, None),
+        (TRACE, 0, {"hangs": True}, b"RUNNING"),
+        (TRACE, 0, {"saves": {"x": torch.zeros(2**24)}}, b"COMPLETED"),
+    ],
+    ids=["answer", "stream", "in a stream", "trace", "in a trace", "in a result"],
+)
+async def test_a_client_that_leaves_ends_the_engines_work(
+    tmp_path: Path,
+    sent_request: tuple[str, dict[str, Any]],
+    delay_s: float,
+    trace_is: dict[str, Any],
+    seen: bytes | None,
+) -> None:
+    """It leaves as soon as the engine works, or when it has seen something."""
+    path, sent = sent_request
+    async with listening(tmp_path, FakeBehaviour(delay_s=delay_s)) as (client, engine):
+        for name, value in trace_is.items():
+            setattr(engine.fake_traces.behaviour, name, value)
+        if seen is None:
+            asked = asyncio.create_task(client.post(path, **sent))
+            await wait_for_async(lambda: engine.num_running or engine.fake_traces.num_running)
+            asked.cancel()
+        else:
+            async with client.stream("POST", path, **sent) as response:
+                async for chunk in response.aiter_raw():
+                    if seen in chunk:
+                        break
         await until_idle(engine)
-        assert engine.num_calls == 1
-
-
-async def test_a_client_that_stops_reading_a_stream_ends_it(tmp_path: Path):
-    request = {"prompt": "a", "stream": True, "max_tokens": 2000}
-    async with listening(tmp_path, FakeBehaviour(delay_s=0.01)) as (client, engine):
-        async with client.stream("POST", "/v1/completions", json=request) as response:
-            async for line in response.aiter_lines():
-                assert line.startswith("data: ")
-                break
-            assert engine.num_running == 1
-        await until_idle(engine)
-
-
-async def test_a_client_that_gives_up_on_a_trace_ends_it(tmp_path: Path):
-    async with listening(tmp_path) as (client, engine):
-        engine.fake_traces.behaviour.delay_s = 30
-        asked = asyncio.create_task(client.post("/v1/traces", content=message(), headers=HEADERS))
-        await wait_for_async(lambda: engine.fake_traces.num_running == 1)
-        asked.cancel()
-        await until_idle(engine)
-        assert len(engine.fake_traces.heads) == 1
-
-
-async def test_a_client_that_leaves_a_running_trace_ends_it(tmp_path: Path):
-    async with listening(tmp_path) as (client, engine):
-        engine.fake_traces.behaviour.hangs = True
-        async with client.stream("POST", "/v1/traces", content=message(), headers=HEADERS) as response:
-            async for chunk in response.aiter_raw():
-                if b"RUNNING" in chunk:
-                    break
-            assert engine.fake_traces.num_running == 1
-        await until_idle(engine)
+        assert engine.num_calls + len(engine.fake_traces.heads) == 1
 
 
 async def test_a_client_that_leaves_while_it_sends_a_trace_leaves_nothing(tmp_path: Path):
@@ -91,16 +90,6 @@ async def test_a_client_that_leaves_while_it_sends_a_trace_leaves_nothing(tmp_pa
         response = await client.post("/v1/traces", content=message(), headers=HEADERS)
         assert response.status_code == 200
         assert len(engine.fake_traces.heads) == 1
-
-
-async def test_a_client_that_leaves_a_large_result_ends_it(tmp_path: Path):
-    async with listening(tmp_path) as (client, engine):
-        engine.fake_traces.behaviour.saves = {"x": torch.zeros(2**24)}
-        async with client.stream("POST", "/v1/traces", content=message(), headers=HEADERS) as response:
-            async for chunk in response.aiter_raw():
-                if b"COMPLETED" in chunk:
-                    break
-        await until_idle(engine)
 
 
 async def test_events_arrive_as_they_are_made(tmp_path: Path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import gc
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,6 @@ from vllm.lora.request import LoRARequest
 
 from api_schemas.errors import ApiError
 from app.engine import vllm_app
-from app.engine.adapters import AdapterLocks
 from app.engine.engine_watchdog import stalled
 from app.engine.served_model import ServedModel
 from nnsight_engine.remote_backend.messages import TraceHead
@@ -135,22 +133,6 @@ async def test_an_engine_that_is_started_again_has_the_adapters_of_the_one_befor
         folders = {name: one.lora_path for name, one in models.lora_requests.items()}
         assert folders == {"at_start": "/new/at_start", "later": "/new/later"}
     assert "'gone' is lost: no files" in caplog.text
-
-
-async def test_a_lock_lives_as_long_as_it_is_held() -> None:
-    locks = AdapterLocks()
-    async with locks["a"]:
-        gc.collect()
-        assert locks["a"].locked()
-        assert not locks["b"].locked()
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(locks["a"].acquire(), 0.01)
-    for number in range(1000):
-        async with locks[f"hostile {number}"]:
-            pass
-    gc.collect()
-    assert not locks["a"].locked()
-    assert len(locks) == 0
 
 
 async def is_noticed(ask: Callable[[], asyncio.Future[object]], limit_s: float, within_s: float) -> bool:
