@@ -274,14 +274,6 @@ def test_gpus_and_the_model_reach_the_server(full: Objects, plain: Objects) -> N
     assert container(full)["image"] == f"registry.example/nnsight-engine@sha256:{'a' * 64}"
 
 
-def test_replicas_follow_the_queue(full: Objects, plain: Objects) -> None:
-    spec = full["HorizontalPodAutoscaler", NAME]["spec"]
-    assert (spec["minReplicas"], spec["maxReplicas"]) == (2, 4)
-    assert spec["metrics"][0]["pods"]["metric"]["name"] == "vllm_num_requests_waiting"
-    assert "replicas" not in full["Deployment", NAME]["spec"]
-    assert plain["Deployment", NAME]["spec"]["replicas"] == 1
-
-
 def test_prometheus_operator_is_given_the_key(full: Objects) -> None:
     (endpoint,) = full["ServiceMonitor", NAME]["spec"]["endpoints"]
     assert endpoint["authorization"]["credentials"] == {"name": "own-keys", "key": "metrics.key"}
