@@ -17,14 +17,14 @@ from app.storage.database_folders import job_folder
 from tests.fakes.engine import FakeBehaviour
 from tests.integration.scripted_traces import ScriptedEngine
 from tests.integration.served_jobs import Jobs
-from tests.integration.serving import Served
+from tests.integration.serving import Application
 from tests.integration.tenants import Tenants
 
 
 class Server:
     """A running application, its engine, and a client."""
 
-    def __init__(self, served: Served, client: httpx.AsyncClient) -> None:
+    def __init__(self, served: Application, client: httpx.AsyncClient) -> None:
         self.app = served.app
         self.engine = served.engine
         self.client = client
@@ -44,7 +44,7 @@ Serve = Callable[..., AbstractAsyncContextManager[Server]]
 def serve(tmp_path: Path, database_url: str) -> Serve:
     @contextlib.asynccontextmanager
     async def serving(behaviour: FakeBehaviour | None = None, **settings: Any) -> AsyncIterator[Server]:
-        served = Served(tmp_path, behaviour, **{"database_url": database_url, **settings})
+        served = Application(tmp_path, behaviour, **{"database_url": database_url, **settings})
         async with served.started() as client:
             yield Server(served, client)
 

@@ -22,11 +22,11 @@ from app.replicas.replica_ranking import ranked
 from app.settings import Settings
 from tests.fakes.results import MODEL
 from tests.integration.scripted_traces import ScriptedEngine
-from tests.integration.serving import Served, listening, port_of
+from tests.integration.serving import Application, listening, port_of
 from tests.waiting import wait_for_async
 
 
-class Replica(Served):
+class Replica(Application):
     """A server with the fake engine, which a test may kill."""
 
     def __init__(self, name: str, directory: Path, **settings: Any) -> None:

@@ -41,7 +41,7 @@ def _scopes_of(dependant: Dependant) -> list[str] | None:
 
 
 def _all() -> Iterator[Served]:
-    app = serving.Served(Path("never started")).app
+    app = serving.Application(Path("never started")).app
     documented = app.openapi()["paths"]
     for route in app.routes:
         if isinstance(route, APIWebSocketRoute):

@@ -22,7 +22,7 @@ from tests.fakes.engine import FakeBehaviour, FakeEngineClient
 from tests.waiting import wait_for_async
 
 
-class Served:
+class Application:
     """An application with its settings and its engine; its data lie in a folder."""
 
     def __init__(

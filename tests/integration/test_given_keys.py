@@ -13,19 +13,19 @@ import pytest
 from api_schemas.keys import NewKey, Scope, Tier
 from app.auth.given_keys import GIVEN_ID, GivenKeys
 from tests.integration.conftest import ErrorCheck, Serve
-from tests.integration.serving import Served
+from tests.integration.serving import Application
 from tests.integration.tenants import Tenants
 
 TEXTS = ["first secret", "second-secret"]
 
 
 @pytest.fixture
-async def served(tmp_path: Path) -> Served:
-    return Served(tmp_path, given_keys=GivenKeys(TEXTS))
+async def served(tmp_path: Path) -> Application:
+    return Application(tmp_path, given_keys=GivenKeys(TEXTS))
 
 
 @pytest.fixture
-async def client(served: Served) -> AsyncIterator[httpx.AsyncClient]:
+async def client(served: Application) -> AsyncIterator[httpx.AsyncClient]:
     async with served.started() as found:
         yield found
 
@@ -51,7 +51,7 @@ async def test_nothing_else_does(client: httpx.AsyncClient, error_of: ErrorCheck
         error_of(await client.get("/v1/models", headers=bearer(wrong)), 401, "invalid_api_key")
 
 
-async def test_keys_of_the_database_work_beside_them(served: Served, client: httpx.AsyncClient) -> None:
+async def test_keys_of_the_database_work_beside_them(served: Application, client: httpx.AsyncClient) -> None:
     made = await served.context.keys.create(NewKey(tenant="acme", scopes=(Scope.COMPLETIONS,)))
     assert (await client.get("/v1/models", headers=bearer(made.key))).status_code == 200
 

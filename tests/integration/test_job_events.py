@@ -19,7 +19,7 @@ from tests.fakes.engine import FakeBehaviour
 from tests.integration.conftest import ErrorCheck, Server
 from tests.integration.scripted_traces import HEADERS, ScriptedEngine, trace
 from tests.integration.served_jobs import Jobs
-from tests.integration.serving import Served
+from tests.integration.serving import Application
 from tests.waiting import wait_for_async
 
 pytestmark = pytest.mark.timeout(60)
@@ -60,7 +60,7 @@ class Live(Jobs):
 @contextlib.asynccontextmanager
 async def live(folder: Path, behaviour: FakeBehaviour | None = None, **settings: Any) -> AsyncIterator[Live]:
     scripted = ScriptedEngine()
-    served = Served(folder, behaviour, traces={"vllm": scripted}, **{"drain_timeout_s": 0.1, **settings})
+    served = Application(folder, behaviour, traces={"vllm": scripted}, **{"drain_timeout_s": 0.1, **settings})
     async with served.listening() as client:
         yield Live(Server(served, client), scripted)
 

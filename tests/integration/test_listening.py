@@ -31,7 +31,7 @@ from app.http_options import HttpOptions, listening_options, log_options
 from app.listen_socket import HeadLimits
 from app.observability import logs
 from tests.integration.command_server import ARGUMENTS, started
-from tests.integration.serving import Served, listening, port_of
+from tests.integration.serving import Application, listening, port_of
 from tests.integration.test_logs import Log, log
 from tests.waiting import wait_for_async
 
@@ -39,8 +39,8 @@ PATHS = ["/health", "/health/live", "/metrics", "/v1/models"]
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Served:
-    return Served(tmp_path, inline_tensor_bytes=0)
+def served(tmp_path: Path) -> Application:
+    return Application(tmp_path, inline_tensor_bytes=0)
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ async def statuses(client: httpx.AsyncClient) -> AsyncIterator[int]:
     assert lines[-2:] == ["data: [DONE]", ""]
 
 
-async def test_over_tls(served: Served, certificate: dict[str, str]) -> None:
+async def test_over_tls(served: Application, certificate: dict[str, str]) -> None:
     async with listening(served.app, served.settings, **certificate) as server:
         trust = ssl.create_default_context(cafile=certificate["ssl_certfile"])
         url = f"https://127.0.0.1:{port_of(server)}"
@@ -96,7 +96,7 @@ async def test_over_tls(served: Served, certificate: dict[str, str]) -> None:
 
 
 async def test_clients_need_a_certificate_if_that_is_required(
-    served: Served, certificate: dict[str, str]
+    served: Application, certificate: dict[str, str]
 ) -> None:
     required = {"ssl_cert_reqs": ssl.CERT_REQUIRED, "ssl_ca_certs": certificate["ssl_certfile"]}
     options = listening_options(argparse.Namespace(**{**ARGUMENTS, **certificate, **required}))
@@ -112,7 +112,7 @@ async def test_clients_need_a_certificate_if_that_is_required(
             assert (await client.get(url)).is_success
 
 
-async def test_only_the_chosen_ciphers_are_offered(served: Served, certificate: dict[str, str]) -> None:
+async def test_only_the_chosen_ciphers_are_offered(served: Application, certificate: dict[str, str]) -> None:
     chosen = {"ssl_ciphers": "ECDHE-ECDSA-AES256-GCM-SHA384"}
     options = listening_options(argparse.Namespace(**{**ARGUMENTS, **certificate, **chosen}))
     async with listening(served.app, served.settings, **options) as server:
@@ -132,7 +132,7 @@ async def test_only_the_chosen_ciphers_are_offered(served: Served, certificate: 
                     assert answer.is_success
 
 
-async def test_over_a_unix_socket(served: Served, tmp_path: Path) -> None:
+async def test_over_a_unix_socket(served: Application, tmp_path: Path) -> None:
     path = str(tmp_path / "server.sock")
     async with listening(served.app, served.settings, uds=path):
         transport = httpx.AsyncHTTPTransport(uds=path)
@@ -141,7 +141,7 @@ async def test_over_a_unix_socket(served: Served, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sent", ["", "/behind/proxy"])
-async def test_below_a_prefix_whether_or_not_a_proxy_strips_it(served: Served, sent: str) -> None:
+async def test_below_a_prefix_whether_or_not_a_proxy_strips_it(served: Application, sent: str) -> None:
     served.app.root_path = "/behind/proxy"
     async with (
         listening(served.app, served.settings) as server,
@@ -172,7 +172,7 @@ async def serving(
     tmp_path: Path, *, with_keys: bool = True, **given: Any
 ) -> AsyncIterator[httpx.AsyncClient]:
     keys = GivenKeys(["secret"] if with_keys else [])
-    served = Served(tmp_path, given_keys=keys, http=HttpOptions.of(arguments(**given)))
+    served = Application(tmp_path, given_keys=keys, http=HttpOptions.of(arguments(**given)))
     async with served.started(raises=False) as client:
         yield client
 
@@ -326,7 +326,7 @@ async def head(port: int, size: int, count: int) -> bytes:
 
 
 async def test_heads_have_the_limits_that_are_given(tmp_path: Path) -> None:
-    served = Served(tmp_path)
+    served = Application(tmp_path)
     options = listening_options(arguments(h11_max_incomplete_event_size=200_000, h11_max_header_count=20))
     assert listening_options(arguments()) == {"head_limits": HeadLimits()}
     async with listening(served.app, served.settings, **options) as server:
@@ -360,7 +360,7 @@ async def test_the_command_serves_a_new_certificate_if_that_is_enabled(tmp_path:
 
 
 async def test_a_new_certificate_is_served_without_a_restart(tmp_path: Path) -> None:
-    served = Served(tmp_path)
+    served = Application(tmp_path)
     files = certificate_files(tmp_path)
     options = listening_options(arguments(**files, enable_ssl_refresh=True))
 

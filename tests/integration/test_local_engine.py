@@ -19,6 +19,7 @@ import torch
 from api_schemas.errors import ErrorCode
 from app.allowance import Allowance
 from app.engine import process_job, trace_process_pool
+from nnsight_engine.core.metering import UsageMeter
 from nnsight_engine.core.saves import save
 from nnsight_engine.core.work_context import WorkContext
 from nnsight_engine.modeling.language import LanguageModel

@@ -35,7 +35,7 @@ from nnsight_engine.remote_backend.messages import MEDIA_TYPE
 from tests.integration.dictionary_files import cfg, text_weights
 from tests.integration.live import listening
 from tests.integration.scripted_traces import HEADERS, ScriptedEngine, trace
-from tests.integration.serving import Served
+from tests.integration.serving import Application
 
 HEAVY: Final = pytest.param(20, marks=pytest.mark.heavy)
 FEW_OR_MANY: Final = pytest.mark.parametrize("num", [5, HEAVY])
@@ -80,7 +80,9 @@ SWITCHED_OFF: Final[dict[str, list[CheckFunction]]] = {
 
 def application(folder: Path, database_url: str = "") -> Any:
     traces = {"vllm": ScriptedEngine()}
-    return Served(folder, traces=traces, database_url=database_url, allow_code=True, drain_timeout_s=0).app
+    return Application(
+        folder, traces=traces, database_url=database_url, allow_code=True, drain_timeout_s=0
+    ).app
 
 
 DOCUMENT: Final = application(Path("never started")).openapi()

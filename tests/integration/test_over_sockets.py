@@ -20,7 +20,7 @@ from app.storage.database import Database
 from app.storage.keys import KeyStore
 from tests.fakes.engine import FakeBehaviour, FakeEngineClient
 from tests.integration.scripted_traces import HEADERS, message
-from tests.integration.serving import Served
+from tests.integration.serving import Application
 from tests.waiting import wait_for_async
 
 
@@ -28,7 +28,7 @@ from tests.waiting import wait_for_async
 async def listening(
     folder: Path, behaviour: FakeBehaviour | None = None, **settings: Any
 ) -> AsyncIterator[tuple[httpx.AsyncClient, FakeEngineClient]]:
-    served = Served(folder, behaviour, **settings)
+    served = Application(folder, behaviour, **settings)
     async with served.listening() as client:
         yield client, served.engine
 

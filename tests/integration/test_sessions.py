@@ -70,7 +70,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     traces.behaviour.saves = {"kept": 5}
     with collecting() as collector, pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
-        server = serving.Served(
+        server = serving.Application(
             tmp_path_factory.mktemp("sessions"),
             traces={traces.name: traces},
             session_processes=1,

@@ -22,7 +22,7 @@ import pytest
 
 from tests.fakes.engine import FakeEngineClient
 from tests.integration.live import listening
-from tests.integration.serving import Served
+from tests.integration.serving import Application
 from tests.waiting import wait_for
 
 
@@ -136,7 +136,7 @@ class Terminal:
 @pytest.fixture(scope="module")
 def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
     folder: Path = tmp_path_factory.mktemp("server")
-    served = Served(folder, engine=SteerableEngine)
+    served = Application(folder, engine=SteerableEngine)
     with listening(served.app) as url:
         vector = {"name": "joy", "vectors": {"2": [1.0] * 8}}
         httpx.post(f"{url}/v1/vectors", json=vector).raise_for_status()

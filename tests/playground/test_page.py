@@ -25,7 +25,7 @@ from app.storage.database import Database
 from app.storage.keys import KeyStore
 from tests.fakes.engine import FakeEngineClient
 from tests.integration.live import listening
-from tests.integration.serving import Served
+from tests.integration.serving import Application
 from tests.playground.conftest import Open, copied, faults, is_too_wide, link, press, shoot, view_of
 from tests.waiting import wait_for
 
@@ -69,7 +69,7 @@ Serve = Callable[..., AbstractContextManager[Playground]]
 def serve(tmp_path: Path) -> Serve:
     @contextmanager
     def serving(**settings: Any) -> Iterator[Playground]:
-        served = Served(tmp_path, drain_timeout_s=0, **settings)
+        served = Application(tmp_path, drain_timeout_s=0, **settings)
         with listening(served.app) as url:
             yield Playground(url, served.engine, served.settings)
 
