@@ -17,8 +17,9 @@ from api_schemas.operations import Feature, Features, Flag
 from api_schemas.results import FeaturesResult
 from app.services.stored_names import MAX_DICTIONARIES, StoredNames
 from tests.integration.conftest import ErrorCheck, Serve, Server
-from tests.integration.dictionary_files import NUM_FEATURES, cfg, weights
+from tests.integration.dictionary_files import NUM_FEATURES
 from tests.integration.tenants import Tenants
+from tests.integration.test_dictionaries import make as made_of
 
 LABELS: Final = {"0": "animals", "3": "cats", "5": "twice", "6": "twice"}
 READ: Final[dict[str, Any]] = {"op": "features", "dictionary": "sae"}
@@ -32,17 +33,8 @@ USER: Final = (Scope.INTERVENTIONS, Scope.COMPLETIONS)
 async def make(server: Server, headers: Any = None, name: str = "sae", **fields: Any) -> dict[str, Any]:
     """Store a dictionary; ``labels`` is None for none."""
     labels = fields.pop("labels", LABELS)
-    files: dict[str, Any] = {
-        "weights": ("x", weights(), "application/octet-stream"),
-        "cfg": ("cfg.json", cfg()),
-    }
-    if labels is not None:
-        files["labels"] = ("labels", json.dumps(labels).encode())
-    form = {"name": name, **fields}
-    answer = await server.client.post("/v1/dictionaries", files=files, data=form, headers=headers)
-    assert answer.status_code == 201, answer.text
-    made: dict[str, Any] = answer.json()
-    return made
+    given = None if labels is None else json.dumps(labels).encode()
+    return await made_of(server, labels=given, headers=headers, name=name, **fields)
 
 
 async def resolved(server: Server, *raw: dict[str, Any], tenant: str = "") -> list[Any]:

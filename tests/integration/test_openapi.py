@@ -36,6 +36,7 @@ from tests.integration.dictionary_files import cfg, text_weights
 from tests.integration.live import listening
 from tests.integration.scripted_traces import HEADERS, ScriptedEngine, trace
 from tests.integration.serving import Application
+from tests.integration.test_stored_kinds import DETECTORS, PRESETS, VECTORS
 
 HEAVY: Final = pytest.param(20, marks=pytest.mark.heavy)
 FEW_OR_MANY: Final = pytest.mark.parametrize("num", [5, HEAVY])
@@ -196,12 +197,9 @@ def test_what_answers_lead_to_is_as_the_document_says(tmp_path: Path, database_u
 def give_fitting_body(case: schemathesis.Case[Any]) -> None:
     """Replace bodies that must fit the model, or each other: the document does not know either."""
     match case.operation.label:
-        case "POST /v1/vectors":
-            case.media_type = "application/json"
-            case.body = {"name": "joy", "vectors": {"1": [0.5] * 8}}
-        case "POST /v1/detectors":
-            part: dict[str, Any] = {"at": "layers.1.output", "form": "linear", "weights": [0.5] * 8}
-            case.media_type, case.body = "application/json", {"name": "refusal", "parts": [part]}
+        case "POST /v1/vectors" | "POST /v1/detectors":
+            kind = VECTORS if "vectors" in case.operation.label else DETECTORS
+            case.media_type, case.body = "application/json", {"name": "joy", **kind.body(0)}
         case "POST /v1/dictionaries":
             case.media_type = "multipart/form-data"
             case.body = {"name": "sae", "weights": text_weights(), "cfg": cfg().decode()}
@@ -210,7 +208,7 @@ def give_fitting_body(case: schemathesis.Case[Any]) -> None:
         case "POST /v1/presets" | "PUT /v1/presets":
             # Of two versions one is left behind a deletion.
             name = f"calm-{secrets.token_hex(8)}"
-            case.body = {"name": name, "interventions": [{"op": "capture", "at": "layers.1.output"}]}
+            case.body = {"name": name, **PRESETS.body(0)}
 
 
 def stories(url: str, key: dict[str, str], family: str) -> tuple[list[BaseException], dict[str, set[int]]]:
