@@ -15,8 +15,7 @@ from api_schemas.keys import Scope
 from app.settings import Settings
 from app.storage.database_folders import job_folder
 from tests.fakes.engine import FakeBehaviour
-from tests.integration.scripted_traces import ScriptedEngine
-from tests.integration.served_jobs import Jobs
+from tests.integration.scripted_traces import Jobs, ScriptedEngine
 from tests.integration.serving import Application
 from tests.integration.tenants import Tenants
 

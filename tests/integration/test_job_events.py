@@ -17,8 +17,7 @@ from app.context import Context
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, FrameReader, called, calling, head_of
 from tests.fakes.engine import FakeBehaviour
 from tests.integration.conftest import ErrorCheck, Server
-from tests.integration.scripted_traces import HEADERS, ScriptedEngine, trace
-from tests.integration.served_jobs import Jobs
+from tests.integration.scripted_traces import HEADERS, Jobs, ScriptedEngine, trace
 from tests.integration.serving import Application
 from tests.waiting import wait_for_async
 

@@ -24,8 +24,7 @@ from nnsight_engine.remote_backend.messages import TraceRequest
 from tests.collector import Collector, Span, collecting
 from tests.fakes.engine import FakeBehaviour
 from tests.integration.conftest import Serve
-from tests.integration.scripted_traces import ScriptedEngine
-from tests.integration.served_jobs import Jobs
+from tests.integration.scripted_traces import Jobs, ScriptedEngine
 from tests.integration.tenants import Tenants
 
 SECRET = "swordfish"

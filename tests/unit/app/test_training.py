@@ -1,4 +1,4 @@
-"""Detectors fitted to values whose answer is known, against plain references."""
+"""Rows and detectors fitted to values whose answer is known, and the scores of their samples."""
 
 from __future__ import annotations
 
@@ -10,11 +10,155 @@ import torch
 
 from app.detectors.fitting import FittedDetector, Recipe, fit
 from app.detectors.mlp import fit_mlp
-from app.training.scores import auroc
+from app.training.scores import auroc, best_cut, roc, thinned
 from app.training.split import NothingToLearnError, split
+from app.vectors.fitting import Fitted, Method
+from app.vectors.fitting import fit as fit_row
 from nnsight_engine.core.detector import Detector, DetectorPart, Form, Link
 
+METHODS: list[Method] = ["mean_difference", "pca", "logistic"]
 WIDTH = 24
+AXIS = np.eye(WIDTH)[3]
+
+
+def row_sides(distance: float, count: int = 40, seed: int = 0) -> tuple[Any, Any]:
+    """Return noise, far from zero, whose sides lie apart along one axis."""
+    random = np.random.default_rng(seed)
+    noise = random.normal(size=(2, count, WIDTH)) + 50
+    return noise[0] + distance * AXIS, noise[1]
+
+
+def fitted_row(towards: Any, away: Any, method: Method, seed: int = 0) -> Fitted:
+    chosen = split(len(towards), len(away), holdout=0.25, seed=seed)
+    return fit_row(towards, away, chosen, method)
+
+
+def test_splits_keep_back_some_of_each_side_and_never_all() -> None:
+    for num_positive, num_negative, holdout in ((2, 2, 0.5), (3, 9, 0.25), (100, 5, 0.01), (7, 7, 0.5)):
+        chosen = split(num_positive, num_negative, holdout=holdout, seed=1)
+        for trained, held, count in (
+            (chosen.positive, chosen.held_positive, num_positive),
+            (chosen.negative, chosen.held_negative, num_negative),
+        ):
+            assert sorted([*trained, *held]) == list(range(count))
+            assert len(trained) >= 1
+            assert len(held) >= 1
+    paired = split(9, 9, holdout=0.25, seed=1)
+    np.testing.assert_array_equal(paired.positive, paired.negative)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_each_method_finds_the_axis(method: Method) -> None:
+    found = fitted_row(*row_sides(6.0), method)
+    assert found.row @ AXIS / found.norm > (0.5 if method == "logistic" else 0.8)
+    assert min(found.auroc, found.accuracy) > 0.9
+    assert 2 < found.separation < 9
+    if method != "logistic":
+        assert found.norm == pytest.approx(6.0, rel=0.2)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_of_sides_that_are_alike_score_like_guessing(method: Method) -> None:
+    scores = [fitted_row(*row_sides(0.0, seed=seed), method, seed).auroc for seed in range(20)]
+    assert 0.4 < np.mean(scores) < 0.6
+
+
+def test_the_logistic_probe_is_where_its_loss_is_least() -> None:
+    towards, away = row_sides(1.0)
+    chosen = split(len(towards), len(away), holdout=0.25, seed=0)
+    found = fit_row(towards, away, chosen, "logistic")
+    samples = np.concatenate((towards[chosen.positive], away[chosen.negative]))
+    labels = np.repeat([1.0, 0.0], [len(chosen.positive), len(chosen.negative)])
+    scale = np.square(samples.std(axis=0)) * WIDTH
+    weights = found.row.astype(np.float64)
+    errors = 1 / (1 + np.exp(-(samples @ weights + found.bias))) - labels
+    gradient = samples.T @ errors + 0.01 * len(labels) * scale * weights
+    assert abs(errors.sum()) < 1e-3
+    assert np.abs(gradient).max() < 1e-2
+
+
+def test_large_numbers_in_one_place_hide_nothing() -> None:
+    towards, away = row_sides(6.0)
+    for side in (towards, away):
+        side[:, 0] += 5000 * np.random.default_rng(1).normal(size=len(side))
+    assert fitted_row(towards, away, "logistic").auroc > 0.9
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_row_of_what_says_nothing_is_refused(method: Method) -> None:
+    towards, away = row_sides(6.0, count=8)
+    with pytest.raises(NothingToLearnError, match="do not differ"):
+        fitted_row(np.repeat(towards[:1], 8, axis=0), np.repeat(towards[:1], 8, axis=0), method)
+    with pytest.raises(NothingToLearnError, match="do not differ"):
+        fitted_row(np.zeros((4, WIDTH)), np.zeros((4, WIDTH)), method)
+    for number in (np.nan, np.inf):
+        broken = towards.copy()
+        broken[1, 1] = number
+        with pytest.raises(NothingToLearnError, match="not all numbers"):
+            fitted_row(broken, away, method)
+    with np.errstate(over="ignore"), pytest.raises(NothingToLearnError):
+        fitted_row(towards * 1e300, away * 1e300, method)
+
+
+def drawn_scores(random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Return scores with ties, of random number and spread."""
+    spread = float(random.choice([1e-6, 1.0, 1e6]))
+    drawn = [random.normal(size=random.integers(1, 40)) * spread + random.normal() for _ in range(2)]
+    digits = int(random.integers(0, 7))
+    return tuple(np.round(one / spread, digits).astype(np.float32) * np.float32(spread) for one in drawn)  # type: ignore[return-value]
+
+
+def test_the_area_counts_pairs() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        positive, negative = drawn_scores(random)
+        pairs = [(a > b) + (a == b) / 2 for a in positive for b in negative]
+        assert auroc(positive, negative) == float(np.mean(pairs)) or np.isclose(
+            auroc(positive, negative), np.mean(pairs), atol=1e-12
+        )
+
+
+def test_the_curve_has_a_point_for_each_way_to_cut_the_samples() -> None:
+    random = np.random.default_rng(1)
+    for _ in range(200):
+        positive, negative = drawn_scores(random)
+        cuts = roc(positive, negative)
+        levels = np.unique(np.concatenate((positive, negative)))[::-1]
+        assert [(cut.tpr, cut.fpr) for cut in cuts] == [
+            ((positive >= level).mean(), (negative >= level).mean()) for level in levels
+        ]
+        for cut in cuts:  # each is what its own threshold does, in float32 too
+            assert (positive >= np.float32(cut.threshold)).mean() == cut.tpr
+            assert (negative >= np.float32(cut.threshold)).mean() == cut.fpr
+        # The area under the steps is the probability that pairs are counted by.
+        xs, ys = [0.0, *(cut.fpr for cut in cuts)], [0.0, *(cut.tpr for cut in cuts)]
+        assert np.isclose(np.trapezoid(ys, xs), auroc(positive, negative))
+        gains = [(positive >= level).mean() - (negative >= level).mean() for level in levels]
+        best = best_cut(cuts)
+        assert best.tpr - best.fpr == max(gains)
+        assert best == cuts[int(np.argmax(gains))]
+
+
+def test_a_threshold_lies_half_way_to_the_next_score() -> None:
+    first, second = roc(np.array([4.0], np.float32), np.array([1.0], np.float32))
+    assert first == (2.5, 1.0, 0.0)
+    assert second == (1.0, 1.0, 1.0)
+
+
+def test_a_long_curve_is_thinned_and_keeps_its_ends_and_the_best() -> None:
+    random = np.random.default_rng(2)
+    for count in (1, 49, 50, 51, 60, 99, 1000):
+        scores = random.permutation(count).astype(np.float32)
+        cuts = roc(scores[: count // 2 + 1], scores[count // 2 :])
+        for keep in (cuts[0], cuts[-1], cuts[len(cuts) // 3]):
+            thin = thinned(cuts, 50, keep)
+            assert len(thin) == min(len(cuts), len(thin)) <= 50
+            assert len(thin) >= min(len(cuts), 48)
+            assert (thin[0], thin[-1]) == (cuts[0], cuts[-1])
+            assert keep in thin
+            assert [cuts.index(one) for one in thin] == sorted(cuts.index(one) for one in thin)
+
+
 POINTS = ["layers.1.output", "layers.5.output"]
 FORMS = list(Form)
 
