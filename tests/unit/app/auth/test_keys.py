@@ -305,8 +305,8 @@ class Table:
         return found
 
 
-@pytest.fixture(autouse=True)
-def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookups_module, "_PAUSE_S", 0.0)
 
 
@@ -315,6 +315,7 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
+@pytest.mark.usefixtures("no_pause")
 async def test_what_is_asked_during_a_reading_is_read_after_it_and_together():
     table = Table()
     lookups = Lookups(table.find)
@@ -329,6 +330,7 @@ async def test_what_is_asked_during_a_reading_is_read_after_it_and_together():
     assert table.read == [{"b"}, {"a", "b", "c"}]
 
 
+@pytest.mark.usefixtures("no_pause")
 async def test_a_failed_lookup_raises_for_its_callers_and_the_next_goes_on():
     table = Table()
     lookups = Lookups(table.find)
