@@ -74,10 +74,11 @@ class _Engine(FakeEngineClient):
 
     async def start(self) -> None:
         await super().start()
-        self._releasing = asyncio.create_task(self._release())
+        if "RELEASE_FILE" in os.environ:
+            self._releasing = asyncio.create_task(self._release(Path(os.environ["RELEASE_FILE"])))
 
-    async def _release(self) -> None:
-        await wait_for_async(Path(os.environ.get("RELEASE_FILE", "never")).exists, timeout_s=600)
+    async def _release(self, file: Path) -> None:
+        await wait_for_async(file.exists, timeout_s=600)
         self.scripted.released.set()
 
     async def models(self) -> dict[str, Any]:
